@@ -1,0 +1,71 @@
+"""Number formats: the one place where numerics live. QAT and PTQ both call these frozen instances.
+
+`get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row in
+`test/exact/test_formats.py`; training, packing, reports, checkpoints and the command line follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from functools import cache
+
+from . import layout
+from .base import FLOAT_DTYPES, Encoded, Format
+from .blockscaled import MX, NVFP4
+from .float8 import Float8
+from .integer import Affine, Int4
+
+__all__ = ["FLOAT_DTYPES", "MX", "NVFP4", "Affine", "Encoded", "Float8", "Format", "Int4", "get_format", "layout", "list_formats"]
+
+_STANDARD: tuple[Format, ...] = (
+    *(Int4(g) for g in (32, 64, 128, 256)),
+    *(Affine(bits, "group", 32) for bits in range(2, 9)),
+    *(Affine(bits) for bits in range(2, 9)),
+    Affine(8, mapping="asymmetric"),
+    *(Affine(8, per, scales="float32") for per in ("row", "tensor")),
+    Affine(8, "group", 32, scales="float32"),
+    Affine(8, "row", mapping="asymmetric", scales="float32"),
+    *(Float8(element, per) for element in ("e4m3", "e5m2") for per in ("row", "tensor")),
+    *(MX("e2m1", rule) for rule in ("rceil", "floor", "ceil", "even")),
+    *(MX(element, rule) for element in ("e4m3", "e5m2") for rule in ("rceil", "floor", "ceil", "even")),
+    NVFP4(),
+    NVFP4("none"),
+    NVFP4("static", 0.001),
+)
+
+
+@cache
+def get_format(name: str) -> Format:
+    """The format called `name`.
+
+    Group sizes and a static outer scale are part of the name: "int4-g64", "intx3-g128", "nvfp4-static:0.001"; "-native" makes an
+    integer or float8 activation format divide as its device does.
+
+    Raises:
+        ValueError: no format has that name; the message lists the nearest ones.
+    """
+    table = {f.name: f for f in _STANDARD}
+    if name in table:
+        return table[name]
+    base, native = name.removesuffix("-native"), name.endswith("-native")
+    found = table.get(base)
+    if found is None and (match := re.fullmatch(r"(.+-g)([1-9]\d*)(-asym)?", base)):
+        stem = next((f for f in _STANDARD if f.name.startswith(match[1])), None)
+        found = dataclasses.replace(stem, group=int(match[2]), **({"mapping": "asymmetric"} if match[3] else {})) if stem else None  # type: ignore[type-var]
+    if found is None and (match := re.fullmatch(r"nvfp4-static:(.+)", base)):
+        found = NVFP4("static", float(match[1]))
+    if found is None and isinstance(stem := table.get(base.removesuffix("-asym")), Affine):
+        found = dataclasses.replace(stem, mapping="asymmetric")
+    if native and isinstance(found, Affine | Float8):
+        found = dataclasses.replace(found, native=True)
+    if found is None or found.name != name:
+        near = difflib.get_close_matches(name, table, 5, 0.4) or sorted(table)
+        raise ValueError(f"no format is called {name!r}; near it: {', '.join(near)}. aoquant.list_formats() names them all")
+    return found
+
+
+def list_formats() -> list[str]:
+    """Names of the standard formats; other group sizes and static outer scales are names too (see `get_format`)."""
+    return [f.name for f in _STANDARD]

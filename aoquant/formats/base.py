@@ -1,0 +1,108 @@
+"""What a number format is: three functions and a count of bits.
+
+A format turns a high-precision matrix into codes and scales (`encode`) and back (`decode`). Both QAT and PTQ call the same two
+methods of the same frozen instance, and that is the whole of contract C1: the codes that the prepared forward multiplies are
+the codes that convert stores, because nobody else knows how to make them.
+
+A GEMM does not multiply decoded values, it multiplies operands and scales the accumulator. So decoding comes in two parts:
+`operand` is what the matrix unit sees, exact in bf16 wherever the format allows it, and `alpha` is the outer scale that
+multiplies the float32 accumulator. `decode` is their product, for gradients, for reports and for kernels that dequantise.
+
+Shapes: R rows, K values along the contraction axis, G = K / group scales in a row. Everything is 2-D; callers flatten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Encoded(NamedTuple):
+    """A quantised (R, K) matrix.
+
+    codes: packed codes, (R, bytes of K codes), uint8, int8 or a float8 dtype.
+    scale: (R, G), (R, 1) or (1, 1); float32, the input's dtype, float8_e4m3fn or float8_e8m0fnu as the format says; or None.
+    zero:  like scale: the integer zero point (int8) or the value of code 0 (int4, scale's dtype); or None.
+    outer: (1, 1) or (R, 1) float32, multiplies the accumulator; or None.
+    k:     K, the unpacked width.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    outer: Tensor | None
+    k: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """Base of all formats: a frozen, hashable value. Equal names mean equal numerics."""
+
+    @property
+    def name(self) -> str:
+        """The name that `get_format` takes back."""
+        raise NotImplementedError
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        raise NotImplementedError
+
+    @property
+    def block(self) -> int | None:
+        """Values along K that share a scale; None when a whole row or more does."""
+        return None
+
+    def encode(self, x_RK: Tensor) -> Encoded:
+        """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after decode."""
+        raise NotImplementedError
+
+    def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        """(R, K) in `dtype`: the matrix that the tensor core multiplies, without `alpha`."""
+        raise NotImplementedError
+
+    def alpha(self, e: Encoded) -> Tensor | None:
+        """(R, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
+        return None
+
+    def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        """(R, K) in `dtype`: operand times alpha in float32, rounded once."""
+        alpha = self.alpha(e)
+        if alpha is None:
+            return self.operand(e, dtype)
+        return (self.operand(e, torch.float32) * alpha).to(dtype)
+
+    def fake_quantize(self, x_RK: Tensor) -> Tensor:
+        """The value that x_RK has after a round trip, in x_RK's dtype. Defined once, for every format."""
+        return self.decode(self.encode(x_RK), x_RK.dtype)
+
+    def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
+        """(R, K) bool: values that the format's largest code had to clip."""
+        raise NotImplementedError
+
+    def floored(self, e: Encoded) -> Tensor:
+        """Bool, scale-shaped: blocks whose scale sits on the format's smallest value although they hold non-zero data."""
+        raise NotImplementedError
+
+    def bits_per_weight(self, rows: int, k: int) -> float:
+        """Stored bits for each of rows * k values: codes, scales, zeros and outer scale, for a bfloat16 source."""
+        e = self.encode(torch.empty(rows, k, dtype=torch.bfloat16, device="meta"))
+        return 8 * sum(t.numel() * t.element_size() for t in e[:4] if t is not None) / (rows * k)
+
+    def why_not(self, k: int, dtype: torch.dtype) -> str | None:
+        """Why this format cannot hold rows of k values of `dtype`, and what to do; None when it can."""
+        if dtype not in FLOAT_DTYPES:
+            return f"{self.name} quantises float32, bfloat16 or float16, got {str(dtype).removeprefix('torch.')}: cast the layer first"
+        if self.block is not None and (k == 0 or k % self.block):
+            return f"{self.name} needs K to be a multiple of {self.block}, got K = {k}: choose a group that divides K or leave the layer out"
+        return None
+
+    def _blocks(self, x_RK: Tensor) -> Tensor:
+        """(R, G, block) view or copy of x; one block of K when the format has none."""
+        block = self.block or x_RK.shape[1]
+        return x_RK.reshape(x_RK.shape[0], x_RK.shape[1] // block if block else 1, block)

@@ -1,0 +1,156 @@
+"""Block-scaled formats: MX (blocks of 32, power-of-two scales) and NVFP4 (blocks of 16, e4m3 scales, an outer float32 scale).
+
+e2m1 x e8m0, e2m1 x e4m3 and e4m3 x e8m0 products have at most 6 significant bits, so an operand decoded WITHOUT the outer scale is
+exact in bf16, and a bf16 GEMM with float32 accumulation sums exactly the products that an FP4 tensor core sums. The outer scale
+multiplies the accumulator. With it folded into the operand only 13 % of the values are exact.
+
+Dialect "ao": torchao 0.18 `to_mx` and `nvfp4_quantize`. NVFP4 there:
+
+    pts = absmax / 2688 (2688 = 448 * 6);  sf = e4m3(clamp(amax_b / 6 / pts, 2^-6, 448));  code = e2m1(y * ((1 / pts) / sf))
+    value = code * (pts * sf), in this order
+
+torchao turns an all-zero tensor (pts = 0) and an absmax below 7.9e-36 (1 / pts overflows) into NaN. Here pts is at least 2^-127:
+the first becomes zeros, the second rounds to zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .base import Encoded, Format
+from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, to_e2m1, to_float8
+from .scales import absmax, divide, e8m0_bytes, e8m0_values
+
+E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
+PTS_FLOOR = 2.0**-127
+
+
+@dataclass(frozen=True)
+class MX(Format):
+    """OCP MX: e2m1, e4m3 or e5m2 codes, one e8m0 scale per 32 values; rule "rceil", "floor", "ceil" or "even"."""
+
+    element: str = "e2m1"
+    rule: str = "rceil"
+
+    @property
+    def name(self) -> str:
+        base = {"e2m1": "mxfp4", "e4m3": "mxfp8", "e5m2": "mxfp8-e5m2"}[self.element]
+        return base if self.rule == "rceil" else f"{base}-{self.rule}"
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.element == "e2m1" else 8
+
+    @property
+    def block(self) -> int:
+        return 32
+
+    def encode(self, x_RK: Tensor) -> Encoded:
+        x_RGB = self._blocks(x_RK).float()
+        max_pow2, max_value, mantissa_bits = ELEMENTS[self.element]
+        byte = e8m0_bytes(
+            absmax(x_RGB), self.rule, max_pow2=max_pow2, max_value=max_value, mantissa_bits=mantissa_bits
+        )
+        y = (x_RGB * self._inverse(byte).unsqueeze(-1)).flatten(1)
+        if self.element == "e2m1":
+            codes = layout.pack(to_e2m1(y), 4)
+        else:
+            codes = to_float8(y, self.element)
+        return Encoded(codes, byte.view(torch.float8_e8m0fnu), None, None, x_RK.shape[1])
+
+    def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        return (self._blocks(self._values(e)) * self._scale(e).unsqueeze(-1)).flatten(1).to(dtype)
+
+    def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
+        x_RGB = self._blocks(x_RK).float()
+        limit = self._scale(e) * (ELEMENTS[self.element][1] * (1 + 2.0 ** -(ELEMENTS[self.element][2] + 1)))
+        return (x_RGB.abs() > limit.unsqueeze(-1)).flatten(1)
+
+    def floored(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return (e.scale.view(torch.uint8) == 0) & (self._blocks(self._values(e)) != 0).any(-1)
+
+    def _inverse(self, byte: Tensor) -> Tensor:
+        """What x is multiplied by: exact powers of two, NaN for byte 255. torchao's two rules differ at byte 0 alone."""
+        if self.rule == "rceil":
+            inverse = e8m0_values((254 - byte.int()).clamp(min=0).to(torch.uint8))
+            return torch.where(byte == 255, float("nan"), torch.where(byte == 0, 1.0, inverse))
+        return 1.0 / e8m0_values(byte).clamp(min=2.0**-126)
+
+    def _values(self, e: Encoded) -> Tensor:
+        return from_e2m1(layout.unpack(e.codes, 4, e.k)) if self.element == "e2m1" else e.codes.float()
+
+    def _scale(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return e8m0_values(e.scale.view(torch.uint8))
+
+
+@dataclass(frozen=True)
+class NVFP4(Format):
+    """NVFP4: e2m1 codes, one e4m3 scale per 16 values; outer scale "dynamic" (absmax / 2688), "static" (`pts`) or "none"."""
+
+    outer: str = "dynamic"
+    pts: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.outer == "static") != (self.pts is not None) or (self.pts is not None and not 0 < self.pts < float("inf")):
+            raise ValueError(
+                f"NVFP4: a static outer scale, and only that, needs a finite pts > 0 (absmax / 2688); got outer={self.outer!r}, pts={self.pts}"
+            )
+
+    @property
+    def name(self) -> str:
+        return {"dynamic": "nvfp4", "none": "nvfp4-none", "static": f"nvfp4-static:{self.pts!r}"}[self.outer]
+
+    @property
+    def bits(self) -> int:
+        return 4
+
+    @property
+    def block(self) -> int:
+        return 16
+
+    def encode(self, x_RK: Tensor) -> Encoded:
+        x_RGB = self._blocks(x_RK).float()
+        ratio = divide(absmax(x_RGB), E2M1_MAX)
+        pts = self._outer(x_RK)
+        if pts is not None:
+            ratio = ratio / pts
+        scale = ratio.clamp(E4M3_FLOOR, ELEMENTS["e4m3"][1]).to(FLOAT8["e4m3"])
+        inverse = (1.0 if pts is None else 1.0 / pts) / scale.float()
+        codes = to_e2m1((x_RGB * inverse.unsqueeze(-1)).flatten(1))
+        return Encoded(layout.pack(codes, 4), scale, None, pts, x_RK.shape[1])
+
+    def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        assert e.scale is not None
+        return self._times(e, e.scale.float()).to(dtype)
+
+    def alpha(self, e: Encoded) -> Tensor | None:
+        return e.outer
+
+    def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        assert e.scale is not None
+        return self._times(e, e.scale.float() if e.outer is None else e.outer * e.scale.float()).to(dtype)
+
+    def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        limit = e.scale.float() * (e.outer if e.outer is not None else 1.0) * (E2M1_MAX + 1)
+        return (self._blocks(x_RK).float().abs() > limit.unsqueeze(-1)).flatten(1)
+
+    def floored(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return (e.scale.float() == E4M3_FLOOR) & (self._blocks(layout.unpack(e.codes, 4, e.k) & 7) < 6).all(-1)
+
+    def _outer(self, x_RK: Tensor) -> Tensor | None:
+        if self.outer == "none":
+            return None
+        if self.outer == "static":
+            return torch.full((1, 1), self.pts, dtype=torch.float32, device=x_RK.device)  # type: ignore[arg-type]
+        return divide(absmax(x_RK.reshape(1, -1)).float(), 2688.0).clamp(min=PTS_FLOOR).unsqueeze(-1)
+
+    def _times(self, e: Encoded, scale: Tensor) -> Tensor:
+        return (self._blocks(from_e2m1(layout.unpack(e.codes, 4, e.k))) * scale.unsqueeze(-1)).flatten(1)

@@ -1,0 +1,187 @@
+"""Integer formats: int4 in MSLK's dialect, and affine integers of 2 to 8 bits as torchao computes them.
+
+`Int4` is asymmetric, float32 throughout, for kernels that take bf16 activations (MSLK / FBGEMM `bf16i4bf16`):
+
+    s = max(max - min, 1e-6) / 15;  z = min + 8 s;  q = clamp(rn((w - min) / s), 0, 15) - 8      then s, z rounded to w.dtype
+    operand = rn(q * s + z), one rounding: what the kernel's fused multiply-add puts in front of the tensor core
+
+`Affine` follows torchao's `choose_qparams_affine` / `quantize_affine` step by step, each step rounded to the input's dtype:
+
+    symmetric   s = max(absmax / ((qmax - qmin) / 2), eps);  zp = 0
+    asymmetric  s = max((max(x, 0) - min(x, 0)) / (qmax - qmin), eps);  zp = clamp(qmin - rn(min / s))
+    q = clamp(rn(x * (1 / s)) + zp, qmin, qmax);  value = (q - zp) * s
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .base import Encoded, Format
+from .elements import fma_round
+from .scales import divide
+
+INT4_EPS = 1e-6  # on the range of a group, before the division
+
+
+@dataclass(frozen=True)
+class Int4(Format):
+    """int4 per group along K, asymmetric; scale and zero in the weight's dtype. Source: MSLK 1.1 `int4_row_quantize_zp`."""
+
+    group: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"int4-g{self.group}"
+
+    @property
+    def bits(self) -> int:
+        return 4
+
+    @property
+    def block(self) -> int:
+        return self.group
+
+    def encode(self, x_RK: Tensor) -> Encoded:
+        x_RGB = self._blocks(x_RK).float()
+        low, high = x_RGB.amin(-1, keepdim=True), x_RGB.amax(-1, keepdim=True)
+        scale = divide((high - low).clamp(min=INT4_EPS), 15.0)
+        zero = low + 8 * scale
+        q = ((x_RGB - low) / scale).round().clamp(0, 15)
+        # stored as q - 8 in two's complement: flipping the top bit is subtracting 8
+        codes = layout.pack(q.nan_to_num(0.0).to(torch.uint8).flatten(1) ^ 8, 4)
+        return Encoded(codes, scale.squeeze(-1).to(x_RK.dtype), zero.squeeze(-1).to(x_RK.dtype), None, x_RK.shape[1])
+
+    def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        assert e.scale is not None and e.zero is not None
+        q_RGB = self._blocks((layout.unpack(e.codes, 4, e.k) ^ 8).float() - 8)
+        return fma_round(q_RGB, e.scale.unsqueeze(-1), e.zero.unsqueeze(-1), dtype).flatten(1)
+
+    def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
+        return torch.zeros_like(x_RK, dtype=torch.bool)  # the range of a group is covered by construction
+
+    def floored(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        floor = divide(e.scale.new_full((), INT4_EPS, dtype=torch.float32), 15.0).to(e.scale.dtype)
+        return e.scale <= floor  # a constant group is stored exactly as its zero point, so only noise is lost
+
+
+@dataclass(frozen=True)
+class Affine(Format):
+    """Integers of `width` bits with one scale per group, row or tensor. Source: torchao 0.18 `quant_primitives`.
+
+    scales: "input" keeps scale and arithmetic in x's dtype (IntxUnpackedToInt8Tensor); "float32" stores a float32 scale, made
+    in x's dtype with float32's eps, and quantises in float32 (Int8Tensor).
+    native: divide as x's device does; for activations that torchao quantises again at run time.
+    """
+
+    width: int = 8
+    per: str = "row"  # "group" | "row" | "tensor"
+    group: int = 0
+    mapping: str = "symmetric"  # | "asymmetric"
+    scales: str = "input"  # | "float32"
+    native: bool = False
+
+    @property
+    def name(self) -> str:
+        kind = "int" if self.scales == "float32" else "intx"
+        per = f"g{self.group}" if self.per == "group" else self.per
+        sides = "" if self.mapping == "symmetric" else "-asym"
+        return f"{kind}{self.width}-{per}{sides}{'-native' if self.native else ''}"
+
+    @property
+    def bits(self) -> int:
+        return self.width
+
+    @property
+    def block(self) -> int | None:
+        return self.group if self.per == "group" else None
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Smallest and largest code."""
+        return -(1 << (self.width - 1)), (1 << (self.width - 1)) - 1
+
+    def encode(self, x_RK: Tensor) -> Encoded:
+        x_RGB = self._scaled_blocks(x_RK)
+        scale, zero = self._qparams(x_RGB)
+        low, high = self.limits
+        q = self._code(x_RGB, scale, zero).clamp(low, high).nan_to_num(0.0)
+        codes = q.to(torch.int8).reshape(x_RK.shape)
+        if self.width < 8:
+            codes = layout.pack((codes - low).view(torch.uint8), self.width)
+        shape = x_RGB.shape[:2]  # (1, 1) per tensor, else (R, G)
+        zeros = zero.reshape(shape) if self.mapping == "asymmetric" else None
+        return Encoded(codes, scale.reshape(shape), zeros, None, x_RK.shape[1])
+
+    def integers(self, e: Encoded) -> Tensor:
+        """(R, K) int8 codes, unpacked."""
+        if self.width == 8:
+            return e.codes
+        return layout.unpack(e.codes, self.width, e.k).view(torch.int8) + self.limits[0]
+
+    def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        if self.per == "group":
+            return self.decode(e, dtype)
+        return self._centred(e, torch.float32).to(dtype)  # |q - zp| <= 255: exact in bf16
+
+    def alpha(self, e: Encoded) -> Tensor | None:
+        assert e.scale is not None
+        return None if self.per == "group" else e.scale.float()
+
+    def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        assert e.scale is not None
+        scale = e.scale
+        if self.per == "group":
+            q_RGB = self._blocks(self._centred(e, scale.dtype))
+            return (q_RGB * scale.unsqueeze(-1)).flatten(1).to(dtype)
+        return (self._centred(e, scale.dtype) * scale).to(dtype)
+
+    def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
+        x_RGB = self._scaled_blocks(x_RK)
+        code = self._code(x_RGB, *self._qparams(x_RGB))
+        low, high = self.limits
+        return ((code < low) | (code > high)).reshape(x_RK.shape)
+
+    def floored(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return e.scale <= self._eps(e.scale.dtype)
+
+    def _eps(self, dtype: torch.dtype) -> float:
+        return torch.finfo(torch.float32).eps if self.scales == "float32" else torch.finfo(dtype).smallest_normal
+
+    def _scaled_blocks(self, x_RK: Tensor) -> Tensor:
+        """(R, G, values that share a scale)."""
+        return x_RK.reshape(1, 1, -1) if self.per == "tensor" else self._blocks(x_RK)
+
+    def _qparams(self, x_RGB: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and int8 zero point, (R, G, 1)."""
+        low, high = self.limits
+        if x_RGB.numel() == 0:
+            smallest = largest = x_RGB.new_zeros(*x_RGB.shape[:-1], 1)
+        else:
+            smallest, largest = x_RGB.amin(-1, keepdim=True).clamp(max=0), x_RGB.amax(-1, keepdim=True).clamp(min=0)
+        eps = self._eps(x_RGB.dtype)
+        if self.mapping == "symmetric":
+            scale = divide(torch.max(-smallest, largest), (high - low) / 2, native=self.native).clamp(min=eps)
+            zero = torch.zeros_like(scale)
+        else:
+            scale = divide(largest - smallest, float(high - low), native=self.native).clamp(min=eps)
+            zero = (low - (smallest / scale).round()).clamp(low, high).nan_to_num(0.0)
+        return scale.float() if self.scales == "float32" else scale, zero.to(torch.int8)
+
+    def _code(self, x_RGB: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Codes before clamping."""
+        return (x_RGB * (1.0 / scale)).round() + zero
+
+    def _centred(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        """(R, K) q - zp; the zero point is per row or per tensor wherever there is one."""
+        q = self.integers(e).to(dtype)
+        if e.zero is None:
+            return q
+        if self.per == "group":
+            return (self._blocks(q) - e.zero.to(dtype).unsqueeze(-1)).flatten(1)
+        return q - e.zero.to(dtype)

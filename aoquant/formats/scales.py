@@ -1,0 +1,71 @@
+"""Scales: how a block's absmax becomes the number that its codes are multiplied by.
+
+One trap lives here. `tensor / python_number` is a division on the CPU but, in PyTorch's CUDA kernels, a multiplication by the
+float32 reciprocal. In bfloat16 the two agree for every divisor used here (checked on all 32640 non-negative values); in float32
+they differ by an ulp for a fifth to three quarters of the inputs. Weights are converted on a GPU and the bytes have to be the
+same everywhere, so `divide` multiplies by the reciprocal on every device. `native=True` leaves the choice to the device: right
+only where the deployed layer divides at run time too, as torchao's dynamic activation quantisers do.
+
+The e8m0 rules are OCP MX v1.0's (floor) and the usual alternatives; the byte is the biased exponent, 255 means NaN.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+
+import torch
+from torch import Tensor
+
+E8M0_BIAS = 127
+_MANTISSA = 23  # float32
+
+
+@cache
+def reciprocal(c: float) -> float:
+    """1 / c rounded to float32."""
+    return float(struct.unpack("f", struct.pack("f", 1.0 / c))[0])
+
+
+def divide(x: Tensor, c: float, *, native: bool = False) -> Tensor:
+    """x / c for a constant c, in x's dtype, as PyTorch's CUDA kernels compute it; `native`: as x's own device does."""
+    if native:
+        return x / c
+    return (x.float() * reciprocal(c)).to(x.dtype)
+
+
+def absmax(x_RGB: Tensor) -> Tensor:
+    """(R, G, block) -> (R, G) in x's dtype; NaN if any value is NaN; 0 for an empty tensor."""
+    if x_RGB.numel() == 0:
+        return x_RGB.new_zeros(x_RGB.shape[:-1])
+    return x_RGB.abs().amax(-1)
+
+
+def e8m0_bytes(amax: Tensor, rule: str, *, max_pow2: int, max_value: float, mantissa_bits: int) -> Tensor:
+    """uint8 biased exponents of power-of-two scales.
+
+    amax: float32. rule: "floor", "ceil", "even" (exponent of amax, down, up or after rounding the mantissa to the element's)
+    or "rceil" (smallest power of two >= amax / max_value). max_pow2, max_value, mantissa_bits: of the element.
+    """
+    if rule == "rceil":
+        # exact, as the hardware's cvt.rp.ue8m0: ceil(log2(x)) in float32 misses powers of two by a few ulps
+        bits = divide(amax, max_value).view(torch.int32)
+        exponent, mantissa = (bits >> _MANTISSA) & 0xFF, bits & 0x7FFFFF
+        up = torch.where(exponent == 0, mantissa > 1 << (_MANTISSA - 1), mantissa > 0)
+        byte = (exponent + up.int()).clamp(max=254).float()  # Inf -> 254
+    else:
+        bits = amax.view(torch.int32)
+        if rule == "even":
+            bits = (bits + (1 << (_MANTISSA - mantissa_bits - 1))) & (0x1FF << _MANTISSA)
+        exponent = (bits >> _MANTISSA) & 0xFF
+        if rule == "ceil":
+            exponent = exponent + ((bits & 0x7FFFFF) > 0).int()
+        byte = (exponent - max_pow2).clamp(0, 255).float()
+    return torch.where(amax.isnan(), 255.0, byte).to(torch.uint8)
+
+
+def e8m0_values(byte: Tensor) -> Tensor:
+    """float32 value 2^(byte - 127) of each scale byte; NaN for 255."""
+    # 2^-127 is a float32 subnormal, so shifting the byte into the exponent field alone would give 0 for byte 0
+    bits = torch.where(byte == 0, 1 << (_MANTISSA - 1), byte.int() << _MANTISSA)
+    return torch.where(byte == 255, float("nan"), bits.view(torch.float32))

@@ -1,0 +1,115 @@
+"""Text for calibration and for QAT: documents from a file, and blocks of token ids from documents.
+
+Two layouts are read, plain or packed with xz. `.txt` holds documents with a line `<|endoftext|>` between them; `.jsonl` holds one JSON object
+a line with the document in `page` (the layout of lm-eval's WikiText) or `text` (that of most corpora). Documents without a visible character
+are dropped.
+
+Training cuts the stream `<eos> document <eos> document ...` into blocks of one length, with nothing padded and nothing masked; what does not
+fill the last block is dropped. The token stands in front of the first document too, because lm-eval scores a page after just that prefix, so
+a model must have seen how a document begins.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT = "<|endoftext|>"
+_SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}$\n?", re.MULTILINE)
+# Documents in one tokenizer call: enough for its threads, and the Python lists of ids stay small.
+_CHUNK = 64
+
+
+def load_documents(path: Path | str) -> list[str]:
+    """Documents of a .txt or .jsonl file, or of such a file packed as .xz, in the file's order.
+
+    Raises ValueError for a missing, damaged, malformed or empty file, with the line where there is one.
+    """
+    path = Path(path)
+    kind = Path(path.name.removesuffix(".xz")).suffix
+    if kind == ".txt":
+        # The newline before a separator belongs to the separator.
+        documents = [document.removesuffix("\n") for document in _SEPARATOR.split(_read(path))]
+    elif kind == ".jsonl":
+        documents = read_jsonl(path, ("page", "text"))
+    else:
+        raise ValueError(f"path must end in .txt, .jsonl, .txt.xz or .jsonl.xz, got {str(path)!r}")
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise ValueError(f"{path} must hold at least one document that is not empty, got none")
+    return documents
+
+
+def read_jsonl(path: Path, fields: Sequence[str]) -> list[str]:
+    """The first of `fields` that each line's JSON object has; blank lines are skipped, empty strings are kept."""
+    wanted = " or ".join(f'{{"{field}": "..."}}' for field in fields)
+    documents = []
+    # Not splitlines(): JSON leaves U+2028 and its like as they are, inside a string.
+    for number, line in enumerate(_read(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: each line must be a JSON object {wanted}, got no JSON ({error})") from error
+        found = [row[field] for field in fields if field in row] if isinstance(row, dict) else []
+        if not found or not isinstance(found[0], str):
+            raise ValueError(f"{path}, line {number}: each line must be a JSON object {wanted}, got {line[:80]!r}")
+        documents.append(found[0])
+    return documents
+
+
+def token_blocks(
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, *, progress: bool = True
+) -> Tensor:
+    """Token ids of `<eos> document <eos> document ...` as (B, length) int64 on the CPU; the incomplete last block is dropped.
+
+    Special tokens that the tokenizer would add by itself are left out. Raises ValueError if no block can be filled.
+    """
+    if length < 1:
+        raise ValueError(f"length must be at least 1 token, got {length}")
+    if isinstance(documents, str):
+        raise ValueError("documents must be a sequence of strings, got one string; put it in a list")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("tokenizer must have an eos token to put between documents, got none; set tokenizer.eos_token")
+    eos = torch.tensor([tokenizer.eos_token_id])
+    parts: list[Tensor] = []
+    with tqdm(total=len(documents), desc="tokenize", unit="document", disable=not progress) as bar:
+        for start in range(0, len(documents), _CHUNK):
+            chunk = list(documents[start : start + _CHUNK])
+            # verbose=False: a document may well be longer than the model's window, which is what blocks are for.
+            for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]:
+                parts += [eos, torch.tensor(ids, dtype=torch.int64)]
+            bar.update(len(chunk))
+    stream = torch.cat(parts) if parts else eos[:0]
+    blocks = len(stream) // length
+    if blocks == 0:
+        raise ValueError(
+            f"documents must fill at least one block of length = {length} tokens, got {len(stream)} tokens "
+            f"from {len(documents)} documents; give more text or a smaller length"
+        )
+    return stream[: blocks * length].view(blocks, length)
+
+
+def _read(path: Path) -> str:
+    """All of a UTF-8 file, unpacked if its name ends in .xz, with \\n for every line end."""
+    if not path.is_file():
+        raise ValueError(f"path must be an existing file, got {str(path)!r}")
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+            return file.read()
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        packed = "xz of UTF-8 text" if path.suffix == ".xz" else "UTF-8 text"
+        raise ValueError(f"{path} must be {packed}, got something else or a damaged file ({error})") from error

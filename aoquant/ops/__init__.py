@@ -1,0 +1,151 @@
+"""Operations: one schema each, opaque to compilers, with the backend chosen inside.
+
+Everything that rounds runs inside a `torch.library` custom op. `torch.compile` keeps float32 between fused operations where eager
+rounds to bf16, which moves scales by an ulp and codes by one; an opaque op runs the same code either way, so eager equals
+compiled by construction. It also decides what autograd saves: `dgrad` encodes the weight again inside, so a compiled backward
+has nothing to keep but its inputs.
+
+Encoded matrices cross the op boundary as four tensors (codes, scale, zero, outer); a missing one is an empty 1-D tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, get_format, layout
+
+from . import reference
+from .contracts import CONTRACTS
+from .external import TORCH
+from .router import Backend, Call, Request, backend, backend_names, explain, register, route
+
+__all__ = [
+    "CONTRACTS",
+    "Request",
+    "backend",
+    "backend_names",
+    "dgrad",
+    "encode",
+    "explain",
+    "from_parts",
+    "saturated",
+    "scaled_mm",
+    "to_parts",
+    "wgrad",
+]
+
+register(Backend("reference", 0, lambda request: None, reference.scaled_mm), *TORCH)
+
+
+def to_parts(e: Encoded) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Encoded -> four tensors, a missing one as an empty 1-D tensor."""
+    # an op's outputs must not alias each other, so every missing part is a tensor of its own
+    codes, scale, zero, outer = (e.codes.new_empty(0, dtype=torch.uint8) if t is None else t for t in e[:4])
+    return codes, scale, zero, outer
+
+
+def from_parts(parts: Sequence[Tensor], k: int) -> Encoded:
+    """Inverse of `to_parts`."""
+    codes, scale, zero, outer = (None if t.dim() == 1 else t for t in parts)
+    assert codes is not None
+    return Encoded(codes, scale, zero, outer, k)
+
+
+@torch.library.custom_op("aoquant::encode", mutates_args=())
+def encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise a 2-D tensor: (codes, scale, zero, outer) of `get_format(format)`."""
+    return to_parts(get_format(format).encode(x))
+
+
+@encode.register_fake
+def _(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return to_parts(get_format(format).encode(x))
+
+
+@torch.library.custom_op("aoquant::scaled_mm", mutates_args=())
+def scaled_mm(
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    bias: Tensor | None,
+    x_format: str,
+    w_format: str,
+    contract: str,
+    lead: Sequence[int],
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y (*lead, N) in `dtype` under `contract`.
+
+    x: [x (*lead, K)] with x_format "", or the four parts of x flattened to (M, K). w: the four parts of W (N, K).
+    """
+    call = Call(
+        contract,
+        x[0],
+        from_parts(x, k) if x_format else None,
+        get_format(x_format or w_format),
+        from_parts(w, k),
+        get_format(w_format),
+        bias,
+        lead,
+        dtype,
+    )
+    if 0 in lead:
+        return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
+    with torch.autocast(x[0].device.type, enabled=False):  # an op's body would otherwise be autocast a second time
+        return route(call.request()).run(call)
+
+
+@scaled_mm.register_fake
+def _(
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    bias: Tensor | None,
+    x_format: str,
+    w_format: str,
+    contract: str,
+    lead: Sequence[int],
+    k: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
+
+
+@torch.library.custom_op("aoquant::dgrad", mutates_args=())
+def dgrad(grad_MN: Tensor, w: Sequence[Tensor], w_format: str, k: int) -> Tensor:
+    """dx (M, K) = dy W^ in dy's dtype; w is [W], encoded here, or the four parts of a packed one."""
+    format = get_format(w_format)
+    encoded = format.encode(w[0]) if len(w) == 1 else from_parts(w, k)
+    with torch.autocast(grad_MN.device.type, enabled=False):
+        return grad_MN @ format.decode(encoded, grad_MN.dtype)
+
+
+@dgrad.register_fake
+def _(grad_MN: Tensor, w: Sequence[Tensor], w_format: str, k: int) -> Tensor:
+    return grad_MN.new_empty(grad_MN.shape[0], k)
+
+
+@torch.library.custom_op("aoquant::wgrad", mutates_args=())
+def wgrad(grad_MN: Tensor, x: Sequence[Tensor], x_format: str, k: int) -> Tensor:
+    """dW (N, K) = dy^T x^ in dy's dtype, from the packed codes of x."""
+    with torch.autocast(grad_MN.device.type, enabled=False):
+        return grad_MN.t() @ get_format(x_format).decode(from_parts(x, k), grad_MN.dtype)
+
+
+@wgrad.register_fake
+def _(grad_MN: Tensor, x: Sequence[Tensor], x_format: str, k: int) -> Tensor:
+    return grad_MN.new_empty(grad_MN.shape[1], k)
+
+
+@torch.library.custom_op("aoquant::saturated", mutates_args=())
+def saturated(x: Tensor, format: str) -> Tensor:
+    """Bit-packed mask (R, K/8) of the values that the format clips; unpack with `formats.layout.unpack(mask, 1, K)`."""
+    f = get_format(format)
+    return layout.pack(f.saturated(x, f.encode(x)).to(torch.uint8), 1)
+
+
+@saturated.register_fake
+def _(x: Tensor, format: str) -> Tensor:
+    return x.new_empty(x.shape[0], -(-x.shape[1] // 8), dtype=torch.uint8)

@@ -1,0 +1,35 @@
+"""GEMM contracts: what a kernel computes from the same operands, down to where it rounds.
+
+Two kernels that read the same codes still differ in their epilogue: whether the outer scale multiplies the float32 accumulator
+or an already rounded result, and whether the bias is added before or after that rounding. A QAT forward that is to equal a
+deployed layer has to name the kernel it imitates, so the epilogue has a name, travels with the recipe and with the packed tensor, and every
+backend states which contracts it keeps.
+
+| contract        | deployed layer                                 | y =                                                        |
+|-----------------|------------------------------------------------|------------------------------------------------------------|
+| aoquant         | aoquant's packed tensor                        | rn(acc * alpha_x * alpha_w + bias), one rounding           |
+| bias_after      | MSLK / FBGEMM int4, torchao Int4Tensor         | rn(rn(acc) + bias), bf16 activations only                  |
+| dequantize      | torchao Intx, NVFP4 weight only                | F.linear(decode(x), decode(w), bias)                       |
+| dequantize_flat | torchao MXTensor, emulated                     | the same over x flattened to 2-D                           |
+| matmul_bias     | torchao Float8Tensor, weight only              | matmul(x, decode(w)^T) + bias                              |
+| int8_rescale    | torchao Int8Tensor, weight only                | rn(acc) * rn(alpha_w) + bias                               |
+| int8_dynamic    | torchao Int8Tensor, int8 activations           | rn(int32 acc * alpha_x) [- zero point term], * alpha_w     |
+| fp8_scaled_mm   | torchao Float8Tensor, fp8 activations          | torch._scaled_mm(codes, codes^T, alphas, bias)             |
+| nvfp4_rescale   | torchao NVFP4Tensor on Blackwell               | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
+
+acc is the float32 sum of products of operands; rn rounds to the output's dtype.
+"""
+
+from __future__ import annotations
+
+CONTRACTS = (
+    "aoquant",
+    "bias_after",
+    "dequantize",
+    "dequantize_flat",
+    "matmul_bias",
+    "int8_rescale",
+    "int8_dynamic",
+    "fp8_scaled_mm",
+    "nvfp4_rescale",
+)

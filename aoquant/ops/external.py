@@ -1,0 +1,67 @@
+"""Kernels that other people ship. Each adapter probes the symbol it calls and says why when it cannot run.
+
+Here: PyTorch's own. `torch._scaled_mm` is the fp8 GEMM that torchao's Float8Tensor calls; `torch._int_mm` the int8 one.
+Both take the codes that our formats made, so a prepared linear and a converted torchao tensor call one kernel with equal inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aoquant.formats import Float8
+
+from .reference import int8_epilogue
+from .router import Backend, Call, Request
+
+
+def _why_not_scaled_mm(r: Request) -> str | None:
+    if r.contract != "fp8_scaled_mm":
+        return f"computes fp8_scaled_mm, not {r.contract}"
+    if not hasattr(torch, "_scaled_mm"):
+        return "this torch has no torch._scaled_mm"
+    if r.device.type == "cuda" and torch.cuda.get_device_capability(r.device) < (8, 9):
+        return "torch._scaled_mm needs compute capability 8.9 (Ada, Hopper) or later"
+    if r.k % 16 or r.n % 16:
+        return f"torch._scaled_mm needs K and N to be multiples of 16, got K = {r.k}, N = {r.n}"
+    return None
+
+
+def _scaled_mm(c: Call) -> Tensor:
+    assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
+    # cuBLAS takes a bias only below float32 (torchao adds it afterwards there, as we do)
+    late = c.bias is not None and c.dtype == torch.float32
+    y_MN = torch._scaled_mm(
+        c.x.codes,
+        c.w.codes.t(),
+        scale_a=c.x.scale,
+        scale_b=c.w.scale.t(),
+        bias=None if late else c.bias,
+        out_dtype=c.dtype,
+        use_fast_accum=True,
+    )
+    return c.shaped(y_MN + c.bias if late else y_MN)
+
+
+def _why_not_int_mm(r: Request) -> str | None:
+    if r.contract != "int8_dynamic":
+        return f"computes int8_dynamic, not {r.contract}"
+    if not hasattr(torch, "_int_mm"):
+        return "this torch has no torch._int_mm"
+    if r.device.type == "cuda" and (r.k % 8 or r.n % 8):
+        return f"cuBLAS int8 needs K and N to be multiples of 8, got K = {r.k}, N = {r.n}"
+    return None
+
+
+def _int_mm(c: Call) -> Tensor:
+    x_MK, w_NK = c.integers()
+    short = 17 - x_MK.shape[0] if x_MK.is_cuda else 0  # cuBLAS int8 wants more than 16 rows; zero rows change nothing
+    acc_MN = torch._int_mm(F.pad(x_MK, (0, 0, 0, short)) if short > 0 else x_MK, w_NK.t())
+    return int8_epilogue(c, acc_MN[: x_MK.shape[0]])
+
+
+TORCH = (
+    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm),
+    Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm),
+)

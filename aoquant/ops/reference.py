@@ -1,0 +1,108 @@
+"""The reference backend: every contract in plain PyTorch. The oracle for other backends, and what runs where none of them does.
+
+Operands are exact in the compute dtype, so a float32 matmul of them sums the products that a tensor core sums; only the order of
+the additions is free. On the CPU and on the GPU these functions compute the same contract, to the last bit of each addition.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aoquant.formats import Affine
+
+from .router import Call
+
+
+def scaled_mm(c: Call) -> Tensor:
+    """y = x W^T under c.contract, shaped (*lead, N) in c.dtype."""
+    return {
+        "aoquant": _single_rounding,
+        "bias_after": _bias_after,
+        "dequantize": _dequantize,
+        "dequantize_flat": _dequantize_flat,
+        "matmul_bias": _matmul_bias,
+        "int8_rescale": _int8_rescale,
+        "int8_dynamic": _int8_dynamic,
+        "fp8_scaled_mm": _single_rounding,
+        "nvfp4_rescale": _nvfp4_rescale,
+    }[c.contract](c)
+
+
+def accumulate(c: Call) -> Tensor:
+    """(M, N) float32 sum of products of operands."""
+    x_MK = c.x_hp.reshape(-1, c.k) if c.x is None else c.x_format.operand(c.x, c.dtype)
+    w_NK = c.w_format.operand(c.w, c.dtype)
+    return x_MK.float() @ w_NK.float().t()
+
+
+def _single_rounding(c: Call) -> Tensor:
+    y_MN = accumulate(c)
+    for alpha in (c.alpha_x, None if c.alpha_w is None else c.alpha_w.t()):
+        if alpha is not None:
+            y_MN = y_MN * alpha
+    if c.bias is not None:
+        y_MN = y_MN + c.bias.float()
+    return c.shaped(y_MN.to(c.dtype))
+
+
+def _bias_after(c: Call) -> Tensor:
+    return c.shaped(_plus(accumulate(c).to(c.dtype), c.bias))
+
+
+def _dequantize(c: Call) -> Tensor:
+    return F.linear(_decoded_x(c), c.w_format.decode(c.w, c.dtype), _cast(c.bias, c.dtype))
+
+
+def _dequantize_flat(c: Call) -> Tensor:
+    x_MK = _decoded_x(c).reshape(-1, c.k)
+    return c.shaped(F.linear(x_MK, c.w_format.decode(c.w, c.dtype), _cast(c.bias, c.dtype)))
+
+
+def _matmul_bias(c: Call) -> Tensor:
+    return _plus(torch.matmul(_decoded_x(c), c.w_format.decode(c.w, c.dtype).t()), c.bias)
+
+
+def _int8_rescale(c: Call) -> Tensor:
+    assert isinstance(c.w_format, Affine) and c.w.scale is not None
+    x_MK = c.x_hp.reshape(-1, c.k)
+    if c.w_format.per == "group":
+        y_MN = torch.mm(x_MK, c.w_format.decode(c.w, c.dtype).t())
+    else:
+        y_MN = torch.mm(x_MK, c.w_format.integers(c.w).t().to(c.dtype)) * c.w.scale.to(c.dtype).flatten()
+    return c.shaped(_plus(y_MN, c.bias))
+
+
+def _int8_dynamic(c: Call) -> Tensor:
+    # float64 holds every int32 sum exactly, so this is the integer product whatever K is
+    x_MK, w_NK = c.integers()
+    return int8_epilogue(c, (x_MK.double() @ w_NK.double().t()).to(torch.int32))
+
+
+def int8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
+    """torchao's order: int32 * alpha_x rounded, minus the zero point's share, times alpha_w in float32, plus bias, rounded."""
+    assert c.x is not None and c.x.scale is not None and c.w.scale is not None
+    y_MN = (acc_MN.float() * c.x.scale).to(c.dtype)
+    if c.x.zero is not None:
+        row_sums = c.integers()[1].sum(-1).float()
+        y_MN = y_MN - ((c.x.zero.float() * c.x.scale) * row_sums).to(c.dtype)
+    return c.shaped(_plus(y_MN * c.w.scale.flatten(), c.bias).to(c.dtype))
+
+
+def _nvfp4_rescale(c: Call) -> Tensor:
+    assert c.alpha_x is not None and c.alpha_w is not None
+    y_MN = accumulate(c).to(c.dtype) * (c.alpha_x * c.alpha_w.t()).to(c.dtype)
+    return c.shaped(_plus(y_MN, _cast(c.bias, c.dtype)))
+
+
+def _decoded_x(c: Call) -> Tensor:
+    return c.x_hp if c.x is None else c.x_format.decode(c.x, c.dtype).reshape(*c.lead, c.k)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else (y + bias).to(y.dtype)
+
+
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
