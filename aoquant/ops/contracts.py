@@ -15,6 +15,7 @@ backend states which contracts it keeps.
 | int8_rescale    | torchao Int8Tensor, weight only                | rn(acc) * rn(alpha_w) + bias                               |
 | int8_dynamic    | torchao Int8Tensor, int8 activations           | rn(int32 acc * alpha_x) [- zero point term], * alpha_w     |
 | fp8_scaled_mm   | torchao Float8Tensor, fp8 activations          | torch._scaled_mm(codes, codes^T, alphas, bias)             |
+| .._precise      | the same, mm_config.use_fast_accum=False       | the same with full float32 accumulation                    |
 | nvfp4_rescale   | torchao NVFP4Tensor on Blackwell               | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
 
 acc is the float32 sum of products of operands; rn rounds to the output's dtype.
@@ -31,5 +32,6 @@ CONTRACTS = (
     "int8_rescale",
     "int8_dynamic",
     "fp8_scaled_mm",
+    "fp8_scaled_mm_precise",
     "nvfp4_rescale",
 )

@@ -17,7 +17,7 @@ from .router import Backend, Call, Request
 
 
 def _why_not_scaled_mm(r: Request) -> str | None:
-    if r.contract != "fp8_scaled_mm":
+    if not r.contract.startswith("fp8_scaled_mm"):
         return f"computes fp8_scaled_mm, not {r.contract}"
     if not hasattr(torch, "_scaled_mm"):
         return "this torch has no torch._scaled_mm"
@@ -39,7 +39,7 @@ def _scaled_mm(c: Call) -> Tensor:
         scale_b=c.w.scale.t(),
         bias=None if late else c.bias,
         out_dtype=c.dtype,
-        use_fast_accum=True,
+        use_fast_accum=c.contract == "fp8_scaled_mm",
     )
     return c.shaped(y_MN + c.bias if late else y_MN)
 

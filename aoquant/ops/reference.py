@@ -26,6 +26,7 @@ def scaled_mm(c: Call) -> Tensor:
         "int8_rescale": _int8_rescale,
         "int8_dynamic": _int8_dynamic,
         "fp8_scaled_mm": _single_rounding,
+        "fp8_scaled_mm_precise": _single_rounding,
         "nvfp4_rescale": _nvfp4_rescale,
     }[c.contract](c)
 

@@ -1,0 +1,90 @@
+"""What has to be told to torchao once, when aoquant is imported.
+
+torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of tensor classes.
+The second list lives in a prototype module that nothing imports until a checkpoint is saved or loaded, so it is extended when
+somebody imports it. Every private name is probed here, so that another torchao fails with one sentence instead of halfway.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+TORCHAO = ">=0.17"
+_SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
+
+
+def register() -> None:
+    """Register configs, handlers and the packed tensor.
+
+    Raises:
+        ImportError: this torchao lacks a name that aoquant builds on.
+    """
+    try:
+        from torchao.core.config import ALLOWED_AO_MODULES
+
+        from aoquant import handlers
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"aoquant builds on torchao {TORCHAO}, and torchao {_version('torchao')} with torch {_version('torch')} lacks "
+            f"what it needs: {error}"
+        ) from error
+    ALLOWED_AO_MODULES.add("aoquant")
+    handlers.register()
+    _when_imported(_SAFETENSORS, _allow_packed_tensor)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _allow_packed_tensor(module: ModuleType) -> None:
+    from aoquant.tensor import PackedTensor
+
+    try:
+        module.ALLOWED_CLASSES["PackedTensor"] = PackedTensor
+        if "PackedTensor" not in module.ALLOWED_TENSORS_SUBCLASSES:
+            module.ALLOWED_TENSORS_SUBCLASSES.append("PackedTensor")
+    except AttributeError as error:
+        raise ImportError(f"aoquant cannot save to safetensors with torchao {_version('torchao')} ({error}); it supports {TORCHAO}") from error
+
+
+def _when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Call callback(module) once module `name` has been imported, now or later."""
+    if name in sys.modules:
+        callback(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Hook(name, callback))
+
+
+class _Hook(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: lets the next finder find `name` and runs the callback after its body."""
+
+    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+        self.name, self.callback = name, callback
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute, callback = spec.loader.exec_module, self.callback
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            callback(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

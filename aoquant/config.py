@@ -1,0 +1,189 @@
+"""Configs: what to do to a linear layer.
+
+A PTQ config (`NVFP4WeightConfig()`, or one of torchao's) says what is deployed; alone, it quantises. `QATConfig(base, step=...)`
+wraps it: "prepare" makes layers train as the deployed layer computes, "convert" leaves the deployed layer. Configs are plain
+dataclasses of names and numbers, so that torchao's config loader can put them in a checkpoint and take them out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchao.core.config import AOBaseConfig
+
+from aoquant.formats import MX, NVFP4, Affine, Float8, Format, get_format
+from aoquant.linear import STRAIGHT_THROUGH, LinearRecipe
+
+STEPS = ("prepare", "convert")
+
+
+@dataclass
+class WeightConfig(AOBaseConfig):
+    """Base of aoquant's PTQ configs: linear layers get a `PackedTensor` weight.
+
+    activation: name of a format for the layer's input, quantised in every forward; None keeps it as it is.
+    """
+
+    def weight_format(self) -> Format:
+        raise NotImplementedError
+
+    def recipe(self) -> LinearRecipe:
+        """The recipe that prepare trains and convert packs."""
+        activation: str | None = getattr(self, "activation", None)
+        return LinearRecipe(get_format(activation) if activation else None, self.weight_format())
+
+    def __post_init__(self) -> None:
+        self.recipe()  # a wrong name or number is an error here, not in the middle of a model
+
+
+@dataclass
+class Int4WeightConfig(WeightConfig):
+    """int4 weights, asymmetric per group of `group_size` along K (MSLK's numerics); any group that divides K."""
+
+    group_size: int = 128
+    activation: str | None = None
+
+    def weight_format(self) -> Format:
+        return get_format(f"int4-g{self.group_size}")
+
+
+@dataclass
+class IntxWeightConfig(WeightConfig):
+    """Symmetric integer weights of 2 to 8 bits, per group of `group_size` along K, or per row when it is None."""
+
+    bits: int = 4
+    group_size: int | None = 32
+    activation: str | None = None
+
+    def weight_format(self) -> Format:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"IntxWeightConfig: bits must be 2 to 8, got {self.bits}")
+        return get_format(f"intx{self.bits}-{f'g{self.group_size}' if self.group_size else 'row'}")
+
+
+@dataclass
+class Int8WeightConfig(WeightConfig):
+    """Symmetric int8 weights with a float32 scale per row ("row"), or per tensor ("tensor")."""
+
+    granularity: str = "row"
+    activation: str | None = None
+
+    def weight_format(self) -> Format:
+        return Affine(8, _choice("granularity", self.granularity, "row", "tensor"), scales="float32")
+
+
+@dataclass
+class FP8WeightConfig(WeightConfig):
+    """float8 weights ("e4m3" or "e5m2") with a float32 scale per row or per tensor; activations e4m3 per row by default."""
+
+    element: str = "e4m3"
+    granularity: str = "row"
+    activation: str | None = "fp8-row"
+
+    def weight_format(self) -> Format:
+        element = _choice("element", self.element, "e4m3", "e5m2")
+        return Float8(element, _choice("granularity", self.granularity, "row", "tensor"))
+
+
+@dataclass
+class MXFP4WeightConfig(WeightConfig):
+    """MXFP4 weights; rule: how a block's absmax becomes its power-of-two scale."""
+
+    rule: str = "rceil"
+    activation: str | None = "mxfp4"
+
+    def weight_format(self) -> Format:
+        return MX("e2m1", _choice("rule", self.rule, "rceil", "floor", "ceil", "even"))
+
+
+@dataclass
+class MXFP8WeightConfig(WeightConfig):
+    """MXFP8 weights ("e4m3" or "e5m2"); rule as in `MXFP4WeightConfig`."""
+
+    element: str = "e4m3"
+    rule: str = "rceil"
+    activation: str | None = "mxfp8"
+
+    def weight_format(self) -> Format:
+        element = _choice("element", self.element, "e4m3", "e5m2")
+        return MX(element, _choice("rule", self.rule, "rceil", "floor", "ceil", "even"))
+
+
+@dataclass
+class NVFP4WeightConfig(WeightConfig):
+    """NVFP4 weights; outer scale "dynamic" (absmax / 2688), "static" (`pts`) or "none"."""
+
+    outer: str = "dynamic"
+    pts: float | None = None
+    activation: str | None = "nvfp4"
+
+    def weight_format(self) -> Format:
+        return NVFP4(_choice("outer", self.outer, "dynamic", "static", "none"), self.pts)
+
+
+def _choice(argument: str, got: str, *allowed: str) -> str:
+    if got not in allowed:
+        raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {got!r}")
+    return got
+
+
+@dataclass
+class QATConfig(AOBaseConfig):
+    """Prepare a model for quantisation-aware training, or convert it afterwards. Takes torchao's arguments.
+
+    base_config: a PTQ config of torchao's or ours. activation_config, weight_config: instead of a base, fake-quantisation configs
+        of torchao's, formats, or names of formats; such layers convert to aoquant's packed tensor.
+    step: "prepare" or "convert". Convert takes the base that prepare was given, or none, which means the same.
+    straight_through: "identity" passes every gradient; "clipped" stops it at values that the largest code clips.
+
+    Raises:
+        ValueError: the arguments do not go together.
+    """
+
+    base_config: AOBaseConfig | None = None
+    activation_config: Any = None
+    weight_config: Any = None
+    step: str = "prepare"
+    straight_through: str = "identity"
+
+    def __init__(
+        self,
+        base_config: AOBaseConfig | None = None,
+        activation_config: Any = None,
+        weight_config: Any = None,
+        *,
+        step: str = "prepare",
+        straight_through: str = "identity",
+    ) -> None:
+        self.base_config, self.activation_config, self.weight_config = base_config, activation_config, weight_config
+        self.step, self.straight_through = str(getattr(step, "value", step)).lower(), straight_through
+        parts = activation_config is not None or weight_config is not None
+        if self.step not in STEPS:
+            raise ValueError(f"QATConfig: step must be one of {', '.join(STEPS)}, got {step!r}")
+        if straight_through not in STRAIGHT_THROUGH:
+            raise ValueError(f"QATConfig: straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {straight_through!r}")
+        if base_config is not None and parts:
+            raise ValueError("QATConfig: give base_config, or weight_config and activation_config, not both")
+        if base_config is not None and not isinstance(base_config, AOBaseConfig):
+            raise ValueError(
+                f"QATConfig: base_config must be a PTQ config, got {type(base_config).__name__}; "
+                "formats and fake-quantisation configs go to weight_config= and activation_config="
+            )
+        if self.step == "prepare" and base_config is None and weight_config is None:
+            raise ValueError("QATConfig: prepare needs a base_config, or a weight_config")
+        if self.step == "convert" and parts:
+            raise ValueError("QATConfig: convert takes no weight_config or activation_config; layers remember theirs")
+
+
+__all__ = [
+    "FP8WeightConfig",
+    "Int4WeightConfig",
+    "Int8WeightConfig",
+    "IntxWeightConfig",
+    "MXFP4WeightConfig",
+    "MXFP8WeightConfig",
+    "NVFP4WeightConfig",
+    "QATConfig",
+    "WeightConfig",
+]

@@ -1,0 +1,47 @@
+"""A target: a recipe, the kernel's limits, and how the deployed tensor is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Format
+from aoquant.linear import LinearRecipe
+from aoquant.tensor import PackedTensor
+
+
+def _no_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Target:
+    """recipe: of the prepared layer. build(encoded, weight): the deployed tensor. limit(n, k, dtype): why the kernel cannot take a
+    weight, or None. tensor: the deployed class's name."""
+
+    recipe: LinearRecipe
+    build: Callable[[Encoded, Tensor], Tensor]
+    tensor: str
+    limit: Callable[[int, int, torch.dtype], str | None] = _no_limit
+
+    def why_not(self, n: int, k: int, dtype: torch.dtype) -> str | None:
+        """Why an (n, k) weight of `dtype` cannot have this target, and what to do; None when it can."""
+        formats: list[Format] = [f for f in (self.recipe.fprop_weight, self.recipe.fprop_input) if f is not None]
+        return next((reason for f in formats if (reason := f.why_not(k, dtype))), None) or self.limit(n, k, dtype)
+
+
+def packed_target(recipe: LinearRecipe) -> Target:
+    """aoquant's packed tensor."""
+    return Target(recipe, lambda e, w: PackedTensor.from_encoded(e, recipe, w.dtype), "PackedTensor")
+
+
+def require(argument: str, got: Any, *allowed: Any, instead: str = "") -> Any:
+    """`got`, when it is one of `allowed`; a ValueError that says what to do otherwise."""
+    if got not in allowed:
+        wanted = " or ".join(str(a) for a in allowed)
+        raise ValueError(f"{argument} must be {wanted} here, got {got}{'; ' + instead if instead else ''}")
+    return got

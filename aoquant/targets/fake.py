@@ -1,0 +1,67 @@
+"""Targets of `QATConfig(weight_config=, activation_config=)`: formats, their names, or torchao's fake-quantisation configs.
+
+There is no deployed tensor to imitate, so such layers convert to aoquant's packed tensor, with the GEMM that the fake-quantisation
+config implies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchao.quantization.granularity import PerAxis, PerGroup
+from torchao.quantization.qat import IntxFakeQuantizeConfig
+from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig, Int4WeightFakeQuantizeConfig
+
+from aoquant.formats import MX, NVFP4, Affine, Format, Int4, get_format
+from aoquant.linear import LinearRecipe
+
+from .base import Target, packed_target, require
+from .floats import _ELEMENTS, float8_format
+from .integers import INT8_TOKEN, intx_format, mapping
+
+
+def target(weight_config: Any, activation_config: Any) -> Target:
+    """The target for a pair of fake-quantisation configs; activation_config may be None.
+
+    Raises:
+        ValueError: one of them has no exact format here.
+    """
+    weight, contract = _format(weight_config, activation=False)
+    activation = None if activation_config is None else _format(activation_config, activation=True)[0]
+    return packed_target(LinearRecipe(activation, weight, contract))
+
+
+def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
+    """The format and the GEMM contract of one config."""
+    if isinstance(config, str):
+        return get_format(config), "aoquant"
+    if isinstance(config, Format):
+        return config, "aoquant"
+    if isinstance(config, IntxFakeQuantizeConfig):
+        return _intx(config, activation=activation), "dequantize"
+    if isinstance(config, Int4WeightFakeQuantizeConfig):
+        require("Int4WeightFakeQuantizeConfig.activation_dtype", config.activation_dtype, torch.bfloat16)
+        return Int4(config.group_size), "bias_after"
+    if isinstance(config, Float8FakeQuantizeConfig):
+        require("hp_value_lb and hp_value_ub", (config.hp_value_lb, config.hp_value_ub), (None, None))
+        return float8_format(config.dtype, config.granularity, native=activation), "aoquant"
+    kind = type(config).__name__
+    if kind == "NVFP4FakeQuantizeConfig":
+        return NVFP4("dynamic" if config.use_per_tensor_scale else "none"), "aoquant"
+    if kind == "MXFakeQuantizeConfig":
+        require("block_size", config.block_size, 32)
+        return MX(_ELEMENTS[require("dtype", config.dtype, *_ELEMENTS)], str(config.scaling_mode.value).lower()), "aoquant"
+    raise ValueError(f"weight_config and activation_config take a format, its name, or torchao's fake-quantisation configs, got {kind}")
+
+
+def _intx(config: IntxFakeQuantizeConfig, *, activation: bool) -> Affine:
+    if not config.is_dynamic or config.range_learning:
+        raise ValueError("IntxFakeQuantizeConfig: static and learned scales are not there yet; use is_dynamic=True")
+    sides = mapping("mapping_type", config.mapping_type)
+    if activation:
+        require("activation dtype", config.dtype, torch.int8)
+        return INT8_TOKEN if sides == "asymmetric" else Affine(8, "row", native=True)
+    if not isinstance(config.granularity, PerGroup | PerAxis):
+        raise ValueError(f"IntxFakeQuantizeConfig: weights are quantised per group or per channel, got {config.granularity}")
+    return intx_format(config.dtype, config.granularity, sides)

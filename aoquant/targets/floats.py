@@ -1,0 +1,163 @@
+"""torchao's float configs: Float8, MX and NVFP4.
+
+Float8 with dynamic activations is stamped KernelPreference.TORCH: with AUTO, what torchao computes depends on whether mslk happens
+to be installed on the machine that serves, and a prepared layer cannot equal both. TORCH is what prepare computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchao.quantization import Float8Tensor, PerRow, PerTensor
+from torchao.quantization.quantize_.common import KernelPreference
+from torchao.quantization.quantize_.workflows import Float8PackingFormat, QuantizeTensorToFloat8Kwargs
+
+from aoquant.formats import MX, NVFP4, Encoded, Float8, layout
+from aoquant.linear import LinearRecipe
+
+from .base import Target, require
+
+_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float4_e2m1fn_x2: "e2m1"}
+
+
+def float8_format(dtype: torch.dtype, granularity: Any, *, native: bool = False) -> Float8:
+    """The format of a Float8Tensor."""
+    require("float8 dtype", dtype, torch.float8_e4m3fn, torch.float8_e5m2)
+    if not isinstance(granularity, PerRow | PerTensor):
+        raise ValueError(f"granularity must be PerRow or PerTensor here, got {granularity}")
+    return Float8(_ELEMENTS[dtype], "row" if isinstance(granularity, PerRow) else "tensor", native)
+
+
+def _float8_block(format: Float8, w: Tensor) -> list[int]:
+    return [1, w.shape[1]] if format.per == "row" else list(w.shape)
+
+
+def _float8_weight_only(config: Any) -> Target:
+    format = float8_format(config.weight_dtype, config.granularity)
+
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        return Float8Tensor(e.codes, e.scale, block_size=_float8_block(format, w), dtype=w.dtype)
+
+    return Target(LinearRecipe(None, format, "matmul_bias"), build, "Float8Tensor")
+
+
+def _float8_dynamic(config: Any) -> Target:
+    require("packing_format", config.packing_format, Float8PackingFormat.PLAIN)
+    require("activation_value_lb and _ub", (config.activation_value_lb, config.activation_value_ub), (None, None))
+    require(
+        "kernel_preference",
+        config.kernel_preference,
+        KernelPreference.AUTO,
+        KernelPreference.TORCH,
+        instead="mslk's quantiser has another formula",
+    )
+    require("mm_config.emulate and pad_inner_dim", (config.mm_config.emulate, config.mm_config.pad_inner_dim), (False, False))
+    act_granularity, weight_granularity = config.granularity
+    weight = float8_format(config.weight_dtype, weight_granularity)
+    activation = float8_format(config.activation_dtype, act_granularity, native=True)
+    act = QuantizeTensorToFloat8Kwargs(config.activation_dtype, act_granularity, kernel_preference=KernelPreference.TORCH)
+
+    def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
+        if n % 16 or k % 16:
+            return f"the fp8 GEMM needs N and K to be multiples of 16, got N = {n}, K = {k}: leave the layer out"
+        if weight.per == "row" and dtype != torch.bfloat16:
+            return f"the row-wise fp8 GEMM takes bfloat16 layers, got {str(dtype).removeprefix('torch.')}: cast it, or use aoquant.FP8WeightConfig"
+        return None
+
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        return Float8Tensor(
+            e.codes,
+            e.scale,
+            block_size=_float8_block(weight, w),
+            mm_config=config.mm_config,
+            act_quant_kwargs=act,
+            kernel_preference=KernelPreference.TORCH,
+            dtype=w.dtype,
+        )
+
+    contract = "fp8_scaled_mm" if config.mm_config.use_fast_accum else "fp8_scaled_mm_precise"
+    return Target(LinearRecipe(activation, weight, contract), build, "Float8Tensor", limit)
+
+
+def _swizzled(scale: Tensor, cols_per_tile: int, rows: int, k: int) -> Tensor:
+    """128x4 tiles in the 2-D shape that torchao's tensors keep them in."""
+    return layout.swizzle_128x4(scale).view(-(-rows // 128) * 32, -(-k // cols_per_tile) * 16)
+
+
+def _mx(config: Any) -> Target:
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor, QuantizeTensorToMXKwargs
+
+    require("block_size", config.block_size, 32)
+    require("weight_dtype", config.weight_dtype, *_ELEMENTS)
+    preference = require(
+        "kernel_preference", config.kernel_preference, KernelPreference.EMULATED, KernelPreference.AUTO
+    )
+    format = MX(_ELEMENTS[config.weight_dtype], str(config.scaling_mode.value).lower())
+    contract = "dequantize_flat" if preference == KernelPreference.EMULATED else "aoquant"
+    act = QuantizeTensorToMXKwargs(
+        elem_dtype=config.activation_dtype,
+        block_size=32,
+        kernel_preference=preference,
+        is_swizzled_scales=True,
+        scaling_mode=config.scaling_mode,
+    )
+
+    def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
+        return None if dtype == torch.bfloat16 else f"torchao's MX layers are bfloat16, got {dtype}: cast it, or use aoquant.MXFP8WeightConfig"
+
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        assert e.scale is not None
+        scale = _swizzled(e.scale, 128, w.shape[0], e.k)
+        return MXTensor(e.codes, scale, config.weight_dtype, 32, w.dtype, preference, act, True)  # type: ignore[no-any-return]
+
+    return Target(LinearRecipe(format, format, contract), build, "MXTensor", limit)
+
+
+def _nvfp4_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
+    if n % 16 or k % 16:
+        return f"torchao's NVFP4 needs N and K to be multiples of 16, got N = {n}, K = {k}: leave the layer out"
+    if dtype == torch.float16:
+        return "torchao's NVFP4 takes bfloat16 or float32 layers, got float16: cast it, or use aoquant.NVFP4WeightConfig"
+    return None
+
+
+def _nvfp4(config: Any) -> Target:
+    from torchao.prototype.mx_formats.nvfp4_tensor import QuantizeTensorToNVFP4Kwargs
+
+    require("step", config.step, None, instead="static activation scales need calibration, which is not there yet")
+    dynamic = config.use_dynamic_per_tensor_scale
+    act = QuantizeTensorToNVFP4Kwargs(
+        use_dynamic_per_tensor_scale=dynamic, use_triton_kernel=config.use_triton_kernel, is_swizzled_scales=True
+    )
+    format = NVFP4("dynamic" if dynamic else "none")
+    recipe = LinearRecipe(format, format, "nvfp4_rescale" if dynamic else "aoquant")
+    return Target(recipe, _nvfp4_build(act, config.use_triton_kernel), "NVFP4Tensor", _nvfp4_limit)
+
+
+def _nvfp4_weight_only(config: Any) -> Target:
+    format = NVFP4("dynamic" if config.use_dynamic_per_tensor_scale else "none")
+    return Target(LinearRecipe(None, format, "dequantize"), _nvfp4_build(None, False), "NVFP4Tensor", _nvfp4_limit)
+
+
+def _nvfp4_build(act: Any, use_triton_kernel: bool) -> Callable[[Encoded, Tensor], Tensor]:
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+        assert e.scale is not None
+        scale = _swizzled(e.scale, 64, w.shape[0], e.k)
+        pts = None if e.outer is None else e.outer.reshape(())
+        return NVFP4Tensor(e.codes, scale, 16, w.dtype, pts, None, True, use_triton_kernel, act)  # type: ignore[no-any-return]
+
+    return build
+
+
+TARGETS: dict[str, Callable[[Any], Target]] = {
+    "Float8WeightOnlyConfig": _float8_weight_only,
+    "Float8DynamicActivationFloat8WeightConfig": _float8_dynamic,
+    "MXDynamicActivationMXWeightConfig": _mx,
+    "NVFP4DynamicActivationNVFP4WeightConfig": _nvfp4,
+    "NVFP4WeightOnlyConfig": _nvfp4_weight_only,
+}

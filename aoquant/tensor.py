@@ -1,0 +1,180 @@
+"""The packed tensor: one subclass for every format.
+
+A converted nn.Linear keeps its class; its weight becomes a `PackedTensor`, which holds the codes and scales that the prepared
+layer multiplied and knows, by three strings, what to do with them: the weight's format, the activation's format and the GEMM
+contract. `F.linear(x, packed)` therefore runs the same two operations with the same arguments as the prepared layer did: that is
+contract C2. Serving engines that keep nothing but weight tensors keep everything.
+
+Field names are the ones that HF's loader knows; the outer scale is stored per row, (N, 1), because loaders narrow and copy fused
+q/k/v shards row by row and a 0-d scale would be overwritten by the last of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torchao.utils import TorchAOBaseTensor
+
+from aoquant import ops
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, get_format
+from aoquant.linear import LinearRecipe, quantized_linear
+
+aten = torch.ops.aten
+
+
+class PackedTensor(TorchAOBaseTensor):
+    """A quantised (N, K) weight.
+
+    qdata: packed codes (N, bytes). scale, zero_point: (N, G), (N, 1) or (1, 1), or None. per_tensor_scale: (N, 1) float32 outer
+    scale, or None. format, activation, contract: names; activation "" is high precision. k: K. dtype: what the weight was.
+    """
+
+    tensor_data_names = ["qdata"]
+    tensor_attribute_names = ["format", "activation", "contract", "k", "dtype"]
+    optional_tensor_data_names = ["scale", "zero_point", "per_tensor_scale"]
+
+    qdata: Tensor
+    scale: Tensor | None
+    zero_point: Tensor | None
+    per_tensor_scale: Tensor | None
+    format: str
+    activation: str
+    contract: str
+    k: int
+
+    def __new__(
+        cls,
+        qdata: Tensor,
+        format: str,
+        activation: str,
+        contract: str,
+        k: int,
+        dtype: torch.dtype,
+        scale: Tensor | None = None,
+        zero_point: Tensor | None = None,
+        per_tensor_scale: Tensor | None = None,
+    ) -> PackedTensor:
+        shape = (qdata.shape[0], k)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(
+        self,
+        qdata: Tensor,
+        format: str,
+        activation: str,
+        contract: str,
+        k: int,
+        dtype: torch.dtype,
+        scale: Tensor | None = None,
+        zero_point: Tensor | None = None,
+        per_tensor_scale: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.qdata, self.scale, self.zero_point, self.per_tensor_scale = qdata, scale, zero_point, per_tensor_scale
+        self.format, self.activation, self.contract, self.k = format, activation, contract, k
+
+    @classmethod
+    def from_encoded(cls, e: Encoded, recipe: LinearRecipe, dtype: torch.dtype) -> PackedTensor:
+        """Pack what `recipe.fprop_weight.encode` returned for a weight of `dtype`."""
+        outer = None if e.outer is None else e.outer.expand(e.codes.shape[0], 1).contiguous()
+        names = (recipe.fprop_weight.name, recipe.input_name, recipe.contract)
+        return cls(e.codes, *names, e.k, dtype, e.scale, e.zero, outer)
+
+    @property
+    def encoded(self) -> Encoded:
+        return Encoded(self.qdata, self.scale, self.zero_point, self.per_tensor_scale, self.k)
+
+    @property
+    def weight_format(self) -> Format:
+        return get_format(self.format)
+
+    @property
+    def recipe(self) -> LinearRecipe:
+        return LinearRecipe(get_format(self.activation) if self.activation else None, self.weight_format, self.contract)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """(N, K) values in `dtype`, by default the weight's own."""
+        return self.weight_format.decode(self.encoded, dtype or self.dtype)
+
+    @property
+    def nbytes_packed(self) -> int:
+        """Bytes that are stored."""
+        return sum(t.numel() * t.element_size() for t in self.encoded[:4] if t is not None)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedTensor({self._quantization_type()}, device={self.device})"
+
+    def _quantization_type(self) -> str:
+        return f"shape={tuple(self.shape)}, dtype={self.dtype}, {self.recipe}"
+
+    def _with(self, tensors: list[Tensor | None], k: int | None = None, dtype: torch.dtype | None = None) -> PackedTensor:
+        qdata, *rest = tensors
+        assert qdata is not None
+        names = (self.format, self.activation, self.contract)
+        return PackedTensor(qdata, *names, self.k if k is None else k, dtype or self.dtype, *rest)
+
+
+def _tensors(packed: PackedTensor) -> list[Tensor | None]:
+    return [packed.qdata, packed.scale, packed.zero_point, packed.per_tensor_scale]
+
+
+@PackedTensor.implements([aten.linear.default])  # type: ignore[untyped-decorator]
+@PackedTensor.implements_torch_function([F.linear])  # type: ignore[untyped-decorator]
+def _linear(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    def bound(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        return input, weight, bias
+
+    x, w, bias = bound(*args, **(kwargs or {}))
+    if not isinstance(w, PackedTensor) or isinstance(x, PackedTensor):
+        raise ValueError("only the weight of a linear layer can be a PackedTensor: call dequantize() on the other operand")
+    return quantized_linear(x, ops.to_parts(w.encoded), bias, w.recipe, w.k)
+
+
+@PackedTensor.implements([aten._to_copy.default])  # type: ignore[untyped-decorator]
+def _to_copy(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
+    """A new device moves codes and scales; a new dtype changes what the layer computes in, and never re-rounds them."""
+    packed: PackedTensor = args[0]
+    dtype = kwargs.get("dtype") or packed.dtype
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"a PackedTensor stands for float32, bfloat16 or float16 weights, not {dtype}")
+    target = {"device": kwargs.get("device") or packed.device, "non_blocking": kwargs.get("non_blocking", False)}
+    moved = [None if t is None else t.to(**target, copy=True) for t in _tensors(packed)]
+    return packed._with(moved, dtype=dtype)
+
+
+@PackedTensor.implements([aten.slice.Tensor])  # type: ignore[untyped-decorator]
+def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
+    """Rows anywhere; columns at multiples of the scale block and of a whole byte. Views, as loaders need to copy into them."""
+    packed: PackedTensor = args[0]
+    dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    start, end, _ = slice(start, end).indices(packed.shape[dim])
+    if step != 1:
+        raise ValueError(f"a PackedTensor is sliced with step 1, got {step}")
+    if dim == 0:
+        rows = [t if t is None or t.shape[0] != packed.shape[0] else func(t, 0, start, end) for t in _tensors(packed)]
+        sliced = packed._with(rows)
+    else:
+        sliced = _slice_columns(packed, start, end)
+    return return_and_correct_aliasing(func, args, kwargs, sliced)  # type: ignore[no-any-return]
+
+
+def _slice_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+    format, k = packed.weight_format, packed.k
+    unit = format.block or 8
+    if start % unit or (end % unit and end != k):
+        raise ValueError(f"{format.name} weights are cut along K at multiples of {unit}, got {start}:{end}")
+
+    def columns(t: Tensor | None) -> Tensor | None:
+        """Cut a tensor whose width is proportional to K; one with a single column covers every k."""
+        if t is None or t.shape[1] == 1:
+            return t
+        return t[:, start * t.shape[1] // k : end * t.shape[1] // k]
+
+    return packed._with([columns(t) for t in _tensors(packed)], k=end - start)
+
+
+torch.serialization.add_safe_globals([PackedTensor])
