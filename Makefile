@@ -1,0 +1,56 @@
+# Every target sets the project up first; once set up, that costs nothing (a stamp file, remade when a requirement changes).
+# Another environment than .venv: make test VENV=/path/to/venv.   More test processes: make test WORKERS=8.
+
+VENV ?= .venv
+PYTHON ?= python3
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.aoquant-installed
+PIP_FLAGS := --disable-pip-version-check --no-input --quiet
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: setup demo test gpu-test nightly bench lint format types imports check clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[all,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/aoquant run
+
+test: setup
+	$(PYTEST) -n $(WORKERS) -m "not gpu and not slow and not nightly"
+
+# One process: the tests share one device. Without a device this fails instead of skipping everything.
+gpu-test: setup
+	AOQUANT_REQUIRE_GPU=1 $(PYTEST) -m "gpu and not nightly"
+
+nightly: setup
+	$(PYTEST) -n $(WORKERS) -m "not gpu" --timeout 3600 --hypothesis-profile nightly
+
+bench: setup
+	$(BIN)/python -m benchmarks.run
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+# The tests come last, so that pytest's closing line is the last word.
+check: lint imports types test
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

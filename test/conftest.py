@@ -1,0 +1,65 @@
+"""What every test starts from: no network, few threads, one seed, and uninitialised memory that shows itself.
+
+`torch.empty` is poisoned: float memory reads NaN, integer memory its largest value, so a kernel that leaves an element
+unwritten cannot pass by luck. PyTorch does the filling itself while deterministic algorithms are on
+(`torch.utils.deterministic`); `warn_only` keeps ops without a deterministic version usable. PyTorch has no fill for
+float4_e2m1fn_x2: allocate, clone or make contiguous as uint8 and view, or mark the test `no_poison`.
+"""
+
+import os
+from collections.abc import Iterator
+
+# Before the first import of torch and of the Hugging Face libraries, which read these once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else deterministic mode warns on each cuBLAS GEMM
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+import torch
+from hypothesis import settings
+
+# A slow machine is not a bug, so no deadline; the pytest timeout catches what hangs.
+settings.register_profile("aoquant", deadline=None)
+settings.register_profile("nightly", deadline=None, max_examples=2000)
+settings.load_profile("aoquant")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share the cores between the xdist workers: torch would otherwise start one thread per core in each."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    if os.environ.get("AOQUANT_REQUIRE_GPU") and not torch.cuda.is_available():
+        raise pytest.UsageError("AOQUANT_REQUIRE_GPU is set, but torch sees no CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialized_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fill what `torch.empty` and its like return with NaN or the largest integer, unless marked `no_poison`."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(request.node.get_closest_marker("no_poison") is None, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seed torch anew for each test, so that a test draws the same numbers alone, in any order, on any worker."""
+    torch.manual_seed(0)
+    return 0
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device a test should hold on; the CUDA half carries the `gpu` marker."""
+    return torch.device(request.param)

@@ -1,0 +1,26 @@
+"""The poison is real: uninitialised memory reads NaN or the largest integer, and only where it is asked for."""
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu], ids=str)
+def test_empty_floats_read_nan(dtype: torch.dtype, device: torch.device) -> None:
+    assert torch.empty(3, 5, dtype=dtype, device=device).float().isnan().all()
+    assert torch.empty_like(torch.zeros(3, 5, dtype=dtype, device=device)).float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
+def test_empty_integers_read_their_maximum(dtype: torch.dtype, device: torch.device) -> None:
+    assert (torch.empty(3, 5, dtype=dtype, device=device) == torch.iinfo(dtype).max).all()
+
+
+@pytest.mark.no_poison
+def test_no_poison_leaves_float4_storage_usable() -> None:
+    packed = torch.arange(16, dtype=torch.uint8).view(4, 4).view(torch.float4_e2m1fn_x2)
+    assert torch.equal(packed.clone().view(torch.uint8), packed.view(torch.uint8))
+
+
+def test_seed_gives_each_test_the_same_numbers(seed: int) -> None:
+    drawn = torch.randn(4)
+    assert torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(seed)))
