@@ -1,0 +1,86 @@
+"""What this machine can run, found by trying: the tables of `aoquant doctor`.
+
+Each recipe prepares, trains one step of, converts and runs a small bf16 layer. A converted layer whose kernel is missing says so
+in the kernel's own words; the prepared layer trains all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import platform
+
+import torch
+from torch import nn
+
+from aoquant import ops
+from aoquant.config import QATConfig
+from aoquant.quantize import quantize_
+from aoquant.recipes import list_recipes
+from aoquant.targets import resolve
+
+_PACKAGES = ("torch", "torchao", "triton", "transformers", "lm-eval", "mslk-cuda", "fbgemm-gpu-genai")
+
+
+def versions() -> list[tuple[str, str]]:
+    """(what, version or description) of Python, packages and devices."""
+    rows = [("python", platform.python_version())]
+    for package in _PACKAGES:
+        try:
+            rows.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((package, "not installed"))
+    if not torch.cuda.is_available():
+        return [*rows, ("GPU", "none that torch can use; everything runs on the CPU by the reference backend")]
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        rows.append((f"GPU {i}", f"{p.name}, compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB"))
+    return rows
+
+
+def backends(device: str | None = None) -> list[tuple[str, str]]:
+    """(backend, the contracts that it runs here, or why it runs none)."""
+    where = torch.device(device or _device())
+    rows = []
+    for name in ops.backend_names():
+        runs: list[str] = []
+        reasons: list[str] = []
+        for recipe in list_recipes():
+            r = resolve(recipe.make()).recipe
+            request = ops.Request(r.contract, r.fprop_input, r.fprop_weight, where, torch.bfloat16, 64, 64, 256)
+            said = dict(ops.explain(request))[name]
+            if said == "runs" or said.startswith("willing"):
+                runs.append(r.contract)
+            else:
+                reasons.append(said)
+        rows.append((name, "runs " + ", ".join(sorted(set(runs))) if runs else reasons[0]))
+    return rows
+
+
+def recipes(device: str | None = None) -> list[tuple[str, str, str, str]]:
+    """(recipe, trains, converted layer runs, prepared == converted): "yes" or the reason why not."""
+    return [(r.name, *_try(r.make, device or _device())) for r in list_recipes()]
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _try(make: object, device: str) -> tuple[str, str, str]:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(256, 64, dtype=torch.bfloat16, device=device))
+    x = torch.randn(64, 256, dtype=torch.bfloat16, device=device)
+    try:
+        quantize_(layer, QATConfig(make(), step="prepare"))  # type: ignore[operator]
+        y = layer(x)
+        y.float().square().mean().backward()
+        converted = copy.deepcopy(layer)
+        quantize_(converted, QATConfig(step="convert"))
+    except (ValueError, RuntimeError) as error:
+        return str(error).splitlines()[0], "-", "-"
+    try:
+        with torch.no_grad():
+            same = torch.equal(y, converted(x))
+    except (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError) as error:
+        return "yes", str(error).splitlines()[0], "not run"
+    return "yes", "yes", "bit-equal" if same else "DIFFERENT"

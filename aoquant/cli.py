@@ -1,0 +1,145 @@
+"""The command line: `aoquant run`, `eval`, `formats`, `recipes`, `doctor`.
+
+Errors that a user can mend are one line and exit code 2; everything else is a traceback, because it is our mistake.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aoquant.formats import get_format, list_formats
+
+
+def run() -> Callable[..., None]:
+    """evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table"""
+    from aoquant.integrations import job
+
+    def command(options: job.Options) -> None:
+        """Evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table."""
+        result = job.run(options)
+        print(result.table())
+        print(
+            f"\nwritten to {options.out}/: report.md, report.csv, report.json, report.png, {job.RESULTS}, checkpoint/"
+        )
+
+    return command
+
+
+def evaluate() -> Callable[..., None]:
+    """load a checkpoint, check that it is bit-equal to the run that wrote it, and score it"""
+    import torch
+
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def command(
+        checkpoint: Path,
+        /,
+        wikitext: str | None = None,
+        documents: Path | None = None,
+        window: int | None = None,
+        limit: int | None = None,
+        device: str = default,
+    ) -> None:
+        """Load a converted (or float) checkpoint and score it with lm-eval.
+
+        Args:
+            checkpoint: folder that `aoquant run` or `aoquant.save_pretrained` wrote.
+            wikitext: "hub", or a folder with WikiText-2 as test.jsonl; held-out generated documents by default.
+            documents: a file of {"page": ...} lines instead.
+            window: tokens that a prediction sees at most; the model's positions by default.
+            limit: score the first documents only.
+            device: where to run.
+        """
+        from aoquant.integrations import job, lm_eval
+
+        tokenizer, model = job.load_converted(checkpoint, device)
+        print(job.check_fingerprint(model, checkpoint))
+        print(lm_eval.evaluate(model, tokenizer, wikitext=wikitext, documents=documents, window=window, limit=limit))
+
+    return command
+
+
+def formats() -> Callable[..., None]:
+    """list the number formats"""
+
+    def command() -> None:
+        """List the number formats with their bits per weight."""
+        rows = []
+        for name in list_formats():
+            f = get_format(name)
+            rows.append((name, f.bits, f.block or "-", round(f.bits_per_weight(4096, 4096), 3)))
+        _print_table(rows, ("format", "bits", "block", "bits per weight (4096 x 4096)"))
+        print('\nother group sizes and outer scales are names too: "int4-g512", "intx3-g64", "nvfp4-static:0.002"')
+
+    return command
+
+
+def recipes() -> Callable[..., None]:
+    """list the recipes that run takes"""
+
+    def command() -> None:
+        """List the recipes that `aoquant run --recipe` takes."""
+        from aoquant.recipes import list_recipes
+
+        _print_table(
+            [(r.name, type(r.make()).__name__, r.about) for r in list_recipes()], ("recipe", "config", "leaves")
+        )
+
+    return command
+
+
+def doctor() -> Callable[..., None]:
+    """show what this machine can run, and why not the rest"""
+
+    def command() -> None:
+        """Show versions, devices, and which recipes and backends run here, with reasons."""
+        from aoquant import checks
+
+        _print_table(checks.versions(), ("what", "found"))
+        print()
+        _print_table(checks.backends(), ("backend", "here"))
+        print()
+        _print_table(checks.recipes(), ("recipe", "trains", "converted layer runs", "prepared == converted"))
+
+    return command
+
+
+def _print_table(rows: list[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
+    from tabulate import tabulate
+
+    print(tabulate(rows, heads, tablefmt="github"))
+
+
+COMMANDS = {"run": run, "eval": evaluate, "formats": formats, "recipes": recipes, "doctor": doctor}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the `aoquant` command."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        import tyro
+    except ImportError:
+        sys.exit("aoquant: the command line needs its extras: pip install 'aoquant[all]'")
+    # only the chosen command's module is imported: `aoquant formats` does not wait for transformers
+    chosen = arguments[0] if arguments else ""
+    makers = {chosen: COMMANDS[chosen]} if chosen in COMMANDS else {}
+    try:
+        if makers:
+            tyro.cli(
+                makers[chosen](), prog=f"aoquant {chosen}", args=arguments[1:], config=(tyro.conf.OmitArgPrefixes,)
+            )
+        elif chosen in ("", "-h", "--help"):
+            print("usage: aoquant {" + ",".join(COMMANDS) + "} [--help]\n")
+            print("\n".join(f"  {name:9}{maker.__doc__}" for name, maker in COMMANDS.items()))
+        else:
+            raise ValueError(f"no command is called {chosen!r}; there are: {', '.join(COMMANDS)}")
+    except (ValueError, ImportError) as error:
+        print(f"aoquant: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

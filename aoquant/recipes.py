@@ -1,0 +1,97 @@
+"""Recipes: names for configs that people actually deploy, for the command line and for tables.
+
+A recipe is a PTQ config and one line that says which layer it leaves. Everything else (QAT, evaluation, saving) follows from the
+config, so a new recipe is a new row here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torchao.core.config import AOBaseConfig
+from torchao.quantization import (
+    Float8DynamicActivationFloat8WeightConfig,
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationIntxWeightConfig,
+    PerGroup,
+    PerRow,
+)
+
+from aoquant.config import (
+    FP8WeightConfig,
+    Int4WeightConfig,
+    Int8WeightConfig,
+    IntxWeightConfig,
+    MXFP4WeightConfig,
+    MXFP8WeightConfig,
+    NVFP4WeightConfig,
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """name: for the command line. make: builds the PTQ config. about: what the converted layer is."""
+
+    name: str
+    make: Callable[[], AOBaseConfig]
+    about: str
+
+
+_RECIPES = (
+    Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, dynamic outer scales"),
+    Recipe("nvfp4-weight", lambda: NVFP4WeightConfig(activation=None), "NVFP4 weights, high-precision activations"),
+    Recipe("mxfp4", MXFP4WeightConfig, "MXFP4 weights and activations, scales rounded up"),
+    Recipe("mxfp4-weight", lambda: MXFP4WeightConfig(activation=None), "MXFP4 weights, high-precision activations"),
+    Recipe("mxfp8", MXFP8WeightConfig, "MXFP8 (e4m3) weights and activations"),
+    Recipe("fp8", FP8WeightConfig, "e4m3 weights and activations, a scale per row"),
+    Recipe("int4-g128", lambda: Int4WeightConfig(128), "int4 weights in groups of 128, asymmetric"),
+    Recipe("int4-g64", lambda: Int4WeightConfig(64), "int4 weights in groups of 64, asymmetric"),
+    Recipe("int4-g32", lambda: Int4WeightConfig(32), "int4 weights in groups of 32, asymmetric"),
+    Recipe("int3-g32", lambda: IntxWeightConfig(3, 32), "int3 weights in groups of 32, symmetric"),
+    Recipe("int2-g32", lambda: IntxWeightConfig(2, 32), "int2 weights in groups of 32, symmetric"),
+    Recipe(
+        "int8-int4",
+        lambda: IntxWeightConfig(4, 32, activation="int8-row-asym"),
+        "int4 weights in groups of 32, int8 activations per token",
+    ),
+    Recipe("int8", lambda: Int8WeightConfig(activation="int8-row"), "int8 weights per row, int8 activations per token"),
+    Recipe("int8-weight", Int8WeightConfig, "int8 weights per row, high-precision activations"),
+    Recipe(
+        "torchao-int8-int4",
+        lambda: Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
+        "torchao's IntxUnpackedToInt8Tensor, int8 activations per token",
+    ),
+    Recipe("torchao-int8", Int8DynamicActivationInt8WeightConfig, "torchao's Int8Tensor, int8 activations per token"),
+    Recipe(
+        "torchao-fp8",
+        lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
+        "torchao's Float8Tensor, e4m3 weights and activations per row, torch._scaled_mm",
+    ),
+    Recipe(
+        "torchao-int4-g128",
+        Int4WeightOnlyConfig,
+        "torchao's Int4Tensor for the MSLK kernel (a GPU to run, none to train)",
+    ),
+)
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe called `name`.
+
+    Raises:
+        ValueError: there is none; the message lists the nearest.
+    """
+    table = {r.name: r for r in _RECIPES}
+    if name not in table:
+        near = difflib.get_close_matches(name, table, 4, 0.3) or sorted(table)
+        raise ValueError(f"no recipe is called {name!r}; near it: {', '.join(near)}. `aoquant recipes` lists them all")
+    return table[name]
+
+
+def list_recipes() -> list[Recipe]:
+    """All recipes, in the order of the documentation."""
+    return list(_RECIPES)
