@@ -57,7 +57,9 @@ class LinearRecipe:
             raise ValueError(f"straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {self.straight_through!r}")
         for slot in ("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input", "transform"):
             if getattr(self, slot) is not None:
-                raise ValueError(f"{slot} must be None in this version (high precision, no transform), got {getattr(self, slot)}")
+                raise ValueError(
+                    f"{slot} must be None in this version (high precision, no transform), got {getattr(self, slot)}"
+                )
 
     @property
     def input_name(self) -> str:
@@ -82,14 +84,16 @@ def quantized_linear(x: Tensor, w: Sequence[Tensor], bias: Tensor | None, recipe
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast")
+        raise ValueError(
+            f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
+        )
     if recipe.contract == "bias_after" and x.dtype != torch.bfloat16:
         raise ValueError(
             f"the MSLK int4 kernel takes bfloat16 activations, got {x.dtype}: run the model in bfloat16, or under "
             "torch.autocast(dtype=torch.bfloat16), or use aoquant.Int4WeightConfig, which takes any dtype"
         )
     names = (recipe.input_name, recipe.fprop_weight.name, recipe.contract, recipe.straight_through)
-    return _QuantizedLinear.apply(x, bias, k, *names, *w)  # type: ignore[no-any-return, no-untyped-call]
+    return _QuantizedLinear.apply(x, bias, k, *names, *w)  # type: ignore[no-untyped-call]
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -102,7 +106,8 @@ class _QuantizedLinear(torch.autograd.Function):
         lead = list(x.shape[:-1])
         x_parts = ops.encode(x.reshape(-1, k), x_name) if x_name else (x,)
         w_parts = ops.encode(w[0], w_name) if len(w) == 1 else w
-        y = ops.scaled_mm(x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype)
+        strides = _dense_strides(x) if x_name and contract == "dequantize" and not x.is_contiguous() else None
+        y = ops.scaled_mm(x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
 
         needs_x, needs_bias, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[7]
         clip = ste == "clipped"
@@ -140,6 +145,11 @@ class _QuantizedLinear(torch.autograd.Function):
         if needs_bias:
             db = grad_MN.sum(0).to(ctx.bias_dtype)
         return dx, db, None, None, None, None, None, dw, *[None] * (len(ctx.needs_input_grad) - 8)
+
+
+def _dense_strides(x: Tensor) -> list[int]:
+    """Strides of the result of an elementwise operation on x."""
+    return list(torch.empty_like(x, device="meta").stride())
 
 
 def _masked(grad_RK: Tensor, saturated_bits: Tensor) -> Tensor:

@@ -80,9 +80,13 @@ def plan_layer(module: nn.Module, config: Any, fqn: str = "") -> Step | None:
         target = _convert_target(module, config, label)
     else:
         if isinstance(module, QATLinear):
-            raise ValueError(f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn")
+            raise ValueError(
+                f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn"
+            )
         if isinstance(module.weight, TorchAOBaseTensor):
-            raise ValueError(f"{label}: its weight is quantised already ({type(module.weight).__name__}); leave it out with filter_fn")
+            raise ValueError(
+                f"{label}: its weight is quantised already ({type(module.weight).__name__}); leave it out with filter_fn"
+            )
         try:
             if isinstance(config, QATConfig):
                 target = _prepare_target(config)
@@ -134,8 +138,11 @@ def _convert_target(module: QATLinear, config: QATConfig, label: str) -> Target:
 def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator[tuple[str, nn.Module, Any]]:
     """(fqn, layer, config) for every nn.Linear that a config applies to."""
     if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
-        wrapped = {k: c and QATConfig(c, step=config.step, straight_through=config.straight_through) for k, c in config.base_config.fqn_to_config.items()}
-        config = FqnToConfig(wrapped)  # type: ignore[arg-type]
+        wrapped = {
+            k: c and QATConfig(c, step=config.step, straight_through=config.straight_through)
+            for k, c in config.base_config.fqn_to_config.items()
+        }
+        config = FqnToConfig(wrapped)
     by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else None
     if by_name is not None and filter_fn is not None:
         raise ValueError("FqnToConfig chooses the layers itself: give filter_fn or FqnToConfig, not both")
@@ -143,14 +150,18 @@ def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator
     left_alone: list[str] = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Embedding):
-            if (filter_fn is not None and filter_fn(module, fqn)) or (by_name is not None and (key := _key(by_name, fqn, default=False)) and by_name[key]):
-                raise ValueError(f"{fqn}: embeddings are not supported yet; the model is unchanged. Leave {fqn} out of filter_fn or the patterns")
+            if (filter_fn is not None and filter_fn(module, fqn)) or (
+                by_name is not None and (key := _key(by_name, fqn, default=False)) and by_name[key]
+            ):
+                raise ValueError(
+                    f"{fqn}: embeddings are not supported yet; the model is unchanged. Leave {fqn} out of filter_fn or the patterns"
+                )
             continue
         if not isinstance(module, nn.Linear):
             continue
         if by_name is not None:
             key = _key(by_name, fqn, default=not _is_head(model, module, fqn))
-            used.add(key or "")
+            used.update(k for k in by_name if _matches(k, fqn))
             chosen = by_name[key] if key else None
         else:
             wanted = not _is_head(model, module, fqn) if filter_fn is None else filter_fn(module, fqn)
@@ -162,24 +173,35 @@ def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator
             continue
         yield fqn, module, chosen
     if left_alone:
-        warnings.warn(f"subclasses of nn.Linear are left alone, their forward may differ: {', '.join(left_alone)}", stacklevel=4)
+        warnings.warn(
+            f"subclasses of nn.Linear are left alone, their forward may differ: {', '.join(left_alone)}", stacklevel=4
+        )
     names = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear)]
     for key in [k for k in by_name or () if k not in used and k != "_default"]:
         near = difflib.get_close_matches(key.removeprefix("re:"), names, 3, 0.3)
-        warnings.warn(f"FqnToConfig pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}", stacklevel=4)
+        warnings.warn(
+            f"FqnToConfig pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}", stacklevel=4
+        )
 
 
 def _key(by_name: dict[str, Any], fqn: str, *, default: bool) -> str | None:
     """The key that applies to layer `fqn`: exact names, then patterns in order, then "_default"; parameter before module."""
-    parameter = f"{fqn}.weight" if fqn else "weight"
-    for name in (parameter, fqn):
-        if name in by_name:
-            return name
-    for name in (parameter, fqn):
-        for key in by_name:
-            if key.startswith("re:") and re.fullmatch(key[3:], name):
-                return key
+    for pattern in (False, True):
+        for name in (_parameter(fqn), fqn):
+            for key in by_name:
+                if key.startswith("re:") == pattern and _matches(key, name, exactly=True):
+                    return key
     return "_default" if default and "_default" in by_name else None
+
+
+def _parameter(fqn: str) -> str:
+    return f"{fqn}.weight" if fqn else "weight"
+
+
+def _matches(key: str, name: str, *, exactly: bool = False) -> bool:
+    """Whether a key means `name`, or, not exactly, the layer called so or its weight."""
+    names = (name,) if exactly else (name, _parameter(name))
+    return any(re.fullmatch(key[3:], n) is not None if key.startswith("re:") else key == n for n in names)
 
 
 def _is_head(model: nn.Module, module: nn.Module, fqn: str) -> bool:
@@ -204,7 +226,9 @@ def _tied(model: nn.Module, steps: list[Step]) -> list[str]:
                 f"{step.fqn}: its weight is tied ({names}) and converting would untie it; quantise all of them or none, or untie first"
             )
         elif len({modules[id(m)].target.recipe for m in shared}) > 1:
-            problems.append(f"{step.fqn}: its weight is tied ({names}), but the layers have different configs; give them one")
+            problems.append(
+                f"{step.fqn}: its weight is tied ({names}), but the layers have different configs; give them one"
+            )
     return problems
 
 

@@ -17,7 +17,19 @@ from .blockscaled import MX, NVFP4
 from .float8 import Float8
 from .integer import Affine, Int4
 
-__all__ = ["FLOAT_DTYPES", "MX", "NVFP4", "Affine", "Encoded", "Float8", "Format", "Int4", "get_format", "layout", "list_formats"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "MX",
+    "NVFP4",
+    "Affine",
+    "Encoded",
+    "Float8",
+    "Format",
+    "Int4",
+    "get_format",
+    "layout",
+    "list_formats",
+]
 
 _STANDARD: tuple[Format, ...] = (
     *(Int4(g) for g in (32, 64, 128, 256)),
@@ -53,16 +65,21 @@ def get_format(name: str) -> Format:
     found = table.get(base)
     if found is None and (match := re.fullmatch(r"(.+-g)([1-9]\d*)(-asym)?", base)):
         stem = next((f for f in _STANDARD if f.name.startswith(match[1])), None)
-        found = dataclasses.replace(stem, group=int(match[2]), **({"mapping": "asymmetric"} if match[3] else {})) if stem else None  # type: ignore[type-var]
+        if isinstance(stem, Int4 | Affine):
+            found = dataclasses.replace(stem, group=int(match[2]))
+        if match[3] and isinstance(found, Affine):
+            found = dataclasses.replace(found, mapping="asymmetric")
     if found is None and (match := re.fullmatch(r"nvfp4-static:(.+)", base)):
         found = NVFP4("static", float(match[1]))
-    if found is None and isinstance(stem := table.get(base.removesuffix("-asym")), Affine):
-        found = dataclasses.replace(stem, mapping="asymmetric")
+    if found is None and isinstance(row := table.get(base.removesuffix("-asym")), Affine):
+        found = dataclasses.replace(row, mapping="asymmetric")
     if native and isinstance(found, Affine | Float8):
         found = dataclasses.replace(found, native=True)
     if found is None or found.name != name:
         near = difflib.get_close_matches(name, table, 5, 0.4) or sorted(table)
-        raise ValueError(f"no format is called {name!r}; near it: {', '.join(near)}. aoquant.list_formats() names them all")
+        raise ValueError(
+            f"no format is called {name!r}; near it: {', '.join(near)}. aoquant.list_formats() names them all"
+        )
     return found
 
 

@@ -52,9 +52,7 @@ class MX(Format):
     def encode(self, x_RK: Tensor) -> Encoded:
         x_RGB = self._blocks(x_RK).float()
         max_pow2, max_value, mantissa_bits = ELEMENTS[self.element]
-        byte = e8m0_bytes(
-            absmax(x_RGB), self.rule, max_pow2=max_pow2, max_value=max_value, mantissa_bits=mantissa_bits
-        )
+        byte = e8m0_bytes(absmax(x_RGB), self.rule, max_pow2=max_pow2, max_value=max_value, mantissa_bits=mantissa_bits)
         y = (x_RGB * self._inverse(byte).unsqueeze(-1)).flatten(1)
         if self.element == "e2m1":
             codes = layout.pack(to_e2m1(y), 4)
@@ -97,7 +95,9 @@ class NVFP4(Format):
     pts: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.outer == "static") != (self.pts is not None) or (self.pts is not None and not 0 < self.pts < float("inf")):
+        if (self.outer == "static") != (self.pts is not None) or (
+            self.pts is not None and not 0 < self.pts < float("inf")
+        ):
             raise ValueError(
                 f"NVFP4: a static outer scale, and only that, needs a finite pts > 0 (absmax / 2688); got outer={self.outer!r}, pts={self.pts}"
             )

@@ -43,7 +43,8 @@ def fma_round(q: Tensor, s: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
     The sum is taken to odd (Boldo & Melquiond, "Emulation of FMA and correctly rounded sums", 2008), so that the rounding
     that follows cannot fall on a false midpoint: plain arithmetic fails when q * s is a midpoint and 0 < |z| < 2^-22 s.
     """
-    wide = torch.float64 if s.dtype == torch.float32 else torch.float32
+    # rounding to odd needs two bits more than the rounding that follows, so a float32 result is summed in float64 too
+    wide = torch.float64 if torch.float32 in (s.dtype, dtype) else torch.float32
     product, addend = q.to(wide) * s.to(wide), z.to(wide)  # exact: 4 + 24 bits in float64, 4 + 11 in float32
     total = _sum_to_odd(product, addend)
     return (total.float() if wide == torch.float64 else total).to(dtype)

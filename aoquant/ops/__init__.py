@@ -76,10 +76,12 @@ def scaled_mm(
     lead: Sequence[int],
     k: int,
     dtype: torch.dtype,
+    strides: Sequence[int] | None = None,
 ) -> Tensor:
     """y (*lead, N) in `dtype` under `contract`.
 
     x: [x (*lead, K)] with x_format "", or the four parts of x flattened to (M, K). w: the four parts of W (N, K).
+    strides: of the decoded (*lead, K) input, for "dequantize" with an encoded x that was not contiguous.
     """
     call = Call(
         contract,
@@ -91,6 +93,7 @@ def scaled_mm(
         bias,
         lead,
         dtype,
+        strides,
     )
     if 0 in lead:
         return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
@@ -109,6 +112,7 @@ def _(
     lead: Sequence[int],
     k: int,
     dtype: torch.dtype,
+    strides: Sequence[int] | None = None,
 ) -> Tensor:
     return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
 

@@ -30,18 +30,18 @@ def _why_not_scaled_mm(r: Request) -> str | None:
 
 def _scaled_mm(c: Call) -> Tensor:
     assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
-    # cuBLAS takes a bias only below float32 (torchao adds it afterwards there, as we do)
-    late = c.bias is not None and c.dtype == torch.float32
+    # cuBLAS takes no bias with a float32 output; torchao adds it afterwards there, as we do
+    late = c.bias if c.dtype == torch.float32 else None
     y_MN = torch._scaled_mm(
         c.x.codes,
         c.w.codes.t(),
         scale_a=c.x.scale,
         scale_b=c.w.scale.t(),
-        bias=None if late else c.bias,
+        bias=None if late is not None else c.bias,
         out_dtype=c.dtype,
         use_fast_accum=c.contract == "fp8_scaled_mm",
     )
-    return c.shaped(y_MN + c.bias if late else y_MN)
+    return c.shaped(y_MN if late is None else y_MN + late)
 
 
 def _why_not_int_mm(r: Request) -> str | None:

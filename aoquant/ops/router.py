@@ -37,7 +37,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Call:
-    """A GEMM with its data: x_hp (*lead, K) when activations stay in high precision, else x with x_format."""
+    """A GEMM with its data: x_hp (*lead, K) when activations stay in high precision, else x with x_format.
+
+    strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
+    """
 
     contract: str
     x_hp: Tensor
@@ -48,6 +51,7 @@ class Call:
     bias: Tensor | None
     lead: Sequence[int]
     dtype: torch.dtype
+    strides: Sequence[int] | None = None
 
     @property
     def k(self) -> int:

@@ -33,7 +33,9 @@ def resolve(config: Any) -> Target:
         return packed_target(config.recipe())
     make = _TORCHAO.get(type(config).__name__) if type(config).__module__.startswith("torchao.") else None
     if make is None:
-        raise ValueError(f"{type(config).__name__} is not supported; aoquant takes its own configs and torchao's {', '.join(_TORCHAO)}")
+        raise ValueError(
+            f"{type(config).__name__} is not supported; aoquant takes its own configs and torchao's {', '.join(_TORCHAO)}"
+        )
     try:
         return make(config)
     except ValueError as error:

@@ -21,7 +21,8 @@ def _no_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
 @dataclass(frozen=True)
 class Target:
     """recipe: of the prepared layer. build(encoded, weight): the deployed tensor. limit(n, k, dtype): why the kernel cannot take a
-    weight, or None. tensor: the deployed class's name."""
+    weight, or None. tensor: the deployed class's name.
+    """
 
     recipe: LinearRecipe
     build: Callable[[Encoded, Tensor], Tensor]

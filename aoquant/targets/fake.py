@@ -51,8 +51,12 @@ def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
         return NVFP4("dynamic" if config.use_per_tensor_scale else "none"), "aoquant"
     if kind == "MXFakeQuantizeConfig":
         require("block_size", config.block_size, 32)
-        return MX(_ELEMENTS[require("dtype", config.dtype, *_ELEMENTS)], str(config.scaling_mode.value).lower()), "aoquant"
-    raise ValueError(f"weight_config and activation_config take a format, its name, or torchao's fake-quantisation configs, got {kind}")
+        return MX(
+            _ELEMENTS[require("dtype", config.dtype, *_ELEMENTS)], str(config.scaling_mode.value).lower()
+        ), "aoquant"
+    raise ValueError(
+        f"weight_config and activation_config take a format, its name, or torchao's fake-quantisation configs, got {kind}"
+    )
 
 
 def _intx(config: IntxFakeQuantizeConfig, *, activation: bool) -> Affine:
@@ -63,5 +67,7 @@ def _intx(config: IntxFakeQuantizeConfig, *, activation: bool) -> Affine:
         require("activation dtype", config.dtype, torch.int8)
         return INT8_TOKEN if sides == "asymmetric" else Affine(8, "row", native=True)
     if not isinstance(config.granularity, PerGroup | PerAxis):
-        raise ValueError(f"IntxFakeQuantizeConfig: weights are quantised per group or per channel, got {config.granularity}")
+        raise ValueError(
+            f"IntxFakeQuantizeConfig: weights are quantised per group or per channel, got {config.granularity}"
+        )
     return intx_format(config.dtype, config.granularity, sides)

@@ -54,11 +54,17 @@ def _float8_dynamic(config: Any) -> Target:
         KernelPreference.TORCH,
         instead="mslk's quantiser has another formula",
     )
-    require("mm_config.emulate and pad_inner_dim", (config.mm_config.emulate, config.mm_config.pad_inner_dim), (False, False))
+    require(
+        "mm_config.emulate and pad_inner_dim",
+        (config.mm_config.emulate, config.mm_config.pad_inner_dim),
+        (False, False),
+    )
     act_granularity, weight_granularity = config.granularity
     weight = float8_format(config.weight_dtype, weight_granularity)
     activation = float8_format(config.activation_dtype, act_granularity, native=True)
-    act = QuantizeTensorToFloat8Kwargs(config.activation_dtype, act_granularity, kernel_preference=KernelPreference.TORCH)
+    act = QuantizeTensorToFloat8Kwargs(
+        config.activation_dtype, act_granularity, kernel_preference=KernelPreference.TORCH
+    )
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
         if n % 16 or k % 16:
@@ -106,12 +112,16 @@ def _mx(config: Any) -> Target:
     )
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
-        return None if dtype == torch.bfloat16 else f"torchao's MX layers are bfloat16, got {dtype}: cast it, or use aoquant.MXFP8WeightConfig"
+        return (
+            None
+            if dtype == torch.bfloat16
+            else f"torchao's MX layers are bfloat16, got {dtype}: cast it, or use aoquant.MXFP8WeightConfig"
+        )
 
     def build(e: Encoded, w: Tensor) -> Tensor:
         assert e.scale is not None
         scale = _swizzled(e.scale, 128, w.shape[0], e.k)
-        return MXTensor(e.codes, scale, config.weight_dtype, 32, w.dtype, preference, act, True)  # type: ignore[no-any-return]
+        return MXTensor(e.codes, scale, config.weight_dtype, 32, w.dtype, preference, act, True)
 
     return Target(LinearRecipe(format, format, contract), build, "MXTensor", limit)
 
@@ -120,7 +130,9 @@ def _nvfp4_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
     if n % 16 or k % 16:
         return f"torchao's NVFP4 needs N and K to be multiples of 16, got N = {n}, K = {k}: leave the layer out"
     if dtype == torch.float16:
-        return "torchao's NVFP4 takes bfloat16 or float32 layers, got float16: cast it, or use aoquant.NVFP4WeightConfig"
+        return (
+            "torchao's NVFP4 takes bfloat16 or float32 layers, got float16: cast it, or use aoquant.NVFP4WeightConfig"
+        )
     return None
 
 
@@ -149,7 +161,7 @@ def _nvfp4_build(act: Any, use_triton_kernel: bool) -> Callable[[Encoded, Tensor
         assert e.scale is not None
         scale = _swizzled(e.scale, 64, w.shape[0], e.k)
         pts = None if e.outer is None else e.outer.reshape(())
-        return NVFP4Tensor(e.codes, scale, 16, w.dtype, pts, None, True, use_triton_kernel, act)  # type: ignore[no-any-return]
+        return NVFP4Tensor(e.codes, scale, 16, w.dtype, pts, None, True, use_triton_kernel, act)
 
     return build
 

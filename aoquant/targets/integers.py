@@ -36,6 +36,7 @@ def mapping(argument: str, got: MappingType) -> str:
 def intx_format(dtype: torch.dtype, granularity: Any, mapping_name: str) -> Affine:
     """The format of an IntxUnpackedToInt8Tensor weight."""
     bits = int(str(dtype).removeprefix("torch.int"))
+    require("bits", bits, *range(2, 9))
     if isinstance(granularity, PerGroup):
         return Affine(bits, "group", granularity.group_size, mapping_name)
     assert isinstance(granularity, PerAxis) and granularity.axis == 0  # torchao's config checks it
@@ -50,7 +51,9 @@ def _intx_weight_only(config: Any) -> Target:
 
 
 def _int8_dynamic_intx(config: Any) -> Target:
-    require("act_mapping_type", config.act_mapping_type, MappingType.ASYMMETRIC, instead="torchao's convert takes no other")
+    require(
+        "act_mapping_type", config.act_mapping_type, MappingType.ASYMMETRIC, instead="torchao's convert takes no other"
+    )
     return _intx(
         config, config.weight_granularity, config.weight_mapping_type, config.weight_scale_dtype, activation=INT8_TOKEN
     )
@@ -118,7 +121,9 @@ def _int8_tensor(format: Affine, e: Encoded, w: Tensor, act: QuantizeTensorToInt
 
 def _int8_weight_only(config: Any) -> Target:
     format = _int8_format(config.granularity)
-    return Target(LinearRecipe(None, format, "int8_rescale"), lambda e, w: _int8_tensor(format, e, w, None), "Int8Tensor")
+    return Target(
+        LinearRecipe(None, format, "int8_rescale"), lambda e, w: _int8_tensor(format, e, w, None), "Int8Tensor"
+    )
 
 
 def _int8_dynamic(config: Any) -> Target:
