@@ -1,1 +1,1 @@
-"""Edges to other libraries, each optional: a module here is imported by whoever needs it, and by nothing on a lower floor."""
+"""Edges to other libraries. Each module is optional: whoever needs it imports it, and nothing on a lower floor does."""

@@ -1,16 +1,17 @@
-"""Text for calibration and for QAT: documents from a file, and blocks of token ids from documents.
+"""Text for QAT, calibration and evaluation: documents from a file, blocks of token ids, and the held-out pages.
 
-Two layouts are read, plain or packed with xz. `.txt` holds documents with a line `<|endoftext|>` between them; `.jsonl` holds one JSON object
-a line with the document in `page` (the layout of lm-eval's WikiText) or `text` (that of most corpora). Documents without a visible character
-are dropped.
+Two layouts are read, plain or packed with xz. `.txt` holds documents with a line `<|endoftext|>` between them; `.jsonl`
+holds one JSON object a line, the document in `page` (as lm-eval's WikiText) or in `text` (as most corpora). Documents
+without a visible character are dropped.
 
-Training cuts the stream `<eos> document <eos> document ...` into blocks of one length, with nothing padded and nothing masked; what does not
-fill the last block is dropped. The token stands in front of the first document too, because lm-eval scores a page after just that prefix, so
-a model must have seen how a document begins.
+Training cuts the stream `<eos> document <eos> document ...` into blocks of one length, with nothing padded and nothing
+masked. The token stands in front of the first document too: lm-eval scores a page after just that prefix, so a model
+must have seen how a document begins. Evaluation gets no blocks but a checked file, which lm-eval then reads by itself.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import lzma
 import re
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+Source = Path | str | None
+EMBEDDED = "heldout.jsonl"  # in the package aoquant.assets: the held-out pages when none are named
 END_OF_TEXT = "<|endoftext|>"
 _SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}$\n?", re.MULTILINE)
 # Documents in one tokenizer call: enough for its threads, and the Python lists of ids stay small.
@@ -63,7 +66,9 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> list[str]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: each line must be a JSON object {wanted}, got no JSON ({error})") from error
+            raise ValueError(
+                f"{path}, line {number}: each line must be a JSON object {wanted}, got no JSON ({error})"
+            ) from error
         found = [row[field] for field in fields if field in row] if isinstance(row, dict) else []
         if not found or not isinstance(found[0], str):
             raise ValueError(f"{path}, line {number}: each line must be a JSON object {wanted}, got {line[:80]!r}")
@@ -74,9 +79,10 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> list[str]:
 def token_blocks(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, *, progress: bool = True
 ) -> Tensor:
-    """Token ids of `<eos> document <eos> document ...` as (B, length) int64 on the CPU; the incomplete last block is dropped.
+    """Token ids of `<eos> document <eos> document ...` as (B, length) int64 on the CPU.
 
-    Special tokens that the tokenizer would add by itself are left out. Raises ValueError if no block can be filled.
+    The incomplete last block is dropped, and so are special tokens that the tokenizer would add by itself.
+    Raises ValueError if no block can be filled.
     """
     if length < 1:
         raise ValueError(f"length must be at least 1 token, got {length}")
@@ -101,6 +107,35 @@ def token_blocks(
             f"from {len(documents)} documents; give more text or a smaller length"
         )
     return stream[: blocks * length].view(blocks, length)
+
+
+def find_pages(wikitext: Source, documents: Source) -> Path | None:
+    """The file of held-out `{"page": ...}` lines that lm-eval is to score; None for wikitext = "hub".
+
+    wikitext: "hub" or a folder with test.jsonl. documents: a file. Neither: the embedded pages. Raises ValueError if
+    there is no such file, or if it holds no page or an empty one, which lm-eval would score as a perfect one.
+    """
+    if wikitext is not None and documents is not None:
+        raise ValueError(
+            f"give one of wikitext and documents, or neither, got {str(wikitext)!r} and {str(documents)!r}"
+        )
+    if wikitext == "hub":
+        return None
+    if wikitext is not None:
+        path, rule = Path(wikitext) / "test.jsonl", "wikitext must be 'hub' or a folder that holds test.jsonl"
+    elif documents is not None:
+        path, rule = Path(documents), 'documents must be an existing file of {"page": ...} lines'
+    else:
+        assets = importlib.util.find_spec("aoquant.assets")
+        path = Path(next(iter(assets.submodule_search_locations or ()), "") if assets else "", EMBEDDED)
+        rule = f"give wikitext or documents, as aoquant.assets/{EMBEDDED} is not installed"
+    if not path.is_file():
+        raise ValueError(f"{rule}, got {str(path if wikitext is None else wikitext)!r}")
+    pages = read_jsonl(path, ("page",))
+    empty = sum(not page.strip() for page in pages)
+    if not pages or empty:
+        raise ValueError(f"{path} must hold at least one page and no empty one, got {len(pages)} pages, {empty} empty")
+    return path.resolve()
 
 
 def _read(path: Path) -> str:

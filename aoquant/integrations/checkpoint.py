@@ -1,0 +1,136 @@
+"""What a checkpoint folder must be, checked on headers alone, before a model is built from it.
+
+A quantised checkpoint in Hugging Face's layout is three promises that nobody checks together: `config.json` names the PTQ configs,
+the safetensors header describes the tensor subclass of every parameter, and the data holds that subclass's codes and scales under
+names of their own ("...q_proj._weight_qdata"). A missing part surfaces far away, as a random weight or a KeyError; here each is a
+ValueError that names the file and says what to do. Reading headers costs milliseconds and finds truncation: a safetensors file
+whose length differs from what its header promises does not open.
+
+The checkpoint schema is the "_version" of aoquant's configs (see `config.SCHEMA`); torchao's configs carry torchao's own.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torchao.core.config import config_from_dict
+from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def check(directory: Path) -> dict[str, str]:
+    """The quantised parameters of a checkpoint, each with the name of its tensor subclass.
+
+    Raises:
+        ValueError: the folder holds no complete quantised checkpoint that this version can read.
+    """
+    _check_config(directory)
+    metadata: dict[str, str] = {}
+    stored: set[str] = set()
+    for path in _files(directory):
+        header, keys = _header(path)
+        if not is_metadata_torchao(header):
+            raise ValueError(
+                f"{path}: holds no torchao metadata, so its quantised weights cannot be rebuilt: it was written by another "
+                "library, or without a quantizer; write it with aoquant.save_pretrained"
+            )
+        metadata |= header
+        stored |= keys
+    tensors = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
+    quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
+    wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
+    if lost := sorted(wanted - stored):
+        raise ValueError(f"{directory}: the checkpoint is incomplete, {_some(lost)} missing: copy or save it again")
+    if not quantised:
+        raise ValueError(
+            f"{directory}: config.json promises quantised weights and all of them are float: quantise, then aoquant.save_pretrained"
+        )
+    return {name: t["_type"] for name, t in quantised.items()}
+
+
+def _part(name: str, part: str) -> str:
+    """Where torchao's flattening keeps a tensor subclass's part."""
+    module, _, parameter = name.rpartition(".")
+    return f"{module}._{parameter}_{part}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_config(directory: Path) -> None:
+    """config.json names torchao as the quantisation method, and configs that this version knows."""
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{directory}: not a checkpoint folder, it has no config.json; give the folder that save_pretrained wrote"
+        )
+    quantization = _read_json(directory / "config.json").get("quantization_config")
+    if quantization is None:
+        raise ValueError(
+            f"{directory}: a float checkpoint (config.json has no quantization_config): load it with transformers, quantise it, and "
+            "write it with aoquant.save_pretrained"
+        )
+    if quantization.get("quant_method") != "torchao":
+        raise ValueError(
+            f"{directory}: was quantised by {quantization.get('quant_method')!r}, and aoquant reads checkpoints of 'torchao' "
+            "(aoquant's and torchao's tensors): load it with transformers"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchao warns of any other version; ours raise
+            config_from_dict(quantization["quant_type"]["default"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{directory / 'config.json'}: quantization_config cannot be read: {error}") from error
+
+
+def _files(directory: Path) -> list[Path]:
+    """The safetensors files, all there, each with the tensors that the index promises."""
+    single, index = directory / SINGLE, directory / INDEX
+    if single.is_file() and index.is_file():
+        raise ValueError(
+            f"{directory}: holds both {SINGLE} and {INDEX}; one is left from an earlier save: delete the stale one"
+        )
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(
+            f"{directory}: holds neither {SINGLE} nor {INDEX}; aoquant reads safetensors: save the model again"
+        )
+    weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
+    paths = [directory / name for name in sorted(set(weight_map.values()))]
+    if lost := [p.name for p in paths if not p.is_file()]:
+        raise ValueError(f"{directory}: the checkpoint is incomplete, {_some(lost)} missing: copy or save it again")
+    for path in paths:
+        promised = {key for key, file in weight_map.items() if file == path.name}
+        if lost := sorted(promised - _header(path)[1]):
+            raise ValueError(
+                f"{path}: {_some(lost)} missing, which {INDEX} promises: copy or save the checkpoint again"
+            )
+    return paths
+
+
+def _header(path: Path) -> tuple[dict[str, str], set[str]]:
+    """Metadata and tensor names."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, set(file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bytes that are no UTF-8 or no JSON
+        raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path}: must hold a JSON object, got {type(content).__name__}: copy or save the checkpoint again"
+        )
+    return content

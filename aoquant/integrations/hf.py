@@ -1,0 +1,180 @@
+"""Hugging Face checkpoints: save a converted model, load it again, bit for bit.
+
+HF writes and reads tensor subclasses through torchao's quantizer: safetensors that hold codes and scales as plain tensors, their
+description in the header, and a `TorchAoConfig` in config.json. `from_pretrained` takes the weights from the header, so it needs
+no more than `import aoquant`; the config is for those who rebuild the layers first, as serving engines do. HF attaches the
+quantizer only to models that it quantised itself. `attach` does the same for a model that `aoquant.quantize_` converted, after training or
+at once, and from then on every `save_pretrained` (the Trainer's too) writes a loadable checkpoint.
+
+Which config goes in: a `PackedTensor` says what it is, as a `PackedWeightConfig`; a torchao tensor does not hold its whole config,
+so convert leaves it on the layer; a model that HF loaded brings it along. One config when all quantised layers agree, and
+torchao's `FqnToConfig` by layer name otherwise; layers left in high precision are `modules_to_not_convert`, by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from aoquant.config import Packed4WeightConfig, PackedWeightConfig
+from aoquant.linear import QATLinear
+from aoquant.tensor import PackedTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+try:
+    from torchao.core.config import config_to_dict
+    from torchao.quantization import FqnToConfig
+    from torchao.utils import TorchAOBaseTensor
+    from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
+    from transformers.integrations.torchao import TorchAoDeserialize
+    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+
+    from aoquant.integrations import checkpoint
+
+    # HF's loader collects a tensor's parts by these suffixes and knows no others
+    _known = TorchAoHfQuantizer(TorchAoConfig(PackedWeightConfig("nvfp4"))).get_weight_conversions()[0].source_patterns
+    _parts = {f"_weight_{part}" for part in (*PackedTensor.tensor_data_names, *PackedTensor.optional_tensor_data_names)}
+    if unknown := _parts - set(_known):
+        raise ImportError(f"its loader does not know {', '.join(sorted(unknown))}")
+except (AttributeError, ImportError, IndexError, TypeError) as error:
+    _found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    raise ImportError(
+        "saving and loading Hugging Face checkpoints needs transformers >=5, torchao >=0.17 and safetensors "
+        f"(pip install 'aoquant[hf]'); found transformers {_found.get('transformers')}, torchao {_found.get('torchao')}, "
+        f"safetensors {_found.get('safetensors')}: {error}"
+    ) from error
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    directory: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **kwargs: Any,
+) -> None:
+    """Write a converted model to `directory` as safetensors that `from_pretrained` loads after `import aoquant`.
+
+    kwargs: for `PreTrainedModel.save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        ValueError: the model is not converted, a layer's config is unknown, or the folder holds another checkpoint's files.
+    """
+    for argument in ("state_dict", "distributed_checkpoint"):
+        if kwargs.get(argument):
+            raise ValueError(
+                f"save_pretrained: HF ignores {argument}= for quantised models and saves the model's own weights; leave it out"
+            )
+    attach(model)
+    model.save_pretrained(directory, **kwargs)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    if kwargs.get("is_main_process", True) and not kwargs.get("variant"):
+        checkpoint.check(Path(directory))
+
+
+def load_pretrained(
+    directory: str | os.PathLike[str], model_class: Any = AutoModelForCausalLM, **kwargs: Any
+) -> PreTrainedModel:
+    """Load a quantised checkpoint and check that it is whole: files, schema, every key, every quantised weight.
+
+    model_class: a HF model class or AutoModel class. kwargs: for its `from_pretrained`, such as `device_map`.
+
+    Raises:
+        ValueError: the checkpoint is damaged, foreign, too new, or does not fit the model; says which file or weight and what to do.
+    """
+    for argument in ("quantization_config", "output_loading_info", "variant", "subfolder"):
+        if argument in kwargs:
+            raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
+    quantised = checkpoint.check(Path(directory))
+    model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
+    problems = [f"{kind.replace('_', ' ')}: {sorted(map(str, found))[:5]}" for kind, found in info.items() if found]
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for name, kind in quantised.items():
+        if type(weights.get(name)).__name__ != kind:
+            problems.append(f"{name} is stored as {kind} and loaded as {type(weights.get(name)).__name__}")
+    if problems:
+        raise ValueError(
+            f"{directory}: does not fit {type(model).__name__}: {'; '.join(problems[:10])}. Load it with the model class that saved it"
+        )
+    _make_savable(model)
+    return model
+
+
+def attach(model: PreTrainedModel) -> TorchAoConfig:
+    """Give a converted model HF's torchao quantizer and its config, derived from the layers; returns the config.
+
+    Raises:
+        ValueError: the model is not a HF model, is not converted, or a layer's config is unknown.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"save_pretrained saves Hugging Face models, got {type(model).__name__}: for other modules use torch.save(model.state_dict()) "
+            "and load_state_dict(..., assign=True)"
+        )
+    if prepared := [fqn for fqn, m in model.named_modules() if isinstance(m, QATLinear)]:
+        raise ValueError(
+            f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call quantize_(model, QATConfig(step='convert')) "
+            "first; to save the float weights in the middle of training, call model.save_pretrained"
+        )
+    before = getattr(model.config, "quantization_config", None)
+    before = before if isinstance(before, TorchAoConfig) else None
+    configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if _is_quantised(m)}
+    if not configs:
+        raise ValueError(
+            "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float checkpoint"
+        )
+    head = model.get_output_embeddings()
+    if head is not None and _is_quantised(head) and model.config.get_text_config(decoder=True).tie_word_embeddings:
+        raise ValueError(
+            "the output head is quantised, and the model's config ties it to the input embedding, so no loader could rebuild both: set "
+            "model.config.tie_word_embeddings = False to save them apart, or leave the head out"
+        )
+    left_out = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear) and not _is_quantised(m)]
+    one, *others = configs.values()
+    same = all(config_to_dict(c) == config_to_dict(one) for c in others)
+    config = TorchAoConfig(one if same else FqnToConfig(configs), modules_to_not_convert=left_out)
+    model.config.quantization_config = config
+    model.hf_quantizer = TorchAoHfQuantizer(config, pre_quantized=True)
+    _make_savable(model)
+    return config
+
+
+def _make_savable(model: PreTrainedModel) -> None:
+    """Forget how HF rebuilt the tensors: saving would run that step backwards, and it has no reverse (transformers 5.17)."""
+    if conversions := getattr(model, "_weight_conversions", None):
+        reading = TorchAoDeserialize
+        model._weight_conversions = [
+            c for c in conversions if not any(isinstance(op, reading) for op in getattr(c, "operations", ()))
+        ]
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "weight", None), TorchAOBaseTensor)
+
+
+def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
+    """The PTQ config that makes this layer's weight."""
+    weight: Any = module.weight
+    if isinstance(weight, PackedTensor):
+        kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
+        return kind(weight.format, weight.activation or None, weight.contract)
+    config = getattr(module, "aoquant_config", None)
+    if config is None and before is not None:
+        config = before.quant_type
+        if isinstance(config, FqnToConfig):
+            config = config.fqn_to_config.get(fqn)
+    if config is None:
+        raise ValueError(
+            f"{fqn}: holds a {type(weight).__name__} that neither aoquant.quantize_ nor HF made, so its config is unknown: quantise with "
+            "aoquant.quantize_, or set it as the layer's `aoquant_config`"
+        )
+    # convert stamps float8 layers with the kernel that prepare computed; the config that makes them says so too
+    if getattr(config, "kernel_preference", None) not in (None, getattr(weight, "kernel_preference", None)):
+        config = dataclasses.replace(config, kernel_preference=weight.kernel_preference)
+    return config

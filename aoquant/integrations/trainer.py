@@ -1,0 +1,122 @@
+"""A callback for transformers' Trainer: when fake quantisation starts, and how far the weights are from their codes.
+
+    quantize_(model, QATConfig(base, step="prepare"))
+    trainer = Trainer(model, ...)
+    QATCallback(fake_quant_after_n_steps=100).attach(trainer)
+
+A prepared model needs no callback to train. This one delays fake quantisation, which helps when a fine-tune starts far from where it
+will end: during the first N optimizer steps the layers are plain ones. The switch is a function of `state.global_step` alone and is
+set again when training begins, so a run that is resumed from a checkpoint is where it was. It is on after step N, for what the
+Trainer evaluates or saves there too.
+
+What is logged: the lowest and the mean SQNR, in dB, of the fake-quantised weights against the high-precision ones. That is what
+rounding does to the weights as they are now: it moves little in a healthy run, and drops when outliers grow. It costs one
+encode and decode of each weight. With `batch`, also the SQNR of the model's output on it, float against fake-quantised.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from aoquant.linear import QATLinear, set_fake_quant
+from aoquant.measure import logits_of, run, sqnr, undisturbed
+
+MIN, MEAN, OUTPUT = "qat/weight_sqnr_min_db", "qat/weight_sqnr_mean_db", "qat/output_sqnr_db"
+
+
+class QATCallback(TrainerCallback):
+    """Start fake quantisation after N optimizer steps and log SQNR.
+
+    fake_quant_after_n_steps: N; 0 is from the start.
+    log_every: log SQNR, and with it the loss, every so many steps; None adds it whenever the Trainer logs the loss anyway.
+    batch: what the model is called with for the output's SQNR: a tensor, positional or keyword arguments; on the model's device.
+
+    Raises:
+        ValueError: a number that is out of range; and when training begins, a model without prepared layers.
+    """
+
+    def __init__(self, fake_quant_after_n_steps: int = 0, log_every: int | None = None, batch: Any = None) -> None:
+        if fake_quant_after_n_steps < 0:
+            raise ValueError(f"fake_quant_after_n_steps must be 0 or more, got {fake_quant_after_n_steps}")
+        if log_every is not None and log_every < 1:
+            raise ValueError(f"log_every must be 1 or more, or None, got {log_every}")
+        self.after, self.log_every, self.batch = fake_quant_after_n_steps, log_every, batch
+
+    def attach(self, trainer: Trainer) -> QATCallback:
+        """Add to a Trainer in front of its other callbacks.
+
+        Trainer(callbacks=[...]) puts callbacks last: SQNR is then in `state.log_history`, but wandb and TensorBoard have
+        written their line by the time it is known.
+        """
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
+    ) -> None:
+        if self._switch(model, state) == 0:
+            raise ValueError(
+                "the model has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before training"
+            )
+        if self.after >= state.max_steps:
+            warnings.warn(
+                f"training ends at step {state.max_steps}, so no step is fake-quantised: fake_quant_after_n_steps is "
+                f"{self.after}",
+                stacklevel=2,
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
+    ) -> TrainerControl:
+        if state.global_step == self.after:
+            self._switch(model, state)
+        if self.log_every is not None and state.global_step % self.log_every == 0:
+            control.should_log = True
+        return control
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        logs: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        if "loss" not in logs or state.global_step % (self.log_every or 1):
+            return  # logs of an evaluation, of the end of training, or of a step that nobody asked for
+        found = self._measure(model)
+        logs.update(found)
+        state.log_history[-1].update(found)  # the Trainer has copied logs into it already
+
+    def _switch(self, model: nn.Module, state: TrainerState) -> int:
+        return set_fake_quant(model, state.global_step >= self.after)
+
+    @torch.no_grad()
+    def _measure(self, model: nn.Module) -> dict[str, float]:
+        layers = {id(m.weight): m for m in model.modules() if isinstance(m, QATLinear)}.values()
+        found = [sqnr(m.weight, m.prepared.recipe.fprop_weight.fake_quantize(m.weight)) for m in layers]
+        logs = {MIN: min(found), MEAN: sum(found) / len(found)}
+        if self.batch is not None:
+            logs[OUTPUT] = self._output_sqnr(model)
+        return logs
+
+    def _output_sqnr(self, model: nn.Module) -> float:
+        """SQNR of the fake-quantised model's output against the same model in high precision."""
+        modes = [(m, m.fake_quant) for m in model.modules() if isinstance(m, QATLinear)]
+        outputs = []
+        try:
+            with undisturbed(model):
+                for enabled in (False, True):
+                    set_fake_quant(model, enabled)
+                    outputs.append(logits_of(run(model, self.batch)))
+        finally:
+            for layer, mode in modes:
+                layer.fake_quant = mode
+        return sqnr(*outputs)

@@ -1,0 +1,398 @@
+"""`evaluate` is lm-eval: the number of its command line, its stock task and hand arithmetic; nothing it borrows changes."""
+
+import json
+import logging
+import math
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lm_eval")
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+import lm_eval.tasks._yaml_loader  # noqa: E402
+from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer  # noqa: E402
+
+from aoquant.integrations import text  # noqa: E402
+from aoquant.integrations.lm_eval import TASK, Perplexity, evaluate, write_task  # noqa: E402
+
+END = "<|endoftext|>"
+POSITIONS = 128
+WINDOW = 64
+METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+
+
+def generate_pages(count: int = 4) -> list[str]:
+    """Made-up pages in WikiText's manner: a heading, detached punctuation, @-@ hyphens; 40 to 220 words each."""
+    draw = random.Random(0)
+    syllables = ["ba", "ke", "lo", "mi", "nu", "ra", "su", "té"]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(200)]
+    pages = []
+    for number in range(count):
+        parts = [f" = Page {number} = \n \n"]
+        for _ in range(40 + 60 * number):
+            parts.append(
+                draw.choice(words) + draw.choice([" "] * 8 + [" , ", " . ", " @-@ ", " ( x ) ", ' " y " ', " \n "])
+            )
+        pages.append("".join(parts))
+    return pages
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The model is too small for more, and the command line in another process then adds in the same order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def write_pages(path: Path, pages: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=512, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(generate_pages(), trainer)
+    # No pad token, so that HFLM has one to add, and the model's window, so that long pages would draw a warning.
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, model_max_length=POSITIONS)
+
+
+def build_model(dtype: torch.dtype = torch.float32, tied: bool = False) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,  # far from uniform predictions: the context matters
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build_model()
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pages(tmp_path_factory.mktemp("pages") / "pages.jsonl", generate_pages())
+
+
+def metrics(result: Perplexity) -> tuple[float, float, float]:
+    return result.word_perplexity, result.byte_perplexity, result.bits_per_byte
+
+
+def by_hand(model: Any, tokenizer: Any, pages: list[str], window: int) -> tuple[float, float, float]:
+    """The three metrics from their definitions, a window at a time; the last window of a page reaches back."""
+    total, words, size = 0.0, 0, 0
+    for page in pages:
+        ids = [tokenizer.eos_token_id, *tokenizer(wikitext_detokenizer({"page": page}), verbose=False)["input_ids"]]
+        for start in range(1, len(ids), window):
+            stop = min(start + window, len(ids))
+            first = max(0, stop - 1 - window)
+            with torch.no_grad():
+                logits_TV = model(torch.tensor([ids[first : stop - 1]])).logits[0].double()
+            log_p_TV = logits_TV.log_softmax(-1)[start - 1 - first :]
+            total += log_p_TV.gather(1, torch.tensor(ids[start:stop])[:, None]).sum().item()
+        words += len(re.split(r"\s+", page))
+        size += len(page.encode())
+    return math.exp(-total / words), math.exp(-total / size), -total / size / math.log(2)
+
+
+@pytest.fixture(scope="module")
+def command_line(
+    tmp_path_factory: pytest.TempPathFactory, model: Any, tokenizer: Any, documents: Path
+) -> dict[str, Any]:
+    """What `lm_eval run` writes for the saved checkpoint and the exported task."""
+    folder = tmp_path_factory.mktemp("command_line")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    task = write_task(folder / "tasks", documents=documents)
+    model_args = f"pretrained={folder / 'model'},max_length={WINDOW},softmax_dtype=float32"
+    # fmt: off
+    command = [
+        sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", model_args, "--device", "cpu",
+        "--batch_size", "1", "--tasks", TASK, "--include_path", str(task.parent), "--output_path", str(folder / "out.json"),
+    ]
+    # fmt: on
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env={**os.environ, **offline}, cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (output,) = folder.glob("out*.json")
+    report: dict[str, Any] = json.loads(output.read_text())
+    return report
+
+
+def test_equals_lm_evals_command_line(
+    command_line: dict[str, Any], model: Any, tokenizer: Any, documents: Path
+) -> None:
+    result = evaluate(model, tokenizer, documents=documents, window=WINDOW, progress=False)
+    row = command_line["results"][TASK]
+    assert metrics(result) == tuple(row[f"{name},none"] for name in METRICS)
+    assert result.task_version == str(command_line["versions"][TASK])
+    assert result.documents == command_line["n-samples"][TASK]["effective"] == 4
+    assert (result.window, result.limit, result.batch_size) == (command_line["max_length"], None, 1)
+    assert (result.source, result.task) == (str(documents), TASK)
+
+
+@pytest.mark.parametrize("window", [16, WINDOW, POSITIONS])
+def test_equals_hand_arithmetic(model: Any, tokenizer: Any, documents: Path, window: int) -> None:
+    result = evaluate(model, tokenizer, documents=documents, window=window, progress=False)
+    assert metrics(result) == pytest.approx(by_hand(model, tokenizer, generate_pages(), window), rel=1e-5)
+
+
+def test_bf16_is_scored_in_float32(tokenizer: Any, documents: Path) -> None:
+    """log-softmax in bf16, which is lm-eval's default, is off by 2.5e-3 here."""
+    model = build_model(torch.bfloat16)
+    result = evaluate(model, tokenizer, documents=documents, window=WINDOW, progress=False)
+    assert metrics(result) == pytest.approx(by_hand(model, tokenizer, generate_pages(), WINDOW), rel=1e-5)
+
+
+def test_autocast_of_the_caller_is_not_applied(model: Any, tokenizer: Any, documents: Path) -> None:
+    plain = evaluate(model, tokenizer, documents=documents, limit=2, progress=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert evaluate(model, tokenizer, documents=documents, limit=2, progress=False) == plain
+
+
+def test_quantised_tied_head_is_kept(tokenizer: Any, documents: Path) -> None:
+    """HFLM ties weights, which would put the float embedding back; packed weights are tensor subclasses."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model, float_model = build_model(tied=True), build_model(tied=True)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(version=2))
+    packed = type(model.lm_head.weight)
+    assert packed is not nn.Parameter
+    result = evaluate(model, tokenizer, documents=documents, window=WINDOW, progress=False)
+    assert type(model.lm_head.weight) is packed
+    assert metrics(result) == pytest.approx(by_hand(model, tokenizer, generate_pages(), WINDOW), rel=1e-5)
+    assert result != evaluate(float_model, tokenizer, documents=documents, window=WINDOW, progress=False)
+
+
+def test_local_task_is_the_stock_task_on_other_data(documents: Path, tmp_path: Path) -> None:
+    stock = lm_eval.tasks._yaml_loader.load_yaml(Path(lm_eval.__file__).parent / "tasks/wikitext/wikitext.yaml")
+    local = lm_eval.tasks._yaml_loader.load_yaml(write_task(tmp_path, documents=documents))
+    data = {"task", "dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split"}
+    functions: Callable[[Any], Any] = lambda value: (value.__module__, value.__qualname__) if callable(value) else value  # noqa: E731
+    same = [{key: functions(value) for key, value in task.items() if key not in data} for task in (stock, local)]
+    assert same[0] == same[1]
+    assert local["dataset_kwargs"] == {"data_files": {"test": [str(documents)]}}
+
+
+def test_wikitext_folder(model: Any, tokenizer: Any, documents: Path, tmp_path: Path) -> None:
+    """Only test.jsonl is scored; the folder's name holds what a glob or a YAML string could trip over."""
+    folder = tmp_path / "wiki [text] *2? 'ü' {a}: #"
+    write_pages(folder / "test.jsonl", generate_pages())
+    for split in ("train", "validation"):
+        write_pages(folder / f"{split}.jsonl", ["another page"])
+    result = evaluate(model, tokenizer, wikitext=folder, progress=False)
+    assert metrics(result) == metrics(evaluate(model, tokenizer, documents=documents, progress=False))
+    assert result.source == str(folder / "test.jsonl")
+    assert result.window == POSITIONS
+
+
+def test_hub_runs_the_stock_task(
+    model: Any, tokenizer: Any, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load_dataset(path: str, name: str | None = None, **_: Any) -> Any:
+        asked.append((path, name))
+        pages = {"test": generate_pages(), "train": ["another page"], "validation": ["another page"]}
+        splits = {name: datasets.Dataset.from_dict({"page": split}) for name, split in pages.items()}
+        return datasets.DatasetDict(splits)
+
+    local = evaluate(model, tokenizer, documents=documents, progress=False)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    result = evaluate(model, tokenizer, wikitext="hub", progress=False)
+    assert asked == [("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")]
+    assert metrics(result) == metrics(local)
+    assert (result.task, result.task_version, result.source) == ("wikitext", local.task_version, asked[0][0])
+
+
+def test_embedded_pages_are_the_default(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModuleSpec("aoquant.assets", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(text.importlib.util, "find_spec", lambda _: spec)
+    with pytest.raises(ValueError, match=r"give wikitext or documents, as aoquant\.assets/heldout\.jsonl is not"):
+        evaluate(model, tokenizer)
+    pages = write_pages(tmp_path / text.EMBEDDED, generate_pages(2))
+    result = evaluate(model, tokenizer, progress=False)
+    assert (result.source, result.documents) == (str(pages), 2)
+
+
+def test_limit_and_repetition(model: Any, tokenizer: Any, documents: Path, tmp_path: Path) -> None:
+    """Two runs agree to the last bit; a limit scores just the first pages; a batch changes rounding only."""
+    first = evaluate(model, tokenizer, documents=documents, limit=2, progress=False)
+    assert first == evaluate(model, tokenizer, documents=documents, limit=2, progress=False)
+    assert (first.documents, first.limit) == (2, 2)
+    two = write_pages(tmp_path / "two.jsonl", generate_pages()[:2])
+    assert metrics(first) == metrics(evaluate(model, tokenizer, documents=two, progress=False))
+    batched = evaluate(model, tokenizer, documents=documents, batch_size=4, progress=False)
+    assert metrics(batched) == pytest.approx(
+        metrics(evaluate(model, tokenizer, documents=documents, progress=False)), rel=1e-6
+    )
+    assert batched.batch_size == 4
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["finished", "raised"])
+def test_borrowed_state_comes_back(tokenizer: Any, documents: Path, fails: bool) -> None:
+    model = build_model().train()
+    model.model.layers[0].eval()  # a mixture, which model.train() would not bring back
+    seen = []
+
+    def look(*_: Any) -> None:
+        seen.append(any(module.training for module in model.modules()))
+        if fails:
+            raise Interrupted
+
+    model.model.register_forward_pre_hook(look)
+
+    def state() -> list[Any]:
+        return [
+            [module.training for module in model.modules()],
+            [parameter.requires_grad for parameter in model.parameters()],
+            {name: id(value) for name, value in vars(model).items()},
+            (tokenizer.pad_token, tokenizer.model_max_length, tokenizer.padding_side, len(tokenizer)),
+            random.getstate(),
+            torch.get_rng_state().tolist(),
+            (logging.getLogger("lm_eval").level, datasets.are_progress_bars_disabled(), datasets.config.HF_HUB_OFFLINE),
+        ]
+
+    before = state()
+    try:
+        evaluate(model, tokenizer, documents=documents, limit=1, progress=False)
+    except Interrupted:
+        assert fails
+    assert state() == before
+    assert seen
+    assert not any(seen)
+
+
+def test_local_evaluation_leaves_nothing_and_stays_offline(
+    model: Any, tokenizer: Any, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process that is not set offline: `datasets` counts each load with a request, and swallows its failure."""
+    calls = []
+
+    def refuse(*args: Any, **_: Any) -> None:
+        calls.append(args)
+        raise OSError("the network was used")
+
+    for function in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, function, refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    evaluate(model, tokenizer, documents=documents, limit=1, progress=False)
+    assert calls == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
+
+
+def test_one_progress_bar_and_no_other_word(
+    model: Any, tokenizer: Any, documents: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(model, tokenizer, documents=documents, limit=3, progress=False)
+    assert capfd.readouterr() == ("", "")
+    evaluate(model, tokenizer, documents=documents, limit=3)
+    out, err = capfd.readouterr()
+    states = [line for line in re.split(r"[\r\n]", err) if line.strip()]
+    assert out == ""
+    assert all(line.startswith(f"{TASK}, window {POSITIONS}:") for line in states)
+    (done, total) = re.findall(r"(\d+)/(\d+)", states[-1])[0]
+    assert done == total != "0"
+
+
+LINES = {
+    "not_json": ("page\n", r"line 1: each line must be a JSON object .*got no JSON"),
+    "no_page": ('{"page": "a b"}\n{"text": "a b"}\n', r'line 2: each line must be a JSON object \{"page"'),
+    "page_is_a_number": ('{"page": 3}\n', r"line 1: each line must be a JSON object"),
+    "a_list": ("[]\n", r"line 1: each line must be a JSON object"),
+    "empty_file": ("", r"at least one page and no empty one, got 0 pages, 0 empty"),
+    "empty_page": ('{"page": "a b"}\n{"page": " \\n"}\n', r"at least one page and no empty one, got 2 pages, 1 empty"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_bad_pages_are_refused(model: Any, tokenizer: Any, tmp_path: Path, case: str) -> None:
+    content, message = LINES[case]
+    path = tmp_path / "test.jsonl"
+    path.write_text(content)
+    for source in ({"documents": path}, {"wikitext": tmp_path}):
+        with pytest.raises(ValueError, match=message):
+            evaluate(model, tokenizer, **source)
+    with pytest.raises(ValueError, match=message):
+        write_task(tmp_path / "task", documents=path)
+    assert not (tmp_path / "task").exists()
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "window_too_large": ({"window": 129}, r"window must be at most the model's max_position_embeddings = 128, got 129"),
+    "window_zero": ({"window": 0}, r"window must be an integer of at least 1, got 0"),
+    "limit_fraction": ({"limit": 0.5}, r"limit must be an integer of at least 1, got 0\.5"),
+    "batch_size_auto": ({"batch_size": "auto"}, r"batch_size must be an integer of at least 1, got 'auto'"),
+    "two_sources": ({"wikitext": "hub"}, r"give one of wikitext and documents, or neither, got 'hub' and '"),
+    "no_folder": ({"documents": None, "wikitext": "/no/folder"}, r"folder that holds test\.jsonl, got '/no/folder'"),
+    "no_file": ({"documents": "/no/file"}, r"documents must be an existing file .*, got '/no/file'"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_bad_arguments_are_refused(model: Any, tokenizer: Any, documents: Path, case: str) -> None:
+    arguments, message = ARGUMENTS[case]
+    with pytest.raises(ValueError, match=message):
+        evaluate(model, tokenizer, **{"documents": documents, **arguments})
+
+
+def test_bad_models_and_tokenizers_are_refused(model: Any, tokenizer: Any, documents: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model must be a transformers causal language model, got Linear"):
+        evaluate(nn.Linear(2, 2), tokenizer, documents=documents)
+    bare = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match=r"tokenizer must have a bos or eos token"):
+        evaluate(model, bare, documents=documents)
+    endless = nn.Linear(2, 2)
+    endless.config = transformers.PretrainedConfig()
+    with pytest.raises(ValueError, match=r"window must be given, as the model's config has no max_position_embeddings"):
+        evaluate(endless, tokenizer, documents=documents)
+    with pytest.raises(ValueError, match=r"wikitext must be a folder here, got 'hub'"):
+        write_task(tmp_path, wikitext="hub")
