@@ -1,11 +1,13 @@
 """aoquant: quantisation-aware training whose fake quantisation is the deployed kernel.
 
-    from aoquant import QATConfig, quantize_
-    quantize_(model, QATConfig(base, step="prepare"))   # train as usual
-    quantize_(model, QATConfig(base, step="convert"))   # the same outputs, packed
+from aoquant import QATConfig, quantize_
+quantize_(model, QATConfig(base, step="prepare"))   # train as usual
+quantize_(model, QATConfig(base, step="convert"))   # the same outputs, packed
 """
 
-from aoquant import _register
+from typing import TYPE_CHECKING, Any
+
+from aoquant import _register as _register  # first: it checks torchao
 from aoquant.config import (
     FP8WeightConfig,
     Int4WeightConfig,
@@ -14,6 +16,8 @@ from aoquant.config import (
     MXFP4WeightConfig,
     MXFP8WeightConfig,
     NVFP4WeightConfig,
+    Packed4WeightConfig,
+    PackedWeightConfig,
     QATConfig,
 )
 from aoquant.formats import get_format, list_formats
@@ -21,6 +25,9 @@ from aoquant.linear import LinearRecipe, set_fake_quant
 from aoquant.ops import backend, explain
 from aoquant.quantize import quantize_
 from aoquant.tensor import PackedTensor
+
+if TYPE_CHECKING:
+    from aoquant.integrations.hf import load_pretrained, save_pretrained
 
 __version__ = "0.1.0"
 
@@ -33,14 +40,25 @@ __all__ = [
     "MXFP4WeightConfig",
     "MXFP8WeightConfig",
     "NVFP4WeightConfig",
+    "Packed4WeightConfig",
     "PackedTensor",
+    "PackedWeightConfig",
     "QATConfig",
     "backend",
     "explain",
     "get_format",
     "list_formats",
+    "load_pretrained",
     "quantize_",
+    "save_pretrained",
     "set_fake_quant",
 ]
 
-_register.register()
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers only when somebody asks for it."""
+    if name in ("load_pretrained", "save_pretrained"):
+        from importlib import import_module
+
+        return getattr(import_module("aoquant.integrations.hf"), name)
+    raise AttributeError(f"module 'aoquant' has no attribute {name!r}")

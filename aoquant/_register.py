@@ -2,7 +2,8 @@
 
 torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of tensor classes.
 The second list lives in a prototype module that nothing imports until a checkpoint is saved or loaded, so it is extended when
-somebody imports it. Every private name is probed here, so that another torchao fails with one sentence instead of halfway.
+somebody imports it. Every private name is probed here, and before aoquant imports anything else of itself, so that another
+torchao fails with one sentence instead of halfway.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def register() -> None:
         from aoquant import handlers
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"aoquant builds on torchao {TORCHAO}, and torchao {_version('torchao')} with torch {_version('torch')} lacks "
+            f"aoquant builds on torchao {TORCHAO}, and torchao {version('torchao')} with torch {version('torch')} lacks "
             f"what it needs: {error}"
         ) from error
     ALLOWED_AO_MODULES.add("aoquant")
@@ -39,7 +40,8 @@ def register() -> None:
     _when_imported(_SAFETENSORS, _allow_packed_tensor)
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Of an installed distribution, for error messages."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +56,9 @@ def _allow_packed_tensor(module: ModuleType) -> None:
         if "PackedTensor" not in module.ALLOWED_TENSORS_SUBCLASSES:
             module.ALLOWED_TENSORS_SUBCLASSES.append("PackedTensor")
     except AttributeError as error:
-        raise ImportError(f"aoquant cannot save to safetensors with torchao {_version('torchao')} ({error}); it supports {TORCHAO}") from error
+        raise ImportError(
+            f"aoquant cannot save to safetensors with torchao {version('torchao')} ({error}); it supports {TORCHAO}"
+        ) from error
 
 
 def _when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
@@ -88,3 +92,6 @@ class _Hook(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+register()

@@ -3,11 +3,15 @@
 A PTQ config (`NVFP4WeightConfig()`, or one of torchao's) says what is deployed; alone, it quantises. `QATConfig(base, step=...)`
 wraps it: "prepare" makes layers train as the deployed layer computes, "convert" leaves the deployed layer. Configs are plain
 dataclasses of names and numbers, so that torchao's config loader can put them in a checkpoint and take them out again.
+
+torchao writes each config's `version` as "_version" beside its class name, and hands it back when it differs. For aoquant's configs
+that number is the checkpoint schema: an aoquant that is too old for a checkpoint says so in every loader, HF's included.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchao.core.config import AOBaseConfig
@@ -16,6 +20,7 @@ from aoquant.formats import MX, NVFP4, Affine, Float8, Format, get_format
 from aoquant.linear import STRAIGHT_THROUGH, LinearRecipe
 
 STEPS = ("prepare", "convert")
+SCHEMA = 1  # of checkpoints: raise it when older versions could not read what is written
 
 
 @dataclass
@@ -23,7 +28,10 @@ class WeightConfig(AOBaseConfig):
     """Base of aoquant's PTQ configs: linear layers get a `PackedTensor` weight.
 
     activation: name of a format for the layer's input, quantised in every forward; None keeps it as it is.
+    version: the checkpoint schema.
     """
+
+    version: int = field(default=SCHEMA, kw_only=True, repr=False)
 
     def weight_format(self) -> Format:
         raise NotImplementedError
@@ -34,6 +42,11 @@ class WeightConfig(AOBaseConfig):
         return LinearRecipe(get_format(activation) if activation else None, self.weight_format())
 
     def __post_init__(self) -> None:
+        if self.version > SCHEMA:
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint has schema {self.version}, and this aoquant reads schemas up to "
+                f"{SCHEMA}: upgrade aoquant, or save the checkpoint again with this version"
+            )
         self.recipe()  # a wrong name or number is an error here, not in the middle of a model
 
 
@@ -122,6 +135,26 @@ class NVFP4WeightConfig(WeightConfig):
         return NVFP4(_choice("outer", self.outer, "dynamic", "static", "none"), self.pts)
 
 
+@dataclass
+class PackedWeightConfig(WeightConfig):
+    """Any weight format, by name, with any activation format and GEMM contract: what a checkpoint says of its `PackedTensor`s."""
+
+    weight: str
+    activation: str | None = None
+    contract: str = "aoquant"
+
+    def weight_format(self) -> Format:
+        return get_format(self.weight)
+
+    def recipe(self) -> LinearRecipe:
+        return dataclasses.replace(super().recipe(), contract=self.contract)
+
+
+@dataclass
+class Packed4WeightConfig(PackedWeightConfig):
+    """`PackedWeightConfig` for codes of at most 4 bits: HF reads a weight's size from the class name, 4 as half a byte."""
+
+
 def _choice(argument: str, got: str, *allowed: str) -> str:
     if got not in allowed:
         raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {got!r}")
@@ -162,7 +195,9 @@ class QATConfig(AOBaseConfig):
         if self.step not in STEPS:
             raise ValueError(f"QATConfig: step must be one of {', '.join(STEPS)}, got {step!r}")
         if straight_through not in STRAIGHT_THROUGH:
-            raise ValueError(f"QATConfig: straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {straight_through!r}")
+            raise ValueError(
+                f"QATConfig: straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {straight_through!r}"
+            )
         if base_config is not None and parts:
             raise ValueError("QATConfig: give base_config, or weight_config and activation_config, not both")
         if base_config is not None and not isinstance(base_config, AOBaseConfig):
@@ -184,6 +219,8 @@ __all__ = [
     "MXFP4WeightConfig",
     "MXFP8WeightConfig",
     "NVFP4WeightConfig",
+    "Packed4WeightConfig",
+    "PackedWeightConfig",
     "QATConfig",
     "WeightConfig",
 ]

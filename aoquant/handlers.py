@@ -21,7 +21,9 @@ from aoquant.linear import QATLinear
 from aoquant.plan import plan_layer
 from aoquant.quantize import apply
 
-OWN_CONFIGS = tuple(c for c in vars(configs).values() if isinstance(c, type) and issubclass(c, WeightConfig) and c is not WeightConfig)
+OWN_CONFIGS = tuple(
+    c for c in vars(configs).values() if isinstance(c, type) and issubclass(c, WeightConfig) and c is not WeightConfig
+)
 
 
 def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") -> nn.Module:
@@ -30,12 +32,18 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
     Raises:
         ValueError: the layer cannot take the config.
     """
+    if parameter_name == "bias" and isinstance(module, nn.Linear):
+        return module  # HF, quantising on the fly with FqnToConfig, offers every parameter of a layer that a key names
     if parameter_name != "weight":
-        raise ValueError(f"aoquant quantises the weight of a linear layer, not {parameter_name!r}: name the layer, not the parameter")
+        raise ValueError(
+            f"aoquant quantises the weight of a linear layer, not {parameter_name!r}: name the layer, not the parameter"
+        )
     if not isinstance(module, nn.Linear):
         raise ValueError(f"aoquant quantises nn.Linear, got {type(module).__name__}: choose layers with filter_fn")
     if type(module) not in (nn.Linear, QATLinear):
-        warnings.warn(f"{type(module).__name__} is left alone: it subclasses nn.Linear and its forward may differ", stacklevel=2)
+        warnings.warn(
+            f"{type(module).__name__} is left alone: it subclasses nn.Linear and its forward may differ", stacklevel=2
+        )
         return module
     step = plan_layer(module, config)
     return module if step is None else apply(step)

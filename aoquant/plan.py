@@ -164,7 +164,9 @@ def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator
             used.update(k for k in by_name if _matches(k, fqn))
             chosen = by_name[key] if key else None
         else:
-            wanted = not _is_head(model, module, fqn) if filter_fn is None else filter_fn(module, fqn)
+            # a head that was prepared by name is converted with the others
+            usual = isinstance(module, QATLinear) or not _is_head(model, module, fqn)
+            wanted = usual if filter_fn is None else filter_fn(module, fqn)
             chosen = config if wanted else None
         if chosen is None:
             continue

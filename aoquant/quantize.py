@@ -6,12 +6,13 @@ name, hooks, attributes, mode and bias stay what they were.
 
 from __future__ import annotations
 
-import types
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aoquant.config import QATConfig
 from aoquant.linear import Prepared, QATLinear
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
@@ -48,8 +49,13 @@ def quantize_(
         model.to(device)
 
 
-def apply(step: Step, packed: dict[int, nn.Parameter] | None = None, device: torch.device | str | None = None) -> nn.Linear:
-    """Carry out one layer's step. packed: weights done so far, by the id of the original."""
+def apply(
+    step: Step, packed: dict[int, nn.Parameter] | None = None, device: torch.device | str | None = None
+) -> nn.Linear:
+    """Carry out one layer's step. packed: weights done so far, by the id of the original.
+
+    A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors do not hold all of it, and checkpoints name it.
+    """
     module = step.module
     if step.kind == "prepare":
         return QATLinear.prepare(module, Prepared(step.target.recipe, step.config, step.fqn))
@@ -57,10 +63,14 @@ def apply(step: Step, packed: dict[int, nn.Parameter] | None = None, device: tor
     weight = module.weight
     if id(weight) not in packed:
         packed[id(weight)] = nn.Parameter(_pack(step, weight, device), requires_grad=False)
+    config = step.config
     if isinstance(module, QATLinear):
+        if isinstance(config, QATConfig) and config.base_config is None:
+            config = module.prepared.config
         module = module.unprepare()
     module.weight = packed[id(weight)]
-    module.extra_repr = types.MethodType(_extra_repr, module)  # type: ignore[method-assign]
+    vars(module)["aoquant_config"] = config.base_config if isinstance(config, QATConfig) else config
+    module.extra_repr = functools.partial(_extra_repr, module)  # type: ignore[method-assign]  # a bound method cannot be pickled
     return module
 
 
@@ -73,4 +83,6 @@ def _pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tens
 def _extra_repr(self: nn.Linear) -> str:
     describe = getattr(self.weight, "_quantization_type", None)
     kind = type(self.weight.data).__name__ if describe is None else f"{type(self.weight).__name__}({describe()})"
-    return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, weight={kind}"
+    return (
+        f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, weight={kind}"
+    )

@@ -59,7 +59,7 @@ class PackedTensor(TorchAOBaseTensor):
         per_tensor_scale: Tensor | None = None,
     ) -> PackedTensor:
         shape = (qdata.shape[0], k)
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
 
     def __init__(
         self,
@@ -105,13 +105,15 @@ class PackedTensor(TorchAOBaseTensor):
         """Bytes that are stored."""
         return sum(t.numel() * t.element_size() for t in self.encoded[:4] if t is not None)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"PackedTensor({self._quantization_type()}, device={self.device})"
 
     def _quantization_type(self) -> str:
         return f"shape={tuple(self.shape)}, dtype={self.dtype}, {self.recipe}"
 
-    def _with(self, tensors: list[Tensor | None], k: int | None = None, dtype: torch.dtype | None = None) -> PackedTensor:
+    def _with(
+        self, tensors: list[Tensor | None], k: int | None = None, dtype: torch.dtype | None = None
+    ) -> PackedTensor:
         qdata, *rest = tensors
         assert qdata is not None
         names = (self.format, self.activation, self.contract)
@@ -122,19 +124,21 @@ def _tensors(packed: PackedTensor) -> list[Tensor | None]:
     return [packed.qdata, packed.scale, packed.zero_point, packed.per_tensor_scale]
 
 
-@PackedTensor.implements([aten.linear.default])  # type: ignore[untyped-decorator]
-@PackedTensor.implements_torch_function([F.linear])  # type: ignore[untyped-decorator]
+@PackedTensor.implements([aten.linear.default])
+@PackedTensor.implements_torch_function([F.linear])
 def _linear(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
     def bound(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         return input, weight, bias
 
     x, w, bias = bound(*args, **(kwargs or {}))
     if not isinstance(w, PackedTensor) or isinstance(x, PackedTensor):
-        raise ValueError("only the weight of a linear layer can be a PackedTensor: call dequantize() on the other operand")
+        raise ValueError(
+            "only the weight of a linear layer can be a PackedTensor: call dequantize() on the other operand"
+        )
     return quantized_linear(x, ops.to_parts(w.encoded), bias, w.recipe, w.k)
 
 
-@PackedTensor.implements([aten._to_copy.default])  # type: ignore[untyped-decorator]
+@PackedTensor.implements([aten._to_copy.default])
 def _to_copy(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
     """A new device moves codes and scales; a new dtype changes what the layer computes in, and never re-rounds them."""
     packed: PackedTensor = args[0]
@@ -146,11 +150,41 @@ def _to_copy(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return packed._with(moved, dtype=dtype)
 
 
-@PackedTensor.implements([aten.slice.Tensor])  # type: ignore[untyped-decorator]
+@PackedTensor.implements([aten.copy_.default])
+def _copy_(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Between packed tensors of one recipe and shape; anything else would have to round, or forget that it was rounded."""
+    to, source = args[0], args[1]
+    if not isinstance(to, PackedTensor):
+        raise ValueError(
+            "a float weight cannot take packed codes: use load_state_dict(..., assign=True), or dequantize() them"
+        )
+    if not isinstance(source, PackedTensor) or _layout(source) != _layout(to):
+        got = (
+            source._quantization_type()
+            if isinstance(source, PackedTensor)
+            else f"{type(source).__name__}, {source.dtype}"
+        )
+        raise ValueError(
+            f"packed codes ({to._quantization_type()}) can be replaced by their like only, got ({got}): load float weights into the "
+            "float model and quantise it then; load other codes with load_state_dict(..., assign=True)"
+        )
+    for mine, theirs in zip(_tensors(to), _tensors(source), strict=True):
+        if mine is not None and theirs is not None:
+            mine.copy_(theirs)
+    return to
+
+
+def _layout(packed: PackedTensor) -> tuple[Any, ...]:
+    """What two packed tensors must share for one's bytes to mean the same in the other."""
+    return packed._quantization_type(), *((t.shape, t.dtype) if t is not None else None for t in _tensors(packed))
+
+
+@PackedTensor.implements([aten.slice.Tensor])
 def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
     """Rows anywhere; columns at multiples of the scale block and of a whole byte. Views, as loaders need to copy into them."""
     packed: PackedTensor = args[0]
-    dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    given: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
+    dim, start, end, step = given
     start, end, _ = slice(start, end).indices(packed.shape[dim])
     if step != 1:
         raise ValueError(f"a PackedTensor is sliced with step 1, got {step}")
@@ -159,7 +193,7 @@ def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         sliced = packed._with(rows)
     else:
         sliced = _slice_columns(packed, start, end)
-    return return_and_correct_aliasing(func, args, kwargs, sliced)  # type: ignore[no-any-return]
+    return return_and_correct_aliasing(func, args, kwargs, sliced)
 
 
 def _slice_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:

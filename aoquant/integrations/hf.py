@@ -14,15 +14,17 @@ torchao's `FqnToConfig` by layer name otherwise; layers left in high precision a
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from aoquant import _register
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig
 from aoquant.linear import QATLinear
+from aoquant.plan import _key
 from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -44,11 +46,12 @@ try:
     if unknown := _parts - set(_known):
         raise ImportError(f"its loader does not know {', '.join(sorted(unknown))}")
 except (AttributeError, ImportError, IndexError, TypeError) as error:
-    _found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    _found = ", ".join(
+        f"{package} {_register.version(package)}" for package in ("transformers", "torchao", "safetensors")
+    )
     raise ImportError(
-        "saving and loading Hugging Face checkpoints needs transformers >=5, torchao >=0.17 and safetensors "
-        f"(pip install 'aoquant[hf]'); found transformers {_found.get('transformers')}, torchao {_found.get('torchao')}, "
-        f"safetensors {_found.get('safetensors')}: {error}"
+        f"Hugging Face checkpoints need transformers >=5, torchao {_register.TORCHAO} and safetensors (pip install 'aoquant[hf]'); "
+        f"found {_found}: {error}"
     ) from error
 
 
@@ -68,7 +71,7 @@ def save_pretrained(
     for argument in ("state_dict", "distributed_checkpoint"):
         if kwargs.get(argument):
             raise ValueError(
-                f"save_pretrained: HF ignores {argument}= for quantised models and saves the model's own weights; leave it out"
+                f"save_pretrained takes no {argument}=: HF flattens a quantised model's own weights for safetensors; leave it out"
             )
     attach(model)
     model.save_pretrained(directory, **kwargs)
@@ -98,6 +101,13 @@ def load_pretrained(
     for name, kind in quantised.items():
         if type(weights.get(name)).__name__ != kind:
             problems.append(f"{name} is stored as {kind} and loaded as {type(weights.get(name)).__name__}")
+    with torch.device("meta"):  # HF compares no shapes once a quantizer is there
+        expected = dict(type(model)(model.config).named_parameters(remove_duplicate=False))
+    problems += [
+        f"{name} is {tuple(w.shape)} in the checkpoint and {tuple(expected[name].shape)} in the model"
+        for name, w in weights.items()
+        if w.shape != expected[name].shape
+    ]
     if problems:
         raise ValueError(
             f"{directory}: does not fit {type(model).__name__}: {'; '.join(problems[:10])}. Load it with the model class that saved it"
@@ -148,10 +158,11 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
 def _make_savable(model: PreTrainedModel) -> None:
     """Forget how HF rebuilt the tensors: saving would run that step backwards, and it has no reverse (transformers 5.17)."""
     if conversions := getattr(model, "_weight_conversions", None):
-        reading = TorchAoDeserialize
-        model._weight_conversions = [
-            c for c in conversions if not any(isinstance(op, reading) for op in getattr(c, "operations", ()))
-        ]
+
+        def reads(conversion: Any) -> bool:
+            return any(isinstance(op, TorchAoDeserialize) for op in getattr(conversion, "operations", ()))
+
+        model._weight_conversions = [c for c in conversions if not reads(c)]
 
 
 def _is_quantised(module: nn.Module) -> bool:
@@ -168,7 +179,8 @@ def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
     if config is None and before is not None:
         config = before.quant_type
         if isinstance(config, FqnToConfig):
-            config = config.fqn_to_config.get(fqn)
+            key = _key(config.fqn_to_config, fqn, default=True)
+            config = config.fqn_to_config[key] if key else None
     if config is None:
         raise ValueError(
             f"{fqn}: holds a {type(weight).__name__} that neither aoquant.quantize_ nor HF made, so its config is unknown: quantise with "
