@@ -17,7 +17,7 @@ def run() -> Callable[..., None]:
     """evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table"""
     from aoquant.integrations import job
 
-    def command(options: job.Options) -> None:
+    def command(options: Any) -> None:
         """Evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table."""
         result = job.run(options)
         print(result.table())
@@ -25,6 +25,7 @@ def run() -> Callable[..., None]:
             f"\nwritten to {options.out}/: report.md, report.csv, report.json, report.png, {job.RESULTS}, checkpoint/"
         )
 
+    command.__annotations__["options"] = job.Options  # known here only: importing it takes transformers along
     return command
 
 
@@ -55,7 +56,7 @@ def evaluate() -> Callable[..., None]:
         """
         from aoquant.integrations import job, lm_eval
 
-        tokenizer, model = job.load_converted(checkpoint, device)
+        tokenizer, model = job.load_checkpoint(checkpoint, device)
         print(job.check_fingerprint(model, checkpoint))
         print(lm_eval.evaluate(model, tokenizer, wikitext=wikitext, documents=documents, window=window, limit=limit))
 

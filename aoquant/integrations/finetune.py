@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import AdamW
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from tqdm import tqdm
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 LOSSES = ("kl", "ce")
 
@@ -60,7 +61,7 @@ def finetune(
         seed=seed,
         data_seed=seed,
         use_cpu=model.device.type == "cpu",
-        disable_tqdm=None,
+        disable_tqdm=True,  # one labelled bar of our own instead
         remove_unused_columns=False,
         dataloader_pin_memory=False,
     )
@@ -70,12 +71,13 @@ def finetune(
         args=arguments,
         train_dataset=[{"input_ids": ids, "labels": ids} for ids in blocks_BT],
         optimizers=(optimizer, None),
-        label=label,
+        callbacks=[_Bar(label)],
         teacher=teacher if loss == "kl" else None,
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     model.eval()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 def master_adamw(model: torch.nn.Module, learning_rate: float) -> AdamW:
@@ -98,12 +100,32 @@ def master_adamw(model: torch.nn.Module, learning_rate: float) -> AdamW:
     return optimizer
 
 
+class _Bar(TrainerCallback):
+    """One progress bar with the loss; none when nobody watches."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar = tqdm(total=state.max_steps, desc=self.label, unit="step", disable=None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.update(1)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.bar.set_postfix(loss=f"{float(logs['loss']):.4f}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+
 class _Trainer(Trainer):
     """Trainer with KL to a teacher; without one, the model's own cross entropy."""
 
-    def __init__(self, *args: Any, label: str, teacher: PreTrainedModel | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, teacher: PreTrainedModel | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.label, self.teacher = label, teacher
+        self.teacher = teacher
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         if self.teacher is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.resources
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -27,19 +26,11 @@ from aoquant import QATConfig, quantize_
 from aoquant.integrations.finetune import LOSSES, finetune
 from aoquant.integrations.hf import load_pretrained, save_pretrained
 from aoquant.integrations.lm_eval import Perplexity, evaluate
-from aoquant.integrations.text import load_documents, token_blocks
+from aoquant.integrations.text import assets, load_documents, token_blocks
 from aoquant.recipes import get_recipe
 from aoquant.report import Report, report, verify
 
 RESULTS = "aoquant_run.json"
-
-
-def assets() -> Path:
-    """The folder of the embedded model and text: eval/assets of a checkout, aoquant/assets of a wheel."""
-    try:
-        return Path(str(importlib.resources.files("aoquant.assets")))
-    except ModuleNotFoundError:
-        return Path(__file__).parents[2] / "eval" / "assets"
 
 
 @dataclass
@@ -134,7 +125,7 @@ class Result:
 
 
 def run(o: Options) -> Result:
-    """Run the whole job and write o.out/{report.md,.csv,.json,.png, aoquant_run.json, checkpoint/}.
+    """Run the whole job and write o.out/{report.md,.csv,.json,.png, float_against_quantized/, aoquant_run.json, checkpoint/}.
 
     Raises:
         ValueError: bad options, or prepared and converted differ.
@@ -191,15 +182,18 @@ def run(o: Options) -> Result:
 
 
 def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and model of a folder or hub id, by default the embedded ones, in `dtype` on `device`, in eval mode."""
+    """Tokenizer and model of a folder or hub id, by default the embedded ones, in `dtype` ("auto": as stored), in eval mode."""
     where = model or str(assets())
     tokenizer = AutoTokenizer.from_pretrained(where)
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype))
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype, dtype))
     return tokenizer, loaded.to(device).eval()
 
 
-def load_converted(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and model of a checkpoint that `run` wrote, checked, on `device`, in eval mode."""
+def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """Tokenizer and model of a folder, quantised (then checked) or float (as it is stored), on `device`, in eval mode."""
+    config = checkpoint / "config.json"
+    if config.exists() and "quantization_config" not in json.loads(config.read_text()):
+        return load_float(str(checkpoint), "auto", device)
     model: PreTrainedModel = load_pretrained(checkpoint)
     return AutoTokenizer.from_pretrained(checkpoint), model.to(device).eval()
 
@@ -239,8 +233,14 @@ def recovered(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> str:
     error = math.sqrt(len(pairs) * sum((p - mean) ** 2 for p in pairs) / max(1, len(pairs) - 1)) / words
     if loss <= 2 * error:
         return f"n/a (PTQ loses {loss:.4f} +- {error:.4f} nats a word, which is within noise)"
-    share = (sum(qat.loglikelihoods) - sum(ptq.loglikelihoods)) / words / loss
-    return f"{100 * share:.0f} % of PTQ's loss ({loss:.4f} +- {error:.4f} nats a word)"
+    return f"{100 * recovered_share(base, ptq, qat):.0f} % of PTQ's loss ({loss:.4f} +- {error:.4f} nats a word)"
+
+
+def recovered_share(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> float:
+    """(PTQ - QAT) / (PTQ - float) in log perplexity: 1 when QAT equals float, above 1 when it is better."""
+    lost, gained = sum(base.loglikelihoods), sum(qat.loglikelihoods)
+    floor = sum(ptq.loglikelihoods)
+    return (gained - floor) / (lost - floor)
 
 
 @torch.no_grad()
@@ -253,7 +253,7 @@ def logits_fingerprint(model: PreTrainedModel, ids_BT: Tensor) -> str:
 def _reload(checkpoint: Path, ids_BT: Tensor, fingerprint: str | None) -> str:
     if fingerprint is None:
         return "written; not run, its kernel does not run here"
-    if logits_fingerprint(load_converted(checkpoint, str(ids_BT.device))[1], ids_BT) != fingerprint:
+    if logits_fingerprint(load_checkpoint(checkpoint, str(ids_BT.device))[1], ids_BT) != fingerprint:
         raise ValueError(f"{checkpoint}: the reloaded checkpoint gives other logits than the model that was saved")
     return "logits bit-equal"
 
@@ -261,6 +261,7 @@ def _reload(checkpoint: Path, ids_BT: Tensor, fingerprint: str | None) -> str:
 def _write(result: Result, ids_BT: Tensor, fingerprint: str | None, error: Report) -> None:
     out = result.options.out
     result.layers.save(out)
+    error.save(out / "float_against_quantized")
     text = f"# aoquant run: {result.options.recipe}\n\n{result.table()}\n\n## Prepared against converted\n\n"
     text += f"{result.layers.to_markdown()}\n\n## Float against quantised\n\n{error.to_markdown()}\n"
     (out / "report.md").write_text(text)

@@ -109,6 +109,12 @@ def token_blocks(
     return stream[: blocks * length].view(blocks, length)
 
 
+def assets() -> Path:
+    """The folder of the embedded model and text: `aoquant.assets` of an installation, else eval/assets of a checkout."""
+    spec = importlib.util.find_spec("aoquant.assets")
+    return Path(next(iter(spec.submodule_search_locations or ()))) if spec else Path(__file__).parents[2] / "eval" / "assets"
+
+
 def find_pages(wikitext: Source, documents: Source) -> Path | None:
     """The file of held-out `{"page": ...}` lines that lm-eval is to score; None for wikitext = "hub".
 
@@ -126,9 +132,8 @@ def find_pages(wikitext: Source, documents: Source) -> Path | None:
     elif documents is not None:
         path, rule = Path(documents), 'documents must be an existing file of {"page": ...} lines'
     else:
-        assets = importlib.util.find_spec("aoquant.assets")
-        path = Path(next(iter(assets.submodule_search_locations or ()), "") if assets else "", EMBEDDED)
-        rule = f"give wikitext or documents, as aoquant.assets/{EMBEDDED} is not installed"
+        path = assets() / EMBEDDED
+        rule = f"give wikitext or documents, as the embedded {EMBEDDED} is not installed"
     if not path.is_file():
         raise ValueError(f"{rule}, got {str(path if wikitext is None else wikitext)!r}")
     pages = read_jsonl(path, ("page",))

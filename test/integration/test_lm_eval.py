@@ -247,7 +247,7 @@ def test_embedded_pages_are_the_default(
     spec = ModuleSpec("aoquant.assets", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(text.importlib.util, "find_spec", lambda _: spec)
-    with pytest.raises(ValueError, match=r"give wikitext or documents, as aoquant\.assets/heldout\.jsonl is not"):
+    with pytest.raises(ValueError, match=r"give wikitext or documents, as the embedded heldout\.jsonl is not"):
         evaluate(model, tokenizer)
     pages = write_pages(tmp_path / text.EMBEDDED, generate_pages(2))
     result = evaluate(model, tokenizer, progress=False)
