@@ -1,8 +1,9 @@
 """aoquant: quantisation-aware training whose fake quantisation is the deployed kernel.
 
 from aoquant import QATConfig, quantize_
-quantize_(model, QATConfig(base, step="prepare"))   # train as usual
-quantize_(model, QATConfig(base, step="convert"))   # the same outputs, packed
+
+quantize_(model, QATConfig(base, step="prepare"))  # train as usual
+quantize_(model, QATConfig(base, step="convert"))  # the same outputs, packed
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from aoquant.formats import get_format, list_formats
 from aoquant.linear import LinearRecipe, set_fake_quant
 from aoquant.ops import backend, explain
 from aoquant.quantize import quantize_
+from aoquant.report import Report, report, verify
 from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -44,14 +46,17 @@ __all__ = [
     "PackedTensor",
     "PackedWeightConfig",
     "QATConfig",
+    "Report",
     "backend",
     "explain",
     "get_format",
     "list_formats",
     "load_pretrained",
     "quantize_",
+    "report",
     "save_pretrained",
     "set_fake_quant",
+    "verify",
 ]
 
 

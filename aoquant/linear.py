@@ -143,7 +143,7 @@ class _QuantizedLinear(torch.autograd.Function):
             if ctx.clip:
                 dw = _masked(dw, ops.saturated(w[0], ctx.w_name))
         if needs_bias:
-            db = grad_MN.sum(0).to(ctx.bias_dtype)
+            db = ops.bgrad(grad_MN, ctx.bias_dtype)
         return dx, db, None, None, None, None, None, dw, *[None] * (len(ctx.needs_input_grad) - 8)
 
 

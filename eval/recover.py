@@ -106,7 +106,17 @@ def main(c: Config) -> None:
                     aoquant.verify(prepared, converted, batch)  # raises unless every layer is bit-equal
                     qat = score(converted)
                     share = job.recovered_share(base, ptq, qat)
-                    record(began, qat, stage="QAT", recipe=recipe, loss=loss, lr=lr, seed=seed, recovered=share, sqnr_db="inf")
+                    record(
+                        began,
+                        qat,
+                        stage="QAT",
+                        recipe=recipe,
+                        loss=loss,
+                        lr=lr,
+                        seed=seed,
+                        recovered=share,
+                        sqnr_db="inf",
+                    )
     summarise(rows)
 
 

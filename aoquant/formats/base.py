@@ -103,6 +103,6 @@ class Format:
         return None
 
     def _blocks(self, x_RK: Tensor) -> Tensor:
-        """(R, G, block) view or copy of x; one block of K when the format has none."""
+        """(R, G, block) view or copy of x, contiguous as codes have to be; one block of K when the format has none."""
         block = self.block or x_RK.shape[1]
-        return x_RK.reshape(x_RK.shape[0], x_RK.shape[1] // block if block else 1, block)
+        return x_RK.contiguous().view(x_RK.shape[0], x_RK.shape[1] // block if block else 1, block)

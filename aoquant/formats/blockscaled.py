@@ -9,8 +9,9 @@ Dialect "ao": torchao 0.18 `to_mx` and `nvfp4_quantize`. NVFP4 there:
     pts = absmax / 2688 (2688 = 448 * 6);  sf = e4m3(clamp(amax_b / 6 / pts, 2^-6, 448));  code = e2m1(y * ((1 / pts) / sf))
     value = code * (pts * sf), in this order
 
-torchao turns an all-zero tensor (pts = 0) and an absmax below 7.9e-36 (1 / pts overflows) into NaN. Here pts is at least 2^-127:
-the first becomes zeros, the second rounds to zero.
+torchao turns an all-zero tensor (pts = 0) and an absmax below 7.9e-36 (1 / pts overflows) into NaN. Here pts is at least 2^-121,
+so that (1 / pts) / sf is finite for every sf: the first becomes zeros, the second is coded like any other tensor, in steps of
+2^-128. Bytes therefore differ from torchao's below an absmax of 1.01e-33. Inf becomes NaN; torchao clips it unless pts is dynamic.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, to_e2m1, to_float8
 from .scales import absmax, divide, e8m0_bytes, e8m0_values
 
 E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
-PTS_FLOOR = 2.0**-127
+PTS_FLOOR = 2.0**-121
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,11 @@ class NVFP4(Format):
 
     def __post_init__(self) -> None:
         if (self.outer == "static") != (self.pts is not None) or (
-            self.pts is not None and not 0 < self.pts < float("inf")
+            self.pts is not None and not PTS_FLOOR <= self.pts < float("inf")
         ):
             raise ValueError(
-                f"NVFP4: a static outer scale, and only that, needs a finite pts > 0 (absmax / 2688); got outer={self.outer!r}, pts={self.pts}"
+                "NVFP4: a static outer scale, and only that, needs a finite pts of at least 2^-121 (absmax / 2688); "
+                f"got outer={self.outer!r}, pts={self.pts}"
             )
 
     @property
@@ -116,7 +118,8 @@ class NVFP4(Format):
 
     def encode(self, x_RK: Tensor) -> Encoded:
         x_RGB = self._blocks(x_RK).float()
-        ratio = divide(absmax(x_RGB), E2M1_MAX)
+        amax = absmax(x_RGB)
+        ratio = divide(torch.where(amax.isinf(), torch.nan, amax), E2M1_MAX)  # a clamp below would hide Inf
         pts = self._outer(x_RK)
         if pts is not None:
             ratio = ratio / pts

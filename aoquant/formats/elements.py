@@ -20,7 +20,8 @@ def to_e2m1(x: Tensor) -> Tensor:
     """float32 -> uint8 codes 0..15, half to even, saturating. NaN has no code; the block's scale carries it."""
     v = x.abs().clamp(max=E2M1_MAX)
     index = torch.where(v < 2, (v * 2).round(), torch.where(v < 4, v.round() + 2, (v * 0.5).round() + 4))
-    return index.nan_to_num(0.0).to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+    sign = torch.signbit(x) & ~x.isnan()  # a NaN made by arithmetic is negative on x86, positive on CUDA
+    return index.nan_to_num(0.0).to(torch.uint8) | (sign.to(torch.uint8) << 3)
 
 
 def from_e2m1(codes: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class Float8(Format):
         return 8
 
     def encode(self, x_RK: Tensor) -> Encoded:
+        x_RK = x_RK.contiguous()  # and so are the codes
         grouped = x_RK if self.per == "row" else x_RK.reshape(1, -1)
         scale = divide(absmax(grouped).unsqueeze(-1), ELEMENTS[self.element][1], native=self.native).float()
         codes = to_float8(x_RK.float() / torch.where(scale == 0, 1.0, scale), self.element)

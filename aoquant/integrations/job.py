@@ -29,6 +29,7 @@ from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.integrations.text import assets, load_documents, token_blocks
 from aoquant.recipes import get_recipe
 from aoquant.report import Report, report, verify
+from aoquant.report.measure import stored_bytes
 
 RESULTS = "aoquant_run.json"
 
@@ -140,11 +141,11 @@ def run(o: Options) -> Result:
     def score(model: PreTrainedModel) -> Perplexity:
         return evaluate(model, tokenizer, wikitext=o.wikitext, window=o.window, limit=o.limit)
 
-    stages = [Stage("float", score(float_model), stored_bytes(float_model))]
+    stages = [Stage("float", score(float_model), model_bytes(float_model))]
 
     tuned = copy.deepcopy(float_model)
     finetune(tuned, blocks, loss="ce", teacher=None, label="float fine-tune", **tuning)
-    stages.append(Stage("float, fine-tuned", score(tuned), stored_bytes(tuned)))
+    stages.append(Stage("float, fine-tuned", score(tuned), model_bytes(tuned)))
     del tuned
 
     ptq = copy.deepcopy(float_model)
@@ -157,12 +158,12 @@ def run(o: Options) -> Result:
     finetune(prepared, blocks, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", **tuning)
     converted = copy.deepcopy(prepared)
     quantize_(converted, QATConfig(get(), step="convert"))
-    stages.append(Stage("QAT, prepared", score(prepared), stored_bytes(prepared)))
+    stages.append(Stage("QAT, prepared", score(prepared), model_bytes(prepared)))
     runs_here = not stages[2].note
     if runs_here:
-        stages.append(Stage("QAT, converted", score(converted), stored_bytes(converted)))
+        stages.append(Stage("QAT, converted", score(converted), model_bytes(converted)))
     else:
-        stages.append(Stage("QAT, converted", stages[-1].perplexity, stored_bytes(converted), stages[2].note))
+        stages.append(Stage("QAT, converted", stages[-1].perplexity, model_bytes(converted), stages[2].note))
 
     batch = {"input_ids": blocks[: o.batch_size].to(float_model.device)}
     layers = verify(prepared, converted, batch, allow_not_run=not runs_here)
@@ -200,7 +201,7 @@ def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerB
 
 def _score_deployed(name: str, deployed: PreTrainedModel, source: PreTrainedModel, config: Any, score: Any) -> Stage:
     """Score a converted model; where its kernel does not run on this machine, score the prepared one, and say so."""
-    size = stored_bytes(deployed)
+    size = model_bytes(deployed)
     try:
         deployed(input_ids=torch.zeros(1, 8, dtype=torch.long, device=source.device))
     except (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError) as error:
@@ -211,17 +212,9 @@ def _score_deployed(name: str, deployed: PreTrainedModel, source: PreTrainedMode
     return Stage(name, score(deployed), size)
 
 
-def stored_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters and buffers as a checkpoint stores them, tied ones once."""
-    total, seen = 0, set()
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else None
-        parts = [tensor] if names is None else [getattr(tensor, n) for n in names]
-        total += sum(t.numel() * t.element_size() for t in parts)
-    return total
+def model_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, tied ones once."""
+    return stored_bytes(*model.parameters(), *model.buffers())
 
 
 def recovered(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> str:

@@ -112,7 +112,11 @@ def token_blocks(
 def assets() -> Path:
     """The folder of the embedded model and text: `aoquant.assets` of an installation, else eval/assets of a checkout."""
     spec = importlib.util.find_spec("aoquant.assets")
-    return Path(next(iter(spec.submodule_search_locations or ()))) if spec else Path(__file__).parents[2] / "eval" / "assets"
+    return (
+        Path(next(iter(spec.submodule_search_locations or ())))
+        if spec
+        else Path(__file__).parents[2] / "eval" / "assets"
+    )
 
 
 def find_pages(wikitext: Source, documents: Source) -> Path | None:

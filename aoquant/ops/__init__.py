@@ -27,6 +27,7 @@ __all__ = [
     "Request",
     "backend",
     "backend_names",
+    "bgrad",
     "dgrad",
     "encode",
     "explain",
@@ -141,6 +142,17 @@ def wgrad(grad_MN: Tensor, x: Sequence[Tensor], x_format: str, k: int) -> Tensor
 @wgrad.register_fake
 def _(grad_MN: Tensor, x: Sequence[Tensor], x_format: str, k: int) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[1], k)
+
+
+@torch.library.custom_op("aoquant::bgrad", mutates_args=())
+def bgrad(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """db (N,) in `dtype`, summed in float32. An op because compiled sums add in another order."""
+    return grad_MN.sum(0, dtype=torch.float32).to(dtype)
+
+
+@bgrad.register_fake
+def _(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad_MN.new_empty(grad_MN.shape[1], dtype=dtype)
 
 
 @torch.library.custom_op("aoquant::saturated", mutates_args=())

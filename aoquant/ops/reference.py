@@ -102,7 +102,9 @@ def _decoded_x(c: Call) -> Tensor:
         return c.x_hp
     x = c.x_format.decode(c.x, c.dtype).reshape(*c.lead, c.k)
     # F.linear rounds twice, product and bias, when a 3-D input is not contiguous, so the layout is part of the contract
-    return torch.empty_strided(x.shape, c.strides, dtype=x.dtype, device=x.device).copy_(x) if c.strides is not None else x
+    return (
+        torch.empty_strided(x.shape, c.strides, dtype=x.dtype, device=x.device).copy_(x) if c.strides is not None else x
+    )
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,180 @@
+"""Reports: two models compared layer by layer, in dB.
+
+    report(float_model, converted, batch)    what quantisation costs
+    report(prepared, converted, batch)       whether training computed what is deployed: inf in every row
+    verify(prepared, converted, batch)       the same, as an error that names the layers where it is not so
+
+A row compares one layer of the two models: the values of the weights, and the outputs for the same input (see `compare.py`). The
+last row compares what the models return, each running by itself. Shares say how often the format had to give in: values that its
+largest code clips, and blocks whose scale sits on the smallest value that it can take. Both are small in a healthy model, and a
+warning says when they are not.
+
+A figure is None when it could not be measured, and the row's warning says why. In JSON, inf and nan are the strings "inf", "-inf"
+and "nan", because strict JSON has no such numbers; null is "not measured".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from aoquant.report import render
+from aoquant.report.compare import compare, pairs_of
+from aoquant.report.measure import stored_bytes, undisturbed, weight_of
+from aoquant.progress import track
+from aoquant.report.rows import Row, row_of
+
+MODEL_OUTPUT = "(model output)"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows of layers, then the row of the models' outputs.
+
+    bytes_before, bytes_after: of the quantised layers' weights in their own dtype, and quantised. model_bytes: of everything that
+    model a and model b hold. Tied weights count once.
+    """
+
+    layers: tuple[Row, ...]
+    output: Row
+    bytes_before: int
+    bytes_after: int
+    model_bytes: tuple[int, int]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (*self.layers, self.output)
+
+    @property
+    def not_run(self) -> list[str]:
+        """Layers whose outputs were not compared."""
+        return [r.fqn for r in self.layers if r.output_sqnr_db is None]
+
+    @property
+    def min_sqnr(self) -> float:
+        """Lowest output SQNR of a layer; nan if one is nan, or if none was measured."""
+        found = self._measured()
+        return min(found) if found and not any(map(math.isnan, found)) else math.nan
+
+    @property
+    def mean_sqnr(self) -> float:
+        """Mean output SQNR in dB over the layers that are not bit-equal; inf when all are, nan when none was measured."""
+        found = self._measured()
+        finite = [v for v in found if v != math.inf]
+        return sum(finite) / len(finite) if finite else math.inf if found else math.nan
+
+    @property
+    def mean_bits(self) -> float:
+        """Stored bits per weight over all layers."""
+        weights = sum(math.prod(r.shape) for r in self.layers)
+        return sum((r.bits_per_weight or 0.0) * math.prod(r.shape) for r in self.layers) / weights
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        return {
+            "layers": len(self.layers),
+            "not_run": self.not_run,
+            "min_sqnr_db": self.min_sqnr,
+            "mean_sqnr_db": self.mean_sqnr,
+            "mean_bits_per_weight": self.mean_bits,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "model_bytes": list(self.model_bytes),
+        }
+
+    def to_markdown(self) -> str:
+        """A table and a line of totals. Needs tabulate."""
+        return render.markdown(self.rows, self.totals)
+
+    def to_csv(self) -> str:
+        """One line a row; None is empty."""
+        return render.csv_text(self.rows)
+
+    def to_json(self) -> str:
+        """Strict JSON: {"rows": [...], "totals": {...}}."""
+        return render.json_text({"rows": [asdict(r) for r in self.rows], "totals": self.totals})
+
+    def plot(self, path: Path | str) -> None:
+        """Bars of weight and output SQNR for every layer, as a picture of the kind that `path` ends in. Needs matplotlib."""
+        render.bars(self.layers, Path(path))
+
+    def save(self, folder: Path | str) -> None:
+        """Write report.csv, .json, .md and .png into `folder`, in this order: the first two need no extra package."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix, text in (("csv", self.to_csv), ("json", self.to_json), ("md", self.to_markdown)):
+            (folder / f"report.{suffix}").write_text(text(), encoding="utf-8")
+        self.plot(folder / "report.png")
+
+    def _measured(self) -> list[float]:
+        return [r.output_sqnr_db for r in self.layers if r.output_sqnr_db is not None]
+
+
+def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool = True) -> Report:
+    """Compare every layer that is prepared or quantised in either model, and the models' outputs, on `batch`.
+
+    batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay as they are:
+    weights, train or eval mode, and random state. A layer that is called more than once has one row.
+
+    Raises:
+        ValueError: nothing to compare, layers that do not match, or a batch that a model does not take.
+    """
+    if not isinstance(batch, Tensor | tuple | list | Mapping):
+        raise ValueError(f"batch must be a tensor, a tuple or list, or a dict, got {type(batch).__name__}")
+    a, b = (getattr(model, "_orig_mod", model) for model in (model_a, model_b))  # what torch.compile wrapped
+    pairs = pairs_of(a, b)
+    bar = iter(track(pairs, "outputs") if progress else pairs)
+    with undisturbed(a, b):
+        decibels, problem = compare(a, b, pairs, batch, lambda: next(bar, None))
+        rows = tuple(row_of(pair) for pair in (track(pairs, "weights") if progress else pairs))
+    output = Row(
+        MODEL_OUTPUT, (), "", "", None, None, decibels, "", None, None, None, problem and f"not run: {problem}"
+    )
+    weights = [weight_of(pair.b) for pair in pairs]
+    once = {id(w): (w.dtype.itemsize, row) for w, row in zip(weights, rows, strict=True)}.values()
+    before = sum(itemsize * math.prod(row.shape) for itemsize, row in once)
+    after = sum(row.bytes or 0 for _, row in once)
+    sizes = tuple(stored_bytes(*m.parameters(), *m.buffers()) for m in (a, b))
+    return Report(rows, output, before, after, (sizes[0], sizes[1]))
+
+
+def verify(
+    prepared: nn.Module, converted: nn.Module, batch: Any, *, min_db: float = math.inf, allow_not_run: bool = False
+) -> Report:
+    """The report of `prepared` against `converted`, when weights and outputs of every layer reach `min_db`.
+
+    The default is bit equality. Where all layers that ran are bit-equal the models' outputs have to reach it too; errors of layers that are
+    not add up in the outputs, so those are then left to the reader.
+
+    Raises:
+        ValueError: naming the worst layers; or layers that could not be compared here, unless allow_not_run.
+    """
+    found = report(prepared, converted, batch, progress=False)
+    exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers)
+    judged = [
+        (r, v) for r in found.rows if r is not found.output or exact for v in (r.weight_sqnr_db, r.output_sqnr_db)
+    ]
+    low = {r: v for r, v in judged if v is not None and not v >= min_db}
+    problems = []
+    if low:
+        worst = sorted(low, key=lambda r: -math.inf if math.isnan(low[r]) else low[r])
+        lines = [
+            f"{r.fqn} {r.shape}: output {render.db(r.output_sqnr_db)}, weight {render.db(r.weight_sqnr_db)} "
+            f"({r.format}, {r.backend})"
+            for r in worst
+        ]
+        problems.append(f"{len(low)} of {len(found.rows)} row(s) are below {min_db} dB:\n  " + render.first(lines))
+    missing = [f"{r.fqn}: {r.warning}" for r in found.rows if r.output_sqnr_db is None]
+    if missing and not allow_not_run:
+        problems.append(
+            f"{len(missing)} of {len(found.rows)} row(s) were not run, so nothing is known of them "
+            "(verify where they run, or pass allow_not_run=True):\n  " + render.first(missing)
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found

@@ -1,0 +1,155 @@
+"""Measurements on one layer or one pair of tensors: SQNR, the values that a layer multiplies by, and what it stores.
+
+    SQNR = 10 log10(sum a^2 / sum (a - b)^2) dB, in float64;  inf when a and b are equal;  nan as soon as either holds a NaN
+
+The value of a weight is what the GEMM means by it: encoded and decoded for a prepared layer, dequantised for a packed one, itself
+for a plain one. So float against quantised gives the quantisation error, and prepared against converted gives inf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from aoquant.formats import Encoded, Format, Int4
+from aoquant.linear import LinearRecipe, QATLinear
+from aoquant.tensor import PackedTensor
+
+CHUNK = 1 << 22  # values that are in float64 at a time
+
+
+def energies(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """(sum a^2, sum (a - b)^2) in float64."""
+    if a.shape != b.shape:
+        raise ValueError(f"the two sides have different shapes, {tuple(a.shape)} and {tuple(b.shape)}")
+    signal = noise = 0.0
+    for x, y in zip(a.reshape(-1).split(CHUNK), b.to(a.device).reshape(-1).split(CHUNK), strict=True):
+        x, y = x.double(), y.double()
+        signal += float(x.square().sum())
+        noise += float((x - y).square().sum())
+    return signal, noise
+
+
+def decibels(signal: float, noise: float) -> float:
+    """SQNR of two energies."""
+    if noise == 0 and not math.isnan(signal):
+        return math.inf
+    ratio = signal / noise
+    return 10 * math.log10(ratio) if ratio > 0 else -math.inf if ratio == 0 else math.nan
+
+
+def sqnr(a: Tensor, b: Tensor) -> float:
+    """SQNR of b against a, in dB."""
+    return decibels(*energies(a.detach(), b.detach()))
+
+
+def is_packed(weight: Any) -> bool:
+    """Whether a weight is aoquant's or torchao's quantised tensor."""
+    return isinstance(weight, Tensor) and any(c.__module__.startswith("torchao.") for c in type(weight).__mro__)
+
+
+def weight_of(module: nn.Module) -> Any:
+    """The module's weight: a tensor, of any class; None without one."""
+    return getattr(module, "weight", None)
+
+
+def is_quantised(module: nn.Module) -> bool:
+    return isinstance(module, QATLinear) or is_packed(weight_of(module))
+
+
+def recipe_of(module: nn.Module) -> LinearRecipe | None:
+    """The recipe of a layer whose numerics are aoquant's; None for a plain layer and for torchao's tensors."""
+    if isinstance(module, QATLinear):
+        return module.prepared.recipe
+    weight = weight_of(module)
+    return weight.recipe if isinstance(weight, PackedTensor) else None
+
+
+def weight_value(module: nn.Module) -> Tensor:
+    """(N, K) values that the layer multiplies by, in its weight's dtype.
+
+    Raises:
+        ValueError: a torchao tensor that cannot be dequantised.
+    """
+    w: Tensor = weight_of(module).detach()
+    if isinstance(module, QATLinear):
+        return module.prepared.recipe.fprop_weight.fake_quantize(w) if module.fake_quant else w
+    if not is_packed(w):
+        return w
+    if (
+        type(w).__name__ == "Int4Tensor"
+    ):  # torchao gives it no dequantize: its codes and (G, N) scales are ours, transposed
+        q: Any = w
+        e = Encoded(q.qdata.view(torch.uint8), q.scale.t(), q.zero_point.t(), None, w.shape[1])
+        return Int4(q.block_size[-1]).decode(e, w.dtype)
+    if type(w).dequantize is Tensor.dequantize:
+        raise ValueError(f"{type(w).__name__} has no dequantize()")
+    return w.dequantize()
+
+
+def stored_bytes(*tensors: Tensor) -> int:
+    """Bytes that tensors occupy, packed ones by what they hold."""
+    total = 0
+    for t in tensors:
+        if is_traceable_wrapper_subclass(t):
+            total += stored_bytes(*(getattr(t, name) for name in t.__tensor_flatten__()[0]))
+        else:
+            total += t.numel() * t.element_size()
+    return total
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """Call `model` on a tensor, positional arguments (tuple, list) or keyword arguments (dict, BatchEncoding)."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The tensor to compare of a model's output: its logits if it has any, otherwise its first tensor."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    logits = getattr(output, "logits", output.get("logits") if isinstance(output, Mapping) else None)
+    found = next((v for v in (logits, *values) if isinstance(v, Tensor)), None)
+    if found is None:
+        raise ValueError(f"a model's output must be a tensor or hold one, got {type(output).__name__}")
+    return found
+
+
+@contextmanager
+def undisturbed(*models: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients and nothing compiled inside; every module's mode as it was afterwards."""
+    modes = [(m, m.training) for model in models for m in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def shares(format: Format, hp: Tensor | None, packed: Encoded | None) -> tuple[float | None, float | None]:
+    """(share of saturated values, share of blocks on the floor); what the given weights do not tell is None.
+
+    hp: the (N, K) high-precision weight. packed: its codes as they are stored.
+    """
+    encoded = packed if hp is None else format.encode(hp)
+    saturated = None if hp is None or encoded is None else float(format.saturated(hp, encoded).double().mean())
+    stored = packed or encoded
+    return saturated, None if stored is None else float(format.floored(stored).double().mean())
+
+
+def planned_bytes(format: Format, w: Tensor) -> int:
+    """Bytes that aoquant's packed tensor will need for w."""
+    e = format.encode(torch.empty(w.shape, dtype=w.dtype, device="meta"))
+    outer = 0 if e.outer is None else 4 * w.shape[0]
+    return outer + stored_bytes(*(t for t in e[:3] if t is not None))

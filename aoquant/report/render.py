@@ -1,0 +1,135 @@
+"""Reports as text and as a picture. Nothing is measured here.
+
+tabulate and matplotlib are asked for when they are needed, by the name of the extra that brings them.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from aoquant.report.rows import Row
+
+_HEADS = {
+    "fqn": "layer",
+    "shape": "N×K",
+    "format": "format",
+    "activation": "activation",
+    "bits_per_weight": "bits",
+    "weight_sqnr_db": "weight dB",
+    "output_sqnr_db": "output dB",
+    "backend": "backend",
+    "saturated_share": "saturated",
+    "floored_share": "floored",
+    "bytes": "bytes",
+    "warning": "warning",
+}
+
+
+def db(value: float | None) -> str:
+    """Decibels for people: "20.5 dB", "inf dB", "not measured"."""
+    return "not measured" if value is None else f"{value:.1f} dB"
+
+
+def first(lines: Sequence[str], count: int = 10) -> str:
+    """The first lines, indented, and how many more there are."""
+    more = [f"and {len(lines) - count} more"] if len(lines) > count else []
+    return "\n  ".join([*lines[:count], *more])
+
+
+def markdown(rows: Sequence[Row], totals: dict[str, Any]) -> str:
+    """A table, a blank line and a line of totals."""
+    tabulate = _need("tabulate", "cli").tabulate
+    cells = [[_cell(name, getattr(row, name)) for name in _HEADS] for row in rows]
+    align = ["left", "left", "left", "left", *["right"] * 3, "left", *["right"] * 3, "left"]
+    table = tabulate(cells, list(_HEADS.values()), tablefmt="github", colalign=align, disable_numparse=True)
+    before, after = totals["model_bytes"]
+    return (
+        f"{table}\n\n{totals['layers']} layers, {len(totals['not_run'])} of them not run; output SQNR min "
+        f"{totals['min_sqnr_db']:.1f} dB, mean {totals['mean_sqnr_db']:.1f} dB; {totals['mean_bits_per_weight']:.2f} bits per "
+        f"weight; quantised layers {totals['bytes_before']:,} → {totals['bytes_after']:,} bytes; whole model {before:,} → "
+        f"{after:,} bytes"
+    )
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "shape":
+        return "×".join(map(str, value))
+    if name.endswith("_db"):
+        return f"{value:.1f}"
+    if name.endswith("_share"):
+        return f"{value:.2%}"
+    if name == "bits_per_weight":
+        return f"{value:.2f}"
+    return f"{value:,}" if name == "bytes" else str(value).replace("|", "\\|")
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """Names of the fields, then one line a row; shape as NxK, None as nothing."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [f.name for f in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**asdict(row), "shape": "x".join(map(str, row.shape))} for row in rows)
+    return out.getvalue()
+
+
+def json_text(value: Any) -> str:
+    """Strict JSON; inf and nan become the strings "inf", "-inf" and "nan"."""
+    return json.dumps(_strict(value), indent=1, allow_nan=False, ensure_ascii=False)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def bars(layers: Sequence[Row], path: Path) -> None:
+    """Two bars a layer, weight and output SQNR; inf is a hatched bar to the edge, what was not measured is a word."""
+    figures = _need("matplotlib.figure", "plot")
+    measured = [v for r in layers for v in (r.weight_sqnr_db, r.output_sqnr_db) if v is not None and math.isfinite(v)]
+    top, bottom = 1.15 * max(10.0, *measured, 0.0), min(0.0, *measured, 0.0)
+    figure = figures.Figure(figsize=(9, min(1.6 + 0.42 * len(layers), 300)), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for offset, name, label, colour in (
+        (-0.2, "weight_sqnr_db", "weight", "#4878a8"),
+        (0.2, "output_sqnr_db", "output", "#e1812c"),
+    ):
+        for y, row in enumerate(layers):
+            value = getattr(row, name)
+            known = value is not None and not math.isnan(value)
+            width = (top if value > 0 else bottom) if known and math.isinf(value) else value if known else 0.0
+            hatch = "///" if known and math.isinf(value) else ""
+            axes.barh(
+                y + offset, width, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label if y == 0 else None
+            )
+            text = " not measured" if value is None else f" {value:.1f}" if not hatch else f" {value}"
+            axes.text(
+                max(width, 0.0), y + offset, text, va="center", fontsize=8, color="#b00020" if not known else "black"
+            )
+    axes.set_yticks(range(len(layers)), [f"{r.fqn}  {r.format}" for r in layers], fontsize=8)
+    axes.set_ylim(len(layers) - 0.5, -0.5)
+    axes.set_xlim(bottom, top * 1.08)
+    axes.set_xlabel("SQNR in dB, higher is better; hatched to the edge: inf, bit-equal")
+    axes.set_title("Weight and output SQNR by layer")
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(path)
+
+
+def _need(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"this needs {package}: pip install 'aoquant[{extra}]'") from error
