@@ -26,7 +26,7 @@ from aoquant import QATConfig, quantize_
 from aoquant.integrations.finetune import LOSSES, finetune
 from aoquant.integrations.hf import load_pretrained, save_pretrained
 from aoquant.integrations.lm_eval import Perplexity, evaluate
-from aoquant.integrations.text import assets, load_documents, token_blocks
+from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.recipes import get_recipe
 from aoquant.report import Report, report, verify
 from aoquant.report.measure import stored_bytes
@@ -69,6 +69,11 @@ class Options:
         get_recipe(self.recipe)
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"dtype must be bfloat16, float16 or float32, got {self.dtype!r}")
+        if self.steps < 1 or self.batch_size < 1 or self.block < 2:
+            raise ValueError(
+                f"steps, batch_size and block must be positive, got {self.steps}, {self.batch_size}, {self.block}"
+            )
+        find_pages(self.wikitext, None)
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):

@@ -23,10 +23,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aoquant.progress import track
 from aoquant.report import render
 from aoquant.report.compare import compare, pairs_of
 from aoquant.report.measure import stored_bytes, undisturbed, weight_of
-from aoquant.progress import track
 from aoquant.report.rows import Row, row_of
 
 MODEL_OUTPUT = "(model output)"

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.linear import QATLinear
+from aoquant.ops import Request
+from aoquant.ops.router import route
 from aoquant.report.measure import (
     decibels,
     energies,
@@ -31,8 +33,6 @@ from aoquant.report.measure import (
     sqnr,
     weight_of,
 )
-from aoquant.ops import Request
-from aoquant.ops.router import route
 
 
 @dataclass

@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from aoquant.report.compare import Pair, why
 from aoquant.formats import Format
 from aoquant.linear import QATLinear
+from aoquant.report.compare import Pair, why
 from aoquant.report.measure import (
     is_packed,
     planned_bytes,
