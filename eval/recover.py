@@ -43,7 +43,7 @@ class Config:
     steps: int = 300
     batch_size: int = 32
     block: int = 512
-    learning_rates: tuple[float, ...] = (2e-4,)
+    learning_rates: tuple[float, ...] = (3e-4,)
     limit: int | None = None
     dtype: str = "bfloat16"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"

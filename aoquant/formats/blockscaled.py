@@ -81,7 +81,7 @@ class MX(Format):
         return 1.0 / e8m0_values(byte).clamp(min=2.0**-126)
 
     def _values(self, e: Encoded) -> Tensor:
-        return from_e2m1(layout.unpack(e.codes, 4, e.k)) if self.element == "e2m1" else e.codes.float()
+        return _e2m1_values(e) if self.element == "e2m1" else e.codes.float()
 
     def _scale(self, e: Encoded) -> Tensor:
         assert e.scale is not None
@@ -156,4 +156,9 @@ class NVFP4(Format):
         return divide(absmax(x_RK.reshape(1, -1)).float(), 2688.0).clamp(min=PTS_FLOOR).unsqueeze(-1)
 
     def _times(self, e: Encoded, scale: Tensor) -> Tensor:
-        return (self._blocks(from_e2m1(layout.unpack(e.codes, 4, e.k))) * scale.unsqueeze(-1)).flatten(1)
+        return (self._blocks(_e2m1_values(e)) * scale.unsqueeze(-1)).flatten(1)
+
+
+def _e2m1_values(e: Encoded) -> Tensor:
+    """(R, K) float32 values of packed e2m1 codes."""
+    return layout.lookup(e.codes, from_e2m1(torch.arange(16, dtype=torch.uint8, device=e.codes.device)), e.k)

@@ -18,10 +18,15 @@ ELEMENTS = {"e2m1": (2, E2M1_MAX, 1), "e4m3": (8, 448.0, 3), "e5m2": (15, 57344.
 
 def to_e2m1(x: Tensor) -> Tensor:
     """float32 -> uint8 codes 0..15, half to even, saturating. NaN has no code; the block's scale carries it."""
-    v = x.abs().clamp(max=E2M1_MAX)
-    index = torch.where(v < 2, (v * 2).round(), torch.where(v < 4, v.round() + 2, (v * 0.5).round() + 4))
+    v = x.abs()
+    # one comparison a code: a tie goes to the even index, so every other boundary belongs to the code above it
+    index = (v > 0.25).view(torch.uint8) + (v >= 0.75).view(torch.uint8) + (v > 1.25).view(torch.uint8)
+    index += (v >= 1.75).view(torch.uint8)
+    index += (v > 2.5).view(torch.uint8)
+    index += (v >= 3.5).view(torch.uint8)
+    index += (v > 5).view(torch.uint8)
     sign = torch.signbit(x) & ~x.isnan()  # a NaN made by arithmetic is negative on x86, positive on CUDA
-    return index.nan_to_num(0.0).to(torch.uint8) | (sign.to(torch.uint8) << 3)
+    return index | (sign.view(torch.uint8) << 3)
 
 
 def from_e2m1(codes: Tensor) -> Tensor:

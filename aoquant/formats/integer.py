@@ -57,7 +57,8 @@ class Int4(Format):
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         assert e.scale is not None and e.zero is not None
-        q_RGB = self._blocks((layout.unpack(e.codes, 4, e.k) ^ 8).float() - 8)
+        two_complement = torch.arange(16, device=e.codes.device) ^ 8
+        q_RGB = self._blocks(layout.lookup(e.codes, two_complement.float() - 8, e.k))
         return fma_round(q_RGB, e.scale.unsqueeze(-1), e.zero.unsqueeze(-1), dtype).flatten(1)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:

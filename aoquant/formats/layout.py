@@ -38,6 +38,13 @@ def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
     return codes.flatten(1)[:, :k]
 
 
+def lookup(packed: Tensor, table: Tensor, k: int) -> Tensor:
+    """table[unpack(packed, 4, k)]: uint8 (R, bytes) and 16 float32 values -> float32 (R, k), a byte at a time."""
+    pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), -1)  # (256, 2): what low and high nibble mean
+    values = pairs.view(torch.int64).flatten().index_select(0, packed.flatten().int()).view(torch.float32)
+    return values.view(packed.shape[0], 2 * packed.shape[1])[:, :k]
+
+
 def swizzle_128x4(scales: Tensor) -> Tensor:
     """(R, G) 1-byte scales -> flat, tiles of 128 x 4 row-block major, zero padded: byte (r, c) -> (r%32)*16 + (r//32)*4 + c."""
     rows, cols = scales.shape

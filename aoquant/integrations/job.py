@@ -53,7 +53,7 @@ class Options:
     steps: int = 40
     batch_size: int = 8
     block: int = 256
-    learning_rate: float = 2e-4
+    learning_rate: float = 3e-4
     loss: str = "kl"
     seed: int = 0
     train_text: list[Path] = field(default_factory=list)
