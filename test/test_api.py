@@ -366,7 +366,7 @@ def test_convert_with_another_config() -> None:
 
 
 def test_nothing_to_quantise() -> None:
-    with pytest.raises(ValueError, match="Sequential has no nn.Linear"):
+    with pytest.raises(ValueError, match=r"Sequential has no nn\.Linear"):
         quantize_(nn.Sequential(nn.ReLU()), NVFP4WeightConfig())
     with pytest.raises(ValueError, match="none was chosen"):
         quantize_(Block(), NVFP4WeightConfig(), filter_fn=lambda module, fqn: False)

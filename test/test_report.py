@@ -21,11 +21,10 @@ from aoquant import (
     MXFP8WeightConfig,
     NVFP4WeightConfig,
     QATConfig,
-    measure,
     quantize_,
 )
 from aoquant import set_fake_quant as switch
-from aoquant.report import Report, report, verify
+from aoquant.report import Report, measure, report, verify
 
 
 class Net(nn.Module):

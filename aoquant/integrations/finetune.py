@@ -9,6 +9,7 @@ dtype that is deployed, while AdamW steps float32 copies and writes them back ro
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def finetune(
             f"fine-tuning needs at least one step and one block of text, got {steps} steps, {blocks_BT.shape[0]} blocks"
         )
     arguments = TrainingArguments(
-        output_dir="unused",
+        output_dir=tempfile.gettempdir(),  # required, and made if missing; nothing is written (save_strategy)
         max_steps=steps,
         per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,

@@ -14,6 +14,7 @@ import copy
 import hashlib
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Options:
 
     model: str | None = None
     recipe: str = "nvfp4"
-    steps: int = 40
+    steps: int = 120
     batch_size: int = 8
     block: int = 256
     learning_rate: float = 3e-4
@@ -144,7 +145,9 @@ def run(o: Options) -> Result:
     tuning: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
 
     def score(model: PreTrainedModel) -> Perplexity:
-        return evaluate(model, tokenizer, wikitext=o.wikitext, window=o.window, limit=o.limit)
+        return evaluate(
+            model, tokenizer, wikitext=o.wikitext, window=o.window, limit=o.limit, progress=sys.stderr.isatty()
+        )
 
     stages = [Stage("float", score(float_model), model_bytes(float_model))]
 

@@ -104,9 +104,7 @@ def evaluate(
             stack.enter_context(mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True))
         # One folder of tasks: reading all of lm-eval's takes 12 s.
         tasks = TaskManager(include_path=include, include_defaults=False).load([task])
-        bar = stack.enter_context(
-            tqdm(total=0, desc=f"{task}, window {window}", unit="window", disable=None if progress else True)
-        )
+        bar = stack.enter_context(tqdm(total=0, desc=f"{task}, window {window}", unit="window", disable=not progress))
         tokenizer = copy.deepcopy(tokenizer)  # HFLM gives it a pad token
         tokenizer.model_max_length = 10**30  # no warning: a page is encoded whole, then cut into windows
         options = {"max_length": window, "batch_size": batch_size, "softmax_dtype": torch.float32}

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from aoquant import NVFP4WeightConfig, QATConfig, quantize_
 from aoquant.integrations.trainer import MEAN, MIN, OUTPUT, QATCallback
 from aoquant.linear import QATLinear
-from aoquant.report.measure import sqnr
 from aoquant.report import verify
+from aoquant.report.measure import sqnr
 
 IDS = torch.arange(12 * 8).reshape(12, 8) % 31
 LAYERS = 7  # of one Llama block
