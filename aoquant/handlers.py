@@ -46,6 +46,12 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
         )
         return module
     step = plan_layer(module, config)
+    if step is not None and step.kind == "prepare" and not module.weight.requires_grad:
+        warnings.warn(
+            "a layer with a frozen weight was prepared and will not train: right for adapters; HF's TorchAoConfig(QATConfig) "
+            "freezes every weight, so load the model first and call aoquant.quantize_(model, QATConfig(...)) on it",
+            stacklevel=2,
+        )
     return module if step is None else apply(step)
 
 
