@@ -16,11 +16,12 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[all,dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --config-settings editable_mode=compat -e '.[all,dev]'
 	touch $@
 
 demo: setup
-	$(BIN)/aoquant run
+	rm -rf aoquant-run
+	$(BIN)/aoquant run --out aoquant-run
 
 test: setup
 	$(PYTEST) -n $(WORKERS) -m "not gpu and not slow and not nightly"

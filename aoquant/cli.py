@@ -56,7 +56,9 @@ def evaluate() -> Callable[..., None]:
         """
         from aoquant.integrations import job, lm_eval
 
+        job.check_device(device)
         tokenizer, model = job.load_checkpoint(checkpoint, device)
+        job.probe(model)
         print(job.check_fingerprint(model, checkpoint))
         print(lm_eval.evaluate(model, tokenizer, wikitext=wikitext, documents=documents, window=window, limit=limit))
 

@@ -58,7 +58,7 @@ class Int4WeightConfig(WeightConfig):
     activation: str | None = None
 
     def weight_format(self) -> Format:
-        return get_format(f"int4-g{self.group_size}")
+        return get_format(f"int4-g{_group('Int4WeightConfig', self.group_size)}")
 
 
 @dataclass
@@ -72,7 +72,9 @@ class IntxWeightConfig(WeightConfig):
     def weight_format(self) -> Format:
         if not 2 <= self.bits <= 8:
             raise ValueError(f"IntxWeightConfig: bits must be 2 to 8, got {self.bits}")
-        return get_format(f"intx{self.bits}-{f'g{self.group_size}' if self.group_size else 'row'}")
+        if self.group_size is None:
+            return get_format(f"intx{self.bits}-row")
+        return get_format(f"intx{self.bits}-g{_group('IntxWeightConfig', self.group_size)}")
 
 
 @dataclass
@@ -153,6 +155,12 @@ class PackedWeightConfig(WeightConfig):
 @dataclass
 class Packed4WeightConfig(PackedWeightConfig):
     """`PackedWeightConfig` for codes of at most 4 bits: HF reads a weight's size from the class name, 4 as half a byte."""
+
+
+def _group(config: str, got: int) -> int:
+    if isinstance(got, bool) or not isinstance(got, int) or got < 1:
+        raise ValueError(f"{config}: group_size must be an integer of at least 1, got {got!r}")
+    return got
 
 
 def _choice(argument: str, got: str, *allowed: str) -> str:

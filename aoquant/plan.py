@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchao.core.config import AOBaseConfig
 from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
@@ -45,6 +46,9 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
     Raises:
         ValueError: naming each layer that cannot take its config, or saying that there is nothing to do.
     """
+    if not isinstance(config, AOBaseConfig):
+        got = f"the class {config.__name__}: call it" if isinstance(config, type) else repr(config)
+        raise ValueError(f"config must be a QATConfig, a PTQ config or an FqnToConfig, got {got}")
     steps, problems = [], []
     for fqn, module, layer_config in _assign(model, config, filter_fn):
         try:
@@ -73,6 +77,10 @@ def plan_layer(module: nn.Module, config: Any, fqn: str = "") -> Step | None:
     assert isinstance(module, nn.Linear)
     config = ours(config)
     label = f"{fqn or 'nn.Linear'} {tuple(module.weight.shape)}"
+    if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
+        raise ValueError(
+            f"{label}: QATConfig(FqnToConfig(...)) needs layer names: use aoquant.quantize_, or put a QATConfig into each value"
+        )
     kind = config.step if isinstance(config, QATConfig) else "quantize"
     if kind == "convert":
         if not isinstance(module, QATLinear):
@@ -144,6 +152,12 @@ def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator
         }
         config = FqnToConfig(wrapped)
     by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else None
+    for key in by_name or ():
+        if key.startswith("re:"):
+            try:
+                re.compile(key[3:])
+            except re.error as error:
+                raise ValueError(f"FqnToConfig pattern {key!r} is no regular expression: {error}") from None
     if by_name is not None and filter_fn is not None:
         raise ValueError("FqnToConfig chooses the layers itself: give filter_fn or FqnToConfig, not both")
     used: set[str] = set()
@@ -236,6 +250,11 @@ def _tied(model: nn.Module, steps: list[Step]) -> list[str]:
 
 def _nothing(model: nn.Module, config: Any) -> str:
     linears = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear)]
+    plain = [fqn for fqn, m in model.named_modules() if type(m) in (nn.Linear, QATLinear)]
+    if linears and not plain:
+        return (
+            f"nothing to quantise: all {len(linears)} linear layer(s) are subclasses of nn.Linear, which are left alone"
+        )
     if isinstance(ours(config), QATConfig) and ours(config).step == "convert":
         return "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
     if not linears:

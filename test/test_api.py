@@ -382,6 +382,17 @@ def test_nothing_to_quantise() -> None:
         quantize_(Block(), FqnToConfig({"re:nothing": NVFP4WeightConfig()}))
 
 
+def test_configs_that_are_none() -> None:
+    with pytest.raises(ValueError, match="got None"):
+        quantize_(Block(), None)
+    with pytest.raises(ValueError, match="got the class NVFP4WeightConfig: call it"):
+        quantize_(Block(), NVFP4WeightConfig)
+    with pytest.raises(ValueError, match=r"'re:up\(' is no regular expression"):
+        quantize_(Block(), FqnToConfig({"re:up(": NVFP4WeightConfig()}))
+    with pytest.raises(ValueError, match=r"needs layer names: use aoquant\.quantize_"):
+        torchao.quantization.quantize_(Block(), QATConfig(FqnToConfig({"up": NVFP4WeightConfig()}), step="prepare"))
+
+
 def test_embeddings_and_conflicting_arguments() -> None:
     model = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64))
     with pytest.raises(ValueError, match="0: embeddings are not supported yet"):
@@ -414,9 +425,11 @@ def test_bad_qat_configs(arguments: dict[str, Any], message: str) -> None:
         (lambda: NVFP4WeightConfig(outer="static"), "needs a finite pts"),
         (lambda: MXFP4WeightConfig(rule="up"), "rule must be one of"),
         (lambda: aoquant.IntxWeightConfig(9), "bits must be 2 to 8"),
+        (lambda: aoquant.IntxWeightConfig(4, 0), "group_size must be an integer of at least 1, got 0"),
+        (lambda: Int4WeightConfig("32"), "group_size must be an integer of at least 1, got '32'"),
         (lambda: aoquant.FP8WeightConfig(granularity="column"), "granularity must be one of"),
     ],
-    ids=["format", "static", "rule", "bits", "granularity"],
+    ids=["format", "static", "rule", "bits", "group", "group type", "granularity"],
 )
 def test_bad_ptq_configs(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -58,6 +58,8 @@ def get_format(name: str) -> Format:
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"a format is named by a string, such as 'nvfp4', got {name!r}")
     table = {f.name: f for f in _STANDARD}
     if name in table:
         return table[name]

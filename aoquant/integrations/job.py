@@ -33,6 +33,19 @@ from aoquant.report import Report, report, verify
 from aoquant.report.measure import stored_bytes
 
 RESULTS = "aoquant_run.json"
+# what torchao raises when the package or the device of a kernel is not there
+MISSING_KERNEL = (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError)
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError unless torch can use `device` here."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device must be one that torch finds here (`aoquant doctor`), got {device!r}: {reason}"
+        ) from None
 
 
 @dataclass
@@ -51,7 +64,7 @@ class Options:
 
     model: str | None = None
     recipe: str = "nvfp4"
-    steps: int = 120
+    steps: int = 80
     batch_size: int = 8
     block: int = 256
     learning_rate: float = 3e-4
@@ -77,8 +90,19 @@ class Options:
         find_pages(self.wikitext, None)
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.model is not None and self.model.startswith((".", "/", "~")) and not Path(self.model).is_dir():
+            raise ValueError(f"model must be a folder that exists, or a hub id, got {self.model!r}")
+        check_device(self.device)
+        if (self.limit is not None and self.limit < 1) or (self.window is not None and self.window < 1):
+            raise ValueError(f"limit and window must be at least 1, got {self.limit} and {self.window}")
+        if missing := [str(p) for p in self.train_text if not p.is_file()]:
+            raise ValueError(f"train_text must be existing files, missing: {', '.join(missing)}")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise ValueError(f"{self.out} exists and is not an empty folder: remove it or choose another --out")
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out {self.out} cannot be made: {error}") from None
 
 
 @dataclass
@@ -101,6 +125,12 @@ class Result:
     min_sqnr_db: float
     reload: str
     layers: Report
+
+    def sqnr(self) -> str:
+        """The verdict over all rows, for people."""
+        if math.isnan(self.min_sqnr_db):
+            return "not run here, the kernel is missing"
+        return f"minimum SQNR {self.min_sqnr_db} dB over {len(self.layers.rows)} rows"
 
     def table(self) -> str:
         """The stages as a markdown table, then the verdicts."""
@@ -125,7 +155,7 @@ class Result:
                 "",
                 f"recipe {self.options.recipe}; window {first.window} tokens; {first.documents} documents of {first.source}",
                 f"recovered by QAT: {self.recovered}",
-                f"prepared against converted: minimum SQNR {self.min_sqnr_db} dB over {len(self.layers.rows)} rows",
+                f"prepared against converted: {self.sqnr()}",
                 f"checkpoint reloaded: {self.reload}",
             )
         )
@@ -198,6 +228,14 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
     return tokenizer, loaded.to(device).eval()
 
 
+def probe(model: PreTrainedModel) -> None:
+    """Run eight tokens; raises ValueError when a deployed layer's kernel is missing on this machine."""
+    try:
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=model.device))
+    except MISSING_KERNEL as error:
+        raise ValueError(f"a layer's kernel does not run on this machine (see `aoquant doctor`): {error}") from None
+
+
 def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """Tokenizer and model of a folder, quantised (then checked) or float (as it is stored), on `device`, in eval mode."""
     config = checkpoint / "config.json"
@@ -212,7 +250,7 @@ def _score_deployed(name: str, deployed: PreTrainedModel, source: PreTrainedMode
     size = model_bytes(deployed)
     try:
         deployed(input_ids=torch.zeros(1, 8, dtype=torch.long, device=source.device))
-    except (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError) as error:
+    except MISSING_KERNEL as error:
         simulated = copy.deepcopy(source)
         quantize_(simulated, QATConfig(config, step="prepare"))
         reason = str(error).splitlines()[0]
@@ -227,6 +265,8 @@ def model_bytes(model: torch.nn.Module) -> int:
 
 def recovered(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> str:
     """The share of PTQ's loss that QAT recovered, as text; n/a when that loss is within noise."""
+    if len(base.words) < 2:
+        return "n/a (one document shows no noise to compare with)"
     words = sum(base.words)
     loss = (sum(base.loglikelihoods) - sum(ptq.loglikelihoods)) / words
     pairs = [a - b for a, b in zip(base.loglikelihoods, ptq.loglikelihoods, strict=True)]

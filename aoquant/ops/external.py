@@ -2,9 +2,12 @@
 
 Here: PyTorch's own. `torch._scaled_mm` is the fp8 GEMM that torchao's Float8Tensor calls; `torch._int_mm` the int8 one.
 Both take the codes that our formats made, so a prepared linear and a converted torchao tensor call one kernel with equal inputs.
+`torch.mm` on CUDA multiplies MSLK's int4 operand tile by cuBLAS, which equals MSLK's own kernel bit for bit unless it splits K.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,9 +26,22 @@ def _why_not_scaled_mm(r: Request) -> str | None:
         return "this torch has no torch._scaled_mm"
     if r.device.type == "cuda" and torch.cuda.get_device_capability(r.device) < (8, 9):
         return "torch._scaled_mm needs compute capability 8.9 (Ada, Hopper) or later"
+    if r.device.type == "cpu" and isinstance(r.w_format, Float8) and r.w_format.per == "row" and not _cpu_row_scales():
+        return f"torch._scaled_mm of torch {torch.__version__} takes per-tensor scales only on a CPU (2.13 takes rows)"
     if r.k % 16 or r.n % 16:
         return f"torch._scaled_mm needs K and N to be multiples of 16, got K = {r.k}, N = {r.n}"
     return None
+
+
+@cache
+def _cpu_row_scales() -> bool:
+    """Whether this torch's CPU kernel takes a scale per row: 2.11's does not, 2.13's does."""
+    codes, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _scaled_mm(c: Call) -> Tensor:
@@ -61,7 +77,22 @@ def _int_mm(c: Call) -> Tensor:
     return int8_epilogue(c, acc_MN[: x_MK.shape[0]])
 
 
+def _why_not_bf16_mm(r: Request) -> str | None:
+    if r.contract != "bias_after":
+        return f"computes bias_after, not {r.contract}"
+    if r.device.type != "cuda" or r.dtype != torch.bfloat16:
+        return "needs bfloat16 tensor cores: a CUDA device and bfloat16 activations"
+    return None
+
+
+def _bf16_mm(c: Call) -> Tensor:
+    # the operand tile is what MSLK's kernel builds; cuBLAS then adds in K's order wherever it does not split K
+    y_MN = c.x_hp.reshape(-1, c.k) @ c.w_format.operand(c.w, c.dtype).t()
+    return c.shaped(y_MN if c.bias is None else (y_MN + c.bias).to(c.dtype))
+
+
 TORCH = (
+    Backend("torch.mm", 10, _why_not_bf16_mm, _bf16_mm),
     Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm),
     Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm),
 )

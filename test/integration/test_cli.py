@@ -43,7 +43,7 @@ def test_run_writes_everything_and_verifies(out: Path) -> None:
     assert numbers["stages"][4]["bytes"] < 0.7 * numbers["stages"][0]["bytes"]
     text = (out / "report.md").read_text()
     assert "int4-g32" in text
-    assert "recovered by QAT" in text
+    assert "recovered by QAT: n/a" in text  # a single document
     assert "logits bit-equal" in text
     rows = list(csv.DictReader((out / "report.csv").open()))
     assert len(rows) == 4 * 7 + 1  # seven linears in each of four blocks, and the model's output
@@ -81,6 +81,10 @@ def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[
         (["run", "--steps", "0"], "steps"),
         (["run", "--out", "{full}"], "is not an empty folder"),
         (["run", "--wikitext", "{full}"], "test.jsonl"),
+        (["run", "--model", "/nowhere"], "model must be a folder that exists"),
+        (["run", "--device", "tpu"], "device must be one that torch finds"),
+        (["run", "--limit", "0"], "limit and window must be at least 1"),
+        (["run", "--train-text", "nowhere.txt"], "missing: nowhere.txt"),
         (["eval", "{full}"], "config.json"),
         (["formates"], "no command is called 'formates'"),
     ],
@@ -128,5 +132,6 @@ def test_recovered_share() -> None:
     base, ptq = perplexity(-40.0, -41.0, -42.0), perplexity(-44.0, -45.1, -46.0)
     half = perplexity(-42.0, -43.05, -44.0)
     assert job.recovered(base, ptq, half).startswith("50 % of PTQ's loss (0.4033 +-")
+    assert job.recovered(perplexity(-40.0), perplexity(-44.0), perplexity(-42.0)).startswith("n/a (one document")
     noise = perplexity(-40.5, -40.6, -42.4)
     assert job.recovered(base, noise, half).startswith("n/a (PTQ loses 0.0167")
