@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchao.core.config import ALLOWED_AO_MODULES, config_from_dict, config_to_dict
+from torchao.core.config import config_to_dict
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
 from torchao.prototype.mx_formats.inference_workflow import NVFP4WeightOnlyConfig
 from torchao.quantization import (
@@ -33,9 +31,7 @@ from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.utils import TorchAOBaseTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, TorchAoConfig
-from transformers.quantizers.quantizer_torchao import _fuzzy_match_size
 
-import aoquant
 from aoquant import (
     FP8WeightConfig,
     Int4WeightConfig,
@@ -52,7 +48,6 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant import config as configs
 from aoquant.integrations import checkpoint, hf
 
 IDS = torch.arange(24).view(2, 12)
@@ -440,75 +435,6 @@ def test_checkpoint_that_does_not_fit_the_model(copied: Path) -> None:
         load_pretrained(copied)
     with pytest.raises(ValueError, match="takes no quantization_config="):
         load_pretrained(copied, quantization_config=None)
-
-
-# ---- names and private symbols
-
-
-OWN = [c for c in vars(configs).values() if isinstance(c, type) and issubclass(c, configs.WeightConfig)]
-OWN.remove(configs.WeightConfig)
-
-
-def test_every_config_is_exported_and_shares_its_name_with_nothing_that_torchao_searches() -> None:
-    assert "aoquant" in ALLOWED_AO_MODULES
-    theirs = [importlib.import_module(name) for name in ALLOWED_AO_MODULES - {"aoquant"}]
-    for config in OWN:
-        assert getattr(aoquant, config.__name__) is config
-        assert config.__name__ in aoquant.__all__
-        assert not [m.__name__ for m in theirs if hasattr(m, config.__name__)]
-
-
-@pytest.mark.parametrize("config", [*OURS.values(), PackedWeightConfig("intx5-row", None, "dequantize")], ids=repr)
-def test_config_survives_torchaos_json(config: Any) -> None:
-    written = json.loads(json.dumps(config_to_dict(config)))
-    assert written["_version"] == configs.SCHEMA
-    assert config_from_dict(written) == config
-
-
-@pytest.mark.parametrize(
-    ("config", "size"),
-    [
-        (Int4WeightConfig, "4"),
-        (MXFP4WeightConfig, "4"),
-        (NVFP4WeightConfig, "4"),
-        (Packed4WeightConfig, "4"),
-        (Int8WeightConfig, "8"),
-        (FP8WeightConfig, "8"),
-        (MXFP8WeightConfig, "8"),
-        (IntxWeightConfig, None),
-        (PackedWeightConfig, None),
-    ],
-)
-def test_class_name_tells_hf_the_width(config: type, size: str | None) -> None:
-    assert _fuzzy_match_size(config.__name__) == size
-
-
-def test_packed_tensor_has_the_field_names_that_hf_reads(saved: Path) -> None:
-    parts = {f"_weight_{n}" for n in PackedTensor.tensor_data_names + PackedTensor.optional_tensor_data_names}
-    assert parts <= set(
-        hf.TorchAoHfQuantizer(TorchAoConfig(NVFP4WeightConfig())).get_weight_conversions()[0].source_patterns
-    )
-
-
-OLD_TORCHAO = r"builds on torchao >=0.17, and torchao [\d.]+\S* with torch"
-OLD_HF = r"need transformers >=5, torchao >=0.17 .*found transformers 5"
-
-
-@pytest.mark.parametrize(
-    ("removed", "imported", "message"),
-    [
-        ("torchao.core.config:ALLOWED_AO_MODULES", "aoquant", OLD_TORCHAO),
-        ("torchao.utils:TorchAOBaseTensor", "aoquant", OLD_TORCHAO),
-        ("transformers.quantizers.quantizer_torchao:TorchAoHfQuantizer", "aoquant.integrations.hf", OLD_HF),
-    ],
-    ids=["torchao-list", "torchao-class", "transformers"],
-)
-def test_missing_private_symbol_is_one_clear_message(removed: str, imported: str, message: str) -> None:
-    module, name = removed.split(":")
-    code = f"import {module} as m; del m.{name}; import {imported}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert re.search(rf"^ImportError: .*{message}", done.stderr.strip().splitlines()[-1])
 
 
 def test_model_class_of_choice(tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""Names and private symbols: what torchao and Hugging Face look up by name has to be there, unique and probed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from torchao.core.config import ALLOWED_AO_MODULES, config_from_dict, config_to_dict
+from transformers import TorchAoConfig
+from transformers.quantizers.quantizer_torchao import _fuzzy_match_size
+
+import aoquant
+from aoquant import (
+    FP8WeightConfig,
+    Int4WeightConfig,
+    Int8WeightConfig,
+    IntxWeightConfig,
+    MXFP4WeightConfig,
+    MXFP8WeightConfig,
+    NVFP4WeightConfig,
+    Packed4WeightConfig,
+    PackedTensor,
+    PackedWeightConfig,
+)
+from aoquant import config as configs
+from aoquant.integrations import hf
+
+SAMPLES = [
+    NVFP4WeightConfig(),
+    NVFP4WeightConfig("static", 0.001, activation=None),
+    MXFP4WeightConfig("floor"),
+    MXFP8WeightConfig("e5m2"),
+    FP8WeightConfig(granularity="tensor"),
+    Int4WeightConfig(32),
+    Int8WeightConfig(activation="int8-row"),
+    IntxWeightConfig(3, None),
+    PackedWeightConfig("intx5-row", None, "dequantize"),
+    Packed4WeightConfig("nvfp4", "nvfp4", "aoquant"),
+]
+
+
+OWN = [c for c in vars(configs).values() if isinstance(c, type) and issubclass(c, configs.WeightConfig)]
+OWN.remove(configs.WeightConfig)
+
+
+def test_every_config_is_exported_and_shares_its_name_with_nothing_that_torchao_searches() -> None:
+    assert "aoquant" in ALLOWED_AO_MODULES
+    theirs = [importlib.import_module(name) for name in ALLOWED_AO_MODULES - {"aoquant"}]
+    for config in OWN:
+        assert getattr(aoquant, config.__name__) is config
+        assert config.__name__ in aoquant.__all__
+        assert not [m.__name__ for m in theirs if hasattr(m, config.__name__)]
+
+
+@pytest.mark.parametrize("config", SAMPLES, ids=repr)
+def test_config_survives_torchaos_json(config: Any) -> None:
+    written = json.loads(json.dumps(config_to_dict(config)))
+    assert written["_version"] == configs.SCHEMA
+    assert config_from_dict(written) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (Int4WeightConfig, "4"),
+        (MXFP4WeightConfig, "4"),
+        (NVFP4WeightConfig, "4"),
+        (Packed4WeightConfig, "4"),
+        (Int8WeightConfig, "8"),
+        (FP8WeightConfig, "8"),
+        (MXFP8WeightConfig, "8"),
+        (IntxWeightConfig, None),
+        (PackedWeightConfig, None),
+    ],
+)
+def test_class_name_tells_hf_the_width(config: type, size: str | None) -> None:
+    assert _fuzzy_match_size(config.__name__) == size
+
+
+def test_packed_tensor_has_the_field_names_that_hf_reads() -> None:
+    parts = {f"_weight_{n}" for n in PackedTensor.tensor_data_names + PackedTensor.optional_tensor_data_names}
+    assert parts <= set(
+        hf.TorchAoHfQuantizer(TorchAoConfig(NVFP4WeightConfig())).get_weight_conversions()[0].source_patterns
+    )
+
+
+OLD_TORCHAO = r"builds on torchao >=0.17, and torchao [\d.]+\S* with torch"
+OLD_HF = r"need transformers >=5, torchao >=0.17 .*found transformers 5"
+
+
+@pytest.mark.parametrize(
+    ("removed", "imported", "message"),
+    [
+        ("torchao.core.config:ALLOWED_AO_MODULES", "aoquant", OLD_TORCHAO),
+        ("torchao.utils:TorchAOBaseTensor", "aoquant", OLD_TORCHAO),
+        ("transformers.quantizers.quantizer_torchao:TorchAoHfQuantizer", "aoquant.integrations.hf", OLD_HF),
+    ],
+    ids=["torchao-list", "torchao-class", "transformers"],
+)
+def test_missing_private_symbol_is_one_clear_message(removed: str, imported: str, message: str) -> None:
+    module, name = removed.split(":")
+    code = f"import {module} as m; del m.{name}; import {imported}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.search(rf"^ImportError: .*{message}", done.stderr.strip().splitlines()[-1])
