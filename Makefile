@@ -34,7 +34,7 @@ nightly: setup
 	$(PYTEST) -n $(WORKERS) -m "not gpu" --timeout 3600 --hypothesis-profile nightly
 
 bench: setup
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python benchmarks/parity.py
 
 lint: setup
 	$(BIN)/ruff check .
