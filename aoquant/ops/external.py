@@ -81,7 +81,7 @@ def _why_not_bf16_mm(r: Request) -> str | None:
     if r.contract != "bias_after":
         return f"computes bias_after, not {r.contract}"
     if r.device.type != "cuda" or r.dtype != torch.bfloat16:
-        return "needs bfloat16 tensor cores: a CUDA device and bfloat16 activations"
+        return "computes bias_after on bfloat16 tensor cores alone: needs a CUDA device and bfloat16 activations"
     return None
 
 
