@@ -100,11 +100,6 @@ class PackedTensor(TorchAOBaseTensor):
         """(N, K) values in `dtype`, by default the weight's own."""
         return self.weight_format.decode(self.encoded, dtype or self.dtype)
 
-    @property
-    def nbytes_packed(self) -> int:
-        """Bytes that are stored."""
-        return sum(t.numel() * t.element_size() for t in self.encoded[:4] if t is not None)
-
     def __repr__(self) -> str:
         return f"PackedTensor({self._quantization_type()}, device={self.device})"
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant import QATConfig, explain, quantize_
+from aoquant.checks import MISSING_KERNEL
 from aoquant.ops import Request
 from aoquant.recipes import list_recipes
 from aoquant.report.measure import sqnr
@@ -91,7 +92,7 @@ def measure(name: str, config: Any, device: torch.device, ms: tuple[int, ...]) -
             dbs = [sqnr(y, deployed(x)) for y, x in zip(ys, xs.values(), strict=True)]
             cells = ["equal" if db == float("inf") else f"{db:.1f} dB" for db in dbs]
             bad |= set() if min(dbs) >= BOUND else {"SQNR"}
-        except (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError) as error:
+        except MISSING_KERNEL as error:
             verdict = f"not run: {str(error).splitlines()[0]}"
     verdict = f"FAIL: {', '.join(sorted(bad))}" if bad else verdict
     return name, type(deployed[0].weight.data).__name__, gemm, *cells, *(f"{c:.4f}" for c in cosines), compiled, verdict

@@ -1,6 +1,6 @@
 """Let the float model write its own training text: the data of data-free QAT (LLM-QAT, arXiv:2305.17888).
 
-    python eval/generate.py --model /tmp/demo/model --out /tmp/text
+    python eval/generate.py --model demo/model --out text
 
 Every document starts from a fresh `<|endoftext|>` and is sampled until the next `<|endoftext|>` or the end of the
 model's window, so no document needs a longer past than the model has. The default is plain sampling: temperature 1,

@@ -1,6 +1,6 @@
 """Pretrain a small Llama from text files: the float model that the demos and evaluations quantise.
 
-    python eval/pretrain.py --text mix.txt.xz --anneal wikitext2_train.txt.xz --out /tmp/demo --steps 10000
+    python eval/pretrain.py --text mix.txt.xz --anneal wikitext2_train.txt.xz --out demo --steps 10000
 
 `corpus.prepare` trains the tokenizer and encodes the text. `build_model` makes the LlamaForCausalLM, embeddings tied;
 every linear contracts over `hidden` or `intermediate`, both multiples of 128, so that the groups of every block
