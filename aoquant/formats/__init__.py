@@ -12,7 +12,7 @@ import re
 from functools import cache
 
 from . import layout
-from .base import FLOAT_DTYPES, Encoded, Format
+from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .float8 import Float8
 from .integer import Affine, Int4
@@ -26,6 +26,7 @@ __all__ = [
     "Float8",
     "Format",
     "Int4",
+    "Scales",
     "get_format",
     "layout",
     "list_formats",
@@ -52,8 +53,9 @@ _STANDARD: tuple[Format, ...] = (
 def get_format(name: str) -> Format:
     """The format called `name`.
 
-    Group sizes and a static outer scale are part of the name: "int4-g64", "intx3-g128", "nvfp4-static:0.001"; "-native" makes an
-    integer or float8 activation format divide as its device does.
+    Group sizes and static scales are part of the name: "int4-g64", "intx3-g128", "int8-tensor-static:0.02", with a zero point
+    "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001"; "-native" makes an integer or float8 activation format divide as its
+    device does.
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -63,6 +65,12 @@ def get_format(name: str) -> Format:
     table = {f.name: f for f in _STANDARD}
     if name in table:
         return table[name]
+    dynamic, static, numbers = name.partition("-static:")
+    if static:
+        fixed = get_format(dynamic).fix(*_numbers(name, numbers))
+        if fixed.name != name:
+            raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
+        return fixed
     base, native = name.removesuffix("-native"), name.endswith("-native")
     found = table.get(base)
     if found is None and (match := re.fullmatch(r"(.+-g)([1-9]\d*)(-asym)?", base)):
@@ -71,8 +79,6 @@ def get_format(name: str) -> Format:
             found = dataclasses.replace(stem, group=int(match[2]))
         if match[3] and isinstance(found, Affine):
             found = dataclasses.replace(found, mapping="asymmetric")
-    if found is None and (match := re.fullmatch(r"nvfp4-static:(.+)", base)):
-        found = NVFP4("static", float(match[1]))
     if found is None and isinstance(row := table.get(base.removesuffix("-asym")), Affine):
         found = dataclasses.replace(row, mapping="asymmetric")
     if native and isinstance(found, Affine | Float8):
@@ -83,6 +89,17 @@ def get_format(name: str) -> Format:
             f"no format is called {name!r}; near it: {', '.join(near)}. aoquant.list_formats() names them all"
         )
     return found
+
+
+def _numbers(name: str, numbers: str) -> list[float]:
+    """The constants at the end of a static format's name: a scale, and perhaps a zero point."""
+    try:
+        scale, *zero = numbers.split(":")
+        return [float(scale), *map(int, zero)]
+    except ValueError:
+        raise ValueError(
+            f"{name!r}: after '-static:' stand a scale and perhaps ':' and an integer zero point"
+        ) from None
 
 
 def list_formats() -> list[str]:

@@ -4,6 +4,9 @@ A format turns a high-precision matrix into codes and scales (`encode`) and back
 methods of the same frozen instance, and that is the whole of contract C1: the codes that the prepared forward multiplies are
 the codes that convert stores, because nobody else knows how to make them.
 
+Encoding has two steps: `measure` finds the scales of x, `quantize` rounds x to codes under given scales. Dynamic quantisation does both each
+time. Static and learned scales are scales that somebody holds on to: `hold` rounds under them, with the same second step.
+
 A GEMM does not multiply decoded values, it multiplies operands and scales the accumulator. So decoding comes in two parts:
 `operand` is what the matrix unit sees, exact in bf16 wherever the format allows it, and `alpha` is the outer scale that
 multiplies the float32 accumulator. `decode` is their product, for gradients, for reports and for kernels that dequantise.
@@ -39,6 +42,19 @@ class Encoded(NamedTuple):
     k: int
 
 
+class Scales(NamedTuple):
+    """What `Format.measure` found, and all that `Format.quantize` needs to know of the tensor as a whole.
+
+    scale: (R, G), (R, 1) or (1, 1), before it is rounded to what is stored; or None.
+    zero:  like scale: the integer zero point (int8), or the smallest value (int4, float32); or None.
+    outer: (1, 1) or (R, 1) float32; the scales of the blocks below it are made by `quantize`; or None.
+    """
+
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    outer: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Format:
     """Base of all formats: a frozen, hashable value. Equal names mean equal numerics."""
@@ -58,9 +74,36 @@ class Format:
         """Values along K that share a scale; None when a whole row or more does."""
         return None
 
+    @property
+    def per_tensor(self) -> bool:
+        """Whether `measure` gives (1, 1) whatever x's shape: what an activation's scales must be to be calibrated."""
+        return False
+
     def encode(self, x_RK: Tensor) -> Encoded:
         """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after decode."""
+        return self.quantize(x_RK, self.measure(x_RK))
+
+    def measure(self, x_RK: Tensor) -> Scales:
+        """The scales that x_RK asks for; NaN and Inf in x_RK make their scale NaN or Inf."""
         raise NotImplementedError
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        """Codes of x_RK under scales that were measured on x_RK."""
+        raise NotImplementedError
+
+    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
+        """Codes of x_RK under scales from elsewhere. What lies beyond their range saturates, Inf too; NaN stays visible."""
+        return self.quantize(x_RK, s)
+
+    def fix(self, *numbers: float) -> Format:
+        """This format with constant scales, which become part of its name: the numbers of `Scales`, in order.
+
+        Raises:
+            ValueError: the format makes a scale for every row or block of its input, or the numbers are no scales.
+        """
+        raise ValueError(
+            f"{self.name} makes its scales for each row or block of the input, so they cannot be constants"
+        )
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         """(R, K) in `dtype`: the matrix that the tensor core multiplies, without `alpha`."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Format
+from .base import Encoded, Format, Scales
 from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, to_e2m1, to_float8
-from .scales import absmax, divide, e8m0_bytes, e8m0_values
+from .scales import absmax, check_fixed, divide, e8m0_bytes, e8m0_values
 
 E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
 PTS_FLOOR = 2.0**-121
@@ -50,16 +50,26 @@ class MX(Format):
     def block(self) -> int:
         return 32
 
-    def encode(self, x_RK: Tensor) -> Encoded:
-        x_RGB = self._blocks(x_RK).float()
+    def measure(self, x_RK: Tensor) -> Scales:
+        amax = absmax(self._blocks(x_RK)).float()
         max_pow2, max_value, mantissa_bits = ELEMENTS[self.element]
-        byte = e8m0_bytes(absmax(x_RGB), self.rule, max_pow2=max_pow2, max_value=max_value, mantissa_bits=mantissa_bits)
+        byte = e8m0_bytes(amax, self.rule, max_pow2=max_pow2, max_value=max_value, mantissa_bits=mantissa_bits)
+        return Scales(byte.view(torch.float8_e8m0fnu))
+
+    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None
+        byte = torch.where(self._blocks(x_RK).isnan().any(-1), 255, s.scale.view(torch.uint8))
+        return self.quantize(x_RK, Scales(byte.view(torch.float8_e8m0fnu)))
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None
+        x_RGB, byte = self._blocks(x_RK).float(), s.scale.view(torch.uint8)
         y = (x_RGB * self._inverse(byte).unsqueeze(-1)).flatten(1)
         if self.element == "e2m1":
             codes = layout.pack(to_e2m1(y), 4)
         else:
             codes = to_float8(y, self.element)
-        return Encoded(codes, byte.view(torch.float8_e8m0fnu), None, None, x_RK.shape[1])
+        return Encoded(codes, s.scale, None, None, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         return (self._blocks(self._values(e)) * self._scale(e).unsqueeze(-1)).flatten(1).to(dtype)
@@ -116,11 +126,27 @@ class NVFP4(Format):
     def block(self) -> int:
         return 16
 
-    def encode(self, x_RK: Tensor) -> Encoded:
+    @property
+    def per_tensor(self) -> bool:
+        return self.outer == "dynamic"
+
+    def fix(self, *numbers: float) -> Format:
+        if not self.per_tensor:
+            return super().fix(*numbers)
+        return NVFP4("static", *check_fixed(self.name, numbers, 1))
+
+    def measure(self, x_RK: Tensor) -> Scales:
+        if self.outer == "none":
+            return Scales()
+        if self.outer == "static":
+            return Scales(outer=torch.full((1, 1), self.pts, dtype=torch.float32, device=x_RK.device))  # type: ignore[arg-type]
+        return Scales(outer=divide(absmax(x_RK.reshape(1, -1)).float(), 2688.0).clamp(min=PTS_FLOOR).unsqueeze(-1))
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB = self._blocks(x_RK).float()
         amax = absmax(x_RGB)
         ratio = divide(torch.where(amax.isinf(), torch.nan, amax), E2M1_MAX)  # a clamp below would hide Inf
-        pts = self._outer(x_RK)
+        pts = s.outer
         if pts is not None:
             ratio = ratio / pts
         scale = ratio.clamp(E4M3_FLOOR, ELEMENTS["e4m3"][1]).to(FLOAT8["e4m3"])
@@ -147,13 +173,6 @@ class NVFP4(Format):
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
         return (e.scale.float() == E4M3_FLOOR) & (self._blocks(layout.unpack(e.codes, 4, e.k) & 7) < 6).all(-1)
-
-    def _outer(self, x_RK: Tensor) -> Tensor | None:
-        if self.outer == "none":
-            return None
-        if self.outer == "static":
-            return torch.full((1, 1), self.pts, dtype=torch.float32, device=x_RK.device)  # type: ignore[arg-type]
-        return divide(absmax(x_RK.reshape(1, -1)).float(), 2688.0).clamp(min=PTS_FLOOR).unsqueeze(-1)
 
     def _times(self, e: Encoded, scale: Tensor) -> Tensor:
         return (self._blocks(_e2m1_values(e)) * scale.unsqueeze(-1)).flatten(1)

@@ -8,37 +8,55 @@ and zero codes; torchao divides 0 by 0 there and stores NaN. Source: torchao 0.1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .base import Encoded, Format
+from .base import Encoded, Format, Scales
 from .elements import ELEMENTS, to_float8
-from .scales import absmax, divide
+from .scales import absmax, check_fixed, constants, divide, fixed_name
 
 
 @dataclass(frozen=True)
 class Float8(Format):
-    """float8 e4m3 or e5m2, scale (R, 1) or (1, 1) float32. native: divide as x's device does (see scales.py)."""
+    """float8 e4m3 or e5m2, scale (R, 1) or (1, 1) float32. native: divide as x's device does (see scales.py).
+
+    fixed: (scale,), a constant instead of one made from x; per tensor only.
+    """
 
     element: str = "e4m3"
     per: str = "row"  # | "tensor"
     native: bool = False
+    fixed: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
         element = "" if self.element == "e4m3" else f"-{self.element}"
-        return f"fp8{element}-{self.per}{'-native' if self.native else ''}"
+        return f"fp8{element}-{self.per}{'-native' if self.native else ''}{fixed_name(self.fixed)}"
 
     @property
     def bits(self) -> int:
         return 8
 
-    def encode(self, x_RK: Tensor) -> Encoded:
-        x_RK = x_RK.contiguous()  # and so are the codes
+    @property
+    def per_tensor(self) -> bool:
+        return self.per == "tensor" and not self.fixed
+
+    def fix(self, *numbers: float) -> Format:
+        if not self.per_tensor:
+            return super().fix(*numbers)
+        return replace(self, fixed=check_fixed(self.name, numbers, 1))
+
+    def measure(self, x_RK: Tensor) -> Scales:
+        if self.fixed:
+            return Scales(*constants(self.fixed, x_RK.device))
         grouped = x_RK if self.per == "row" else x_RK.reshape(1, -1)
-        scale = divide(absmax(grouped).unsqueeze(-1), ELEMENTS[self.element][1], native=self.native).float()
+        return Scales(divide(absmax(grouped).unsqueeze(-1), ELEMENTS[self.element][1], native=self.native).float())
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        x_RK, scale = x_RK.contiguous(), s.scale  # and so are the codes
+        assert scale is not None
         codes = to_float8(x_RK.float() / torch.where(scale == 0, 1.0, scale), self.element)
         return Encoded(torch.where(scale == 0, torch.zeros_like(codes), codes), scale, None, None, x_RK.shape[1])
 

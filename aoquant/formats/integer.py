@@ -14,15 +14,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Format
+from .base import Encoded, Format, Scales
 from .elements import fma_round
-from .scales import divide
+from .scales import check_fixed, constants, divide, fixed_name, visible
 
 INT4_EPS = 1e-6  # on the range of a group, before the division
 
@@ -45,10 +45,18 @@ class Int4(Format):
     def block(self) -> int:
         return self.group
 
-    def encode(self, x_RK: Tensor) -> Encoded:
+    def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._blocks(x_RK).float()
-        low, high = x_RGB.amin(-1, keepdim=True), x_RGB.amax(-1, keepdim=True)
-        scale = divide((high - low).clamp(min=INT4_EPS), 15.0)
+        low, high = x_RGB.amin(-1), x_RGB.amax(-1)
+        return Scales(divide((high - low).clamp(min=INT4_EPS), 15.0), low)
+
+    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None
+        return self.quantize(x_RK, s._replace(scale=visible(self._blocks(x_RK), s.scale)))
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None and s.zero is not None
+        x_RGB, scale, low = self._blocks(x_RK).float(), s.scale.unsqueeze(-1), s.zero.unsqueeze(-1)
         zero = low + 8 * scale
         q = ((x_RGB - low) / scale).round().clamp(0, 15)
         # stored as q - 8 in two's complement: flipping the top bit is subtracting 8
@@ -77,6 +85,7 @@ class Affine(Format):
     scales: "input" keeps scale and arithmetic in x's dtype (IntxUnpackedToInt8Tensor); "float32" stores a float32 scale, made
     in x's dtype with float32's eps, and quantises in float32 (Int8Tensor).
     native: divide as x's device does; for activations that torchao quantises again at run time.
+    fixed: (scale,) or (scale, zero point), constants instead of ones made from x; per tensor only.
     """
 
     width: int = 8
@@ -85,13 +94,14 @@ class Affine(Format):
     mapping: str = "symmetric"  # | "asymmetric"
     scales: str = "input"  # | "float32"
     native: bool = False
+    fixed: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
         kind = "int" if self.scales == "float32" else "intx"
         per = f"g{self.group}" if self.per == "group" else self.per
         sides = "" if self.mapping == "symmetric" else "-asym"
-        return f"{kind}{self.width}-{per}{sides}{'-native' if self.native else ''}"
+        return f"{kind}{self.width}-{per}{sides}{'-native' if self.native else ''}{fixed_name(self.fixed)}"
 
     @property
     def bits(self) -> int:
@@ -106,17 +116,37 @@ class Affine(Format):
         """Smallest and largest code."""
         return -(1 << (self.width - 1)), (1 << (self.width - 1)) - 1
 
-    def encode(self, x_RK: Tensor) -> Encoded:
+    @property
+    def per_tensor(self) -> bool:
+        return self.per == "tensor" and not self.fixed
+
+    def fix(self, *numbers: float) -> Format:
+        if not self.per_tensor:
+            return super().fix(*numbers)
+        return replace(self, fixed=check_fixed(self.name, numbers, 1 if self.mapping == "symmetric" else 2))
+
+    def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._scaled_blocks(x_RK)
+        if self.fixed:
+            scale, *zeros = constants(self.fixed, x_RK.device)
+            return Scales(visible(x_RGB, scale), *zeros)
         scale, zero = self._qparams(x_RGB)
+        shape = x_RGB.shape[:2]  # (1, 1) per tensor, else (R, G)
+        return Scales(scale.reshape(shape), zero.reshape(shape) if self.mapping == "asymmetric" else None)
+
+    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None
+        return self.quantize(x_RK, s._replace(scale=visible(self._scaled_blocks(x_RK), s.scale)))
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        x_RGB = self._scaled_blocks(x_RK)
+        scale, zero = self._broadcast(s.scale, s.zero, x_RK.dtype)
         low, high = self.limits
         q = self._code(x_RGB, scale, zero).clamp(low, high).nan_to_num(0.0)
         codes = q.to(torch.int8).reshape(x_RK.shape)
         if self.width < 8:
             codes = layout.pack((codes - low).view(torch.uint8), self.width)
-        shape = x_RGB.shape[:2]  # (1, 1) per tensor, else (R, G)
-        zeros = zero.reshape(shape) if self.mapping == "asymmetric" else None
-        return Encoded(codes, scale.reshape(shape), zeros, None, x_RK.shape[1])
+        return Encoded(codes, scale.squeeze(-1), s.zero, None, x_RK.shape[1])
 
     def integers(self, e: Encoded) -> Tensor:
         """(R, K) int8 codes, unpacked."""
@@ -143,7 +173,7 @@ class Affine(Format):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         x_RGB = self._scaled_blocks(x_RK)
-        code = self._code(x_RGB, *self._qparams(x_RGB))
+        code = self._code(x_RGB, *self._broadcast(e.scale, e.zero, x_RK.dtype))
         low, high = self.limits
         return ((code < low) | (code > high)).reshape(x_RK.shape)
 
@@ -172,7 +202,15 @@ class Affine(Format):
         else:
             scale = divide(largest - smallest, float(high - low), native=self.native).clamp(min=eps)
             zero = (low - (smallest / scale).round()).clamp(low, high).nan_to_num(0.0)
-        return scale.float() if self.scales == "float32" else scale, zero.to(torch.int8)
+        return scale, zero.to(torch.int8)
+
+    def _broadcast(self, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Scale, as it is stored and at least eps, and zero point, (R, G, 1). A learned scale may have fallen below zero."""
+        assert scale is not None
+        scale = (
+            (scale.float() if self.scales == "float32" else scale.to(dtype)).clamp(min=self._eps(dtype)).unsqueeze(-1)
+        )
+        return scale, torch.zeros_like(scale) if zero is None else zero.unsqueeze(-1)
 
     def _code(self, x_RGB: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Codes before clamping."""
