@@ -76,13 +76,16 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
         quantize_(layer, QATConfig(make(), step="prepare"))  # type: ignore[operator]
         y = layer(x)
         y.float().square().mean().backward()
-        converted = copy.deepcopy(layer)
-        quantize_(converted, QATConfig(step="convert"))
     except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0], "-", "-"
+    converted = copy.deepcopy(layer)
     try:
+        quantize_(converted, QATConfig(step="convert"))
         with torch.no_grad():
             same = torch.equal(y, converted(x))
-    except MISSING_KERNEL as error:
+    except (
+        ValueError,
+        *MISSING_KERNEL,
+    ) as error:  # a layout that cannot be packed here is a ValueError, of a missing operator
         return "yes", str(error).splitlines()[0], "not run"
     return "yes", "yes", "bit-equal" if same else "DIFFERENT"

@@ -73,9 +73,7 @@ class Int4(Format):
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         assert e.scale is not None and e.zero is not None
-        return fma_round(
-            self._blocks(self.integers(e)), e.scale.unsqueeze(-1), e.zero.unsqueeze(-1), dtype
-        ).flatten(1)
+        return fma_round(self._blocks(self.integers(e)), e.scale.unsqueeze(-1), e.zero.unsqueeze(-1), dtype).flatten(1)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         return torch.zeros_like(x_RK, dtype=torch.bool)  # the range of a group is covered by construction

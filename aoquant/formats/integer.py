@@ -1,8 +1,8 @@
 """Affine integers of 2 to 8 bits as torchao computes them: `choose_qparams_affine` / `quantize_affine`, each step rounded to x's dtype.
 
-    symmetric   s = max(absmax / ((qmax - qmin) / 2), eps);  zp = 0
-    asymmetric  s = max((max(x, 0) - min(x, 0)) / (qmax - qmin), eps);  zp = clamp(qmin - rn(min / s))
-    q = clamp(rn(x * (1 / s)) + zp, qmin, qmax);  value = (q - zp) * s
+symmetric   s = max(absmax / ((qmax - qmin) / 2), eps);  zp = 0
+asymmetric  s = max((max(x, 0) - min(x, 0)) / (qmax - qmin), eps);  zp = clamp(qmin - rn(min / s))
+q = clamp(rn(x * (1 / s)) + zp, qmin, qmax);  value = (q - zp) * s
 """
 
 from __future__ import annotations

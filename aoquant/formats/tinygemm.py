@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from .base import Encoded
-from .elements import fma_round
 from .hqq import affine
 from .int4 import Int4
 from .scales import divide
