@@ -15,12 +15,13 @@ from torch import nn
 
 from aoquant import ops
 from aoquant.config import QATConfig
+from aoquant.ops import mslk
 from aoquant.quantize import quantize_
 from aoquant.recipes import list_recipes
 from aoquant.targets import resolve
 
 # what torchao raises when the package or the device of a kernel is not there
-MISSING_KERNEL = (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError)
+MISSING_KERNEL = (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError)
 _PACKAGES = ("torch", "torchao", "triton", "transformers", "lm-eval", "mslk-cuda", "fbgemm-gpu-genai")
 
 
@@ -87,5 +88,11 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
         ValueError,
         *MISSING_KERNEL,
     ) as error:  # a layout that cannot be packed here is a ValueError, of a missing operator
-        return "yes", str(error).splitlines()[0], "not run"
+        contract = layer[0].prepared.recipe.contract
+        reason = mslk.why_not_operator(mslk.OPERATORS[contract]) if contract in mslk.OPERATORS else None
+        return (
+            "yes",
+            str(error).splitlines()[0] if isinstance(error, ValueError) else reason or str(error).splitlines()[0],
+            "not run",
+        )
     return "yes", "yes", "bit-equal" if same else "DIFFERENT"

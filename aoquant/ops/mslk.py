@@ -25,7 +25,7 @@ from aoquant.formats import Int4, Int4Float8, Int4Float8Row
 from .router import Backend, Call, Request
 
 _PACKAGES = (("mslk", "mslk.gemm"), ("fbgemm", "fbgemm_gpu.experimental.gen_ai"))
-_OPERATORS = {
+OPERATORS = {
     "bias_after": "bf16i4bf16_rowwise",
     "fp8_bias_after": "f8i4bf16_rowwise",
     "fp8_mslk": "f8f8bf16_rowwise",
@@ -77,8 +77,8 @@ def int4_limit(n: int, k: int, group: int, multiple: int) -> str | None:
 
 
 def _why_not(r: Request) -> str | None:
-    if r.contract not in _OPERATORS:
-        return f"computes {', '.join(_OPERATORS)}, not {r.contract}"
+    if r.contract not in OPERATORS:
+        return f"computes {', '.join(OPERATORS)}, not {r.contract}"
     if r.device.type != "cuda" or torch.cuda.get_device_capability(r.device)[0] != 9:
         return "the MSLK kernels need a Hopper GPU (compute capability 9.0)"
     if isinstance(r.w_format, Int4Float8Row):
@@ -87,11 +87,11 @@ def _why_not(r: Request) -> str | None:
         fp8 = isinstance(r.w_format, Int4Float8)
         if (reason := int4_limit(r.n, r.k, r.w_format.group, 128 if fp8 else 64)) is not None:
             return reason
-    return why_not_operator(_OPERATORS[r.contract])
+    return why_not_operator(OPERATORS[r.contract])
 
 
 def _run(c: Call) -> Tensor:
-    call = operator(_OPERATORS[c.contract])
+    call = operator(OPERATORS[c.contract])
     assert c.w.scale is not None
     if c.contract.startswith("fp8_mslk"):
         assert c.x is not None and c.x.scale is not None
