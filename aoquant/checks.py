@@ -15,12 +15,13 @@ from torch import nn
 
 from aoquant import ops
 from aoquant.config import QATConfig
+from aoquant.ops import mslk
 from aoquant.quantize import quantize_
 from aoquant.recipes import list_recipes
 from aoquant.targets import resolve
 
 # what torchao raises when the package or the device of a kernel is not there
-MISSING_KERNEL = (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError)
+MISSING_KERNEL = (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError)
 _PACKAGES = ("torch", "torchao", "triton", "transformers", "lm-eval", "mslk-cuda", "fbgemm-gpu-genai")
 
 
@@ -76,13 +77,22 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
         quantize_(layer, QATConfig(make(), step="prepare"))  # type: ignore[operator]
         y = layer(x)
         y.float().square().mean().backward()
-        converted = copy.deepcopy(layer)
-        quantize_(converted, QATConfig(step="convert"))
     except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0], "-", "-"
+    converted = copy.deepcopy(layer)
     try:
+        quantize_(converted, QATConfig(step="convert"))
         with torch.no_grad():
             same = torch.equal(y, converted(x))
-    except MISSING_KERNEL as error:
-        return "yes", str(error).splitlines()[0], "not run"
+    except (
+        ValueError,
+        *MISSING_KERNEL,
+    ) as error:  # a layout that cannot be packed here is a ValueError, of a missing operator
+        contract = layer[0].prepared.recipe.contract
+        reason = mslk.why_not_operator(mslk.OPERATORS[contract]) if contract in mslk.OPERATORS else None
+        return (
+            "yes",
+            str(error).splitlines()[0] if isinstance(error, ValueError) else reason or str(error).splitlines()[0],
+            "not run",
+        )
     return "yes", "yes", "bit-equal" if same else "DIFFERENT"

@@ -87,11 +87,9 @@ def quantized_linear(x: Tensor, w: Sequence[Tensor], bias: Tensor | None, recipe
         raise ValueError(
             f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
         )
-    if recipe.contract == "bias_after" and x.dtype != torch.bfloat16:
-        raise ValueError(
-            f"the MSLK int4 kernel takes bfloat16 activations, got {x.dtype}: run the model in bfloat16, or under "
-            "torch.autocast(dtype=torch.bfloat16), or use aoquant.Int4WeightConfig, which takes any dtype"
-        )
+    reason = ops.input_error(recipe.contract, x.dtype, w[0].dtype if len(w) == 1 else w[1].dtype)
+    if reason is not None:
+        raise ValueError(reason)
     names = (recipe.input_name, recipe.fprop_weight.name, recipe.contract, recipe.straight_through)
     return _QuantizedLinear.apply(x, bias, k, *names, *w)  # type: ignore[no-untyped-call]
 

@@ -77,7 +77,11 @@ def apply(
 @torch.no_grad()
 def _pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
     weight = weight.detach() if device is None else weight.detach().to(device)
-    return step.target.build(step.target.recipe.fprop_weight.encode(weight), weight)
+    encoded = step.target.recipe.fprop_weight.encode(weight)
+    try:
+        return step.target.build(encoded, weight)
+    except ValueError as error:  # a layout that only its own kernel package can pack
+        raise ValueError(f"{step.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
 
 
 def _extra_repr(self: nn.Linear) -> str:

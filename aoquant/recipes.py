@@ -14,12 +14,14 @@ import torch
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
+    Float8DynamicActivationInt4WeightConfig,
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
     PerGroup,
     PerRow,
 )
+from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant.config import (
     FP8WeightConfig,
@@ -39,6 +41,12 @@ class Recipe:
     name: str
     make: Callable[[], AOBaseConfig]
     about: str
+
+
+def _int4_cpu() -> AOBaseConfig:
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+    return PrototypeInt4WeightOnlyConfig()
 
 
 _RECIPES = (
@@ -75,6 +83,36 @@ _RECIPES = (
         "torchao-int4-g128",
         Int4WeightOnlyConfig,
         "torchao's Int4Tensor for the MSLK kernel (a GPU to run, none to train)",
+    ),
+    Recipe(
+        "torchao-int4-preshuffled",
+        lambda: Int4WeightOnlyConfig(int4_packing_format="preshuffled"),
+        "torchao's Int4PreshuffledTensor for the MSLK kernel (a GPU to convert and run)",
+    ),
+    Recipe(
+        "torchao-int4-tile-packed",
+        lambda: Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"),
+        "torchao's Int4TilePackedTo4dTensor for PyTorch's CUDA kernel (a GPU to convert and run)",
+    ),
+    Recipe(
+        "torchao-int4-cpu", _int4_cpu, "torchao's Int4OpaqueTensor for PyTorch's CPU kernel (a CPU to convert and run)"
+    ),
+    Recipe(
+        "torchao-fp8-int4",
+        lambda: Float8DynamicActivationInt4WeightConfig(int4_packing_format="preshuffled"),
+        "torchao's Int4PreshuffledTensor, fp8 activations, MSLK kernel (a GPU to convert and run)",
+    ),
+    Recipe(
+        "torchao-fp8-int4-plain",
+        lambda: Float8DynamicActivationInt4WeightConfig(int4_packing_format="plain"),
+        "torchao's Int4Tensor, fp8 activations, MSLK kernel (a GPU to run, none to train)",
+    ),
+    Recipe(
+        "torchao-fp8-mslk",
+        lambda: Float8DynamicActivationFloat8WeightConfig(
+            granularity=PerRow(), kernel_preference=KernelPreference.MSLK
+        ),
+        "torchao's Float8Tensor, e4m3 per row, MSLK's quantiser and kernel (a GPU to run, none to train)",
     ),
 )
 

@@ -15,18 +15,27 @@ from . import layout
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .float8 import Float8
-from .integer import Affine, Int4
+from .hqq import AffineHQQ
+from .int4 import Int4, Int4Float8, Int4Float8Row
+from .integer import Affine
+from .mslk import Float8Mslk
+from .tinygemm import TinyGemm
 
 __all__ = [
     "FLOAT_DTYPES",
     "MX",
     "NVFP4",
     "Affine",
+    "AffineHQQ",
     "Encoded",
     "Float8",
+    "Float8Mslk",
     "Format",
     "Int4",
+    "Int4Float8",
+    "Int4Float8Row",
     "Scales",
+    "TinyGemm",
     "get_format",
     "layout",
     "list_formats",
@@ -34,6 +43,11 @@ __all__ = [
 
 _STANDARD: tuple[Format, ...] = (
     *(Int4(g) for g in (32, 64, 128, 256)),
+    *(Int4(g, "bfloat16") for g in (64, 128, 256)),
+    *(TinyGemm(g) for g in (32, 64, 128, 256)),
+    *(TinyGemm(g, device="cpu") for g in (32, 64, 128)),
+    Int4Float8(),
+    Int4Float8Row(),
     *(Affine(bits, "group", 32) for bits in range(2, 9)),
     *(Affine(bits) for bits in range(2, 9)),
     Affine(8, mapping="asymmetric"),
@@ -41,12 +55,15 @@ _STANDARD: tuple[Format, ...] = (
     Affine(8, "group", 32, scales="float32"),
     Affine(8, "row", mapping="asymmetric", scales="float32"),
     *(Float8(element, per) for element in ("e4m3", "e5m2") for per in ("row", "tensor")),
+    Float8Mslk(),
     *(MX("e2m1", rule) for rule in ("rceil", "floor", "ceil", "even")),
     *(MX(element, rule) for element in ("e4m3", "e5m2") for rule in ("rceil", "floor", "ceil", "even")),
     NVFP4(),
     NVFP4("none"),
     NVFP4("static", 0.001),
 )
+# named, but not listed: a forward costs twenty iterations
+_FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=True))
 
 
 @cache
@@ -55,7 +72,7 @@ def get_format(name: str) -> Format:
 
     Group sizes and static scales are part of the name: "int4-g64", "intx3-g128", "int8-tensor-static:0.02", with a zero point
     "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001"; "-native" makes an integer or float8 activation format divide as its
-    device does.
+    device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -71,16 +88,18 @@ def get_format(name: str) -> Format:
         if fixed.name != name:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
-    base, native = name.removesuffix("-native"), name.endswith("-native")
+    base, native = name.removesuffix("-native").removesuffix("-hqq"), name.endswith("-native")
     found = table.get(base)
     if found is None and (match := re.fullmatch(r"(.+-g)([1-9]\d*)(-asym)?", base)):
-        stem = next((f for f in _STANDARD if f.name.startswith(match[1])), None)
+        stem = next((f for f in (*_STANDARD, *_FITTED) if f.name.startswith(match[1])), None)
         if isinstance(stem, Int4 | Affine):
             found = dataclasses.replace(stem, group=int(match[2]))
         if match[3] and isinstance(found, Affine):
             found = dataclasses.replace(found, mapping="asymmetric")
     if found is None and isinstance(row := table.get(base.removesuffix("-asym")), Affine):
         found = dataclasses.replace(row, mapping="asymmetric")
+    if name.endswith("-hqq") and isinstance(found, Affine):
+        found = AffineHQQ(found.width, found.per, found.group)
     if native and isinstance(found, Affine | Float8):
         found = dataclasses.replace(found, native=True)
     if found is None or found.name != name:

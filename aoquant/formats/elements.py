@@ -2,7 +2,7 @@
 
 e2m1 has the magnitudes 0 .5 1 1.5 2 3 4 6; the code is sign * 8 + index. Rounding is half to even, overflow saturates, and
 -0.0 keeps its sign. float8 casts in eager PyTorch before 2.12 do not saturate, so every cast clamps first; NaN survives.
-`fma_round` is for kernels that fuse q * s + z into one rounding, which no PyTorch operation does.
+`fma_round` and `fma` are for kernels that fuse a multiplication and an addition into one rounding, which no PyTorch operation promises.
 """
 
 from __future__ import annotations
@@ -49,11 +49,18 @@ def fma_round(q: Tensor, s: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
     The sum is taken to odd (Boldo & Melquiond, "Emulation of FMA and correctly rounded sums", 2008), so that the rounding
     that follows cannot fall on a false midpoint: plain arithmetic fails when q * s is a midpoint and 0 < |z| < 2^-22 s.
     """
+    if dtype == torch.float32 and s.dtype != torch.float32:
+        return q * s.float() + z.float()  # the product is exact: 4 + 11 bits
     # rounding to odd needs two bits more than the rounding that follows, so a float32 result is summed in float64 too
     wide = torch.float64 if torch.float32 in (s.dtype, dtype) else torch.float32
     product, addend = q.to(wide) * s.to(wide), z.to(wide)  # exact: 4 + 24 bits in float64, 4 + 11 in float32
     total = _sum_to_odd(product, addend)
     return (total.float() if wide == torch.float64 else total).to(dtype)
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32 tensors, rounded once to float32."""
+    return _sum_to_odd(a.double() * b.double(), c.double()).float()  # 24 + 24 bits are exact in float64
 
 
 def _sum_to_odd(a: Tensor, b: Tensor) -> Tensor:

@@ -1,15 +1,8 @@
-"""Integer formats: int4 in MSLK's dialect, and affine integers of 2 to 8 bits as torchao computes them.
+"""Affine integers of 2 to 8 bits as torchao computes them: `choose_qparams_affine` / `quantize_affine`, each step rounded to x's dtype.
 
-`Int4` is asymmetric, float32 throughout, for kernels that take bf16 activations (MSLK / FBGEMM `bf16i4bf16`):
-
-    s = max(max - min, 1e-6) / 15;  z = min + 8 s;  q = clamp(rn((w - min) / s), 0, 15) - 8      then s, z rounded to w.dtype
-    operand = rn(q * s + z), one rounding: what the kernel's fused multiply-add puts in front of the tensor core
-
-`Affine` follows torchao's `choose_qparams_affine` / `quantize_affine` step by step, each step rounded to the input's dtype:
-
-    symmetric   s = max(absmax / ((qmax - qmin) / 2), eps);  zp = 0
-    asymmetric  s = max((max(x, 0) - min(x, 0)) / (qmax - qmin), eps);  zp = clamp(qmin - rn(min / s))
-    q = clamp(rn(x * (1 / s)) + zp, qmin, qmax);  value = (q - zp) * s
+symmetric   s = max(absmax / ((qmax - qmin) / 2), eps);  zp = 0
+asymmetric  s = max((max(x, 0) - min(x, 0)) / (qmax - qmin), eps);  zp = clamp(qmin - rn(min / s))
+q = clamp(rn(x * (1 / s)) + zp, qmin, qmax);  value = (q - zp) * s
 """
 
 from __future__ import annotations
@@ -21,61 +14,7 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales
-from .elements import fma_round
 from .scales import check_fixed, constants, divide, fixed_name, visible
-
-INT4_EPS = 1e-6  # on the range of a group, before the division
-
-
-@dataclass(frozen=True)
-class Int4(Format):
-    """int4 per group along K, asymmetric; scale and zero in the weight's dtype. Source: MSLK 1.1 `int4_row_quantize_zp`."""
-
-    group: int = 128
-
-    @property
-    def name(self) -> str:
-        return f"int4-g{self.group}"
-
-    @property
-    def bits(self) -> int:
-        return 4
-
-    @property
-    def block(self) -> int:
-        return self.group
-
-    def measure(self, x_RK: Tensor) -> Scales:
-        x_RGB = self._blocks(x_RK).float()
-        low, high = x_RGB.amin(-1), x_RGB.amax(-1)
-        return Scales(divide((high - low).clamp(min=INT4_EPS), 15.0), low)
-
-    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        return self.quantize(x_RK, s._replace(scale=visible(self._blocks(x_RK), s.scale)))
-
-    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None and s.zero is not None
-        x_RGB, scale, low = self._blocks(x_RK).float(), s.scale.unsqueeze(-1), s.zero.unsqueeze(-1)
-        zero = low + 8 * scale
-        q = ((x_RGB - low) / scale).round().clamp(0, 15)
-        # stored as q - 8 in two's complement: flipping the top bit is subtracting 8
-        codes = layout.pack(q.nan_to_num(0.0).to(torch.uint8).flatten(1) ^ 8, 4)
-        return Encoded(codes, scale.squeeze(-1).to(x_RK.dtype), zero.squeeze(-1).to(x_RK.dtype), None, x_RK.shape[1])
-
-    def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        assert e.scale is not None and e.zero is not None
-        two_complement = torch.arange(16, device=e.codes.device) ^ 8
-        q_RGB = self._blocks(layout.lookup(e.codes, two_complement.float() - 8, e.k))
-        return fma_round(q_RGB, e.scale.unsqueeze(-1), e.zero.unsqueeze(-1), dtype).flatten(1)
-
-    def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        return torch.zeros_like(x_RK, dtype=torch.bool)  # the range of a group is covered by construction
-
-    def floored(self, e: Encoded) -> Tensor:
-        assert e.scale is not None
-        floor = divide(e.scale.new_full((), INT4_EPS, dtype=torch.float32), 15.0).to(e.scale.dtype)
-        return e.scale <= floor  # a constant group is stored exactly as its zero point, so only noise is lost
 
 
 @dataclass(frozen=True)

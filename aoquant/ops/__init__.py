@@ -18,9 +18,11 @@ from torch import Tensor
 from aoquant.formats import Encoded, get_format, layout
 
 from . import reference
-from .contracts import CONTRACTS
+from .contracts import CONTRACTS, input_error
 from .external import TORCH
+from .mslk import MSLK
 from .router import Backend, Call, Request, backend, backend_names, explain, register, route
+from .tinygemm import TINYGEMM
 
 __all__ = [
     "CONTRACTS",
@@ -32,13 +34,14 @@ __all__ = [
     "encode",
     "explain",
     "from_parts",
+    "input_error",
     "saturated",
     "scaled_mm",
     "to_parts",
     "wgrad",
 ]
 
-register(Backend("reference", 0, lambda request: None, reference.scaled_mm), *TORCH)
+register(Backend("reference", 0, lambda request: None, reference.scaled_mm), *TORCH, *TINYGEMM, *MSLK)
 
 
 def to_parts(e: Encoded) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,14 +8,18 @@ backend states which contracts it keeps.
 | contract        | deployed layer                                 | y =                                                        |
 |-----------------|------------------------------------------------|------------------------------------------------------------|
 | aoquant         | aoquant's packed tensor                        | rn(acc * alpha_x * alpha_w + bias), one rounding           |
-| bias_after      | MSLK / FBGEMM int4, torchao Int4Tensor         | rn(rn(acc) + bias), bf16 activations only                  |
+| bias_after      | MSLK / FBGEMM int4, plain and preshuffled      | rn(rn(acc) + bias), bf16 activations only                  |
+| fp8_bias_after  | the same with fp8 activations                  | rn(rn(acc * alpha_x [* alpha_w]) + bias), bf16 output only |
+| tinygemm_cuda   | torchao Int4TilePackedTo4dTensor               | rn_bf16(rn_bf16(acc) + rn_bf16(bias)), x rounded to bf16   |
+| tinygemm_cpu    | torchao Int4OpaqueTensor                       | rn(rn(acc) + bias), acc in k's order by fused multiply-add |
 | dequantize      | torchao Intx, NVFP4 weight only                | F.linear(decode(x), decode(w), bias)                       |
 | dequantize_flat | torchao MXTensor, emulated                     | the same over x flattened to 2-D                           |
 | matmul_bias     | torchao Float8Tensor, weight only              | matmul(x, decode(w)^T) + bias                              |
 | int8_rescale    | torchao Int8Tensor, weight only                | rn(acc) * rn(alpha_w) + bias                               |
 | int8_dynamic    | torchao Int8Tensor, int8 activations           | rn(int32 acc * alpha_x) [- zero point term], * alpha_w     |
 | fp8_scaled_mm   | torchao Float8Tensor, fp8 activations          | torch._scaled_mm(codes, codes^T, alphas, bias)             |
-| .._precise      | the same, mm_config.use_fast_accum=False       | the same with full float32 accumulation                    |
+| fp8_mslk        | the same with KernelPreference.MSLK            | rn(rn(alpha_x * (alpha_w * acc)) + bias), bf16 output only |
+| .._precise      | both, mm_config.use_fast_accum=False           | the same with full float32 accumulation                    |
 | nvfp4_rescale   | torchao NVFP4Tensor on Blackwell               | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
 
 acc is the float32 sum of products of operands; rn rounds to the output's dtype.
@@ -23,9 +27,14 @@ acc is the float32 sum of products of operands; rn rounds to the output's dtype.
 
 from __future__ import annotations
 
+import torch
+
 CONTRACTS = (
     "aoquant",
     "bias_after",
+    "fp8_bias_after",
+    "tinygemm_cuda",
+    "tinygemm_cpu",
     "dequantize",
     "dequantize_flat",
     "matmul_bias",
@@ -33,5 +42,29 @@ CONTRACTS = (
     "int8_dynamic",
     "fp8_scaled_mm",
     "fp8_scaled_mm_precise",
+    "fp8_mslk",
+    "fp8_mslk_precise",
     "nvfp4_rescale",
 )
+
+_BFLOAT16 = {
+    "bias_after": "the MSLK int4 kernel takes bfloat16 activations",
+    "fp8_bias_after": "the MSLK int4 kernel for fp8 activations returns bfloat16",
+    "fp8_mslk": "the MSLK fp8 kernel returns bfloat16",
+    "fp8_mslk_precise": "the MSLK fp8 kernel returns bfloat16",
+}
+
+
+def input_error(contract: str, dtype: torch.dtype, weight: torch.dtype) -> str | None:
+    """Why the kernel of `contract` cannot take activations of `dtype` with a weight whose scales are in dtype `weight`; or None."""
+    if contract in _BFLOAT16 and dtype != torch.bfloat16:
+        return (
+            f"{_BFLOAT16[contract]}, got {dtype} activations: run the model in bfloat16, or under "
+            "torch.autocast(dtype=torch.bfloat16), or use aoquant.Int4WeightConfig or aoquant.FP8WeightConfig, which take any dtype"
+        )
+    if contract == "tinygemm_cpu" and dtype != weight:
+        return (
+            f"PyTorch's CPU int4 kernel takes activations in the weight's dtype, {weight}, got {dtype}: cast the model or the input, "
+            "and leave autocast off"
+        )
+    return None

@@ -2,7 +2,9 @@
 
 Here: PyTorch's own. `torch._scaled_mm` is the fp8 GEMM that torchao's Float8Tensor calls; `torch._int_mm` the int8 one.
 Both take the codes that our formats made, so a prepared linear and a converted torchao tensor call one kernel with equal inputs.
-`torch.mm` on CUDA multiplies MSLK's int4 operand tile by cuBLAS, which equals MSLK's own kernel bit for bit unless it splits K.
+`torch.mm` on CUDA multiplies MSLK's int4 operand tile by cuBLAS, which equals MSLK's own kernel bit for bit unless it splits K, and
+`torch._scaled_mm` with unit scales does the same for the kernels with fp8 activations, whose epilogues follow it. MSLK's own
+operators have higher priority where they are installed (mslk.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 
 from aoquant.formats import Float8
 
-from .reference import int8_epilogue
+from .reference import fp8_epilogue, int8_epilogue
 from .router import Backend, Call, Request
 
 
@@ -60,6 +62,32 @@ def _scaled_mm(c: Call) -> Tensor:
     return c.shaped(y_MN if late is None else y_MN + late)
 
 
+_FP8_EPILOGUES = ("fp8_bias_after", "fp8_mslk", "fp8_mslk_precise")
+
+
+def _why_not_fp8_operands(r: Request) -> str | None:
+    if r.contract not in _FP8_EPILOGUES:
+        return f"computes {', '.join(_FP8_EPILOGUES)}, not {r.contract}"
+    if r.device.type != "cuda" or torch.cuda.get_device_capability(r.device) < (8, 9):
+        return (
+            f"computes {r.contract} on fp8 tensor cores alone: needs a CUDA device of compute capability 8.9 or later"
+        )
+    if r.k % 16 or r.n % 16:
+        return f"torch._scaled_mm needs K and N to be multiples of 16, got K = {r.k}, N = {r.n}"
+    return None
+
+
+def _fp8_operands(c: Call) -> Tensor:
+    assert c.x is not None
+    w_NK = c.w_format.operand(c.w, torch.float8_e4m3fn)  # exact: e4m3 is what the kernel's operand is rounded to
+    one = torch.ones((), device=w_NK.device)
+    fast = not c.contract.endswith("_precise")
+    acc_MN = torch._scaled_mm(
+        c.x.codes, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast
+    )
+    return fp8_epilogue(c, acc_MN)
+
+
 def _why_not_int_mm(r: Request) -> str | None:
     if r.contract != "int8_dynamic":
         return f"computes int8_dynamic, not {r.contract}"
@@ -77,22 +105,28 @@ def _int_mm(c: Call) -> Tensor:
     return int8_epilogue(c, acc_MN[: x_MK.shape[0]])
 
 
-def _why_not_bf16_mm(r: Request) -> str | None:
-    if r.contract != "bias_after":
-        return f"computes bias_after, not {r.contract}"
-    if r.device.type != "cuda" or r.dtype != torch.bfloat16:
-        return "computes bias_after on bfloat16 tensor cores alone: needs a CUDA device and bfloat16 activations"
+def _why_not_mm(r: Request) -> str | None:
+    if r.contract not in ("bias_after", "tinygemm_cpu"):
+        return f"computes bias_after and tinygemm_cpu, not {r.contract}"
+    if r.device.type != "cuda" or (r.contract == "bias_after" and r.dtype != torch.bfloat16):
+        return f"computes {r.contract} by cuBLAS alone: needs a CUDA device and, for bias_after, bfloat16 activations"
     return None
 
 
-def _bf16_mm(c: Call) -> Tensor:
+def _mm(c: Call) -> Tensor:
+    if (
+        c.contract == "tinygemm_cpu"
+    ):  # its operand is float32; one chain of additions is what only the CPU's kernel keeps
+        y_MN = c.x_hp.reshape(-1, c.k).float() @ c.w_format.operand(c.w, torch.float32).t()
+        return c.plus_bias(y_MN.to(c.dtype))
     # the operand tile is what MSLK's kernel builds; cuBLAS then adds in K's order wherever it does not split K
     y_MN = c.x_hp.reshape(-1, c.k) @ c.w_format.operand(c.w, c.dtype).t()
-    return c.shaped(y_MN if c.bias is None else (y_MN + c.bias).to(c.dtype))
+    return c.plus_bias(y_MN)
 
 
 TORCH = (
-    Backend("torch.mm", 10, _why_not_bf16_mm, _bf16_mm),
+    Backend("torch.mm", 10, _why_not_mm, _mm),
     Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm),
+    Backend("torch._scaled_mm.operands", 10, _why_not_fp8_operands, _fp8_operands),
     Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm),
 )

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from aoquant.formats import Affine
 
+from . import tinygemm
 from .router import Call
 
 
@@ -20,6 +21,9 @@ def scaled_mm(c: Call) -> Tensor:
     return {
         "aoquant": _single_rounding,
         "bias_after": _bias_after,
+        "fp8_bias_after": _fp8_bias_after,
+        "tinygemm_cuda": tinygemm.cuda_reference,
+        "tinygemm_cpu": tinygemm.cpu_reference,
         "dequantize": _dequantize,
         "dequantize_flat": _dequantize_flat,
         "matmul_bias": _matmul_bias,
@@ -27,6 +31,8 @@ def scaled_mm(c: Call) -> Tensor:
         "int8_dynamic": _int8_dynamic,
         "fp8_scaled_mm": _single_rounding,
         "fp8_scaled_mm_precise": _single_rounding,
+        "fp8_mslk": _fp8_bias_after,
+        "fp8_mslk_precise": _fp8_bias_after,
         "nvfp4_rescale": _nvfp4_rescale,
     }[c.contract](c)
 
@@ -49,7 +55,20 @@ def _single_rounding(c: Call) -> Tensor:
 
 
 def _bias_after(c: Call) -> Tensor:
-    return c.shaped(_plus(accumulate(c).to(c.dtype), c.bias))
+    return c.plus_bias(accumulate(c).to(c.dtype))
+
+
+def _fp8_bias_after(c: Call) -> Tensor:
+    return fp8_epilogue(c, accumulate(c))
+
+
+def fp8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
+    """The scales on the float32 accumulator, one rounding, the bias and its rounding. MSLK's fp8 GEMM takes the weight's scale first."""
+    scales = (c.alpha_x, None if c.alpha_w is None else c.alpha_w.t())
+    for alpha in reversed(scales) if c.contract.startswith("fp8_mslk") else scales:
+        if alpha is not None:
+            acc_MN = acc_MN * alpha
+    return c.plus_bias(acc_MN.to(c.dtype))
 
 
 def _dequantize(c: Call) -> Tensor:

@@ -74,6 +74,10 @@ class Call:
         """(M, N) -> (*lead, N)."""
         return y_MN.reshape(*self.lead, y_MN.shape[-1])
 
+    def plus_bias(self, y_MN: Tensor) -> Tensor:
+        """(M, N) product, rounded to its dtype already -> (*lead, N) in `dtype`, the bias added with a rounding of its own."""
+        return self.shaped((y_MN if self.bias is None else (y_MN + self.bias).to(y_MN.dtype)).to(self.dtype))
+
     def request(self) -> Request:
         rows = self.x_hp.numel() // self.k if self.x is None else self.x.codes.shape[0]
         x_format = None if self.x is None else self.x_format

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from aoquant.formats import Encoded, Format, Int4
+from aoquant.formats import Encoded, Format, Int4, Int4Float8
 from aoquant.linear import LinearRecipe, QATLinear
 from aoquant.tensor import PackedTensor
 
@@ -87,7 +87,8 @@ def weight_value(module: nn.Module) -> Tensor:
     ):  # torchao gives it no dequantize: its codes and (G, N) scales are ours, transposed
         q: Any = w
         e = Encoded(q.qdata.view(torch.uint8), q.scale.t(), q.zero_point.t(), None, w.shape[1])
-        return Int4(q.block_size[-1]).decode(e, w.dtype)
+        kind = Int4Float8 if q.activation_dtype == torch.float8_e4m3fn else Int4
+        return kind(q.block_size[-1]).decode(e, w.dtype)
     if type(w).dequantize is Tensor.dequantize:
         raise ValueError(f"{type(w).__name__} has no dequantize()")
     return w.dequantize()

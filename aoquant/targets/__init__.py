@@ -12,7 +12,7 @@ from typing import Any
 
 from aoquant.config import WeightConfig
 
-from . import fake, floats, integers
+from . import fake, floats, int4, integers
 from .base import Target, packed_target
 
 __all__ = ["Target", "fake_target", "resolve", "supported"]
@@ -20,7 +20,7 @@ __all__ = ["Target", "fake_target", "resolve", "supported"]
 fake_target = fake.target
 
 # by class name: torchao's prototype configs are not imported before somebody else has
-_TORCHAO: dict[str, Callable[[Any], Target]] = {**integers.TARGETS, **floats.TARGETS}
+_TORCHAO: dict[str, Callable[[Any], Target]] = {**integers.TARGETS, **int4.TARGETS, **floats.TARGETS}
 
 
 def resolve(config: Any) -> Target:

@@ -1,7 +1,8 @@
 """torchao's float configs: Float8, MX and NVFP4.
 
 Float8 with dynamic activations is stamped KernelPreference.TORCH: with AUTO, what torchao computes depends on whether mslk happens
-to be installed on the machine that serves, and a prepared layer cannot equal both. TORCH is what prepare computed.
+to be installed on the machine that serves, and a prepared layer cannot equal both. TORCH is what prepare computed. MSLK is kept:
+its rows are quantised by another formula (formats/mslk.py) and multiplied by another kernel, which the recipe names.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from torchao.quantization import Float8Tensor, PerRow, PerTensor
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows import Float8PackingFormat, QuantizeTensorToFloat8Kwargs
 
-from aoquant.formats import MX, NVFP4, Encoded, Float8, layout
+from aoquant.formats import MX, NVFP4, Encoded, Float8, Float8Mslk, layout
 from aoquant.linear import LinearRecipe
 
 from .base import Target, require
+from .int4 import float8_dialect
 
+_PREFERENCES = ("AUTO", "TORCH", "MSLK")
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float4_e2m1fn_x2: "e2m1"}
 
 
@@ -48,13 +51,6 @@ def _float8_dynamic(config: Any) -> Target:
     require("packing_format", config.packing_format, Float8PackingFormat.PLAIN)
     require("activation_value_lb and _ub", (config.activation_value_lb, config.activation_value_ub), (None, None))
     require(
-        "kernel_preference",
-        config.kernel_preference,
-        KernelPreference.AUTO,
-        KernelPreference.TORCH,
-        instead="mslk's quantiser has another formula",
-    )
-    require(
         "mm_config.emulate and pad_inner_dim",
         (config.mm_config.emulate, config.mm_config.pad_inner_dim),
         (False, False),
@@ -62,9 +58,18 @@ def _float8_dynamic(config: Any) -> Target:
     act_granularity, weight_granularity = config.granularity
     weight = float8_format(config.weight_dtype, weight_granularity)
     activation = float8_format(config.activation_dtype, act_granularity, native=True)
-    act = QuantizeTensorToFloat8Kwargs(
-        config.activation_dtype, act_granularity, kernel_preference=KernelPreference.TORCH
-    )
+    require("kernel_preference", config.kernel_preference, *(getattr(KernelPreference, p) for p in _PREFERENCES))
+    preference, contract = KernelPreference.TORCH, "fp8_scaled_mm"
+    if config.kernel_preference == KernelPreference.MSLK:
+        if (weight.name, activation.name) != ("fp8-row", "fp8-row-native"):
+            raise ValueError(
+                "kernel_preference MSLK goes with e4m3 and PerRow alone: torchao's MSLK GEMM takes nothing else"
+            )
+        if (reason := float8_dialect()) is not None:
+            raise ValueError(reason)
+        weight = activation = Float8Mslk()
+        preference, contract = KernelPreference.MSLK, "fp8_mslk"
+    act = QuantizeTensorToFloat8Kwargs(config.activation_dtype, act_granularity, kernel_preference=preference)
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
         if n % 16 or k % 16:
@@ -80,12 +85,12 @@ def _float8_dynamic(config: Any) -> Target:
             block_size=_float8_block(weight, w),
             mm_config=config.mm_config,
             act_quant_kwargs=act,
-            kernel_preference=KernelPreference.TORCH,
+            kernel_preference=preference,
             dtype=w.dtype,
         )
 
-    contract = "fp8_scaled_mm" if config.mm_config.use_fast_accum else "fp8_scaled_mm_precise"
-    return Target(LinearRecipe(activation, weight, contract), build, "Float8Tensor", limit)
+    precise = "" if config.mm_config.use_fast_accum else "_precise"
+    return Target(LinearRecipe(activation, weight, contract + precise), build, "Float8Tensor", limit)
 
 
 def _swizzled(scale: Tensor, cols_per_tile: int, rows: int, k: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""torchao's integer configs: Intx, Int4 plain, Int8."""
+"""torchao's integer configs: Intx and Int8."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from torch import Tensor
 from torchao.quantization.granularity import PerAxis, PerGroup, PerRow, PerTensor
 from torchao.quantization.quant_primitives import MappingType
 from torchao.quantization.quantize_.workflows import (
-    Int4ChooseQParamsAlgorithm,
-    Int4PackingFormat,
-    Int4Tensor,
     Int8Tensor,
     IntxChooseQParamsAlgorithm,
     IntxPackingFormat,
@@ -20,7 +17,7 @@ from torchao.quantization.quantize_.workflows import (
     QuantizeTensorToInt8Kwargs,
 )
 
-from aoquant.formats import Affine, Encoded, Int4
+from aoquant.formats import Affine, AffineHQQ, Encoded
 from aoquant.linear import LinearRecipe
 
 from .base import Target, require
@@ -61,9 +58,10 @@ def _int8_dynamic_intx(config: Any) -> Target:
 
 def _intx(config: Any, granularity: Any, mapping_type: Any, scale_dtype: Any, activation: Affine | None) -> Target:
     require("intx_packing_format", config.intx_packing_format, IntxPackingFormat.UNPACKED_TO_INT8)
-    require("intx_choose_qparams_algorithm", config.intx_choose_qparams_algorithm, IntxChooseQParamsAlgorithm.AFFINE)
     require("scale_dtype", scale_dtype, None, instead="scales take the weight's dtype")
     format = intx_format(config.weight_dtype, granularity, mapping("mapping_type", mapping_type))
+    if config.intx_choose_qparams_algorithm == IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY:
+        format = AffineHQQ(format.width, format.per, format.group)  # torchao ignores the mapping: it is symmetric
 
     def build(e: Encoded, w: Tensor) -> Tensor:
         q = format.integers(e)
@@ -75,32 +73,6 @@ def _intx(config: Any, granularity: Any, mapping_type: Any, scale_dtype: Any, ac
         )
 
     return Target(LinearRecipe(activation, format, "dequantize"), build, "IntxUnpackedToInt8Tensor")
-
-
-def _int4_weight_only(config: Any) -> Target:
-    later = "other layouts have other numerics and are not simulated exactly yet"
-    require("int4_packing_format", config.int4_packing_format, Int4PackingFormat.PLAIN, instead=later)
-    require("int4_choose_qparams_algorithm", config.int4_choose_qparams_algorithm, Int4ChooseQParamsAlgorithm.TINYGEMM)
-    format = Int4(config.group_size)
-
-    def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
-        if format.group % 64 and format.group != k:
-            return (
-                f"the MSLK plain int4 kernel returns wrong numbers, silently, for groups that are not a multiple of 64, got "
-                f"{format.group}: use group_size 64 or 128, or aoquant.Int4WeightConfig(group_size={format.group})"
-            )
-        if k % 32 or n % 8:
-            return f"the MSLK int4 kernel needs K % 32 == 0 and N % 8 == 0, got N = {n}, K = {k}: leave the layer out"
-        if dtype == torch.float16:
-            return "the MSLK int4 kernel takes bfloat16 activations: cast the layer from float16 to bfloat16"
-        return None
-
-    def build(e: Encoded, w: Tensor) -> Tensor:
-        assert e.scale is not None and e.zero is not None
-        scale_GN, zero_GN = e.scale.t().contiguous(), e.zero.t().contiguous()
-        return Int4Tensor(e.codes.view(torch.int8), scale_GN, zero_GN, [1, format.group], w.shape)
-
-    return Target(LinearRecipe(None, format, "bias_after"), build, "Int4Tensor", limit)
 
 
 def _int8_format(granularity: Any, mapping_name: str = "symmetric", *, native: bool = False) -> Affine:
@@ -140,7 +112,6 @@ def _int8_dynamic(config: Any) -> Target:
 TARGETS: dict[str, Callable[[Any], Target]] = {
     "IntxWeightOnlyConfig": _intx_weight_only,
     "Int8DynamicActivationIntxWeightConfig": _int8_dynamic_intx,
-    "Int4WeightOnlyConfig": _int4_weight_only,
     "Int8WeightOnlyConfig": _int8_weight_only,
     "Int8DynamicActivationInt8WeightConfig": _int8_dynamic,
 }

@@ -149,7 +149,7 @@ def test_nan_and_inf_stay_visible(name: str, dtype: torch.dtype) -> None:
     if "tensor" not in name and name != "nvfp4":
         assert got[4:].isfinite().all()  # the first four rows hold what is not finite, the others are clean
         assert torch.equal(got[4:], fmt.fake_quantize(x[4:]))
-        if fmt.block:
+        if fmt.block and fmt.encode(x).outer is None:  # an outer scale per row carries it through the row
             clean = x[:4].reshape(4, -1, fmt.block).isfinite().all(-1)
             assert got[:4].reshape(4, -1, fmt.block)[clean].isfinite().all()
 
@@ -232,7 +232,12 @@ def grid(fmt: Format, e: Encoded) -> Tensor:
 
 magnitudes = st.floats(2.0**-20, 2.0**20, width=32)
 values = st.one_of(st.just(0.0), magnitudes, magnitudes.map(lambda v: -v))
-NEAREST = [*(n for n in NAMES if n not in ("int4-g512", "intx3-g128", "int4-g256")), *NATIVE]
+# the operands of int4-tinygemm and int4-e4m3 are rounded again: test_int4_layouts.py
+ROUNDED = ("int4-tinygemm-g", "int4-e4m3")
+NEAREST = [
+    *(n for n in NAMES if n not in ("int4-g512", "intx3-g128", "int4-g256") and not n.startswith(ROUNDED)),
+    *NATIVE,
+]
 
 
 @settings(max_examples=100)
