@@ -1,6 +1,6 @@
 """The packed tensor: one subclass for every format.
 
-A converted nn.Linear keeps its class; its weight becomes a `PackedTensor`, which holds the codes and scales that the prepared
+A converted nn.Linear or nn.Embedding keeps its class; its weight becomes a `PackedTensor`, which holds the codes and scales that the prepared
 layer multiplied and knows, by three strings, what to do with them: the weight's format, the activation's format and the GEMM
 contract. `F.linear(x, packed)` therefore runs the same two operations with the same arguments as the prepared layer did: that is
 contract C2. Serving engines that keep nothing but weight tensors keep everything.
@@ -136,6 +136,28 @@ def _linear(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             "only the weight of a linear layer can be a PackedTensor: call dequantize() on the other operand"
         )
     return quantized_linear(x, ops.to_parts(w.encoded), bias, w.recipe, w.k)
+
+
+@PackedTensor.implements_torch_function([F.embedding])
+def _embedding(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    """Rows of the weight. padding_idx, sparse and scale_grad_by_freq are about gradients, and packed codes have none."""
+
+    def bound(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        *rest: Any,
+        **named: Any,
+    ) -> tuple[Tensor, Tensor, float | None]:
+        return input, weight, max_norm
+
+    ids, w, max_norm = bound(*args, **(kwargs or {}))
+    if not isinstance(w, PackedTensor) or max_norm is not None:
+        raise ValueError(
+            "an embedding's packed weight is looked up by integer indices, and cannot be renormalised: use max_norm=None"
+        )
+    return ops.embedding(ids, ops.to_parts(w.encoded), w.format, w.k, w.dtype)
 
 
 @PackedTensor.implements([aten._to_copy.default])

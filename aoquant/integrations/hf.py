@@ -23,7 +23,7 @@ from torch import nn
 
 from aoquant import _register
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig
-from aoquant.linear import QATLinear
+from aoquant.linear import QATLayer
 from aoquant.plan import _key
 from aoquant.tensor import PackedTensor
 
@@ -127,7 +127,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
             f"save_pretrained saves Hugging Face models, got {type(model).__name__}: for other modules use torch.save(model.state_dict()) "
             "and load_state_dict(..., assign=True)"
         )
-    if prepared := [fqn for fqn, m in model.named_modules() if isinstance(m, QATLinear)]:
+    if prepared := [fqn for fqn, m in model.named_modules() if isinstance(m, QATLayer)]:
         raise ValueError(
             f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call quantize_(model, QATConfig(step='convert')) "
             "first; to save the float weights in the middle of training, call model.save_pretrained"
