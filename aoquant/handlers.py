@@ -26,7 +26,7 @@ from aoquant.formats import Format
 from aoquant.linear import QATLayer
 from aoquant.plan import LAYERS, Layer, plan_layer
 from aoquant.quantize import apply
-from aoquant.sharing import same_bits
+from aoquant.tensor import same_bits
 
 OWN_CONFIGS = tuple(
     c for c in vars(configs).values() if isinstance(c, type) and issubclass(c, WeightConfig) and c is not WeightConfig

@@ -9,9 +9,7 @@ a row is a token in both, and scales run along K, the hidden size, in both.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import nn
 
 from aoquant.linear import LinearRecipe
@@ -50,18 +48,6 @@ def problems(model: nn.Module, chosen: dict[int, LinearRecipe]) -> list[str]:
         elif len(recipes) > 1:
             found.append(f"{label}, but the layers have different configs: give them one")
     return found
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    """Whether two packed tensors are of one kind and hold the same codes and scales."""
-    (names, kind), other = a.__tensor_flatten__(), b.__tensor_flatten__()
-    if type(a) is not type(b) or (names, kind) != other:
-        return False
-    pairs = [(getattr(a, name), getattr(b, name)) for name in names]
-    return all(
-        x.shape == y.shape and x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-        for x, y in pairs
-    )
 
 
 def _names(sharers: list[tuple[str, nn.Module]], chosen: dict[int, LinearRecipe], wanted: bool) -> str:

@@ -196,6 +196,23 @@ def _copy_(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return to
 
 
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two quantised tensors, ours or torchao's, are of one kind and hold the same codes and scales."""
+    if type(a) is not type(b) or a.shape != b.shape or a.__tensor_flatten__() != b.__tensor_flatten__():
+        return False
+    pairs = [(getattr(a, name).detach(), getattr(b, name).detach()) for name in a.__tensor_flatten__()[0]]
+    return all(
+        (x.shape, x.dtype) == (y.shape, y.dtype)
+        and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+        for x, y in pairs
+    )
+
+
+@PackedTensor.implements([aten.equal.default])
+def _equal(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return same_bits(args[0], args[1])
+
+
 def _layout(packed: PackedTensor) -> tuple[Any, ...]:
     """What two packed tensors must share for one's bytes to mean the same in the other."""
     return packed._quantization_type(), *((t.shape, t.dtype) if t is not None else None for t in _tensors(packed))
