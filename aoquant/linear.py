@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if needs_x:
             dx = ops.dgrad(grad_MN, w, ctx.w_name, ctx.k)
             if ctx.clip and ctx.x_name:
-                dx = _masked(dx, rest[-1])
+                dx = masked(dx, rest[-1])
             dx = dx.reshape(ctx.x_shape)
         if needs_w:
             if ctx.x_name:
@@ -139,7 +139,7 @@ class _QuantizedLinear(torch.autograd.Function):
                 dw = grad_MN.t() @ rest[0].reshape(-1, ctx.k)
             dw = dw.to(ctx.w_dtype)
             if ctx.clip:
-                dw = _masked(dw, ops.saturated(w[0], ctx.w_name))
+                dw = masked(dw, ops.saturated(w[0], ctx.w_name))
         if needs_bias:
             db = ops.bgrad(grad_MN, ctx.bias_dtype)
         return dx, db, None, None, None, None, None, dw, *[None] * (len(ctx.needs_input_grad) - 8)
@@ -150,7 +150,7 @@ def _dense_strides(x: Tensor) -> list[int]:
     return list(torch.empty_like(x, device="meta").stride())
 
 
-def _masked(grad_RK: Tensor, saturated_bits: Tensor) -> Tensor:
+def masked(grad_RK: Tensor, saturated_bits: Tensor) -> Tensor:
     """Zero the gradient of clipped values."""
     return grad_RK.masked_fill(layout.unpack(saturated_bits, 1, grad_RK.shape[1]).bool(), 0)
 
@@ -164,29 +164,40 @@ class Prepared:
     fqn: str
 
 
-class QATLinear(nn.Linear):
-    """nn.Linear whose forward computes what the converted layer will compute.
+class QATLayer(nn.Module):
+    """A layer that computes what its converted form will compute.
 
-    Made by swapping the class of an existing nn.Linear in place, so parameters, state_dict keys, hooks, attributes, mode and
-    tying stay as they were. `fake_quant = False` switches it back to a plain linear for as long as you like.
+    Made by swapping the class of an existing `plain` layer in place, so parameters, state_dict keys, hooks, attributes, mode and
+    tying stay as they were. `fake_quant = False` switches it back to a plain layer for as long as you like.
     """
 
+    plain: ClassVar[type[nn.Module]]
     prepared: Prepared
     fake_quant: bool
+    weight: Tensor
 
     @classmethod
-    def prepare(cls, linear: nn.Linear, prepared: Prepared) -> QATLinear:
-        """Swap `linear`'s class in place."""
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
-        linear.prepared, linear.fake_quant = prepared, True
-        return linear
+    def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
+        """Swap `layer`'s class in place."""
+        layer.__class__ = cls
+        assert isinstance(layer, cls)
+        layer.prepared, layer.fake_quant = prepared, True
+        return layer
 
-    def unprepare(self) -> nn.Linear:
-        """Swap back to a plain nn.Linear in place."""
+    def unprepare(self) -> nn.Module:
+        """Swap back to the plain layer in place."""
         del self.prepared, self.fake_quant
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.__class__ = self.plain  # type: ignore[assignment]
         return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.prepared.recipe}{'' if self.fake_quant else ', fake_quant=False'}"
+
+
+class QATLinear(QATLayer, nn.Linear):
+    """nn.Linear whose forward computes what the converted layer will compute."""
+
+    plain = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.fake_quant:
@@ -196,13 +207,10 @@ class QATLinear(nn.Linear):
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.prepared.recipe}{'' if self.fake_quant else ', fake_quant=False'}"
-
 
 def set_fake_quant(model: nn.Module, enabled: bool) -> int:
     """Switch fake quantisation of every prepared layer in `model`; returns how many there are."""
-    layers = [m for m in model.modules() if isinstance(m, QATLinear)]
+    layers = [m for m in model.modules() if isinstance(m, QATLayer)]
     for layer in layers:
         layer.fake_quant = enabled
     return len(layers)

@@ -22,19 +22,23 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
+from aoquant import sharing
 from aoquant.config import QATConfig
-from aoquant.linear import Prepared, QATLinear
+from aoquant.embedding import QATEmbedding
+from aoquant.linear import Prepared, QATLayer, QATLinear
 from aoquant.targets import Target, fake_target, resolve
 
 Filter = Callable[[nn.Module, str], bool]
+Layer = nn.Linear | nn.Embedding
+LAYERS = (nn.Linear, QATLinear, nn.Embedding, QATEmbedding)  # exactly: the forward of a subclass may differ
 
 
 @dataclass(frozen=True)
 class Step:
-    """One layer's change: "prepare" swaps the class in, "convert" and "quantize" replace the weight."""
+    """One layer's change: "prepare" swaps the class in, "convert" and "quantize" replace the weight. fqn: all its names."""
 
     fqn: str
-    module: nn.Linear
+    module: Layer
     kind: str
     config: Any
     target: Target
@@ -50,15 +54,17 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
         got = f"the class {config.__name__}: call it" if isinstance(config, type) else repr(config)
         raise ValueError(f"config must be a QATConfig, a PTQ config or an FqnToConfig, got {got}")
     steps, problems = [], []
-    for fqn, module, layer_config in _assign(model, config, filter_fn):
+    assigned = list(_assign(model, config, filter_fn))
+    gemms = {id(module.weight) for _, module, _ in assigned if isinstance(module, nn.Linear)}
+    for fqn, module, layer_config in assigned:
         try:
-            step = plan_layer(module, layer_config, fqn)
+            step = plan_layer(module, layer_config, fqn, has_gemm=id(module.weight) in gemms)
         except ValueError as error:
             problems.append(str(error))
             continue
         if step is not None:
             steps.append(step)
-    problems += _tied(model, [s for s in steps if s.kind != "prepare"])
+    problems += sharing.problems(model, {id(s.module): s.target.recipe for s in steps})
     if problems:
         shown = "\n  ".join(problems[:10])
         more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
@@ -68,26 +74,28 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
     return steps
 
 
-def plan_layer(module: nn.Module, config: Any, fqn: str = "") -> Step | None:
+def plan_layer(module: nn.Module, config: Any, fqn: str = "", *, has_gemm: bool = False) -> Step | None:
     """The step for one layer, checked; None when an unprepared layer meets convert.
+
+    has_gemm: whether a linear layer shares an embedding's weight: an activation format is then for its inputs.
 
     Raises:
         ValueError: with the layer's name and shape, what was required, what was got and what to do.
     """
-    assert isinstance(module, nn.Linear)
+    assert isinstance(module, Layer)
     config = ours(config)
-    label = f"{fqn or 'nn.Linear'} {tuple(module.weight.shape)}"
+    label = f"{fqn or f'nn.{_plain(module).__name__}'} {tuple(module.weight.shape)}"
     if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
         raise ValueError(
             f"{label}: QATConfig(FqnToConfig(...)) needs layer names: use aoquant.quantize_, or put a QATConfig into each value"
         )
     kind = config.step if isinstance(config, QATConfig) else "quantize"
     if kind == "convert":
-        if not isinstance(module, QATLinear):
+        if not isinstance(module, QATLayer):
             return None
         target = _convert_target(module, config, label)
     else:
-        if isinstance(module, QATLinear):
+        if isinstance(module, QATLayer):
             raise ValueError(
                 f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn"
             )
@@ -102,7 +110,10 @@ def plan_layer(module: nn.Module, config: Any, fqn: str = "") -> Step | None:
                 target = resolve(config)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
-    reason = target.why_not(module.out_features, module.in_features, module.weight.dtype)
+    if isinstance(module, nn.Linear):
+        reason = target.why_not(module.out_features, module.in_features, module.weight.dtype)
+    else:
+        reason = target.why_not_embedding(module, has_gemm=has_gemm or kind == "convert")
     if reason is None and not module.weight.is_meta and not bool(torch.isfinite(module.weight.detach()).all()):
         reason = "its weight holds NaN or Inf: restore a good checkpoint before quantising"
     if reason is not None:
@@ -126,7 +137,7 @@ def _prepare_target(config: QATConfig) -> Target:
     return dataclasses.replace(target, recipe=recipe)
 
 
-def _convert_target(module: QATLinear, config: QATConfig, label: str) -> Target:
+def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:
     prepared: Prepared = module.prepared
     if config.base_config is None:
         return _prepare_target(prepared.config)
@@ -143,8 +154,8 @@ def _convert_target(module: QATLinear, config: QATConfig, label: str) -> Target:
     return target
 
 
-def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator[tuple[str, nn.Module, Any]]:
-    """(fqn, layer, config) for every nn.Linear that a config applies to."""
+def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator[tuple[str, Layer, Any]]:
+    """(names, layer, config) for every nn.Linear and nn.Embedding that a config applies to, once."""
     if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
         wrapped = {
             k: c and QATConfig(c, step=config.step, straight_through=config.straight_through)
@@ -162,39 +173,39 @@ def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator
         raise ValueError("FqnToConfig chooses the layers itself: give filter_fn or FqnToConfig, not both")
     used: set[str] = set()
     left_alone: list[str] = []
-    for fqn, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            if (filter_fn is not None and filter_fn(module, fqn)) or (
-                by_name is not None and (key := _key(by_name, fqn, default=False)) and by_name[key]
-            ):
-                raise ValueError(
-                    f"{fqn}: embeddings are not supported yet; the model is unchanged. Leave {fqn} out of filter_fn or the patterns"
-                )
-            continue
-        if not isinstance(module, nn.Linear):
-            continue
+
+    def choice(module: nn.Module, fqn: str) -> Any:
+        """The config of a layer under one of its names, None to leave it as it is."""
         if by_name is not None:
-            key = _key(by_name, fqn, default=not _is_head(model, module, fqn))
             used.update(k for k in by_name if _matches(k, fqn))
-            chosen = by_name[key] if key else None
-        else:
-            # a head that was prepared by name is converted with the others
-            usual = isinstance(module, QATLinear) or not _is_head(model, module, fqn)
-            wanted = usual if filter_fn is None else filter_fn(module, fqn)
-            chosen = config if wanted else None
+            key = _key(by_name, fqn, default=_is_usual(model, module, fqn))
+            return by_name[key] if key else None
+        # a head or an embedding that was prepared by name is converted with the others
+        usual = isinstance(module, QATLayer) or _is_usual(model, module, fqn)
+        return config if (usual if filter_fn is None else filter_fn(module, fqn)) else None
+
+    layers = [(names, m) for names, m in sharing.modules(model) if isinstance(m, Layer)]
+    for names, module in layers:
+        label = ", ".join(names)
+        chosen, *others = [choice(module, fqn) for fqn in names]
+        if any(other != chosen for other in others):
+            raise ValueError(
+                f"{label}: are one module, which has one config: choose it under all of its names or under none, with the same config"
+            )
         if chosen is None:
             continue
-        if type(module) not in (nn.Linear, QATLinear):
-            left_alone.append(f"{fqn} ({type(module).__name__})")
+        if type(module) not in LAYERS:
+            left_alone.append(f"{label} ({type(module).__name__})")
             continue
-        yield fqn, module, chosen
+        yield label, module, chosen
     if left_alone:
         warnings.warn(
-            f"subclasses of nn.Linear are left alone, their forward may differ: {', '.join(left_alone)}", stacklevel=4
+            f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {', '.join(left_alone)}",
+            stacklevel=4,
         )
-    names = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear)]
+    every = [fqn for names, _ in layers for fqn in names]
     for key in [k for k in by_name or () if k not in used and k != "_default"]:
-        near = difflib.get_close_matches(key.removeprefix("re:"), names, 3, 0.3)
+        near = difflib.get_close_matches(key.removeprefix("re:"), every, 3, 0.3)
         warnings.warn(
             f"FqnToConfig pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}", stacklevel=4
         )
@@ -220,32 +231,15 @@ def _matches(key: str, name: str, *, exactly: bool = False) -> bool:
     return any(re.fullmatch(key[3:], n) is not None if key.startswith("re:") else key == n for n in names)
 
 
-def _is_head(model: nn.Module, module: nn.Module, fqn: str) -> bool:
-    """The output head: quantising it costs quality and it is often tied to the embedding."""
+def _is_usual(model: nn.Module, module: nn.Module, fqn: str) -> bool:
+    """What is quantised unless somebody says otherwise: linear layers, but for the head, which costs quality and is often tied."""
     head = getattr(model, "get_output_embeddings", None)
-    return fqn.rpartition(".")[2] == "lm_head" or (callable(head) and head() is module)
+    is_head = fqn.rpartition(".")[2] == "lm_head" or (callable(head) and head() is module)
+    return isinstance(module, nn.Linear) and not is_head
 
 
-def _tied(model: nn.Module, steps: list[Step]) -> list[str]:
-    """Problems with weights that several modules hold: a conversion that would untie them, or two different ones."""
-    holders: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
-    modules = {id(s.module): s for s in steps}
-    problems = []
-    for step in {id(s.module.weight): s for s in steps}.values():
-        shared = [m for m in model.modules() if getattr(m, "weight", None) is step.module.weight]
-        others = [m for m in shared if id(m) not in modules]
-        names = ", ".join(holders.get(id(step.module.weight), []))
-        if others:
-            problems.append(
-                f"{step.fqn}: its weight is tied ({names}) and converting would untie it; quantise all of them or none, or untie first"
-            )
-        elif len({modules[id(m)].target.recipe for m in shared}) > 1:
-            problems.append(
-                f"{step.fqn}: its weight is tied ({names}), but the layers have different configs; give them one"
-            )
-    return problems
+def _plain(module: nn.Module) -> type[nn.Module]:
+    return nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
 
 
 def _nothing(model: nn.Module, config: Any) -> str:
@@ -261,5 +255,5 @@ def _nothing(model: nn.Module, config: Any) -> str:
         return f"nothing to quantise: {type(model).__name__} has no nn.Linear"
     return (
         f"nothing to quantise: {len(linears)} linear layer(s), such as {', '.join(linears[:3])}, and none was chosen. "
-        "lm_head is skipped unless filter_fn or FqnToConfig names it; check filter_fn and the patterns"
+        "lm_head and embeddings are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns"
     )

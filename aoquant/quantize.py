@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.config import QATConfig
-from aoquant.linear import Prepared, QATLinear
+from aoquant.embedding import QATEmbedding
+from aoquant.linear import Prepared, QATLayer, QATLinear
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
 
@@ -21,11 +22,11 @@ from aoquant.progress import track
 def quantize_(
     model: nn.Module, config: Any, filter_fn: Filter | None = None, device: torch.device | str | None = None
 ) -> None:
-    """Prepare, convert or quantise the linear layers of `model` in place.
+    """Prepare, convert or quantise the linear layers, and embeddings where asked for, of `model` in place.
 
     config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of either, whose
         keys are layer names, "re:" patterns and "_default".
-    filter_fn: (module, fully qualified name) -> bool; by default every nn.Linear but the output head.
+    filter_fn: (module, fully qualified name) -> bool; by default every nn.Linear but the output head, and no nn.Embedding.
     device: where weights are quantised, and where the model is afterwards.
 
     Raises:
@@ -51,23 +52,24 @@ def quantize_(
 
 def apply(
     step: Step, packed: dict[int, nn.Parameter] | None = None, device: torch.device | str | None = None
-) -> nn.Linear:
+) -> nn.Module:
     """Carry out one layer's step. packed: weights done so far, by the id of the original.
 
     A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors do not hold all of it, and checkpoints name it.
     """
     module = step.module
     if step.kind == "prepare":
-        return QATLinear.prepare(module, Prepared(step.target.recipe, step.config, step.fqn))
+        kind = QATEmbedding if isinstance(module, nn.Embedding) else QATLinear
+        return kind.prepare(module, Prepared(step.target.recipe, step.config, step.fqn))
     packed = {} if packed is None else packed
     weight = module.weight
     if id(weight) not in packed:
         packed[id(weight)] = nn.Parameter(_pack(step, weight, device), requires_grad=False)
     config = step.config
-    if isinstance(module, QATLinear):
+    if isinstance(module, QATLayer):
         if isinstance(config, QATConfig) and config.base_config is None:
             config = module.prepared.config
-        module = module.unprepare()
+        module.unprepare()
     module.weight = packed[id(weight)]
     vars(module)["aoquant_config"] = config.base_config if isinstance(config, QATConfig) else config
     module.extra_repr = functools.partial(_extra_repr, module)  # type: ignore[method-assign]  # a bound method cannot be pickled
@@ -84,9 +86,7 @@ def _pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tens
         raise ValueError(f"{step.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
 
 
-def _extra_repr(self: nn.Linear) -> str:
+def _extra_repr(self: Any) -> str:
     describe = getattr(self.weight, "_quantization_type", None)
     kind = type(self.weight.data).__name__ if describe is None else f"{type(self.weight).__name__}({describe()})"
-    return (
-        f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, weight={kind}"
-    )
+    return f"{type(self).extra_repr(self)}, weight={kind}"

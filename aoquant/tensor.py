@@ -1,6 +1,6 @@
 """The packed tensor: one subclass for every format.
 
-A converted nn.Linear keeps its class; its weight becomes a `PackedTensor`, which holds the codes and scales that the prepared
+A converted nn.Linear or nn.Embedding keeps its class; its weight becomes a `PackedTensor`, which holds the codes and scales that the prepared
 layer multiplied and knows, by three strings, what to do with them: the weight's format, the activation's format and the GEMM
 contract. `F.linear(x, packed)` therefore runs the same two operations with the same arguments as the prepared layer did: that is
 contract C2. Serving engines that keep nothing but weight tensors keep everything.
@@ -138,6 +138,28 @@ def _linear(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return quantized_linear(x, ops.to_parts(w.encoded), bias, w.recipe, w.k)
 
 
+@PackedTensor.implements_torch_function([F.embedding])
+def _embedding(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    """Rows of the weight. padding_idx, sparse and scale_grad_by_freq are about gradients, and packed codes have none."""
+
+    def bound(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        *rest: Any,
+        **named: Any,
+    ) -> tuple[Tensor, Tensor, float | None]:
+        return input, weight, max_norm
+
+    ids, w, max_norm = bound(*args, **(kwargs or {}))
+    if not isinstance(w, PackedTensor) or max_norm is not None:
+        raise ValueError(
+            "an embedding's packed weight is looked up by integer indices, and cannot be renormalised: use max_norm=None"
+        )
+    return ops.embedding(ids, ops.to_parts(w.encoded), w.format, w.k, w.dtype)
+
+
 @PackedTensor.implements([aten._to_copy.default])
 def _to_copy(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
     """A new device moves codes and scales; a new dtype changes what the layer computes in, and never re-rounds them."""
@@ -172,6 +194,23 @@ def _copy_(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if mine is not None and theirs is not None:
             mine.copy_(theirs)
     return to
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two quantised tensors, ours or torchao's, are of one kind and hold the same codes and scales."""
+    if type(a) is not type(b) or a.shape != b.shape or a.__tensor_flatten__() != b.__tensor_flatten__():
+        return False
+    pairs = [(getattr(a, name).detach(), getattr(b, name).detach()) for name in a.__tensor_flatten__()[0]]
+    return all(
+        (x.shape, x.dtype) == (y.shape, y.dtype)
+        and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+        for x, y in pairs
+    )
+
+
+@PackedTensor.implements([aten.equal.default])
+def _equal(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return same_bits(args[0], args[1])
 
 
 def _layout(packed: PackedTensor) -> tuple[Any, ...]:

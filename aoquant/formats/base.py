@@ -17,6 +17,7 @@ Shapes: R rows, K values along the contraction axis, G = K / group scales in a r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -124,6 +125,26 @@ class Format:
         """The value that x_RK has after a round trip, in x_RK's dtype. Defined once, for every format."""
         return self.decode(self.encode(x_RK), x_RK.dtype)
 
+    @cached_property
+    def by_rows(self) -> bool:
+        """Whether a row's codes and scales are made of that row alone: encoding some rows then gives their part of the whole."""
+        e = self.encode(torch.empty(2, self.block or 8, device="meta"))
+        return all(t is None or t.shape[0] == 2 for t in e[:4])
+
+    def decode_rows(self, e: Encoded, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """(len(ids), K): rows `ids`, 1-D integers, of decode(e, dtype), decoding these rows only."""
+        rows = e.codes.shape[0]
+        if any(t is not None and t.shape[0] not in (1, rows) for t in e[:4]):  # scales of blocks that span rows
+            return self.decode(e, dtype).index_select(0, ids)
+        scale, zero, outer = (t if t is None or t.shape[0] != rows else _take(t, ids) for t in e[1:4])
+        return self.decode(Encoded(_take(e.codes, ids), scale, zero, outer, e.k), dtype)
+
+    def fake_quantize_rows(self, x_RK: Tensor, ids: Tensor) -> Tensor:
+        """(len(ids), K): rows `ids` of fake_quantize(x_RK), encoding these rows only where that is exact and less work."""
+        if self.by_rows and ids.numel() < x_RK.shape[0]:
+            return self.fake_quantize(x_RK.index_select(0, ids))
+        return self.decode_rows(self.encode(x_RK), ids, x_RK.dtype)
+
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         """(R, K) bool: values that the format's largest code had to clip."""
         raise NotImplementedError
@@ -149,3 +170,9 @@ class Format:
         """(R, G, block) view or copy of x, contiguous as codes have to be; one block of K when the format has none."""
         block = self.block or x_RK.shape[1]
         return x_RK.contiguous().view(x_RK.shape[0], x_RK.shape[1] // block if block else 1, block)
+
+
+def _take(t: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` of t, of any dtype: torch selects rows of few float8 dtypes."""
+    storage = t.view(torch.uint8) if t.element_size() == 1 else t
+    return storage.index_select(0, ids).view(t.dtype)

@@ -23,8 +23,8 @@ from torch import nn
 
 from aoquant import _register
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig
-from aoquant.linear import QATLinear
-from aoquant.plan import _key
+from aoquant.linear import QATLayer
+from aoquant.plan import Layer, _key
 from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 try:
     from torchao.core.config import config_to_dict
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import FqnToConfig
     from torchao.utils import TorchAOBaseTensor
     from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
@@ -127,7 +128,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
             f"save_pretrained saves Hugging Face models, got {type(model).__name__}: for other modules use torch.save(model.state_dict()) "
             "and load_state_dict(..., assign=True)"
         )
-    if prepared := [fqn for fqn, m in model.named_modules() if isinstance(m, QATLinear)]:
+    if prepared := [fqn for fqn, m in model.named_modules() if isinstance(m, QATLayer)]:
         raise ValueError(
             f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call quantize_(model, QATConfig(step='convert')) "
             "first; to save the float weights in the middle of training, call model.save_pretrained"
@@ -139,24 +140,50 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
         raise ValueError(
             "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float checkpoint"
         )
-    head = model.get_output_embeddings()
-    if head is not None and _is_quantised(head) and model.config.get_text_config(decoder=True).tie_word_embeddings:
-        raise ValueError(
-            "the output head is quantised, and the model's config ties it to the input embedding, so no loader could rebuild both: set "
-            "model.config.tie_word_embeddings = False to save them apart, or leave the head out"
-        )
-    left_out = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear) and not _is_quantised(m)]
+    _check_tie(model)
+    left_out = [fqn for fqn, m in model.named_modules() if isinstance(m, Layer) and not _is_quantised(m)]
+    embeds = any(isinstance(m, nn.Embedding) and _is_quantised(m) for m in model.modules())
+    if not embeds:
+        left_out = [fqn for fqn in left_out if isinstance(model.get_submodule(fqn), nn.Linear)]
     one, *others = configs.values()
-    same = all(config_to_dict(c) == config_to_dict(one) for c in others)
-    config = TorchAoConfig(one if same else FqnToConfig(configs), modules_to_not_convert=left_out)
+    # given one config, HF quantises linear layers only; embeddings have to be named
+    same = not embeds and all(config_to_dict(c) == config_to_dict(one) for c in others)
+    config = TorchAoConfig(
+        one if same else FqnToConfig(configs),
+        modules_to_not_convert=left_out,
+        include_input_output_embeddings=embeds,
+    )
     model.config.quantization_config = config
     model.hf_quantizer = TorchAoHfQuantizer(config, pre_quantized=True)
     _make_savable(model)
     return config
 
 
+def _check_tie(model: PreTrainedModel) -> None:
+    """HF ties the head to the input embedding again on loading if the config says so: then both hold one packed weight, or neither."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or not model.config.get_text_config(decoder=True).tie_word_embeddings:
+        return
+    if head.weight is not embedding.weight and (_is_quantised(head) or _is_quantised(embedding)):
+        raise ValueError(
+            f"the {'output head' if _is_quantised(head) else 'input embedding'} is quantised by itself, and the model's config ties it "
+            "to the other, so no loader could rebuild both: quantise both together while they are tied, or set "
+            "model.config.tie_word_embeddings = False to save them apart"
+        )
+
+
+class _Quantizer(TorchAoHfQuantizer):
+    """HF's, but a packed weight that the head and the input embedding share is written once, as HF writes a float one."""
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        again = {to for to, source in model.all_tied_weights_keys.items() if weights.get(to) is weights.get(source)}
+        return flatten_tensor_state_dict({n: t for n, t in model.state_dict().items() if n not in again})
+
+
 def _make_savable(model: PreTrainedModel) -> None:
     """Forget how HF rebuilt the tensors: saving would run that step backwards, and it has no reverse (transformers 5.17)."""
+    model.hf_quantizer.__class__ = _Quantizer
     if conversions := getattr(model, "_weight_conversions", None):
 
         def reads(conversion: Any) -> bool:

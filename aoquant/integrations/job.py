@@ -30,6 +30,7 @@ from aoquant.integrations.finetune import LOSSES, finetune
 from aoquant.integrations.hf import load_pretrained, save_pretrained
 from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
+from aoquant.plan import Filter, Layer
 from aoquant.recipes import get_recipe
 from aoquant.report import Report, report, verify
 from aoquant.report.measure import stored_bytes
@@ -54,6 +55,7 @@ class Options:
 
     model: a folder or hub id of a causal language model; the embedded demo model by default.
     recipe: a name from `aoquant recipes`.
+    embeddings: quantise embeddings and the output head too; a tied pair keeps one weight.
     steps, batch_size, block, learning_rate, loss, seed: the fine-tune; block is tokens in a sequence, loss "kl" or "ce".
     train_text: files of text (.txt, .jsonl, .xz); by default text that the embedded model generated.
     wikitext: "hub", or a folder with WikiText-2 as test.jsonl; held-out generated documents by default.
@@ -64,6 +66,7 @@ class Options:
 
     model: str | None = None
     recipe: str = "nvfp4"
+    embeddings: bool = False
     steps: int = 80
     batch_size: int = 8
     block: int = 256
@@ -169,6 +172,7 @@ def run(o: Options) -> Result:
     """
     o.check()
     get = get_recipe(o.recipe).make
+    chosen = _every_layer if o.embeddings else None
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
     documents = [d for path in o.train_text or [assets() / "train.jsonl"] for d in load_documents(path)]
     blocks = token_blocks(documents, tokenizer, o.block)
@@ -187,12 +191,12 @@ def run(o: Options) -> Result:
     del tuned
 
     ptq = copy.deepcopy(float_model)
-    quantize_(ptq, get())
-    stages.append(_score_deployed("PTQ", ptq, float_model, get(), score))
+    quantize_(ptq, get(), chosen)
+    stages.append(_score_deployed("PTQ", ptq, float_model, get(), chosen, score))
     del ptq
 
     prepared = copy.deepcopy(float_model)
-    quantize_(prepared, QATConfig(get(), step="prepare"))
+    quantize_(prepared, QATConfig(get(), step="prepare"), chosen)
     finetune(prepared, blocks, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", **tuning)
     converted = copy.deepcopy(prepared)
     quantize_(converted, QATConfig(get(), step="convert"))
@@ -245,7 +249,13 @@ def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerB
     return AutoTokenizer.from_pretrained(checkpoint), model.to(device).eval()
 
 
-def _score_deployed(name: str, deployed: PreTrainedModel, source: PreTrainedModel, config: Any, score: Any) -> Stage:
+def _every_layer(module: torch.nn.Module, fqn: str) -> bool:
+    return isinstance(module, Layer)
+
+
+def _score_deployed(
+    name: str, deployed: PreTrainedModel, source: PreTrainedModel, config: Any, chosen: Filter | None, score: Any
+) -> Stage:
     """Score a converted model; where its kernel does not run on this machine, score the prepared one, and say so."""
     size = model_bytes(deployed)
     try:
@@ -254,7 +264,7 @@ def _score_deployed(name: str, deployed: PreTrainedModel, source: PreTrainedMode
         if isinstance(config, WeightConfig):
             raise  # our own tensor runs everywhere
         simulated = copy.deepcopy(source)
-        quantize_(simulated, QATConfig(config, step="prepare"))
+        quantize_(simulated, QATConfig(config, step="prepare"), chosen)
         reason = str(error).splitlines()[0]
         return Stage(name, score(simulated), size, f"its kernel does not run here ({reason}); scored as prepared")
     return Stage(name, score(deployed), size)

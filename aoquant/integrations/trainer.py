@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from aoquant.linear import QATLinear, set_fake_quant
+from aoquant.linear import QATLayer, set_fake_quant
 from aoquant.report.measure import logits_of, run, sqnr, undisturbed
 
 MIN, MEAN, OUTPUT = "qat/weight_sqnr_min_db", "qat/weight_sqnr_mean_db", "qat/output_sqnr_db"
@@ -100,7 +100,7 @@ class QATCallback(TrainerCallback):
 
     @torch.no_grad()
     def _measure(self, model: nn.Module) -> dict[str, float]:
-        layers = {id(m.weight): m for m in model.modules() if isinstance(m, QATLinear)}.values()
+        layers = {id(m.weight): m for m in model.modules() if isinstance(m, QATLayer)}.values()
         found = [sqnr(m.weight, m.prepared.recipe.fprop_weight.fake_quantize(m.weight)) for m in layers]
         logs = {MIN: min(found), MEAN: sum(found) / len(found)}
         if self.batch is not None:
@@ -109,7 +109,7 @@ class QATCallback(TrainerCallback):
 
     def _output_sqnr(self, model: nn.Module) -> float:
         """SQNR of the fake-quantised model's output against the same model in high precision."""
-        modes = [(m, m.fake_quant) for m in model.modules() if isinstance(m, QATLinear)]
+        modes = [(m, m.fake_quant) for m in model.modules() if isinstance(m, QATLayer)]
         outputs = []
         try:
             with undisturbed(model):

@@ -31,6 +31,8 @@ __all__ = [
     "backend_names",
     "bgrad",
     "dgrad",
+    "embedding",
+    "embedding_grad",
     "encode",
     "explain",
     "from_parts",
@@ -121,6 +123,35 @@ def _(
     return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
 
 
+@torch.library.custom_op("aoquant::embedding", mutates_args=())
+def embedding(ids: Tensor, w: Sequence[Tensor], w_format: str, k: int, dtype: torch.dtype) -> Tensor:
+    """Rows `ids` of W^ (*ids.shape, K) in `dtype`; w is [W] (V, K) of that dtype, encoded here, or the four parts of a packed one."""
+    if not ids.numel():
+        return w[0].new_empty(*ids.shape, k, dtype=dtype)
+    flat, format = ids.reshape(-1), get_format(w_format)
+    if len(w) == 1:
+        rows = format.fake_quantize_rows(w[0], flat)
+    else:
+        rows = format.decode_rows(from_parts(w, k), flat, dtype)
+    return rows.reshape(*ids.shape, k)
+
+
+@embedding.register_fake
+def _(ids: Tensor, w: Sequence[Tensor], w_format: str, k: int, dtype: torch.dtype) -> Tensor:
+    return w[0].new_empty(*ids.shape, k, dtype=dtype)
+
+
+@torch.library.custom_op("aoquant::embedding_grad", mutates_args=())
+def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
+    """dW (rows, K) of a lookup, as nn.Embedding's. padding: the row that gets none, or -1. An op because compiled sums add in another order."""
+    return torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, by_frequency)
+
+
+@embedding_grad.register_fake
+def _(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
+    return grad.new_empty(rows, grad.shape[-1])
+
+
 @torch.library.custom_op("aoquant::dgrad", mutates_args=())
 def dgrad(grad_MN: Tensor, w: Sequence[Tensor], w_format: str, k: int) -> Tensor:
     """dx (M, K) = dy W^ in dy's dtype; w is [W], encoded here, or the four parts of a packed one."""
@@ -159,12 +190,16 @@ def _(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op("aoquant::saturated", mutates_args=())
-def saturated(x: Tensor, format: str) -> Tensor:
-    """Bit-packed mask (R, K/8) of the values that the format clips; unpack with `formats.layout.unpack(mask, 1, K)`."""
+def saturated(x: Tensor, format: str, ids: Tensor | None = None) -> Tensor:
+    """Bit-packed mask (R, K/8) of the values that the format clips, or of rows `ids`; unpack with `formats.layout.unpack(mask, 1, K)`."""
     f = get_format(format)
-    return layout.pack(f.saturated(x, f.encode(x)).to(torch.uint8), 1)
+    if ids is not None and f.by_rows:
+        x, ids = x.index_select(0, ids), None
+    bits = layout.pack(f.saturated(x, f.encode(x)).to(torch.uint8), 1)
+    return bits if ids is None else bits.index_select(0, ids)
 
 
 @saturated.register_fake
-def _(x: Tensor, format: str) -> Tensor:
-    return x.new_empty(x.shape[0], -(-x.shape[1] // 8), dtype=torch.uint8)
+def _(x: Tensor, format: str, ids: Tensor | None = None) -> Tensor:
+    rows = x.shape[0] if ids is None else ids.shape[0]
+    return x.new_empty(rows, -(-x.shape[1] // 8), dtype=torch.uint8)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant.linear import QATLinear
+from aoquant.linear import QATLayer
 from aoquant.ops import Request
 from aoquant.ops.router import route
 from aoquant.report.measure import (
@@ -65,8 +65,10 @@ def _backend(module: nn.Module, y: Tensor) -> str:
     recipe = recipe_of(module)
     if recipe is None:
         return "torchao" if is_packed(weight_of(module)) else "torch"
-    if isinstance(module, QATLinear) and not module.fake_quant:
+    if isinstance(module, QATLayer) and not module.fake_quant:
         return "torch"
+    if isinstance(module, nn.Embedding):
+        return "lookup"  # no GEMM
     n, k = weight_of(module).shape
     formats = (recipe.fprop_input, recipe.fprop_weight)
     return route(Request(recipe.contract, *formats, y.device, y.dtype, y.numel() // n, n, k)).name

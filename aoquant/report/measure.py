@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aoquant.formats import Encoded, Format, Int4, Int4Float8
-from aoquant.linear import LinearRecipe, QATLinear
+from aoquant.linear import LinearRecipe, QATLayer
 from aoquant.tensor import PackedTensor
 
 CHUNK = 1 << 22  # values that are in float64 at a time
@@ -60,12 +60,12 @@ def weight_of(module: nn.Module) -> Any:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    return isinstance(module, QATLinear) or is_packed(weight_of(module))
+    return isinstance(module, QATLayer) or is_packed(weight_of(module))
 
 
 def recipe_of(module: nn.Module) -> LinearRecipe | None:
     """The recipe of a layer whose numerics are aoquant's; None for a plain layer and for torchao's tensors."""
-    if isinstance(module, QATLinear):
+    if isinstance(module, QATLayer):
         return module.prepared.recipe
     weight = weight_of(module)
     return weight.recipe if isinstance(weight, PackedTensor) else None
@@ -78,7 +78,7 @@ def weight_value(module: nn.Module) -> Tensor:
         ValueError: a torchao tensor that cannot be dequantised.
     """
     w: Tensor = weight_of(module).detach()
-    if isinstance(module, QATLinear):
+    if isinstance(module, QATLayer):
         return module.prepared.recipe.fprop_weight.fake_quantize(w) if module.fake_quant else w
     if not is_packed(w):
         return w

@@ -11,8 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from aoquant.formats import Format
-from aoquant.linear import QATLinear
+from aoquant.linear import QATLayer
 from aoquant.report.compare import Pair, why
 from aoquant.report.measure import (
     is_packed,
@@ -73,7 +75,7 @@ def row_of(pair: Pair) -> Row:
         saturated, floored = shares(format, hp, packed.encoded if isinstance(packed, PackedTensor) else None)
         problems += _unhealthy(format, k, saturated, floored)
     for side, module in zip("ab", sides, strict=True):
-        if isinstance(module, QATLinear) and not module.fake_quant:
+        if isinstance(module, QATLayer) and not module.fake_quant:
             problems.append(f"fake quantisation is off in model_{side}")
     if any(v is not None and math.isnan(v) for v in (weight_db, pair.output_sqnr)):
         problems.append("NaN or Inf")
@@ -83,7 +85,7 @@ def row_of(pair: Pair) -> Row:
         pair.fqn,
         (n, k),
         " → ".join(dict.fromkeys(names)),
-        " → ".join(dict.fromkeys(r.input_name for r in recipes)),
+        "" if isinstance(pair.b, nn.Embedding) else " → ".join(dict.fromkeys(r.input_name for r in recipes)),
         8 * size / (n * k),
         weight_db,
         pair.output_sqnr,

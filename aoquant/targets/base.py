@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aoquant.formats import Encoded, Format
 from aoquant.linear import LinearRecipe
@@ -33,6 +33,23 @@ class Target:
         """Why an (n, k) weight of `dtype` cannot have this target, and what to do; None when it can."""
         formats: list[Format] = [f for f in (self.recipe.fprop_weight, self.recipe.fprop_input) if f is not None]
         return next((reason for f in formats if (reason := f.why_not(k, dtype))), None) or self.limit(n, k, dtype)
+
+    def why_not_embedding(self, embedding: nn.Embedding, *, has_gemm: bool) -> str | None:
+        """Why an embedding cannot have this target, and what to do; None when it can. The kernel's limits are about its GEMM.
+
+        has_gemm: whether a linear layer shares the weight and quantises its inputs.
+        """
+        if self.tensor not in EMBEDDABLE:
+            return f"{self.tensor} is a weight of linear layers, no embedding reads it: use aoquant's weight-only configs, or IntxWeightOnlyConfig"
+        if self.recipe.fprop_input is not None and not has_gemm:
+            return f"the config quantises activations ({self.recipe.input_name}), and an embedding has none: use a weight-only config"
+        if embedding.max_norm is not None:
+            return f"max_norm = {embedding.max_norm} renormalises the float weight in every forward, and packed codes cannot be: set max_norm to None"
+        return self.recipe.fprop_weight.why_not(embedding.embedding_dim, embedding.weight.dtype)
+
+
+# deployed tensors whose rows F.embedding can read
+EMBEDDABLE = ("PackedTensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "Float8Tensor")
 
 
 def packed_target(recipe: LinearRecipe) -> Target:

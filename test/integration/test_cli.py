@@ -52,6 +52,19 @@ def test_run_writes_everything_and_verifies(out: Path) -> None:
         assert (folder / "report.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_run_with_embeddings_quantises_the_tied_pair(out: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    cli.main(["run", "--recipe", "int4-g32", "--embeddings", "--out", str(folder), *SMALL])
+    with_them, without = (json.loads((f / job.RESULTS).read_text())["stages"] for f in (folder, out))
+    assert with_them[3]["perplexity"]["word_perplexity"] == with_them[4]["perplexity"]["word_perplexity"]
+    assert with_them[4]["bytes"] < 0.6 * without[4]["bytes"]
+    rows = list(csv.DictReader((folder / "report.csv").open()))
+    assert len(rows) == 4 * 7 + 2 + 1
+    assert {r["output_sqnr_db"] for r in rows} == {"inf"}
+    assert "logits bit-equal" in (folder / "report.md").read_text()
+
+
 def test_eval_loads_the_checkpoint_bit_equal(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["eval", str(out / "checkpoint"), "--limit", "1", "--window", "256", "--device", "cpu"])
     printed = capsys.readouterr().out
