@@ -22,7 +22,7 @@ from aoquant.config import (
     QATConfig,
 )
 from aoquant.formats import get_format, list_formats
-from aoquant.linear import LinearRecipe, set_fake_quant
+from aoquant.linear import LinearRecipe, set_fake_quant, unprepare
 from aoquant.ops import backend, explain
 from aoquant.quantize import quantize_
 from aoquant.report import Report, report, verify
@@ -56,6 +56,7 @@ __all__ = [
     "report",
     "save_pretrained",
     "set_fake_quant",
+    "unprepare",
     "verify",
 ]
 
