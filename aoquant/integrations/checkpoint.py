@@ -33,7 +33,7 @@ def check(directory: Path) -> dict[str, str]:
     _check_config(directory)
     metadata: dict[str, str] = {}
     stored: set[str] = set()
-    for path in _files(directory):
+    for path in files(directory):
         header, keys = _header(path)
         if not is_metadata_torchao(header):
             raise ValueError(
@@ -46,7 +46,7 @@ def check(directory: Path) -> dict[str, str]:
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
     if lost := sorted(wanted - stored):
-        raise ValueError(f"{directory}: the checkpoint is incomplete, {_some(lost)} missing: copy or save it again")
+        raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     if not quantised:
         raise ValueError(
             f"{directory}: config.json promises quantised weights and all of them are float: quantise, then aoquant.save_pretrained"
@@ -60,7 +60,8 @@ def _part(name: str, part: str) -> str:
     return f"{module}._{parameter}_{part}"
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """A few names and how many more, for messages."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -89,7 +90,7 @@ def _check_config(directory: Path) -> None:
         raise ValueError(f"{directory / 'config.json'}: quantization_config cannot be read: {error}") from error
 
 
-def _files(directory: Path) -> list[Path]:
+def files(directory: Path) -> list[Path]:
     """The safetensors files, all there, each with the tensors that the index promises."""
     single, index = directory / SINGLE, directory / INDEX
     if single.is_file() and index.is_file():
@@ -105,13 +106,11 @@ def _files(directory: Path) -> list[Path]:
     weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
     paths = [directory / name for name in sorted(set(weight_map.values()))]
     if lost := [p.name for p in paths if not p.is_file()]:
-        raise ValueError(f"{directory}: the checkpoint is incomplete, {_some(lost)} missing: copy or save it again")
+        raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     for path in paths:
         promised = {key for key, file in weight_map.items() if file == path.name}
         if lost := sorted(promised - _header(path)[1]):
-            raise ValueError(
-                f"{path}: {_some(lost)} missing, which {INDEX} promises: copy or save the checkpoint again"
-            )
+            raise ValueError(f"{path}: {some(lost)} missing, which {INDEX} promises: copy or save the checkpoint again")
     return paths
 
 
