@@ -30,6 +30,7 @@ from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
+    from aoquant.integrations.stream import convert_checkpoint
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "QATConfig",
     "Report",
     "backend",
+    "convert_checkpoint",
     "explain",
     "get_format",
     "list_formats",
@@ -63,8 +65,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what needs transformers only when somebody asks for it."""
-    if name in ("load_pretrained", "save_pretrained"):
+    home = {"load_pretrained": "hf", "save_pretrained": "hf", "convert_checkpoint": "stream"}.get(name)
+    if home is not None:
         from importlib import import_module
 
-        return getattr(import_module("aoquant.integrations.hf"), name)
+        return getattr(import_module(f"aoquant.integrations.{home}"), name)
     raise AttributeError(f"module 'aoquant' has no attribute {name!r}")

@@ -27,6 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 
+from aoquant.checks import check_device
 from aoquant.integrations import checkpoint
 from aoquant.integrations.skeleton import Layer, Skeleton, build
 from aoquant.integrations.slots import Slot, find, flush, reserve
@@ -88,6 +89,9 @@ def convert_checkpoint(
         raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")
     if verify < 0:
         raise ValueError(f"verify is a number of layers, at least 0, got {verify}")
+    check_device(device)
+    if torch.device(device).type == "meta":
+        raise ValueError("device must hold values, got 'meta'")
     skeleton = build(source, stored, config, max_shard_size, dtype)
     with _appearing(out, skeleton.size) as folder:
         places: dict[str, Slot] = {}
