@@ -16,9 +16,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torchao.core.config import config_from_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
+
+from aoquant.integrations.slots import header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,14 +35,14 @@ def check(directory: Path) -> dict[str, str]:
     metadata: dict[str, str] = {}
     stored: set[str] = set()
     for path in files(directory):
-        header, keys = _header(path)
-        if not is_metadata_torchao(header):
+        described, slots = header(path)
+        if not is_metadata_torchao(described):
             raise ValueError(
                 f"{path}: holds no torchao metadata, so its quantised weights cannot be rebuilt: it was written by another "
                 "library, or without a quantizer; write it with aoquant.save_pretrained"
             )
-        metadata |= header
-        stored |= keys
+        metadata |= described
+        stored |= slots.keys()
     tensors = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
@@ -109,18 +110,9 @@ def files(directory: Path) -> list[Path]:
         raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     for path in paths:
         promised = {key for key, file in weight_map.items() if file == path.name}
-        if lost := sorted(promised - _header(path)[1]):
+        if lost := sorted(promised - header(path)[1].keys()):
             raise ValueError(f"{path}: {some(lost)} missing, which {INDEX} promises: copy or save the checkpoint again")
     return paths
-
-
-def _header(path: Path) -> tuple[dict[str, str], set[str]]:
-    """Metadata and tensor names."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, set(file.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

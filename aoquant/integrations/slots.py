@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-PIECE = 1 << 24  # bytes that a copy holds at a time
+PIECE = 1 << 22  # bytes that a copy holds at a time
 
 _DTYPES = {
     "F64": torch.float64,
@@ -34,6 +34,9 @@ _DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -87,41 +90,52 @@ def _read(slot: Slot, offset: int, size: int) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def find(path: Path) -> dict[str, Slot]:
-    """The slots of a file.
+def header(path: Path) -> tuple[dict[str, str], dict[str, Slot]]:
+    """Metadata and slots of a file.
 
     Raises:
-        ValueError: a tensor's dtype is not one that checkpoints of weights hold.
+        ValueError: the file is shorter or longer than its header says, the header is none, or a dtype is unknown here.
     """
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    if strange := sorted(name for name, t in header.items() if t["dtype"] not in _DTYPES):
-        raise ValueError(
-            f"{path}: {strange[0]} is stored as {header[strange[0]]['dtype']}; tensors here are one of {', '.join(_DTYPES)}"
-        )
-    return {
-        name: Slot(path, _DTYPES[t["dtype"]], tuple(t["shape"]), 8 + length + t["data_offsets"][0])
-        for name, t in header.items()
-    }
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            content = json.loads(file.read(length))
+        metadata: dict[str, str] = content.pop("__metadata__", {})
+        slots, end = {}, 0
+        for name, t in sorted(content.items(), key=lambda item: item[1]["data_offsets"]):
+            if t["dtype"] not in _DTYPES:
+                raise ValueError(f"{name} is stored as {t['dtype']}, which is none of {', '.join(_DTYPES)}")
+            start = t["data_offsets"][0]
+            slots[name] = Slot(path, _DTYPES[t["dtype"]], tuple(t["shape"]), 8 + length + start)
+            if start != end or start + slots[name].size != t["data_offsets"][1]:
+                raise ValueError(f"{name} does not fill its place")
+            end += slots[name].size
+        if 8 + length + end != size:
+            raise ValueError(f"{8 + length + end} bytes promised, {size} there")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # bytes that are no JSON, JSON that is no header
+        raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
+    return metadata, slots
 
 
 def reserve(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Slot]:
     """Write a file's header, with room for `tensors` (dtypes and shapes count, values do not); returns the slots to fill."""
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # every tensor lies aligned
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    content: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
         t = tensors[name]
         start, end = end, end + t.numel() * t.dtype.itemsize
-        header[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+        content[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    return find(path)
+    return header(path)[1]
 
 
 def flush(path: Path) -> None:

@@ -23,14 +23,13 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 
 from aoquant.checks import check_device
 from aoquant.integrations import checkpoint
 from aoquant.integrations.skeleton import Layer, Skeleton, build
-from aoquant.integrations.slots import Slot, find, flush, reserve
+from aoquant.integrations.slots import Slot, flush, header, reserve
 from aoquant.plan import not_finite
 from aoquant.progress import bar
 from aoquant.quantize import pack
@@ -116,7 +115,7 @@ def _stored(source: Path) -> dict[str, Slot]:
         raise ValueError(f"{source}: not a model folder, it has no config.json")
     stored: dict[str, Slot] = {}
     for path in checkpoint.files(source):
-        slots = find(path)
+        slots = header(path)[1]
         if twice := sorted(stored.keys() & slots.keys()):
             raise ValueError(f"{path}: {twice[0]} is in {stored[twice[0]].path.name} too: copy the checkpoint again")
         stored |= slots
@@ -189,13 +188,10 @@ def _encode(layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
 
 
 def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, Slot], device: torch.device | str) -> None:
-    """Read a layer back with the loaders' own code and compare its bytes with a new encoding."""
+    """Read a layer back, rebuild it with the loaders' code, and compare its bytes with a new encoding."""
     name = f"{layer.step.fqn}.weight"
     wanted = _encode(layer, device)
-    found = {}
-    for part in wanted:
-        with safe_open(places[part].path, framework="pt") as file:
-            found[part] = file.get_tensor(part)
+    found = {part: places[part].read() for part in wanted}
     metadata = {"tensor_names": json.dumps([name]), name: skeleton.metadata[name]}
     again, left = unflatten_tensor_state_dict(found, metadata)
     same = not left and type(again[name]) is type(layer.step.module.weight.data)
