@@ -22,7 +22,7 @@ from aoquant.config import (
     QATConfig,
 )
 from aoquant.formats import get_format, list_formats
-from aoquant.linear import LinearRecipe, set_fake_quant
+from aoquant.linear import LinearRecipe, set_fake_quant, unprepare
 from aoquant.ops import backend, explain
 from aoquant.quantize import quantize_
 from aoquant.report import Report, report, verify
@@ -30,6 +30,7 @@ from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
+    from aoquant.integrations.stream import convert_checkpoint
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "QATConfig",
     "Report",
     "backend",
+    "convert_checkpoint",
     "explain",
     "get_format",
     "list_formats",
@@ -56,14 +58,16 @@ __all__ = [
     "report",
     "save_pretrained",
     "set_fake_quant",
+    "unprepare",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs transformers only when somebody asks for it."""
-    if name in ("load_pretrained", "save_pretrained"):
+    home = {"load_pretrained": "hf", "save_pretrained": "hf", "convert_checkpoint": "stream"}.get(name)
+    if home is not None:
         from importlib import import_module
 
-        return getattr(import_module("aoquant.integrations.hf"), name)
+        return getattr(import_module(f"aoquant.integrations.{home}"), name)
     raise AttributeError(f"module 'aoquant' has no attribute {name!r}")

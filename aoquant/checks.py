@@ -25,6 +25,17 @@ MISSING_KERNEL = (AssertionError, AttributeError, ImportError, NotImplementedErr
 _PACKAGES = ("torch", "torchao", "triton", "transformers", "lm-eval", "mslk-cuda", "fbgemm-gpu-genai")
 
 
+def check_device(device: torch.device | str) -> None:
+    """Raise ValueError unless torch can use `device` here."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device must be one that torch finds here (`aoquant doctor`), got {str(device)!r}: {reason}"
+        ) from None
+
+
 def versions() -> list[tuple[str, str]]:
     """(what, version or description) of Python, packages and devices."""
     rows = [("python", platform.python_version())]

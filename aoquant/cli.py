@@ -1,4 +1,4 @@
-"""The command line: `aoquant run`, `eval`, `formats`, `recipes`, `doctor`.
+"""The command line: `aoquant run`, `eval`, `convert`, `formats`, `recipes`, `doctor`.
 
 Errors that a user can mend are one line and exit code 2; everything else is a traceback, because it is our mistake.
 """
@@ -54,13 +54,60 @@ def evaluate() -> Callable[..., None]:
             limit: score the first documents only.
             device: where to run.
         """
+        from aoquant import checks
         from aoquant.integrations import job, lm_eval
 
-        job.check_device(device)
+        checks.check_device(device)
         tokenizer, model = job.load_checkpoint(checkpoint, device)
         job.probe(model)
         print(job.check_fingerprint(model, checkpoint))
         print(lm_eval.evaluate(model, tokenizer, wikitext=wikitext, documents=documents, window=window, limit=limit))
+
+    return command
+
+
+def convert() -> Callable[..., None]:
+    """quantise a float checkpoint on disk, with one layer in memory at a time"""
+
+    def command(
+        model: Path,
+        recipe: str,
+        out: Path,
+        layers: tuple[str, ...] = (),
+        skip: tuple[str, ...] = (),
+        max_shard_size: str = "5GB",
+        device: str = "cpu",
+        dtype: str = "auto",
+        verify: int = 4,
+    ) -> None:
+        """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
+
+        The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
+        aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is complete.
+        The output head is left in high precision unless --layers names it.
+
+        Args:
+            model: folder with config.json and safetensors files, of a model that transformers knows.
+            recipe: a name from `aoquant recipes`, for every linear layer but the head.
+            out: folder to write; must not exist, or be empty.
+            layers: other recipes for some layers, as NAME=RECIPE; NAME is a layer's name, or re: and a pattern for all of it, such as
+                're:.*down_proj=int8-weight'.
+            skip: layers to leave in high precision, by NAME.
+            max_shard_size: of the files written, such as 5GB or 500MB.
+            device: where layers are quantised.
+            dtype: of the layers before they are quantised: float32, bfloat16, float16, or auto, which is config.json's.
+            verify: how many layers to read back and compare, bit for bit.
+        """
+        from aoquant.recipes import mixed
+
+        config = mixed(recipe, layers, skip)  # a wrong name is an error before transformers is imported
+        from aoquant.integrations.stream import convert_checkpoint
+
+        print(
+            convert_checkpoint(
+                model, config, out, max_shard_size=max_shard_size, device=device, dtype=dtype, verify=verify
+            )
+        )
 
     return command
 
@@ -116,7 +163,7 @@ def _print_table(rows: list[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
     print(tabulate(rows, heads, tablefmt="github"))
 
 
-COMMANDS = {"run": run, "eval": evaluate, "formats": formats, "recipes": recipes, "doctor": doctor}
+COMMANDS = {"run": run, "eval": evaluate, "convert": convert, "formats": formats, "recipes": recipes, "doctor": doctor}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -77,10 +78,14 @@ def quantized_linear(x: Tensor, w: Sequence[Tensor], bias: Tensor | None, recipe
     autocast's dtype; the weight is encoded from its stored dtype.
 
     Raises:
-        ValueError: x is no float32, bfloat16 or float16 tensor of width K, or the recipe's kernel cannot take its dtype.
+        ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
+            kernel cannot take its dtype.
     """
     if x.shape[-1] != k:
         raise ValueError(f"the layer's input needs K = {k} values in its last dimension, got shape {tuple(x.shape)}")
+    if x.device != w[0].device:  # one operand on meta would make the ops return uninitialised memory
+        empty = "; a weight on meta holds no values: load the checkpoint first" if w[0].is_meta else ""
+        raise ValueError(f"the layer's input is on {x.device} and its weight on {w[0].device}: move one of them{empty}")
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if x.dtype not in FLOAT_DTYPES:
@@ -182,12 +187,14 @@ class QATLayer(nn.Module):
         layer.__class__ = cls
         assert isinstance(layer, cls)
         layer.prepared, layer.fake_quant = prepared, True
+        _rebind(layer)
         return layer
 
     def unprepare(self) -> nn.Module:
         """Swap back to the plain layer in place."""
         del self.prepared, self.fake_quant
         self.__class__ = self.plain  # type: ignore[assignment]
+        _rebind(self)
         return self
 
     def extra_repr(self) -> str:
@@ -214,3 +221,25 @@ def set_fake_quant(model: nn.Module, enabled: bool) -> int:
     for layer in layers:
         layer.fake_quant = enabled
     return len(layers)
+
+
+def unprepare(model: nn.Module) -> int:
+    """Make every prepared layer of `model` a plain nn.Linear or nn.Embedding again, in place; returns how many there were.
+
+    Weights, state_dict, hooks, attributes, mode and tying stay as they are; what training did to the weights stays too.
+
+    Raises:
+        ValueError: no layer is prepared.
+    """
+    layers = [m for m in model.modules() if isinstance(m, QATLayer)]
+    if not layers:
+        raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")
+    for layer in layers:
+        layer.unprepare()
+    return len(layers)
+
+
+def _rebind(module: nn.Module) -> None:
+    """Let accelerate's hooks (device_map, offload) call the new class: they keep the bound forward of the one they found."""
+    if "_old_forward" in vars(module):
+        vars(module)["_old_forward"] = MethodType(type(module).forward, module)

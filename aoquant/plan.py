@@ -114,11 +114,31 @@ def plan_layer(module: nn.Module, config: Any, fqn: str = "", *, has_gemm: bool 
         reason = target.why_not(module.out_features, module.in_features, module.weight.dtype)
     else:
         reason = target.why_not_embedding(module, has_gemm=has_gemm or kind == "convert")
-    if reason is None and not module.weight.is_meta and not bool(torch.isfinite(module.weight.detach()).all()):
-        reason = "its weight holds NaN or Inf: restore a good checkpoint before quantising"
+    if reason is None:
+        reason = _why_not_here(module, kind) or not_finite(module.weight)
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
     return Step(fqn, module, kind, config, target)
+
+
+def not_finite(weight: torch.Tensor) -> str | None:
+    """Why the values of `weight` cannot be quantised; None when they can, or when there are none (meta)."""
+    if weight.is_meta or bool(torch.isfinite(weight.detach()).all()):
+        return None
+    return "its weight holds NaN or Inf: restore a good checkpoint before quantising"
+
+
+def _why_not_here(module: Layer, kind: str) -> str | None:
+    """Why the step would have no effect on this very module: somebody else owns its forward or its weight."""
+    if kind == "prepare":
+        if "forward" in vars(module) and "_old_forward" not in vars(module):  # accelerate's hooks are followed
+            return "its forward is replaced on the instance, so a prepared forward would never run: remove the replacement first"
+    elif module.weight.is_meta and hasattr(module, "_hf_hook"):
+        return (
+            "accelerate keeps its weight offloaded, so there is nothing here to quantise: load the model without offload "
+            "(another device_map), or convert the checkpoint itself with `aoquant convert`"
+        )
+    return None
 
 
 def ours(config: Any) -> Any:

@@ -7,6 +7,7 @@ name, hooks, attributes, mode and bias stay what they were.
 from __future__ import annotations
 
 import functools
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,12 +28,21 @@ def quantize_(
     config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of either, whose
         keys are layer names, "re:" patterns and "_default".
     filter_fn: (module, fully qualified name) -> bool; by default every nn.Linear but the output head, and no nn.Embedding.
-    device: where weights are quantised, and where the model is afterwards.
+    device: where weights are quantised, moved there one at a time, and where the model is afterwards.
 
     Raises:
         ValueError: naming every layer that cannot take its config. The model is unchanged then, and after any other error too.
+
+    On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a load), and
+    convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is loaded in the same way.
     """
     steps = plan(model, config, filter_fn)
+    empty = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
+    if empty and device is not None and torch.device(device).type != "meta":
+        raise ValueError(
+            f"device={str(device)!r}: {empty[0]} is on the meta device and holds no values to move; the model is unchanged. "
+            "Load the weights first, or leave out device"
+        )
     before = [(s.module, s.module.__class__, dict(s.module.__dict__), dict(s.module._parameters)) for s in steps]
     packed: dict[int, nn.Parameter] = {}  # tied weights are packed once and stay tied
     try:
@@ -64,7 +74,7 @@ def apply(
     packed = {} if packed is None else packed
     weight = module.weight
     if id(weight) not in packed:
-        packed[id(weight)] = nn.Parameter(_pack(step, weight, device), requires_grad=False)
+        packed[id(weight)] = nn.Parameter(pack(step, weight, device), requires_grad=False)
     config = step.config
     if isinstance(module, QATLayer):
         if isinstance(config, QATConfig) and config.base_config is None:
@@ -77,7 +87,8 @@ def apply(
 
 
 @torch.no_grad()
-def _pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
+def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
+    """The deployed tensor of a weight (N, K), made on `device`, by default where the weight is."""
     weight = weight.detach() if device is None else weight.detach().to(device)
     encoded = step.target.recipe.fprop_weight.encode(weight)
     try:

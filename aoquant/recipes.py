@@ -7,7 +7,7 @@ config, so a new recipe is a new row here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
     Float8DynamicActivationInt4WeightConfig,
+    FqnToConfig,
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
@@ -128,6 +129,29 @@ def get_recipe(name: str) -> Recipe:
         near = difflib.get_close_matches(name, table, 4, 0.3) or sorted(table)
         raise ValueError(f"no recipe is called {name!r}; near it: {', '.join(near)}. `aoquant recipes` lists them all")
     return table[name]
+
+
+def mixed(recipe: str, layers: Sequence[str] = (), skip: Sequence[str] = ()) -> AOBaseConfig:
+    """The config of a recipe, with other recipes for some layers and some layers left out.
+
+    layers: "NAME=RECIPE". skip: names. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names come first, then
+    patterns: `skip`, then `layers`, each in order. Without both it is the recipe's own config, otherwise torchao's `FqnToConfig`.
+
+    Raises:
+        ValueError: no such recipe, an entry that is no "NAME=RECIPE", or a name given twice.
+    """
+    default = get_recipe(recipe).make()
+    if not layers and not skip:
+        return default
+    by_name: dict[str, AOBaseConfig | None] = dict.fromkeys(skip)
+    for entry in layers:
+        name, _, other = entry.rpartition("=")
+        if not name:
+            raise ValueError(f"layers are given as NAME=RECIPE, got {entry!r}")
+        if name in by_name:
+            raise ValueError(f"{name!r} is given twice: once is enough, in layers or in skip")
+        by_name[name] = get_recipe(other).make()
+    return FqnToConfig({**by_name, "_default": default})
 
 
 def list_recipes() -> list[Recipe]:

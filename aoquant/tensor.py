@@ -218,6 +218,14 @@ def _layout(packed: PackedTensor) -> tuple[Any, ...]:
     return packed._quantization_type(), *((t.shape, t.dtype) if t is not None else None for t in _tensors(packed))
 
 
+@PackedTensor.implements([aten.empty_like.default])
+def _empty_like(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
+    """The same layout, uninitialised, on another device: what `to_empty` asks of a skeleton on meta before a load fills it."""
+    packed: PackedTensor = args[0]
+    device = kwargs.get("device") or packed.device
+    return packed._with([None if t is None else torch.empty_like(t, device=device) for t in _tensors(packed)])
+
+
 @PackedTensor.implements([aten.slice.Tensor])
 def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
     """Rows anywhere; columns at multiples of the scale block and of a whole byte. Views, as loaders need to copy into them."""

@@ -16,9 +16,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torchao.core.config import config_from_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
+
+from aoquant.integrations.slots import header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,20 +34,20 @@ def check(directory: Path) -> dict[str, str]:
     _check_config(directory)
     metadata: dict[str, str] = {}
     stored: set[str] = set()
-    for path in _files(directory):
-        header, keys = _header(path)
-        if not is_metadata_torchao(header):
+    for path in files(directory):
+        described, slots = header(path)
+        if not is_metadata_torchao(described):
             raise ValueError(
                 f"{path}: holds no torchao metadata, so its quantised weights cannot be rebuilt: it was written by another "
                 "library, or without a quantizer; write it with aoquant.save_pretrained"
             )
-        metadata |= header
-        stored |= keys
+        metadata |= described
+        stored |= slots.keys()
     tensors = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
     if lost := sorted(wanted - stored):
-        raise ValueError(f"{directory}: the checkpoint is incomplete, {_some(lost)} missing: copy or save it again")
+        raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     if not quantised:
         raise ValueError(
             f"{directory}: config.json promises quantised weights and all of them are float: quantise, then aoquant.save_pretrained"
@@ -60,7 +61,8 @@ def _part(name: str, part: str) -> str:
     return f"{module}._{parameter}_{part}"
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """A few names and how many more, for messages."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -89,7 +91,7 @@ def _check_config(directory: Path) -> None:
         raise ValueError(f"{directory / 'config.json'}: quantization_config cannot be read: {error}") from error
 
 
-def _files(directory: Path) -> list[Path]:
+def files(directory: Path) -> list[Path]:
     """The safetensors files, all there, each with the tensors that the index promises."""
     single, index = directory / SINGLE, directory / INDEX
     if single.is_file() and index.is_file():
@@ -105,23 +107,12 @@ def _files(directory: Path) -> list[Path]:
     weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
     paths = [directory / name for name in sorted(set(weight_map.values()))]
     if lost := [p.name for p in paths if not p.is_file()]:
-        raise ValueError(f"{directory}: the checkpoint is incomplete, {_some(lost)} missing: copy or save it again")
+        raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     for path in paths:
         promised = {key for key, file in weight_map.items() if file == path.name}
-        if lost := sorted(promised - _header(path)[1]):
-            raise ValueError(
-                f"{path}: {_some(lost)} missing, which {INDEX} promises: copy or save the checkpoint again"
-            )
+        if lost := sorted(promised - header(path)[1].keys()):
+            raise ValueError(f"{path}: {some(lost)} missing, which {INDEX} promises: copy or save the checkpoint again")
     return paths
-
-
-def _header(path: Path) -> tuple[dict[str, str], set[str]]:
-    """Metadata and tensor names."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, set(file.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 try:
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.prototype.safetensors.safetensors_utils import ALLOWED_TENSORS_SUBCLASSES
     from torchao.quantization import FqnToConfig
     from torchao.utils import TorchAOBaseTensor
     from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
@@ -136,6 +137,8 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     before = getattr(model.config, "quantization_config", None)
     before = before if isinstance(before, TorchAoConfig) else None
     configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if _is_quantised(m)}
+    for fqn in configs:
+        _check_storable(fqn, model.get_submodule(fqn).weight)
     if not configs:
         raise ValueError(
             "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float checkpoint"
@@ -179,6 +182,23 @@ class _Quantizer(TorchAoHfQuantizer):
         weights = dict(model.named_parameters(remove_duplicate=False))
         again = {to for to, source in model.all_tied_weights_keys.items() if weights.get(to) is weights.get(source)}
         return flatten_tensor_state_dict({n: t for n, t in model.state_dict().items() if n not in again})
+
+
+def _check_storable(fqn: str, weight: Any) -> None:
+    """Raise ValueError for a tensor that torchao's safetensors or HF's loader do not know: it could be written and not read."""
+    kind = type(weight.data).__name__
+    if kind not in ALLOWED_TENSORS_SUBCLASSES:
+        raise ValueError(
+            f"{fqn}: torchao's safetensors store {', '.join(ALLOWED_TENSORS_SUBCLASSES)}, not {kind}: choose a config that makes one of "
+            "them, or use torch.save(model.state_dict())"
+        )
+    parts = [*weight.tensor_data_names, *getattr(weight, "optional_tensor_data_names", ())]
+    strange = [p for p in parts if getattr(weight, p) is not None and f"_weight_{p}" not in _known]
+    if strange:
+        raise ValueError(
+            f"{fqn}: HF's loader knows no part of a tensor called {', '.join(strange)} ({kind}): choose another config, or use "
+            "torch.save(model.state_dict())"
+        )
 
 
 def _make_savable(model: PreTrainedModel) -> None:

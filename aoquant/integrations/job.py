@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from aoquant import QATConfig, quantize_
-from aoquant.checks import MISSING_KERNEL
+from aoquant.checks import MISSING_KERNEL, check_device
 from aoquant.config import WeightConfig
 from aoquant.integrations.finetune import LOSSES, finetune
 from aoquant.integrations.hf import load_pretrained, save_pretrained
@@ -36,17 +36,6 @@ from aoquant.report import Report, report, verify
 from aoquant.report.measure import stored_bytes
 
 RESULTS = "aoquant_run.json"
-
-
-def check_device(device: str) -> None:
-    """Raise ValueError unless torch can use `device` here."""
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"device must be one that torch finds here (`aoquant doctor`), got {device!r}: {reason}"
-        ) from None
 
 
 @dataclass

@@ -1,0 +1,229 @@
+"""What a converted checkpoint will look like, file by file, before a single weight is read.
+
+The model is built on the meta device from config.json; planned and quantised there by the code that quantises real models; and taken
+through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and dtypes, so a model without
+values gives the files that `save_pretrained` would write. Reading runs the same rules backwards: every tensor that will be written
+has one tensor of the source behind it, copied as it is or, for a quantised layer, encoded. Whatever does not fit (missing keys, keys
+too many, shapes, dtypes, layers that cannot take their config, tensors that no safetensors loader knows) is an error here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor, nn
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation, dot_natural_key, revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from aoquant.formats import FLOAT_DTYPES
+from aoquant.integrations import checkpoint, hf
+from aoquant.integrations.slots import Slot
+from aoquant.plan import Step, plan
+from aoquant.quantize import apply
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer to quantise: its step, where its weight (N, K) is stored, and the dtype that the model would load it in."""
+
+    step: Step
+    slot: Slot
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A converted checkpoint without its values.
+
+    model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every file's
+    header. index: content of the index file, None for a single file. layers: to encode. copies: where tensors that stay float are
+    read. twins: pairs that the config ties and the source holds twice: must be equal.
+    """
+
+    model: PreTrainedModel
+    files: dict[str, dict[str, Tensor]]
+    metadata: dict[str, str]
+    index: dict[str, Any] | None
+    layers: list[Layer]
+    copies: dict[str, Slot]
+    twins: list[tuple[Slot, Slot]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.dtype.itemsize for tensors in self.files.values() for t in tensors.values())
+
+    def save_configs(self, folder: Path, source: Path) -> None:
+        """Write index, generation_config.json and, last, config.json: a folder without it loads nowhere."""
+        if self.index is not None:
+            text = json.dumps(self.index, indent=2, sort_keys=True) + "\n"
+            (folder / checkpoint.INDEX).write_text(text, encoding="utf-8")
+        if self.model.can_generate():
+            stored = (source / "generation_config.json").is_file()
+            (GenerationConfig.from_pretrained(source) if stored else self.model.generation_config).save_pretrained(
+                folder
+            )
+        self.model.config.architectures = [type(self.model).__name__]
+        self.model.config.save_pretrained(folder)
+
+
+def build(
+    source: Path, stored: Mapping[str, Slot], config: Any, max_shard_size: int | str, dtype: torch.dtype | str
+) -> Skeleton:
+    """The skeleton of what `config` makes of the checkpoint in `source`, whose tensors are `stored`.
+
+    Raises:
+        ValueError: as the module's docstring says.
+    """
+    model = empty_model(source, stored, dtype)
+    names = model.state_dict()
+    floats = {k: t for k, t in names.items() if k not in (model._keys_to_ignore_on_save or ())}
+    kept = remove_tied_weights_from_state_dict(dict(floats), model)
+    expected = revert_weight_conversion(model, dict(kept))
+    tied = _tied(model)
+    sources = {name: _home(name, stored, tied) for name in expected}
+    twins = [
+        (stored[a], stored[b])
+        for a in floats.keys() - kept.keys()
+        for b in tied[a]
+        if {a, b} <= stored.keys() and b in kept
+    ]
+    _check_keys(source, stored, model, sources, tied)
+    for name, slot in sources.items():
+        _check_slot(name, slot, expected[name])
+
+    steps = _plan(model, config)
+    layers, packed = [], dict[int, nn.Parameter]()
+    for step in steps:
+        name, weight = f"{step.fqn}.weight", step.module.weight
+        origin = revert_weight_conversion(model, {name: weight})
+        slot = _home(next(iter(origin)), stored, tied)
+        if len(origin) > 1 or slot is None or slot.shape != weight.shape:
+            raise ValueError(
+                f"{step.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: leave it out, "
+                "or load the model whole and use aoquant.quantize_"
+            )
+        layers.append(Layer(step, slot, weight.dtype))
+        apply(step, packed)
+    hf.attach(model)
+
+    flat, metadata = flatten_tensor_state_dict(model.state_dict())
+    flat = {k: t for k, t in flat.items() if k in kept or k not in names}
+    reverted = revert_weight_conversion(model, flat)
+    tensors = {k: reverted[k] for k in sorted(reverted, key=dot_natural_key)}  # as a loaded model saves them
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    index = None
+    if split.is_sharded:
+        total = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": total, "weight_map": split.tensor_to_filename}
+    files = {file: {n: tensors[n] for n in names} for file, names in split.filename_to_tensors.items()}
+    copies = {name: slot for name in tensors if (slot := sources.get(name)) is not None}
+    return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, copies, twins)
+
+
+def empty_model(source: Path, stored: Mapping[str, Slot], dtype: torch.dtype | str) -> PreTrainedModel:
+    """The model of a float checkpoint on the meta device, in the dtypes that `from_pretrained(dtype=dtype)` would give it.
+
+    Raises:
+        ValueError: the checkpoint is quantised, or transformers has no class for it.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{source / 'config.json'}: transformers cannot read it: {reason}") from None
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ValueError(
+            f"{source}: is quantised already ({method}): convert the float checkpoint that it was made from"
+        )
+    if dtype == "auto":
+        floats = (slot.dtype for slot in stored.values() if slot.dtype in FLOAT_DTYPES)
+        dtype = config.dtype or next(floats, torch.get_default_dtype())
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if chosen not in FLOAT_DTYPES:
+        raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype}")
+    named: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    known = isinstance(named, type) and issubclass(named, PreTrainedModel)
+    with torch.device("meta"):
+        make = named._from_config if known else AutoModelForCausalLM.from_config
+        model: PreTrainedModel = make(config, dtype=chosen).eval()
+    if exceptions := model._get_dtype_plan(chosen):
+        pattern, keys, _ = build_glob_alternation(list(exceptions))
+        for name, parameter in model.named_parameters():
+            if (match := pattern.search(name)) and match.lastgroup:
+                parameter.data = parameter.data.to(exceptions[keys[match.lastgroup]])
+    return model
+
+
+def _tied(model: PreTrainedModel) -> dict[str, list[str]]:
+    """For every parameter's name, the other names of the same parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: [n for n in group if n != name] for group in names.values() for name in group}
+
+
+def _home(name: str, stored: Mapping[str, Slot], tied: Mapping[str, list[str]]) -> Slot | None:
+    """Where the source keeps a tensor: under its name, or under one that the model ties to it."""
+    return next((stored[n] for n in (name, *tied.get(name, ())) if n in stored), None)
+
+
+def _check_keys(
+    source: Path,
+    stored: Mapping[str, Slot],
+    model: PreTrainedModel,
+    sources: Mapping[str, Slot | None],
+    tied: Mapping[str, list[str]],
+) -> None:
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    known = {*sources, *(n for name in sources for n in tied.get(name, ()))}
+    missing = [name for name, slot in sources.items() if slot is None]
+    strange = [name for name in stored if name not in known and not any(p.search(name) for p in ignored)]
+    problems = [
+        f"{checkpoint.some(names)} {what}" for names, what in ((missing, "missing"), (strange, "unexpected")) if names
+    ]
+    if problems:
+        raise ValueError(
+            f"{source}: does not hold the weights of {type(model).__name__} under their names: {'; '.join(sorted(problems))}. Load it with "
+            "transformers, save it again, and convert that; or copy the checkpoint again if files were lost"
+        )
+
+
+def _check_slot(name: str, slot: Slot | None, expected: Tensor) -> None:
+    assert slot is not None
+    if slot.shape != expected.shape:
+        raise ValueError(
+            f"{slot.path}: {name} is {slot.shape} and the model that config.json describes wants {tuple(expected.shape)}"
+        )
+    if slot.dtype != expected.dtype and not {slot.dtype, expected.dtype} <= {*FLOAT_DTYPES}:
+        raise ValueError(
+            f"{slot.path}: {name} is stored as {str(slot.dtype).removeprefix('torch.')}, and float32, bfloat16 or float16 was expected: "
+            "convert the float checkpoint"
+        )
+
+
+def _plan(model: PreTrainedModel, config: Any) -> list[Step]:
+    """The plan, with a pattern that matches nothing as an error: an hour's conversion is no place for a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="FqnToConfig pattern .* matches no linear layer")
+        try:
+            steps = plan(model, config, None)
+        except UserWarning as warning:
+            raise ValueError(str(warning)) from None
+    if any(step.kind != "quantize" for step in steps):
+        raise ValueError("a checkpoint is converted with a PTQ config, not with a QATConfig: give its base")
+    return steps

@@ -1,0 +1,203 @@
+"""Convert a checkpoint on disk, with one layer in memory at a time.
+
+`skeleton` knows every tensor that will be written and where, so what is left is to fill in: read a layer's weight, encode it, write
+codes and scales into their places, forget it. Neither the model nor a shard is ever in memory, and codes and scales are those of
+loading the model whole, `aoquant.quantize_` and `aoquant.save_pretrained`, bit for bit, because they come from the same plan and the
+same `Format.encode`.
+
+The result appears under its name only when it is complete, checked and on the disk. Until then it is a folder ".NAME.partial-*",
+without config.json so that nobody loads it by mistake, and removed on any error; a killed process can leave one behind.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
+
+from aoquant.checks import check_device
+from aoquant.integrations import checkpoint
+from aoquant.integrations.skeleton import Layer, Skeleton, build
+from aoquant.integrations.slots import Slot, flush, header, reserve
+from aoquant.plan import not_finite
+from aoquant.progress import bar
+from aoquant.quantize import pack
+
+# weights, in any format, and what is written anew; all other files (tokenizer, chat template, licence) are copied
+_NOT_COPIED = re.compile(
+    r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|ckpt|index\.json)|(generation_)?config\.json"
+)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and compared."""
+
+    out: Path
+    layers: int
+    files: int
+    read: int
+    written: int
+    verified: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers quantised, {self.read / 1e6:.1f} MB -> {self.written / 1e6:.1f} MB in {self.files} file(s), "
+            f"{self.seconds:.1f} s; {self.verified} layer(s) read back, bit-equal; written to {self.out}/"
+        )
+
+
+def convert_checkpoint(
+    model: str | Path,
+    config: Any,
+    out: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    verify: int = 4,
+) -> Converted:
+    """Quantise the float checkpoint in folder `model` into folder `out`, with one layer in memory at a time.
+
+    config: a PTQ config of torchao's or ours, or torchao's `FqnToConfig` of them.
+    max_shard_size: of the files that are written, in bytes or like "5GB".
+    device: where layers are quantised, one at a time.
+    dtype: of the model, as in `from_pretrained`: "auto" is config.json's, or the stored one.
+    verify: how many layers, spread over the model, are read back from the finished files and compared with a new encoding.
+
+    Raises:
+        ValueError: `model` is no complete float checkpoint of a model that transformers knows, a layer cannot take its config or
+            holds NaN or Inf, `out` exists, or the disk is too small. Nothing is left behind then.
+    """
+    began = time.monotonic()
+    source, out = Path(model), Path(out)
+    stored = _stored(source)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")
+    if verify < 0:
+        raise ValueError(f"verify is a number of layers, at least 0, got {verify}")
+    check_device(device)
+    if torch.device(device).type == "meta":
+        raise ValueError("device must hold values, got 'meta'")
+    skeleton = build(source, stored, config, max_shard_size, dtype)
+    with _appearing(out, skeleton.size) as folder:
+        places: dict[str, Slot] = {}
+        for file, tensors in skeleton.files.items():
+            places |= reserve(folder / file, tensors, skeleton.metadata)
+        read = _fill(skeleton, places, device)
+        n = min(verify, len(skeleton.layers))
+        for layer in [skeleton.layers[i * (len(skeleton.layers) - 1) // max(1, n - 1)] for i in range(n)]:
+            _verify(layer, skeleton, places, device)
+        for path in sorted(source.iterdir()):
+            if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
+                shutil.copyfile(path, folder / path.name)
+        skeleton.save_configs(folder, source)
+        checkpoint.check(folder)
+    seconds = time.monotonic() - began
+    return Converted(out, len(skeleton.layers), len(skeleton.files), read, skeleton.size, n, seconds)
+
+
+def _stored(source: Path) -> dict[str, Slot]:
+    """Every tensor of the source."""
+    if not (source / "config.json").is_file():
+        raise ValueError(f"{source}: not a model folder, it has no config.json")
+    stored: dict[str, Slot] = {}
+    for path in checkpoint.files(source):
+        slots = header(path)[1]
+        if twice := sorted(stored.keys() & slots.keys()):
+            raise ValueError(f"{path}: {twice[0]} is in {stored[twice[0]].path.name} too: copy the checkpoint again")
+        stored |= slots
+    return stored
+
+
+@contextmanager
+def _appearing(out: Path, size: int) -> Iterator[Path]:
+    """A folder to fill, that is called `out` when all went well and gone otherwise."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(out.parent).free) < size:
+            raise ValueError(f"{out}: needs {size / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left")
+        folder = out.parent / f".{out.name}.partial-{uuid4().hex[:8]}"
+        folder.mkdir()
+        try:
+            yield folder
+            for path in (*folder.iterdir(), folder):
+                flush(path)
+            folder.rename(out)  # over an empty folder, or to a new name
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        flush(out.parent)
+    except OSError as error:
+        raise ValueError(f"{out}: cannot be written: {error}") from error
+
+
+def _fill(skeleton: Skeleton, places: dict[str, Slot], device: torch.device | str) -> int:
+    """Read every tensor in the order in which it is stored, and write what becomes of it; returns the bytes read."""
+    for a, b in skeleton.twins:
+        if not all(torch.equal(x, y) for x, y in zip(a.pieces(), b.pieces(), strict=True)):
+            raise ValueError(
+                f"{a.path.parent}: config.json ties two weights that are stored with different values ({a.path.name} and {b.path.name}): "
+                "set tie_word_embeddings to false"
+            )
+    work: list[tuple[Slot, str, Layer | None]] = [(slot, name, None) for name, slot in skeleton.copies.items()]
+    work += [(layer.slot, layer.step.fqn, layer) for layer in skeleton.layers]
+    work.sort(key=lambda w: (w[0].path, w[0].start))
+    total = sum(slot.size for slot, _, _ in work)
+    with bar(total, "convert") as advance:
+        for slot, name, layer in work:
+            if layer is None:
+                _copy(slot, places[name])
+            else:
+                for part, values in _encode(layer, device).items():
+                    assert values.shape == places[part].shape
+                    places[part].write(values)
+            advance(slot.size, name)
+    return total
+
+
+def _copy(slot: Slot, place: Slot) -> None:
+    """Copy a tensor piece by piece, in the dtype that the model would load it in."""
+    done = 0
+    for piece in slot.pieces():
+        done += place.write(piece.to(place.dtype), done)
+
+
+@torch.no_grad()
+def _encode(layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
+    """The stored parts of a layer's deployed weight, by name."""
+    weight = layer.slot.read().to(layer.dtype)
+    if reason := not_finite(weight):
+        raise ValueError(f"{layer.step.fqn} {tuple(weight.shape)}: {reason}")
+    parts: dict[str, Tensor] = flatten_tensor_state_dict(
+        {f"{layer.step.fqn}.weight": pack(layer.step, weight, device)}
+    )[0]
+    return parts
+
+
+def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, Slot], device: torch.device | str) -> None:
+    """Read a layer back, rebuild it with the loaders' code, and compare its bytes with a new encoding."""
+    name = f"{layer.step.fqn}.weight"
+    wanted = _encode(layer, device)
+    found = {part: places[part].read() for part in wanted}
+    metadata = {"tensor_names": json.dumps([name]), name: skeleton.metadata[name]}
+    again, left = unflatten_tensor_state_dict(found, metadata)
+    same = not left and type(again[name]) is type(layer.step.module.weight.data)
+    for part, values in flatten_tensor_state_dict(again)[0].items():
+        same = same and torch.equal(values.view(-1).view(torch.uint8), wanted[part].cpu().view(-1).view(torch.uint8))
+    if not same:
+        raise ValueError(
+            f"{name}: reads back different from what was written: check the disk and the memory of this machine"
+        )

@@ -1,0 +1,270 @@
+"""Models that are built before their weights exist (meta device), that accelerate moves about, and the way back (`unprepare`)."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model, init_empty_weights
+from accelerate.hooks import remove_hook_from_module
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+
+from aoquant import (
+    Int4WeightConfig,
+    IntxWeightConfig,
+    MXFP8WeightConfig,
+    NVFP4WeightConfig,
+    PackedTensor,
+    QATConfig,
+    quantize_,
+    set_fake_quant,
+    unprepare,
+)
+
+OURS = {
+    "nvfp4": NVFP4WeightConfig(),
+    "int4-g32": Int4WeightConfig(32),
+    "intx3-g32": IntxWeightConfig(3),
+    "mxfp8": MXFP8WeightConfig(),
+}
+TORCHAO = {"torchao-int8": Int8WeightOnlyConfig(), "torchao-intx": IntxWeightOnlyConfig(torch.int4, PerGroup(32))}
+X = torch.linspace(-2, 2, 4 * 64).view(4, 64).bfloat16()
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64, bias=False)).bfloat16()
+
+
+def on_meta() -> nn.Sequential:
+    with torch.device("meta"):
+        return net()
+
+
+def empty() -> nn.Sequential:
+    with init_empty_weights():
+        return net()
+
+
+def assert_plain(model: nn.Sequential) -> None:
+    assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Linear]
+
+
+# ---- prepare and convert before the weights are there
+
+
+@pytest.mark.parametrize("build", [on_meta, empty], ids=["torch.device", "init_empty_weights"])
+@pytest.mark.parametrize("load", ["assign", "to_empty"])
+@pytest.mark.parametrize("config", (OURS | TORCHAO).values(), ids=OURS | TORCHAO)
+def test_preparing_before_loading_equals_preparing_after(config: Any, load: str, build: Any) -> None:
+    loaded = net()
+    state = copy.deepcopy(loaded.state_dict())
+    quantize_(loaded, QATConfig(config))
+    model = build()
+    quantize_(model, QATConfig(config))
+    if load == "to_empty":
+        model.to_empty(device="cpu")
+    model.load_state_dict(state, assign=load == "assign")
+    outputs = [m(X) for m in (model, loaded)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    assert torch.equal(model[0].weight.grad, loaded[0].weight.grad)
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(X), outputs[1])
+
+
+@pytest.mark.parametrize("way", ["quantise", "prepare, convert"])
+@pytest.mark.parametrize("config", (OURS | TORCHAO).values(), ids=OURS | TORCHAO)
+def test_a_skeleton_takes_packed_codes(config: Any, way: str) -> None:
+    real = net()
+    quantize_(real, config)
+    skeleton = on_meta()
+    for step in [config] if way == "quantise" else [QATConfig(config), QATConfig(step="convert")]:
+        quantize_(skeleton, step)
+    for ours, theirs in zip(skeleton.parameters(), real.parameters(), strict=True):
+        assert (type(ours), ours.shape, ours.dtype) == (type(theirs), theirs.shape, theirs.dtype)
+        assert ours.is_meta
+    skeleton.load_state_dict(real.state_dict(), assign=True)
+    assert torch.equal(skeleton(X), real(X))
+
+
+@pytest.mark.parametrize("config", OURS.values(), ids=OURS)
+def test_an_emptied_skeleton_takes_packed_codes_in_place(config: Any) -> None:
+    real, skeleton = net(), on_meta()
+    quantize_(real, config)
+    quantize_(skeleton, config)
+    skeleton.to_empty(device="cpu")
+    assert type(skeleton[0].weight) is PackedTensor
+    skeleton.load_state_dict(real.state_dict())
+    assert torch.equal(skeleton(X), real(X))
+
+
+def test_an_emptied_skeleton_refuses_codes_of_another_format() -> None:
+    real, skeleton = net(), on_meta()
+    quantize_(real, NVFP4WeightConfig())
+    quantize_(skeleton, Int4WeightConfig(32))
+    skeleton.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"packed codes \(.*int4-g32.*can be replaced by their like only"):
+        skeleton.load_state_dict(real.state_dict())
+
+
+@pytest.mark.parametrize("step", [QATConfig(NVFP4WeightConfig()), NVFP4WeightConfig()], ids=["prepared", "skeleton"])
+def test_running_before_loading_is_an_error_and_not_uninitialised_memory(step: Any) -> None:
+    model = on_meta()
+    quantize_(model, step)
+    with pytest.raises(ValueError, match=r"input is on cpu and its weight on meta.*load the checkpoint first"):
+        model(X)
+
+
+def test_a_model_on_meta_cannot_be_moved() -> None:
+    model = on_meta()
+    with pytest.raises(ValueError, match=r"device='cpu': 0.weight is on the meta device.*Load the weights first"):
+        quantize_(model, QATConfig(NVFP4WeightConfig()), device="cpu")
+    assert_plain(model)
+
+
+def test_nan_that_was_loaded_after_prepare_stops_convert() -> None:
+    state = net().state_dict()
+    state["2.weight"][3, 4] = torch.nan
+    model = on_meta()
+    quantize_(model, QATConfig(NVFP4WeightConfig()))
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(ValueError, match=r"2 \(64, 96\): its weight holds NaN or Inf"):
+        quantize_(model, QATConfig(step="convert"))
+
+
+class Moves(TorchDispatchMode):
+    """Counts the float matrices on the target device that are alive when another one arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[Any] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and type(out) is Tensor and out.is_meta and out.dim() == 2:
+            self.alive = [r for r in self.alive if r() is not None] + [weakref.ref(out)]
+            self.most = max(self.most, len(self.alive))
+        return out
+
+
+def test_device_moves_one_weight_at_a_time() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    with Moves() as moves:
+        quantize_(model, Int4WeightConfig(32), device="meta")
+    assert moves.most == 1
+    assert all(m.weight.is_meta and type(m.weight) is PackedTensor for m in model)
+
+
+# ---- accelerate's hooks
+
+
+def split(model: nn.Module) -> nn.Module:
+    return dispatch_model(model, {"0": "cpu", "1": "cpu", "2": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("hook", [split, offloaded], ids=["split", "offloaded"])
+@pytest.mark.parametrize("order", ["hook, prepare", "prepare, hook"])
+def test_prepared_layers_compute_under_accelerates_hooks(hook: Any, order: str) -> None:
+    model, config = net(), QATConfig(NVFP4WeightConfig())
+    plain = model(X)
+    reference = copy.deepcopy(model)
+    quantize_(reference, config)
+    if order == "hook, prepare":
+        model = hook(model)
+        quantize_(model, config)
+    else:
+        quantize_(model, config)
+        model = hook(model)
+    assert hasattr(model[0], "_hf_hook")
+    assert torch.equal(model(X), reference(X))
+    assert not torch.equal(model(X), plain)
+    set_fake_quant(model, False)
+    assert torch.equal(model(X), plain)
+    set_fake_quant(model, True)
+    assert unprepare(model) == 2
+    assert torch.equal(model(X), plain)
+    quantize_(model, config)
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(model(X), reference(X))
+
+
+def test_converted_layers_compute_under_accelerates_hooks() -> None:
+    model = net()
+    reference = copy.deepcopy(model)
+    model = split(model)
+    for m in (model, reference):
+        quantize_(m, QATConfig(NVFP4WeightConfig()))
+        quantize_(m, QATConfig(step="convert"))
+    assert torch.equal(model(X), reference(X))
+
+
+def test_offloaded_weights_are_not_converted_to_an_empty_skeleton() -> None:
+    model = offloaded(net())
+    message = r"0 \(96, 64\): accelerate keeps its weight offloaded.*without offload"
+    with pytest.raises(ValueError, match=message):
+        quantize_(model, Int4WeightConfig(32))
+    quantize_(model, QATConfig(Int4WeightConfig(32)))
+    with pytest.raises(ValueError, match=message):
+        quantize_(model, QATConfig(step="convert"))
+
+
+def test_a_replaced_forward_is_refused() -> None:
+    model = net()
+    model[0].forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"0 \(96, 64\): its forward is replaced on the instance"):
+        quantize_(model, QATConfig(NVFP4WeightConfig()))
+    assert_plain(model)
+
+
+# ---- unprepare
+
+
+def test_unprepare_leaves_the_model_as_it_was() -> None:
+    model = net().eval()
+    calls: list[str] = []
+    model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    model[0].note = "kept"
+    model[2].weight.requires_grad_(False)
+    before, weights, output = dict(vars(model[0])), list(model.parameters()), model(X)
+    quantize_(model, QATConfig(NVFP4WeightConfig()))
+    assert not torch.equal(model(X), output)
+    assert unprepare(model) == 2
+    assert_plain(model)
+    assert vars(model[0]) == before
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    assert not model[2].weight.requires_grad
+    assert not model[0].training
+    assert torch.equal(model(X), output)
+    assert calls == ["hook"] * 3
+    quantize_(model, QATConfig(Int4WeightConfig(32)))  # and can be prepared again, for another config
+
+
+def test_unprepare_keeps_what_training_did_and_a_single_layer_is_enough() -> None:
+    layer = net()[0]
+    quantize_(layer, QATConfig(NVFP4WeightConfig()))
+    layer(X).sum().backward()
+    torch.optim.SGD(layer.parameters(), 0.5).step()
+    trained = layer.weight.detach().clone()
+    assert unprepare(layer) == 1
+    assert torch.equal(layer.weight, trained)
+    assert torch.equal(layer(X), nn.functional.linear(X, trained, layer.bias))
+
+
+def test_nothing_to_unprepare() -> None:
+    with pytest.raises(ValueError, match="nothing to unprepare: no layer of the Sequential is prepared"):
+        unprepare(net())
+    model = net()
+    quantize_(model, NVFP4WeightConfig())
+    with pytest.raises(ValueError, match="nothing to unprepare"):
+        unprepare(model)
