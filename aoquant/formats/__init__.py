@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from functools import cache
@@ -15,7 +14,9 @@ from . import layout
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .float8 import Float8
+from .high import HighPrecision
 from .integer import Affine, Int4
+from .stretched import Stretched
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -25,8 +26,10 @@ __all__ = [
     "Encoded",
     "Float8",
     "Format",
+    "HighPrecision",
     "Int4",
     "Scales",
+    "Stretched",
     "get_format",
     "layout",
     "list_formats",
@@ -41,6 +44,7 @@ _STANDARD: tuple[Format, ...] = (
     Affine(8, "group", 32, scales="float32"),
     Affine(8, "row", mapping="asymmetric", scales="float32"),
     *(Float8(element, per) for element in ("e4m3", "e5m2") for per in ("row", "tensor")),
+    *(Float8("e4m3", "block", rows=rows, cols=128) for rows in (1, 128)),
     *(MX("e2m1", rule) for rule in ("rceil", "floor", "ceil", "even")),
     *(MX(element, rule) for element in ("e4m3", "e5m2") for rule in ("rceil", "floor", "ceil", "even")),
     NVFP4(),
@@ -53,9 +57,11 @@ _STANDARD: tuple[Format, ...] = (
 def get_format(name: str) -> Format:
     """The format called `name`.
 
-    Group sizes and static scales are part of the name: "int4-g64", "intx3-g128", "int8-tensor-static:0.02", with a zero point
-    "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001"; "-native" makes an integer or float8 activation format divide as its
-    device does.
+    Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with a zero point
+    "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym", "intx4-g32-noclip",
+    "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax); "-native" makes an integer or
+    float8 activation format divide as its device does. "stretched2-g32" is an integer grid without zero, "high-precision" leaves
+    values as they are.
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -71,18 +77,11 @@ def get_format(name: str) -> Format:
         if fixed.name != name:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
-    base, native = name.removesuffix("-native"), name.endswith("-native")
-    found = table.get(base)
-    if found is None and (match := re.fullmatch(r"(.+-g)([1-9]\d*)(-asym)?", base)):
-        stem = next((f for f in _STANDARD if f.name.startswith(match[1])), None)
-        if isinstance(stem, Int4 | Affine):
-            found = dataclasses.replace(stem, group=int(match[2]))
-        if match[3] and isinstance(found, Affine):
-            found = dataclasses.replace(found, mapping="asymmetric")
-    if found is None and isinstance(row := table.get(base.removesuffix("-asym")), Affine):
-        found = dataclasses.replace(row, mapping="asymmetric")
-    if native and isinstance(found, Affine | Float8):
-        found = dataclasses.replace(found, native=True)
+    found: Format | None = Affine.parse(name) or Float8.parse(name) or Stretched.parse(name)
+    if name == "high-precision":
+        found = HighPrecision()
+    if match := re.fullmatch(r"int4-g([1-9]\d*)", name):
+        found = Int4(int(match[1]))
     if found is None or found.name != name:
         near = difflib.get_close_matches(name, table, 5, 0.4) or sorted(table)
         raise ValueError(
