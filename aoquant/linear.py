@@ -87,10 +87,11 @@ def quantized_linear(x: Tensor, w: Sequence[Tensor], bias: Tensor | None, recipe
         raise ValueError(
             f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
         )
-    if recipe.contract == "bias_after" and x.dtype != torch.bfloat16:
+    if recipe.contract in ops.BFLOAT16_ONLY and x.dtype != torch.bfloat16:
+        kernel, instead = ops.BFLOAT16_ONLY[recipe.contract]
         raise ValueError(
-            f"the MSLK int4 kernel takes bfloat16 activations, got {x.dtype}: run the model in bfloat16, or under "
-            "torch.autocast(dtype=torch.bfloat16), or use aoquant.Int4WeightConfig, which takes any dtype"
+            f"{kernel} takes bfloat16 activations, got {x.dtype}: run the model in bfloat16, or under "
+            f"torch.autocast(dtype=torch.bfloat16), or use {instead}, which takes any dtype"
         )
     names = (recipe.input_name, recipe.fprop_weight.name, recipe.contract, recipe.straight_through)
     return _QuantizedLinear.apply(x, bias, k, *names, *w)  # type: ignore[no-untyped-call]

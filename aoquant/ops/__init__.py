@@ -18,11 +18,12 @@ from torch import Tensor
 from aoquant.formats import Encoded, get_format, layout
 
 from . import reference
-from .contracts import CONTRACTS
+from .contracts import BFLOAT16_ONLY, CONTRACTS
 from .external import TORCH
 from .router import Backend, Call, Request, backend, backend_names, explain, register, route
 
 __all__ = [
+    "BFLOAT16_ONLY",
     "CONTRACTS",
     "Request",
     "backend",

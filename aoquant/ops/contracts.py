@@ -16,9 +16,11 @@ backend states which contracts it keeps.
 | int8_dynamic    | torchao Int8Tensor, int8 activations           | rn(int32 acc * alpha_x) [- zero point term], * alpha_w     |
 | fp8_scaled_mm   | torchao Float8Tensor, fp8 activations          | torch._scaled_mm(codes, codes^T, alphas, bias)             |
 | .._precise      | the same, mm_config.use_fast_accum=False       | the same with full float32 accumulation                    |
+| fp8_blocks      | torchao Float8Tensor, 1x128 and 128x128 blocks | rn(rn(acc) + bias), bf16 activations only                  |
 | nvfp4_rescale   | torchao NVFP4Tensor on Blackwell               | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
 
-acc is the float32 sum of products of operands; rn rounds to the output's dtype.
+acc is the float32 sum of products of operands; rn rounds to the output's dtype. Where both operands are float8 in blocks along K,
+acc is the sum over blocks, in K's order, of (the block's products summed) * x's scale * w's scale, as DeepSeek-V3's kernel has it.
 """
 
 from __future__ import annotations
@@ -33,5 +35,11 @@ CONTRACTS = (
     "int8_dynamic",
     "fp8_scaled_mm",
     "fp8_scaled_mm_precise",
+    "fp8_blocks",
     "nvfp4_rescale",
 )
+# contracts whose kernel takes bfloat16 activations alone -> the kernel, and what takes any dtype
+BFLOAT16_ONLY = {
+    "bias_after": ("the MSLK int4 kernel", "aoquant.Int4WeightConfig"),
+    "fp8_blocks": ("torchao's blockwise fp8 kernel", 'aoquant.FP8WeightConfig(granularity="block")'),
+}

@@ -26,7 +26,11 @@ VARIANTS = [
     "intx1-g32-asym",
     *(f"intx{bits}-g32-noclip" for bits in range(2, 9)),
     "intx4-row-noclip",
-    *(f"intx4-g32{sides}-s{dtype}" for sides in ("", "-asym", "-noclip") for dtype in ("float32", "bfloat16", "float16")),
+    *(
+        f"intx4-g32{sides}-s{dtype}"
+        for sides in ("", "-asym", "-noclip")
+        for dtype in ("float32", "bfloat16", "float16")
+    ),
     "intx8-row-asym-sfloat32",
     "int7-row",
     "int7-tensor-asym",
