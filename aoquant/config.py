@@ -63,18 +63,25 @@ class Int4WeightConfig(WeightConfig):
 
 @dataclass
 class IntxWeightConfig(WeightConfig):
-    """Symmetric integer weights of 2 to 8 bits, per group of `group_size` along K, or per row when it is None."""
+    """Integer weights of 2 to 8 bits, per group of `group_size` along K, or per row when it is None.
+
+    mapping: "symmetric" (the largest positive value may clip), "noclip" (symmetric, nothing clips) or "asymmetric" (a zero point),
+        which takes 1 bit too.
+    """
 
     bits: int = 4
     group_size: int | None = 32
     activation: str | None = None
+    mapping: str = "symmetric"
 
     def weight_format(self) -> Format:
-        if not 2 <= self.bits <= 8:
-            raise ValueError(f"IntxWeightConfig: bits must be 2 to 8, got {self.bits}")
+        mapping = _choice("mapping", self.mapping, "symmetric", "noclip", "asymmetric")
+        least = 1 if mapping == "asymmetric" else 2
+        if not least <= self.bits <= 8:
+            raise ValueError(f"IntxWeightConfig: bits must be {least} to 8 with mapping={mapping!r}, got {self.bits}")
         if self.group_size is None:
-            return get_format(f"intx{self.bits}-row")
-        return get_format(f"intx{self.bits}-g{_group('IntxWeightConfig', self.group_size)}")
+            return Affine(self.bits, mapping=mapping)
+        return Affine(self.bits, "group", _group("IntxWeightConfig", self.group_size), mapping)
 
 
 @dataclass
@@ -90,15 +97,25 @@ class Int8WeightConfig(WeightConfig):
 
 @dataclass
 class FP8WeightConfig(WeightConfig):
-    """float8 weights ("e4m3" or "e5m2") with a float32 scale per row or per tensor; activations e4m3 per row by default."""
+    """float8 weights ("e4m3" or "e5m2") with a float32 scale per row, per tensor, or per block of 128 x 128.
+
+    activation: "default" is e4m3 per row, and per 1 x 128 beside blocks, which sum each block's products by themselves.
+    """
 
     element: str = "e4m3"
     granularity: str = "row"
-    activation: str | None = "fp8-row"
+    activation: str | None = "default"
+
+    def __post_init__(self) -> None:
+        if self.activation == "default":
+            self.activation = "fp8-1x128" if self.granularity == "block" else "fp8-row"
+        super().__post_init__()
 
     def weight_format(self) -> Format:
         element = _choice("element", self.element, "e4m3", "e5m2")
-        return Float8(element, _choice("granularity", self.granularity, "row", "tensor"))
+        if _choice("granularity", self.granularity, "row", "tensor", "block") == "block":
+            return Float8(element, "block", rows=128, cols=128)
+        return Float8(element, self.granularity)
 
 
 @dataclass
@@ -174,7 +191,8 @@ class QATConfig(AOBaseConfig):
     """Prepare a model for quantisation-aware training, or convert it afterwards. Takes torchao's arguments.
 
     base_config: a PTQ config of torchao's or ours. activation_config, weight_config: instead of a base, fake-quantisation configs
-        of torchao's, formats, or names of formats; such layers convert to aoquant's packed tensor.
+        of torchao's, formats, or names of formats; such layers convert to aoquant's packed tensor. An activation_config alone
+        leaves the weight in high precision.
     step: "prepare" or "convert". Convert takes the base that prepare was given, or none, which means the same.
     straight_through: "identity" passes every gradient; "clipped" stops it at values that the largest code clips.
 
@@ -213,8 +231,8 @@ class QATConfig(AOBaseConfig):
                 f"QATConfig: base_config must be a PTQ config, got {type(base_config).__name__}; "
                 "formats and fake-quantisation configs go to weight_config= and activation_config="
             )
-        if self.step == "prepare" and base_config is None and weight_config is None:
-            raise ValueError("QATConfig: prepare needs a base_config, or a weight_config")
+        if self.step == "prepare" and base_config is None and not parts:
+            raise ValueError("QATConfig: prepare needs a base_config, or a weight_config, or an activation_config")
         if self.step == "convert" and parts:
             raise ValueError("QATConfig: convert takes no weight_config or activation_config; layers remember theirs")
 

@@ -87,7 +87,9 @@ def register() -> None:
     before = _QUANTIZE_CONFIG_HANDLER[TorchaoQATConfig]
 
     def chained(module: nn.Module, config: Any) -> nn.Module:
-        own = isinstance(config.base_config, WeightConfig) or isinstance(config.weight_config, Format | str)
+        own = isinstance(config.base_config, WeightConfig) or any(
+            isinstance(c, Format | str) for c in (config.weight_config, config.activation_config)
+        )
         return handle(module, config) if own or isinstance(module, QATLayer) else before(module, config)
 
     register_quantize_module_handler(TorchaoQATConfig)(chained)

@@ -236,11 +236,25 @@ def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if step != 1:
         raise ValueError(f"a PackedTensor is sliced with step 1, got {step}")
     if dim == 0:
-        rows = [t if t is None or t.shape[0] != packed.shape[0] else func(t, 0, start, end) for t in _tensors(packed)]
-        sliced = packed._with(rows)
+        sliced = _slice_rows(packed, start, end)
     else:
         sliced = _slice_columns(packed, start, end)
     return return_and_correct_aliasing(func, args, kwargs, sliced)
+
+
+def _slice_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+    format, n = packed.weight_format, packed.shape[0]
+    unit = format.tile_rows
+    if start % unit or (end % unit and end != n):
+        raise ValueError(f"{format.name} weights are cut along N at multiples of {unit}, got {start}:{end}")
+
+    def rows(t: Tensor | None) -> Tensor | None:
+        """Cut a tensor with a row for every weight row, or for every tile; a single row covers them all."""
+        if t is None or t.shape[0] == n:
+            return t if t is None else t[start:end]
+        return t if t.shape[0] == 1 else t[start // unit : -(-end // unit)]
+
+    return packed._with([rows(t) for t in _tensors(packed)])
 
 
 def _slice_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:

@@ -24,6 +24,7 @@ from torchao.quantization import (
 from torchao.quantization.qat import IntxFakeQuantizeConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.quantize_.workflows import IntxUnpackedToInt8Tensor
+from torchao.sparsity.sparse_api import SemiSparseWeightConfig
 
 import aoquant
 from aoquant import Int4WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
@@ -308,9 +309,9 @@ BAD = {
     "MSLK with float16": (Int4WeightOnlyConfig(64), torch.float16, r"up.*bfloat16 activations"),
     "dtype": (NVFP4WeightConfig(), torch.float64, r"up.*float32, bfloat16 or float16, got float64"),
     "fp8 rows in float32": (Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), torch.float32, r"up.*bfloat16 layers, got float32"),
-    "a config nobody knows": (torchao.quantization.Float8DynamicActivationInt4WeightConfig(), torch.bfloat16, r"up.*is not supported"),
+    "a config nobody knows": (SemiSparseWeightConfig(), torch.bfloat16, r"up.*SemiSparseWeightConfig"),
     "an option without exact numerics": (
-        Int4WeightOnlyConfig(64, int4_packing_format="tile_packed_to_4d"),
+        Int4WeightOnlyConfig(64, int4_packing_format="plain_int32"),
         torch.bfloat16,
         r"up.*int4_packing_format must be",
     ),

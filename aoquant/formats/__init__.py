@@ -15,10 +15,12 @@ from . import layout
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .float8 import Float8
+from .high import HighPrecision
 from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
 from .integer import Affine
 from .mslk import Float8Mslk
+from .stretched import Stretched
 from .tinygemm import TinyGemm
 
 __all__ = [
@@ -31,10 +33,12 @@ __all__ = [
     "Float8",
     "Float8Mslk",
     "Format",
+    "HighPrecision",
     "Int4",
     "Int4Float8",
     "Int4Float8Row",
     "Scales",
+    "Stretched",
     "TinyGemm",
     "get_format",
     "layout",
@@ -56,6 +60,7 @@ _STANDARD: tuple[Format, ...] = (
     Affine(8, "row", mapping="asymmetric", scales="float32"),
     *(Float8(element, per) for element in ("e4m3", "e5m2") for per in ("row", "tensor")),
     Float8Mslk(),
+    *(Float8("e4m3", "block", rows=rows, cols=128) for rows in (1, 128)),
     *(MX("e2m1", rule) for rule in ("rceil", "floor", "ceil", "even")),
     *(MX(element, rule) for element in ("e4m3", "e5m2") for rule in ("rceil", "floor", "ceil", "even")),
     NVFP4(),
@@ -70,9 +75,11 @@ _FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=Tr
 def get_format(name: str) -> Format:
     """The format called `name`.
 
-    Group sizes and static scales are part of the name: "int4-g64", "intx3-g128", "int8-tensor-static:0.02", with a zero point
-    "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001"; "-native" makes an integer or float8 activation format divide as its
-    device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
+    Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with a zero point
+    "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym", "intx4-g32-noclip",
+    "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax); "-native" makes an integer or
+    float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
+    "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are.
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -88,20 +95,14 @@ def get_format(name: str) -> Format:
         if fixed.name != name:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
-    base, native = name.removesuffix("-native").removesuffix("-hqq"), name.endswith("-native")
-    found = table.get(base)
-    if found is None and (match := re.fullmatch(r"(.+-g)([1-9]\d*)(-asym)?", base)):
-        stem = next((f for f in (*_STANDARD, *_FITTED) if f.name.startswith(match[1])), None)
-        if isinstance(stem, Int4 | Affine):
-            found = dataclasses.replace(stem, group=int(match[2]))
-        if match[3] and isinstance(found, Affine):
-            found = dataclasses.replace(found, mapping="asymmetric")
-    if found is None and isinstance(row := table.get(base.removesuffix("-asym")), Affine):
-        found = dataclasses.replace(row, mapping="asymmetric")
-    if name.endswith("-hqq") and isinstance(found, Affine):
-        found = AffineHQQ(found.width, found.per, found.group)
-    if native and isinstance(found, Affine | Float8):
-        found = dataclasses.replace(found, native=True)
+    found: Format | None = Affine.parse(name) or Float8.parse(name) or Stretched.parse(name)
+    if name == "high-precision":
+        found = HighPrecision()
+    if match := re.fullmatch(r"(int4.*-g)([1-9]\d*)", name):
+        stem = next((f for f in (*_STANDARD, *_FITTED) if f.name == f"{match[1]}{f.block}"), None)
+        found = dataclasses.replace(stem, group=int(match[2])) if isinstance(stem, Int4) else None
+    if name.endswith("-hqq") and (plain := Affine.parse(name.removesuffix("-hqq"))):
+        found = AffineHQQ(plain.width, plain.per, plain.group)
     if found is None or found.name != name:
         near = difflib.get_close_matches(name, table, 5, 0.4) or sorted(table)
         raise ValueError(

@@ -30,7 +30,8 @@ class Encoded(NamedTuple):
     """A quantised (R, K) matrix.
 
     codes: packed codes, (R, bytes of K codes), uint8, int8 or a float8 dtype.
-    scale: (R, G), (R, 1) or (1, 1); float32, the input's dtype, float8_e4m3fn or float8_e8m0fnu as the format says; or None.
+    scale: (R, G), (R, 1), (1, 1) or (ceil(R / tile_rows), G); float32, the input's dtype, float8_e4m3fn or float8_e8m0fnu as the
+           format says; or None.
     zero:  like scale: the integer zero point (int8) or the value of code 0 (int4, scale's dtype); or None.
     outer: (1, 1) or (R, 1) float32, multiplies the accumulator; or None.
     k:     K, the unpacked width.
@@ -74,6 +75,11 @@ class Format:
     def block(self) -> int | None:
         """Values along K that share a scale; None when a whole row or more does."""
         return None
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows that share a scale, for scales (ceil(R / tile_rows), G)."""
+        return 1
 
     @property
     def per_tensor(self) -> bool:

@@ -1,13 +1,19 @@
-"""float8 with one float32 scale per row or per tensor.
+"""float8 with float32 scales: one per row, per tensor, or per block of rows x cols.
 
     s = absmax / max, in x's dtype, then float32;  q = sat(x / s), a true float32 division;  value = q * s
 
-The codes are the operand and the scale multiplies the accumulator, so nothing is rounded twice. A block of zeros stores scale 0
-and zero codes; torchao divides 0 by 0 there and stores NaN. Source: torchao 0.18 `_choose_scale_float8`, `_quantize_affine_float8`.
+With one scale for a whole row the codes are the operand and the scale multiplies the accumulator, so nothing is rounded twice. A
+block's scale cannot wait that long: a kernel for blocks sums each block's products by themselves, multiplies by both scales and adds
+(`ops.reference` has the order); where only one side has blocks, its operand is the decoded value, rounded once. Blocks of 1 x 128 for
+activations and 128 x 128 for weights are DeepSeek-V3's and torchao's; the last block of rows may be short.
+
+low and high bound the absmax, as torchao's hp_value_lb and hp_value_ub do; values beyond high saturate. A block of zeros stores scale
+0 and zero codes; torchao divides 0 by 0 there and stores NaN. Source: torchao 0.18 `_choose_scale_float8`, `_quantize_affine_float8`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,27 +23,58 @@ from .base import Encoded, Format, Scales
 from .elements import ELEMENTS, to_float8
 from .scales import absmax, check_fixed, constants, divide, fixed_name
 
+_NAME = re.compile(
+    r"fp8(?:-(e5m2))?-(?:(row|tensor)|([1-9]\d*)x([1-9]\d*))(-native)?(?::lb([^:]+))?(?::ub([^:]+))?",
+)
+
 
 @dataclass(frozen=True)
 class Float8(Format):
-    """float8 e4m3 or e5m2, scale (R, 1) or (1, 1) float32. native: divide as x's device does (see scales.py).
+    """float8 e4m3 or e5m2; scale (R, 1), (1, 1) or (ceil(R / rows), K / cols), float32.
 
-    fixed: (scale,), a constant instead of one made from x; per tensor only.
+    native: divide as x's device does (see scales.py). rows, cols: of a block. low, high: bounds of the absmax. fixed: (scale,), a
+    constant instead of one made from x; per tensor only.
     """
 
     element: str = "e4m3"
-    per: str = "row"  # | "tensor"
+    per: str = "row"  # | "tensor" | "block"
     native: bool = False
     fixed: tuple[float, ...] = ()
+    rows: int = 1
+    cols: int = 0
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> Float8 | None:
+        """The format called `name`; None when it is no float8 format's name."""
+        if (match := _NAME.fullmatch(name)) is None:
+            return None
+        element, per, rows, cols, native, *bounds = match.groups()
+        try:
+            low, high = (None if b is None else float(b) for b in bounds)
+        except ValueError:
+            return None
+        return cls(element or "e4m3", per or "block", bool(native), (), int(rows or 1), int(cols or 0), low, high)
 
     @property
     def name(self) -> str:
         element = "" if self.element == "e4m3" else f"-{self.element}"
-        return f"fp8{element}-{self.per}{'-native' if self.native else ''}{fixed_name(self.fixed)}"
+        per = f"{self.rows}x{self.cols}" if self.per == "block" else self.per
+        bounds = "".join(f":{n}{b!r}" for n, b in (("lb", self.low), ("ub", self.high)) if b is not None)
+        return f"fp8{element}-{per}{'-native' if self.native else ''}{bounds}{fixed_name(self.fixed)}"
 
     @property
     def bits(self) -> int:
         return 8
+
+    @property
+    def block(self) -> int | None:
+        return self.cols if self.per == "block" else None
+
+    @property
+    def tile_rows(self) -> int:
+        return self.rows
 
     @property
     def per_tensor(self) -> bool:
@@ -51,26 +88,47 @@ class Float8(Format):
     def measure(self, x_RK: Tensor) -> Scales:
         if self.fixed:
             return Scales(*constants(self.fixed, x_RK.device))
-        grouped = x_RK if self.per == "row" else x_RK.reshape(1, -1)
-        return Scales(divide(absmax(grouped).unsqueeze(-1), ELEMENTS[self.element][1], native=self.native).float())
+        amax = self._absmax(self._blocks(x_RK))
+        return Scales(divide(amax, ELEMENTS[self.element][1], native=self.native).float())
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        x_RK, scale = x_RK.contiguous(), s.scale  # and so are the codes
+        x_RGB, scale = self._blocks(x_RK), s.scale
         assert scale is not None
-        codes = to_float8(x_RK.float() / torch.where(scale == 0, 1.0, scale), self.element)
-        return Encoded(torch.where(scale == 0, torch.zeros_like(codes), codes), scale, None, None, x_RK.shape[1])
+        s_RG1 = self.spread(scale, x_RK.shape[0]).unsqueeze(-1)
+        codes = to_float8(x_RGB.float() / torch.where(s_RG1 == 0, 1.0, s_RG1), self.element)
+        codes = torch.where(s_RG1 == 0, torch.zeros_like(codes), codes)
+        return Encoded(codes.flatten(1), scale, None, None, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        return e.codes.to(dtype)
+        if self.per != "block":
+            return e.codes.to(dtype)
+        assert e.scale is not None
+        s_RG1 = self.spread(e.scale, e.codes.shape[0]).unsqueeze(-1)
+        return (self._blocks(e.codes.float()) * s_RG1).flatten(1).to(dtype)
 
     def alpha(self, e: Encoded) -> Tensor | None:
-        return e.scale
+        return None if self.per == "block" else e.scale
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         assert e.scale is not None
         # one code step above the largest: a value that rounding alone brings back is not clipped
-        return x_RK.float().abs() > e.scale * (ELEMENTS[self.element][1] * (1 + 2.0 ** -ELEMENTS[self.element][2]))
+        limit = ELEMENTS[self.element][1] * (1 + 2.0 ** -ELEMENTS[self.element][2])
+        s_RG1 = self.spread(e.scale, x_RK.shape[0]).unsqueeze(-1)
+        return (self._blocks(x_RK).float().abs() > s_RG1 * limit).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
         return e.scale < torch.finfo(torch.float32).smallest_normal
+
+    def spread(self, scale: Tensor, rows: int) -> Tensor:
+        """A scale for every row: (R, G), or (1, 1) as it is."""
+        return scale if self.rows == 1 else scale.repeat_interleave(self.rows, 0)[:rows]
+
+    def _absmax(self, x_RGB: Tensor) -> Tensor:
+        """Scale-shaped, in x's dtype, within the bounds."""
+        amax = absmax(x_RGB.reshape(1, 1, -1) if self.per == "tensor" else x_RGB)
+        if self.rows > 1:
+            missing = -amax.shape[0] % self.rows
+            padded = torch.nn.functional.pad(amax, (0, 0, 0, missing)) if missing else amax
+            amax = padded.view(-1, self.rows, amax.shape[1]).amax(1) if amax.numel() else amax
+        return amax if self.low is None and self.high is None else amax.clamp(min=self.low, max=self.high)

@@ -1,12 +1,14 @@
-"""Affine integers of 2 to 8 bits as torchao computes them: `choose_qparams_affine` / `quantize_affine`, each step rounded to x's dtype.
+"""Affine integers of 1 to 8 bits as torchao computes them: `choose_qparams_affine` / `quantize_affine`, each step rounded to x's dtype.
 
 symmetric   s = max(absmax / ((qmax - qmin) / 2), eps);  zp = 0
+noclip      s = max(min(x, 0) / qmin, max(x, 0) / qmax, eps);  zp = 0, and no value lies beyond the largest code
 asymmetric  s = max((max(x, 0) - min(x, 0)) / (qmax - qmin), eps);  zp = clamp(qmin - rn(min / s))
 q = clamp(rn(x * (1 / s)) + zp, qmin, qmax);  value = (q - zp) * s
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +17,12 @@ from torch import Tensor
 from . import layout
 from .base import Encoded, Format, Scales
 from .scales import check_fixed, constants, divide, fixed_name, visible
+
+# int8, and int7 in int8's bytes, have float32 scales; int4-g.. is MSLK's format
+_NAME = re.compile(
+    r"(?:intx([1-8])|int([78]))-(?:g([1-9]\d*)|(row|tensor))(?:-(asym|noclip))?(?:-s(float32|bfloat16|float16))?(-native)?"
+)
+_SUFFIX = {"symmetric": "", "asymmetric": "-asym", "noclip": "-noclip"}
 
 
 @dataclass(frozen=True)
@@ -25,22 +33,36 @@ class Affine(Format):
     in x's dtype with float32's eps, and quantises in float32 (Int8Tensor).
     native: divide as x's device does; for activations that torchao quantises again at run time.
     fixed: (scale,) or (scale, zero point), constants instead of ones made from x; per tensor only.
+    stored: with scales "input", the dtype that the finished scale is cast to before anything is quantised with it; "" is x's.
     """
 
     width: int = 8
     per: str = "row"  # "group" | "row" | "tensor"
     group: int = 0
-    mapping: str = "symmetric"  # | "asymmetric"
+    mapping: str = "symmetric"  # | "asymmetric" | "noclip"
     scales: str = "input"  # | "float32"
     native: bool = False
     fixed: tuple[float, ...] = ()
+    stored: str = ""  # | "float32" | "bfloat16" | "float16"
+
+    @classmethod
+    def parse(cls, name: str) -> Affine | None:
+        """The format called `name`; None when it is no affine format's name."""
+        if (match := _NAME.fullmatch(name)) is None:
+            return None
+        intx, int_, group, per, suffix, stored, native = match.groups()
+        mapping = next(m for m, s in _SUFFIX.items() if s == (f"-{suffix}" if suffix else ""))
+        scales = "input" if intx else "float32"
+        bits = int(intx or int_)
+        return cls(bits, per or "group", int(group or 0), mapping, scales, bool(native), stored=stored or "")
 
     @property
     def name(self) -> str:
         kind = "int" if self.scales == "float32" else "intx"
         per = f"g{self.group}" if self.per == "group" else self.per
-        sides = "" if self.mapping == "symmetric" else "-asym"
-        return f"{kind}{self.width}-{per}{sides}{'-native' if self.native else ''}{fixed_name(self.fixed)}"
+        stored = f"-s{self.stored}" if self.stored else ""
+        native = "-native" if self.native else ""
+        return f"{kind}{self.width}-{per}{_SUFFIX[self.mapping]}{stored}{native}{fixed_name(self.fixed)}"
 
     @property
     def bits(self) -> int:
@@ -62,7 +84,7 @@ class Affine(Format):
     def fix(self, *numbers: float) -> Format:
         if not self.per_tensor:
             return super().fix(*numbers)
-        return replace(self, fixed=check_fixed(self.name, numbers, 1 if self.mapping == "symmetric" else 2))
+        return replace(self, fixed=check_fixed(self.name, numbers, 2 if self.mapping == "asymmetric" else 1))
 
     def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._scaled_blocks(x_RK)
@@ -105,10 +127,10 @@ class Affine(Format):
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         assert e.scale is not None
         scale = e.scale
+        q_RK = self._centred(e, torch.float32 if self.stored else scale.dtype)
         if self.per == "group":
-            q_RGB = self._blocks(self._centred(e, scale.dtype))
-            return (q_RGB * scale.unsqueeze(-1)).flatten(1).to(dtype)
-        return (self._centred(e, scale.dtype) * scale).to(dtype)
+            return (self._blocks(q_RK) * scale.unsqueeze(-1)).flatten(1).to(dtype)
+        return (q_RK * scale).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         x_RGB = self._scaled_blocks(x_RK)
@@ -135,20 +157,25 @@ class Affine(Format):
         else:
             smallest, largest = x_RGB.amin(-1, keepdim=True).clamp(max=0), x_RGB.amax(-1, keepdim=True).clamp(min=0)
         eps = self._eps(x_RGB.dtype)
-        if self.mapping == "symmetric":
-            scale = divide(torch.max(-smallest, largest), (high - low) / 2, native=self.native).clamp(min=eps)
-            zero = torch.zeros_like(scale)
-        else:
+        if self.mapping == "asymmetric":
             scale = divide(largest - smallest, float(high - low), native=self.native).clamp(min=eps)
             zero = (low - (smallest / scale).round()).clamp(low, high).nan_to_num(0.0)
-        return scale, zero.to(torch.int8)
+            return scale, zero.to(torch.int8)
+        if self.mapping == "symmetric":
+            scale = divide(torch.max(-smallest, largest), (high - low) / 2, native=self.native)
+        else:
+            below = divide(smallest, float(low), native=self.native)
+            scale = torch.maximum(below, divide(largest, float(high), native=self.native))
+        return scale.clamp(min=eps), torch.zeros_like(scale, dtype=torch.int8)
 
     def _broadcast(self, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scale, as it is stored and at least eps, and zero point, (R, G, 1). A learned scale may have fallen below zero."""
         assert scale is not None
-        scale = (
-            (scale.float() if self.scales == "float32" else scale.to(dtype)).clamp(min=self._eps(dtype)).unsqueeze(-1)
-        )
+        if self.stored:
+            dtype, eps = getattr(torch, self.stored), 0.0  # what a narrow dtype makes 0 is 0 in torchao too
+        else:
+            dtype, eps = torch.float32 if self.scales == "float32" else dtype, self._eps(dtype)
+        scale = scale.to(dtype).clamp(min=eps).unsqueeze(-1)
         return scale, torch.zeros_like(scale) if zero is None else zero.unsqueeze(-1)
 
     def _code(self, x_RGB: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

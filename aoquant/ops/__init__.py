@@ -25,6 +25,7 @@ from .router import Backend, Call, Request, backend, backend_names, explain, reg
 from .tinygemm import TINYGEMM
 
 __all__ = [
+    "BFLOAT16_ONLY",
     "CONTRACTS",
     "Request",
     "backend",

@@ -20,9 +20,11 @@ backend states which contracts it keeps.
 | fp8_scaled_mm   | torchao Float8Tensor, fp8 activations          | torch._scaled_mm(codes, codes^T, alphas, bias)             |
 | fp8_mslk        | the same with KernelPreference.MSLK            | rn(rn(alpha_x * (alpha_w * acc)) + bias), bf16 output only |
 | .._precise      | both, mm_config.use_fast_accum=False           | the same with full float32 accumulation                    |
+| fp8_blocks      | torchao Float8Tensor, 1x128 and 128x128 blocks | rn(rn(acc) + bias), bf16 activations only                  |
 | nvfp4_rescale   | torchao NVFP4Tensor on Blackwell               | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
 
-acc is the float32 sum of products of operands; rn rounds to the output's dtype.
+acc is the float32 sum of products of operands; rn rounds to the output's dtype. Where both operands are float8 in blocks along K,
+acc is the sum over blocks, in K's order, of (the block's products summed) * x's scale * w's scale, as DeepSeek-V3's kernel has it.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ CONTRACTS = (
     "fp8_scaled_mm_precise",
     "fp8_mslk",
     "fp8_mslk_precise",
+    "fp8_blocks",
     "nvfp4_rescale",
 )
 
@@ -52,6 +55,7 @@ _BFLOAT16 = {
     "fp8_bias_after": "the MSLK int4 kernel for fp8 activations returns bfloat16",
     "fp8_mslk": "the MSLK fp8 kernel returns bfloat16",
     "fp8_mslk_precise": "the MSLK fp8 kernel returns bfloat16",
+    "fp8_blocks": "torchao's blockwise fp8 kernel takes bfloat16 activations",
 }
 
 

@@ -2,6 +2,8 @@
 
 Here: PyTorch's own. `torch._scaled_mm` is the fp8 GEMM that torchao's Float8Tensor calls; `torch._int_mm` the int8 one.
 Both take the codes that our formats made, so a prepared linear and a converted torchao tensor call one kernel with equal inputs.
+torchao's own Triton kernel multiplies float8 blocks. It tunes its tiles by shape, once a process, so two processes may add in
+different orders; within one, prepared and converted agree.
 `torch.mm` on CUDA multiplies MSLK's int4 operand tile by cuBLAS, which equals MSLK's own kernel bit for bit unless it splits K, and
 `torch._scaled_mm` with unit scales does the same for the kernels with fp8 activations, whose epilogues follow it. MSLK's own
 operators have higher priority where they are installed (mslk.py).
@@ -9,6 +11,7 @@ operators have higher priority where they are installed (mslk.py).
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 
 import torch
@@ -124,8 +127,29 @@ def _mm(c: Call) -> Tensor:
     return c.plus_bias(y_MN)
 
 
+def _why_not_blockwise(r: Request) -> str | None:
+    if r.contract != "fp8_blocks":
+        return f"computes fp8_blocks, not {r.contract}"
+    if r.device.type != "cuda" or r.dtype != torch.bfloat16:
+        return "torchao's blockwise fp8 kernel needs a CUDA device and bfloat16 activations"
+    if torch.cuda.get_device_capability(r.device) < (8, 9):
+        return "torchao's blockwise fp8 kernel needs compute capability 8.9 (Ada, Hopper) or later"
+    if importlib.util.find_spec("triton") is None:
+        return "torchao's blockwise fp8 kernel needs triton"
+    return None
+
+
+def _blockwise(c: Call) -> Tensor:
+    from torchao.kernel.blockwise_quantization import blockwise_fp8_gemm
+
+    assert c.x is not None and c.x.scale is not None and c.w.scale is not None
+    y_MN: Tensor = blockwise_fp8_gemm(c.x.codes, c.x.scale, c.w.codes.contiguous(), c.w.scale.contiguous(), 128)
+    return c.shaped(y_MN if c.bias is None else (y_MN + c.bias).to(c.dtype))
+
+
 TORCH = (
     Backend("torch.mm", 10, _why_not_mm, _mm),
+    Backend("torchao.blockwise", 10, _why_not_blockwise, _blockwise),
     Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm),
     Backend("torch._scaled_mm.operands", 10, _why_not_fp8_operands, _fp8_operands),
     Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Affine
+from aoquant.formats import Affine, Encoded, Float8
 
 from . import tinygemm
 from .router import Call
@@ -33,15 +33,31 @@ def scaled_mm(c: Call) -> Tensor:
         "fp8_scaled_mm_precise": _single_rounding,
         "fp8_mslk": _fp8_bias_after,
         "fp8_mslk_precise": _fp8_bias_after,
+        "fp8_blocks": _bias_after,
         "nvfp4_rescale": _nvfp4_rescale,
     }[c.contract](c)
 
 
 def accumulate(c: Call) -> Tensor:
     """(M, N) float32 sum of products of operands."""
+    if c.x is not None and isinstance(c.x_format, Float8) and isinstance(c.w_format, Float8):
+        block = c.x_format.block
+        if block is not None and block == c.w_format.block:
+            return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, block)
     x_MK = c.x_hp.reshape(-1, c.k) if c.x is None else c.x_format.operand(c.x, c.dtype)
     w_NK = c.w_format.operand(c.w, c.dtype)
     return x_MK.float() @ w_NK.float().t()
+
+
+def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float8, block: int) -> Tensor:
+    """(M, N): each block's products summed, times both scales, added in K's order."""
+    assert x.scale is not None and w.scale is not None
+    x_GMB, w_GNB = (e.codes.float().unflatten(1, (-1, block)).transpose(0, 1) for e in (x, w))
+    sx_GM, sw_GN = x_format.spread(x.scale, len(x.codes)).t(), w_format.spread(w.scale, len(w.codes)).t()
+    acc_MN = x_GMB.new_zeros(len(x.codes), len(w.codes))
+    for x_MB, w_NB, sx_M, sw_N in zip(x_GMB, w_GNB, sx_GM, sw_GN, strict=True):
+        acc_MN += (x_MB @ w_NB.t()) * sx_M.unsqueeze(1) * sw_N
+    return acc_MN
 
 
 def _single_rounding(c: Call) -> Tensor:

@@ -7,6 +7,7 @@ OUR codes, so that the deploy path is unchanged and converting needs no kernel p
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from aoquant.config import WeightConfig
 
 from . import fake, floats, int4, integers
 from .base import Target, packed_target
+from .refused import REASONS
 
-__all__ = ["Target", "fake_target", "resolve", "supported"]
+__all__ = ["REASONS", "Target", "fake_target", "resolve", "supported"]
 
 fake_target = fake.target
 
@@ -31,15 +33,20 @@ def resolve(config: Any) -> Target:
     """
     if isinstance(config, WeightConfig):
         return packed_target(config.recipe())
-    make = _TORCHAO.get(type(config).__name__) if type(config).__module__.startswith("torchao.") else None
-    if make is None:
-        raise ValueError(
-            f"{type(config).__name__} is not supported; aoquant takes its own configs and torchao's {', '.join(_TORCHAO)}"
-        )
-    try:
-        return make(config)
-    except ValueError as error:
-        raise ValueError(f"{type(config).__name__}: {error}") from None
+    name, torchaos = type(config).__name__, type(config).__module__.startswith("torchao.")
+    if torchaos and name in _TORCHAO:
+        try:
+            return _TORCHAO[name](config)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if torchaos and name in REASONS:
+        why, instead = REASONS[name]
+        raise ValueError(f"{name} has no exact prepare: {why}. Use {instead} instead")
+    near = difflib.get_close_matches(name, _TORCHAO, 3, 0.3)
+    raise ValueError(
+        f"{name} is not supported; near it: {', '.join(near) or 'none'}. aoquant takes its own configs and torchao's "
+        f"{', '.join(_TORCHAO)}"
+    )
 
 
 def supported() -> list[str]:

@@ -9,27 +9,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchao.quantization.granularity import PerAxis, PerGroup
+from torchao.quantization.granularity import PerAxis, PerGroup, PerToken
 from torchao.quantization.qat import IntxFakeQuantizeConfig
 from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig, Int4WeightFakeQuantizeConfig
+from torchao.quantization.quant_primitives import ZeroPointDomain
 
-from aoquant.formats import MX, NVFP4, Affine, Format, Int4, get_format
+from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, get_format
 from aoquant.linear import LinearRecipe
 
 from .base import Target, packed_target, require
 from .floats import _ELEMENTS, float8_format
-from .integers import INT8_TOKEN, intx_format, mapping
+from .integers import intx_format, mapping, stored
 
 
 def target(weight_config: Any, activation_config: Any) -> Target:
-    """The target for a pair of fake-quantisation configs; activation_config may be None.
+    """The target for a pair of fake-quantisation configs; either may be None, which is high precision.
 
     Raises:
         ValueError: one of them has no exact format here.
     """
-    weight, contract = _format(weight_config, activation=False)
-    activation = None if activation_config is None else _format(activation_config, activation=True)[0]
-    return packed_target(LinearRecipe(activation, weight, contract))
+    weight, contract = (None, "") if weight_config is None else _format(weight_config, activation=False)
+    activation, other = (None, "") if activation_config is None else _format(activation_config, activation=True)
+    return packed_target(LinearRecipe(activation, weight or HighPrecision(), contract or other))
 
 
 def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
@@ -41,11 +42,13 @@ def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
     if isinstance(config, IntxFakeQuantizeConfig):
         return _intx(config, activation=activation), "dequantize"
     if isinstance(config, Int4WeightFakeQuantizeConfig):
+        if activation:
+            raise ValueError("Int4WeightFakeQuantizeConfig is for weights: give it as weight_config")
         require("Int4WeightFakeQuantizeConfig.activation_dtype", config.activation_dtype, torch.bfloat16)
         return Int4(config.group_size), "bias_after"
     if isinstance(config, Float8FakeQuantizeConfig):
-        require("hp_value_lb and hp_value_ub", (config.hp_value_lb, config.hp_value_ub), (None, None))
-        return float8_format(config.dtype, config.granularity, native=activation), "aoquant"
+        low, high = config.hp_value_lb, config.hp_value_ub
+        return float8_format(config.dtype, config.granularity, native=activation, low=low, high=high), "aoquant"
     kind = type(config).__name__
     if kind == "NVFP4FakeQuantizeConfig":
         return NVFP4("dynamic" if config.use_per_tensor_scale else "none"), "aoquant"
@@ -62,12 +65,15 @@ def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
 def _intx(config: IntxFakeQuantizeConfig, *, activation: bool) -> Affine:
     if not config.is_dynamic or config.range_learning:
         raise ValueError("IntxFakeQuantizeConfig: static and learned scales are not there yet; use is_dynamic=True")
-    sides = mapping("mapping_type", config.mapping_type)
+    require("zero_point_domain", config.zero_point_domain, ZeroPointDomain.INT)
+    require("eps", config.eps, None)
+    sides, dtype = mapping("mapping_type", config.mapping_type), stored("scale_precision", config.scale_precision)
     if activation:
         require("activation dtype", config.dtype, torch.int8)
-        return INT8_TOKEN if sides == "asymmetric" else Affine(8, "row", native=True)
+        require("activation granularity", config.granularity, PerToken())
+        return Affine(8, "row", 0, sides, native=True, stored=dtype)
     if not isinstance(config.granularity, PerGroup | PerAxis):
         raise ValueError(
             f"IntxFakeQuantizeConfig: weights are quantised per group or per channel, got {config.granularity}"
         )
-    return intx_format(config.dtype, config.granularity, sides)
+    return intx_format(config.dtype, config.granularity, sides, dtype)

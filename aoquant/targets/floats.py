@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchao.quantization import Float8Tensor, PerRow, PerTensor
+from torchao.quantization import Float8Tensor, PerBlock, PerGroup, PerRow, PerTensor
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows import Float8PackingFormat, QuantizeTensorToFloat8Kwargs
 
@@ -26,16 +26,27 @@ _PREFERENCES = ("AUTO", "TORCH", "MSLK")
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.float4_e2m1fn_x2: "e2m1"}
 
 
-def float8_format(dtype: torch.dtype, granularity: Any, *, native: bool = False) -> Float8:
-    """The format of a Float8Tensor."""
+def float8_format(
+    dtype: torch.dtype, granularity: Any, *, native: bool = False, low: float | None = None, high: float | None = None
+) -> Float8:
+    """The format of a Float8Tensor; low and high bound its absmax."""
+    low, high = (None if bound is None else float(bound) for bound in (low, high))
     require("float8 dtype", dtype, torch.float8_e4m3fn, torch.float8_e5m2)
-    if not isinstance(granularity, PerRow | PerTensor):
-        raise ValueError(f"granularity must be PerRow or PerTensor here, got {granularity}")
-    return Float8(_ELEMENTS[dtype], "row" if isinstance(granularity, PerRow) else "tensor", native)
+    element = _ELEMENTS[dtype]
+    if isinstance(granularity, PerGroup):
+        return Float8(element, "block", native, cols=granularity.group_size, low=low, high=high)
+    if isinstance(granularity, PerBlock) and len(granularity.block_size) == 2:
+        rows, cols = granularity.block_size
+        return Float8(element, "block", native, rows, cols, low, high)
+    if granularity not in (PerRow(), PerRow(1), PerTensor()):
+        raise ValueError(
+            f"granularity must be PerRow(dim=-1), PerTensor(), PerGroup or PerBlock of two numbers here, got {granularity}"
+        )
+    return Float8(element, "row" if isinstance(granularity, PerRow) else "tensor", native, low=low, high=high)
 
 
 def _float8_block(format: Float8, w: Tensor) -> list[int]:
-    return [1, w.shape[1]] if format.per == "row" else list(w.shape)
+    return {"row": [1, w.shape[1]], "tensor": list(w.shape), "block": [format.rows, format.cols]}[format.per]
 
 
 def _float8_weight_only(config: Any) -> Target:
@@ -48,30 +59,44 @@ def _float8_weight_only(config: Any) -> Target:
 
 
 def _float8_dynamic(config: Any) -> Target:
-    require("packing_format", config.packing_format, Float8PackingFormat.PLAIN)
-    require("activation_value_lb and _ub", (config.activation_value_lb, config.activation_value_ub), (None, None))
     require(
-        "mm_config.emulate and pad_inner_dim",
-        (config.mm_config.emulate, config.mm_config.pad_inner_dim),
-        (False, False),
+        "packing_format",
+        config.packing_format,
+        Float8PackingFormat.PLAIN,
+        instead="2:4 sparse layers need a mask that training respects and sparse GPU kernels, and have no prepare here",
     )
+    # pad_inner_dim changes nothing: the GEMM takes multiples of 16 alone, and pads to 16
+    require(
+        "mm_config.emulate",
+        config.mm_config.emulate,
+        False,
+        instead="torchao's inference ignores it; aoquant computes the same layer where no fp8 GEMM exists",
+    )
+    low, high = config.activation_value_lb, config.activation_value_ub
     act_granularity, weight_granularity = config.granularity
     weight = float8_format(config.weight_dtype, weight_granularity)
-    activation = float8_format(config.activation_dtype, act_granularity, native=True)
+    activation = float8_format(config.activation_dtype, act_granularity, native=True, low=low, high=high)
     require("kernel_preference", config.kernel_preference, *(getattr(KernelPreference, p) for p in _PREFERENCES))
     preference, contract = KernelPreference.TORCH, "fp8_scaled_mm"
     if config.kernel_preference == KernelPreference.MSLK:
         if (weight.name, activation.name) != ("fp8-row", "fp8-row-native"):
             raise ValueError(
-                "kernel_preference MSLK goes with e4m3 and PerRow alone: torchao's MSLK GEMM takes nothing else"
+                "kernel_preference MSLK goes with e4m3 and PerRow without bounds alone: torchao's MSLK GEMM takes nothing else"
             )
         if (reason := float8_dialect()) is not None:
             raise ValueError(reason)
         weight = activation = Float8Mslk()
         preference, contract = KernelPreference.MSLK, "fp8_mslk"
-    act = QuantizeTensorToFloat8Kwargs(config.activation_dtype, act_granularity, kernel_preference=preference)
+    act = QuantizeTensorToFloat8Kwargs(
+        config.activation_dtype, act_granularity, hp_value_lb=low, hp_value_ub=high, kernel_preference=preference
+    )
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
+        if weight.per == "block" and (n % 128 or dtype != torch.bfloat16):
+            return (
+                f"torchao's fp8 blocks of 128 x 128 take bfloat16 layers with N a multiple of 128, got N = {n}, "
+                f'{str(dtype).removeprefix("torch.")}: use aoquant.FP8WeightConfig(granularity="block")'
+            )
         if n % 16 or k % 16:
             return f"the fp8 GEMM needs N and K to be multiples of 16, got N = {n}, K = {k}: leave the layer out"
         if weight.per == "row" and dtype != torch.bfloat16:
@@ -89,8 +114,10 @@ def _float8_dynamic(config: Any) -> Target:
             dtype=w.dtype,
         )
 
-    precise = "" if config.mm_config.use_fast_accum else "_precise"
-    return Target(LinearRecipe(activation, weight, contract + precise), build, "Float8Tensor", limit)
+    contract += "" if config.mm_config.use_fast_accum else "_precise"
+    if weight.per == "block":
+        contract = "fp8_blocks"  # torchao's kernel has one way to accumulate, whatever mm_config says
+    return Target(LinearRecipe(activation, weight, contract), build, "Float8Tensor", limit)
 
 
 def _swizzled(scale: Tensor, cols_per_tile: int, rows: int, k: int) -> Tensor:
@@ -101,11 +128,15 @@ def _swizzled(scale: Tensor, cols_per_tile: int, rows: int, k: int) -> Tensor:
 def _mx(config: Any) -> Target:
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, QuantizeTensorToMXKwargs
 
-    require("block_size", config.block_size, 32)
+    require("block_size", config.block_size, 32, instead="torchao's own convert fails with any other")
     require("weight_dtype", config.weight_dtype, *_ELEMENTS)
     preference = require(
         "kernel_preference", config.kernel_preference, KernelPreference.EMULATED, KernelPreference.AUTO
     )
+    if preference == KernelPreference.AUTO and config.weight_dtype == torch.float8_e5m2:
+        raise ValueError(
+            "torchao has no MX kernel for e5m2: use KernelPreference.EMULATED, or aoquant.MXFP8WeightConfig('e5m2')"
+        )
     format = MX(_ELEMENTS[config.weight_dtype], str(config.scaling_mode.value).lower())
     contract = "dequantize_flat" if preference == KernelPreference.EMULATED else "aoquant"
     act = QuantizeTensorToMXKwargs(

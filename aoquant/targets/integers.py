@@ -17,77 +17,138 @@ from torchao.quantization.quantize_.workflows import (
     QuantizeTensorToInt8Kwargs,
 )
 
-from aoquant.formats import Affine, AffineHQQ, Encoded
+from aoquant.formats import FLOAT_DTYPES, Affine, AffineHQQ, Encoded, Stretched
 from aoquant.linear import LinearRecipe
 
 from .base import Target, require
 
-_MAPPINGS = {MappingType.SYMMETRIC: "symmetric", MappingType.ASYMMETRIC: "asymmetric"}
+_MAPPINGS = {
+    MappingType.SYMMETRIC: "symmetric",
+    MappingType.ASYMMETRIC: "asymmetric",
+    MappingType.SYMMETRIC_NO_CLIPPING_ERR: "noclip",
+}
 
 
 def mapping(argument: str, got: MappingType) -> str:
     """aoquant's name of a torchao mapping type."""
-    return _MAPPINGS[require(argument, got, *_MAPPINGS, instead="other mappings are not simulated exactly yet")]
+    return _MAPPINGS[require(argument, got, *_MAPPINGS)]
 
 
-def intx_format(dtype: torch.dtype, granularity: Any, mapping_name: str) -> Affine:
+def stored(argument: str, dtype: torch.dtype | None) -> str:
+    """aoquant's name of the dtype that scales are stored in; None is the weight's own."""
+    return str(require(argument, dtype, None, *FLOAT_DTYPES) or "").removeprefix("torch.")
+
+
+def intx_format(dtype: torch.dtype, granularity: Any, mapping_name: str, stored: str) -> Affine:
     """The format of an IntxUnpackedToInt8Tensor weight."""
+    require("the dtype", dtype, *(getattr(torch, f"int{bits}") for bits in range(1, 9)))
     bits = int(str(dtype).removeprefix("torch.int"))
-    require("bits", bits, *range(2, 9))
+    if bits == 1 and mapping_name != "asymmetric":
+        raise ValueError(
+            "symmetric int1 has the codes -1 and 0, and torchao's scale rounds every weight to 0 or divides by it: use "
+            "MappingType.ASYMMETRIC, or StretchedIntxWeightConfig(b=1), whose levels are +- one value"
+        )
     if isinstance(granularity, PerGroup):
-        return Affine(bits, "group", granularity.group_size, mapping_name)
+        return Affine(bits, "group", granularity.group_size, mapping_name, stored=stored)
     assert isinstance(granularity, PerAxis) and granularity.axis == 0  # torchao's config checks it
-    return Affine(bits, "row", mapping=mapping_name)
+    return Affine(bits, "row", mapping=mapping_name, stored=stored)
 
 
 INT8_TOKEN = Affine(8, "row", mapping="asymmetric", native=True)  # torchao's per-token activations
 
 
 def _intx_weight_only(config: Any) -> Target:
-    return _intx(config, config.granularity, config.mapping_type, config.scale_dtype, activation=None)
+    dtype = stored("scale_dtype", config.scale_dtype)
+    return _intx(config, config.granularity, config.mapping_type, dtype, activation=None)
 
 
 def _int8_dynamic_intx(config: Any) -> Target:
     require(
-        "act_mapping_type", config.act_mapping_type, MappingType.ASYMMETRIC, instead="torchao's convert takes no other"
+        "act_mapping_type",
+        config.act_mapping_type,
+        MappingType.ASYMMETRIC,
+        instead="torchao's own convert takes no other; aoquant.IntxWeightConfig(activation='intx8-row') is symmetric",
     )
-    return _intx(
-        config, config.weight_granularity, config.weight_mapping_type, config.weight_scale_dtype, activation=INT8_TOKEN
-    )
+    dtype = stored("weight_scale_dtype", config.weight_scale_dtype)
+    return _intx(config, config.weight_granularity, config.weight_mapping_type, dtype, activation=INT8_TOKEN)
 
 
-def _intx(config: Any, granularity: Any, mapping_type: Any, scale_dtype: Any, activation: Affine | None) -> Target:
-    require("intx_packing_format", config.intx_packing_format, IntxPackingFormat.UNPACKED_TO_INT8)
-    require("scale_dtype", scale_dtype, None, instead="scales take the weight's dtype")
-    format = intx_format(config.weight_dtype, granularity, mapping("mapping_type", mapping_type))
+def _intx(config: Any, granularity: Any, mapping_type: Any, scale_dtype: str, activation: Affine | None) -> Target:
+    require(
+        "intx_packing_format",
+        config.intx_packing_format,
+        IntxPackingFormat.UNPACKED_TO_INT8,
+        instead="the opaque formats need torchao's ARM kernels (KleidiAI, lowbit) and quantise activations in their own way; train "
+        "with UNPACKED_TO_INT8, whose codes and scales they pack",
+    )
+    format = intx_format(config.weight_dtype, granularity, mapping("mapping_type", mapping_type), scale_dtype)
     if config.intx_choose_qparams_algorithm == IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY:
+        require("scale_dtype", scale_dtype, "", instead="HQQ's scales take the weight's dtype")
         format = AffineHQQ(format.width, format.per, format.group)  # torchao ignores the mapping: it is symmetric
+    return Target(
+        LinearRecipe(activation, format, "dequantize"),
+        intx_tensor(format, config.weight_dtype, "int8_asym_per_token" if activation else None),
+        "IntxUnpackedToInt8Tensor",
+    )
+
+
+def intx_tensor(
+    format: Affine | Stretched, dtype: torch.dtype, activation: str | None
+) -> Callable[[Encoded, Tensor], Tensor]:
+    """What builds torchao's tensor from codes; a stretched grid has half a step as its zero point."""
 
     def build(e: Encoded, w: Tensor) -> Tensor:
-        q = format.integers(e)
         assert e.scale is not None
         zero = torch.zeros_like(e.scale, dtype=torch.int8) if e.zero is None else e.zero
+        if isinstance(format, Stretched):
+            zero = torch.full_like(e.scale, -0.5)
         block = (1, format.group or e.k)
-        return IntxUnpackedToInt8Tensor(
-            q, e.scale, zero, config.weight_dtype, block, w.dtype, "int8_asym_per_token" if activation else None
-        )
+        return IntxUnpackedToInt8Tensor(format.integers(e), e.scale, zero, dtype, block, w.dtype, activation)
 
-    return Target(LinearRecipe(activation, format, "dequantize"), build, "IntxUnpackedToInt8Tensor")
+    return build
 
 
-def _int8_format(granularity: Any, mapping_name: str = "symmetric", *, native: bool = False) -> Affine:
+def _stretched(config: Any) -> Target:
+    require("version", config.version, 2)
+    require("scale_dtype", config.scale_dtype, None, instead="torchao ignores it")
+    bits = require("b", config.b, *range(1, 8), instead="8 bits overflow int8 in bfloat16")
+    limit = 2.0 ** (bits - 1) - 0.5
+    require("quant_min and quant_max", (config.quant_min, config.quant_max), (-limit, limit))
+    activation = require("activation_quantization", config.activation_quantization, "int8_asym_per_token", None)
+    if not isinstance(config.granularity, PerGroup) and config.granularity != PerAxis(0):
+        raise ValueError(f"granularity must be PerGroup or PerAxis(0), got {config.granularity}")
+    format = Stretched(bits, getattr(config.granularity, "group_size", 0))
+    return Target(
+        LinearRecipe(INT8_TOKEN if activation else None, format, "dequantize"),
+        intx_tensor(format, getattr(torch, f"int{bits}"), activation),
+        "IntxUnpackedToInt8Tensor",
+    )
+
+
+def _int8_format(
+    granularity: Any, mapping_name: str = "symmetric", *, native: bool = False, reduce_range: bool = False
+) -> Affine:
+    width = 7 if reduce_range else 8  # for CPUs without VNNI, whose 16-bit sums would overflow; still a byte each
     if isinstance(granularity, PerGroup):
-        return Affine(8, "group", granularity.group_size, mapping_name, "float32", native)
+        return Affine(width, "group", granularity.group_size, mapping_name, "float32", native)
     if isinstance(granularity, PerRow) and granularity.dim not in (-1, 1):
         raise ValueError(f"granularity must be PerRow(dim=-1), PerTensor or PerGroup, got {granularity}")
-    return Affine(8, "tensor" if isinstance(granularity, PerTensor) else "row", 0, mapping_name, "float32", native)
+    return Affine(width, "tensor" if isinstance(granularity, PerTensor) else "row", 0, mapping_name, "float32", native)
 
 
-def _int8_tensor(format: Affine, e: Encoded, w: Tensor, act: QuantizeTensorToInt8Kwargs | None) -> Tensor:
+def _int8_tensor(
+    format: Affine, e: Encoded, w: Tensor, act: QuantizeTensorToInt8Kwargs | None, reduce_range: bool | None = False
+) -> Tensor:
     block = {"group": [1, format.group], "row": [1, e.k], "tensor": list(w.shape)}[format.per]
     assert e.scale is not None
     return Int8Tensor(
-        e.codes, e.scale, block, w.dtype, zero_point=torch.zeros_like(e.scale, dtype=torch.int8), act_quant_kwargs=act
+        format.integers(e),
+        e.scale,
+        block,
+        w.dtype,
+        zero_point=torch.zeros_like(e.scale, dtype=torch.int8),
+        act_quant_kwargs=act,
+        reduce_range=reduce_range,
     )
 
 
@@ -99,14 +160,22 @@ def _int8_weight_only(config: Any) -> Target:
 
 
 def _int8_dynamic(config: Any) -> Target:
-    require("reduce_range", bool(config.reduce_range), False)
-    require("weight_only_decode", config.weight_only_decode, False)
+    require(
+        "weight_only_decode",
+        config.weight_only_decode,
+        False,
+        instead="torchao ignores it; Int8WeightOnlyConfig keeps activations in high precision",
+    )
+    reduced = config.reduce_range
     act_granularity, weight_granularity = Int8Tensor._normalize_granularity(config.granularity)
-    weight = _int8_format(weight_granularity)
-    activation = _int8_format(act_granularity, mapping("act_mapping_type", config.act_mapping_type), native=True)
-    act = QuantizeTensorToInt8Kwargs(granularity=act_granularity, mapping_type=config.act_mapping_type)
+    weight = _int8_format(weight_granularity, reduce_range=bool(reduced))
+    sides = mapping("act_mapping_type", config.act_mapping_type)
+    activation = _int8_format(act_granularity, sides, native=True, reduce_range=bool(reduced))
+    act = QuantizeTensorToInt8Kwargs(
+        granularity=act_granularity, mapping_type=config.act_mapping_type, reduce_range=reduced
+    )
     recipe = LinearRecipe(activation, weight, "int8_dynamic")
-    return Target(recipe, lambda e, w: _int8_tensor(weight, e, w, act), "Int8Tensor")
+    return Target(recipe, lambda e, w: _int8_tensor(weight, e, w, act, reduced), "Int8Tensor")
 
 
 TARGETS: dict[str, Callable[[Any], Target]] = {
@@ -114,4 +183,5 @@ TARGETS: dict[str, Callable[[Any], Target]] = {
     "Int8DynamicActivationIntxWeightConfig": _int8_dynamic_intx,
     "Int8WeightOnlyConfig": _int8_weight_only,
     "Int8DynamicActivationInt8WeightConfig": _int8_dynamic,
+    "StretchedIntxWeightConfig": _stretched,
 }

@@ -22,12 +22,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8.inference import Float8MMConfig
 from torchao.prototype.mx_formats import (
     MXDynamicActivationMXWeightConfig,
     NVFP4DynamicActivationNVFP4WeightConfig,
     NVFP4WeightOnlyConfig,
 )
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.parq.quant.config_torchao import StretchedIntxWeightConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
     Float8WeightOnlyConfig,
@@ -37,6 +39,7 @@ from torchao.quantization import (
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     PerAxis,
+    PerBlock,
     PerGroup,
     PerRow,
     PerTensor,
@@ -54,6 +57,7 @@ from aoquant import (
     MXFP4WeightConfig,
     MXFP8WeightConfig,
     NVFP4WeightConfig,
+    PackedWeightConfig,
     QATConfig,
     quantize_,
 )
@@ -61,6 +65,10 @@ from aoquant.linear import LinearRecipe, QATLinear
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ALL = (BF16, F16, F32)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return {BF16: "bf16", F16: "f16", F32: "f32"}[dtype]
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class Case:
     k: int = 64
     dtypes: tuple[torch.dtype, ...] = ALL
     gpu_gate: bool = False  # torchao refuses to convert without a GPU, though its kernel runs on a CPU
+    variant: bool = False  # of a case that is always run: everything but "mixed" data is slow
 
     @property
     def recipe(self) -> LinearRecipe:
@@ -87,7 +96,7 @@ def _name(prefix: str, *parts: Any) -> str:
 
 
 def _torchao_cases() -> Iterator[Case]:
-    sym, asym = MappingType.SYMMETRIC, MappingType.ASYMMETRIC
+    sym, asym, noclip = MappingType.SYMMETRIC, MappingType.ASYMMETRIC, MappingType.SYMMETRIC_NO_CLIPPING_ERR
     for bits in range(2, 9):
         dtype = getattr(torch, f"int{bits}")
         for granularity, g in ((PerGroup(32), "g32"), (PerAxis(0), "axis")):
@@ -99,6 +108,7 @@ def _torchao_cases() -> Iterator[Case]:
             yield Case(_name(f"ao.int8act-intx{bits}", g), config, 5, k)
     config = Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32), asym)
     yield Case("ao.int8act-intx4-g32-asym", config, 5, 96)
+    yield from _intx_options(asym, noclip)
     for granularity, g in ((PerRow(), "row"), (PerTensor(), "tensor"), (PerGroup(32), "g32")):
         k = 96 if g == "g32" else 52
         yield Case(f"ao.int8-{g}", Int8WeightOnlyConfig(granularity=granularity, version=2), 5, k)
@@ -132,6 +142,53 @@ def _torchao_cases() -> Iterator[Case]:
         yield Case(f"ao.nvfp4-weight-{name}", config, 32, 48, (BF16, F32))
 
 
+def _intx_options(asym: MappingType, noclip: MappingType) -> Iterator[Case]:
+    """One bit, no clipping, scale dtypes and stretched grids."""
+    yield Case("ao.intx1-g32-asym", IntxWeightOnlyConfig(torch.int1, PerGroup(32), asym), 5, 96, variant=True)
+    for bits, dtypes in ((2, (BF16,)), (4, ALL), (8, (F32,))):
+        config: Any = IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(32), noclip)
+        yield Case(f"ao.intx{bits}-g32-noclip", config, 5, 96, dtypes, variant=True)
+    for dtype, dtypes in ((BF16, (BF16, F32)), (F16, (BF16,)), (F32, (BF16, F16))):
+        config = IntxWeightOnlyConfig(torch.int4, PerGroup(32), asym, scale_dtype=dtype)
+        yield Case(f"ao.intx4-g32-asym-s{dtype_name(dtype)}", config, 5, 96, dtypes, variant=True)
+    config = Int8DynamicActivationIntxWeightConfig(torch.int4, PerAxis(0), noclip, weight_scale_dtype=F32)
+    yield Case("ao.int8act-intx4-axis-noclip-sf32", config, 5, 52, (BF16,), variant=True)
+    for bits, dtypes in ((1, (BF16,)), (2, ALL), (4, (F16,)), (7, (BF16,))):
+        limit = 2.0 ** (bits - 1) - 0.5
+        granularity, g = (PerAxis(0), "axis") if bits == 4 else (PerGroup(32), "g32")
+        config = StretchedIntxWeightConfig(granularity, b=bits, quant_min=-limit, quant_max=limit)
+        yield Case(f"ao.int8act-stretched{bits}-{g}", config, 5, 96, dtypes, variant=True)
+    config = StretchedIntxWeightConfig(b=3, quant_min=-3.5, quant_max=3.5, activation_quantization=None)
+    yield Case("ao.stretched3-axis", config, 5, 96, (BF16, F32), variant=True)
+
+
+def _eight_bit_options() -> Iterator[Case]:
+    """Reduced range, mixed granularities, groups, and bounds of the activations' absmax."""
+    for mapping, m, dtypes in ((MappingType.SYMMETRIC, "", (BF16,)), (MappingType.ASYMMETRIC, "asym", (BF16, F32))):
+        config: Any = Int8DynamicActivationInt8WeightConfig(mapping, reduce_range=True)
+        yield Case(_name("ao.int8act-int8-row", m, "reduced"), config, 5, 52, dtypes, variant=True)
+    for pair, g in (([PerTensor(), PerRow()], "tensor-row"), ([PerRow(), PerTensor()], "row-tensor")):
+        config = Int8DynamicActivationInt8WeightConfig(granularity=pair)
+        yield Case(f"ao.int8act-int8-{g}", config, 5, 52, (BF16,), variant=True)
+    config = Float8WeightOnlyConfig(granularity=PerGroup(32))
+    yield Case("ao.fp8-g32", config, 5, 96, variant=True)
+    config = Float8WeightOnlyConfig(torch.float8_e5m2, granularity=PerGroup(32))
+    yield Case("ao.fp8-e5m2-g32", config, 5, 96, (BF16,), variant=True)
+    for low, high, granularity, g in (
+        (0.5, None, PerRow(), "row-lb"),
+        (None, 2.0, PerRow(), "row-ub"),
+        (1e-12, 2.0, PerTensor(), "tensor-lb-ub"),
+    ):
+        config = Float8DynamicActivationFloat8WeightConfig(
+            granularity=granularity,
+            mm_config=Float8MMConfig(pad_inner_dim=True),
+            activation_value_lb=low,
+            activation_value_ub=high,
+            kernel_preference=KernelPreference.TORCH,
+        )
+        yield Case(f"ao.fp8act-fp8-{g}", config, 32, 48, (BF16,), gpu_gate=True, variant=True)
+
+
 def _aoquant_cases() -> Iterator[Case]:
     for group in (32, 64):
         yield Case(f"int4-g{group}", Int4WeightConfig(group), 5, 192)
@@ -142,6 +199,20 @@ def _aoquant_cases() -> Iterator[Case]:
         yield Case(f"intx{bits}-g32", IntxWeightConfig(bits, 32), 5, 96)
         yield Case(f"intx{bits}-row", IntxWeightConfig(bits, None), 5, 53)
     yield Case("intx4-int8act", IntxWeightConfig(4, 32, activation="intx8-row-asym"), 5, 96)
+    yield Case("intx1-g32-asym", IntxWeightConfig(1, 32, mapping="asymmetric"), 5, 96, (BF16,), variant=True)
+    yield Case("intx4-row-asym", IntxWeightConfig(4, None, mapping="asymmetric"), 5, 53, (BF16, F32), variant=True)
+    yield Case("intx3-g32-noclip", IntxWeightConfig(3, 32, mapping="noclip"), 5, 96, (F16,), variant=True)
+    config: Any = PackedWeightConfig("stretched2-g32", "intx8-row-asym")
+    yield Case("stretched2-g32-int8act", config, 5, 96, (BF16, F32), variant=True)
+    yield Case("fp8-block", FP8WeightConfig(granularity="block", activation=None), 24, 128, (BF16, F32), variant=True)
+    yield Case("fp8-block-act", FP8WeightConfig(granularity="block"), 24, 256, variant=True)
+    config = FP8WeightConfig(granularity="block", activation="fp8-row")
+    yield Case("fp8-block-rowact", config, 24, 128, (BF16,), variant=True)
+    yield Case("fp8-1x32-act", PackedWeightConfig("fp8-1x32", "fp8-1x32"), 5, 96, variant=True)
+    for activation, dtypes in (("int8-row-asym", ALL), ("fp8-row", (BF16,)), ("mxfp4", (F32,)), ("nvfp4", (BF16,))):
+        config = PackedWeightConfig("high-precision", activation)
+        yield Case(f"high-{activation}-act", config, 5, 96, dtypes, variant=True)
+    yield Case("mxfp8-mxfp4act", MXFP8WeightConfig(activation="mxfp4"), 5, 96, (BF16,), variant=True)
     for granularity in ("row", "tensor"):
         yield Case(f"int8-{granularity}", Int8WeightConfig(granularity), 5, 53)
         activation = f"int8-{granularity}"
@@ -167,7 +238,7 @@ def _aoquant_cases() -> Iterator[Case]:
     yield Case("nvfp4-fp8act", NVFP4WeightConfig(activation="fp8-row"), 5, 48)
 
 
-TORCHAO_CASES = tuple(_torchao_cases())
+TORCHAO_CASES = (*_torchao_cases(), *_eight_bit_options())
 AOQUANT_CASES = tuple(_aoquant_cases())
 # Their deployed kernels need a GPU; the tests run torchao's layer over a kernel written from the specification.
 INT4 = Case("ao.int4-g64", Int4WeightOnlyConfig(group_size=64), 24, 128, (BF16,))
@@ -179,11 +250,15 @@ NVFP4_NONE = Case(
     48,
     (BF16, F32),
 )
-BY_NAME = {c.name: c for c in (*TORCHAO_CASES, *AOQUANT_CASES, INT4, NVFP4, NVFP4_NONE)}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return {BF16: "bf16", F16: "f16", F32: "f32"}[dtype]
+FP8_BLOCKS = Case(
+    "ao.fp8act-fp8-block",
+    Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])]),
+    128,
+    256,
+    (BF16,),
+    gpu_gate=True,
+)
+BY_NAME = {c.name: c for c in (*TORCHAO_CASES, *AOQUANT_CASES, INT4, NVFP4, NVFP4_NONE, FP8_BLOCKS)}
 
 
 def with_dtypes(cases: tuple[Case, ...]) -> list[Any]:
@@ -205,7 +280,7 @@ def with_kinds(cases: tuple[Case, ...]) -> list[Any]:
             d,
             kind,
             id=f"{c.name}-{dtype_name(d)}-{kind}",
-            marks=[pytest.mark.slow] if kind != "mixed" and _LIKE_ANOTHER.search(c.name) else [],
+            marks=[pytest.mark.slow] if kind != "mixed" and (c.variant or _LIKE_ANOTHER.search(c.name)) else [],
         )
         for c in cases
         for d in c.dtypes

@@ -9,17 +9,44 @@ from golden_inputs import DATA, data_set
 from hypothesis import given, settings
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Affine, Encoded, Float8, Format, Int4, get_format, list_formats
+from aoquant.formats import MX, NVFP4, Affine, Encoded, Float8, Format, Int4, Stretched, get_format, list_formats
 from aoquant.formats.elements import ELEMENTS, FLOAT8, from_e2m1
 
-EXTRA = ["int4-g512", "intx3-g128", "intx4-g64-asym", "intx4-row-asym", "int8-tensor-asym", "nvfp4-static:0.0001"]
+EXTRA = [
+    "int4-g512",
+    "intx3-g128",
+    "intx4-g64-asym",
+    "intx4-row-asym",
+    "int8-tensor-asym",
+    "nvfp4-static:0.0001",
+    "intx1-g32-asym",
+    "intx3-g32-noclip",
+    "intx4-g32-sfloat32",
+    "intx4-row-asym-sfloat32",
+    "int7-row",
+    "fp8-1x32",
+    "fp8-e5m2-2x128",
+]
 NATIVE = [
     "intx8-row-asym-native",
     "int8-row-native",
     "fp8-row-native",
     "intx4-g64-asym-native",
     "int8-tensor-asym-native",
+    "intx8-row-asym-sfloat32-native",
+    "fp8-1x128-native",
 ]
+OTHERS = [  # bounds clip on purpose, float16 scales underflow, a stretched grid has no zero: their promises are tested by themselves
+    "fp8-row:lb0.5",
+    "fp8-row:ub10.0",
+    "fp8-1x128-native:lb1e-05:ub10.0",
+    "intx4-g32-noclip-sfloat16",
+    "intx4-g32-sbfloat16-native",
+    "stretched1-g32",
+    "stretched3-row",
+    "high-precision",
+]
+SHARED = ("tensor", "2x128", "128x128")  # rows that share a scale
 NAMES = [*list_formats(), *EXTRA]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_format = pytest.mark.parametrize("name", NAMES)
@@ -37,7 +64,7 @@ def equal(a: Encoded, b: Encoded) -> bool:
     return a.k == b.k and all(same(x, y) for x, y in zip(a[:4], b[:4], strict=True))
 
 
-@pytest.mark.parametrize("name", [*NAMES, *NATIVE])
+@pytest.mark.parametrize("name", [*NAMES, *NATIVE, *OTHERS])
 def test_name_round_trip(name: str) -> None:
     fmt = get_format(name)
     assert fmt.name == name
@@ -53,6 +80,10 @@ def test_names_are_unique_and_numerics_differ_by_name() -> None:
     assert get_format("fp8-e5m2-tensor-native") == Float8("e5m2", "tensor", native=True)
     assert get_format("nvfp4-static:0.001") == NVFP4("static", 0.001)
     assert get_format("mxfp8-e5m2-even") == MX("e5m2", "even")
+    assert get_format("fp8-128x128") == Float8("e4m3", "block", rows=128, cols=128)
+    assert get_format("fp8-row-native:lb0.5:ub10.0") == Float8("e4m3", "row", True, low=0.5, high=10.0)
+    assert get_format("intx4-g32-noclip-sfloat32") == Affine(4, "group", 32, "noclip", stored="float32")
+    assert get_format("stretched2-g32") == Stretched(2, 32)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +97,11 @@ def test_names_are_unique_and_numerics_differ_by_name() -> None:
         ("int4-g64-asym", "int4-g64"),
         ("mxfp4-native", "mxfp4"),
         ("intx9-row", "intx8-row"),
+        ("intx4-g32-sfloat64", "intx4-g32"),
+        ("fp8-128x0", "fp8-128x128"),
+        ("fp8-row:ub10", "fp8-row"),
+        ("fp8-row:ubten", "fp8-row"),
+        ("stretched8-row", "intx8-row"),
         ("", "nvfp4"),
     ],
 )
@@ -115,7 +151,7 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, dtype: torch.dtype) -
     x = data_set("heavy", 24, 512, dtype)
     whole = fmt.encode(x)
     assert fmt.operand(whole, dtype).shape == fmt.decode(whole, dtype).shape == x.shape
-    if "tensor" not in name and name != "nvfp4":
+    if not any(s in name for s in SHARED) and name != "nvfp4":
         one = fmt.encode(x[5:6])
         assert torch.equal(fmt.decode(one, dtype), fmt.decode(whole, dtype)[5:6])
         assert torch.equal(one.codes.view(torch.uint8), whole.codes[5:6].view(torch.uint8))
@@ -146,7 +182,7 @@ def test_nan_and_inf_stay_visible(name: str, dtype: torch.dtype) -> None:
     got = fmt.fake_quantize(x)
     assert not got[~x.isfinite()].isfinite().any()
     assert got[x.isnan()].isnan().all()
-    if "tensor" not in name and name != "nvfp4":
+    if not any(s in name for s in SHARED) and name != "nvfp4":
         assert got[4:].isfinite().all()  # the first four rows hold what is not finite, the others are clean
         assert torch.equal(got[4:], fmt.fake_quantize(x[4:]))
         if fmt.block and fmt.encode(x).outer is None:  # an outer scale per row carries it through the row
@@ -194,6 +230,12 @@ def test_decode_is_operand_times_alpha(name: str) -> None:
         ("int8-tensor", 64, 1024, 8 + 32 / 65536),
         ("fp8-row", 64, 1024, 8 + 32 / 1024),
         ("fp8-tensor", 64, 1024, 8 + 32 / 65536),
+        ("fp8-1x128", 64, 1024, 8.25),
+        ("fp8-128x128", 256, 1024, 8 + 32 / 128**2),
+        ("intx1-g32-asym", 64, 1024, 1.75),
+        ("intx4-g32-sfloat32", 64, 1024, 5.0),
+        ("stretched3-g32", 64, 1024, 3.5),
+        ("high-precision", 64, 1024, 16.0),
         ("mxfp4", 64, 1024, 4.25),
         ("mxfp8", 64, 1024, 8.25),
         ("nvfp4-none", 64, 1024, 4.5),
@@ -209,6 +251,8 @@ def grid(fmt: Format, e: Encoded) -> Tensor:
     assert e.scale is not None
     outer = e.outer.double() if e.outer is not None else torch.ones(1, 1, dtype=torch.float64)
     scale, zero = e.scale.double(), None if e.zero is None else e.zero.double()
+    if fmt.tile_rows > 1:
+        scale = scale.repeat_interleave(fmt.tile_rows, 0)[: e.codes.shape[0]]
     if fmt.block:
         scale = scale.repeat_interleave(fmt.block, 1)
         zero = None if zero is None else zero.repeat_interleave(fmt.block, 1)

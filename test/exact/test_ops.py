@@ -27,6 +27,11 @@ FORMATS = (
     "fp8-row",
     "fp8-tensor",
     "fp8-e5m2-row",
+    "fp8-1x64",
+    "fp8-8x64",
+    "stretched3-g32",
+    "high-precision",
+    "intx4-g32-asym-sfloat32",
     "mxfp4",
     "mxfp4-even",
     "mxfp8",
@@ -45,6 +50,7 @@ OPERANDS = {
     "int8_dynamic": ("int8-row-asym-native", "int8-row"),
     "fp8_scaled_mm": ("fp8-row-native", "fp8-row"),
     "fp8_scaled_mm_precise": ("fp8-tensor-native", "fp8-tensor"),
+    "fp8_blocks": ("fp8-1x64-native", "fp8-8x64"),
     "nvfp4_rescale": ("nvfp4", "nvfp4"),
 }
 

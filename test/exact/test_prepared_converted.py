@@ -17,6 +17,7 @@ from linear_cases import (
     BF16,
     BY_NAME,
     F32,
+    FP8_BLOCKS,
     INT4,
     KINDS,
     NVFP4,
@@ -37,6 +38,8 @@ from linear_cases import (
 )
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
+from torchao.quantization.quantize_.common import KernelPreference
+from torchao.quantization.quantize_.workflows.float8 import float8_tensor
 
 from aoquant import PackedTensor
 from aoquant.formats import layout
@@ -56,9 +59,11 @@ def deployed(layer: nn.Linear, x: Tensor, shape: str, dynamic: bool) -> Tensor |
         crashes = kind in ("Int8Tensor", "IntxUnpackedToInt8Tensor") or (
             kind == "Float8Tensor" and w.scale.numel() == 1
         )
+    if kind == "Float8Tensor" and w.block_size == [128, 128]:
+        crashes = x.dim() == 1 or x.numel() == 0
     if not crashes:
         return layer(x)
-    with pytest.raises((AssertionError, NotImplementedError, TypeError, IndexError)):
+    with pytest.raises((AssertionError, NotImplementedError, TypeError, IndexError, ZeroDivisionError)):
         layer(x)
     return None
 
@@ -73,7 +78,7 @@ def check_equal(qat: nn.Linear, other: nn.Linear, xs: dict[str, Tensor]) -> None
         z = deployed(other, x, shape, dynamic)
         if z is None:
             continue
-        if dynamic and isinstance(other.weight.data, Float8Tensor):
+        if dynamic and isinstance(other.weight.data, Float8Tensor) and qat.prepared.recipe.fprop_input.low is None:
             y, z = _without_nan_rows(qat, x, y, z)
         assert_equal(y, z, shape)
 
@@ -81,14 +86,15 @@ def check_equal(qat: nn.Linear, other: nn.Linear, xs: dict[str, Tensor]) -> None
 def _without_nan_rows(qat: nn.Linear, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """torchao quantises float8 activations of zeros to 0 / 0: NaN at run time. Ours there is the bias."""
     rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-    zero = (rows == 0).all(-1)
-    if qat.prepared.recipe.fprop_input.per == "tensor":
-        zero = zero.all().expand_as(zero)
+    fmt = qat.prepared.recipe.fprop_input
+    zero = (rows == 0).unflatten(-1, (-1, fmt.block or rows.shape[-1])).all(-1)  # rows, or blocks of rows
+    empty, nan = zero.all(-1), zero.any(-1)
+    if fmt.per == "tensor":
+        empty = nan = empty.all().expand_as(empty)
     y, z = (t.reshape(len(rows), qat.out_features) for t in (y, z))
-    if zero.any():
-        assert z[zero].isnan().all(), "torchao repaired its zero rows: compare them too"
-        assert (y[zero] == (0 if qat.bias is None else qat.bias)).all()
-    return y[~zero], z[~zero]
+    assert z[nan].isnan().all(), "torchao repaired its rows and blocks of zeros: compare them too"
+    assert (y[empty] == (0 if qat.bias is None else qat.bias)).all()
+    return y[~nan], z[~nan]
 
 
 @pytest.mark.parametrize(("case", "dtype", "kind"), with_kinds((*TORCHAO_CASES, *AOQUANT_CASES)))
@@ -229,6 +235,52 @@ def test_int4_tensor_holds_the_bytes_of_the_format() -> None:
     assert same_bytes(w.qdata.view(torch.uint8), e.codes)
     assert same_bytes(w.scale.t(), e.scale) and same_bytes(w.zero_point.t(), e.zero)
     assert w.scale.shape == (INT4.k // 64, INT4.n) and w.scale.is_contiguous()
+
+
+def _blockwise_fp8_gemm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor, block_size: int) -> Tensor:
+    """torchao's Triton kernel on paper: (a block's float32 sum) * x's scale * w's scale, blocks added in order, one rounding."""
+    assert all(t.is_contiguous() for t in (a, a_s, b, b_s))
+    blocks = a.shape[1] // block_size
+    a_s = a_s.view(len(a), blocks)
+    y = torch.zeros(len(a), len(b))
+    for i in range(blocks):
+        k = slice(i * block_size, (i + 1) * block_size)
+        y = y + a[:, k].float() @ b[:, k].float().t() * a_s[:, i, None] * b_s[torch.arange(len(b)) // block_size, i]
+    return y.bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["normal", "mixed", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:-1])])
+def test_fp8_blocks_equal_torchao_over_the_specified_kernel(kind: str) -> None:
+    """Bytes of the checkpoint too. The kernel itself: test/gpu/test_fp8_blocks.py."""
+    for bias in (True, False):
+        linear = layer(FP8_BLOCKS, BF16, bias=bias, kind=kind)
+        qat = prepared(FP8_BLOCKS, linear)
+        mine, theirs = converted(FP8_BLOCKS, qat), torchao_converted(FP8_BLOCKS, linear)
+        xs = inputs(kind, FP8_BLOCKS.k, BF16)
+        with mock.patch.object(float8_tensor, "blockwise_fp8_gemm", _blockwise_fp8_gemm):
+            check_equal(qat, mine, xs)
+            if _torchao_weight_is_nan(theirs.weight.data):
+                continue
+            theirs.weight.kernel_preference = theirs.weight.act_quant_kwargs.kernel_preference = KernelPreference.TORCH
+            _same_tensors(mine.weight.data, theirs.weight.data)
+            check_equal(qat, theirs, xs)
+
+
+def test_fp8_blocks_against_exact_sums() -> None:
+    """Float64 has every product and sum of a block; what remains is float32's rounding of the scaled blocks."""
+    case, n = BY_NAME["fp8-block-act"], 130  # the second tile is short
+    qat = prepared(case, layer(case, F32, n=n))
+    x = data("normal", 7, case.k, F32, 1)
+    recipe = qat.prepared.recipe
+    x_hat, w_hat = (f.decode(f.encode(t), F32) for f, t in ((recipe.fprop_input, x), (recipe.fprop_weight, qat.weight)))
+    codes, scale = (t.double() for t in recipe.fprop_weight.encode(qat.weight.detach())[:2])
+    w_exact = codes * scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
+    codes, scale = (t.double() for t in recipe.fprop_input.encode(x)[:2])
+    y = (codes * scale.repeat_interleave(128, 1)) @ w_exact.t() + qat.bias.double()
+    error = (qat(x).double() - y).norm() / y.norm()
+    rounded = (x_hat.bfloat16().double() @ w_hat.bfloat16().double().t() + qat.bias.double() - y).norm() / y.norm()
+    assert error < 3e-7
+    assert rounded > 1e-3  # what a bf16 GEMM of decoded operands would have lost
 
 
 def _fp4_scaled_mm(

@@ -5,6 +5,8 @@ subnormals). Ours follow CUDA everywhere, because weights are converted there; s
 `cuda_division`. "-native" formats divide as the device does and are compared with torchao as it is.
 """
 
+import re
+
 import pytest
 import torch
 from golden_inputs import DATA, data_set
@@ -21,6 +23,23 @@ VARIANTS = [
     "intx4-g64-asym",
     "intx4-row-asym",
     "int8-tensor-asym",
+    "intx1-g32-asym",
+    *(f"intx{bits}-g32-noclip" for bits in range(2, 9)),
+    "intx4-row-noclip",
+    *(
+        f"intx4-g32{sides}-s{dtype}"
+        for sides in ("", "-asym", "-noclip")
+        for dtype in ("float32", "bfloat16", "float16")
+    ),
+    "intx8-row-asym-sfloat32",
+    "int7-row",
+    "int7-tensor-asym",
+    "fp8-1x32",
+    "fp8-e5m2-1x64",
+    "fp8-2x128",
+    "fp8-row:lb0.5",
+    "fp8-tensor:ub1.25",
+    "fp8-1x32:lb0.01:ub10.0",
 ]
 NAMES = [
     n for n in [*list_formats(), *VARIANTS] if not isinstance(get_format(n), Int4)
@@ -28,6 +47,11 @@ NAMES = [
 NATIVE = [n for n in NAMES if isinstance(get_format(n), Affine | Float8)]
 FINITE = [d for d in DATA if d != "nonfinite"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def rows(name: str) -> int:
+    """torchao takes whole tiles alone."""
+    return 128 if "128x128" in name else 24
 
 
 def taken(name: str, dtype: torch.dtype) -> bool:
@@ -42,7 +66,7 @@ CASES = [(n, d) for n in NAMES for d in DTYPES if taken(n, d)]
 def test_bytes_are_torchaos_on_cuda(name: str, dtype: torch.dtype) -> None:
     fmt = get_format(name)
     for data in FINITE:
-        x = data_set(data, 24, 256, dtype)
+        x = data_set(data, rows(name), 256, dtype)
         with cuda_division():
             theirs = torchao_encode(fmt, x)
         assert differing(fmt, ours(fmt, fmt.encode(x)), theirs) == {}, data
@@ -51,9 +75,9 @@ def test_bytes_are_torchaos_on_cuda(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_bytes_are_torchaos_here(name: str, dtype: torch.dtype) -> None:
-    fmt = get_format(f"{name}-native")
+    fmt = get_format(re.sub("(:.*)?$", r"-native\1", name, count=1))
     for data in ("normal", "special", "bits_in_rows"):
-        x = data_set(data, 24, 256, dtype)
+        x = data_set(data, rows(name), 256, dtype)
         assert differing(fmt, ours(fmt, fmt.encode(x)), torchao_encode(fmt, x)) == {}, data
 
 
@@ -106,7 +130,7 @@ def test_values_are_torchaos(name: str, dtype: torch.dtype) -> None:
     """`decode` is torchao's `dequantize`, from the same bytes."""
     fmt = get_format(name)
     for data in ("normal", "heavy"):
-        x = data_set(data, 24, 256, dtype)
+        x = data_set(data, rows(name), 256, dtype)
         with cuda_division():
             expected = torchao_tensor(fmt, x).dequantize()
         assert same(fmt.fake_quantize(x), expected).all(), data

@@ -22,6 +22,7 @@ from linear_cases import (
     BY_NAME,
     F16,
     F32,
+    FP8_BLOCKS,
     TORCHAO_CASES,
     Case,
     assert_equal,
@@ -52,7 +53,7 @@ from aoquant import (
 )
 from aoquant.formats import Format
 
-ALL_CASES = (*TORCHAO_CASES, *AOQUANT_CASES)
+ALL_CASES = (*TORCHAO_CASES, *AOQUANT_CASES, FP8_BLOCKS)
 ONE_OF_EACH = (
     "int4-g32",
     "intx4-int8act",

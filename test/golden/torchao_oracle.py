@@ -83,25 +83,38 @@ def _int4(fmt: Int4, x: Tensor) -> Tensor:
 
 def _affine(fmt: Affine, x: Tensor) -> Tensor:
     from torchao.quantization import MappingType, PerGroup, PerRow, PerTensor
+    from torchao.quantization.quant_api import _adjust_scale_dtype_in_intx_unpacked_tensor
     from torchao.quantization.quantize_.workflows import IntxUnpackedToInt8Tensor
     from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 
-    mapping = MappingType.SYMMETRIC if fmt.mapping == "symmetric" else MappingType.ASYMMETRIC
+    mapping = {
+        "symmetric": MappingType.SYMMETRIC,
+        "asymmetric": MappingType.ASYMMETRIC,
+        "noclip": MappingType.SYMMETRIC_NO_CLIPPING_ERR,
+    }[fmt.mapping]
     if fmt.scales == "float32":
         granularity = {"row": PerRow(), "tensor": PerTensor(), "group": PerGroup(fmt.group or 1)}[fmt.per]
-        return Int8Tensor.from_hp(x, granularity, mapping)
+        return Int8Tensor.from_hp(x, granularity, mapping, reduce_range=fmt.width == 7)
     block = {"row": (1, x.shape[1]), "tensor": tuple(x.shape), "group": (1, fmt.group)}[fmt.per]
-    return IntxUnpackedToInt8Tensor.from_hp(x, block, getattr(torch, f"int{fmt.width}"), mapping_type=mapping)
+    dtype = getattr(torch, f"int{fmt.width}")
+    t = IntxUnpackedToInt8Tensor.from_hp(x, block, dtype, mapping_type=mapping)
+    if fmt.stored:
+        _adjust_scale_dtype_in_intx_unpacked_tensor(t, x, getattr(torch, fmt.stored))
+    return t
 
 
 def _float8(fmt: Float8, x: Tensor) -> Tensor:
-    from torchao.quantization import Float8Tensor, PerRow, PerTensor
+    from torchao.quantization import Float8Tensor, PerBlock, PerRow, PerTensor
     from torchao.quantization.quantize_.common import KernelPreference
 
+    if x.shape[0] % fmt.rows:
+        raise Refused("torchao takes whole tiles alone")
     return Float8Tensor.from_hp(
         x,
         {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt.element],
-        PerRow() if fmt.per == "row" else PerTensor(),
+        {"row": PerRow(), "tensor": PerTensor(), "block": PerBlock([fmt.rows, fmt.cols])}[fmt.per],
+        hp_value_lb=fmt.low,
+        hp_value_ub=fmt.high,
         kernel_preference=KernelPreference.TORCH,
     )
 
@@ -150,7 +163,10 @@ def differing(fmt: Format, mine: Theirs, theirs: Theirs) -> dict[str, int]:
             assert a is b, f"{fmt.name}: only one side has a {field}"
             continue
         if field == "codes" and isinstance(fmt, Float8):
-            b = torch.where(theirs.scale == 0, torch.zeros_like(b), b)
+            zero = theirs.scale == 0
+            if fmt.per == "block":
+                zero = zero.repeat_interleave(fmt.rows, 0).repeat_interleave(fmt.cols, 1)
+            b = torch.where(zero, torch.zeros_like(b), b)
         count = int((~same(a.cpu(), b.cpu())).sum())
         if count:
             found[field] = count
