@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from aoquant import ops
+from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig
 from aoquant.quantize import quantize_
 from aoquant.recipes import list_recipes
@@ -74,6 +75,8 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
     x = torch.randn(64, 256, dtype=torch.bfloat16, device=device)
     try:
         quantize_(layer, QATConfig(make(), step="prepare"))  # type: ignore[operator]
+        if uncalibrated(layer):
+            calibrate(layer, [x])
         y = layer(x)
         y.float().square().mean().backward()
         converted = copy.deepcopy(layer)

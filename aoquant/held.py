@@ -39,9 +39,13 @@ def names(layer: nn.Module) -> list[str]:
 
 
 def read(layer: nn.Module, side: str) -> Scales:
-    """The layer's held scales for one side, 2-D."""
-    parts = (getattr(layer, f"{side}_{part}", None) for part in Scales._fields)
-    return Scales(*(t if t is None else t.reshape(-1, t.shape[-1]) for t in parts))
+    """The layer's held scales for one side."""
+    return Scales(*(getattr(layer, f"{side}_{part}", None) for part in Scales._fields))
+
+
+def matrices(scales: Scales) -> Scales:
+    """`scales` with two dimensions, as formats know them."""
+    return Scales(*(t if t is None else t.reshape(-1, t.shape[-1]) for t in scales))
 
 
 @torch.no_grad()

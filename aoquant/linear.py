@@ -108,6 +108,11 @@ class LinearRecipe:
         )
 
     @property
+    def holds(self) -> bool:
+        """Whether the layer holds scales, static or learned ones."""
+        return (self.input_scales, self.weight_scales) != ("dynamic", "dynamic")
+
+    @property
     def input_name(self) -> str:
         """Name of the input's format, "" for high precision."""
         return self.fprop_input.name if self.fprop_input else ""
@@ -225,7 +230,7 @@ class _QuantizedLinear(torch.autograd.Function):
             dx = ops.dgrad(grad_MN, w, ctx.w_name, ctx.k, *w_held)
             if needs_xs:
                 dxs = ops.scale_grad(dx, x[0], ctx.x_name, ctx.k, *x_held[:2])
-                mask = [ops.saturated(x[0], ctx.x_name, *x_held)]
+                mask = (ops.saturated(x[0], ctx.x_name, *x_held),)
             dx = (_masked(dx, *mask) if mask else dx).reshape(ctx.x_shape) if needs_x else None
         if needs_w or needs_ws:
             if ctx.x_name:
@@ -302,17 +307,28 @@ class QATLinear(nn.Linear):
         return self
 
     def held_scales(self, side: str) -> Scales | None:
-        """Static or learned scales of side "input" or "weight"; None where they are dynamic."""
+        """Static or learned scales of side "input" or "weight", 2-D; None where they are dynamic."""
         recipe = self.prepared.recipe
         scales = recipe.input_scales if side == "input" else recipe.weight_scales
-        return None if scales == "dynamic" else held.read(self, side)
+        return None if scales == "dynamic" else held.matrices(held.read(self, side))
+
+    @torch.no_grad()
+    def deployed_input_scales(self) -> Scales | None:
+        """The held input scales as the kernel uses them, a learned one at least eps; None where they are dynamic."""
+        scales, format = self.held_scales("input"), self.prepared.recipe.fprop_input
+        if scales is None or format is None:
+            return None
+        e = format.encode(self.weight.new_zeros(1, format.block or 1, dtype=torch.float32), scales)
+        shapes = [
+            None if t is None else t.shape for t in held.read(self, "input")
+        ]  # as many dimensions as the input had
+        used = (e.scale, e.zero, e.outer)
+        return Scales(*(t.view(s) if s and t is not None else None for t, s in zip(used, shapes, strict=True)))
 
     @torch.no_grad()
     def encode_weight(self) -> Encoded:
         """The weight's codes and scales as forward multiplies them and convert stores them."""
-        scales, format = self.held_scales("weight"), self.prepared.recipe.fprop_weight
-        weight = self.weight.detach()
-        return format.encode(weight) if scales is None else format.hold(weight, scales)
+        return self.prepared.recipe.fprop_weight.encode(self.weight.detach(), self.held_scales("weight"))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.fake_quant:
@@ -327,7 +343,7 @@ class QATLinear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> QATLinear:
         before = {name: getattr(self, name).data for name in held.names(self)}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         held.keep_dtype(self, before)
         return self
 

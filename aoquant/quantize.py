@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.config import QATConfig
+from aoquant.formats import Scales
 from aoquant.linear import Prepared, QATLinear
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
@@ -32,18 +33,23 @@ def quantize_(
         ValueError: naming every layer that cannot take its config. The model is unchanged then, and after any other error too.
     """
     steps = plan(model, config, filter_fn)
-    before = [(s.module, s.module.__class__, dict(s.module.__dict__), dict(s.module._parameters)) for s in steps]
+    before = [
+        (s.module, s.module.__class__, dict(vars(s.module)), dict(s.module._parameters), dict(s.module._buffers))
+        for s in steps
+    ]
     packed: dict[int, nn.Parameter] = {}  # tied weights are packed once and stay tied
     try:
         for step in track(steps, steps[0].kind):
             apply(step, packed, device)
     except BaseException:
-        for module, cls, attributes, parameters in before:
+        for module, cls, attributes, parameters, buffers in before:
             module.__class__ = cls
             module.__dict__.clear()
             module.__dict__.update(attributes)
             module._parameters.clear()
             module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
         raise
     if device is not None:
         model.to(device)
@@ -62,7 +68,7 @@ def apply(
     packed = {} if packed is None else packed
     weight = module.weight
     if id(weight) not in packed:
-        packed[id(weight)] = nn.Parameter(_pack(step, weight, device), requires_grad=False)
+        packed[id(weight)] = nn.Parameter(_pack(step, device), requires_grad=False)
     config = step.config
     if isinstance(module, QATLinear):
         if isinstance(config, QATConfig) and config.base_config is None:
@@ -75,9 +81,18 @@ def apply(
 
 
 @torch.no_grad()
-def _pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    weight = weight.detach() if device is None else weight.detach().to(device)
-    return step.target.build(step.target.recipe.fprop_weight.encode(weight), weight)
+def _pack(step: Step, device: torch.device | str | None) -> Tensor:
+    """The deployed weight, with the scales that the layer holds, if it holds any."""
+    module, target, weight, scales = step.module, step.target, step.module.weight.detach(), None
+    if device is not None:
+        weight = weight.to(device)
+    if isinstance(module, QATLinear):
+        if (input_scales := module.deployed_input_scales()) is not None:
+            assert target.fix is not None
+            target = target.fix(input_scales)
+        if (scales := module.held_scales("weight")) is not None:
+            scales = Scales(*(t if t is None else t.to(weight.device) for t in scales))
+    return target.build(target.recipe.fprop_weight.encode(weight, scales), weight)
 
 
 def _extra_repr(self: nn.Linear) -> str:

@@ -61,11 +61,9 @@ def _encoded(parts: Sequence[Tensor], format: str, k: int, *held: Tensor | None)
     """[X] encoded, under held scales if there are any; or the four parts of an encoded X."""
     if len(parts) == 4:
         return from_parts(parts, k)
-    f = get_format(format)
-    if all(t is None for t in held):
-        return f.encode(parts[0])
     # in memory of its own: an op's outputs must not alias its inputs
-    return f.hold(parts[0], Scales(*(t if t is None else t.clone() for t in held)))
+    scales = Scales(*(t if t is None else t.clone() for t in held))
+    return get_format(format).encode(parts[0], None if all(t is None for t in held) else scales)
 
 
 @torch.library.custom_op("aoquant::encode", mutates_args=())

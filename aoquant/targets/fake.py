@@ -6,6 +6,7 @@ config implies.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torchao.quantization.granularity import PerAxis, PerGroup
 from torchao.quantization.qat import IntxFakeQuantizeConfig
 from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig, Int4WeightFakeQuantizeConfig
 
+from aoquant.config import activated
 from aoquant.formats import MX, NVFP4, Affine, Format, Int4, get_format
 from aoquant.linear import LinearRecipe
 
@@ -28,8 +30,18 @@ def target(weight_config: Any, activation_config: Any) -> Target:
         ValueError: one of them has no exact format here.
     """
     weight, contract = _format(weight_config, activation=False)
+    recipe = LinearRecipe(None, weight, contract, weight_scales=_scales(weight_config))
+    if isinstance(activation_config, str):
+        return packed_target(activated(recipe, activation_config))
     activation = None if activation_config is None else _format(activation_config, activation=True)[0]
-    return packed_target(LinearRecipe(activation, weight, contract))
+    return packed_target(dataclasses.replace(recipe, fprop_input=activation))
+
+
+def _scales(config: Any) -> str:
+    """How a weight's scales are trained."""
+    if not isinstance(config, IntxFakeQuantizeConfig) or config.is_dynamic:
+        return "dynamic"
+    return "learned" if config.range_learning else "static"
 
 
 def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
@@ -60,10 +72,15 @@ def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
 
 
 def _intx(config: IntxFakeQuantizeConfig, *, activation: bool) -> Affine:
-    if not config.is_dynamic or config.range_learning:
-        raise ValueError("IntxFakeQuantizeConfig: static and learned scales are not there yet; use is_dynamic=True")
     sides = mapping("mapping_type", config.mapping_type)
     if activation:
+        require(
+            "IntxFakeQuantizeConfig.is_dynamic of an activation",
+            config.is_dynamic,
+            True,
+            instead="a static scale per token fits one shape of batch; use activation_config='int8-tensor-static', or "
+            "'int8-tensor-asym-static', and QATConfig(scales='learned') to learn it",
+        )
         require("activation dtype", config.dtype, torch.int8)
         return INT8_TOKEN if sides == "asymmetric" else Affine(8, "row", native=True)
     if not isinstance(config.granularity, PerGroup | PerAxis):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,10 @@ from torchao.quantization.quantize_.workflows import (
     QuantizeTensorToInt8Kwargs,
 )
 
-from aoquant.formats import Affine, Encoded, Int4
+from aoquant.formats import Affine, Encoded, Int4, Scales
 from aoquant.linear import LinearRecipe
 
-from .base import Target, require
+from .base import Target, numbers, require
 
 _MAPPINGS = {MappingType.SYMMETRIC: "symmetric", MappingType.ASYMMETRIC: "asymmetric"}
 
@@ -111,12 +112,14 @@ def _int8_format(granularity: Any, mapping_name: str = "symmetric", *, native: b
     return Affine(8, "tensor" if isinstance(granularity, PerTensor) else "row", 0, mapping_name, "float32", native)
 
 
-def _int8_tensor(format: Affine, e: Encoded, w: Tensor, act: QuantizeTensorToInt8Kwargs | None) -> Tensor:
+def _int8_tensor(
+    format: Affine, e: Encoded, w: Tensor, act: QuantizeTensorToInt8Kwargs | None, *act_scales: Tensor | None
+) -> Tensor:
     block = {"group": [1, format.group], "row": [1, e.k], "tensor": list(w.shape)}[format.per]
     assert e.scale is not None
-    return Int8Tensor(
-        e.codes, e.scale, block, w.dtype, zero_point=torch.zeros_like(e.scale, dtype=torch.int8), act_quant_kwargs=act
-    )
+    zero = torch.zeros_like(e.scale, dtype=torch.int8)
+    act_scale, act_zero = act_scales or (None, None)
+    return Int8Tensor(e.codes, e.scale, block, w.dtype, zero, act_scale, act_zero, act_quant_kwargs=act)
 
 
 def _int8_weight_only(config: Any) -> Target:
@@ -137,10 +140,41 @@ def _int8_dynamic(config: Any) -> Target:
     return Target(recipe, lambda e, w: _int8_tensor(weight, e, w, act), "Int8Tensor")
 
 
+def _int8_static(config: Any) -> Target:
+    """torchao's tensor takes inputs of as many dimensions as its activation scale has: those that calibration saw."""
+    require("reduce_range", bool(config.reduce_range), False)
+    act_granularity, weight_granularity = Int8Tensor._normalize_granularity(config.granularity)
+    require(
+        "activation granularity",
+        act_granularity,
+        PerTensor(),
+        instead="a static scale per row fits one shape of batch; give granularity=[PerTensor(), PerRow()]",
+    )
+    weight = _int8_format(weight_granularity)
+    dynamic = _int8_format(act_granularity, mapping("act_mapping_type", config.act_mapping_type))
+    act = QuantizeTensorToInt8Kwargs(granularity=act_granularity, mapping_type=config.act_mapping_type)
+    scale, zero = config.act_quant_scale, config.act_quant_zero_point
+
+    def fix(scales: Scales) -> Target:
+        return _int8_static(dataclasses.replace(config, act_quant_scale=scales.scale, act_quant_zero_point=scales.zero))
+
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        return _int8_tensor(weight, e, w, act, *(None if t is None else t.detach().to(w.device) for t in (scale, zero)))
+
+    if scale is None:
+        return Target(
+            LinearRecipe(dynamic, weight, "int8_dynamic", input_scales="static"), build, "Int8Tensor", fix=fix
+        )
+    given = Scales(scale, torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero)
+    activation = dynamic.fix(*numbers(given)[: 1 if dynamic.mapping == "symmetric" else 2])
+    return Target(LinearRecipe(activation, weight, "int8_dynamic"), build, "Int8Tensor")
+
+
 TARGETS: dict[str, Callable[[Any], Target]] = {
     "IntxWeightOnlyConfig": _intx_weight_only,
     "Int8DynamicActivationIntxWeightConfig": _int8_dynamic_intx,
     "Int4WeightOnlyConfig": _int4_weight_only,
     "Int8WeightOnlyConfig": _int8_weight_only,
     "Int8DynamicActivationInt8WeightConfig": _int8_dynamic,
+    "Int8StaticActivationInt8WeightConfig": _int8_static,
 }
