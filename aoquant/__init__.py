@@ -9,6 +9,7 @@ quantize_(model, QATConfig(base, step="convert"))  # the same outputs, packed
 from typing import TYPE_CHECKING, Any
 
 from aoquant import _register as _register  # first: it checks torchao
+from aoquant.calibrate import calibrate
 from aoquant.config import (
     FP8WeightConfig,
     Int4WeightConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "QATConfig",
     "Report",
     "backend",
+    "calibrate",
     "convert_checkpoint",
     "explain",
     "get_format",

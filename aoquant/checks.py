@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from aoquant import ops
+from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig
+from aoquant.linear import QATLinear
 from aoquant.ops import mslk
 from aoquant.quantize import quantize_
 from aoquant.recipes import list_recipes
@@ -86,6 +88,8 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
     x = torch.randn(64, 256, dtype=torch.bfloat16, device=device)
     try:
         quantize_(layer, QATConfig(make(), step="prepare"))  # type: ignore[operator]
+        if uncalibrated(layer):
+            calibrate(layer, [x])
         y = layer(x)
         y.float().square().mean().backward()
     except (ValueError, RuntimeError) as error:
@@ -95,11 +99,10 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
         quantize_(converted, QATConfig(step="convert"))
         with torch.no_grad():
             same = torch.equal(y, converted(x))
-    except (
-        ValueError,
-        *MISSING_KERNEL,
-    ) as error:  # a layout that cannot be packed here is a ValueError, of a missing operator
-        contract = layer[0].prepared.recipe.contract
+    except (ValueError, *MISSING_KERNEL) as error:  # a layout that cannot be packed here is a ValueError
+        qat = layer[0]
+        assert isinstance(qat, QATLinear)
+        contract = qat.prepared.recipe.contract
         reason = mslk.why_not_operator(mslk.OPERATORS[contract]) if contract in mslk.OPERATORS else None
         return (
             "yes",

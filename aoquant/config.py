@@ -17,7 +17,7 @@ from typing import Any
 from torchao.core.config import AOBaseConfig
 
 from aoquant.formats import MX, NVFP4, Affine, Float8, Format, get_format
-from aoquant.linear import STRAIGHT_THROUGH, LinearRecipe
+from aoquant.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
 
 STEPS = ("prepare", "convert")
 SCHEMA = 1  # of checkpoints: raise it when older versions could not read what is written
@@ -27,7 +27,8 @@ SCHEMA = 1  # of checkpoints: raise it when older versions could not read what i
 class WeightConfig(AOBaseConfig):
     """Base of aoquant's PTQ configs: linear layers get a `PackedTensor` weight.
 
-    activation: name of a format for the layer's input, quantised in every forward; None keeps it as it is.
+    activation: name of a format for the layer's input, quantised in every forward; None keeps it as it is. A per-tensor format
+        followed by "-static" ("int8-tensor-static") has a scale that `aoquant.calibrate` finds and convert freezes.
     version: the checkpoint schema.
     """
 
@@ -39,7 +40,7 @@ class WeightConfig(AOBaseConfig):
     def recipe(self) -> LinearRecipe:
         """The recipe that prepare trains and convert packs."""
         activation: str | None = getattr(self, "activation", None)
-        return LinearRecipe(get_format(activation) if activation else None, self.weight_format())
+        return activated(LinearRecipe(None, self.weight_format()), activation)
 
     def __post_init__(self) -> None:
         if self.version > SCHEMA:
@@ -174,6 +175,15 @@ class Packed4WeightConfig(PackedWeightConfig):
     """`PackedWeightConfig` for codes of at most 4 bits: HF reads a weight's size from the class name, 4 as half a byte."""
 
 
+def activated(recipe: LinearRecipe, activation: str | None) -> LinearRecipe:
+    """`recipe` with a named activation format; "-static" at the end of the name asks for calibrated scales."""
+    if not activation:
+        return recipe
+    static = activation.endswith("-static")
+    format = get_format(activation.removesuffix("-static"))
+    return dataclasses.replace(recipe, fprop_input=format, input_scales="static" if static else "dynamic")
+
+
 def _group(config: str, got: int) -> int:
     if isinstance(got, bool) or not isinstance(got, int) or got < 1:
         raise ValueError(f"{config}: group_size must be an integer of at least 1, got {got!r}")
@@ -195,6 +205,9 @@ class QATConfig(AOBaseConfig):
         leaves the weight in high precision.
     step: "prepare" or "convert". Convert takes the base that prepare was given, or none, which means the same.
     straight_through: "identity" passes every gradient; "clipped" stops it at values that the largest code clips.
+    scales: how training treats the scales that the deployed layer holds. "dynamic": weight scales follow the weights. "static": they
+        are frozen when the layer is prepared, and again by `calibrate`. "learned": they are trained, and so are static activation
+        scales (LSQ; integers only). Convert takes held scales as they are.
 
     Raises:
         ValueError: the arguments do not go together.
@@ -205,6 +218,7 @@ class QATConfig(AOBaseConfig):
     weight_config: Any = None
     step: str = "prepare"
     straight_through: str = "identity"
+    scales: str = "dynamic"
 
     def __init__(
         self,
@@ -214,9 +228,11 @@ class QATConfig(AOBaseConfig):
         *,
         step: str = "prepare",
         straight_through: str = "identity",
+        scales: str = "dynamic",
     ) -> None:
         self.base_config, self.activation_config, self.weight_config = base_config, activation_config, weight_config
         self.step, self.straight_through = str(getattr(step, "value", step)).lower(), straight_through
+        self.scales = scales
         parts = activation_config is not None or weight_config is not None
         if self.step not in STEPS:
             raise ValueError(f"QATConfig: step must be one of {', '.join(STEPS)}, got {step!r}")
@@ -224,6 +240,8 @@ class QATConfig(AOBaseConfig):
             raise ValueError(
                 f"QATConfig: straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {straight_through!r}"
             )
+        if scales not in SCALES:
+            raise ValueError(f"QATConfig: scales is one of {', '.join(SCALES)}, got {scales!r}")
         if base_config is not None and parts:
             raise ValueError("QATConfig: give base_config, or weight_config and activation_config, not both")
         if base_config is not None and not isinstance(base_config, AOBaseConfig):

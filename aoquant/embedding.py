@@ -52,7 +52,7 @@ class _QuantizedEmbedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, *w = ctx.saved_tensors
         if w:
-            bits = ops.saturated(w[0], ctx.format, ids.reshape(-1))
+            bits = ops.saturated(w[0], ctx.format, ids=ids.reshape(-1))
             grad = masked(grad.reshape(-1, grad.shape[-1]), bits).view_as(grad)
         if ctx.sparse:
             dw = torch.ops.aten.embedding_sparse_backward(grad, ids, ctx.rows, *ctx.options)

@@ -10,12 +10,17 @@ A linear layer has three GEMMs with two operands each, and every operand may hav
 backward differentiates the function that forward computed, and rounding itself passes the gradient straight through. Scales are
 constants: no gradient flows through an absmax.
 
+Scales are dynamic (made from what is encoded, each time), static (held by the layer, see held.py) or learned (held, and trained:
+LSQ). The gradient of a learned scale needs x / s, so a layer whose input scale is learned saves x; and values that its codes clip
+pass their gradient to the scale instead of to themselves.
+
 What is saved for backward: x itself when it is not quantised, its packed codes when it is, and never the weight's codes, which
 `ops.dgrad` makes again. A side that no GEMM will read (a frozen weight, an input without gradient) is neither saved nor encoded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -25,10 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aoquant import ops
-from aoquant.formats import FLOAT_DTYPES, Format, layout
+from aoquant import held, ops
+from aoquant.formats import FLOAT_DTYPES, Affine, Encoded, Format, Int4, Scales, layout
 
 STRAIGHT_THROUGH = ("identity", "clipped")
+SCALES = ("dynamic", "static", "learned")
+NOT_CALIBRATED = "static scales have no values yet: call aoquant.calibrate(model, forward_loop) before training, or load a state_dict"
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class LinearRecipe:
     fprop_input, fprop_weight: formats along K.
     contract: one of `ops.CONTRACTS`: which deployed kernel the forward equals.
     straight_through: "identity", or "clipped": no gradient for values that the format's largest code clips.
+    input_scales, weight_scales: "dynamic", "static" or "learned".
     dgrad_*, wgrad_*, transform: seams for per-direction formats and for transforms; only None exists today.
     """
 
@@ -45,6 +53,8 @@ class LinearRecipe:
     fprop_weight: Format
     contract: str = "aoquant"
     straight_through: str = "identity"
+    input_scales: str = "dynamic"
+    weight_scales: str = "dynamic"
     dgrad_grad_output: Format | None = None
     dgrad_weight: Format | None = None
     wgrad_grad_output: Format | None = None
@@ -61,6 +71,47 @@ class LinearRecipe:
                 raise ValueError(
                     f"{slot} must be None in this version (high precision, no transform), got {getattr(self, slot)}"
                 )
+        for side, format, scales in self._sides():
+            if reason := self._why_not(side, format, scales):
+                raise ValueError(reason)
+
+    def _sides(self) -> tuple[tuple[str, Format | None, str], ...]:
+        return ("input", self.fprop_input, self.input_scales), ("weight", self.fprop_weight, self.weight_scales)
+
+    def _why_not(self, side: str, format: Format | None, scales: str) -> str | None:
+        """Why the scales of one side cannot be held; None when they can."""
+        if scales not in SCALES:
+            return f"{side}_scales is one of {', '.join(SCALES)}, got {scales!r}"
+        if scales == "dynamic":
+            return None
+        if side == "input" and (format is None or not format.per_tensor):
+            return (
+                f"{scales} activation scales need a format with one scale for the whole tensor, such as int8-tensor, "
+                f"int8-tensor-asym, fp8-tensor or nvfp4 (its outer scale), got {format.name if format else 'high precision'}"
+            )
+        if scales == "learned" and not (isinstance(format, Affine) and not format.fixed):
+            return (
+                f"learned scales are for integers (int8, intx), got {format.name if format else 'high precision'} for the {side}: "
+                "a float's rounding is relative and hardly depends on its scale, and int4 stores a rounded minimum; use scales='static'"
+            )
+        if self.straight_through == "clipped" and isinstance(format, Int4):
+            return f"{format.name} with held scales has no clipped straight-through: use straight_through='identity'"
+        return None
+
+    @property
+    def deployed(self) -> LinearRecipe:
+        """What convert leaves of the recipe: how it was trained is forgotten."""
+        return dataclasses.replace(
+            self,
+            straight_through="identity",
+            weight_scales="dynamic",
+            input_scales="dynamic" if self.input_scales == "dynamic" else "static",
+        )
+
+    @property
+    def holds(self) -> bool:
+        """Whether the layer holds scales, static or learned ones."""
+        return (self.input_scales, self.weight_scales) != ("dynamic", "dynamic")
 
     @property
     def input_name(self) -> str:
@@ -68,14 +119,31 @@ class LinearRecipe:
         return self.fprop_input.name if self.fprop_input else ""
 
     def __str__(self) -> str:
-        return f"weight={self.fprop_weight.name}, input={self.input_name or 'high precision'}, gemm={self.contract}"
+        weight, x = (f"-{s}" if s != "dynamic" else "" for s in (self.weight_scales, self.input_scales))
+        return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}"
 
 
-def quantized_linear(x: Tensor, w: Sequence[Tensor], bias: Tensor | None, recipe: LinearRecipe, k: int) -> Tensor:
-    """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, and bias.
+def cast(x: Tensor) -> Tensor:
+    """x in the dtype that a linear layer computes in: its own, or autocast's."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
-    w: [W] (N, K), encoded in the call (QAT), or the four parts of a packed weight (inference). Under autocast x and y take
-    autocast's dtype; the weight is encoded from its stored dtype.
+
+def quantized_linear(
+    x: Tensor,
+    w: Sequence[Tensor],
+    bias: Tensor | None,
+    recipe: LinearRecipe,
+    k: int,
+    x_scales: Scales | None = None,
+    w_scales: Scales | None = None,
+) -> Tensor:
+    """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
+
+    w: [W] (N, K), encoded in the call (QAT), or the four parts of a packed weight (inference). x_scales, w_scales: what the layer
+    holds where the recipe says static or learned. Under autocast x and y take autocast's dtype; the weight is encoded from its
+    stored dtype.
 
     Raises:
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
@@ -86,8 +154,7 @@ def quantized_linear(x: Tensor, w: Sequence[Tensor], bias: Tensor | None, recipe
     if x.device != w[0].device:  # one operand on meta would make the ops return uninitialised memory
         empty = "; a weight on meta holds no values: load the checkpoint first" if w[0].is_meta else ""
         raise ValueError(f"the layer's input is on {x.device} and its weight on {w[0].device}: move one of them{empty}")
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = cast(x)
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
@@ -95,59 +162,96 @@ def quantized_linear(x: Tensor, w: Sequence[Tensor], bias: Tensor | None, recipe
     reason = ops.input_error(recipe.contract, x.dtype, w[0].dtype if len(w) == 1 else w[1].dtype)
     if reason is not None:
         raise ValueError(reason)
-    names = (recipe.input_name, recipe.fprop_weight.name, recipe.contract, recipe.straight_through)
-    return _QuantizedLinear.apply(x, bias, k, *names, *w)  # type: ignore[no-untyped-call]
+    scales = (*(x_scales or Scales()), *(w_scales or Scales()))
+    clips = (
+        recipe.straight_through == "clipped" or s == "learned" for s in (recipe.input_scales, recipe.weight_scales)
+    )
+    names = (recipe.input_name, recipe.fprop_weight.name, recipe.contract)
+    return _QuantizedLinear.apply(x, bias, *scales, k, *names, *clips, *w)  # type: ignore[no-untyped-call]
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """Forward under the recipe's contract; backward straight through the rounding. Arguments as in `quantized_linear`."""
+    """Forward under the recipe's contract; backward straight through the rounding. Arguments as in `quantized_linear`.
+
+    xs, xz, xo, ws, wz, wo: held scale, zero and outer of input and weight, where there are any.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, k: int, x_name: str, w_name: str, contract: str, ste: str, *w: Tensor
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        xs: Tensor | None,
+        xz: Tensor | None,
+        xo: Tensor | None,
+        ws: Tensor | None,
+        wz: Tensor | None,
+        wo: Tensor | None,
+        k: int,
+        x_name: str,
+        w_name: str,
+        contract: str,
+        x_clip: bool,
+        w_clip: bool,
+        *w: Tensor,
     ) -> Tensor:
+        x_held, w_held = (xs, xz, xo), (ws, wz, wo)
         lead = list(x.shape[:-1])
-        x_parts = ops.encode(x.reshape(-1, k), x_name) if x_name else (x,)
-        w_parts = ops.encode(w[0], w_name) if len(w) == 1 else w
+        x_parts = ops.encode(x.reshape(-1, k), x_name, *x_held) if x_name else (x,)
+        w_parts = ops.encode(w[0], w_name, *w_held) if len(w) == 1 else w
         strides = _dense_strides(x) if x_name and contract == "dequantize" and not x.is_contiguous() else None
         y = ops.scaled_mm(x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
 
-        needs_x, needs_bias, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[7]
-        clip = ste == "clipped"
-        saved: list[Tensor] = [*w] if needs_x or (needs_w and clip) else []
-        ctx.saved_w = len(saved)
-        saved += x_parts if needs_w else ()
-        if clip and x_name and needs_x:
-            saved.append(ops.saturated(x.reshape(-1, k), x_name))
-        ctx.save_for_backward(*saved)
-        ctx.x_shape, ctx.k, ctx.x_name, ctx.w_name, ctx.clip = x.shape, k, x_name, w_name, clip
-        ctx.needs = (needs_x, needs_w, needs_bias)
+        needs_x, needs_bias, needs_xs, _, _, needs_ws, _, _, *_, needs_w = ctx.needs_input_grad[:_FIXED]
+        saved_w = [*w, *w_held] if needs_x or needs_xs or needs_ws or (needs_w and w_clip) else []
+        saved_x: list[Tensor | None] = []
+        if needs_xs:
+            saved_x = [x.reshape(-1, k), *x_held]
+        elif needs_w or needs_ws:
+            saved_x = [*x_parts]
+        saved_mask = []
+        if x_clip and x_name and needs_x and not needs_xs:
+            saved_mask = [ops.saturated(x.reshape(-1, k), x_name, *x_held)]
+        ctx.save_for_backward(*saved_w, *saved_x, *saved_mask)
+        ctx.split = len(saved_w), len(saved_w) + len(saved_x)
+        ctx.x_shape, ctx.k, ctx.x_name, ctx.w_name, ctx.w_clip = x.shape, k, x_name, w_name, w_clip
+        ctx.needs = (needs_x, needs_bias, needs_xs, needs_ws, needs_w)
         ctx.w_dtype, ctx.bias_dtype = w[0].dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved: tuple[Tensor, ...] = ctx.saved_tensors
-        w, rest = saved[: ctx.saved_w], saved[ctx.saved_w :]
-        needs_x, needs_w, needs_bias = ctx.needs
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        first, second = ctx.split
+        saved_w, saved_x, mask = saved[:first], saved[first:second], saved[second:]
+        needs_x, needs_bias, needs_xs, needs_ws, needs_w = ctx.needs
+        w, w_held = saved_w[:-3], saved_w[-3:]
+        x, x_held = (saved_x[:1], saved_x[1:]) if needs_xs else (saved_x, ())
         grad_MN = grad.reshape(-1, grad.shape[-1])
-        dx = dw = db = None
-        if needs_x:
-            dx = ops.dgrad(grad_MN, w, ctx.w_name, ctx.k)
-            if ctx.clip and ctx.x_name:
-                dx = masked(dx, rest[-1])
-            dx = dx.reshape(ctx.x_shape)
-        if needs_w:
+        dx = dw = db = dxs = dws = None
+        if needs_x or needs_xs:
+            dx = ops.dgrad(grad_MN, w, ctx.w_name, ctx.k, *w_held)
+            if needs_xs:
+                dxs = ops.scale_grad(dx, x[0], ctx.x_name, ctx.k, *x_held[:2])
+                mask = (ops.saturated(x[0], ctx.x_name, *x_held),)
+            dx = (masked(dx, *mask) if mask else dx).reshape(ctx.x_shape) if needs_x else None
+        if needs_w or needs_ws:
             if ctx.x_name:
-                dw = ops.wgrad(grad_MN, rest[:4], ctx.x_name, ctx.k)
+                dw = ops.wgrad(grad_MN, x, ctx.x_name, ctx.k, *x_held)
             else:
-                dw = grad_MN.t() @ rest[0].reshape(-1, ctx.k)
-            dw = dw.to(ctx.w_dtype)
-            if ctx.clip:
-                dw = masked(dw, ops.saturated(w[0], ctx.w_name))
+                dw = grad_MN.t() @ x[0].reshape(-1, ctx.k)
+            if needs_ws:
+                dws = ops.scale_grad(dw, w[0], ctx.w_name, w[0].numel() // w_held[0].numel(), *w_held[:2])
+            dw = dw.to(ctx.w_dtype) if needs_w else None
+            if dw is not None and ctx.w_clip:
+                dw = masked(dw, ops.saturated(w[0], ctx.w_name, *w_held))
         if needs_bias:
             db = ops.bgrad(grad_MN, ctx.bias_dtype)
-        return dx, db, None, None, None, None, None, dw, *[None] * (len(ctx.needs_input_grad) - 8)
+        rest = [None] * (len(ctx.needs_input_grad) - _FIXED)
+        return dx, db, dxs, None, None, dws, None, None, *[None] * (_FIXED - 9), dw, *rest
+
+
+_FIXED = 15  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
 
 
 def _dense_strides(x: Tensor) -> list[int]:
@@ -197,22 +301,88 @@ class QATLayer(nn.Module):
         _rebind(self)
         return self
 
+    def held_scales(self, side: str) -> Scales | None:
+        """Static or learned scales of side "input" or "weight", 2-D; None where they are dynamic."""
+        return None
+
+    @torch.no_grad()
+    def encode_weight(self) -> Encoded:
+        """The weight's codes and scales as forward multiplies them and convert stores them."""
+        return self.prepared.recipe.fprop_weight.encode(self.weight.detach(), self.held_scales("weight"))
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.prepared.recipe}{'' if self.fake_quant else ', fake_quant=False'}"
 
 
 class QATLinear(QATLayer, nn.Linear):
-    """nn.Linear whose forward computes what the converted layer will compute."""
+    """nn.Linear whose forward computes what the converted layer will compute.
+
+    Static and learned scales are added to its buffers and parameters. calibrated: whether the scales that it holds have values.
+    """
 
     plain = nn.Linear
+    calibrated: bool
+
+    @classmethod
+    def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
+        """Swap `layer`'s class in place. Held weight scales are measured now, held input scales wait for `calibrate`."""
+        linear = super().prepare(layer, prepared)
+        recipe = prepared.recipe
+        if recipe.weight_scales != "dynamic":
+            measured = recipe.fprop_weight.measure(linear.weight.detach())
+            held.register(linear, "weight", measured, learned=recipe.weight_scales == "learned")
+        if recipe.input_scales != "dynamic":
+            assert recipe.fprop_input is not None
+            unknown = recipe.fprop_input.measure(linear.weight.detach().new_full((1, 1), torch.nan))
+            held.register(linear, "input", unknown, learned=recipe.input_scales == "learned")
+        linear.calibrated = held.present(linear)
+        return linear
+
+    def unprepare(self) -> nn.Module:
+        """Swap back to a plain nn.Linear in place."""
+        held.forget(self)
+        del self.calibrated
+        return super().unprepare()
+
+    def held_scales(self, side: str) -> Scales | None:
+        recipe = self.prepared.recipe
+        scales = recipe.input_scales if side == "input" else recipe.weight_scales
+        return None if scales == "dynamic" else held.matrices(held.read(self, side))
+
+    @torch.no_grad()
+    def deployed_input_scales(self) -> Scales | None:
+        """The held input scales as the kernel uses them, a learned one at least eps; None where they are dynamic."""
+        scales, format = self.held_scales("input"), self.prepared.recipe.fprop_input
+        if scales is None or format is None:
+            return None
+        e = format.encode(self.weight.new_zeros(1, format.block or 1, dtype=torch.float32), scales)
+        # as many dimensions as the input had
+        shapes = [None if t is None else t.shape for t in held.read(self, "input")]
+        used = (e.scale, e.zero, e.outer)
+        return Scales(*(t.view(s) if s and t is not None else None for t, s in zip(used, shapes, strict=True)))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.fake_quant:
             return F.linear(x, self.weight, self.bias)
         try:
-            return quantized_linear(x, [self.weight], self.bias, self.prepared.recipe, self.in_features)
+            if not self.calibrated:
+                raise ValueError(NOT_CALIBRATED)
+            scales = self.held_scales("input"), self.held_scales("weight")
+            return quantized_linear(x, [self.weight], self.bias, self.prepared.recipe, self.in_features, *scales)
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = {name: getattr(self, name).data for name in held.names(self)}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        held.keep_dtype(self, before)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        held.take_shape(self, prefix, state_dict)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if prefix + "weight" in state_dict:  # held scales that did not come along are those of another weight
+            self.calibrated = all(prefix + n in state_dict for n in held.names(self)) and held.present(self)
 
 
 def set_fake_quant(model: nn.Module, enabled: bool) -> int:

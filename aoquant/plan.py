@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant import sharing
 from aoquant.config import QATConfig
 from aoquant.embedding import QATEmbedding
-from aoquant.linear import Prepared, QATLayer, QATLinear
+from aoquant.linear import NOT_CALIBRATED, Prepared, QATLayer, QATLinear
 from aoquant.targets import Target, fake_target, resolve
 
 Filter = Callable[[nn.Module, str], bool]
@@ -65,6 +66,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
         if step is not None:
             steps.append(step)
     problems += sharing.problems(model, {id(s.module): s.target.recipe for s in steps})
+    problems += _tied_scales(steps)
     if problems:
         shown = "\n  ".join(problems[:10])
         more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
@@ -114,6 +116,12 @@ def plan_layer(module: nn.Module, config: Any, fqn: str = "", *, has_gemm: bool 
         reason = target.why_not(module.out_features, module.in_features, module.weight.dtype)
     else:
         reason = target.why_not_embedding(module, has_gemm=has_gemm or kind == "convert")
+        if reason is None and target.recipe.holds:
+            reason = (
+                "an embedding's scales are made from its rows, so there are none to hold: use scales='dynamic' for it"
+            )
+    if reason is None and kind != "prepare":
+        reason = _not_calibrated(module, target)
     if reason is None:
         reason = _why_not_here(module, kind) or not_finite(module.weight)
     if reason is not None:
@@ -142,10 +150,24 @@ def _why_not_here(module: Layer, kind: str) -> str | None:
 
 
 def ours(config: Any) -> Any:
-    """torchao's QATConfig as ours; everything else as it is."""
-    if not isinstance(config, TorchaoQATConfig):
-        return config
-    return QATConfig(config.base_config, config.activation_config, config.weight_config, step=config.step)
+    """torchao's QATConfig as ours, and so its PTQ configs with a step of their own; everything else as it is."""
+    if isinstance(config, TorchaoQATConfig):
+        return QATConfig(config.base_config, config.activation_config, config.weight_config, step=config.step)
+    if not isinstance(config, QATConfig) and getattr(config, "step", None) is not None:
+        return QATConfig(config, step=config.step)
+    return config
+
+
+def _not_calibrated(module: Layer, target: Target) -> str | None:
+    """Why a layer has no scales to convert with; None when it has, or needs none."""
+    if not isinstance(module, QATLayer):
+        if target.recipe.input_scales == "dynamic":
+            return None
+        return (
+            "its config has static activation scales, which calibration finds: quantize_(model, QATConfig(config, step='prepare')), "
+            "aoquant.calibrate(model, forward_loop), then quantize_(model, QATConfig(step='convert'))"
+        )
+    return NOT_CALIBRATED if isinstance(module, QATLinear) and not module.calibrated else None
 
 
 def _prepare_target(config: QATConfig) -> Target:
@@ -154,6 +176,10 @@ def _prepare_target(config: QATConfig) -> Target:
     else:
         target = resolve(config.base_config)
     recipe = dataclasses.replace(target.recipe, straight_through=config.straight_through)
+    if config.scales != "dynamic":
+        recipe = dataclasses.replace(recipe, weight_scales=config.scales)
+    if config.scales == "learned" and recipe.input_scales == "static":
+        recipe = dataclasses.replace(recipe, input_scales="learned")
     return dataclasses.replace(target, recipe=recipe)
 
 
@@ -165,8 +191,7 @@ def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:
         target = resolve(config.base_config)
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from None
-    trained = dataclasses.replace(prepared.recipe, straight_through=target.recipe.straight_through)
-    if target.recipe != trained:
+    if target.recipe.deployed != prepared.recipe.deployed:
         raise ValueError(
             f"{label}: was prepared for ({prepared.recipe}), and this config deploys ({target.recipe}); "
             "convert with the base that prepare was given, or with QATConfig(step='convert')"
@@ -178,8 +203,7 @@ def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator
     """(names, layer, config) for every nn.Linear and nn.Embedding that a config applies to, once."""
     if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
         wrapped = {
-            k: c and QATConfig(c, step=config.step, straight_through=config.straight_through)
-            for k, c in config.base_config.fqn_to_config.items()
+            k: c and dataclasses.replace(config, base_config=c) for k, c in config.base_config.fqn_to_config.items()
         }
         config = FqnToConfig(wrapped)
     by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else None
@@ -260,6 +284,17 @@ def _is_usual(model: nn.Module, module: nn.Module, fqn: str) -> bool:
 
 def _plain(module: nn.Module) -> type[nn.Module]:
     return nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
+
+
+def _tied_scales(steps: list[Step]) -> list[str]:
+    """Problems with tied weights whose layers would hold scales, each its own."""
+    counts = Counter(id(s.module.weight) for s in steps)
+    return [
+        f"{s.fqn}: its weight is tied, and layers that share a weight cannot hold scales of their own ({s.target.recipe}): untie it, "
+        "or use dynamic scales"
+        for s in steps
+        if counts[id(s.module.weight)] > 1 and s.target.recipe.holds
+    ]
 
 
 def _nothing(model: nn.Module, config: Any) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from aoquant.config import QATConfig
 from aoquant.embedding import QATEmbedding
+from aoquant.formats import Scales
 from aoquant.linear import Prepared, QATLayer, QATLinear
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
@@ -43,18 +44,23 @@ def quantize_(
             f"device={str(device)!r}: {empty[0]} is on the meta device and holds no values to move; the model is unchanged. "
             "Load the weights first, or leave out device"
         )
-    before = [(s.module, s.module.__class__, dict(s.module.__dict__), dict(s.module._parameters)) for s in steps]
+    before = [
+        (s.module, s.module.__class__, dict(vars(s.module)), dict(s.module._parameters), dict(s.module._buffers))
+        for s in steps
+    ]
     packed: dict[int, nn.Parameter] = {}  # tied weights are packed once and stay tied
     try:
         for step in track(steps, steps[0].kind):
             apply(step, packed, device)
     except BaseException:
-        for module, cls, attributes, parameters in before:
+        for module, cls, attributes, parameters, buffers in before:
             module.__class__ = cls
             module.__dict__.clear()
             module.__dict__.update(attributes)
             module._parameters.clear()
             module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
         raise
     if device is not None:
         model.to(device)
@@ -88,11 +94,18 @@ def apply(
 
 @torch.no_grad()
 def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    """The deployed tensor of a weight (N, K), made on `device`, by default where the weight is."""
+    """The deployed tensor of a weight (N, K), with the scales that its layer holds, if any; made on `device`, by default where it is."""
+    module, target, scales = step.module, step.target, None
     weight = weight.detach() if device is None else weight.detach().to(device)
-    encoded = step.target.recipe.fprop_weight.encode(weight)
+    if isinstance(module, QATLinear):
+        if (input_scales := module.deployed_input_scales()) is not None:
+            assert target.fix is not None
+            target = target.fix(input_scales)
+        if (scales := module.held_scales("weight")) is not None:
+            scales = Scales(*(t if t is None else t.to(weight.device) for t in scales))
+    encoded = target.recipe.fprop_weight.encode(weight, scales)
     try:
-        return step.target.build(encoded, weight)
+        return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack
         raise ValueError(f"{step.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
 

@@ -68,6 +68,11 @@ _RECIPES = (
         "int4 weights in groups of 32, int8 activations per token",
     ),
     Recipe("int8", lambda: Int8WeightConfig(activation="int8-row"), "int8 weights per row, int8 activations per token"),
+    Recipe(
+        "int8-static",
+        lambda: Int8WeightConfig(activation="int8-tensor-static"),
+        "int8 weights per row, int8 activations with one calibrated scale a layer",
+    ),
     Recipe("int8-weight", Int8WeightConfig, "int8 weights per row, high-precision activations"),
     Recipe(
         "torchao-int8-int4",

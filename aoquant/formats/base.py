@@ -86,9 +86,12 @@ class Format:
         """Whether `measure` gives (1, 1) whatever x's shape: what an activation's scales must be to be calibrated."""
         return False
 
-    def encode(self, x_RK: Tensor) -> Encoded:
-        """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after decode."""
-        return self.quantize(x_RK, self.measure(x_RK))
+    def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
+        """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after decode.
+
+        held: scales that are not made from x_RK now: static or learned ones.
+        """
+        return self.quantize(x_RK, self.measure(x_RK)) if held is None else self.hold(x_RK, held)
 
     def measure(self, x_RK: Tensor) -> Scales:
         """The scales that x_RK asks for; NaN and Inf in x_RK make their scale NaN or Inf."""

@@ -102,7 +102,9 @@ class AffineHQQ(Affine):
     def measure(self, x_RK: Tensor) -> Scales:
         raise ValueError(NOT_HELD.format(self.name))
 
-    def encode(self, x_RK: Tensor) -> Encoded:
+    def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
+        if held is not None:
+            raise ValueError(NOT_HELD.format(self.name))
         low, high = self.limits
         q, scale = scale_only(self._blocks(x_RK), low, high)
         codes = q.nan_to_num(0.0).to(torch.int8).flatten(1)

@@ -142,6 +142,20 @@ class Affine(Format):
         assert e.scale is not None
         return e.scale <= self._eps(e.scale.dtype)
 
+    def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
+        """(R, G) float32 gradient of each scale: the sum of grad * d value / d scale over the values that share it.
+
+        value = clamp(rn(x / s)) * s with rn straight through: the derivative is rn(x / s) - x / s, and the largest or smallest
+        code where the code is clipped. Source: Esser et al. 2020, equation 3; here a value counts as clipped when its rounded code is.
+        """
+        x_RGB = self._scaled_blocks(x_RK)
+        scale, zero = self._broadcast(s.scale, s.zero, x_RK.dtype)
+        code = self._code(x_RGB, scale, zero)
+        clamped = code.clamp(*self.limits)
+        centred = clamped.float() - zero.float()
+        slope = torch.where(clamped == code, centred - x_RGB.float() / scale.float(), centred)
+        return (slope * self._scaled_blocks(grad_RK).float()).sum(-1)
+
     def _eps(self, dtype: torch.dtype) -> float:
         return torch.finfo(torch.float32).eps if self.scales == "float32" else torch.finfo(dtype).smallest_normal
 

@@ -79,9 +79,11 @@ class TinyGemm(Int4):
         scale = span / torch.full_like(span, 15.0) if self.device == "cpu" else divide(span, 15.0)
         return Scales(scale.clamp(min=self._eps(x_RK.dtype)), low)
 
-    def encode(self, x_RK: Tensor) -> Encoded:
+    def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
         if not self.hqq:
-            return super().encode(x_RK)
+            return super().encode(x_RK, held)
+        if held is not None:
+            raise ValueError(NOT_HELD.format(self.name))
         dtype = torch.float32 if self.device == "cpu" else torch.float16
         return self._packed(*affine(self._blocks(x_RK), dtype))
 

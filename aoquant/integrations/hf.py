@@ -219,6 +219,12 @@ def _is_quantised(module: nn.Module) -> bool:
 def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
     """The PTQ config that makes this layer's weight."""
     weight: Any = module.weight
+    if foreign := [part for part in weight.__tensor_flatten__()[0] if f"_weight_{part}" not in _known]:
+        raise ValueError(
+            f"{fqn}: its {type(weight).__name__} holds {', '.join(foreign)}, which Hugging Face's loader does not know, so no checkpoint "
+            "folder can hold it: use aoquant's own static config, such as Int8WeightConfig(activation='int8-tensor-static'), or "
+            "torch.save(model.state_dict())"
+        )
     if isinstance(weight, PackedTensor):
         kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
         return kind(weight.format, weight.activation or None, weight.contract)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from aoquant import QATConfig, quantize_
+from aoquant import QATConfig, calibrate, quantize_
+from aoquant.calibrate import uncalibrated
 from aoquant.checks import MISSING_KERNEL, check_device
 from aoquant.config import WeightConfig
 from aoquant.integrations.finetune import LOSSES, finetune
@@ -36,6 +37,7 @@ from aoquant.report import Report, report, verify
 from aoquant.report.measure import stored_bytes
 
 RESULTS = "aoquant_run.json"
+CALIBRATION_BATCHES = 8  # training batches that static activation scales are found on
 
 
 @dataclass
@@ -180,12 +182,13 @@ def run(o: Options) -> Result:
     del tuned
 
     ptq = copy.deepcopy(float_model)
-    quantize_(ptq, get(), chosen)
+    _prepare(ptq, get(), chosen, blocks, o.batch_size)
+    quantize_(ptq, QATConfig(get(), step="convert"))
     stages.append(_score_deployed("PTQ", ptq, float_model, get(), chosen, score))
     del ptq
 
     prepared = copy.deepcopy(float_model)
-    quantize_(prepared, QATConfig(get(), step="prepare"), chosen)
+    _prepare(prepared, get(), chosen, blocks, o.batch_size)
     finetune(prepared, blocks, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", **tuning)
     converted = copy.deepcopy(prepared)
     quantize_(converted, QATConfig(get(), step="convert"))
@@ -211,6 +214,15 @@ def run(o: Options) -> Result:
     )
     _write(result, batch["input_ids"], fingerprint, report(float_model, converted if runs_here else prepared, batch))
     return result
+
+
+def _prepare(model: PreTrainedModel, config: Any, chosen: Filter | None, blocks_BT: Tensor, batch_size: int) -> None:
+    """Prepare; where activation scales are static, calibrate them on the first training batches."""
+    quantize_(model, QATConfig(config, step="prepare"), chosen)
+    if uncalibrated(model):
+        calibrate(
+            model, [{"input_ids": ids.to(model.device)} for ids in blocks_BT.split(batch_size)[:CALIBRATION_BATCHES]]
+        )
 
 
 def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:

@@ -5,7 +5,8 @@ rounds to bf16, which moves scales by an ulp and codes by one; an opaque op runs
 compiled by construction. It also decides what autograd saves: `dgrad` encodes the weight again inside, so a compiled backward
 has nothing to keep but its inputs.
 
-Encoded matrices cross the op boundary as four tensors (codes, scale, zero, outer); a missing one is an empty 1-D tensor.
+Encoded matrices cross the op boundary as four tensors (codes, scale, zero, outer); a missing one is an empty 1-D tensor. Where an
+op encodes, it takes the fields of `formats.Scales` too: static or learned scales, all None for dynamic ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, get_format, layout
+from aoquant.formats import Affine, Encoded, Scales, get_format, layout
 
 from . import reference
 from .contracts import CONTRACTS, input_error
@@ -25,7 +26,6 @@ from .router import Backend, Call, Request, backend, backend_names, explain, reg
 from .tinygemm import TINYGEMM
 
 __all__ = [
-    "BFLOAT16_ONLY",
     "CONTRACTS",
     "Request",
     "backend",
@@ -39,6 +39,7 @@ __all__ = [
     "from_parts",
     "input_error",
     "saturated",
+    "scale_grad",
     "scaled_mm",
     "to_parts",
     "wgrad",
@@ -61,15 +62,28 @@ def from_parts(parts: Sequence[Tensor], k: int) -> Encoded:
     return Encoded(codes, scale, zero, outer, k)
 
 
+def _encoded(parts: Sequence[Tensor], format: str, k: int, *held: Tensor | None) -> Encoded:
+    """[X] encoded, under held scales if there are any; or the four parts of an encoded X."""
+    if len(parts) == 4:
+        return from_parts(parts, k)
+    # in memory of its own: an op's outputs must not alias its inputs
+    scales = Scales(*(t if t is None else t.clone() for t in held))
+    return get_format(format).encode(parts[0], None if all(t is None for t in held) else scales)
+
+
 @torch.library.custom_op("aoquant::encode", mutates_args=())
-def encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def encode(
+    x: Tensor, format: str, scale: Tensor | None = None, zero: Tensor | None = None, outer: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise a 2-D tensor: (codes, scale, zero, outer) of `get_format(format)`."""
-    return to_parts(get_format(format).encode(x))
+    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer))
 
 
 @encode.register_fake
-def _(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return to_parts(get_format(format).encode(x))
+def _(
+    x: Tensor, format: str, scale: Tensor | None = None, zero: Tensor | None = None, outer: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer))
 
 
 @torch.library.custom_op("aoquant::scaled_mm", mutates_args=())
@@ -154,28 +168,60 @@ def _(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) ->
 
 
 @torch.library.custom_op("aoquant::dgrad", mutates_args=())
-def dgrad(grad_MN: Tensor, w: Sequence[Tensor], w_format: str, k: int) -> Tensor:
+def dgrad(
+    grad_MN: Tensor,
+    w: Sequence[Tensor],
+    w_format: str,
+    k: int,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    outer: Tensor | None = None,
+) -> Tensor:
     """dx (M, K) = dy W^ in dy's dtype; w is [W], encoded here, or the four parts of a packed one."""
-    format = get_format(w_format)
-    encoded = format.encode(w[0]) if len(w) == 1 else from_parts(w, k)
+    encoded = _encoded(w, w_format, k, scale, zero, outer)
     with torch.autocast(grad_MN.device.type, enabled=False):
-        return grad_MN @ format.decode(encoded, grad_MN.dtype)
+        return grad_MN @ get_format(w_format).decode(encoded, grad_MN.dtype)
 
 
 @dgrad.register_fake
-def _(grad_MN: Tensor, w: Sequence[Tensor], w_format: str, k: int) -> Tensor:
+def _(
+    grad_MN: Tensor,
+    w: Sequence[Tensor],
+    w_format: str,
+    k: int,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    outer: Tensor | None = None,
+) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[0], k)
 
 
 @torch.library.custom_op("aoquant::wgrad", mutates_args=())
-def wgrad(grad_MN: Tensor, x: Sequence[Tensor], x_format: str, k: int) -> Tensor:
-    """dW (N, K) = dy^T x^ in dy's dtype, from the packed codes of x."""
+def wgrad(
+    grad_MN: Tensor,
+    x: Sequence[Tensor],
+    x_format: str,
+    k: int,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    outer: Tensor | None = None,
+) -> Tensor:
+    """dW (N, K) = dy^T x^ in dy's dtype; x is the four parts of an encoded one, or [X (M, K)], encoded here."""
+    encoded = _encoded(x, x_format, k, scale, zero, outer)
     with torch.autocast(grad_MN.device.type, enabled=False):
-        return grad_MN.t() @ get_format(x_format).decode(from_parts(x, k), grad_MN.dtype)
+        return grad_MN.t() @ get_format(x_format).decode(encoded, grad_MN.dtype)
 
 
 @wgrad.register_fake
-def _(grad_MN: Tensor, x: Sequence[Tensor], x_format: str, k: int) -> Tensor:
+def _(
+    grad_MN: Tensor,
+    x: Sequence[Tensor],
+    x_format: str,
+    k: int,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    outer: Tensor | None = None,
+) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[1], k)
 
 
@@ -191,16 +237,48 @@ def _(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op("aoquant::saturated", mutates_args=())
-def saturated(x: Tensor, format: str, ids: Tensor | None = None) -> Tensor:
+def saturated(
+    x: Tensor,
+    format: str,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    outer: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
     """Bit-packed mask (R, K/8) of the values that the format clips, or of rows `ids`; unpack with `formats.layout.unpack(mask, 1, K)`."""
     f = get_format(format)
     if ids is not None and f.by_rows:
         x, ids = x.index_select(0, ids), None
-    bits = layout.pack(f.saturated(x, f.encode(x)).to(torch.uint8), 1)
+    clipped = f.saturated(x, _encoded([x], format, x.shape[1], scale, zero, outer))
+    bits = layout.pack(clipped.to(torch.uint8), 1)
     return bits if ids is None else bits.index_select(0, ids)
 
 
 @saturated.register_fake
-def _(x: Tensor, format: str, ids: Tensor | None = None) -> Tensor:
+def _(
+    x: Tensor,
+    format: str,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    outer: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
     rows = x.shape[0] if ids is None else ids.shape[0]
     return x.new_empty(rows, -(-x.shape[1] // 8), dtype=torch.uint8)
+
+
+@torch.library.custom_op("aoquant::scale_grad", mutates_args=())
+def scale_grad(grad_RK: Tensor, x: Tensor, format: str, count: int, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Gradient of a learned scale, float32 and of its shape, from the gradient of x's quantised values (LSQ).
+
+    count: values that share a scale; the gradient is divided by sqrt(count * largest code), which keeps a scale's relative step
+    comparable to a weight's. Source: Esser et al., "Learned Step Size Quantization", ICLR 2020, section 2.2.
+    """
+    f = get_format(format)
+    assert isinstance(f, Affine)
+    return f.scale_gradient(x, Scales(scale, zero), grad_RK) / (count * f.limits[1]) ** 0.5
+
+
+@scale_grad.register_fake
+def _(grad_RK: Tensor, x: Tensor, format: str, count: int, scale: Tensor, zero: Tensor | None) -> Tensor:
+    return torch.empty_like(scale, dtype=torch.float32)

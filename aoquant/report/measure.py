@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from aoquant.formats import Encoded, Format, Int4, Int4Float8
+from aoquant.formats import Encoded, Format, Int4, Int4Float8, Scales
 from aoquant.linear import LinearRecipe, QATLayer
 from aoquant.tensor import PackedTensor
 
@@ -79,7 +79,7 @@ def weight_value(module: nn.Module) -> Tensor:
     """
     w: Tensor = weight_of(module).detach()
     if isinstance(module, QATLayer):
-        return module.prepared.recipe.fprop_weight.fake_quantize(w) if module.fake_quant else w
+        return module.prepared.recipe.fprop_weight.decode(module.encode_weight(), w.dtype) if module.fake_quant else w
     if not is_packed(w):
         return w
     if (
@@ -138,12 +138,14 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def shares(format: Format, hp: Tensor | None, packed: Encoded | None) -> tuple[float | None, float | None]:
+def shares(
+    format: Format, hp: Tensor | None, packed: Encoded | None, held: Scales | None = None
+) -> tuple[float | None, float | None]:
     """(share of saturated values, share of blocks on the floor); what the given weights do not tell is None.
 
-    hp: the (N, K) high-precision weight. packed: its codes as they are stored.
+    hp: the (N, K) high-precision weight. packed: its codes as they are stored. held: the scales that its layer holds.
     """
-    encoded = packed if hp is None else format.encode(hp)
+    encoded = packed if hp is None else format.encode(hp, held)
     saturated = None if hp is None or encoded is None else float(format.saturated(hp, encoded).double().mean())
     stored = packed or encoded
     return saturated, None if stored is None else float(format.floored(stored).double().mean())

@@ -61,7 +61,8 @@ def row_of(pair: Pair) -> Row:
     n, k = weights[0].shape
     recipes = dict.fromkeys(r for r in map(recipe_of, sides) if r is not None)
     packed = next((w for w in reversed(weights) if is_packed(w)), None)
-    hp = next((w for w in weights if not is_packed(w)), None)
+    qat = next((m for m in sides if isinstance(m, QATLayer)), None)
+    hp = next((w for w in weights if not is_packed(w)), None) if qat is None else qat.weight.detach()
     names = [r.fprop_weight.name for r in recipes] or [type(w).__name__ for w in weights if is_packed(w)]
 
     problems = [f"not run: {pair.problem}"] if pair.problem else []
@@ -72,7 +73,8 @@ def row_of(pair: Pair) -> Row:
         problems.append(f"weights not compared: {why(error)}")
     if recipes:
         format = next(reversed(recipes)).fprop_weight
-        saturated, floored = shares(format, hp, packed.encoded if isinstance(packed, PackedTensor) else None)
+        held = None if qat is None else qat.held_scales("weight")
+        saturated, floored = shares(format, hp, packed.encoded if isinstance(packed, PackedTensor) else None, held)
         problems += _unhealthy(format, k, saturated, floored)
     for side, module in zip("ab", sides, strict=True):
         if isinstance(module, QATLayer) and not module.fake_quant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant.formats import Encoded, Format
+from aoquant.formats import Encoded, Format, Scales
 from aoquant.linear import LinearRecipe
 from aoquant.tensor import PackedTensor
 
@@ -21,13 +22,15 @@ def _no_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
 @dataclass(frozen=True)
 class Target:
     """recipe: of the prepared layer. build(encoded, weight): the deployed tensor. limit(n, k, dtype): why the kernel cannot take a
-    weight, or None. tensor: the deployed class's name.
+    weight, or None. tensor: the deployed class's name. fix(scales): this target with the layer's calibrated activation scales, for
+    recipes whose input_scales are held.
     """
 
     recipe: LinearRecipe
     build: Callable[[Encoded, Tensor], Tensor]
     tensor: str
     limit: Callable[[int, int, torch.dtype], str | None] = _no_limit
+    fix: Callable[[Scales], Target] | None = None
 
     def why_not(self, n: int, k: int, dtype: torch.dtype) -> str | None:
         """Why an (n, k) weight of `dtype` cannot have this target, and what to do; None when it can."""
@@ -53,8 +56,19 @@ EMBEDDABLE = ("PackedTensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "Float8T
 
 
 def packed_target(recipe: LinearRecipe) -> Target:
-    """aoquant's packed tensor."""
-    return Target(recipe, lambda e, w: PackedTensor.from_encoded(e, recipe, w.dtype), "PackedTensor")
+    """aoquant's packed tensor; calibrated activation scales become part of its activation format's name."""
+
+    def fix(scales: Scales) -> Target:
+        assert recipe.fprop_input is not None
+        fixed = recipe.fprop_input.fix(*numbers(scales))
+        return packed_target(dataclasses.replace(recipe.deployed, fprop_input=fixed, input_scales="dynamic"))
+
+    return Target(recipe, lambda e, w: PackedTensor.from_encoded(e, recipe, w.dtype), "PackedTensor", fix=fix)
+
+
+def numbers(scales: Scales) -> list[float]:
+    """Per-tensor scales as Python numbers, exactly, in `Scales`' order."""
+    return [t.item() for t in scales if t is not None]
 
 
 def require(argument: str, got: Any, *allowed: Any, instead: str = "") -> Any:

@@ -14,6 +14,7 @@ from torchao.quantization.qat import IntxFakeQuantizeConfig
 from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig, Int4WeightFakeQuantizeConfig
 from torchao.quantization.quant_primitives import ZeroPointDomain
 
+from aoquant.config import activated
 from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, get_format
 from aoquant.linear import LinearRecipe
 
@@ -29,8 +30,21 @@ def target(weight_config: Any, activation_config: Any) -> Target:
         ValueError: one of them has no exact format here.
     """
     weight, contract = (None, "") if weight_config is None else _format(weight_config, activation=False)
-    activation, other = (None, "") if activation_config is None else _format(activation_config, activation=True)
-    return packed_target(LinearRecipe(activation, weight or HighPrecision(), contract or other))
+    named = isinstance(activation_config, str)
+    activation, other = (
+        (None, "aoquant") if named or activation_config is None else _format(activation_config, activation=True)
+    )
+    recipe = LinearRecipe(
+        activation, weight or HighPrecision(), contract or other, weight_scales=_scales(weight_config)
+    )
+    return packed_target(activated(recipe, activation_config) if named else recipe)
+
+
+def _scales(config: Any) -> str:
+    """How a weight's scales are trained."""
+    if not isinstance(config, IntxFakeQuantizeConfig) or config.is_dynamic:
+        return "dynamic"
+    return "learned" if config.range_learning else "static"
 
 
 def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
@@ -63,12 +77,17 @@ def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
 
 
 def _intx(config: IntxFakeQuantizeConfig, *, activation: bool) -> Affine:
-    if not config.is_dynamic or config.range_learning:
-        raise ValueError("IntxFakeQuantizeConfig: static and learned scales are not there yet; use is_dynamic=True")
     require("zero_point_domain", config.zero_point_domain, ZeroPointDomain.INT)
     require("eps", config.eps, None)
     sides, dtype = mapping("mapping_type", config.mapping_type), stored("scale_precision", config.scale_precision)
     if activation:
+        require(
+            "IntxFakeQuantizeConfig.is_dynamic of an activation",
+            config.is_dynamic,
+            True,
+            instead="a static scale per token fits one shape of batch; use activation_config='int8-tensor-static', or "
+            "'int8-tensor-asym-static', and QATConfig(scales='learned') to learn it",
+        )
         require("activation dtype", config.dtype, torch.int8)
         require("activation granularity", config.granularity, PerToken())
         return Affine(8, "row", 0, sides, native=True, stored=dtype)

@@ -7,6 +7,7 @@ its rows are quantised by another formula (formats/mslk.py) and multiplied by an
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,10 @@ from torchao.quantization import Float8Tensor, PerBlock, PerGroup, PerRow, PerTe
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows import Float8PackingFormat, QuantizeTensorToFloat8Kwargs
 
-from aoquant.formats import MX, NVFP4, Encoded, Float8, Float8Mslk, layout
+from aoquant.formats import MX, NVFP4, Encoded, Float8, Float8Mslk, Scales, layout
 from aoquant.linear import LinearRecipe
 
-from .base import Target, require
+from .base import Target, numbers, require
 from .int4 import float8_dialect
 
 _PREFERENCES = ("AUTO", "TORCH", "MSLK")
@@ -37,7 +38,7 @@ def float8_format(
         return Float8(element, "block", native, cols=granularity.group_size, low=low, high=high)
     if isinstance(granularity, PerBlock) and len(granularity.block_size) == 2:
         rows, cols = granularity.block_size
-        return Float8(element, "block", native, rows, cols, low, high)
+        return Float8(element, "block", native, rows=rows, cols=cols, low=low, high=high)
     if granularity not in (PerRow(), PerRow(1), PerTensor()):
         raise ValueError(
             f"granularity must be PerRow(dim=-1), PerTensor(), PerGroup or PerBlock of two numbers here, got {granularity}"
@@ -97,8 +98,8 @@ def _float8_dynamic(config: Any) -> Target:
                 f"torchao's fp8 blocks of 128 x 128 take bfloat16 layers with N a multiple of 128, got N = {n}, "
                 f'{str(dtype).removeprefix("torch.")}: use aoquant.FP8WeightConfig(granularity="block")'
             )
-        if n % 16 or k % 16:
-            return f"the fp8 GEMM needs N and K to be multiples of 16, got N = {n}, K = {k}: leave the layer out"
+        if reason := _fp8_limit(n, k, dtype):
+            return reason
         if weight.per == "row" and dtype != torch.bfloat16:
             return f"the row-wise fp8 GEMM takes bfloat16 layers, got {str(dtype).removeprefix('torch.')}: cast it, or use aoquant.FP8WeightConfig"
         return None
@@ -118,6 +119,51 @@ def _float8_dynamic(config: Any) -> Target:
     if weight.per == "block":
         contract = "fp8_blocks"  # torchao's kernel has one way to accumulate, whatever mm_config says
     return Target(LinearRecipe(activation, weight, contract), build, "Float8Tensor", limit)
+
+
+def _float8_static(config: Any) -> Target:
+    """torchao's tensor takes inputs of as many dimensions as its activation scale has: those that calibration saw."""
+    from torchao.prototype.quantization.float8_static_quant.prototype_float8_tensor import PrototypeFloat8Tensor
+
+    outputs = (config.quantize_and_dequantize_output, config.output_act_quant_scale is not None)
+    require("quantize_and_dequantize_output", outputs, (False, False), instead="outputs stay in high precision")
+    granularity = config.granularity or PerTensor()
+    require("granularity", granularity, PerTensor(), instead="a static scale per row fits one shape of batch")
+    require("kernel_preference", config.kernel_preference, KernelPreference.AUTO, KernelPreference.TORCH)
+    emulated = (config.mm_config.emulate, config.mm_config.pad_inner_dim)
+    require("mm_config.emulate and pad_inner_dim", emulated, (False, False))
+    weight, dynamic = (float8_format(d, granularity) for d in (config.weight_dtype, config.activation_dtype))
+    act = QuantizeTensorToFloat8Kwargs(
+        config.activation_dtype, granularity, config.mm_config, kernel_preference=KernelPreference.TORCH
+    )
+    scale = config.act_quant_scale
+
+    def fix(scales: Scales) -> Target:
+        return _float8_static(dataclasses.replace(config, act_quant_scale=scales.scale))
+
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        return PrototypeFloat8Tensor(
+            e.codes,
+            e.scale,
+            scale.detach().to(w.device),
+            block_size=_float8_block(weight, w),
+            mm_config=config.mm_config,
+            act_quant_kwargs=act,
+            kernel_preference=KernelPreference.TORCH,
+            dtype=w.dtype,
+        )
+
+    contract = "fp8_scaled_mm" if config.mm_config.use_fast_accum else "fp8_scaled_mm_precise"
+    kind = "PrototypeFloat8Tensor"
+    if scale is None:
+        return Target(LinearRecipe(dynamic, weight, contract, input_scales="static"), build, kind, _fp8_limit, fix)
+    return Target(LinearRecipe(dynamic.fix(*numbers(Scales(scale))), weight, contract), build, kind, _fp8_limit)
+
+
+def _fp8_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
+    if n % 16 or k % 16:
+        return f"the fp8 GEMM needs N and K to be multiples of 16, got N = {n}, K = {k}: leave the layer out"
+    return None
 
 
 def _swizzled(scale: Tensor, cols_per_tile: int, rows: int, k: int) -> Tensor:
@@ -172,17 +218,24 @@ def _nvfp4_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _nvfp4(config: Any) -> Target:
+def _nvfp4(config: Any, act_scale: Tensor | None = None) -> Target:
+    """A config with a step, either one, has a static outer scale for activations; act_scale: what calibration found."""
     from torchao.prototype.mx_formats.nvfp4_tensor import QuantizeTensorToNVFP4Kwargs
 
-    require("step", config.step, None, instead="static activation scales need calibration, which is not there yet")
-    dynamic = config.use_dynamic_per_tensor_scale
+    static, dynamic = config.step is not None, config.use_dynamic_per_tensor_scale
     act = QuantizeTensorToNVFP4Kwargs(
         use_dynamic_per_tensor_scale=dynamic, use_triton_kernel=config.use_triton_kernel, is_swizzled_scales=True
     )
-    format = NVFP4("dynamic" if dynamic else "none")
-    recipe = LinearRecipe(format, format, "nvfp4_rescale" if dynamic else "aoquant")
-    return Target(recipe, _nvfp4_build(act, config.use_triton_kernel), "NVFP4Tensor", _nvfp4_limit)
+    format = NVFP4("dynamic" if dynamic or static else "none")
+    recipe = LinearRecipe(format, format, "aoquant" if format.outer == "none" else "nvfp4_rescale")
+    if static:
+        recipe = dataclasses.replace(recipe, input_scales="static")
+    build = _nvfp4_build(act, config.use_triton_kernel, act_scale)
+
+    def fix(scales: Scales) -> Target:
+        return _nvfp4(config, scales.outer)
+
+    return Target(recipe, build, "NVFP4Tensor", _nvfp4_limit, fix)
 
 
 def _nvfp4_weight_only(config: Any) -> Target:
@@ -190,14 +243,17 @@ def _nvfp4_weight_only(config: Any) -> Target:
     return Target(LinearRecipe(None, format, "dequantize"), _nvfp4_build(None, False), "NVFP4Tensor", _nvfp4_limit)
 
 
-def _nvfp4_build(act: Any, use_triton_kernel: bool) -> Callable[[Encoded, Tensor], Tensor]:
+def _nvfp4_build(
+    act: Any, use_triton_kernel: bool, act_scale: Tensor | None = None
+) -> Callable[[Encoded, Tensor], Tensor]:
     def build(e: Encoded, w: Tensor) -> Tensor:
         from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 
         assert e.scale is not None
         scale = _swizzled(e.scale, 64, w.shape[0], e.k)
         pts = None if e.outer is None else e.outer.reshape(())
-        return NVFP4Tensor(e.codes, scale, 16, w.dtype, pts, None, True, use_triton_kernel, act)
+        act_pts = None if act_scale is None else act_scale.detach().to(w.device).reshape(())
+        return NVFP4Tensor(e.codes, scale, 16, w.dtype, pts, act_pts, True, use_triton_kernel, act)
 
     return build
 
@@ -205,6 +261,7 @@ def _nvfp4_build(act: Any, use_triton_kernel: bool) -> Callable[[Encoded, Tensor
 TARGETS: dict[str, Callable[[Any], Target]] = {
     "Float8WeightOnlyConfig": _float8_weight_only,
     "Float8DynamicActivationFloat8WeightConfig": _float8_dynamic,
+    "Float8StaticActivationFloat8WeightConfig": _float8_static,
     "MXDynamicActivationMXWeightConfig": _mx,
     "NVFP4DynamicActivationNVFP4WeightConfig": _nvfp4,
     "NVFP4WeightOnlyConfig": _nvfp4_weight_only,

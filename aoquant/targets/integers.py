@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,10 @@ from torchao.quantization.quantize_.workflows import (
     QuantizeTensorToInt8Kwargs,
 )
 
-from aoquant.formats import FLOAT_DTYPES, Affine, AffineHQQ, Encoded, Stretched
+from aoquant.formats import FLOAT_DTYPES, Affine, AffineHQQ, Encoded, Scales, Stretched
 from aoquant.linear import LinearRecipe
 
-from .base import Target, require
+from .base import Target, numbers, require
 
 _MAPPINGS = {
     MappingType.SYMMETRIC: "symmetric",
@@ -137,16 +138,24 @@ def _int8_format(
 
 
 def _int8_tensor(
-    format: Affine, e: Encoded, w: Tensor, act: QuantizeTensorToInt8Kwargs | None, reduce_range: bool | None = False
+    format: Affine,
+    e: Encoded,
+    w: Tensor,
+    act: QuantizeTensorToInt8Kwargs | None,
+    *act_scales: Tensor | None,
+    reduce_range: bool | None = False,
 ) -> Tensor:
     block = {"group": [1, format.group], "row": [1, e.k], "tensor": list(w.shape)}[format.per]
     assert e.scale is not None
+    act_scale, act_zero = act_scales or (None, None)
     return Int8Tensor(
         format.integers(e),
         e.scale,
         block,
         w.dtype,
-        zero_point=torch.zeros_like(e.scale, dtype=torch.int8),
+        torch.zeros_like(e.scale, dtype=torch.int8),
+        act_scale,
+        act_zero,
         act_quant_kwargs=act,
         reduce_range=reduce_range,
     )
@@ -175,7 +184,37 @@ def _int8_dynamic(config: Any) -> Target:
         granularity=act_granularity, mapping_type=config.act_mapping_type, reduce_range=reduced
     )
     recipe = LinearRecipe(activation, weight, "int8_dynamic")
-    return Target(recipe, lambda e, w: _int8_tensor(weight, e, w, act, reduced), "Int8Tensor")
+    return Target(recipe, lambda e, w: _int8_tensor(weight, e, w, act, reduce_range=reduced), "Int8Tensor")
+
+
+def _int8_static(config: Any) -> Target:
+    """torchao's tensor takes inputs of as many dimensions as its activation scale has: those that calibration saw."""
+    require("reduce_range", bool(config.reduce_range), False)
+    act_granularity, weight_granularity = Int8Tensor._normalize_granularity(config.granularity)
+    require(
+        "activation granularity",
+        act_granularity,
+        PerTensor(),
+        instead="a static scale per row fits one shape of batch; give granularity=[PerTensor(), PerRow()]",
+    )
+    weight = _int8_format(weight_granularity)
+    dynamic = _int8_format(act_granularity, mapping("act_mapping_type", config.act_mapping_type))
+    act = QuantizeTensorToInt8Kwargs(granularity=act_granularity, mapping_type=config.act_mapping_type)
+    scale, zero = config.act_quant_scale, config.act_quant_zero_point
+
+    def fix(scales: Scales) -> Target:
+        return _int8_static(dataclasses.replace(config, act_quant_scale=scales.scale, act_quant_zero_point=scales.zero))
+
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        return _int8_tensor(weight, e, w, act, *(None if t is None else t.detach().to(w.device) for t in (scale, zero)))
+
+    if scale is None:
+        return Target(
+            LinearRecipe(dynamic, weight, "int8_dynamic", input_scales="static"), build, "Int8Tensor", fix=fix
+        )
+    given = Scales(scale, torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero)
+    activation = dynamic.fix(*numbers(given)[: 1 if dynamic.mapping == "symmetric" else 2])
+    return Target(LinearRecipe(activation, weight, "int8_dynamic"), build, "Int8Tensor")
 
 
 TARGETS: dict[str, Callable[[Any], Target]] = {
@@ -184,4 +223,5 @@ TARGETS: dict[str, Callable[[Any], Target]] = {
     "Int8WeightOnlyConfig": _int8_weight_only,
     "Int8DynamicActivationInt8WeightConfig": _int8_dynamic,
     "StretchedIntxWeightConfig": _stretched,
+    "Int8StaticActivationInt8WeightConfig": _int8_static,
 }

@@ -1,0 +1,86 @@
+"""Held scales: static and learned scales as a layer's own buffers and parameters.
+
+A dynamic scale lives as long as one forward. A static one is measured once, by `aoquant.calibrate`, and a learned one is moved by
+the optimizer; both are then part of what was trained, so they live where weights live: in the state_dict, on the layer's device, in
+what a resumed run loads. Convert takes the very same numbers.
+
+Names are `input_scale`, `input_zero`, `weight_scale`, `weight_zero` and so on: the fields of `formats.Scales`. Floating-point ones
+are float32 whatever the layer's dtype, and stay so when the layer is cast: a scale that rounds afterwards is another scale. A
+learned scale is a parameter; zero points, being integers, and outer scales are always buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aoquant.formats import FLOAT_DTYPES, Scales
+
+
+def register(layer: nn.Module, side: str, scales: Scales, *, learned: bool) -> None:
+    """Give `layer` held scales for side "input" or "weight"."""
+    for part, value in zip(Scales._fields, scales, strict=True):
+        if value is None:
+            continue
+        value = value.detach().float() if value.dtype in FLOAT_DTYPES else value.detach()
+        name = f"{side}_{part}"
+        if learned and part == "scale":
+            layer.register_parameter(name, nn.Parameter(value.clone()))
+        else:
+            layer.register_buffer(name, value.clone())
+
+
+def names(layer: nn.Module) -> list[str]:
+    """Names of the layer's held scales."""
+    possible = (f"{side}_{part}" for side in ("input", "weight") for part in Scales._fields)
+    return [n for n in possible if n in layer._buffers or n in layer._parameters]
+
+
+def read(layer: nn.Module, side: str) -> Scales:
+    """The layer's held scales for one side."""
+    return Scales(*(getattr(layer, f"{side}_{part}", None) for part in Scales._fields))
+
+
+def matrices(scales: Scales) -> Scales:
+    """`scales` with two dimensions, as formats know them."""
+    return Scales(*(t if t is None else t.reshape(-1, t.shape[-1]) for t in scales))
+
+
+@torch.no_grad()
+def write(layer: nn.Module, side: str, scales: Scales, dims: int = 2) -> None:
+    """Replace the values, in place, so that optimizers keep their parameters; dims: of a (1, 1) scale, from now on."""
+    for part, value in zip(Scales._fields, scales, strict=True):
+        if value is not None:
+            mine: Tensor = getattr(layer, f"{side}_{part}")
+            mine.data = mine.data.view((1,) * (dims - 2) + value.shape)
+            mine.copy_(value.view(mine.shape))
+
+
+def forget(layer: nn.Module) -> None:
+    """Remove the held scales."""
+    for name in names(layer):
+        delattr(layer, name)
+
+
+def present(layer: nn.Module) -> bool:
+    """Whether every held scale has a value: what is not calibrated yet is NaN, or on the meta device."""
+    tensors = [getattr(layer, name) for name in names(layer)]
+    return all(not t.is_meta and bool(t.float().isfinite().all()) for t in tensors)
+
+
+def keep_dtype(layer: nn.Module, before: dict[str, Tensor]) -> None:
+    """Undo what a cast of the layer did to its held scales; a move stays."""
+    for name, value in before.items():
+        now: Tensor = getattr(layer, name)
+        if now.dtype != value.dtype:
+            now.data = value.to(now.device)
+
+
+def take_shape(layer: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
+    """Give per-tensor scales the number of dimensions that a state_dict has them in."""
+    for name in names(layer):
+        mine, given = getattr(layer, name), state_dict.get(prefix + name)
+        if given is not None and given.numel() == mine.numel() == 1:
+            mine.data = mine.data.view(given.shape)
