@@ -7,6 +7,7 @@ config, so a new recipe is a new row here.
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -156,7 +157,11 @@ def mixed(recipe: str, layers: Sequence[str] = (), skip: Sequence[str] = ()) -> 
         if name in by_name:
             raise ValueError(f"{name!r} is given twice: once is enough, in layers or in skip")
         by_name[name] = get_recipe(other).make()
-    return FqnToConfig({**by_name, "_default": default})
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="Config Deprecation: _default"
+        )  # plans know it, checkpoints name every layer
+        return FqnToConfig({**by_name, "_default": default})
 
 
 def list_recipes() -> list[Recipe]:

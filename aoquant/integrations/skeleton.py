@@ -32,6 +32,11 @@ from aoquant.integrations.slots import Slot
 from aoquant.plan import Step, plan
 from aoquant.quantize import apply
 
+_COMPUTED = (
+    r"rotary_emb\.inv_freq$",
+    r"(^|\.)position_ids$",
+)  # buffers of old checkpoints, which models compute themselves
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -189,10 +194,11 @@ def _check_keys(
     sources: Mapping[str, Slot | None],
     tied: Mapping[str, list[str]],
 ) -> None:
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_COMPUTED]
+    ignored = [re.compile(pattern) for pattern in patterns]
     known = {*sources, *(n for name in sources for n in tied.get(name, ()))}
-    missing = [name for name, slot in sources.items() if slot is None]
-    strange = [name for name in stored if name not in known and not any(p.search(name) for p in ignored)]
+    missing = sorted(name for name, slot in sources.items() if slot is None)
+    strange = sorted(n for n in stored if n not in known and not any(p.search(n) for p in ignored))
     problems = [
         f"{checkpoint.some(names)} {what}" for names, what in ((missing, "missing"), (strange, "unexpected")) if names
     ]

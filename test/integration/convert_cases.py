@@ -1,0 +1,62 @@
+"""Small float checkpoints for the tests of conversion, and ways to change them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from aoquant.integrations import checkpoint
+
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
+def llama(tied: bool, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
+    config = LlamaConfig(**SMALL, attention_bias=True, tie_word_embeddings=tied)
+    model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+    model.generation_config.update(temperature=0.7, do_sample=True)
+    return model
+
+
+def write_floats(folder: Path) -> dict[bool, Path]:
+    """Float checkpoints in shards below `folder`, with a tied head and without."""
+    torch.manual_seed(0)
+    folders = {}
+    for tied in (True, False):
+        folders[tied] = folder / ("tied" if tied else "untied")
+        llama(tied).save_pretrained(folders[tied], max_shard_size="150KB")
+    return folders
+
+
+def rewritten(folder: Path, change: Any) -> Path:
+    """The folder with its tensors in a single file, after change(tensors)."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+        path.unlink()
+    (folder / checkpoint.INDEX).unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, folder / checkpoint.SINGLE, {"format": "pt"})
+    return folder
+
+
+def edit(path: Path, change: Any) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def left_behind(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if "partial" in p.name)
