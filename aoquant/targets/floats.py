@@ -37,7 +37,7 @@ def float8_format(
         return Float8(element, "block", native, cols=granularity.group_size, low=low, high=high)
     if isinstance(granularity, PerBlock) and len(granularity.block_size) == 2:
         rows, cols = granularity.block_size
-        return Float8(element, "block", native, rows, cols, low, high)
+        return Float8(element, "block", native, rows=rows, cols=cols, low=low, high=high)
     if granularity not in (PerRow(), PerRow(1), PerTensor()):
         raise ValueError(
             f"granularity must be PerRow(dim=-1), PerTensor(), PerGroup or PerBlock of two numbers here, got {granularity}"
