@@ -63,7 +63,7 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
         reasons: list[str] = []
         for recipe in list_recipes():
             r = resolve(recipe.make()).recipe
-            request = ops.Request(r.contract, r.fprop_input, r.fprop_weight, where, torch.bfloat16, 64, 64, 256)
+            request = ops.Request(r.contract, r.fprop_input, r.fprop_weight, where, torch.bfloat16, 64, 128, 256)
             said = dict(ops.explain(request))[name]
             if said == "runs" or said.startswith("willing"):
                 runs.append(r.contract)
@@ -84,7 +84,7 @@ def _device() -> str:
 
 def _try(make: object, device: str) -> tuple[str, str, str]:
     torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(256, 64, dtype=torch.bfloat16, device=device))
+    layer = nn.Sequential(nn.Linear(256, 128, dtype=torch.bfloat16, device=device))
     x = torch.randn(64, 256, dtype=torch.bfloat16, device=device)
     try:
         quantize_(layer, QATConfig(make(), step="prepare"))  # type: ignore[operator]

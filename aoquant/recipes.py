@@ -20,6 +20,7 @@ from torchao.quantization import (
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
+    PerBlock,
     PerGroup,
     PerRow,
 )
@@ -57,7 +58,13 @@ _RECIPES = (
     Recipe("mxfp4", MXFP4WeightConfig, "MXFP4 weights and activations, scales rounded up"),
     Recipe("mxfp4-weight", lambda: MXFP4WeightConfig(activation=None), "MXFP4 weights, high-precision activations"),
     Recipe("mxfp8", MXFP8WeightConfig, "MXFP8 (e4m3) weights and activations"),
+    Recipe("mxfp8-weight", lambda: MXFP8WeightConfig(activation=None), "MXFP8 weights, high-precision activations"),
     Recipe("fp8", FP8WeightConfig, "e4m3 weights and activations, a scale per row"),
+    Recipe(
+        "fp8-block",
+        lambda: FP8WeightConfig(granularity="block"),
+        "e4m3, a scale per 128 x 128 of the weights and per 128 values of the activations",
+    ),
     Recipe("int4-g128", lambda: Int4WeightConfig(128), "int4 weights in groups of 128, asymmetric"),
     Recipe("int4-g64", lambda: Int4WeightConfig(64), "int4 weights in groups of 64, asymmetric"),
     Recipe("int4-g32", lambda: Int4WeightConfig(32), "int4 weights in groups of 32, asymmetric"),
@@ -85,6 +92,11 @@ _RECIPES = (
         "torchao-fp8",
         lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
         "torchao's Float8Tensor, e4m3 weights and activations per row, torch._scaled_mm",
+    ),
+    Recipe(
+        "torchao-fp8-block",
+        lambda: Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])]),
+        "torchao's Float8Tensor in blocks, its Triton kernel (a GPU to run, none to train)",
     ),
     Recipe(
         "torchao-int4-g128",

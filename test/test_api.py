@@ -309,7 +309,7 @@ BAD = {
     "MSLK with float16": (Int4WeightOnlyConfig(64), torch.float16, r"up.*bfloat16 activations"),
     "dtype": (NVFP4WeightConfig(), torch.float64, r"up.*float32, bfloat16 or float16, got float64"),
     "fp8 rows in float32": (Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), torch.float32, r"up.*bfloat16 layers, got float32"),
-    "a config nobody knows": (SemiSparseWeightConfig(), torch.bfloat16, r"up.*SemiSparseWeightConfig"),
+    "a config that cannot be trained": (SemiSparseWeightConfig(), torch.bfloat16, r"up.*sparsifies and does not"),
     "an option without exact numerics": (
         Int4WeightOnlyConfig(64, int4_packing_format="plain_int32"),
         torch.bfloat16,

@@ -43,6 +43,9 @@ OURS = {
     "fp8": FP8WeightConfig(),
     "mxfp4": MXFP4WeightConfig(),
     "mxfp8": MXFP8WeightConfig(),
+    "fp8-tiles": PackedWeightConfig("fp8-8x32", "fp8-1x32"),
+    "stretched3-g32": PackedWeightConfig("stretched3-g32"),
+    "high-precision": PackedWeightConfig("high-precision", "mxfp4"),
 }
 TORCHAO = {
     "torchao-intx": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
@@ -200,3 +203,14 @@ def test_tied_layers_stay_tied() -> None:
     assert parts(skeleton["b"].weight) == parts(model["a"].weight)
     twin = copy.deepcopy(model)
     assert twin["b"].weight is twin["a"].weight
+
+
+def test_tiles_are_cut_between_rows_of_tiles() -> None:
+    """128 rows of scale tiles of 8: rows go in eights, and keep their own scales."""
+    weight = converted(OURS["fp8-tiles"]).up.weight.data
+    assert torch.equal(weight[16:32].dequantize(), weight.dequantize()[16:32])
+    assert weight[16:32].scale.shape == (2, 2)
+    assert torch.equal(weight[120:].dequantize(), weight.dequantize()[120:])
+    assert torch.equal(weight[:, 32:].dequantize(), weight.dequantize()[:, 32:])
+    with pytest.raises(ValueError, match="cut along N at multiples of 8, got 4:12"):
+        weight[4:12]

@@ -185,11 +185,9 @@ class Affine(Format):
     def _broadcast(self, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scale, as it is stored and at least eps, and zero point, (R, G, 1). A learned scale may have fallen below zero."""
         assert scale is not None
-        if self.stored:
-            dtype, eps = getattr(torch, self.stored), 0.0  # what a narrow dtype makes 0 is 0 in torchao too
-        else:
-            dtype, eps = torch.float32 if self.scales == "float32" else dtype, self._eps(dtype)
-        scale = scale.to(dtype).clamp(min=eps).unsqueeze(-1)
+        narrow = getattr(torch, self.stored) if self.stored else dtype
+        stored = torch.float32 if self.scales == "float32" else narrow
+        scale = scale.to(stored).clamp(min=self._eps(dtype)).unsqueeze(-1)
         return scale, torch.zeros_like(scale) if zero is None else zero.unsqueeze(-1)
 
     def _code(self, x_RGB: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

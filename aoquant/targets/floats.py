@@ -2,7 +2,9 @@
 
 Float8 with dynamic activations is stamped KernelPreference.TORCH: with AUTO, what torchao computes depends on whether mslk happens
 to be installed on the machine that serves, and a prepared layer cannot equal both. TORCH is what prepare computed. MSLK is kept:
-its rows are quantised by another formula (formats/mslk.py) and multiplied by another kernel, which the recipe names.
+its rows are quantised by another formula (formats/mslk.py) and multiplied by another kernel, which the recipe names. NVFP4 is stamped
+use_triton_kernel=False: MSLK's quantiser multiplies by 1 / pts where torch's divides, and lets block scales fall below 2^-6, so
+small blocks get other codes.
 """
 
 from __future__ import annotations
@@ -224,13 +226,13 @@ def _nvfp4(config: Any, act_scale: Tensor | None = None) -> Target:
 
     static, dynamic = config.step is not None, config.use_dynamic_per_tensor_scale
     act = QuantizeTensorToNVFP4Kwargs(
-        use_dynamic_per_tensor_scale=dynamic, use_triton_kernel=config.use_triton_kernel, is_swizzled_scales=True
+        use_dynamic_per_tensor_scale=dynamic, use_triton_kernel=False, is_swizzled_scales=True
     )
     format = NVFP4("dynamic" if dynamic or static else "none")
     recipe = LinearRecipe(format, format, "aoquant" if format.outer == "none" else "nvfp4_rescale")
     if static:
         recipe = dataclasses.replace(recipe, input_scales="static")
-    build = _nvfp4_build(act, config.use_triton_kernel, act_scale)
+    build = _nvfp4_build(act, act_scale)
 
     def fix(scales: Scales) -> Target:
         return _nvfp4(config, scales.outer)
@@ -240,12 +242,10 @@ def _nvfp4(config: Any, act_scale: Tensor | None = None) -> Target:
 
 def _nvfp4_weight_only(config: Any) -> Target:
     format = NVFP4("dynamic" if config.use_dynamic_per_tensor_scale else "none")
-    return Target(LinearRecipe(None, format, "dequantize"), _nvfp4_build(None, False), "NVFP4Tensor", _nvfp4_limit)
+    return Target(LinearRecipe(None, format, "dequantize"), _nvfp4_build(None), "NVFP4Tensor", _nvfp4_limit)
 
 
-def _nvfp4_build(
-    act: Any, use_triton_kernel: bool, act_scale: Tensor | None = None
-) -> Callable[[Encoded, Tensor], Tensor]:
+def _nvfp4_build(act: Any, act_scale: Tensor | None = None) -> Callable[[Encoded, Tensor], Tensor]:
     def build(e: Encoded, w: Tensor) -> Tensor:
         from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 
@@ -253,7 +253,7 @@ def _nvfp4_build(
         scale = _swizzled(e.scale, 64, w.shape[0], e.k)
         pts = None if e.outer is None else e.outer.reshape(())
         act_pts = None if act_scale is None else act_scale.detach().to(w.device).reshape(())
-        return NVFP4Tensor(e.codes, scale, 16, w.dtype, pts, act_pts, True, use_triton_kernel, act)
+        return NVFP4Tensor(e.codes, scale, 16, w.dtype, pts, act_pts, True, False, act)
 
     return build
 

@@ -7,6 +7,7 @@ zeros, strided inputs) the test says so and holds aoquant's to what it should ha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,7 @@ from linear_cases import (
     with_kinds,
 )
 from torch import Tensor, nn
+from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 from torchao.quantization import Float8Tensor
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows.float8 import float8_tensor
@@ -323,6 +325,14 @@ def test_nvfp4_zero_input_is_nan_in_torchao_and_the_bias_here() -> None:
     with mock.patch.object(torch, "_scaled_mm", _fp4_scaled_mm):
         assert converted(NVFP4, qat)(x).isnan().any()
     assert_equal(qat(x), qat.bias.expand(3, -1))
+
+
+def test_nvfp4_is_stamped_with_the_quantiser_that_prepare_computed() -> None:
+    """use_triton_kernel=True, torchao's default, means MSLK's quantiser, which has other codes for small blocks."""
+    case = replace(NVFP4, config=NVFP4DynamicActivationNVFP4WeightConfig())
+    assert case.config.use_triton_kernel
+    w = converted(case, prepared(case, layer(case, BF16))).weight
+    assert not w.use_triton_kernel and not w.act_quant_kwargs.use_triton_kernel
 
 
 @pytest.mark.parametrize("case", [NVFP4, NVFP4_NONE], ids=repr)

@@ -15,6 +15,7 @@ from torch import nn
 from torchao.core.config import config_to_dict
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
 from torchao.prototype.mx_formats.inference_workflow import NVFP4WeightOnlyConfig
+from torchao.prototype.parq.quant.config_torchao import StretchedIntxWeightConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
     Float8WeightOnlyConfig,
@@ -63,6 +64,8 @@ OURS = {
     "fp8": FP8WeightConfig(),
     "mxfp4": MXFP4WeightConfig(),
     "mxfp8": MXFP8WeightConfig(activation=None),
+    "fp8-block": FP8WeightConfig(granularity="block"),
+    "activations alone": PackedWeightConfig("high-precision", "intx8-row-asym", "dequantize"),
 }
 TORCHAO = {
     "intx": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
@@ -70,6 +73,8 @@ TORCHAO = {
     "int8-weight": Int8WeightOnlyConfig(),
     "int8-int8": Int8DynamicActivationInt8WeightConfig(),
     "fp8-weight": Float8WeightOnlyConfig(),
+    "fp8-groups": Float8WeightOnlyConfig(granularity=PerGroup(32)),
+    "stretched": StretchedIntxWeightConfig(PerGroup(32), b=2, quant_min=-1.5, quant_max=1.5),
     "fp8-fp8": Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
     "nvfp4-weight-only": NVFP4WeightOnlyConfig(),
     "mxfp8-emulated": MXDynamicActivationMXWeightConfig(kernel_preference=KernelPreference.EMULATED),

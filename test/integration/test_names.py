@@ -39,6 +39,10 @@ SAMPLES = [
     Int4WeightConfig(32),
     Int8WeightConfig(activation="int8-row"),
     IntxWeightConfig(3, None),
+    IntxWeightConfig(1, 32, mapping="asymmetric"),
+    FP8WeightConfig(granularity="block"),
+    FP8WeightConfig(activation=None),
+    PackedWeightConfig("high-precision", "mxfp4"),
     PackedWeightConfig("intx5-row", None, "dequantize"),
     Packed4WeightConfig("nvfp4", "nvfp4", "aoquant"),
 ]

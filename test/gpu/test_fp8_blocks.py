@@ -1,0 +1,98 @@
+"""fp8 in blocks on a GPU: torchao's converted layer, its Triton kernel and the CPU's definition of both.
+
+python -m pytest -m gpu test/gpu/test_fp8_blocks.py
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerBlock
+from torchao.quantization import quantize_ as torchao_quantize_
+from torchao.quantization.quantize_.common import KernelPreference
+
+from aoquant import QATConfig, backend, quantize_
+
+pytestmark = pytest.mark.gpu
+BASE = Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])])
+SHAPES = [(1, 256, 128), (3, 256, 384), (64, 512, 1024), (200, 1024, 4096), (256, 4096, 4096)]
+
+
+def model(n: int, k: int, *, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(k, n, bias=bias, dtype=torch.bfloat16, device="cuda"))
+
+
+def sqnr(y: Tensor, z: Tensor) -> float:
+    return float(10 * torch.log10(y.double().square().sum() / (y.double() - z.double()).square().sum()))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_prepared_equals_converted_and_torchaos_own(m: int, n: int, k: int, bias: bool) -> None:
+    """Three layers, one kernel: equal outputs; equal bytes of the weight."""
+    qat = model(n, k, bias=bias)
+    theirs = copy.deepcopy(qat)
+    torchao_quantize_(theirs, BASE)
+    quantize_(qat, QATConfig(BASE))
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    y = qat(x)
+    assert torch.equal(y, theirs(x))
+    assert torch.equal(qat(x.view(1, m, k)), theirs(x.view(1, m, k)))
+    quantize_(qat, QATConfig(step="convert"))
+    assert torch.equal(y, qat(x))
+    mine: Any = qat[0].weight
+    other: Any = theirs[0].weight
+    assert torch.equal(mine.qdata.view(torch.uint8), other.qdata.view(torch.uint8))
+    assert torch.equal(mine.scale, other.scale)
+    assert mine.kernel_preference == KernelPreference.TORCH
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_reference_and_kernel_differ_by_the_order_of_additions(m: int, n: int, k: int) -> None:
+    """The same operands: what differs is how a block of 128 products is summed. Hopper's fp8 sums keep fewer bits than float32."""
+    qat = model(n, k)
+    quantize_(qat, QATConfig(BASE))
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad(), backend("torchao.blockwise"):
+        kernel = qat(x)
+    with torch.no_grad(), backend("reference"):
+        reference = qat(x)
+    found = sqnr(reference, kernel)
+    print(f"reference against kernel, {m} x {n} x {k}: {found:.1f} dB")
+    assert found > 50
+
+
+def test_codes_are_the_cpus() -> None:
+    qat = model(256, 512)
+    quantize_(qat, QATConfig(BASE))
+    formats = qat[0].prepared.recipe.fprop_weight, qat[0].prepared.recipe.fprop_input
+    for fmt, t in zip(
+        formats, (qat[0].weight.detach(), torch.randn(64, 512, dtype=torch.bfloat16).cuda()), strict=True
+    ):
+        here, there = fmt.encode(t.cpu()), fmt.encode(t)
+        assert torch.equal(here.codes.view(torch.uint8), there.codes.cpu().view(torch.uint8))
+        assert torch.equal(here.scale, there.scale.cpu())
+
+
+def test_rows_of_zeros_give_the_bias() -> None:
+    """torchao's activations are 0 / 0 there."""
+    qat = model(256, 256)
+    quantize_(qat, QATConfig(BASE))
+    y = qat(torch.zeros(5, 256, dtype=torch.bfloat16, device="cuda"))
+    assert torch.equal(y, qat[0].bias.expand(5, -1))
+
+
+def test_gradients_point_where_nn_linears_do() -> None:
+    plain = model(256, 512)
+    qat = copy.deepcopy(plain)
+    quantize_(qat, QATConfig(BASE))
+    x = torch.randn(128, 512, dtype=torch.bfloat16, device="cuda")
+    g = torch.randn(128, 256, dtype=torch.bfloat16, device="cuda")
+    for m in (plain, qat):
+        m(x).backward(g)
+    for got, want in zip(qat.parameters(), plain.parameters(), strict=True):
+        assert torch.cosine_similarity(got.grad.double().flatten(), want.grad.double().flatten(), 0) >= 0.99
