@@ -1,0 +1,143 @@
+"""Checkpoints of layers with static activation scales: each layer's constant travels as part of its activation format's name."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from aoquant import (
+    FP8WeightConfig,
+    Int8WeightConfig,
+    IntxWeightConfig,
+    NVFP4WeightConfig,
+    PackedTensor,
+    QATConfig,
+    calibrate,
+    load_pretrained,
+    quantize_,
+    save_pretrained,
+)
+from aoquant.calibrate import uncalibrated
+from aoquant.integrations import job
+
+IDS = torch.arange(24).view(2, 12)
+CONFIGS: dict[str, tuple[Any, str]] = {
+    "int8": (Int8WeightConfig(activation="int8-tensor-static"), "dynamic"),
+    "int8-asym-learned": (Int8WeightConfig(activation="int8-tensor-asym-static"), "learned"),
+    "intx4-learned": (IntxWeightConfig(4, 32, activation="int8-tensor-static"), "learned"),
+    "fp8": (FP8WeightConfig(activation="fp8-tensor-static"), "static"),
+    "nvfp4": (NVFP4WeightConfig(activation="nvfp4-static"), "static"),
+}
+EACH = pytest.mark.parametrize("name", CONFIGS)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=128,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def prepared(name: str) -> LlamaForCausalLM:
+    config, scales = CONFIGS[name]
+    model = llama()
+    quantize_(model, QATConfig(config, scales=scales))
+    calibrate(model, [IDS, {"input_ids": IDS + 40}])
+    return model
+
+
+def logits(model: LlamaForCausalLM) -> Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@EACH
+def test_folder_is_bit_equal_and_saves_again(name: str, tmp_path: Path) -> None:
+    """Trained, converted, saved, loaded by aoquant and by transformers alone, saved again: the prepared model's logits."""
+    model = prepared(name)
+    model(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.01).step()
+    want = logits(model)
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(logits(model), want)
+    save_pretrained(model, tmp_path / "a")
+    loaded = load_pretrained(tmp_path / "a")
+    assert torch.equal(logits(loaded), want)
+    assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path / "a")), want)
+    save_pretrained(loaded, tmp_path / "b")
+    assert torch.equal(logits(load_pretrained(tmp_path / "b")), want)
+    names = {n: w.activation for n, w in model.named_parameters() if isinstance(w, PackedTensor)}
+    assert names == {n: w.activation for n, w in loaded.named_parameters() if isinstance(w, PackedTensor)}
+    assert len(set(names.values())) > 3, "layers see different ranges"
+
+
+def test_what_the_folder_holds(tmp_path: Path) -> None:
+    """A config for every layer, and not a byte of tensors more than a dynamic activation format needs."""
+    sizes = []
+    for activation in ("int8-tensor-static", "int8-tensor"):
+        model = llama()
+        quantize_(model, QATConfig(Int8WeightConfig(activation=activation)))
+        if uncalibrated(model):
+            calibrate(model, [IDS])
+        quantize_(model, QATConfig(step="convert"))
+        save_pretrained(model, tmp_path / activation)
+        file = (tmp_path / activation / "model.safetensors").read_bytes()
+        sizes.append(len(file) - 8 - int.from_bytes(file[:8], "little"))
+    assert sizes[0] == sizes[1]
+    stored = json.loads((tmp_path / "int8-tensor-static" / "config.json").read_text())["quantization_config"][
+        "quant_type"
+    ]
+    assert "int8-tensor-static:" in json.dumps(stored)
+
+
+@EACH
+def test_torch_save(name: str) -> None:
+    """state_dict of the converted model with weights_only, into a skeleton that was calibrated on something else."""
+    model = prepared(name)
+    quantize_(model, QATConfig(step="convert"))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = llama()
+    other.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_torchaos_static_tensor_has_no_folder_and_says_what_has(tmp_path: Path) -> None:
+    model = llama()
+    quantize_(model, QATConfig(Int8StaticActivationInt8WeightConfig(granularity=PerTensor())))
+    calibrate(model, [IDS])
+    want = logits(model)
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(logits(model), want)
+    with pytest.raises(ValueError, match=r"q_proj: .*act_quant_scale"):
+        save_pretrained(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_job_calibrates_on_its_training_text() -> None:
+    """Static recipes are calibrated on the first batches, dynamic ones are left alone."""
+    blocks = torch.arange(64).view(4, 16)
+    static, dynamic = llama(), llama()
+    job._prepare(static, Int8WeightConfig(activation="int8-tensor-static"), None, blocks, 2)
+    job._prepare(dynamic, Int8WeightConfig(activation="int8-row"), None, blocks, 2)
+    by_hand = llama()
+    quantize_(by_hand, QATConfig(Int8WeightConfig(activation="int8-tensor-static")))
+    calibrate(by_hand, [blocks[:2], blocks[2:]])
+    assert not uncalibrated(static) and torch.equal(logits(static), logits(by_hand))
+    assert list(dynamic.state_dict()) == list(llama().state_dict())
