@@ -19,10 +19,8 @@ FORMATS = (
     "int4-g32",
     "int4-bf16-g64",
     "int4-tinygemm-g64",
-    "int4-tinygemm-cpu-hqq-g64",
-    "int4-e4m3-g64",
+    "int4-tinygemm-cpu-g64",
     "int4-e4m3-row-g64",
-    "intx4-g32-hqq",
     "intx2-g32",
     "intx3-row",
     "intx4-g32-asym",
@@ -60,12 +58,9 @@ OPERANDS = {
     "int8_dynamic": ("int8-row-asym-native", "int8-row"),
     "fp8_scaled_mm": ("fp8-row-native", "fp8-row"),
     "fp8_scaled_mm_precise": ("fp8-tensor-native", "fp8-tensor"),
-<<<<<<< HEAD
     "fp8_blocks": ("fp8-1x64-native", "fp8-8x64"),
-=======
     "fp8_mslk": ("fp8-row-mslk", "fp8-row-mslk"),
     "fp8_mslk_precise": ("fp8-row-mslk", "fp8-row-mslk"),
->>>>>>> 94f846e (benchmarks/int4_layouts.py: record and compare every int4 layout on a GPU)
     "nvfp4_rescale": ("nvfp4", "nvfp4"),
 }
 
