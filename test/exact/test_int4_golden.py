@@ -46,6 +46,13 @@ def nibbles(packed: Tensor) -> Tensor:
     return torch.cat((bytes_ & 15, bytes_ >> 4)).sort().values
 
 
+def _looked_up(codes: Tensor) -> Tensor:
+    """The fp8 kernel looks products up in a table of -8 s .. -s; a positive code becomes its negative's index, with a clear top bit."""
+    low, high = codes & 15, codes >> 4
+    low, high = (torch.where(n < 8, (8 - n) & 7, n) for n in (low, high))
+    return low | (high << 4)
+
+
 def unpacked_tiles(packed: Tensor) -> Tensor:
     """(N, K) codes 0..15 out of tinygemm's (N/8, K/128, 32, 4) int32, where each lane of a warp holds what its mma instructions read."""
     n8, k128, lanes, pairs = packed.shape
@@ -81,16 +88,17 @@ def test_bytes_are_those_of_torchaos_tensor(case: str) -> None:
         assert torch.equal(theirs["packed_qdata"].view(torch.uint8), e.codes)
         assert torch.equal(theirs["packed_scale"].t(), e.scale) and (theirs["packed_zero_point"] == 0).all()
     elif "packed_qdata" in theirs:  # preshuffled: the same codes and scales in another order
-        assert torch.equal(nibbles(theirs["packed_qdata"]), nibbles(e.codes))
+        fp8 = name.startswith("int4-e4m3-row")
+        assert torch.equal(nibbles(theirs["packed_qdata"]), nibbles(_looked_up(e.codes) if fp8 else e.codes))
         if name.startswith("int4-bf16"):
             assert e.zero is not None and torch.equal(theirs["packed_group_zero"].t(), e.zero)
             assert torch.equal(theirs["packed_group_scale"].flatten().sort().values, e.scale.flatten().sort().values)
         else:
             assert e.outer is not None and torch.equal(theirs["packed_row_scale"], e.outer.flatten())
-            # the kernel looks products up: each scale lies there with its multiples
-            assert set(e.scale.view(torch.uint8).flatten().tolist()) <= set(
-                theirs["packed_group_scale"].flatten().tolist()
-            )
+            # the table that the kernel looks products up in, (G, N, 8): e4m3 of -8 s .. -s
+            multiples = torch.arange(-8.0, 0.0) * e.scale.float().t().unsqueeze(-1)
+            table = theirs["packed_group_scale"].view(torch.float8_e4m3fn).float().view(multiples.shape)
+            assert torch.equal(table, multiples.clamp(-448, 448).to(torch.float8_e4m3fn).float())
     for field, got in zip(("codes", "scale", "zero", "outer"), e[:4], strict=True):
         assert (got is None) == (field not in theirs)
         if got is not None:
