@@ -45,8 +45,7 @@ def affine(x_RGB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """q (R, G, group) in -8..7 as floats, scale and zero (R, G) in x's dtype; the iterations run in `dtype`."""
     w = x_RGB.float().flatten(0, 1)  # (R G, group): the order of a sum depends on the shape
     if w.numel() == 0:
-        empty = x_RGB.new_zeros(x_RGB.shape[:2])
-        return x_RGB.float(), empty, empty
+        return x_RGB.float(), x_RGB.new_zeros(x_RGB.shape[:2]), x_RGB.new_zeros(x_RGB.shape[:2])
     low, high = w.amin(1, keepdim=True), w.amax(1, keepdim=True)
     inverse = ((high - low).reciprocal() * 15).clamp(max=LARGEST_INVERSE)
     zero = (-low * inverse).round()

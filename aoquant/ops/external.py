@@ -65,6 +65,7 @@ def _scaled_mm(c: Call) -> Tensor:
     return c.shaped(y_MN if late is None else y_MN + late)
 
 
+FEWEST_ROWS = 64  # below it cuBLAS may split K, and sum in another order than MSLK's kernels do
 _FP8_EPILOGUES = ("fp8_bias_after", "fp8_mslk", "fp8_mslk_precise")
 
 
@@ -83,12 +84,13 @@ def _why_not_fp8_operands(r: Request) -> str | None:
 def _fp8_operands(c: Call) -> Tensor:
     assert c.x is not None
     w_NK = c.w_format.operand(c.w, torch.float8_e4m3fn)  # exact: e4m3 is what the kernel's operand is rounded to
+    rows = c.x.codes.shape[0]
+    short = max(0, FEWEST_ROWS - rows)
+    x_MK = F.pad(c.x.codes.view(torch.uint8), (0, 0, 0, short)).view(c.x.codes.dtype)
     one = torch.ones((), device=w_NK.device)
     fast = not c.contract.endswith("_precise")
-    acc_MN = torch._scaled_mm(
-        c.x.codes, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast
-    )
-    return fp8_epilogue(c, acc_MN)
+    acc_MN = torch._scaled_mm(x_MK, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
+    return fp8_epilogue(c, acc_MN[:rows])
 
 
 def _why_not_int_mm(r: Request) -> str | None:

@@ -61,10 +61,7 @@ def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float
 
 
 def _single_rounding(c: Call) -> Tensor:
-    y_MN = accumulate(c)
-    for alpha in (c.alpha_x, None if c.alpha_w is None else c.alpha_w.t()):
-        if alpha is not None:
-            y_MN = y_MN * alpha
+    y_MN = _scaled(c, accumulate(c))
     if c.bias is not None:
         y_MN = y_MN + c.bias.float()
     return c.shaped(y_MN.to(c.dtype))
@@ -79,12 +76,16 @@ def _fp8_bias_after(c: Call) -> Tensor:
 
 
 def fp8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
-    """The scales on the float32 accumulator, one rounding, the bias and its rounding. MSLK's fp8 GEMM takes the weight's scale first."""
-    scales = (c.alpha_x, None if c.alpha_w is None else c.alpha_w.t())
-    for alpha in reversed(scales) if c.contract.startswith("fp8_mslk") else scales:
+    """The scales on the float32 accumulator, one rounding, the bias and its rounding."""
+    return c.plus_bias(_scaled(c, acc_MN).to(c.dtype))
+
+
+def _scaled(c: Call, acc_MN: Tensor) -> Tensor:
+    """acc * alpha_x * alpha_w, in this order."""
+    for alpha in (c.alpha_x, None if c.alpha_w is None else c.alpha_w.t()):
         if alpha is not None:
             acc_MN = acc_MN * alpha
-    return c.plus_bias(acc_MN.to(c.dtype))
+    return acc_MN
 
 
 def _dequantize(c: Call) -> Tensor:

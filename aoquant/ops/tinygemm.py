@@ -101,9 +101,8 @@ def _both(e: Encoded) -> tuple[Tensor, Tensor]:
 def _why_not_cpu(r: Request) -> str | None:
     if r.contract != "tinygemm_cpu":
         return f"computes tinygemm_cpu, not {r.contract}"
-    if (reason := why_not_pack("cpu", r.device)) is not None:
-        return reason
-    assert isinstance(r.w_format, TinyGemm)
+    if r.device.type != "cpu" or why_not_pack("cpu", r.device) is not None:
+        return "computes tinygemm_cpu on a CPU alone, with a torch that has _weight_int4pack_mm_for_cpu"
     if r.n % 16:
         return f"the operator needs N to be a multiple of 16, got N = {r.n}"
     return None
@@ -119,8 +118,8 @@ def _cpu(c: Call) -> Tensor:
 def _why_not_cuda(r: Request) -> str | None:
     if r.contract != "tinygemm_cuda":
         return f"computes tinygemm_cuda, not {r.contract}"
-    if (reason := why_not_pack("cuda", r.device)) is not None:
-        return reason
+    if r.device.type != "cuda":
+        return "computes tinygemm_cuda on a CUDA device alone"
     if torch.cuda.get_device_capability(r.device) < (8, 0):
         return "the operator needs compute capability 8.0 (Ampere) or later"
     return None

@@ -30,6 +30,7 @@ from torchao.prototype.mx_formats import (
 )
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.parq.quant.config_torchao import StretchedIntxWeightConfig
+from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
     Float8WeightOnlyConfig,
@@ -48,6 +49,7 @@ from torchao.quantization import (
 from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.quant_primitives import MappingType
 from torchao.quantization.quantize_.common import KernelPreference
+from torchao.quantization.quantize_.workflows import Int4ChooseQParamsAlgorithm, IntxChooseQParamsAlgorithm
 
 from aoquant import (
     FP8WeightConfig,
@@ -109,6 +111,13 @@ def _torchao_cases() -> Iterator[Case]:
     config = Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32), asym)
     yield Case("ao.int8act-intx4-g32-asym", config, 5, 96)
     yield from _intx_options(asym, noclip)
+    hqq = IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY
+    for granularity, g in ((PerGroup(32), "g32"), (PerAxis(0), "axis")):
+        config = IntxWeightOnlyConfig(torch.int4, granularity, intx_choose_qparams_algorithm=hqq)
+        yield Case(f"ao.intx4-{g}-hqq", config, 5, 96)
+    for algorithm, name in ((Int4ChooseQParamsAlgorithm.TINYGEMM, ""), (Int4ChooseQParamsAlgorithm.HQQ, "hqq")):
+        config = PrototypeInt4WeightOnlyConfig(32, algorithm, set_inductor_config=False)
+        yield Case(_name("ao.int4-opaque-g32", name), config, 16, 96)
     for granularity, g in ((PerRow(), "row"), (PerTensor(), "tensor"), (PerGroup(32), "g32")):
         k = 96 if g == "g32" else 52
         yield Case(f"ao.int8-{g}", Int8WeightOnlyConfig(granularity=granularity, version=2), 5, k)
@@ -268,7 +277,7 @@ def with_dtypes(cases: tuple[Case, ...]) -> list[Any]:
 
 KINDS = ("normal", "outlier", "zero", "constant", "onehot", "mixed")
 _LIKE_ANOTHER = re.compile(
-    r"intx[3567]|mxfp\d-(floor|ceil|even)|e5m2"
+    r"intx[3567]|mxfp\d-(floor|ceil|even)|e5m2|hqq"
 )  # widths and rules whose neighbours are always run
 
 

@@ -17,6 +17,10 @@ K, N, M = 192, 16, 6  # a multiple of every block; N and K of 16 for torch._scal
 
 FORMATS = (
     "int4-g32",
+    "int4-bf16-g64",
+    "int4-tinygemm-g64",
+    "int4-tinygemm-cpu-g64",
+    "int4-e4m3-row-g64",
     "intx2-g32",
     "intx3-row",
     "intx4-g32-asym",
@@ -26,6 +30,7 @@ FORMATS = (
     "int8-row-asym",
     "fp8-row",
     "fp8-tensor",
+    "fp8-row-mslk",
     "fp8-e5m2-row",
     "fp8-1x64",
     "fp8-8x64",
@@ -43,6 +48,9 @@ FORMATS = (
 OPERANDS = {
     "aoquant": ("nvfp4", "nvfp4"),
     "bias_after": ("", "int4-g64"),
+    "fp8_bias_after": ("fp8-row-mslk", "int4-e4m3-row-g64"),
+    "tinygemm_cuda": ("", "int4-tinygemm-g64"),
+    "tinygemm_cpu": ("", "int4-tinygemm-cpu-g64"),
     "dequantize": ("intx8-row-asym-native", "intx4-g32"),
     "dequantize_flat": ("mxfp8", "mxfp8"),
     "matmul_bias": ("", "fp8-row"),
@@ -51,6 +59,8 @@ OPERANDS = {
     "fp8_scaled_mm": ("fp8-row-native", "fp8-row"),
     "fp8_scaled_mm_precise": ("fp8-tensor-native", "fp8-tensor"),
     "fp8_blocks": ("fp8-1x64-native", "fp8-8x64"),
+    "fp8_mslk": ("fp8-row-mslk", "fp8-row-mslk"),
+    "fp8_mslk_precise": ("fp8-row-mslk", "fp8-row-mslk"),
     "nvfp4_rescale": ("nvfp4", "nvfp4"),
 }
 
@@ -167,6 +177,7 @@ def test_explain_gives_every_backend_a_verdict_and_one_runs(contract: str) -> No
         "fp8_scaled_mm": "torch._scaled_mm",
         "fp8_scaled_mm_precise": "torch._scaled_mm",
         "int8_dynamic": "torch._int_mm",
+        "tinygemm_cpu": "torch._weight_int4pack_mm_for_cpu",
     }
     assert dict(rows)[fast.get(contract, "reference")] == "runs"
     for name, verdict in rows:

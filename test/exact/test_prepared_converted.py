@@ -116,13 +116,18 @@ def test_prepared_equals_what_torchao_makes_itself(case: Case, dtype: torch.dtyp
     """
     for bias in (True, False):
         linear = layer(case, dtype, bias=bias, kind=kind)
-        theirs = torchao_converted(case, linear, cuda=dtype == F32 or case.name.startswith("ao.nvfp4"))
+        theirs = torchao_converted(case, linear, cuda=_made_on_a_gpu(case, dtype))
         mine = converted(case, qat := prepared(case, linear))
         if _torchao_weight_is_nan(theirs.weight.data):
             assert mine.weight.dequantize().isfinite().all()
             continue
         _same_tensors(mine.weight.data, theirs.weight.data)
         check_equal(qat, theirs, inputs(kind, case.k, dtype))
+
+
+def _made_on_a_gpu(case: Case, dtype: torch.dtype) -> bool:
+    """Where the two kinds of division differ, ours is the GPU's, except for a layout that is made on CPUs alone."""
+    return (dtype == F32 or case.name.startswith("ao.nvfp4")) and "opaque" not in case.name
 
 
 def _torchao_weight_is_nan(w: Tensor) -> bool:

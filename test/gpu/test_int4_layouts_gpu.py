@@ -1,0 +1,58 @@
+"""On a Hopper GPU with mslk-cuda: the prepared layer is torchao's own converted layer, whatever the layout and M."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import (
+    Float8DynamicActivationFloat8WeightConfig,
+    Float8DynamicActivationInt4WeightConfig,
+    Int4WeightOnlyConfig,
+    PerRow,
+)
+from torchao.quantization import quantize_ as torchao_quantize_
+from torchao.quantization.quantize_.common import KernelPreference
+
+from aoquant import QATConfig, quantize_
+from aoquant.ops import mslk
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS: dict[str, Any] = {
+    "plain": Int4WeightOnlyConfig(),
+    "preshuffled": Int4WeightOnlyConfig(int4_packing_format="preshuffled"),
+    "tile packed": Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"),
+    "tile packed hqq": Int4WeightOnlyConfig(
+        64, int4_packing_format="tile_packed_to_4d", int4_choose_qparams_algorithm="hqq"
+    ),
+    "fp8 preshuffled": Float8DynamicActivationInt4WeightConfig(),
+    "fp8 plain": Float8DynamicActivationInt4WeightConfig(int4_packing_format="plain"),
+    "fp8 mslk": Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), kernel_preference=KernelPreference.MSLK
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prepared_equals_torchaos_layer(name: str) -> None:
+    if "tile" not in name and (reason := mslk.why_not_operator("bf16i4bf16_rowwise")) is not None:
+        pytest.skip(reason)
+    for n, k in ((64, 1024), (512, 14336)):
+        model = nn.Sequential(nn.Linear(k, n, dtype=torch.bfloat16, device="cuda"))
+        theirs = copy.deepcopy(model)
+        torchao_quantize_(theirs, CONFIGS[name])
+        quantize_(model, QATConfig(CONFIGS[name]))
+        converted = copy.deepcopy(model)
+        quantize_(converted, QATConfig(step="convert"))
+        with torch.no_grad():
+            for shape in ((k,), (1, k), (16, k), (3, 5, k), (128, k), (0, k)):
+                x = torch.randn(shape, device="cuda").bfloat16()
+                y = model(x)
+                assert y.isfinite().all()
+                if x.numel():
+                    assert torch.equal(y, theirs(x)), (n, k, shape)
+                    assert torch.equal(y, converted(x)), (n, k, shape)
