@@ -50,14 +50,6 @@ REASONS: dict[str, tuple[str, str]] = {
     "AWQConfig": (f"its scale per input channel {_CALIBRATED}", _AFTER.format("the base config of its own")),
     "SmoothQuantConfig": (f"its scale per input channel {_CALIBRATED}", _AFTER.format("its base_config")),
     "GPTQConfig": (f"its rounding {_CALIBRATED}", _AFTER.format("its base_config")),
-    "Int8StaticActivationInt8WeightConfig": (
-        f"its static activation scale {_CALIBRATED}",
-        "Int8DynamicActivationInt8WeightConfig",
-    ),
-    "Float8StaticActivationFloat8WeightConfig": (
-        f"its static activation scale {_CALIBRATED}",
-        "Float8DynamicActivationFloat8WeightConfig",
-    ),
     # training
     "BitNetTrainingConfig": (_TRAINING, "aoquant.IntxWeightConfig(2, activation='int8-row')"),
     "Int8WeightOnlyQuantizedTrainingConfig": (_TRAINING, "Int8WeightOnlyConfig"),
