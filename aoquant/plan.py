@@ -27,7 +27,7 @@ from aoquant import sharing
 from aoquant.config import QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.linear import NOT_CALIBRATED, Prepared, QATLayer, QATLinear
-from aoquant.targets import Target, fake_target, resolve
+from aoquant.targets import Target, fake_target, resolve, supported
 
 Filter = Callable[[nn.Module, str], bool]
 Layer = nn.Linear | nn.Embedding
@@ -153,7 +153,7 @@ def ours(config: Any) -> Any:
     """torchao's QATConfig as ours, and so its PTQ configs with a step of their own; everything else as it is."""
     if isinstance(config, TorchaoQATConfig):
         return QATConfig(config.base_config, config.activation_config, config.weight_config, step=config.step)
-    if not isinstance(config, QATConfig) and getattr(config, "step", None) is not None:
+    if type(config).__name__ in supported() and getattr(config, "step", None) is not None:
         return QATConfig(config, step=config.step)
     return config
 

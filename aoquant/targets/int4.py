@@ -167,14 +167,6 @@ def _float8_plain() -> Target:
     return Target(LinearRecipe(Float8Mslk(), format, "fp8_bias_after"), build, "Int4Tensor", limit)
 
 
-def _int8_dynamic(config: Any) -> Target:
-    raise ValueError(
-        "its kernel, torchao::da8w4_linear_cpu, is in no released torchao, so nothing is deployed that a prepared layer could equal: use "
-        "torchao's Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(group_size)), or "
-        "aoquant.IntxWeightConfig(4, group_size, activation='int8-row-asym')"
-    )
-
-
 def _transposed(e: Encoded) -> tuple[Tensor, Tensor, Tensor]:
     """int8 codes (N, K/2), scale and zero (G, N), contiguous, as MSLK's kernels take them."""
     assert e.scale is not None
@@ -220,5 +212,4 @@ TARGETS: dict[str, Callable[[Any], Target]] = {
     "Int4WeightOnlyConfig": _int4_weight_only,
     "PrototypeInt4WeightOnlyConfig": _opaque,
     "Float8DynamicActivationInt4WeightConfig": _float8_dynamic,
-    "Int8DynamicActivationInt4WeightConfig": _int8_dynamic,
 }
