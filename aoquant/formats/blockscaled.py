@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales
-from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, to_e2m1, to_float8
+from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, from_float8, to_e2m1, to_float8
 from .scales import absmax, check_fixed, divide, e8m0_bytes, e8m0_values
 
 E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
@@ -72,7 +72,7 @@ class MX(Format):
         return Encoded(codes, s.scale, None, None, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        return (self._blocks(self._values(e)) * self._scale(e).unsqueeze(-1)).flatten(1).to(dtype)
+        return self._blocks(self._values(e)).mul_(self._scale(e).unsqueeze(-1)).flatten(1).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         x_RGB = self._blocks(x_RK).float()
@@ -91,7 +91,7 @@ class MX(Format):
         return 1.0 / e8m0_values(byte).clamp(min=2.0**-126)
 
     def _values(self, e: Encoded) -> Tensor:
-        return _e2m1_values(e) if self.element == "e2m1" else e.codes.float()
+        return _e2m1_values(e) if self.element == "e2m1" else from_float8(e.codes, torch.float32)
 
     def _scale(self, e: Encoded) -> Tensor:
         assert e.scale is not None
@@ -175,7 +175,7 @@ class NVFP4(Format):
         return (e.scale.float() == E4M3_FLOOR) & (self._blocks(layout.unpack(e.codes, 4, e.k) & 7) < 6).all(-1)
 
     def _times(self, e: Encoded, scale: Tensor) -> Tensor:
-        return (self._blocks(_e2m1_values(e)) * scale.unsqueeze(-1)).flatten(1)
+        return self._blocks(_e2m1_values(e)).mul_(scale.unsqueeze(-1)).flatten(1)
 
 
 def _e2m1_values(e: Encoded) -> Tensor:

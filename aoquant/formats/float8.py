@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .base import Encoded, Format, Scales
-from .elements import ELEMENTS, to_float8
+from .elements import ELEMENTS, from_float8, to_float8
 from .scales import absmax, check_fixed, constants, divide, fixed_name
 
 _NAME = re.compile(
@@ -96,15 +96,15 @@ class Float8(Format):
         assert scale is not None
         s_RG1 = self.spread(scale, x_RK.shape[0]).unsqueeze(-1)
         codes = to_float8(x_RGB.float() / torch.where(s_RG1 == 0, 1.0, s_RG1), self.element)
-        codes = torch.where(s_RG1 == 0, torch.zeros_like(codes), codes)
+        codes.view(torch.uint8).mul_(s_RG1 != 0)
         return Encoded(codes.flatten(1), scale, None, None, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         if self.per != "block":
-            return e.codes.to(dtype)
+            return from_float8(e.codes, dtype)
         assert e.scale is not None
         s_RG1 = self.spread(e.scale, e.codes.shape[0]).unsqueeze(-1)
-        return (self._blocks(e.codes.float()) * s_RG1).flatten(1).to(dtype)
+        return self._blocks(from_float8(e.codes, torch.float32)).mul_(s_RG1).flatten(1).to(dtype)
 
     def alpha(self, e: Encoded) -> Tensor | None:
         return None if self.per == "block" else e.scale

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales
-from .elements import fma_round, to_float8
+from .elements import fma_round, from_float8, to_float8
 from .mslk import row_codes, row_scales
 from .scales import absmax, divide, visible
 
@@ -91,7 +91,9 @@ class Int4(Format):
 
     def _packed(self, q_RGB: Tensor, scale_RG: Tensor, zero_RG: Tensor | None) -> Encoded:
         # in two's complement: flipping the top bit of q + 8
-        codes = layout.pack((q_RGB.nan_to_num(0.0) + 8).to(torch.uint8).flatten(1) ^ 8, 4)
+        codes = layout.pack(
+            q_RGB.nan_to_num(0.0).add_(8).to(torch.int8).view(torch.uint8).flatten(1).bitwise_xor_(8), 4
+        )
         return Encoded(codes, scale_RG, zero_RG, None, q_RGB.shape[1] * q_RGB.shape[2])
 
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -100,7 +102,7 @@ class Int4(Format):
         dtype = torch.bfloat16 if self.scales == "bfloat16" else x_RGB.dtype
         scale, low = s.scale.unsqueeze(-1), s.zero.unsqueeze(-1)
         zero = low + 8 * scale
-        q = ((x_RGB.float() - low) / scale).round().clamp(0, 15) - 8
+        q = (x_RGB.float() - low).div_(scale).round_().clamp_(0, 15).sub_(8)
         return q, scale.squeeze(-1).to(dtype), zero.squeeze(-1).to(dtype)
 
 
@@ -117,8 +119,8 @@ class Int4Float8(Int4):
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         assert e.scale is not None
-        scaled = self._blocks(self.integers(e)) * e.scale.float().unsqueeze(-1)
-        return to_float8(scaled.to(self._inner(e.scale)).float(), "e4m3").to(dtype).flatten(1)
+        scaled = self._blocks(self.integers(e)).mul_(e.scale.float().unsqueeze(-1))
+        return from_float8(to_float8(scaled.to(self._inner(e.scale)).float(), "e4m3"), dtype).flatten(1)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         s = self.measure(x_RK)
@@ -141,11 +143,11 @@ class Int4Float8(Int4):
     def _rounded(self, x_RGB: Tensor, s: Scales) -> Tensor:
         """Codes before clamping."""
         assert s.scale is not None
-        return (x_RGB.float() / s.scale.unsqueeze(-1)).round()
+        return (x_RGB.float() / s.scale.unsqueeze(-1)).round_()
 
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
         assert s.scale is not None
-        return self._rounded(x_RGB, s).clamp(-8, 7), s.scale.to(x_RGB.dtype), None
+        return self._rounded(x_RGB, s).clamp_(-8, 7), s.scale.to(x_RGB.dtype), None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales
-from .scales import check_fixed, constants, divide, fixed_name, visible
+from .scales import absmax, check_fixed, constants, divide, fixed_name, visible
 
 # int8, and int7 in int8's bytes, have float32 scales; int4-g.. is MSLK's format
 _NAME = re.compile(
@@ -103,7 +103,7 @@ class Affine(Format):
         x_RGB = self._scaled_blocks(x_RK)
         scale, zero = self._broadcast(s.scale, s.zero, x_RK.dtype)
         low, high = self.limits
-        q = self._code(x_RGB, scale, zero).clamp(low, high).nan_to_num(0.0)
+        q = self._code(x_RGB, scale, zero).clamp_(low, high).nan_to_num_(0.0)
         codes = q.to(torch.int8).reshape(x_RK.shape)
         if self.width < 8:
             codes = layout.pack((codes - low).view(torch.uint8), self.width)
@@ -118,7 +118,7 @@ class Affine(Format):
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         if self.per == "group":
             return self.decode(e, dtype)
-        return self._centred(e, torch.float32).to(dtype)  # |q - zp| <= 255: exact in bf16
+        return self._centred(e).to(dtype)  # |q - zp| <= 255: exact in bf16
 
     def alpha(self, e: Encoded) -> Tensor | None:
         assert e.scale is not None
@@ -126,11 +126,9 @@ class Affine(Format):
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         assert e.scale is not None
-        scale = e.scale
-        q_RK = self._centred(e, torch.float32 if self.stored else scale.dtype)
-        if self.per == "group":
-            return (self._blocks(q_RK) * scale.unsqueeze(-1)).flatten(1).to(dtype)
-        return (q_RK * scale).to(dtype)
+        inner = torch.float32 if self.stored else e.scale.dtype
+        q_RGB = self._blocks(self._centred(e)) if self.per == "group" else self._centred(e).unsqueeze(1)
+        return q_RGB.mul_(e.scale.float().unsqueeze(-1)).flatten(1).to(inner).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         x_RGB = self._scaled_blocks(x_RK)
@@ -166,21 +164,25 @@ class Affine(Format):
     def _qparams(self, x_RGB: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and int8 zero point, (R, G, 1)."""
         low, high = self.limits
+        eps = self._eps(x_RGB.dtype)
+        if self.mapping == "symmetric":
+            scale = divide(absmax(x_RGB).unsqueeze(-1), (high - low) / 2, native=self.native).clamp(min=eps)
+            return scale, torch.zeros_like(scale, dtype=torch.int8)
         if x_RGB.numel() == 0:
             smallest = largest = x_RGB.new_zeros(*x_RGB.shape[:-1], 1)
         else:
-            smallest, largest = x_RGB.amin(-1, keepdim=True).clamp(max=0), x_RGB.amax(-1, keepdim=True).clamp(min=0)
-        eps = self._eps(x_RGB.dtype)
+            wide = (
+                x_RGB.float()
+            )  # PyTorch reduces it many times faster, and an extreme is the same number in every dtype
+            smallest = wide.amin(-1, keepdim=True).clamp(max=0).to(x_RGB.dtype)
+            largest = wide.amax(-1, keepdim=True).clamp(min=0).to(x_RGB.dtype)
         if self.mapping == "asymmetric":
             scale = divide(largest - smallest, float(high - low), native=self.native).clamp(min=eps)
             zero = (low - (smallest / scale).round()).clamp(low, high).nan_to_num(0.0)
             return scale, zero.to(torch.int8)
-        if self.mapping == "symmetric":
-            scale = divide(torch.max(-smallest, largest), (high - low) / 2, native=self.native)
-        else:
-            below = divide(smallest, float(low), native=self.native)
-            scale = torch.maximum(below, divide(largest, float(high), native=self.native))
-        return scale.clamp(min=eps), torch.zeros_like(scale, dtype=torch.int8)
+        below = divide(smallest, float(low), native=self.native)
+        scale = torch.maximum(below, divide(largest, float(high), native=self.native)).clamp(min=eps)
+        return scale, torch.zeros_like(scale, dtype=torch.int8)
 
     def _broadcast(self, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scale, as it is stored and at least eps, and zero point, (R, G, 1). A learned scale may have fallen below zero."""
@@ -191,14 +193,16 @@ class Affine(Format):
         return scale, torch.zeros_like(scale) if zero is None else zero.unsqueeze(-1)
 
     def _code(self, x_RGB: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Codes before clamping."""
-        return (x_RGB * (1.0 / scale)).round() + zero
+        """Codes before clamping, float32."""
+        # a product of two bf16 is their float32 product, rounded: said so, the passes over it are float32's, which are faster
+        q = (x_RGB.float() * (1.0 / scale).float()).to(torch.promote_types(x_RGB.dtype, scale.dtype)).float().round_()
+        return q.add_(zero) if self.mapping == "asymmetric" else q
 
-    def _centred(self, e: Encoded, dtype: torch.dtype) -> Tensor:
-        """(R, K) q - zp; the zero point is per row or per tensor wherever there is one."""
-        q = self.integers(e).to(dtype)
+    def _centred(self, e: Encoded) -> Tensor:
+        """(R, K) float32 q - zp; the zero point is per row or per tensor wherever there is one."""
+        q = self.integers(e).float()
         if e.zero is None:
             return q
         if self.per == "group":
-            return (self._blocks(q) - e.zero.to(dtype).unsqueeze(-1)).flatten(1)
-        return q - e.zero.to(dtype)
+            return self._blocks(q).sub_(e.zero.unsqueeze(-1)).flatten(1)
+        return q.sub_(e.zero)

@@ -16,12 +16,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     if bits == 4:
-        codes = _pad(codes, 2)
-        return codes[:, ::2] | (codes[:, 1::2] << 4)
-    padded = _pad(codes, 8)
-    eight = padded.view(padded.shape[0], padded.shape[1] // 8, 8)
-    planes = [_gather_bits((eight >> b) & 1) for b in range(bits)]
-    return torch.stack(planes, -1).flatten(1)
+        pairs = _pad(codes, 2).view(torch.int16)  # the odd code lies eight bits above the even one, and has to lie four
+        return ((pairs >> 4) | pairs).to(torch.uint8)
+    eights = _pad(codes, 8).view(torch.int64)
+    return torch.stack([_gather_bits((eights >> b) & _ONES) for b in range(bits)], -1).flatten(1)
 
 
 def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
@@ -29,13 +27,13 @@ def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
     if bits == 8:
         return packed
     if bits == 4:
-        return torch.stack((packed & 15, packed >> 4), -1).flatten(1)[:, :k]
-    planes = packed.view(packed.shape[0], packed.shape[1] // bits, bits)
-    shifts = torch.arange(8, device=packed.device, dtype=torch.uint8)
-    codes = torch.zeros(*planes.shape[:2], 8, device=packed.device, dtype=torch.uint8)
-    for b in range(bits):
-        codes |= ((planes[..., b : b + 1] >> shifts) & 1) << b
-    return codes.flatten(1)[:, :k]
+        pairs = packed.contiguous().to(torch.int16)
+        return ((pairs << 4) | pairs).bitwise_and_(0x0F0F).view(torch.uint8)[:, :k]
+    planes = packed.view(packed.shape[0], packed.shape[1] // bits, bits).to(torch.int64)
+    eights = _scatter_bits(planes[..., 0])
+    for b in range(1, bits):
+        eights |= _scatter_bits(planes[..., b]) << b
+    return eights.flatten().view(torch.uint8).view(packed.shape[0], 8 * eights.shape[1])[:, :k]
 
 
 def lookup(packed: Tensor, table: Tensor, k: int) -> Tensor:
@@ -62,11 +60,25 @@ def unswizzle_128x4(flat: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _pad(codes: Tensor, multiple: int) -> Tensor:
+    """Padded with zeros to a multiple of columns; in memory that can be viewed as integers of `multiple` bytes."""
     missing = -codes.shape[1] % multiple
-    return torch.nn.functional.pad(codes, (0, missing)) if missing else codes
+    if missing:
+        return torch.nn.functional.pad(codes, (0, missing))
+    return codes.clone() if codes.storage_offset() % multiple else codes.contiguous()
 
 
-def _gather_bits(bits_RG8: Tensor) -> Tensor:
-    """(R, K/8, 8) zeros and ones -> (R, K/8) bytes, first value in the lowest bit."""
-    weights = torch.arange(8, device=bits_RG8.device, dtype=torch.uint8)
-    return (bits_RG8 << weights).sum(-1, dtype=torch.int32).to(torch.uint8)
+_ONES = 0x0101010101010101
+
+
+def _gather_bits(eights: Tensor) -> Tensor:
+    """Eight bytes of 0 or 1, an int64 -> one byte, first value in the lowest bit: bits that are a byte apart close up, by halves."""
+    for gap in (7, 14, 28):
+        eights = eights | (eights >> gap)
+    return eights.to(torch.uint8)
+
+
+def _scatter_bits(byte: Tensor) -> Tensor:
+    """Inverse of `_gather_bits`: int64 0..255 -> int64."""
+    for gap, kept in ((28, 0x0000000F0000000F), (14, 0x0003000300030003), (7, _ONES)):
+        byte = (byte | (byte << gap)) & kept
+    return byte

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aoquant.formats import Affine, Encoded, Scales, get_format, layout
 
-from . import reference
+from . import reference, tiles
 from .contracts import CONTRACTS, input_error
 from .external import TORCH
 from .mslk import MSLK
@@ -66,9 +66,11 @@ def _encoded(parts: Sequence[Tensor], format: str, k: int, *held: Tensor | None)
     """[X] encoded, under held scales if there are any; or the four parts of an encoded X."""
     if len(parts) == 4:
         return from_parts(parts, k)
-    # in memory of its own: an op's outputs must not alias its inputs
-    scales = Scales(*(t if t is None else t.clone() for t in held))
-    return get_format(format).encode(parts[0], None if all(t is None for t in held) else scales)
+    with torch.autocast(parts[0].device.type, enabled=False):  # it promotes what is joined, and knows no float8
+        if all(t is None for t in held):
+            return tiles.encode(get_format(format), parts[0])
+        # in memory of its own: an op's outputs must not alias its inputs
+        return get_format(format).encode(parts[0], Scales(*(t if t is None else t.clone() for t in held)))
 
 
 @torch.library.custom_op("aoquant::encode", mutates_args=())
@@ -180,7 +182,7 @@ def dgrad(
     """dx (M, K) = dy W^ in dy's dtype; w is [W], encoded here, or the four parts of a packed one."""
     encoded = _encoded(w, w_format, k, scale, zero, outer)
     with torch.autocast(grad_MN.device.type, enabled=False):
-        return grad_MN @ get_format(w_format).decode(encoded, grad_MN.dtype)
+        return grad_MN @ tiles.decode(get_format(w_format), encoded, grad_MN.dtype)
 
 
 @dgrad.register_fake
@@ -209,7 +211,7 @@ def wgrad(
     """dW (N, K) = dy^T x^ in dy's dtype; x is the four parts of an encoded one, or [X (M, K)], encoded here."""
     encoded = _encoded(x, x_format, k, scale, zero, outer)
     with torch.autocast(grad_MN.device.type, enabled=False):
-        return grad_MN.t() @ get_format(x_format).decode(encoded, grad_MN.dtype)
+        return grad_MN.t() @ tiles.decode(get_format(x_format), encoded, grad_MN.dtype)
 
 
 @wgrad.register_fake

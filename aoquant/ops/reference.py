@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from aoquant.formats import Affine, Encoded, Float8
 
-from . import tinygemm
+from . import tiles, tinygemm
 from .router import Call
 
 
@@ -44,9 +44,8 @@ def accumulate(c: Call) -> Tensor:
         block = c.x_format.block
         if block is not None and block == c.w_format.block:
             return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, block)
-    x_MK = c.x_hp.reshape(-1, c.k) if c.x is None else c.x_format.operand(c.x, c.dtype)
-    w_NK = c.w_format.operand(c.w, c.dtype)
-    return x_MK.float() @ w_NK.float().t()
+    x_MK = c.x_hp.reshape(-1, c.k).float() if c.x is None else tiles.operand(c.x_format, c.x, c.dtype, torch.float32)
+    return x_MK @ tiles.operand(c.w_format, c.w, c.dtype, torch.float32).t()
 
 
 def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float8, block: int) -> Tensor:
@@ -89,23 +88,23 @@ def _scaled(c: Call, acc_MN: Tensor) -> Tensor:
 
 
 def _dequantize(c: Call) -> Tensor:
-    return F.linear(_decoded_x(c), c.w_format.decode(c.w, c.dtype), _cast(c.bias, c.dtype))
+    return F.linear(_decoded_x(c), tiles.decode(c.w_format, c.w, c.dtype), _cast(c.bias, c.dtype))
 
 
 def _dequantize_flat(c: Call) -> Tensor:
     x_MK = _decoded_x(c).reshape(-1, c.k)
-    return c.shaped(F.linear(x_MK, c.w_format.decode(c.w, c.dtype), _cast(c.bias, c.dtype)))
+    return c.shaped(F.linear(x_MK, tiles.decode(c.w_format, c.w, c.dtype), _cast(c.bias, c.dtype)))
 
 
 def _matmul_bias(c: Call) -> Tensor:
-    return _plus(torch.matmul(_decoded_x(c), c.w_format.decode(c.w, c.dtype).t()), c.bias)
+    return _plus(torch.matmul(_decoded_x(c), tiles.decode(c.w_format, c.w, c.dtype).t()), c.bias)
 
 
 def _int8_rescale(c: Call) -> Tensor:
     assert isinstance(c.w_format, Affine) and c.w.scale is not None
     x_MK = c.x_hp.reshape(-1, c.k)
     if c.w_format.per == "group":
-        y_MN = torch.mm(x_MK, c.w_format.decode(c.w, c.dtype).t())
+        y_MN = torch.mm(x_MK, tiles.decode(c.w_format, c.w, c.dtype).t())
     else:
         y_MN = torch.mm(x_MK, c.w_format.integers(c.w).t().to(c.dtype)) * c.w.scale.to(c.dtype).flatten()
     return c.shaped(_plus(y_MN, c.bias))
@@ -136,7 +135,7 @@ def _nvfp4_rescale(c: Call) -> Tensor:
 def _decoded_x(c: Call) -> Tensor:
     if c.x is None:
         return c.x_hp
-    x = c.x_format.decode(c.x, c.dtype).reshape(*c.lead, c.k)
+    x = tiles.decode(c.x_format, c.x, c.dtype).reshape(*c.lead, c.k)
     # F.linear rounds twice, product and bias, when a 3-D input is not contiguous, so the layout is part of the contract
     return (
         torch.empty_strided(x.shape, c.strides, dtype=x.dtype, device=x.device).copy_(x) if c.strides is not None else x
