@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from aoquant import ops
 from aoquant.linear import QATLayer, masked
+from aoquant.sharding import is_sharded
 
 
 class QATEmbedding(QATLayer, nn.Embedding):
@@ -31,6 +32,10 @@ class QATEmbedding(QATLayer, nn.Embedding):
         if not self.fake_quant:
             return super().forward(ids)
         recipe = self.prepared.recipe
+        if is_sharded(ids, self.weight):
+            raise ValueError(
+                f"{self.prepared.fqn or 'embedding'}: embeddings under tensor parallelism are not supported: leave it out of prepare"
+            )
         options = self.padding_idx, self.scale_grad_by_freq, self.sparse, recipe.straight_through == "clipped"
         return _QuantizedEmbedding.apply(ids, self.weight, recipe.fprop_weight.name, *options)  # type: ignore[no-untyped-call]
 

@@ -23,6 +23,7 @@ from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, regi
 from aoquant import config as configs
 from aoquant.config import QATConfig, WeightConfig
 from aoquant.formats import Format
+from aoquant.fsdp import layer_class
 from aoquant.linear import QATLayer
 from aoquant.plan import LAYERS, Layer, plan_layer
 from aoquant.quantize import apply
@@ -53,7 +54,7 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
         raise ValueError(
             f"aoquant quantises nn.Linear and nn.Embedding, got {type(module).__name__}: choose layers with filter_fn"
         )
-    if type(module) not in LAYERS:
+    if layer_class(module) not in LAYERS:
         warnings.warn(
             f"{type(module).__name__} is left alone: it subclasses nn.Linear or nn.Embedding and its forward may differ",
             stacklevel=2,

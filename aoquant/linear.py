@@ -21,6 +21,7 @@ What is saved for backward: x itself when it is not quantised, its packed codes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -30,8 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aoquant import held, ops
+from aoquant import held, ops, sharding
 from aoquant.formats import FLOAT_DTYPES, Affine, Encoded, Format, Int4, Scales, layout
+from aoquant.fsdp import swap_class
 
 STRAIGHT_THROUGH = ("identity", "clipped")
 SCALES = ("dynamic", "static", "learned")
@@ -142,8 +144,8 @@ def quantized_linear(
     """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
 
     w: [W] (N, K), encoded in the call (QAT), or the four parts of a packed weight (inference). x_scales, w_scales: what the layer
-    holds where the recipe says static or learned. Under autocast x and y take autocast's dtype; the weight is encoded from its
-    stored dtype.
+    holds where the recipe says static or learned; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under
+    autocast x and y take autocast's dtype; the weight is encoded from its stored dtype.
 
     Raises:
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
@@ -155,6 +157,9 @@ def quantized_linear(
         empty = "; a weight on meta holds no values: load the checkpoint first" if w[0].is_meta else ""
         raise ValueError(f"the layer's input is on {x.device} and its weight on {w[0].device}: move one of them{empty}")
     x = cast(x)
+    if sharding.is_sharded(x, *w):
+        on_shard = functools.partial(_on_shard, recipe)
+        return sharding.linear(on_shard, x, w[0], bias, (recipe.fprop_input, x_scales), (recipe.fprop_weight, w_scales))
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
@@ -168,6 +173,13 @@ def quantized_linear(
     )
     names = (recipe.input_name, recipe.fprop_weight.name, recipe.contract)
     return _QuantizedLinear.apply(x, bias, *scales, k, *names, *clips, *w)  # type: ignore[no-untyped-call]
+
+
+def _on_shard(
+    recipe: LinearRecipe, x: Tensor, w: Tensor, bias: Tensor | None, x_scales: Scales | None, w_scales: Scales | None
+) -> Tensor:
+    """One rank's part of a layer whose weight is a DTensor."""
+    return quantized_linear(x, [w], bias, recipe, w.shape[1], x_scales, w_scales)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -227,7 +239,7 @@ class _QuantizedLinear(torch.autograd.Function):
         needs_x, needs_bias, needs_xs, needs_ws, needs_w = ctx.needs
         w, w_held = saved_w[:-3], saved_w[-3:]
         x, x_held = (saved_x[:1], saved_x[1:]) if needs_xs else (saved_x, ())
-        grad_MN = grad.reshape(-1, grad.shape[-1])
+        grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
         dx = dw = db = dxs = dws = None
         if needs_x or needs_xs:
             dx = ops.dgrad(grad_MN, w, ctx.w_name, ctx.k, *w_held)
@@ -288,7 +300,7 @@ class QATLayer(nn.Module):
     @classmethod
     def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
         """Swap `layer`'s class in place."""
-        layer.__class__ = cls
+        swap_class(layer, cls)
         assert isinstance(layer, cls)
         layer.prepared, layer.fake_quant = prepared, True
         _rebind(layer)
@@ -297,7 +309,7 @@ class QATLayer(nn.Module):
     def unprepare(self) -> nn.Module:
         """Swap back to the plain layer in place."""
         del self.prepared, self.fake_quant
-        self.__class__ = self.plain  # type: ignore[assignment]
+        swap_class(self, self.plain)
         _rebind(self)
         return self
 

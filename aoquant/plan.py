@@ -23,9 +23,10 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant import sharing
+from aoquant import sharded, sharing
 from aoquant.config import QATConfig
 from aoquant.embedding import QATEmbedding
+from aoquant.fsdp import compute_dtypes, layer_class
 from aoquant.linear import NOT_CALIBRATED, Prepared, QATLayer, QATLinear
 from aoquant.targets import Target, fake_target, resolve, supported
 
@@ -36,13 +37,17 @@ LAYERS = (nn.Linear, QATLinear, nn.Embedding, QATEmbedding)  # exactly: the forw
 
 @dataclass(frozen=True)
 class Step:
-    """One layer's change: "prepare" swaps the class in, "convert" and "quantize" replace the weight. fqn: all its names."""
+    """One layer's change: "prepare" swaps the class in, "convert" and "quantize" replace the weight. fqn: all its names.
+
+    dtype: that forward sees the weight in, which is what is encoded.
+    """
 
     fqn: str
     module: Layer
     kind: str
     config: Any
     target: Target
+    dtype: torch.dtype
 
 
 def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
@@ -56,10 +61,13 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
         raise ValueError(f"config must be a QATConfig, a PTQ config or an FqnToConfig, got {got}")
     steps, problems = [], []
     assigned = list(_assign(model, config, filter_fn))
+    dtypes = compute_dtypes(model)
     gemms = {id(module.weight) for _, module, _ in assigned if isinstance(module, nn.Linear)}
     for fqn, module, layer_config in assigned:
         try:
-            step = plan_layer(module, layer_config, fqn, has_gemm=id(module.weight) in gemms)
+            step = plan_layer(
+                module, layer_config, fqn, has_gemm=id(module.weight) in gemms, dtype=dtypes.get(id(module.weight))
+            )
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -76,10 +84,13 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
     return steps
 
 
-def plan_layer(module: nn.Module, config: Any, fqn: str = "", *, has_gemm: bool = False) -> Step | None:
+def plan_layer(
+    module: nn.Module, config: Any, fqn: str = "", *, has_gemm: bool = False, dtype: torch.dtype | None = None
+) -> Step | None:
     """The step for one layer, checked; None when an unprepared layer meets convert.
 
     has_gemm: whether a linear layer shares an embedding's weight: an activation format is then for its inputs.
+    dtype: that forward sees the weight in, where FSDP casts it.
 
     Raises:
         ValueError: with the layer's name and shape, what was required, what was got and what to do.
@@ -113,20 +124,22 @@ def plan_layer(module: nn.Module, config: Any, fqn: str = "", *, has_gemm: bool 
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
     if isinstance(module, nn.Linear):
-        reason = target.why_not(module.out_features, module.in_features, module.weight.dtype)
+        reason = target.why_not(module.out_features, module.in_features, dtype or module.weight.dtype)
     else:
         reason = target.why_not_embedding(module, has_gemm=has_gemm or kind == "convert")
         if reason is None and target.recipe.holds:
             reason = (
                 "an embedding's scales are made from its rows, so there are none to hold: use scales='dynamic' for it"
             )
+    if reason is None:
+        reason = sharded.why_not(module, kind, target.recipe, dtype)
     if reason is None and kind != "prepare":
         reason = _not_calibrated(module, target)
     if reason is None:
         reason = _why_not_here(module, kind) or not_finite(module.weight)
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
-    return Step(fqn, module, kind, config, target)
+    return Step(fqn, module, kind, config, target, dtype or module.weight.dtype)
 
 
 def not_finite(weight: torch.Tensor) -> str | None:
@@ -238,7 +251,7 @@ def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator
             )
         if chosen is None:
             continue
-        if type(module) not in LAYERS:
+        if layer_class(module) not in LAYERS:
             left_alone.append(f"{label} ({type(module).__name__})")
             continue
         yield label, module, chosen
@@ -299,7 +312,7 @@ def _tied_scales(steps: list[Step]) -> list[str]:
 
 def _nothing(model: nn.Module, config: Any) -> str:
     linears = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear)]
-    plain = [fqn for fqn, m in model.named_modules() if type(m) in (nn.Linear, QATLinear)]
+    plain = [fqn for fqn, m in model.named_modules() if layer_class(m) in (nn.Linear, QATLinear)]
     if linears and not plain:
         return (
             f"nothing to quantise: all {len(linears)} linear layer(s) are subclasses of nn.Linear, which are left alone"

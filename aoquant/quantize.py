@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from aoquant import fsdp, sharded
 from aoquant.config import QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.formats import Scales
@@ -37,7 +39,11 @@ def quantize_(
     On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a load), and
     convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is loaded in the same way.
     """
+    fsdp.reshard(model)
     steps = plan(model, config, filter_fn)
+    if device is not None and any(isinstance(s.module.weight, DTensor) for s in steps):
+        raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
+    converted = {id(s.module.weight) for s in steps if s.kind != "prepare"}
     empty = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
     if empty and device is not None and torch.device(device).type != "meta":
         raise ValueError(
@@ -52,6 +58,7 @@ def quantize_(
     try:
         for step in track(steps, steps[0].kind):
             apply(step, packed, device)
+        fsdp.release(model, converted)
     except BaseException:
         for module, cls, attributes, parameters, buffers in before:
             module.__class__ = cls
@@ -87,6 +94,8 @@ def apply(
             config = module.prepared.config
         module.unprepare()
     module.weight = packed[id(weight)]
+    if isinstance(weight, DTensor):
+        fsdp.swap_class(module, sharded.ShardedLinear)
     vars(module)["aoquant_config"] = config.base_config if isinstance(config, QATConfig) else config
     module.extra_repr = functools.partial(_extra_repr, module)  # type: ignore[method-assign]  # a bound method cannot be pickled
     return module
@@ -96,7 +105,9 @@ def apply(
 def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
     """The deployed tensor of a weight (N, K), with the scales that its layer holds, if any; made on `device`, by default where it is."""
     module, target, scales = step.module, step.target, None
-    weight = weight.detach() if device is None else weight.detach().to(device)
+    weight = weight.detach().to(device, step.dtype)
+    if isinstance(weight, DTensor):
+        return sharded.pack(weight, target.recipe)
     if isinstance(module, QATLinear):
         if (input_scales := module.deployed_input_scales()) is not None:
             assert target.fix is not None

@@ -160,6 +160,22 @@ def _embedding(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return ops.embedding(ids, ops.to_parts(w.encoded), w.format, w.k, w.dtype)
 
 
+@PackedTensor.implements([aten.view.default])
+def _view(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
+    """Another tensor object over the same codes, as a DTensor makes one of its local tensor; never another shape."""
+    packed, shape = args
+    if tuple(shape) != tuple(packed.shape):
+        raise ValueError(
+            f"a PackedTensor of shape {tuple(packed.shape)} cannot be viewed as {tuple(shape)}: dequantize() it"
+        )
+    return return_and_correct_aliasing(func, args, kwargs, packed._with(_tensors(packed)))
+
+
+@PackedTensor.implements([aten.is_pinned.default])
+def _is_pinned(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0].qdata.is_pinned()
+
+
 @PackedTensor.implements([aten._to_copy.default])
 def _to_copy(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
     """A new device moves codes and scales; a new dtype changes what the layer computes in, and never re-rounds them."""

@@ -86,6 +86,16 @@ class Format:
         """Whether `measure` gives (1, 1) whatever x's shape: what an activation's scales must be to be calibrated."""
         return False
 
+    @property
+    def reach(self) -> str:
+        """How far a scale reaches: "block", "row" or "tensor". A shard within that reach needs the scales of the whole."""
+        return "block" if self.block else "row"
+
+    @property
+    def from_extremes(self) -> bool:
+        """Whether a scale that reaches beyond a block depends on the smallest and the largest value alone: `measure` finds it from them."""
+        return True
+
     def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
         """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after decode.
 

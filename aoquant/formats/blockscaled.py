@@ -130,6 +130,10 @@ class NVFP4(Format):
     def per_tensor(self) -> bool:
         return self.outer == "dynamic"
 
+    @property
+    def reach(self) -> str:
+        return "tensor" if self.outer == "dynamic" else "block"
+
     def fix(self, *numbers: float) -> Format:
         if not self.per_tensor:
             return super().fix(*numbers)

@@ -26,6 +26,10 @@ class HighPrecision(Format):
     def bits(self) -> int:
         return 16
 
+    @property
+    def reach(self) -> str:
+        return "block"
+
     def measure(self, x_RK: Tensor) -> Scales:
         return Scales()
 

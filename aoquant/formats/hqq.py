@@ -98,6 +98,14 @@ class AffineHQQ(Affine):
     def name(self) -> str:
         return f"{super().name}-hqq"
 
+    @property
+    def reach(self) -> str:
+        return "tensor"  # the solver stops for all rows at once
+
+    @property
+    def from_extremes(self) -> bool:
+        return False
+
     def measure(self, x_RK: Tensor) -> Scales:
         raise ValueError(NOT_HELD.format(self.name))
 

@@ -158,6 +158,14 @@ class Int4Float8Row(Int4Float8):
     def name(self) -> str:
         return f"int4-e4m3-row-g{self.group}"
 
+    @property
+    def reach(self) -> str:
+        return "row"
+
+    @property
+    def from_extremes(self) -> bool:
+        return False  # int4 quantises the codes of the row
+
     def measure(self, x_RK: Tensor) -> Scales:
         outer = row_scales(x_RK)
         return super().measure(row_codes(x_RK, outer).float())._replace(outer=outer)

@@ -81,6 +81,10 @@ class Affine(Format):
     def per_tensor(self) -> bool:
         return self.per == "tensor" and not self.fixed
 
+    @property
+    def reach(self) -> str:
+        return "block" if self.block or self.fixed else self.per
+
     def fix(self, *numbers: float) -> Format:
         if not self.per_tensor:
             return super().fix(*numbers)

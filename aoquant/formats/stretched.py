@@ -49,6 +49,10 @@ class Stretched(Format):
         return self.group or None
 
     @property
+    def from_extremes(self) -> bool:
+        return False  # a mean is in them
+
+    @property
     def limit(self) -> float:
         """The largest |value| / scale."""
         return 2.0 ** (self.width - 1) - 0.5

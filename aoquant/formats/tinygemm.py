@@ -43,6 +43,14 @@ class TinyGemm(Int4):
     def name(self) -> str:
         return f"int4-tinygemm{'-cpu' if self.device == 'cpu' else ''}{'-hqq' if self.hqq else ''}-g{self.group}"
 
+    @property
+    def reach(self) -> str:
+        return "tensor" if self.hqq else "block"  # HQQ stops for all rows at once
+
+    @property
+    def from_extremes(self) -> bool:
+        return not self.hqq
+
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         assert e.scale is not None and e.zero is not None
         if self.device == "cuda":

@@ -121,7 +121,8 @@ def scaled_mm(
     if 0 in lead:
         return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
     with torch.autocast(x[0].device.type, enabled=False):  # an op's body would otherwise be autocast a second time
-        return route(call.request()).run(call)
+        y = route(call.request()).run(call)
+    return torch.ops.aten._unsafe_view(y, y.shape)  # no view, for autograd: `relu_` of a Function's view is an error
 
 
 @scaled_mm.register_fake

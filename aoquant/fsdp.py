@@ -1,0 +1,98 @@
+"""What aoquant must know about FSDP2 (`fully_shard`) and its kin `replicate`.
+
+They make a module theirs by swapping its class for a new one, FSDP<X>(FSDPModule, X), and they put their own parameters back into
+it around every forward. Three consequences:
+
+- the class of a layer is to be read, and swapped, beneath theirs;
+- under a mixed precision policy a forward sees weights cast to the policy's param_dtype, and encodes those; so does convert;
+- a converted weight is no longer theirs: a group that kept it would gather the float weight into its place at the next forward.
+
+The last two read FSDP's private lists (torch has no way to take a parameter back), each in one place; when another torch has other
+ones, converting says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def layer_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` beneath FSDP's."""
+    cls = type(module)
+    return cls.__bases__[-1] if isinstance(module, FSDPModule) else cls
+
+
+def swap_class(module: nn.Module, new: type[nn.Module]) -> None:
+    """Make `module` a `new`, in place, beneath FSDP's class if it has one."""
+    cls, old = type(module), layer_class(module)
+    if old is not cls:
+        members = {k: v for k, v in vars(cls).items() if k == "__deepcopy__"}
+        name = cls.__name__.removesuffix(old.__name__) + new.__name__
+        new = type(name, (*cls.__bases__[:-1], new), members)
+    module.__class__ = new
+
+
+def reshard(model: nn.Module) -> None:
+    """Let every module of `model` hold its sharded parameters, the ones that an optimizer updates."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def compute_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
+    """id of each parameter that FSDP shards in `model` -> dtype that a forward sees it in.
+
+    Raises:
+        ValueError: the layout of FSDP's state is not the one known here.
+    """
+    return {
+        id(p.sharded_param): group.mp_policy.param_dtype or p.sharded_param.dtype
+        for _, group in _groups(model)
+        for p in group.fsdp_params
+    }
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether FSDP shards the parameters of `module`, here or from above."""
+    return getattr(module, "_is_fsdp_managed_module", False) and isinstance(getattr(module, "weight", None), DTensor)
+
+
+def release(model: nn.Module, weights: Collection[int]) -> None:
+    """Take the parameters with these ids out of FSDP's groups."""
+    for state, group in _groups(model):
+        for p in group.fsdp_params:
+            if id(p.sharded_param) in weights:
+                p._post_load_hook_handle.remove()
+        group.fsdp_params = [p for p in group.fsdp_params if id(p.sharded_param) not in weights]
+        if group.fsdp_params:
+            continue
+        if hasattr(state, "_fsdp_param_groups"):
+            state._fsdp_param_groups.remove(group)
+        else:
+            state._fsdp_param_group = None
+
+
+def _groups(model: nn.Module) -> list[tuple[Any, Any]]:
+    """(state, parameter group) of the FSDP modules in `model`, each group once: one state may have several modules."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12; one group before
+            groups = state._fsdp_param_groups
+        elif hasattr(state, "_fsdp_param_group"):
+            groups = [state._fsdp_param_group]
+        else:
+            raise ValueError(
+                f"torch {torch.__version__} keeps FSDP's parameters where aoquant does not find them: gather the state dict "
+                "(torch.distributed.checkpoint.state_dict), load it into an unsharded model, and convert that"
+            )
+        found |= {id(group): (state, group) for group in groups if group is not None}
+    return list(found.values())

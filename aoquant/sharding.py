@@ -1,0 +1,222 @@
+"""One quantised linear layer over the shards of its operands: tensor and sequence parallelism.
+
+A prepared layer whose weight is a DTensor computes on its shard what the whole layer computes there, and says how the results
+belong together. On each dimension of the mesh, the weight's placement decides:
+
+    weight     input           output       input's grad   weight's grad   bias        made by
+    Shard(0)   Replicate       Shard(-1)    Partial        Shard(0)        Shard(0)    ColwiseParallel
+    Shard(1)   Shard(-1)       Partial      Shard(-1)      Shard(1)        rank 0 has  RowwiseParallel
+    Replicate  Shard(tokens)   as input     as input       reduced         Replicate   SequenceParallel around it
+    Replicate  Replicate       Replicate    Replicate      Replicate       Replicate
+
+An input in another placement is redistributed first; a Partial one, above all, is summed before it is rounded.
+
+Codes and scales are those of the whole operand, byte for byte. A scale that reaches over the cut (per row of a tensor sharded along
+K, per tensor in any case) depends on the smallest and the largest value alone, so the scales of the whole are those of its extremes:
+a maximum over the ranks, taken of integers, so that NaN survives, and then `Format.measure`. Formats whose scales end within a shard
+communicate nothing. What cannot be cut is refused from shapes alone, by every rank alike: blocks, and scales that need all values.
+
+Outputs: Shard(0) and Replicate give columns and rows of what one process computes. Under Shard(1) each rank rounds its partial sum
+to the output's dtype and the sum is rounded again, as RowwiseParallel does with any layer: equal where all sums are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from aoquant.formats import Format, Scales
+
+# (x, w, bias, scales of x, scales of w) of one rank -> y
+Side = tuple[Format | None, Scales | None]
+Local = Callable[[Tensor, Tensor, Tensor | None, Scales | None, Scales | None], Tensor]
+
+
+def is_sharded(*tensors: Tensor) -> bool:
+    """Whether any of them is a DTensor."""
+    return any(isinstance(t, DTensor) for t in tensors)
+
+
+def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side, w_side: Side) -> DTensor:
+    """y (..., N) of a layer whose weight (N, K) is a DTensor, differentiable in all three.
+
+    x_side, w_side: the format, None for an input in high precision and for a weight that is encoded already, and held scales.
+
+    Raises:
+        ValueError: an operand is no DTensor of one mesh, a shard would cut through a block, or the layer learns its scales.
+    """
+    _check(x, w, bias)
+    assert isinstance(x, DTensor) and isinstance(w, DTensor)
+    mesh, last = w.device_mesh, x.ndim - 1
+    if reason := why_not(w, (x_side[0], w_side[0])):
+        raise ValueError(reason)
+    rows = [_rule(w_p, x_p, last) for w_p, x_p in zip(w.placements, x.placements, strict=True)]
+    layout = _Layout(*zip(*rows, strict=True))
+
+    x = _placed(x, layout.x)
+    x_local = x.to_local(grad_placements=layout.dx)
+    # the second redistribution is there for its backward, which adds up the ranks' shares of a replicated weight's gradient
+    w_local = w.redistribute(placements=w.placements).to_local(grad_placements=layout.dw)
+    bias_local = None
+    if isinstance(bias, DTensor):
+        bias_local = _placed(bias, layout.b).redistribute(placements=layout.b).to_local(grad_placements=layout.db)
+        here = mesh.get_coordinate()
+        assert here is not None
+        if any(c and p.is_partial() for c, p in zip(here, layout.y, strict=True)):
+            bias_local = _Zeros.apply(bias_local)  # type: ignore[no-untyped-call]
+    x_scales, w_scales = _scales(x_side, x_local, x), _scales(w_side, w_local, w)
+    y_local = local(x_local, w_local, bias_local, x_scales, w_scales)
+    shape = torch.Size((*x.shape[:-1], w.shape[0]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y_local, mesh, layout.y, run_check=False, shape=shape, stride=stride)
+
+
+@torch.no_grad()
+def scales(format: Format, shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Scales | None:
+    """Scales of the whole that `shard` (..., K) is this rank's part of; None when no scale reaches over a cut."""
+    last = shard.ndim - 1
+    cuts = [i for i, p in enumerate(placements) if format.reach == "tensor" and _is_cut(p)]
+    cuts += [i for i, p in enumerate(placements) if format.reach == "row" and _is_cut(p, last)]
+    if not cuts:
+        return None
+    bits = extremes(format, shard.reshape(shard.shape[:-1].numel(), shard.shape[-1]))
+    for i in cuts:
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=mesh.get_group(i))
+    return measure(format, bits, shard.dtype)
+
+
+def extremes(format: Format, x_RK: Tensor) -> Tensor:
+    """(R, 2), or (1, 2) for the reach "tensor", int32: how far values lie below and above 0, as bits that the numbers are ordered by."""
+    grouped = x_RK.reshape(1, x_RK.numel()) if format.reach == "tensor" else x_RK
+    if grouped.shape[1]:  # every format that reaches so far has a code for 0, so 0 is within the extremes
+        ends = torch.stack((-grouped.amin(1), grouped.amax(1)), 1).clamp(min=0)
+    else:
+        ends = grouped.new_zeros(grouped.shape[0], 2)
+    return ends.float().abs().view(torch.int32)  # NaN, its sign gone, is above Inf
+
+
+def measure(format: Format, bits: Tensor, dtype: torch.dtype) -> Scales:
+    """Scales of a tensor of `dtype` from the maximum of its shards' `extremes`."""
+    below, above = bits.view(torch.float32).to(dtype).unbind(1)
+    return format.measure(torch.stack((-below, above), 1))
+
+
+def why_not(w: Tensor, formats: Sequence[Format | None], unit: int = 1) -> str | None:
+    """Why a weight (N, K) cannot be encoded shard by shard, from shapes alone; None when it can, and for plain tensors.
+
+    unit: of values along K that may not be cut either.
+    """
+    if not isinstance(w, DTensor):
+        return None
+    size = list(w.shape)
+    for i, placement in enumerate(w.placements):
+        dim, ranks = getattr(placement, "dim", None), w.device_mesh.size(i)
+        if dim is None or ranks == 1:
+            continue
+        whole, axis = size[dim], "NK"[dim]
+        size[dim] = part = -(-whole // ranks)
+        if dim == 1 and part * (ranks - 1) >= whole:
+            return (
+                f"sharding K = {whole} over {ranks} ranks leaves one with nothing: use ColwiseParallel or fewer ranks"
+            )
+        blocks = [(f.name, (f.tile_rows, f.block or 1)[dim]) for f in formats if f is not None]
+        for name, block in [*blocks, ("a byte of codes", unit if dim == 1 else 1)]:
+            if part % block and part < whole:
+                return (
+                    f"{name} covers {block} values along {axis}, and sharding {axis} = {whole} over {ranks} ranks gives each "
+                    f"{part}: shard so that each rank gets a multiple of {block} (ColwiseParallel cuts N, RowwiseParallel K), or "
+                    f"choose a block that divides {part}"
+                )
+        for f in formats:
+            if f is not None and not f.from_extremes and (f.reach == "tensor" or (f.reach == "row" and dim == 1)):
+                return (
+                    f"{f.name} fits its scales to all values of a {f.reach}, so {axis} cannot be sharded: gather the float state "
+                    "dict and convert an unsharded model, or choose another format"
+                )
+    return None
+
+
+def _scales(side: Side, shard: Tensor, whole: DTensor) -> Scales | None:
+    """What one rank encodes its shard of `whole` under: held scales, cut like the shard, or those of the whole."""
+    format, held = side
+    mesh, placements = whole.device_mesh, whole.placements
+    if held is None:
+        return None if format is None else scales(format, shard, mesh, placements)
+    return Scales(*(None if t is None else _cut(t, mesh, placements) for t in held))
+
+
+def _cut(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """The part of held scales, equal on all ranks, that belongs to a shard; one scale for all stays."""
+    if t.requires_grad:
+        raise ValueError("learned scales are not supported under tensor parallelism: use scales='static'")
+    whole = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    like = [p if (d := getattr(p, "dim", None)) in (0, 1) and t.shape[d] > 1 else Replicate() for p in placements]
+    return whole.redistribute(placements=like).to_local()
+
+
+class _Layout(NamedTuple):
+    """Placements, one per mesh dimension, of input, output, bias and of the gradients that one rank computes."""
+
+    x: tuple[Placement, ...]
+    y: tuple[Placement, ...]
+    dx: tuple[Placement, ...]
+    dw: tuple[Placement, ...]
+    b: tuple[Placement, ...]
+    db: tuple[Placement, ...]
+
+
+def _rule(w: Placement, x: Placement, last: int) -> tuple[Placement, ...]:
+    """`_Layout` of one mesh dimension: the table above."""
+    whole = Replicate()
+    if w == Shard(0):
+        return whole, Shard(last), Partial(), w, w, w
+    if w == Shard(1):
+        return Shard(last), Partial(), Shard(last), w, whole, whole
+    if w != whole:
+        raise ValueError(f"the layer's weight must be placed by Shard(0), Shard(1) or Replicate, got {w}")
+    if isinstance(x, Shard) and x.dim != last:
+        return x, x, x, Partial(), whole, Partial()
+    return (whole,) * 6
+
+
+def _placed(t: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    return t if t.placements == placements else t.redistribute(placements=placements)
+
+
+def _is_cut(placement: Placement, dim: int | None = None) -> bool:
+    """Whether a placement cuts a tensor, along `dim` if given; FSDP's strided shards do, and are no `Shard`."""
+    cut = getattr(placement, "dim", None)
+    return cut is not None and dim in (None, cut)
+
+
+def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
+    operands = {"input": x, "weight": w} | ({} if bias is None else {"bias": bias})
+    plain = [name for name, t in operands.items() if not isinstance(t, DTensor)]
+    if plain:
+        sharded = [name for name in operands if name not in plain]
+        raise ValueError(
+            f"the layer's {' and '.join(sharded)} is a DTensor and its {' and '.join(plain)} is a plain tensor: place it with "
+            "parallelize_module (ColwiseParallel, RowwiseParallel) or DTensor.from_local; under FSDP2, call the model that "
+            "fully_shard was given, or unshard() it first"
+        )
+    meshes = {name: t.device_mesh for name, t in operands.items() if isinstance(t, DTensor)}
+    if any(m != meshes["weight"] for m in meshes.values()):
+        raise ValueError(f"the layer's operands must be on one device mesh, got {meshes}")
+
+
+class _Zeros(torch.autograd.Function):
+    """Zeros for the bias of a rank whose partial sum is not the first; the gradient passes, since all ranks hold one bias."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor) -> Tensor:
+        return torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

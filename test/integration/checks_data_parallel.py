@@ -1,0 +1,293 @@
+"""FSDP2 and DDP of prepared and converted models, and FSDP2 beside tensor parallelism."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+from distributed_setup import (
+    BF16,
+    CONFIGS,
+    F32,
+    HIDDEN,
+    MLP,
+    WORLD,
+    K,
+    Ranks,
+    adamw,
+    batch,
+    check,
+    close,
+    equal,
+    full,
+    mlp,
+    prepare,
+    raises,
+    same_state,
+    shard,
+    tensor_parallel,
+    train,
+    two_of,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_ as torchao_quantize_
+
+from aoquant import (
+    Int4WeightConfig,
+    PackedTensor,
+    QATConfig,
+    quantize_,
+)
+from aoquant.integrations.distributed import full_state_dict
+from aoquant.linear import QATLinear
+
+
+def train_alone(c: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
+    """The same steps in one process: both ranks' batches, and the mean of the gradients. Returns this rank's outputs."""
+    outputs = []
+    for step in range(steps):
+        gradients = []
+        for rank in range(WORLD):
+            optimizer.zero_grad()
+            y = model(batch(c, BF16, seed=10 * step + rank))
+            y.float().square().mean().backward()
+            gradients.append([p.grad for p in model.parameters()])
+            if rank == c.rank:
+                outputs.append(y.detach())
+        for p, *g in zip(model.parameters(), *gradients, strict=True):
+            p.grad = sum(g) / WORLD
+        optimizer.step()
+    return outputs
+
+
+@check("prepare-shard", "shard-prepare", "prepare-shard-leaves", "shard-prepare-leaves", "DDP")
+def data_parallel_training_equals_one_process(c: Ranks, how: str) -> None:
+    """Three AdamW steps: outputs, and then parameters, bit for bit."""
+    one, two = two_of(mlp(c, BF16))
+    prepare(one, CONFIGS["nvfp4"])
+    leaves = how.endswith("leaves")
+    if how.startswith("prepare"):
+        shard(c, prepare(two, CONFIGS["nvfp4"]), leaves=leaves)
+    elif how.startswith("shard"):
+        prepare(shard(c, two, leaves=leaves), CONFIGS["nvfp4"])
+    else:
+        prepare(two, CONFIGS["nvfp4"])
+    parallel = DistributedDataParallel(two) if how == "DDP" else two
+    assert isinstance(two.up, QATLinear) and isinstance(two.up, FSDPModule) == leaves
+    outputs = train(c, parallel, adamw(two), 3)
+    for step, (got, want) in enumerate(zip(outputs, train_alone(c, one, adamw(one), 3), strict=True)):
+        equal(got, want, f"step {step}")
+    for (key, p1), p2 in zip(one.named_parameters(), two.parameters(), strict=True):
+        equal(p2.detach(), p1.detach(), key)
+
+
+@check()
+def fsdp_options_do_not_change_the_numbers(c: Ranks) -> None:
+    """reshard_after_forward, activation checkpointing, sharding along K, HSDP and gradient accumulation without synchronisation."""
+    base = prepare(mlp(c, BF16), CONFIGS["fp8-tensor"])
+    hsdp = init_device_mesh(c.device, (1, WORLD), mesh_dim_names=("replicate", "shard"))
+    along_k = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
+    results = {}
+    for name, options in {
+        "reshard": {"reshard_after_forward": True},
+        "keep": {"reshard_after_forward": False},
+        "along K": along_k,
+        "HSDP": {"mesh": hsdp},
+        "recompute": {},
+        "recompute reentrant": {},
+    }.items():
+        model = copy.deepcopy(base)
+        if name.startswith("recompute"):
+            inner = model.up.forward
+            model.up.forward = functools.partial(checkpoint, inner, use_reentrant="reentrant" in name)
+        fully_shard(model, **({"mesh": c.mesh} | options))
+        for last in (False, True):  # two micro-batches
+            model.set_requires_gradient_sync(last)
+            y = model(batch(c, BF16, seed=5 + c.rank + 7 * last).requires_grad_())
+            y.float().square().mean().backward()
+        results[name] = [y, *(full(p.grad) for p in model.parameters())]
+    for name, tensors in results.items():
+        for got, want in zip(tensors, results["reshard"], strict=True):
+            equal(got, want, name)
+
+
+@check()
+def mixed_precision_policy_is_what_convert_encodes(c: Ranks) -> None:
+    """float32 parameters, computed in bfloat16: convert packs the bfloat16 weights that forward encoded."""
+    one = mlp(c, F32)
+    for order in ("prepare first", "shard first"):
+        two = copy.deepcopy(one)
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
+        two = prepare(two, CONFIGS["nvfp4"]) if order == "prepare first" else two
+        shard(c, two, mp_policy=policy)
+        two = prepare(two, CONFIGS["nvfp4"]) if order == "shard first" else two
+        alone = prepare(copy.deepcopy(one).to(BF16), CONFIGS["nvfp4"])
+        x = batch(c, F32)
+        y = two(x)
+        equal(y, alone(x.to(BF16)), order)
+        y.float().square().mean().backward()
+        assert all(p.grad.dtype == F32 for p in two.parameters())
+        quantize_(two, QATConfig(step="convert"))
+        quantize_(alone, QATConfig(step="convert"))
+        with torch.no_grad():
+            equal(two(x), y, f"{order}, converted")
+        state = {k: t if isinstance(t, PackedTensor) else t.to(BF16) for k, t in full_state_dict(two).items()}
+        same_state(state, alone.state_dict())
+
+
+@check("nvfp4", "int4-g32", "ao.int8act-intx4", slow=("fp8-row", "fp8-tensor", "int8-tensor", "mxfp4", "intx3-row"))
+def fsdp_converted_equals_prepared(c: Ranks, name: str) -> None:
+    """Each rank keeps its packed shard; forward equals the prepared one; gathered, it is the whole model's conversion."""
+    one = prepare(mlp(c, BF16), CONFIGS[name])
+    for leaves in (False, True):
+        for after in (False, True):  # whether FSDP has been used, and holds its parameters unsharded
+            two = copy.deepcopy(one)
+            shard(c, two, leaves=leaves, reshard_after_forward=False)
+            x = batch(c, BF16)
+            with torch.no_grad():
+                want = two(x) if after else one(x)
+            quantize_(two, QATConfig(step="convert"))
+            local = two.up.weight.to_local()
+            assert isinstance(local, PackedTensor) and local.shape == (HIDDEN // WORLD, K)
+            assert isinstance(two.up, FSDPModule) == leaves and not isinstance(two.up, QATLinear)
+            with torch.no_grad():
+                equal(two(x), want, f"leaves {leaves}, used {after}")
+                equal(two(x), want, "again")
+            whole = copy.deepcopy(one)
+            quantize_(whole, QATConfig(step="convert"))
+            same_state(full_state_dict(two), whole.state_dict())
+            offloaded = full_state_dict(two, cpu_offload=True)
+            same_state(offloaded, {k: t.cpu() for k, t in whole.state_dict().items()} if c.rank == 0 else {})
+
+
+@check()
+def a_converted_layer_trains_its_neighbours(c: Ranks) -> None:
+    """FSDP goes on without the packed weights: gradients pass through them to what it still holds."""
+    one, two = two_of(prepare(mlp(c, BF16), CONFIGS["mxfp4"]))
+    shard(c, two)
+    for model in (one, two):
+        quantize_(model, QATConfig(step="convert"))
+    x = batch(c, BF16)
+    for model in (one, two):
+        model(x).float().square().mean().backward()
+    for key, p in one.named_parameters():
+        if p.grad is not None:
+            equal(two.get_parameter(key).grad, p.grad, key)
+    assert one.norm.weight.grad is not None and two.up.weight.grad is None
+
+
+@check()
+def a_model_prepared_on_meta_is_sharded_and_then_loaded(c: Ranks) -> None:
+    one = prepare(mlp(c, BF16), CONFIGS["nvfp4"])
+    two = shard(c, prepare(MLP(BF16, "meta"), CONFIGS["nvfp4"]))
+    two.to_empty(device=c.device)
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(two, one.state_dict() if c.rank == 0 else {}, options=options)
+    equal(two(batch(c, BF16)), one(batch(c, BF16)))
+    same_state(full_state_dict(two), one.state_dict())
+
+
+@check()
+def torchao_quantize_takes_sharded_layers(c: Ranks) -> None:
+    """torchao's own entry point hands over one layer at a time: enough for tensor parallelism, refused where FSDP must let go."""
+    one, two = two_of(mlp(c, BF16))
+    torchao_quantize_(tensor_parallel(c, two), QATConfig(CONFIGS["nvfp4"]))
+    prepare(tensor_parallel(c, one), CONFIGS["nvfp4"])
+    with torch.no_grad():
+        want = one(batch(c, BF16))
+        equal(two(batch(c, BF16)), want, "prepared")
+        torchao_quantize_(two, QATConfig(step="convert"))
+        equal(two(batch(c, BF16)), want, "converted")
+    three = shard(c, mlp(c, BF16), leaves=True)
+    torchao_quantize_(three, QATConfig(CONFIGS["nvfp4"]))
+    assert isinstance(three.up, QATLinear)
+    raises(
+        lambda: torchao_quantize_(three, QATConfig(step="convert")),
+        "call aoquant.quantize_ on the module that holds all",
+    )
+
+
+@check()
+def tied_weights_stay_tied(c: Ranks) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(K, K, bias=False), nn.Linear(K, K, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    torch.manual_seed(0)
+    one, two = two_of(prepare(Tied().to(c.device, BF16), CONFIGS["nvfp4"]))
+    fully_shard(two, mesh=c.mesh)
+    x = batch(c, BF16)
+    y1, y2 = one(x), two(x)
+    equal(y2, y1, "forward")
+    y1.square().mean().backward()
+    y2.square().mean().backward()
+    equal(two.a.weight.grad, one.a.weight.grad, "gradient")
+    for model in (one, two):
+        quantize_(model, QATConfig(step="convert"))
+    assert two.a.weight is two.b.weight
+    with torch.no_grad():
+        equal(two(x), y1, "converted")
+    state = full_state_dict(two)
+    assert state["a.weight"] is state["b.weight"]
+    same_state(state, one.state_dict())
+
+
+@check()
+def quantizing_below_fsdp_is_refused(c: Ranks) -> None:
+    model = shard(c, mlp(c, BF16))
+    raises(
+        lambda: quantize_(nn.Sequential(model.up), Int4WeightConfig(32)), "FSDP shards its weight from a module above"
+    )
+
+
+@check()
+def unprepare_leaves_the_fsdp_model_as_it_was(c: Ranks) -> None:
+    one, two = two_of(mlp(c, BF16))
+    shard(c, two, leaves=True)
+    before = type(two.up).__name__, type(two.up).__mro__[1:]
+    prepare(two, CONFIGS["nvfp4"])
+    for layer in (two.up, two.down):
+        layer.unprepare()
+    assert (type(two.up).__name__, type(two.up).__mro__[1:]) == before
+    equal(two(batch(c, BF16)), one(batch(c, BF16)))
+
+
+@check((1, 2), (2, 1))
+def two_dimensions(c: Ranks, data: int, tensor: int) -> None:
+    """FSDP over one dimension of the mesh and tensor parallelism over the other."""
+    mesh = init_device_mesh(c.device, (data, tensor), mesh_dim_names=("data", "tensor"))
+    one, two = two_of(prepare(mlp(c, BF16), CONFIGS["nvfp4"]))
+    parallelize_module(two, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for module in (two.up, two.down, two):
+        fully_shard(module, mesh=mesh["data"])
+    x = batch(c, BF16)
+    y = two(x)
+    want = one(x)
+    if tensor == 1:
+        equal(y, want, "forward")
+    else:
+        close(y, want, "forward", 2)
+    y.float().square().mean().backward()
+    assert all(p.grad is not None for p in two.parameters())
+    quantize_(two, QATConfig(step="convert"))
+    quantize_(one, QATConfig(step="convert"))
+    with torch.no_grad():
+        equal(two(x), y, "converted")
+    same_state(full_state_dict(two), one.state_dict())
