@@ -64,6 +64,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
             continue
         if step is not None:
             steps.append(step)
+    problems += [p for s in steps if (p := sharing.adapter_problem(model, s.module, s.fqn, s.kind))]
     problems += sharing.problems(model, {id(s.module): s.target.recipe for s in steps})
     if problems:
         shown = "\n  ".join(problems[:10])

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchao.utils import TorchAOBaseTensor
 
-from aoquant.config import QATConfig
+from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.linear import Prepared, QATLayer, QATLinear
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
+from aoquant.tensor import PackedTensor
 
 
 def quantize_(
@@ -74,6 +76,18 @@ def apply(
     vars(module)["aoquant_config"] = config.base_config if isinstance(config, QATConfig) else config
     module.extra_repr = functools.partial(_extra_repr, module)  # type: ignore[method-assign]  # a bound method cannot be pickled
     return module
+
+
+def config_of(module: nn.Module) -> Any:
+    """The PTQ config that makes a layer's quantised weight; None for a float weight, or where nobody knows.
+
+    A `PackedTensor` says what it is; a torchao tensor does not hold its whole config, so `apply` leaves it on the layer.
+    """
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, PackedTensor):
+        kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
+        return kind(weight.format, weight.activation or None, weight.contract)
+    return getattr(module, "aoquant_config", None) if isinstance(weight, TorchAOBaseTensor) else None
 
 
 @torch.no_grad()

@@ -91,6 +91,8 @@ def test_the_config_alone_quantises_the_same_layers_of_the_float_model(tmp_path:
     quantize_(model, Int4WeightConfig(32), filter_fn=every)
     config = hf.attach(model)
     assert isinstance(config.quant_type, FqnToConfig)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig.from_dict(config.to_dict()))
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TorchAoConfig.from_dict(config.to_dict())
+    )
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(logits(again), logits(model))
