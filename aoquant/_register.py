@@ -2,12 +2,13 @@
 
 torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of tensor classes.
 The second list lives in a prototype module that nothing imports until a checkpoint is saved or loaded, so it is extended when
-somebody imports it. Every private name is probed here, and before aoquant imports anything else of itself, so that another
-torchao fails with one sentence instead of halfway.
+somebody imports it; peft's LoRA is told of our layers in the same way. Every private name is probed here, and before aoquant imports
+anything else of itself, so that another torchao fails with one sentence instead of halfway.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 TORCHAO = ">=0.17"
+_LORA = "peft.tuners.lora.model"
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
 
 
@@ -38,6 +40,7 @@ def register() -> None:
     ALLOWED_AO_MODULES.add("aoquant")
     handlers.register()
     _when_imported(_SAFETENSORS, _allow_packed_tensor)
+    _when_imported(_LORA, _teach_adapters)
 
 
 def version(package: str) -> str:
@@ -58,6 +61,15 @@ def _allow_packed_tensor(module: ModuleType) -> None:
     except AttributeError as error:
         raise ImportError(
             f"aoquant cannot save to safetensors with torchao {version('torchao')} ({error}); it supports {TORCHAO}"
+        ) from error
+
+
+def _teach_adapters(module: ModuleType) -> None:
+    try:
+        importlib.import_module("aoquant.integrations.peft").install(module)
+    except (AttributeError, ImportError) as error:
+        raise ImportError(
+            f"aoquant cannot put adapters on its layers with peft {version('peft')} ({error}); it supports peft >=0.21"
         ) from error
 
 

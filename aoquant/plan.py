@@ -73,6 +73,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
             continue
         if step is not None:
             steps.append(step)
+    problems += [p for s in steps if (p := sharing.adapter_problem(model, s.module, s.fqn, s.kind))]
     problems += sharing.problems(model, {id(s.module): s.target.recipe for s in steps})
     problems += _tied_scales(steps)
     if problems:

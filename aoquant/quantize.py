@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchao.utils import TorchAOBaseTensor
 
 from aoquant import fsdp, sharded
-from aoquant.config import QATConfig
+from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.formats import Scales
 from aoquant.linear import Prepared, QATLayer, QATLinear
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
+from aoquant.tensor import PackedTensor
 
 
 def quantize_(
@@ -99,6 +101,18 @@ def apply(
     vars(module)["aoquant_config"] = config.base_config if isinstance(config, QATConfig) else config
     module.extra_repr = functools.partial(_extra_repr, module)  # type: ignore[method-assign]  # a bound method cannot be pickled
     return module
+
+
+def config_of(module: nn.Module) -> Any:
+    """The PTQ config that makes a layer's quantised weight; None for a float weight, or where nobody knows.
+
+    A `PackedTensor` says what it is; a torchao tensor does not hold its whole config, so `apply` leaves it on the layer.
+    """
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, PackedTensor):
+        kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
+        return kind(weight.format, weight.activation or None, weight.contract)
+    return getattr(module, "aoquant_config", None) if isinstance(weight, TorchAOBaseTensor) else None
 
 
 @torch.no_grad()

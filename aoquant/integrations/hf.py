@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from aoquant import _register
-from aoquant.config import Packed4WeightConfig, PackedWeightConfig
+from aoquant.config import PackedWeightConfig
 from aoquant.linear import QATLayer
 from aoquant.plan import Layer, _key
+from aoquant.quantize import config_of
 from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -176,7 +177,13 @@ def _check_tie(model: PreTrainedModel) -> None:
 
 
 class _Quantizer(TorchAoHfQuantizer):
-    """HF's, but a packed weight that the head and the input embedding share is written once, as HF writes a float one."""
+    """HF's, but a packed weight that the head and the input embedding share is written once, as HF writes a float one, and adapters train
+    beside codes of any width: HF knows of 8 bits only.
+    """
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         weights = dict(model.named_parameters(remove_duplicate=False))
@@ -219,16 +226,7 @@ def _is_quantised(module: nn.Module) -> bool:
 def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
     """The PTQ config that makes this layer's weight."""
     weight: Any = module.weight
-    if foreign := [part for part in weight.__tensor_flatten__()[0] if f"_weight_{part}" not in _known]:
-        raise ValueError(
-            f"{fqn}: its {type(weight).__name__} holds {', '.join(foreign)}, which Hugging Face's loader does not know, so no checkpoint "
-            "folder can hold it: use aoquant's own static config, such as Int8WeightConfig(activation='int8-tensor-static'), or "
-            "torch.save(model.state_dict())"
-        )
-    if isinstance(weight, PackedTensor):
-        kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
-        return kind(weight.format, weight.activation or None, weight.contract)
-    config = getattr(module, "aoquant_config", None)
+    config = config_of(module)
     if config is None and before is not None:
         config = before.quant_type
         if isinstance(config, FqnToConfig):

@@ -23,7 +23,15 @@ from linear_cases import BY_NAME, autocast, counting, same_bytes
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 
-from aoquant import Int8WeightConfig, PackedTensor, PackedWeightConfig, QATConfig, list_formats, quantize_, set_fake_quant
+from aoquant import (
+    Int8WeightConfig,
+    PackedTensor,
+    PackedWeightConfig,
+    QATConfig,
+    list_formats,
+    quantize_,
+    set_fake_quant,
+)
 from aoquant.linear import STRAIGHT_THROUGH, QATLinear
 from aoquant.ops import from_parts, tiles
 from aoquant.plan import plan_layer

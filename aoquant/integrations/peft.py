@@ -1,0 +1,231 @@
+"""LoRA adapters on layers of aoquant's, through plain `peft.get_peft_model`.
+
+What an adapter means depends on what it is put on, and the two are different models:
+
+- on a PREPARED layer, quantisation-aware training of the merged weight: the forward multiplies by fake_quantize(W + s B A), which is what
+  convert leaves after `merge_and_unload`, bit for bit. Train, merge, convert: no loss at the merge.
+- on a PACKED layer, an adapter beside a quantised base: y = x W^ + s B A x, W^ fixed. It is deployed as it was trained, base and adapter
+  apart. Merging rounds again, W^' = encode(decode(codes) + s B A) in the same format, and that costs what PTQ of a small change costs.
+
+Prepare or quantise first, then add adapters; the other order is refused. The frozen W has no gradient and no GEMM is spent on one: with
+dW = dy^T x never formed, dB = s dy^T (x A^T) and dA = s (dy B)^T x, where x is what the quantised GEMM saw. Only where W trains too, or
+the straight-through estimator is "clipped", is dW needed. A layer keeps its merged weight from forward to backward, in W's dtype.
+
+peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see `_register.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from aoquant import ops
+from aoquant.formats import get_format
+from aoquant.linear import QATLayer, QATLinear
+from aoquant.plan import plan_layer
+from aoquant.quantize import apply, config_of
+from aoquant.report.measure import weight_value
+
+
+def install(module: ModuleType) -> None:
+    """Put `dispatch` in front of the torchao dispatcher of `peft.tuners.lora.model`."""
+    before: Callable[..., nn.Module | None] = module.dispatch_torchao
+
+    def dispatch_torchao(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
+        return dispatch(target, adapter_name, config, **kwargs) or before(target, adapter_name, config=config, **kwargs)
+
+    module.dispatch_torchao = dispatch_torchao  # type: ignore[attr-defined]
+
+
+def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
+    """The LoRA layer for a layer of ours, None for any other.
+
+    Raises:
+        ValueError: an embedding of ours, or an option that has no exact meaning on a quantised layer.
+    """
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if kwargs.get("parameter_name") is not None or not (isinstance(base, QATLayer) or config_of(base) is not None):
+        return None
+    name = kwargs.get("target_name", "")
+    if isinstance(base, nn.Embedding):
+        raise ValueError(f"{name}: adapters on a quantised embedding are not supported: leave it out of target_modules")
+    kind = QATLoraLinear if isinstance(base, QATLinear) else PackedLoraLinear
+    return kind(target, adapter_name, config=config, **kwargs)
+
+
+class _LoraLinear(Linear):
+    """peft's LoRA layer with a merge that rounds once and an unmerge that is exact. kept: the weight from before the merge, if merged."""
+
+    kept: list[Any]
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        for option in ("lora_bias", "fan_in_fan_out", *self.refused()):
+            if getattr(config, option):
+                raise ValueError(
+                    f"{self.label}: LoraConfig({option}=...) has no exact meaning on {self.base()}: leave it out"
+                )
+        if self.resolve_lora_variant(config=config) is not None:
+            raise ValueError(
+                f"{self.label}: variants of LoRA, such as DoRA, are not supported on {self.base()}: use plain LoRA"
+            )
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def refused(self) -> tuple[str, ...]:
+        """Further options of LoraConfig that must be off."""
+        return ()
+
+    def base(self) -> str:
+        """What the adapter is on, for errors."""
+        raise NotImplementedError
+
+    def value(self) -> Tensor:
+        """The base weight (N, K) that adapters are added to."""
+        raise NotImplementedError
+
+    def store(self, weight: Tensor) -> None:
+        """Make `weight`, like `value()`, the base layer's."""
+        raise NotImplementedError
+
+    def restore(self, kept: Tensor) -> None:
+        """Make the base layer's weight what it was."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        return self.kwargs.get("target_name") or "linear"
+
+    def merged_weight(self, weight: Tensor, adapters: list[str]) -> Tensor:
+        """W + s B A in W's dtype, adapter by adapter; autocast, which would round the product, is off."""
+        with torch.autocast(weight.device.type, enabled=False):
+            for adapter in adapters:
+                weight = (weight + self.get_delta_weight(adapter)).to(weight.dtype)
+        return weight
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Merge adapters into the base. safe_merge raises ValueError, before anything is changed, where the sum is not finite."""
+        names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
+        if not names:
+            return
+        merged = list(self.merged_adapters)
+        if merged:
+            self.unmerge()  # so that all are added to the same weight and rounded once
+        before, weight = self.get_base_layer().weight.detach(), self.merged_weight(self.value(), [*merged, *names])
+        if safe_merge and not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"{self.label}: the merged weight holds NaN or Inf: adapter {', '.join(names)} is broken")
+        self.store(weight)
+        self.kept = [before]  # in a list: a packed weight as an attribute would be registered as a parameter
+        self.merged_adapters.extend([*merged, *names])
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Put back the weight from before the merge, bit for bit."""
+        if self.merged:
+            self.restore(self.kept.pop())
+            self.merged_adapters.clear()
+
+
+class PackedLoraLinear(_LoraLinear):
+    """An adapter beside a packed weight, ours or one of torchao's that `aoquant.quantize_` made."""
+
+    def base(self) -> str:
+        return "a packed weight"
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+            raise ValueError(
+                f"{self.label}: init_lora_weights={config.init_lora_weights!r} changes the base weight, and codes are fixed: use True, "
+                "False, 'gaussian' or 'orthogonal', or put the adapter on the prepared layer"
+            )
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+    def value(self) -> Tensor:
+        return weight_value(self.get_base_layer())
+
+    def store(self, weight: Tensor) -> None:
+        base = self.get_base_layer()
+        packed, config = base.weight, config_of(base)
+        base.weight = nn.Parameter(weight, requires_grad=False)
+        try:
+            step = plan_layer(base, config, self.label)
+            assert step is not None
+            apply(step)
+        except BaseException:
+            base.weight = packed
+            raise
+
+    def restore(self, kept: Tensor) -> None:
+        self.get_base_layer().weight = nn.Parameter(
+            kept, requires_grad=False
+        )  # .data of a packed tensor keeps its old codes
+
+
+class QATLoraLinear(_LoraLinear):
+    """An adapter in a prepared layer's weight: the forward is that of the merged and converted layer."""
+
+    def base(self) -> str:
+        return "a prepared layer, whose forward multiplies by the merged weight"
+
+    def refused(self) -> tuple[str, ...]:
+        return ("lora_dropout",)
+
+    def value(self) -> Tensor:
+        return self.get_base_layer().weight.detach()
+
+    def store(self, weight: Tensor) -> None:
+        self.get_base_layer().weight.data = weight
+
+    restore = store
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.pop("adapter_names", None) is not None:
+            raise ValueError(
+                f"{self.label}: one forward has one merged weight, so adapter_names cannot mix adapters in a batch"
+            )
+        base = self.get_base_layer()
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        names = [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]
+        if not names:
+            return base(x)
+        if not base.fake_quant:
+            return super().forward(x)
+        recipe = base.prepared.recipe
+        dense = base.weight.requires_grad or recipe.straight_through == "clipped"
+        with torch.set_grad_enabled(dense and torch.is_grad_enabled()):
+            merged = self.merged_weight(base.weight, names)
+        y: Tensor = functional_call(base, {"weight": merged}, (x,))
+        if not dense and torch.is_grad_enabled():
+            for n in names:
+                a, b = self.lora_A[n].weight, self.lora_B[n].weight
+                y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], recipe.input_name)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _LowRankGradient(torch.autograd.Function):
+    """y as it is; backward adds the gradients of A (r, K) and B (N, r) in y = x (W + s B A)^T, in A's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, x_name: str) -> Tensor:
+        x_MK = x.to(y.dtype).reshape(-1, x.shape[-1])  # autocast gave the GEMM y's dtype
+        ctx.save_for_backward(a, b, *(ops.encode(x_MK, x_name) if x_name else (x_MK,)))
+        ctx.scaling, ctx.x_name = scaling, x_name
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, *parts = ctx.saved_tensors
+        x_MK = parts[0]
+        if ctx.x_name:
+            x_MK = get_format(ctx.x_name).decode(ops.from_parts(parts, a.shape[1]), grad.dtype)
+        g_MN, x_MK = grad.reshape(-1, grad.shape[-1]).to(a.dtype), x_MK.to(a.dtype)
+        da = ((g_MN @ b).t() @ x_MK) * ctx.scaling
+        db = (g_MN.t() @ (x_MK @ a.t())) * ctx.scaling
+        return grad, None, da, db, None, None
