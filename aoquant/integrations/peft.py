@@ -182,7 +182,8 @@ class QATLoraLinear(_LoraLinear):
     def store(self, weight: Tensor) -> None:
         self.get_base_layer().weight.data = weight
 
-    restore = store
+    def restore(self, kept: Tensor) -> None:
+        self.store(kept)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.pop("adapter_names", None) is not None:

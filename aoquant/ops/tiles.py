@@ -30,9 +30,9 @@ def encode(format: Format, x_RK: Tensor) -> Encoded:
         if any(t is not None and t.shape[0] > 1 for t in scales):  # blocks of several rows
             return format.quantize(x_RK, scales)
         parts = [format.quantize(x, scales) for x in x_RK.split(rows)]
-    codes, *rest = (_joined(list(field), rows) for field in zip(*(e[:4] for e in parts), strict=True))
+    codes, scale, zero, outer = (_joined(list(field), rows) for field in zip(*(e[:4] for e in parts), strict=True))
     assert codes is not None
-    return Encoded(codes, *rest, x_RK.shape[1])
+    return Encoded(codes, scale, zero, outer, x_RK.shape[1])
 
 
 def _joined(parts: list[Tensor | None], rows: int) -> Tensor | None:
@@ -61,9 +61,9 @@ def _decoded(
     y_RK = torch.empty(total, e.k, dtype=out)
     for start in range(0, total, rows):
         tile = slice(start, start + rows)
-        codes, *rest = (t if t is None or t.shape[0] != total else t[tile] for t in e[:4])
+        codes, scale, zero, outer = (t if t is None or t.shape[0] != total else t[tile] for t in e[:4])
         assert codes is not None
-        y_RK[tile] = function(Encoded(codes, *rest, e.k), dtype)
+        y_RK[tile] = function(Encoded(codes, scale, zero, outer, e.k), dtype)
     return y_RK
 
 

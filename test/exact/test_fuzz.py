@@ -89,7 +89,19 @@ def numbers(kind: str, rows: int, k: int, dtype: torch.dtype, seed: int) -> Tens
     return (x * scale).to(dtype)
 
 
-KINDS = ("normal", "weights", "heavy", "special", "bits", "bits_in_rows", "zeros", "tiny", "subnormal", "huge", "nonfinite")
+KINDS = (
+    "normal",
+    "weights",
+    "heavy",
+    "special",
+    "bits",
+    "bits_in_rows",
+    "zeros",
+    "tiny",
+    "subnormal",
+    "huge",
+    "nonfinite",
+)
 SHAPES = ("1d", "2d", "3d", "empty", "transposed", "strided", "sliced", "permuted", "expanded")
 PLAIN = ("1d", "2d", "3d")
 
@@ -103,7 +115,12 @@ def layers(draw: st.DrawFn) -> Layer:
     else:
         activation = draw(st.one_of(st.none(), st.sampled_from(list_formats())))
         weight = draw(st.sampled_from(list_formats()))
-        name, n, k, dtypes = f"{weight} x {activation}", draw(st.integers(1, 33)), draw(st.sampled_from((64, 128, 256))), DTYPES
+        name, n, k, dtypes = (
+            f"{weight} x {activation}",
+            draw(st.integers(1, 33)),
+            draw(st.sampled_from((64, 128, 256))),
+            DTYPES,
+        )
         try:
             config = PackedWeightConfig(weight, activation)
         except ValueError:
