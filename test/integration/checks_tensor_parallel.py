@@ -56,6 +56,7 @@ from aoquant import (
     list_formats,
     quantize_,
     sharded,
+    sharding,
 )
 from aoquant.integrations.distributed import full_state_dict
 from aoquant.linear import LinearRecipe, QATLinear, quantized_linear
@@ -143,7 +144,10 @@ def codes_and_scales_are_those_of_the_whole(c: Ranks, which: str) -> None:
         w[0, -1], w[3] = 50, 0
         want = recipe.fprop_weight.encode(w)
         for placement in (Shard(0), Shard(1), Replicate()):
-            got = sharded.gather(sharded.pack(distribute_tensor(w, c.mesh, [placement]), recipe))
+            cut = distribute_tensor(w, c.mesh, [placement])
+            if which == "all" and sharding.why_not(cut, [recipe.fprop_weight], 8):
+                continue  # 7 rows are no two tiles, and some scales need all values
+            got = sharded.gather(sharded.pack(cut, recipe))
             for field in ("codes", "scale", "zero", "outer"):
                 a, b = getattr(got, field), getattr(want, field)
                 assert (a is None) == (b is None), (name, field)
@@ -186,9 +190,8 @@ def sequence_parallel_equals_plain_tensor_parallel(c: Ranks, name: str) -> None:
         "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
         "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
     }
-    parallelize_module(
-        two, c.mesh, {"": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)), **plan}
-    )
+    parallelize_module(two, c.mesh, plan)
+    parallelize_module(two, c.mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)))
     x = batch(c, F32)
     y1, y2 = one(x), two(x)
     assert y2.placements == (Shard(1),)
