@@ -100,6 +100,8 @@ def _why_not_int_mm(r: Request) -> str | None:
         return "this torch has no torch._int_mm"
     if r.device.type == "cuda" and (r.k % 8 or r.n % 8):
         return f"cuBLAS int8 needs K and N to be multiples of 8, got K = {r.k}, N = {r.n}"
+    if r.k == 1:
+        return "torch._int_mm leaves its output unwritten on a CPU when K = 1"
     return None
 
 

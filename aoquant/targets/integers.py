@@ -184,7 +184,13 @@ def _int8_dynamic(config: Any) -> Target:
         granularity=act_granularity, mapping_type=config.act_mapping_type, reduce_range=reduced
     )
     recipe = LinearRecipe(activation, weight, "int8_dynamic")
-    return Target(recipe, lambda e, w: _int8_tensor(weight, e, w, act, reduce_range=reduced), "Int8Tensor")
+    return Target(recipe, lambda e, w: _int8_tensor(weight, e, w, act, reduce_range=reduced), "Int8Tensor", _int8_limit)
+
+
+def _int8_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
+    if k == 1:
+        return "torch._int_mm, the deployed kernel, returns memory that nobody wrote when K = 1: leave the layer out"
+    return None
 
 
 def _int8_static(config: Any) -> Target:
@@ -210,11 +216,11 @@ def _int8_static(config: Any) -> Target:
 
     if scale is None:
         return Target(
-            LinearRecipe(dynamic, weight, "int8_dynamic", input_scales="static"), build, "Int8Tensor", fix=fix
+            LinearRecipe(dynamic, weight, "int8_dynamic", input_scales="static"), build, "Int8Tensor", _int8_limit, fix=fix
         )
     given = Scales(scale, torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero)
     activation = dynamic.fix(*numbers(given)[: 1 if dynamic.mapping == "symmetric" else 2])
-    return Target(LinearRecipe(activation, weight, "int8_dynamic"), build, "Int8Tensor")
+    return Target(LinearRecipe(activation, weight, "int8_dynamic"), build, "Int8Tensor", _int8_limit)
 
 
 TARGETS: dict[str, Callable[[Any], Target]] = {
