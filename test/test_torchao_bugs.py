@@ -78,6 +78,7 @@ def test_no_gradient_flows_through_a_scale(base: Any) -> None:
     assert (x.grad[1:] == 0).all() and x.grad[0].isfinite().all()
 
 
+@pytest.mark.slow
 def test_compiled_fp8_int4_has_no_nan_gradients() -> None:
     """torchao's: 18 % of its weight gradients, on a GPU."""
     qat = model()

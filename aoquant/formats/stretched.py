@@ -69,7 +69,8 @@ class Stretched(Format):
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None
         x_RGB, scale = self._blocks(x_RK), s.scale.to(x_RK.dtype)
-        q = (self._clamped(x_RGB, scale) / scale.unsqueeze(-1) - 0.5).round().nan_to_num(0.0)
+        top = (scale * self.limit).unsqueeze(-1)
+        q = (x_RGB.clamp(-top, top) / scale.unsqueeze(-1) - 0.5).round().nan_to_num(0.0)
         lowest = 1 << (self.width - 1)
         codes = (q.to(torch.int8) + lowest).view(torch.uint8).flatten(1)
         return Encoded(layout.pack(codes, self.width), scale, None, None, x_RK.shape[1])
@@ -85,13 +86,9 @@ class Stretched(Format):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         assert e.scale is not None
-        x_RGB = self._blocks(x_RK)
-        return (x_RGB != self._clamped(x_RGB, e.scale)).flatten(1)
+        # half a step above the largest level: what lies nearer is only rounded
+        return (self._blocks(x_RK).abs() > (e.scale * (self.limit + 0.5)).unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
         return e.scale <= divide(e.scale.new_full((), torch.finfo(e.scale.dtype).eps), self.limit)
-
-    def _clamped(self, x_RGB: Tensor, scale: Tensor) -> Tensor:
-        top = (scale * self.limit).unsqueeze(-1)
-        return x_RGB.clamp(-top, top)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-ROWS, K, N = 96, 384, 64  # divisible by every block, and by torch._scaled_mm's 16
+ROWS, K, N = 96, 192, 64  # divisible by every block, and by torch._scaled_mm's 16
 
 Run = Callable[[Tensor], Tensor]
 
@@ -108,7 +108,9 @@ def qat(name: str, n: int = N, k: int = K) -> nn.Linear:
     return prepared(case, layer(case, BF16))
 
 
-WEIGHT_ONLY = [c.name for c in (*AOQUANT_CASES, *TORCHAO_CASES) if not re.search(r"act|ao\.mx", c.name)]
+WEIGHT_ONLY = [
+    c.name for c in (*AOQUANT_CASES, *TORCHAO_CASES) if not c.variant and not re.search(r"act|ao\.mx", c.name)
+]
 # bytes for each element of the input: codes, and scales of 1 / 16 or 1 / 32 byte, or 4 or 2 bytes a row
 ACTIVATIONS = {
     "nvfp4-act": 0.5 + 1 / 16,

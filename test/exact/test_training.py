@@ -187,7 +187,18 @@ def test_packed_layers_pass_the_input_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["intx4-g32", "int8-row-act", "mxfp4-floor", "ao.mxfp4-floor", "nvfp4-static-act", "fp8-row-act"]
+    "name",
+    [
+        "intx4-g32",
+        "int8-row-act",
+        "mxfp4-floor",
+        "ao.mxfp4-floor",
+        "nvfp4-static-act",
+        "fp8-row-act",
+        "fp8-1x32-act",
+        "ao.stretched3-axis",
+        "ao.fp8act-fp8-row-ub",
+    ],
 )
 def test_clipped_straight_through_zeroes_what_the_largest_code_clips(name: str) -> None:
     """By hand: the mask is where the value lies beyond half a step above the largest code, found from the decoded values."""
@@ -207,7 +218,7 @@ def test_clipped_straight_through_zeroes_what_the_largest_code_clips(name: str) 
     assert_equal(got["bias"], want["bias"])
 
 
-@pytest.mark.parametrize("name", ["intx4-g32", "mxfp4-floor", "nvfp4-static-act"])
+@pytest.mark.parametrize("name", ["intx4-g32", "mxfp4-floor", "nvfp4-static-act", "stretched2-g32-int8act"])
 def test_clipped_differs_from_identity_on_this_data(name: str) -> None:
     """The test above compares masks; here there is something to mask."""
     case = BY_NAME[name]
