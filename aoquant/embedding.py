@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import ops
-from aoquant.linear import QATLayer, masked
+from aoquant.linear import QATLayer, check_device, masked
 
 
 class QATEmbedding(QATLayer, nn.Embedding):
@@ -31,6 +31,7 @@ class QATEmbedding(QATLayer, nn.Embedding):
         if not self.fake_quant:
             return super().forward(ids)
         recipe = self.prepared.recipe
+        check_device(ids, self.weight)
         options = self.padding_idx, self.scale_grad_by_freq, self.sparse, recipe.straight_through == "clipped"
         return _QuantizedEmbedding.apply(ids, self.weight, recipe.fprop_weight.name, *options)  # type: ignore[no-untyped-call]
 
