@@ -138,8 +138,6 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     before = getattr(model.config, "quantization_config", None)
     before = before if isinstance(before, TorchAoConfig) else None
     configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if _is_quantised(m)}
-    for fqn in configs:
-        _check_storable(fqn, model.get_submodule(fqn).weight)
     if not configs:
         raise ValueError(
             "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float checkpoint"
@@ -192,19 +190,12 @@ class _Quantizer(TorchAoHfQuantizer):
 
 
 def _check_storable(fqn: str, weight: Any) -> None:
-    """Raise ValueError for a tensor that torchao's safetensors or HF's loader do not know: it could be written and not read."""
+    """Raise ValueError for a tensor that torchao's safetensors do not know."""
     kind = type(weight.data).__name__
     if kind not in ALLOWED_TENSORS_SUBCLASSES:
         raise ValueError(
             f"{fqn}: torchao's safetensors store {', '.join(ALLOWED_TENSORS_SUBCLASSES)}, not {kind}: choose a config that makes one of "
             "them, or use torch.save(model.state_dict())"
-        )
-    parts = [*weight.tensor_data_names, *getattr(weight, "optional_tensor_data_names", ())]
-    strange = [p for p in parts if getattr(weight, p) is not None and f"_weight_{p}" not in _known]
-    if strange:
-        raise ValueError(
-            f"{fqn}: HF's loader knows no part of a tensor called {', '.join(strange)} ({kind}): choose another config, or use "
-            "torch.save(model.state_dict())"
         )
 
 
@@ -226,6 +217,7 @@ def _is_quantised(module: nn.Module) -> bool:
 def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
     """The PTQ config that makes this layer's weight."""
     weight: Any = module.weight
+    _check_storable(fqn, weight)
     config = config_of(module)
     if config is None and before is not None:
         config = before.quant_type

@@ -216,7 +216,11 @@ def _int8_static(config: Any) -> Target:
 
     if scale is None:
         return Target(
-            LinearRecipe(dynamic, weight, "int8_dynamic", input_scales="static"), build, "Int8Tensor", _int8_limit, fix=fix
+            LinearRecipe(dynamic, weight, "int8_dynamic", input_scales="static"),
+            build,
+            "Int8Tensor",
+            _int8_limit,
+            fix=fix,
         )
     given = Scales(scale, torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero)
     activation = dynamic.fix(*numbers(given)[: 1 if dynamic.mapping == "symmetric" else 2])
