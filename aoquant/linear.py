@@ -96,6 +96,11 @@ class LinearRecipe:
                 f"learned scales are for integers (int8, intx), got {format.name if format else 'high precision'} for the {side}: "
                 "a float's rounding is relative and hardly depends on its scale, and int4 stores a rounded minimum; use scales='static'"
             )
+        assert format is not None
+        try:
+            format.measure(torch.empty(1, format.block or 1, device="meta"))
+        except ValueError as error:  # scales and codes that are fitted to each other
+            return str(error)
         if self.straight_through == "clipped" and isinstance(format, Int4):
             return f"{format.name} with held scales has no clipped straight-through: use straight_through='identity'"
         return None

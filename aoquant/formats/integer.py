@@ -152,10 +152,11 @@ class Affine(Format):
         """
         x_RGB = self._scaled_blocks(x_RK)
         scale, zero = self._broadcast(s.scale, s.zero, x_RK.dtype)
-        code = self._code(x_RGB, scale, zero)
+        code = self._code(x_RGB, scale, zero).nan_to_num(0.0)  # 0 / 0, where a scale is stored as 0
         clamped = code.clamp(*self.limits)
         centred = clamped.float() - zero.float()
-        slope = torch.where(clamped == code, centred - x_RGB.float() / scale.float(), centred)
+        ratio = x_RGB.float() / scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+        slope = torch.where(clamped == code, centred - ratio, centred)
         return (slope * self._scaled_blocks(grad_RK).float()).sum(-1)
 
     def _eps(self, dtype: torch.dtype) -> float:

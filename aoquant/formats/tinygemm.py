@@ -97,10 +97,11 @@ class TinyGemm(Int4):
 
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
         assert s.scale is not None and s.zero is not None
-        scale = s.scale.unsqueeze(-1)
-        zero = s.zero.unsqueeze(-1) + 8 * scale
+        # held scales are float32
+        scale = s.scale.to(x_RGB.dtype).unsqueeze(-1)
+        zero = s.zero.to(x_RGB.dtype).unsqueeze(-1) + 8 * scale
         q = ((x_RGB - (zero - 8 * scale)) / scale).round().clamp(0, 15) - 8
-        return q.float(), s.scale, zero.squeeze(-1)
+        return q.float(), scale.squeeze(-1), zero.squeeze(-1)
 
 
 def fused_sums() -> bool:

@@ -132,8 +132,7 @@ def _float8_static(config: Any) -> Target:
     granularity = config.granularity or PerTensor()
     require("granularity", granularity, PerTensor(), instead="a static scale per row fits one shape of batch")
     require("kernel_preference", config.kernel_preference, KernelPreference.AUTO, KernelPreference.TORCH)
-    emulated = (config.mm_config.emulate, config.mm_config.pad_inner_dim)
-    require("mm_config.emulate and pad_inner_dim", emulated, (False, False))
+    require("mm_config.emulate", config.mm_config.emulate, False)
     weight, dynamic = (float8_format(d, granularity) for d in (config.weight_dtype, config.activation_dtype))
     act = QuantizeTensorToFloat8Kwargs(
         config.activation_dtype, granularity, config.mm_config, kernel_preference=KernelPreference.TORCH

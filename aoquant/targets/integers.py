@@ -195,7 +195,7 @@ def _int8_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
 
 def _int8_static(config: Any) -> Target:
     """torchao's tensor takes inputs of as many dimensions as its activation scale has: those that calibration saw."""
-    require("reduce_range", bool(config.reduce_range), False)
+    reduced = config.reduce_range
     act_granularity, weight_granularity = Int8Tensor._normalize_granularity(config.granularity)
     require(
         "activation granularity",
@@ -203,16 +203,20 @@ def _int8_static(config: Any) -> Target:
         PerTensor(),
         instead="a static scale per row fits one shape of batch; give granularity=[PerTensor(), PerRow()]",
     )
-    weight = _int8_format(weight_granularity)
-    dynamic = _int8_format(act_granularity, mapping("act_mapping_type", config.act_mapping_type))
-    act = QuantizeTensorToInt8Kwargs(granularity=act_granularity, mapping_type=config.act_mapping_type)
+    weight = _int8_format(weight_granularity, reduce_range=bool(reduced))
+    sides = mapping("act_mapping_type", config.act_mapping_type)
+    dynamic = _int8_format(act_granularity, sides, reduce_range=bool(reduced))
+    act = QuantizeTensorToInt8Kwargs(
+        granularity=act_granularity, mapping_type=config.act_mapping_type, reduce_range=reduced
+    )
     scale, zero = config.act_quant_scale, config.act_quant_zero_point
 
     def fix(scales: Scales) -> Target:
         return _int8_static(dataclasses.replace(config, act_quant_scale=scales.scale, act_quant_zero_point=scales.zero))
 
     def build(e: Encoded, w: Tensor) -> Tensor:
-        return _int8_tensor(weight, e, w, act, *(None if t is None else t.detach().to(w.device) for t in (scale, zero)))
+        act_scales = (None if t is None else t.detach().to(w.device) for t in (scale, zero))
+        return _int8_tensor(weight, e, w, act, *act_scales, reduce_range=reduced)
 
     if scale is None:
         return Target(

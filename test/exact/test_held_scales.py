@@ -244,6 +244,17 @@ def test_frozen_parts_of_a_learned_layer(dtype: torch.dtype) -> None:
                 assert_equal(grad, everything[name], f"{name} of {wanted}")
 
 
+def test_gradients_stay_finite_where_a_scale_is_stored_as_zero() -> None:
+    """float16 scales of torchao's intx: what training pushes below the smallest one is 0 there."""
+    fmt = get_format("intx4-g32-sfloat16")
+    assert isinstance(fmt, Affine)
+    x = data("onehot", 4, 32, BF16)
+    for scale in (-0.1, 0.0, 1e-9):
+        scales = Scales(torch.full((4, 1), scale))
+        assert fmt.decode(fmt.encode(x, scales), F32).isfinite().all()
+        assert fmt.scale_gradient(x, scales, torch.ones_like(x)).isfinite().all()
+
+
 def test_a_scale_below_zero_is_used_as_the_smallest_one() -> None:
     """Training may overshoot; forward and converted layer agree on what it means, and the gradient leads back up."""
     qat = learned_layer("int8-row", "int8-tensor", BF16)
@@ -281,8 +292,9 @@ def test_a_scale_below_zero_is_used_as_the_smallest_one() -> None:
             lambda: LinearRecipe(None, get_format("int4-g32"), straight_through="clipped", weight_scales="static"),
             "no clipped straight-through",
         ),
+        (lambda: LinearRecipe(None, get_format("intx4-g32-hqq"), weight_scales="static"), "HQQ fits scales and codes"),
     ],
-    ids=["static-row", "static-none", "learned-nvfp4", "learned-int4", "unknown", "clipped-int4"],
+    ids=["static-row", "static-none", "learned-nvfp4", "learned-int4", "unknown", "clipped-int4", "hqq"],
 )
 def test_recipes_that_cannot_be(make: object, says: str) -> None:
     with pytest.raises(ValueError, match=says):

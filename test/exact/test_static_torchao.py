@@ -35,6 +35,7 @@ CONFIGS: dict[str, Any] = {
     "int8-row-asym": Int8StaticActivationInt8WeightConfig(
         granularity=[PerTensor(), PerRow()], act_mapping_type=MappingType.ASYMMETRIC
     ),
+    "int8-reduced": Int8StaticActivationInt8WeightConfig(granularity=[PerTensor(), PerRow()], reduce_range=True),
     "fp8": Float8StaticActivationFloat8WeightConfig(),
     "fp8-step": Float8StaticActivationFloat8WeightConfig(step="prepare"),
 }
@@ -75,7 +76,7 @@ def test_prepared_equals_the_converted_torchao_tensor(name: str, dtype: torch.dt
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["int8-tensor", "int8-row", "int8-row-asym", "fp8"])
+@pytest.mark.parametrize("name", ["int8-tensor", "int8-row", "int8-row-asym", "int8-reduced", "fp8"])
 def test_a_given_scale_is_ptq_and_torchaos_own(name: str, dtype: torch.dtype) -> None:
     """act_quant_scale in the config: no calibration, and the bytes and outputs of torchao's quantize_."""
     x = batch(dtype, 6)
@@ -172,17 +173,13 @@ def test_torchaos_qat_config_on_a_prepared_layer_converts() -> None:
     ("config", "says"),
     [
         (Int8StaticActivationInt8WeightConfig(), "a static scale per row fits one shape of batch"),
-        (
-            Int8StaticActivationInt8WeightConfig(granularity=PerTensor(), reduce_range=True),
-            "reduce_range must be False",
-        ),
         (Float8StaticActivationFloat8WeightConfig(granularity=PerRow()), "granularity must be PerTensor"),
         (
             Float8StaticActivationFloat8WeightConfig(quantize_and_dequantize_output=True),
             "outputs stay in high precision",
         ),
     ],
-    ids=["int8-row", "reduce-range", "fp8-row", "fp8-outputs"],
+    ids=["int8-row", "fp8-row", "fp8-outputs"],
 )
 def test_what_cannot_be_static_is_refused_by_name(config: Any, says: str) -> None:
     with pytest.raises(ValueError, match=rf"{type(config).__name__}: .*{says}"):
