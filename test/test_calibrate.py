@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -51,7 +52,16 @@ CONFIGS: dict[str, tuple[Any, dict[str, str]]] = {
     "mxfp4-frozen": (MXFP4WeightConfig(activation="fp8-tensor-static"), {"scales": "static"}),
     "int4-frozen": (Int4WeightConfig(32, activation="int8-tensor-static"), {"scales": "static"}),
 }
-EACH = pytest.mark.parametrize("name", CONFIGS)
+QUICK = ("int8", "int8-asym-learned", "intx3-learned", "nvfp4-frozen")
+
+
+def each(names: Iterable[str], quick: tuple[str, ...] = QUICK) -> Any:
+    """Every config by name; all but the quick ones are slow."""
+    marks = {n: [] if n in quick else [pytest.mark.slow] for n in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+
+
+EACH = each(CONFIGS)
 LEARNED = [name for name in CONFIGS if name.endswith("learned")]
 
 
@@ -389,7 +399,13 @@ def test_convert_takes_the_scales_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((n, torch.bfloat16) for n in CONFIGS), ("int8-asym-learned", torch.float32), ("nvfp4-frozen", torch.float32)],
+    [  # the quick ones in bf16
+        pytest.param(
+            n, d, marks=[] if n in QUICK and d == torch.bfloat16 else [pytest.mark.slow], id=f"{n}-{str(d)[6:]}"
+        )
+        for n in CONFIGS
+        for d in (torch.bfloat16, torch.float32)
+    ],
 )
 def test_prepared_equals_converted_after_training(name: str, dtype: torch.dtype) -> None:
     """2-D, 3-D, one row, no row, and values far beyond the calibrated range; the report says inf, and finds the weights equal."""
@@ -544,6 +560,7 @@ def test_compiled_is_eager() -> None:
         assert torch.equal(torch.compile(model, fullgraph=True)(batches(1)[0]), results[0][0])
 
 
+@pytest.mark.slow
 def test_learned_scales_beat_the_measured_ones_on_outliers() -> None:
     """Three bits, a weight with one large value a group: absmax wastes the codes, and LSQ finds that clipping costs less."""
 

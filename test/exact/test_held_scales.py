@@ -11,7 +11,7 @@ import math
 
 import pytest
 import torch
-from golden_inputs import DATA, data_set
+from golden_inputs import data_set
 from linear_cases import BF16, F16, F32, assert_equal, data, dtype_name, same_bytes
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from aoquant.formats import FLOAT_DTYPES, NVFP4, Affine, Scales, get_format, lis
 from aoquant.linear import LinearRecipe, Prepared, QATLinear
 
 DTYPES = [BF16, F16, F32]
-FINITE = [d for d in DATA if d != "nonfinite"]
+KINDS = ("normal", "special")
 EXTRA = ["intx4-g64-asym", "intx4-row-asym", "int8-tensor-asym"]
 PER_TENSOR = ["int8-tensor", "int8-tensor-asym", "intx4-tensor", "fp8-tensor", "fp8-e5m2-tensor", "nvfp4"]
 
@@ -36,13 +36,13 @@ def affine(name: str) -> Affine:
     return f
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow), F32], ids=dtype_name)
 @pytest.mark.parametrize("name", [*list_formats(), *EXTRA])
 def test_encoding_under_the_scales_that_were_measured_is_encoding(name: str, dtype: torch.dtype) -> None:
     """Every byte, also when the scales were kept in float32 in between."""
     fmt = get_format(name)
-    for kind in FINITE:
-        x = data_set(kind, 24, 256, dtype)
+    for kind in KINDS:
+        x = data_set(kind, 8, 256, dtype)
         want = fmt.encode(x)
         for scales in (fmt.measure(x), kept(fmt.measure(x))):
             got = fmt.encode(x, scales)

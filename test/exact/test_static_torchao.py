@@ -59,7 +59,7 @@ def linears(m: nn.Module) -> list[nn.Linear]:
 
 @BOTH
 @EACH
-@pytest.mark.parametrize("scales", ["dynamic", "static"])
+@pytest.mark.parametrize("scales", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
 def test_prepared_equals_the_converted_torchao_tensor(name: str, dtype: torch.dtype, scales: str) -> None:
     """After a step of training, on inputs in and beyond the calibrated range, 2-D and 3-D."""
     for bias, shape in ((True, (6,)), (False, (2, 3))):

@@ -36,7 +36,9 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "fp8": (FP8WeightConfig(activation="fp8-tensor-static"), "static"),
     "nvfp4": (NVFP4WeightConfig(activation="nvfp4-static"), "static"),
 }
-EACH = pytest.mark.parametrize("name", CONFIGS)
+EACH = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "int8-asym-learned" else [pytest.mark.slow]) for n in CONFIGS]
+)
 
 
 def llama() -> LlamaForCausalLM:
