@@ -76,6 +76,8 @@ def keep_dtype(layer: nn.Module, before: dict[str, Tensor]) -> None:
         now: Tensor = getattr(layer, name)
         if now.dtype != value.dtype:
             now.data = value.to(now.device)
+            if now.grad is not None:
+                now.grad = now.grad.to(value.dtype)
 
 
 def take_shape(layer: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:

@@ -371,6 +371,25 @@ def test_casts_move_the_layer_and_leave_the_numbers(name: str) -> None:
     assert all(t.is_meta for t in copy.deepcopy(model).to("meta").state_dict().values())
 
 
+def test_a_cast_in_the_middle_of_accumulation() -> None:
+    model = prepared("int8-learned")
+    for _ in range(2):
+        model(batches(1)[0]).float().square().mean().backward()
+        model.to(torch.float16).to(torch.bfloat16)
+    assert model.up.input_scale.grad.dtype == torch.float32 and model.up.weight.grad.dtype == torch.bfloat16
+    adam(model).step()
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-asym", "fp8", "nvfp4"])
+def test_nan_in_the_input_is_seen_in_the_output(name: str) -> None:
+    """Integer codes have no NaN, and a constant scale would hide it: prepared and converted show it all the same."""
+    model, x = prepared(name), batches(1)[0]
+    x[0, 0, 3] = float("nan")
+    assert model(x)[0, 0].isnan().all()
+    quantize_(model, QATConfig(step="convert"))
+    assert model(x)[0, 0].isnan().all()
+
+
 @EACH
 def test_convert_takes_the_scales_as_they_are(name: str) -> None:
     """Set to numbers that nothing would measure; they come out in the name of the activation and in the packed weight."""
