@@ -44,7 +44,7 @@ from aoquant.targets import resolve
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 CUDA = torch.device("cuda")
 MS = (1, 16, 64, 128, 512, 2048)
-SHAPES = ((1024, 2048), (4096, 4096), (4096, 14336))
+SHAPES = ((1024, 2048), (4096, 4096), (4096, 14336), (512, 14336))
 BOUND = 50.0
 
 

@@ -18,7 +18,7 @@ backend states which contracts it keeps.
 | int8_rescale    | torchao Int8Tensor, weight only                | rn(acc) * rn(alpha_w) + bias                               |
 | int8_dynamic    | torchao Int8Tensor, int8 activations           | rn(int32 acc * alpha_x) [- zero point term], * alpha_w     |
 | fp8_scaled_mm   | torchao Float8Tensor, fp8 activations          | torch._scaled_mm(codes, codes^T, alphas, bias)             |
-| fp8_mslk        | the same with KernelPreference.MSLK            | rn(rn(acc * alpha_x * alpha_w) + bias), bf16 output only   |
+| fp8_mslk        | the same with KernelPreference.MSLK            | rn(rn(acc * alpha_x * alpha_w) + bias); float32 bias: fused |
 | .._precise      | both, mm_config.use_fast_accum=False           | the same with full float32 accumulation                    |
 | fp8_blocks      | torchao Float8Tensor, 1x128 and 128x128 blocks | rn(rn(acc) + bias), bf16 activations only                  |
 | nvfp4_rescale   | torchao NVFP4Tensor on Blackwell               | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |

@@ -6,8 +6,8 @@ a machine that has a GPU.
 
 A converted torchao layer calls these operators, and with them the prepared layer equals it whatever M is. Without them torch.mm and
 torch._scaled_mm sum the same products, in the same order wherever cuBLAS does not split K. The preshuffled layouts need no adapter of
-their own: shuffled and plain kernels return the same bytes (measured), and the fp8 shuffle runs on the host, which no training step
-could afford; there torch._scaled_mm takes the operand tile.
+their own: with bf16 activations shuffled and plain kernels return the same bytes. With fp8 the shuffle runs on the host, which no
+training step could afford; the fp8 GEMM over the operand tile has the shuffled kernel's sums and epilogue, and returns its bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant.formats import Int4, Int4Float8, Int4Float8Row
+from aoquant.formats import Format, Int4, Int4Float8, Int4Float8Row
 
 from .router import Backend, Call, Request
 
@@ -81,18 +81,24 @@ def _why_not(r: Request) -> str | None:
         return f"computes {', '.join(OPERATORS)}, not {r.contract}"
     if r.device.type != "cuda" or torch.cuda.get_device_capability(r.device)[0] != 9:
         return "the MSLK kernels need a Hopper GPU (compute capability 9.0)"
-    if isinstance(r.w_format, Int4Float8Row):
-        return "weights for f8i4bf16_shuffled are shuffled on the host, too slow for a step: torch._scaled_mm returns the same"
     if isinstance(r.w_format, Int4):
         fp8 = isinstance(r.w_format, Int4Float8)
         if (reason := int4_limit(r.n, r.k, r.w_format.group, 128 if fp8 else 64)) is not None:
             return reason
-    return why_not_operator(OPERATORS[r.contract])
+    return why_not_operator(_name(r.contract, r.w_format))
+
+
+def _name(contract: str, format: Format) -> str:
+    return "f8f8bf16_rowwise" if isinstance(format, Int4Float8Row) else OPERATORS[contract]
 
 
 def _run(c: Call) -> Tensor:
-    call = operator(OPERATORS[c.contract])
+    call = operator(_name(c.contract, c.w_format))
     assert c.w.scale is not None
+    if isinstance(c.w_format, Int4Float8Row):
+        assert c.x is not None
+        tile_NK = c.w_format.operand(c.w, torch.float8_e4m3fn)
+        return c.plus_bias(call(c.x.codes, tile_NK, c.x.scale, c.w.outer, bias=None, use_fast_accum=True))
     if c.contract.startswith("fp8_mslk"):
         assert c.x is not None and c.x.scale is not None
         fast = c.contract == "fp8_mslk"

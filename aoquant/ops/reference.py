@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aoquant.formats import Affine, Encoded, Float8
+from aoquant.formats.elements import fma
 
 from . import tiles, tinygemm
 from .router import Call
@@ -75,7 +76,10 @@ def _fp8_bias_after(c: Call) -> Tensor:
 
 
 def fp8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
-    """The scales on the float32 accumulator, one rounding, the bias and its rounding."""
+    """The scales on the float32 accumulator, one rounding, the bias and its rounding; MSLK's fp8 GEMM fuses a float32 bias."""
+    if c.contract.startswith("fp8_mslk") and c.bias is not None and c.bias.dtype == torch.float32:
+        assert c.alpha_x is not None and c.alpha_w is not None
+        return c.shaped(fma(acc_MN * c.alpha_x, c.alpha_w.t(), c.bias).to(c.dtype))
     return c.plus_bias(_scaled(c, acc_MN).to(c.dtype))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from rational import rounded
 from torch import nn
 from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig, PrototypeInt4WeightOnlyConfig
 from torchao.quantization import (
@@ -79,7 +81,8 @@ def test_convert_says_what_is_missing_and_leaves_the_model(name: str) -> None:
     before, x = copy.deepcopy(m.state_dict()), torch.randn(4, 256).to(BF16)
     y = m["up"](x)
     with pytest.raises(
-        ValueError, match=r"up \(32, 256\): Int4\w+Tensor cannot be packed here: .*(needs a GPU|runs on CUDA)"
+        ValueError,
+        match=r"up \(32, 256\): Int4\w+Tensor (cannot be packed here: .*(needs a GPU|runs on CUDA)|is packed on a GPU)",
     ):
         quantize_(m, QATConfig(step="convert"))
     assert torch.equal(m["up"](x), y)
@@ -166,7 +169,7 @@ REFUSALS = {
         "group_size must be 32 or 64 or 128 here, got 256",
     ),
     "opaque, N": (OPAQUE, {"n": 24}, "multiple of 16, got N = 24"),
-    "MSLK per tensor": (float8(PerTensor()), {}, "e4m3 and PerRow alone"),
+    "MSLK per tensor": (float8(PerTensor()), {}, "e4m3 and PerRow without bounds alone"),
     "MSLK, float32": (float8(), {"dtype": F32}, "takes bfloat16 layers, got float32"),
 }
 
@@ -216,6 +219,23 @@ def test_bias_is_rounded_on_its_own() -> None:
         assert torch.equal(y, m["up"](x) + bias), name
 
 
+def test_mslks_fp8_gemm_fuses_a_float32_bias() -> None:
+    """rn(fma(acc * x, w, bias)), read from the kernel with one-hot rows; against rational arithmetic."""
+    m = model()
+    m["up"].bias = nn.Parameter(torch.randn(32) * 1e-2)
+    quantize_(m, QATConfig(float8()))
+    recipe = m["up"].prepared.recipe
+    x = torch.eye(256, dtype=BF16)[:4] * 0.3
+    y = m["up"](x)
+    ex, ew = recipe.fprop_input.encode(x), recipe.fprop_weight.encode(m["up"].weight.detach())
+    acc, sx, sw = ex.codes.float() @ ew.codes.float().t(), ex.scale.flatten(), ew.scale.flatten()
+    for r in range(4):
+        for n in range(32):
+            product = rounded(Fraction(acc[r, n].item()) * Fraction(sx[r].item()), F32) * Fraction(sw[n].item())
+            want = rounded(rounded(product + Fraction(m["up"].bias[n].item()), F32), BF16)
+            assert y[r, n].item() == float(want), (r, n)
+
+
 def test_shuffled_and_plain_are_one_product() -> None:
     """For bf16 weights the two MSLK layouts compute one function, so one adapter serves both."""
     x = torch.randn(8, 256).to(BF16)
@@ -237,6 +257,7 @@ def test_the_opaque_layer_equals_the_reference_backend_too() -> None:
         assert torch.equal(m["up"](x), free)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU lacks")
 def test_doctor_names_what_is_missing() -> None:
     rows = {r[0]: r[1:] for r in checks.recipes("cpu") if r[0].startswith("torchao-")}
     assert rows["torchao-int4-cpu"] == ("yes", "yes", "bit-equal")
