@@ -77,6 +77,7 @@ def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side
     return DTensor.from_local(y_local, mesh, layout.y, run_check=False, shape=shape, stride=stride)
 
 
+@torch.compiler.disable  # a compiler would round in other places; a layer that communicates here breaks its graph
 @torch.no_grad()
 def scales(format: Format, shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Scales | None:
     """Scales of the whole that `shard` (..., K) is this rank's part of; None when no scale reaches over a cut."""

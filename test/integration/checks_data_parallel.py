@@ -258,6 +258,18 @@ def quantizing_below_fsdp_is_refused(c: Ranks) -> None:
 
 
 @check()
+def what_is_wrong_in_one_shard_is_refused_by_all(c: Ranks) -> None:
+    """A NaN in the last row, which rank 1 holds: nobody goes on alone, and the model is as it was."""
+    model = mlp(c, BF16)
+    with torch.no_grad():
+        model.up.weight[-1, -1] = torch.nan
+    shard(c, model)
+    raises(lambda: quantize_(model, QATConfig(CONFIGS["nvfp4"])), "up (128, 64): its weight holds NaN or Inf")
+    assert not isinstance(model.down, QATLinear)
+    assert bool(model(batch(c, BF16)).isnan().any()), "FSDP still runs"
+
+
+@check()
 def unprepare_leaves_the_fsdp_model_as_it_was(c: Ranks) -> None:
     one, two = two_of(mlp(c, BF16))
     shard(c, two, leaves=True)
