@@ -147,6 +147,8 @@ class Format:
     @cached_property
     def by_rows(self) -> bool:
         """Whether a row's codes and scales are made of that row alone: encoding some rows then gives their part of the whole."""
+        if self.reach == "tensor":
+            return False
         e = self.encode(torch.empty(2, self.block or 8, device="meta"))
         return all(t is None or t.shape[0] == 2 for t in e[:4])
 

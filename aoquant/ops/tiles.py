@@ -2,7 +2,7 @@
 
 A format's arithmetic is a dozen passes over the data, each into a new tensor. For a whole weight each of these is megabytes of
 memory that the allocator takes from the system and gives back: touching it for the first time costs ten times the arithmetic.
-Codes depend on their own row and on the scales, so the numbers are those of `Format.encode`, `operand` and `decode`. Other
+Where a row's codes depend on that row and on the scales alone, the numbers are those of `Format.encode`, `operand` and `decode`. Other
 devices have their own allocators and kernels, and get everything at once.
 """
 
@@ -25,11 +25,11 @@ def encode(format: Format, x_RK: Tensor) -> Encoded:
         return format.encode(x_RK)
     if format.by_rows:
         parts = [format.encode(x) for x in x_RK.split(rows)]
-    else:
+    elif format.per_tensor:
         scales = format.measure(x_RK)
-        if any(t is not None and t.shape[0] > 1 for t in scales):  # blocks of several rows
-            return format.quantize(x_RK, scales)
         parts = [format.quantize(x, scales) for x in x_RK.split(rows)]
+    else:
+        return format.encode(x_RK)
     codes, scale, zero, outer = (_joined(list(field), rows) for field in zip(*(e[:4] for e in parts), strict=True))
     assert codes is not None
     return Encoded(codes, scale, zero, outer, x_RK.shape[1])
