@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import ops
-from aoquant.linear import QATLayer, masked
+from aoquant.linear import QATLayer, check_device, masked
 from aoquant.sharding import is_sharded
 
 
@@ -36,6 +36,7 @@ class QATEmbedding(QATLayer, nn.Embedding):
             raise ValueError(
                 f"{self.prepared.fqn or 'embedding'}: embeddings under tensor parallelism are not supported: leave it out of prepare"
             )
+        check_device(ids, self.weight)
         options = self.padding_idx, self.scale_grad_by_freq, self.sparse, recipe.straight_through == "clipped"
         return _QuantizedEmbedding.apply(ids, self.weight, recipe.fprop_weight.name, *options)  # type: ignore[no-untyped-call]
 

@@ -125,6 +125,13 @@ class LinearRecipe:
         return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}"
 
 
+def check_device(x: Tensor, w: Tensor) -> None:
+    """Raise ValueError when input and weight are apart: one of them on meta would make the ops return uninitialised memory."""
+    if x.device != w.device:
+        empty = "; a weight on meta holds no values: load the checkpoint first" if w.is_meta else ""
+        raise ValueError(f"the layer's input is on {x.device} and its weight on {w.device}: move one of them{empty}")
+
+
 def cast(x: Tensor) -> Tensor:
     """x in the dtype that a linear layer computes in: its own, or autocast's."""
     if torch.is_autocast_enabled(x.device.type):
@@ -153,9 +160,7 @@ def quantized_linear(
     """
     if x.shape[-1] != k:
         raise ValueError(f"the layer's input needs K = {k} values in its last dimension, got shape {tuple(x.shape)}")
-    if x.device != w[0].device:  # one operand on meta would make the ops return uninitialised memory
-        empty = "; a weight on meta holds no values: load the checkpoint first" if w[0].is_meta else ""
-        raise ValueError(f"the layer's input is on {x.device} and its weight on {w[0].device}: move one of them{empty}")
+    check_device(x, w[0])
     x = cast(x)
     if sharding.is_sharded(x, *w):
         on_shard = functools.partial(_on_shard, recipe)

@@ -21,7 +21,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, get_format
-from aoquant.linear import LinearRecipe, quantized_linear
+from aoquant.linear import LinearRecipe, check_device, quantized_linear
 
 aten = torch.ops.aten
 
@@ -157,6 +157,7 @@ def _embedding(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
         raise ValueError(
             "an embedding's packed weight is looked up by integer indices, and cannot be renormalised: use max_norm=None"
         )
+    check_device(ids, w)
     return ops.embedding(ids, ops.to_parts(w.encoded), w.format, w.k, w.dtype)
 
 

@@ -16,11 +16,13 @@ from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, Per
 
 from aoquant import (
     Int4WeightConfig,
+    Int8WeightConfig,
     IntxWeightConfig,
     MXFP8WeightConfig,
     NVFP4WeightConfig,
     PackedTensor,
     QATConfig,
+    calibrate,
     quantize_,
     set_fake_quant,
     unprepare,
@@ -259,6 +261,32 @@ def test_unprepare_keeps_what_training_did_and_a_single_layer_is_enough() -> Non
     assert unprepare(layer) == 1
     assert torch.equal(layer.weight, trained)
     assert torch.equal(layer(X), nn.functional.linear(X, trained, layer.bias))
+
+
+def test_unprepare_drops_held_scales_and_gives_embeddings_back() -> None:
+    model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64)).bfloat16()
+    before, names = model(torch.arange(4)), list(model.state_dict())
+    for kind, config in (
+        (nn.Embedding, Int8WeightConfig()),
+        (nn.Linear, Int8WeightConfig(activation="int8-tensor-static")),
+    ):
+        quantize_(model, QATConfig(config), filter_fn=lambda m, fqn, kind=kind: isinstance(m, kind))
+    assert len(model.state_dict()) > len(names)
+    calibrate(model, lambda m: m(torch.arange(4)))
+    assert not torch.equal(model(torch.arange(4)), before)
+    assert unprepare(model) == 2
+    assert [type(m) for m in model] == [nn.Embedding, nn.Linear]
+    assert list(model.state_dict()) == names
+    assert torch.equal(model(torch.arange(4)), before)
+
+
+@pytest.mark.parametrize("step", [QATConfig(Int8WeightConfig()), Int8WeightConfig()], ids=["prepared", "skeleton"])
+def test_an_embedding_on_meta_does_not_run(step: Any) -> None:
+    with torch.device("meta"):
+        model = nn.Embedding(32, 64)
+    quantize_(model, step, filter_fn=lambda m, fqn: True)
+    with pytest.raises(ValueError, match="on meta"):
+        model(torch.arange(4))
 
 
 def test_nothing_to_unprepare() -> None:

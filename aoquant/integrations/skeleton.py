@@ -9,6 +9,7 @@ too many, shapes, dtypes, layers that cannot take their config, tensors that no 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import warnings
@@ -21,7 +22,6 @@ import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
-from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation, dot_natural_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -40,9 +40,10 @@ _COMPUTED = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer to quantise: its step, where its weight (N, K) is stored, and the dtype that the model would load it in."""
+    """A weight to quantise: its step, its names (several when layers share it), where it is stored, and in what dtype to load it."""
 
     step: Step
+    names: list[str]
     slot: Slot
     dtype: torch.dtype
 
@@ -108,22 +109,18 @@ def build(
     for name, slot in sources.items():
         _check_slot(name, slot, expected[name])
 
-    steps = _plan(model, config)
     layers, packed = [], dict[int, nn.Parameter]()
-    for step in steps:
-        name, weight = f"{step.fqn}.weight", step.module.weight
-        origin = revert_weight_conversion(model, {name: weight})
-        slot = _home(next(iter(origin)), stored, tied)
-        if len(origin) > 1 or slot is None or slot.shape != weight.shape:
-            raise ValueError(
-                f"{step.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: leave it out, "
-                "or load the model whole and use aoquant.quantize_"
-            )
-        layers.append(Layer(step, slot, weight.dtype))
+    for step in _plan(model, config):
+        weight = step.module.weight
+        if id(weight) not in packed:
+            layers.append(_layer(step, model, stored, tied))
         apply(step, packed)
     hf.attach(model)
 
-    flat, metadata = flatten_tensor_state_dict(model.state_dict())
+    flat, metadata = model.hf_quantizer.get_state_dict_and_metadata(model)
+    layers = [
+        dataclasses.replace(y, names=[n for n in y.names if n in metadata]) for y in layers
+    ]  # a tied pair is saved once
     flat = {k: t for k, t in flat.items() if k in kept or k not in names}
     reverted = revert_weight_conversion(model, flat)
     tensors = {k: reverted[k] for k in sorted(reverted, key=dot_natural_key)}  # as a loaded model saves them
@@ -137,6 +134,19 @@ def build(
     files = {file: {n: tensors[n] for n in names} for file, names in split.filename_to_tensors.items()}
     copies = {name: slot for name in tensors if (slot := sources.get(name)) is not None}
     return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, copies, twins)
+
+
+def _layer(step: Step, model: PreTrainedModel, stored: Mapping[str, Slot], tied: Mapping[str, list[str]]) -> Layer:
+    weight = step.module.weight
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
+    origin = revert_weight_conversion(model, {names[0]: weight})
+    slot = _home(next(iter(origin)), stored, tied)
+    if len(origin) > 1 or slot is None or slot.shape != weight.shape:
+        raise ValueError(
+            f"{step.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: leave it out, "
+            "or load the model whole and use aoquant.quantize_"
+        )
+    return Layer(step, names, slot, weight.dtype)
 
 
 def empty_model(source: Path, stored: Mapping[str, Slot], dtype: torch.dtype | str) -> PreTrainedModel:

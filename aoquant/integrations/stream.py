@@ -153,7 +153,7 @@ def _fill(skeleton: Skeleton, places: dict[str, Slot], device: torch.device | st
                 "set tie_word_embeddings to false"
             )
     work: list[tuple[Slot, str, Layer | None]] = [(slot, name, None) for name, slot in skeleton.copies.items()]
-    work += [(layer.slot, layer.step.fqn, layer) for layer in skeleton.layers]
+    work += [(layer.slot, layer.names[0], layer) for layer in skeleton.layers]
     work.sort(key=lambda w: (w[0].path, w[0].start))
     total = sum(slot.size for slot, _, _ in work)
     with bar(total, "convert") as advance:
@@ -181,23 +181,21 @@ def _encode(layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
     weight = layer.slot.read().to(layer.dtype)
     if reason := not_finite(weight):
         raise ValueError(f"{layer.step.fqn} {tuple(weight.shape)}: {reason}")
-    parts: dict[str, Tensor] = flatten_tensor_state_dict(
-        {f"{layer.step.fqn}.weight": pack(layer.step, weight, device)}
-    )[0]
+    packed = pack(layer.step, weight, device)
+    parts: dict[str, Tensor] = flatten_tensor_state_dict(dict.fromkeys(layer.names, packed))[0]
     return parts
 
 
 def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, Slot], device: torch.device | str) -> None:
     """Read a layer back, rebuild it with the loaders' code, and compare its bytes with a new encoding."""
-    name = f"{layer.step.fqn}.weight"
     wanted = _encode(layer, device)
     found = {part: places[part].read() for part in wanted}
-    metadata = {"tensor_names": json.dumps([name]), name: skeleton.metadata[name]}
+    metadata = {"tensor_names": json.dumps(layer.names), **{name: skeleton.metadata[name] for name in layer.names}}
     again, left = unflatten_tensor_state_dict(found, metadata)
-    same = not left and type(again[name]) is type(layer.step.module.weight.data)
+    same = not left and all(type(again[name]) is type(layer.step.module.weight.data) for name in layer.names)
     for part, values in flatten_tensor_state_dict(again)[0].items():
         same = same and torch.equal(values.view(-1).view(torch.uint8), wanted[part].cpu().view(-1).view(torch.uint8))
     if not same:
         raise ValueError(
-            f"{name}: reads back different from what was written: check the disk and the memory of this machine"
+            f"{layer.names[0]}: reads back different from what was written: check the disk and the memory of this machine"
         )

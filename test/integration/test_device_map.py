@@ -26,8 +26,6 @@ IDS = torch.arange(24).view(2, 12)
 CONFIG = NVFP4WeightConfig()
 PLACES = {
     "auto": "auto",
-    "cpu": "cpu",
-    "root": {"": "cpu"},
     "modules": {"model": "cpu", "lm_head": "cpu"},
 }
 PARTS = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
