@@ -150,7 +150,7 @@ class Moves(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and type(out) is Tensor and out.is_meta and out.dim() == 2:
+        if func is torch.ops.aten._to_copy.default and out.is_meta and not args[0].is_meta and out.dim() == 2:
             self.alive = [r for r in self.alive if r() is not None] + [weakref.ref(out)]
             self.most = max(self.most, len(self.alive))
         return out
