@@ -28,6 +28,7 @@ from aoquant.config import QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.fsdp import compute_dtypes, layer_class
 from aoquant.linear import NOT_CALIBRATED, Prepared, QATLayer, QATLinear
+from aoquant.sharding import all_finite
 from aoquant.targets import Target, fake_target, resolve, supported
 
 Filter = Callable[[nn.Module, str], bool]
@@ -145,7 +146,7 @@ def plan_layer(
 
 def not_finite(weight: torch.Tensor) -> str | None:
     """Why the values of `weight` cannot be quantised; None when they can, or when there are none (meta)."""
-    if weight.is_meta or bool(torch.isfinite(weight.detach()).all()):
+    if weight.is_meta or all_finite(weight):
         return None
     return "its weight holds NaN or Inf: restore a good checkpoint before quantising"
 

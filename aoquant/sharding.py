@@ -108,6 +108,17 @@ def measure(format: Format, bits: Tensor, dtype: torch.dtype) -> Scales:
     return format.measure(torch.stack((-below, above), 1))
 
 
+@torch.no_grad()
+def all_finite(w: Tensor) -> bool:
+    """Whether no value of `w` is NaN or Inf, in any rank's shard: every rank gets one answer (DTensor's own `all` gives each its own)."""
+    if not isinstance(w, DTensor):
+        return bool(torch.isfinite(w).all())
+    finite = torch.isfinite(w.to_local()).all().int()
+    for i in range(w.device_mesh.ndim):
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group=w.device_mesh.get_group(i))
+    return bool(finite)
+
+
 def why_not(w: Tensor, formats: Sequence[Format | None], unit: int = 1) -> str | None:
     """Why a weight (N, K) cannot be encoded shard by shard, from shapes alone; None when it can, and for plain tensors.
 
