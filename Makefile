@@ -35,6 +35,7 @@ nightly: setup
 
 bench: setup
 	$(BIN)/python benchmarks/parity.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cpu.py
 
 lint: setup
 	$(BIN)/ruff check .
