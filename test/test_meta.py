@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model, init_empty_weights
 from accelerate.hooks import remove_hook_from_module
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
 

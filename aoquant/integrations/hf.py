@@ -190,12 +190,18 @@ class _Quantizer(TorchAoHfQuantizer):
 
 
 def _check_storable(fqn: str, weight: Any) -> None:
-    """Raise ValueError for a tensor that torchao's safetensors do not know."""
+    """Raise ValueError for a tensor that torchao's safetensors or HF's loader do not know: it could be written and not read."""
     kind = type(weight.data).__name__
     if kind not in ALLOWED_TENSORS_SUBCLASSES:
         raise ValueError(
             f"{fqn}: torchao's safetensors store {', '.join(ALLOWED_TENSORS_SUBCLASSES)}, not {kind}: choose a config that makes one of "
             "them, or use torch.save(model.state_dict())"
+        )
+    if foreign := [part for part in weight.__tensor_flatten__()[0] if f"_weight_{part}" not in _known]:
+        raise ValueError(
+            f"{fqn}: its {kind} holds {', '.join(foreign)}, which Hugging Face's loader does not know, so no checkpoint folder can hold it: "
+            "use aoquant's own config instead, for static activations such as Int8WeightConfig(activation='int8-tensor-static'), or "
+            "torch.save(model.state_dict())"
         )
 
 
