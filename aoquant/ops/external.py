@@ -65,7 +65,9 @@ def _scaled_mm(c: Call) -> Tensor:
     return c.shaped(y_MN if late is None else y_MN + late)
 
 
-FEWEST_ROWS = 64  # below it cuBLAS may split K, and sum in another order than MSLK's kernels do
+FEWEST_ROWS = (
+    64  # below it cuBLAS splits K in many layers, and sums in another order than MSLK's kernels; above, in narrow ones
+)
 _FP8_EPILOGUES = ("fp8_bias_after", "fp8_mslk", "fp8_mslk_precise")
 
 
