@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from aoquant import ops
-from aoquant.formats import get_format
 from aoquant.linear import QATLayer, QATLinear
 from aoquant.plan import plan_layer
 from aoquant.quantize import apply, config_of
@@ -225,7 +224,7 @@ class _LowRankGradient(torch.autograd.Function):
         a, b, *parts = ctx.saved_tensors
         x_MK = parts[0]
         if ctx.x_name:
-            x_MK = get_format(ctx.x_name).decode(ops.from_parts(parts, a.shape[1]), grad.dtype)
+            x_MK = ops.decode(parts, ctx.x_name, a.shape[1], grad.dtype)
         g_MN, x_MK = grad.reshape(-1, grad.shape[-1]).to(a.dtype), x_MK.to(a.dtype)
         da = ((g_MN @ b).t() @ x_MK) * ctx.scaling
         db = (g_MN.t() @ (x_MK @ a.t())) * ctx.scaling

@@ -31,6 +31,7 @@ __all__ = [
     "backend",
     "backend_names",
     "bgrad",
+    "decode",
     "dgrad",
     "embedding",
     "embedding_grad",
@@ -139,6 +140,17 @@ def _(
     strides: Sequence[int] | None = None,
 ) -> Tensor:
     return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
+
+
+@torch.library.custom_op("aoquant::decode", mutates_args=())
+def decode(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
+    """(R, K) values in `dtype` of the four parts that `encode` gave."""
+    return get_format(format).decode(from_parts(x, k), dtype)
+
+
+@decode.register_fake
+def _(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
+    return x[0].new_empty(x[0].shape[0], k, dtype=dtype)
 
 
 @torch.library.custom_op("aoquant::embedding", mutates_args=())

@@ -40,7 +40,10 @@ def stored(folder: Path) -> set[str]:
         return set(file.keys())
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n not in ("int4-g32", "intx"))) for n, c in CONFIGS.items()],
+)
 def test_a_tied_pair_is_saved_once_and_loaded_tied(config: Any, tmp_path: Path) -> None:
     model = trained(config)
     save_pretrained(model, tmp_path)

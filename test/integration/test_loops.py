@@ -63,7 +63,7 @@ def run(folder: Path, precision: str, start: int, stop: int) -> dict[str, torch.
     return {n: t.clone() for n, t in accelerator.unwrap_model(model).state_dict().items()}
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_accelerate_resumes_a_prepared_model_bit_for_bit(precision: str, tmp_path: Path) -> None:
     halfway = run(tmp_path / "parts", precision, 0, 2)
     resumed = run(tmp_path / "parts", precision, 2, 4)
@@ -114,7 +114,7 @@ def test_trl_fine_tunes_a_prepared_model(tmp_path: Path) -> None:
     assert torch.equal(logits(trained), y)
 
 
-@pytest.mark.parametrize("kind", [QATLoraLinear, PackedLoraLinear])
+@pytest.mark.parametrize("kind", [QATLoraLinear, pytest.param(PackedLoraLinear, marks=pytest.mark.slow)])
 def test_trl_fine_tunes_adapters(kind: type, tmp_path: Path) -> None:
     model, config = small(), Int4WeightConfig(32)
     quantize_(model, QATConfig(config, step="prepare") if kind is QATLoraLinear else config)

@@ -42,7 +42,10 @@ CONFIGS: dict[str, Any] = {
     "ao.intx": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
     "ao.int8": Int8DynamicActivationInt8WeightConfig(),
 }
-every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+SLOW = ("nvfp4", "ao.int8")
+every_config = pytest.mark.parametrize(
+    "config", [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n in SLOW)) for n, c in CONFIGS.items()]
+)
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -181,6 +184,21 @@ def test_gradient_checkpointing_and_bf16_change_nothing(config: Any) -> None:
     assert {p.dtype for p in grads[0].values()} == {torch.bfloat16}
     assert len(grads[0]) == 28
     assert all(torch.equal(grads[1][n], g) for n, g in grads[0].items())
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager() -> None:
+    torch._dynamo.reset()
+    adapted, x, g = layer(NVFP4WeightConfig(), torch.bfloat16)
+    y = adapted(x)
+    y.backward(g)
+    eager = {n: p.grad for n, p in adapted.named_parameters() if p.grad is not None}
+    adapted.zero_grad()
+    compiled = torch.compile(adapted, fullgraph=True)(x)
+    compiled.backward(g)
+    assert torch.equal(compiled, y)
+    assert len(eager) == 2
+    assert all(torch.equal(adapted.get_parameter(n).grad, grad) for n, grad in eager.items())
 
 
 def test_autocast_does_not_round_the_merge() -> None:
