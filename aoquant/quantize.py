@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant import fsdp, sharded
+from aoquant import fsdp, ops, sharded
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.formats import Scales
@@ -128,7 +128,8 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
             target = target.fix(input_scales)
         if (scales := module.held_scales("weight")) is not None:
             scales = Scales(*(t if t is None else t.to(weight.device) for t in scales))
-    encoded = target.recipe.fprop_weight.encode(weight, scales)
+    format = target.recipe.fprop_weight
+    encoded = ops.tiles.encode(format, weight) if scales is None else format.encode(weight, scales)
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack

@@ -276,8 +276,8 @@ def grid(fmt: Format, e: Encoded) -> Tensor:
 
 magnitudes = st.floats(2.0**-20, 2.0**20, width=32)
 values = st.one_of(st.just(0.0), magnitudes, magnitudes.map(lambda v: -v))
-# the operands of int4-tinygemm and int4-e4m3 are rounded again: test_int4_layouts.py
-ROUNDED = ("int4-tinygemm-g", "int4-e4m3")
+# operands, or scales of float32 weights, that are rounded to fewer bits afterwards: test_int4_layouts.py
+ROUNDED = ("int4-tinygemm-g", "int4-e4m3", "int4-bf16")
 NEAREST = [
     *(n for n in NAMES if n not in ("int4-g512", "intx3-g128", "int4-g256") and not n.startswith(ROUNDED)),
     *NATIVE,
