@@ -36,7 +36,7 @@ import aoquant
 from aoquant import QATConfig
 
 N, K, TOKENS, BF16 = 1024, 1024, 256, torch.bfloat16
-SLACK = 1.15  # two medians of one machine agree to a few percent
+SLACK = 1.25  # medians of a busy machine differ by a tenth from run to run
 clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter  # one thread: blind to the neighbours
 FP8, FP4, EMULATED = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, KernelPreference.EMULATED
 _INT4: Any = torch.int4  # type: ignore[attr-defined]
