@@ -67,7 +67,7 @@ def _encoded(parts: Sequence[Tensor], format: str, k: int, *held: Tensor | None)
     """[X] encoded, under held scales if there are any; or the four parts of an encoded X."""
     if len(parts) == 4:
         return from_parts(parts, k)
-    with torch.autocast(parts[0].device.type, enabled=False):  # it promotes what is joined, and knows no float8
+    with torch.autocast(parts[0].device.type, enabled=False):  # codes are not its business
         if all(t is None for t in held):
             return tiles.encode(get_format(format), parts[0])
         # in memory of its own: an op's outputs must not alias its inputs

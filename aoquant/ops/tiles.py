@@ -38,7 +38,10 @@ def encode(format: Format, x_RK: Tensor) -> Encoded:
 def _joined(parts: list[Tensor | None], rows: int) -> Tensor | None:
     """One field of all tiles; a (1, 1) scale is the same in each."""
     first = parts[0]
-    return first if first is None or first.shape[0] != rows else torch.cat([t for t in parts if t is not None])
+    if first is None or first.shape[0] != rows:
+        return first
+    with torch.autocast("cpu", enabled=False):  # it promotes what is joined, and knows no float8
+        return torch.cat([t for t in parts if t is not None])
 
 
 def operand(format: Format, e: Encoded, dtype: torch.dtype, out: torch.dtype | None = None) -> Tensor:
