@@ -20,6 +20,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("MSLK_PYTHON_ONLY", "1")  # where mslk is installed without a GPU, its import breaks torchao's
+
 # A slow machine is not a bug, so no deadline; the pytest timeout catches what hangs.
 settings.register_profile("aoquant", deadline=None)
 settings.register_profile("nightly", deadline=None, max_examples=2000)

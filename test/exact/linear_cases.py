@@ -7,7 +7,6 @@ and `converted` are what aoquant makes of a copy, `torchao_converted` is what to
 from __future__ import annotations
 
 import copy
-import os
 import re
 import struct
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
-
-os.environ.setdefault("MSLK_PYTHON_ONLY", "1")  # where mslk is installed without a GPU, its import breaks torchao's
 
 import pytest
 import torch

@@ -14,7 +14,6 @@ import contextlib
 import copy
 import functools
 import json
-import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -22,8 +21,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("MSLK_PYTHON_ONLY", "1")  # where mslk is installed without a GPU, its import breaks torchao's
 
 import torch
 import torch.distributed as dist
