@@ -23,8 +23,9 @@ from aoquant.config import (
     QATConfig,
 )
 from aoquant.formats import get_format, list_formats
-from aoquant.linear import LinearRecipe, set_fake_quant, unprepare
+from aoquant.linear import LinearRecipe
 from aoquant.ops import backend, explain
+from aoquant.qat import set_fake_quant, unprepare
 from aoquant.quantize import quantize_
 from aoquant.report import Report, report, verify
 from aoquant.tensor import PackedTensor

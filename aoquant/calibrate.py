@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from aoquant import held
 from aoquant.formats import Scales
-from aoquant.linear import QATLayer, QATLinear, cast
+from aoquant.linear import cast
 from aoquant.progress import track
+from aoquant.qat import QATLayer, QATLinear
 from aoquant.report.measure import run, undisturbed
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from aoquant import ops
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig
-from aoquant.linear import QATLinear
 from aoquant.ops import mslk
+from aoquant.qat import QATLinear
 from aoquant.quantize import quantize_
 from aoquant.recipes import list_recipes
 from aoquant.targets import resolve

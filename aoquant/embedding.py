@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import ops
-from aoquant.linear import QATLayer, check_device, masked
+from aoquant.linear import check_device, masked
+from aoquant.qat import QATLayer
 from aoquant.sharding import is_sharded
 
 

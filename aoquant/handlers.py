@@ -24,8 +24,8 @@ from aoquant import config as configs
 from aoquant.config import QATConfig, WeightConfig
 from aoquant.formats import Format
 from aoquant.fsdp import layer_class
-from aoquant.linear import QATLayer
 from aoquant.plan import LAYERS, Layer, plan_layer
+from aoquant.qat import QATLayer
 from aoquant.quantize import apply
 from aoquant.tensor import same_bits
 

@@ -1,4 +1,4 @@
-"""The linear layer: a recipe, one autograd function, and the module that prepare swaps in.
+"""The linear layer: a recipe, and one autograd function.
 
 A linear layer has three GEMMs with two operands each, and every operand may have a format of its own:
 
@@ -24,16 +24,13 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from aoquant import held, ops, sharding
-from aoquant.formats import FLOAT_DTYPES, Affine, Encoded, Format, Int4, Scales, layout
-from aoquant.fsdp import swap_class
+from aoquant import ops, sharding
+from aoquant.formats import FLOAT_DTYPES, Affine, Format, Int4, Scales, layout
 
 STRAIGHT_THROUGH = ("identity", "clipped")
 SCALES = ("dynamic", "static", "learned")
@@ -284,154 +281,3 @@ def _dense_strides(x: Tensor) -> list[int]:
 def masked(grad_RK: Tensor, saturated_bits: Tensor) -> Tensor:
     """Zero the gradient of clipped values."""
     return grad_RK.masked_fill(layout.unpack(saturated_bits, 1, grad_RK.shape[1]).bool(), 0)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What prepare leaves on a module: the recipe, the config that convert must be given, and the layer's name for errors."""
-
-    recipe: LinearRecipe
-    config: Any
-    fqn: str
-
-
-class QATLayer(nn.Module):
-    """A layer that computes what its converted form will compute.
-
-    Made by swapping the class of an existing `plain` layer in place, so parameters, state_dict keys, hooks, attributes, mode and
-    tying stay as they were. `fake_quant = False` switches it back to a plain layer for as long as you like.
-    """
-
-    plain: ClassVar[type[nn.Module]]
-    prepared: Prepared
-    fake_quant: bool
-    weight: Tensor
-
-    @classmethod
-    def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
-        """Swap `layer`'s class in place."""
-        swap_class(layer, cls)
-        assert isinstance(layer, cls)
-        layer.prepared, layer.fake_quant = prepared, True
-        _rebind(layer)
-        return layer
-
-    def unprepare(self) -> nn.Module:
-        """Swap back to the plain layer in place."""
-        del self.prepared, self.fake_quant
-        swap_class(self, self.plain)
-        _rebind(self)
-        return self
-
-    def held_scales(self, side: str) -> Scales | None:
-        """Static or learned scales of side "input" or "weight", 2-D; None where they are dynamic."""
-        return None
-
-    @torch.no_grad()
-    def encode_weight(self) -> Encoded:
-        """The weight's codes and scales as forward multiplies them and convert stores them."""
-        return self.prepared.recipe.fprop_weight.encode(self.weight.detach(), self.held_scales("weight"))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.prepared.recipe}{'' if self.fake_quant else ', fake_quant=False'}"
-
-
-class QATLinear(QATLayer, nn.Linear):
-    """nn.Linear whose forward computes what the converted layer will compute.
-
-    Static and learned scales are added to its buffers and parameters. calibrated: whether the scales that it holds have values.
-    """
-
-    plain = nn.Linear
-    calibrated: bool
-
-    @classmethod
-    def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
-        """Swap `layer`'s class in place. Held weight scales are measured now, held input scales wait for `calibrate`."""
-        linear = super().prepare(layer, prepared)
-        recipe = prepared.recipe
-        if recipe.weight_scales != "dynamic":
-            measured = recipe.fprop_weight.measure(linear.weight.detach())
-            held.register(linear, "weight", measured, learned=recipe.weight_scales == "learned")
-        if recipe.input_scales != "dynamic":
-            assert recipe.fprop_input is not None
-            unknown = recipe.fprop_input.measure(linear.weight.detach().new_full((1, 1), torch.nan))
-            held.register(linear, "input", unknown, learned=recipe.input_scales == "learned")
-        linear.calibrated = held.present(linear)
-        return linear
-
-    def unprepare(self) -> nn.Module:
-        """Swap back to a plain nn.Linear in place."""
-        held.forget(self)
-        del self.calibrated
-        return super().unprepare()
-
-    def held_scales(self, side: str) -> Scales | None:
-        recipe = self.prepared.recipe
-        scales = recipe.input_scales if side == "input" else recipe.weight_scales
-        return None if scales == "dynamic" else held.matrices(held.read(self, side))
-
-    @torch.no_grad()
-    def deployed_input_scales(self) -> Scales | None:
-        """The held input scales as the kernel uses them, a learned one at least eps; None where they are dynamic."""
-        scales, format = self.held_scales("input"), self.prepared.recipe.fprop_input
-        if scales is None or format is None:
-            return None
-        e = format.encode(self.weight.new_zeros(1, format.block or 1, dtype=torch.float32), scales)
-        # as many dimensions as the input had
-        shapes = [None if t is None else t.shape for t in held.read(self, "input")]
-        used = (e.scale, e.zero, e.outer)
-        return Scales(*(t.view(s) if s and t is not None else None for t, s in zip(used, shapes, strict=True)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.fake_quant:
-            return F.linear(x, self.weight, self.bias)
-        try:
-            if not self.calibrated:
-                raise ValueError(NOT_CALIBRATED)
-            scales = self.held_scales("input"), self.held_scales("weight")
-            return quantized_linear(x, [self.weight], self.bias, self.prepared.recipe, self.in_features, *scales)
-        except ValueError as error:
-            raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        before = {name: getattr(self, name).data for name in held.names(self)}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        held.keep_dtype(self, before)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        held.take_shape(self, prefix, state_dict)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        if prefix + "weight" in state_dict:  # held scales that did not come along are those of another weight
-            self.calibrated = all(prefix + n in state_dict for n in held.names(self)) and held.present(self)
-
-
-def set_fake_quant(model: nn.Module, enabled: bool) -> int:
-    """Switch fake quantisation of every prepared layer in `model`; returns how many there are."""
-    layers = [m for m in model.modules() if isinstance(m, QATLayer)]
-    for layer in layers:
-        layer.fake_quant = enabled
-    return len(layers)
-
-
-def unprepare(model: nn.Module) -> int:
-    """Make every prepared layer of `model` a plain nn.Linear or nn.Embedding again, in place; returns how many there were.
-
-    Weights, state_dict, hooks, attributes, mode and tying stay as they are; what training did to the weights stays too.
-
-    Raises:
-        ValueError: no layer is prepared.
-    """
-    layers = [m for m in model.modules() if isinstance(m, QATLayer)]
-    if not layers:
-        raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")
-    for layer in layers:
-        layer.unprepare()
-    return len(layers)
-
-
-def _rebind(module: nn.Module) -> None:
-    """Let accelerate's hooks (device_map, offload) call the new class: they keep the bound forward of the one they found."""
-    if "_old_forward" in vars(module):
-        vars(module)["_old_forward"] = MethodType(type(module).forward, module)

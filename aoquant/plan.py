@@ -27,7 +27,8 @@ from aoquant import sharded, sharing
 from aoquant.config import QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.fsdp import compute_dtypes, layer_class
-from aoquant.linear import NOT_CALIBRATED, Prepared, QATLayer, QATLinear
+from aoquant.linear import NOT_CALIBRATED
+from aoquant.qat import Prepared, QATLayer, QATLinear
 from aoquant.sharding import all_finite
 from aoquant.targets import Target, fake_target, resolve, supported
 

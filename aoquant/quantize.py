@@ -19,9 +19,9 @@ from aoquant import fsdp, ops, sharded
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.formats import Scales
-from aoquant.linear import Prepared, QATLayer, QATLinear
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
+from aoquant.qat import Prepared, QATLayer, QATLinear
 from aoquant.tensor import PackedTensor
 
 

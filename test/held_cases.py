@@ -21,7 +21,7 @@ from aoquant import (
     calibrate,
     quantize_,
 )
-from aoquant.linear import QATLinear
+from aoquant.qat import QATLinear
 
 INT8 = Int8WeightConfig(activation="int8-tensor-static")
 CONFIGS: dict[str, tuple[Any, dict[str, str]]] = {

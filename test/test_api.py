@@ -28,7 +28,7 @@ from torchao.sparsity.sparse_api import SemiSparseWeightConfig
 
 import aoquant
 from aoquant import Int4WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
-from aoquant.linear import QATLinear
+from aoquant.qat import QATLinear
 
 BASES = {
     "aoquant": NVFP4WeightConfig(),

@@ -14,7 +14,7 @@ from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerGroup
 
 from aoquant import Int4WeightConfig, Int8WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_, verify
 from aoquant.embedding import QATEmbedding
-from aoquant.linear import QATLinear
+from aoquant.qat import QATLinear
 
 IDS = torch.arange(24).view(2, 12)
 CONFIGS = {

@@ -23,8 +23,8 @@ from torch import nn
 
 from aoquant import _register
 from aoquant.config import PackedWeightConfig
-from aoquant.linear import QATLayer
 from aoquant.plan import Layer, _key
+from aoquant.qat import QATLayer
 from aoquant.quantize import config_of
 from aoquant.tensor import PackedTensor
 

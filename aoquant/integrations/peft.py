@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from aoquant import ops
-from aoquant.linear import QATLayer, QATLinear
 from aoquant.plan import plan_layer
+from aoquant.qat import QATLayer, QATLinear
 from aoquant.quantize import apply, config_of
 from aoquant.report.measure import weight_value
 

@@ -60,7 +60,8 @@ from aoquant import (
     QATConfig,
     quantize_,
 )
-from aoquant.linear import LinearRecipe, QATLinear
+from aoquant.linear import LinearRecipe
+from aoquant.qat import QATLinear
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ALL = (BF16, F16, F32)

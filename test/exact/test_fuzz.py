@@ -32,9 +32,10 @@ from aoquant import (
     quantize_,
     set_fake_quant,
 )
-from aoquant.linear import STRAIGHT_THROUGH, QATLinear
+from aoquant.linear import STRAIGHT_THROUGH
 from aoquant.ops import from_parts, tiles
 from aoquant.plan import plan_layer
+from aoquant.qat import QATLinear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU_ONLY = ("ao.int4-g64", "ao.nvfp4", "ao.nvfp4-none", "ao.fp8act-fp8-block")  # convert anywhere, run on a GPU

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from aoquant import QATConfig, held, quantize_
 from aoquant.formats import FLOAT_DTYPES, NVFP4, Affine, Scales, get_format, list_formats
-from aoquant.linear import LinearRecipe, Prepared, QATLinear
+from aoquant.linear import LinearRecipe
+from aoquant.qat import Prepared, QATLinear
 
 DTYPES = [BF16, F16, F32]
 KINDS = ("normal", "special")

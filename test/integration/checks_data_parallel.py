@@ -51,7 +51,7 @@ from aoquant import (
     quantize_,
 )
 from aoquant.integrations.distributed import full_state_dict
-from aoquant.linear import QATLinear
+from aoquant.qat import QATLinear
 
 
 def train_alone(c: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:

@@ -59,7 +59,8 @@ from aoquant import (
     sharding,
 )
 from aoquant.integrations.distributed import full_state_dict
-from aoquant.linear import LinearRecipe, QATLinear, quantized_linear
+from aoquant.linear import LinearRecipe, quantized_linear
+from aoquant.qat import QATLinear
 
 
 @check(

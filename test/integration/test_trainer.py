@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from aoquant import NVFP4WeightConfig, QATConfig, quantize_
 from aoquant.integrations.trainer import MEAN, MIN, OUTPUT, QATCallback
-from aoquant.linear import QATLinear
+from aoquant.qat import QATLinear
 from aoquant.report import verify
 from aoquant.report.measure import sqnr
 
