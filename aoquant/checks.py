@@ -32,7 +32,7 @@ def check_device(device: torch.device | str) -> None:
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = _line(error)
         raise ValueError(
             f"device must be one that torch finds here (`aoquant doctor`), got {str(device)!r}: {reason}"
         ) from None
@@ -62,14 +62,21 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
         runs: list[str] = []
         reasons: list[str] = []
         for recipe in list_recipes():
-            r = resolve(recipe.make()).recipe
+            try:
+                r = resolve(recipe.make()).recipe
+            except (ValueError, ImportError):  # `recipes` says why
+                continue
             request = ops.Request(r.contract, r.fprop_input, r.fprop_weight, where, torch.bfloat16, 64, 128, 256)
             said = dict(ops.explain(request))[name]
             if said == "runs" or said.startswith("willing"):
                 runs.append(r.contract)
-            else:
+            elif not said.endswith(
+                f"not {r.contract}"
+            ):  # a contract that is another backend's says nothing about this one
                 reasons.append(said)
-        rows.append((name, "runs " + ", ".join(sorted(set(runs))) if runs else reasons[0]))
+        rows.append(
+            (name, "runs " + ", ".join(sorted(set(runs))) if runs else next(iter(reasons), "no recipe asks for it"))
+        )
     return rows
 
 
@@ -92,8 +99,8 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
             calibrate(layer, [x])
         y = layer(x)
         y.float().square().mean().backward()
-    except (ValueError, RuntimeError) as error:
-        return str(error).splitlines()[0], "-", "-"
+    except (ValueError, RuntimeError, ImportError) as error:  # an older torchao lacks some configs
+        return _line(error), "-", "-"
     converted = copy.deepcopy(layer)
     try:
         quantize_(converted, QATConfig(step="convert"))
@@ -106,7 +113,12 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
         reason = mslk.why_not_operator(mslk.OPERATORS[contract]) if contract in mslk.OPERATORS else None
         return (
             "yes",
-            str(error).splitlines()[0] if isinstance(error, ValueError) else reason or str(error).splitlines()[0],
+            _line(error) if isinstance(error, ValueError) else reason or _line(error),
             "not run",
         )
     return "yes", "yes", "bit-equal" if same else "DIFFERENT"
+
+
+def _line(error: BaseException) -> str:
+    """The last line of a message: the first layer's problem, where it lists layers."""
+    return str(error).strip().splitlines()[-1].strip()

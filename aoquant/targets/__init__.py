@@ -8,6 +8,7 @@ OUR codes, so that the deploy path is unchanged and converting needs no kernel p
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,11 @@ def resolve(config: Any) -> Target:
             return _TORCHAO[name](config)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        except AttributeError as error:  # an older torchao, whose numerics are older too
+            raise ValueError(
+                f"{name}: torchao {importlib.metadata.version('torchao')} lacks the option {error.name!r}, so its layer computes something "
+                "else than what is known here: upgrade to torchao 0.18"
+            ) from None
     if torchaos and name in REASONS:
         why, instead = REASONS[name]
         raise ValueError(f"{name} has no exact prepare: {why}. Use {instead} instead")
