@@ -216,10 +216,13 @@ class _QuantizedLinear(torch.autograd.Function):
     ) -> Tensor:
         x_held, w_held = (xs, xz, xo), (ws, wz, wo)
         lead = list(x.shape[:-1])
-        x_parts = ops.encode(x.reshape(-1, k), x_name, *x_held) if x_name else (x,)
-        w_parts = ops.encode(w[0], w_name, *w_held) if len(w) == 1 else w
+        x_parts = _encoded(x.reshape(-1, k), x_name, x_held, ops.reads(contract)) if x_name else (x,)
+        w_parts = w
+        if len(w) == 1 and (not w[0].is_cuda or any(t is not None for t in w_held)):
+            w_parts = _encoded(w[0], w_name, w_held, "codes")  # on a GPU the GEMM makes its operand of W in one pass
         strides = _dense_strides(x) if x_name and contract == "dequantize" and not x.is_contiguous() else None
-        y = ops.scaled_mm(x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
+        y = ops.run(ops.scaled_mm, x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
+        x_parts = x_parts[:4]  # the values that the GEMM read are not kept
 
         needs_x, needs_bias, needs_xs, _, _, needs_ws, _, _, *_, needs_w = ctx.needs_input_grad[:_FIXED]
         saved_w = [*w, *w_held] if needs_x or needs_xs or needs_ws or (needs_w and w_clip) else []
@@ -249,14 +252,14 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
         dx = dw = db = dxs = dws = None
         if needs_x or needs_xs:
-            dx = ops.dgrad(grad_MN, w, ctx.w_name, ctx.k, *w_held)
+            dx = ops.run(ops.dgrad, grad_MN, w, ctx.w_name, ctx.k, *w_held)
             if needs_xs:
                 dxs = ops.scale_grad(dx, x[0], ctx.x_name, ctx.k, *x_held[:2])
                 mask = (ops.saturated(x[0], ctx.x_name, *x_held),)
             dx = (masked(dx, *mask) if mask else dx).reshape(ctx.x_shape) if needs_x else None
         if needs_w or needs_ws:
             if ctx.x_name:
-                dw = ops.wgrad(grad_MN, x, ctx.x_name, ctx.k, *x_held)
+                dw = ops.run(ops.wgrad, grad_MN, x, ctx.x_name, ctx.k, *x_held)
             else:
                 dw = grad_MN.t() @ x[0].reshape(-1, ctx.k)
             if needs_ws:
@@ -265,12 +268,19 @@ class _QuantizedLinear(torch.autograd.Function):
             if dw is not None and ctx.w_clip:
                 dw = masked(dw, ops.saturated(w[0], ctx.w_name, *w_held))
         if needs_bias:
-            db = ops.bgrad(grad_MN, ctx.bias_dtype)
+            db = ops.run(ops.bgrad, grad_MN, ctx.bias_dtype)
         rest = [None] * (len(ctx.needs_input_grad) - _FIXED)
         return dx, db, dxs, None, None, dws, None, None, *[None] * (_FIXED - 9), dw, *rest
 
 
 _FIXED = 15  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
+
+
+def _encoded(x_RK: Tensor, name: str, held: Sequence[Tensor | None], reads: str) -> tuple[Tensor, ...]:
+    """The four parts of x; on a GPU, where both come of one pass, also what the GEMM reads of it, unless that is the codes."""
+    if reads == "codes" or not x_RK.is_cuda or any(t is not None for t in held):
+        return ops.run(ops.encode, x_RK, name, *held)
+    return ops.run(ops.quantize, x_RK, name, reads == "operand")
 
 
 def _dense_strides(x: Tensor) -> list[int]:

@@ -11,22 +11,28 @@ op encodes, it takes the fields of `formats.Scales` too: static or learned scale
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._library.custom_ops import CustomOpDef
 
-from aoquant.formats import Affine, Encoded, Scales, get_format, layout
+from aoquant.formats import Affine, Encoded, Format, Scales, get_format, layout
 
-from . import reference, tiles
-from .contracts import CONTRACTS, input_error
+from . import codec, reference, tiles
+from .call import Call
+from .codec import CodecRequest
+from .contracts import CONTRACTS, input_error, reads
 from .external import TORCH
 from .mslk import MSLK
-from .router import Backend, Call, Request, backend, backend_names, explain, register, route
+from .router import Backend, Request, backend, backend_names, explain, register, route
 from .tinygemm import TINYGEMM
 
 __all__ = [
     "CONTRACTS",
+    "CodecRequest",
     "Request",
     "backend",
     "backend_names",
@@ -39,6 +45,9 @@ __all__ = [
     "explain",
     "from_parts",
     "input_error",
+    "quantize",
+    "reads",
+    "run",
     "saturated",
     "scale_grad",
     "scaled_mm",
@@ -46,7 +55,21 @@ __all__ = [
     "wgrad",
 ]
 
+_Encode = Callable[[Format, Tensor], Encoded]
+
 register(Backend("reference", 0, lambda request: None, reference.scaled_mm), *TORCH, *TINYGEMM, *MSLK)
+
+
+def run(op: CustomOpDef, *args: Any) -> Any:
+    """`op(*args)`, or its body alone where nobody watches the dispatcher: plain CUDA tensors, no gradients, compiler or mode.
+
+    The dispatcher's Python layers cost as much as the launches themselves, and a training step of a small layer waits for them.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_dispatch_stack():
+        return op(*args)
+    tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, Tensor)]
+    plain = all(t.is_cuda and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    return (op._init_fn if plain else op)(*args)
 
 
 def to_parts(e: Encoded) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,13 +86,15 @@ def from_parts(parts: Sequence[Tensor], k: int) -> Encoded:
     return Encoded(codes, scale, zero, outer, k)
 
 
-def _encoded(parts: Sequence[Tensor], format: str, k: int, *held: Tensor | None) -> Encoded:
+def _encoded(
+    parts: Sequence[Tensor], format: str, k: int, *held: Tensor | None, encode: _Encode = codec.encode
+) -> Encoded:
     """[X] encoded, under held scales if there are any; or the four parts of an encoded X."""
     if len(parts) == 4:
         return from_parts(parts, k)
     with torch.autocast(parts[0].device.type, enabled=False):  # codes are not its business
         if all(t is None for t in held):
-            return tiles.encode(get_format(format), parts[0])
+            return encode(get_format(format), parts[0])
         # in memory of its own: an op's outputs must not alias its inputs
         return get_format(format).encode(parts[0], Scales(*(t if t is None else t.clone() for t in held)))
 
@@ -86,7 +111,21 @@ def encode(
 def _(
     x: Tensor, format: str, scale: Tensor | None = None, zero: Tensor | None = None, outer: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer))
+    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, encode=tiles.encode))
+
+
+@torch.library.custom_op("aoquant::quantize", mutates_args=())
+def quantize(x: Tensor, format: str, operand: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`encode`, and in the same pass what the codes stand for, in x's dtype: the GEMM's operand, or decoded values."""
+    with torch.autocast(x.device.type, enabled=False):
+        quantized = codec.quantize(get_format(format), x, x.dtype, operand=operand, keep=True)
+    assert quantized.encoded is not None
+    return (*to_parts(quantized.encoded), quantized.values)
+
+
+@quantize.register_fake
+def _(x: Tensor, format: str, operand: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (*to_parts(tiles.encode(get_format(format), x)), x.new_empty(x.shape))
 
 
 @torch.library.custom_op("aoquant::scaled_mm", mutates_args=())
@@ -104,20 +143,23 @@ def scaled_mm(
 ) -> Tensor:
     """y (*lead, N) in `dtype` under `contract`.
 
-    x: [x (*lead, K)] with x_format "", or the four parts of x flattened to (M, K). w: the four parts of W (N, K).
+    x: [x (*lead, K)] with x_format "", or what `encode` or `quantize` made of x flattened to (M, K): four parts and perhaps the
+    values that the contract reads. w: the four parts of W (N, K), or [W], encoded here.
     strides: of the decoded (*lead, K) input, for "dequantize" with an encoded x that was not contiguous.
     """
     call = Call(
         contract,
         x[0],
-        from_parts(x, k) if x_format else None,
+        from_parts(x[:4], k) if x_format else None,
         get_format(x_format or w_format),
-        from_parts(w, k),
+        w[0] if len(w) == 1 else from_parts(w, k),
         get_format(w_format),
         bias,
         lead,
+        k,
         dtype,
         strides,
+        x[4] if len(x) > 4 else None,
     )
     if 0 in lead:
         return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
@@ -145,7 +187,7 @@ def _(
 @torch.library.custom_op("aoquant::decode", mutates_args=())
 def decode(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
     """(R, K) values in `dtype` of the four parts that `encode` gave."""
-    return get_format(format).decode(from_parts(x, k), dtype)
+    return codec.decode(get_format(format), from_parts(x, k), dtype)
 
 
 @decode.register_fake
@@ -193,9 +235,11 @@ def dgrad(
     outer: Tensor | None = None,
 ) -> Tensor:
     """dx (M, K) = dy W^ in dy's dtype; w is [W], encoded here, or the four parts of a packed one."""
-    encoded = _encoded(w, w_format, k, scale, zero, outer)
+    format, dtype, held = get_format(w_format), grad_MN.dtype, (scale, zero, outer)
     with torch.autocast(grad_MN.device.type, enabled=False):
-        return grad_MN @ tiles.decode(get_format(w_format), encoded, grad_MN.dtype)
+        if len(w) == 1 and all(t is None for t in held):
+            return grad_MN @ codec.quantize(format, w[0], dtype).values
+        return grad_MN @ codec.decode(format, _encoded(w, w_format, k, *held), dtype)
 
 
 @dgrad.register_fake
@@ -224,7 +268,7 @@ def wgrad(
     """dW (N, K) = dy^T x^ in dy's dtype; x is the four parts of an encoded one, or [X (M, K)], encoded here."""
     encoded = _encoded(x, x_format, k, scale, zero, outer)
     with torch.autocast(grad_MN.device.type, enabled=False):
-        return grad_MN.t() @ tiles.decode(get_format(x_format), encoded, grad_MN.dtype)
+        return grad_MN.t() @ codec.decode(get_format(x_format), encoded, grad_MN.dtype)
 
 
 @wgrad.register_fake

@@ -72,3 +72,14 @@ def input_error(contract: str, dtype: torch.dtype, weight: torch.dtype) -> str |
             "and leave autocast off"
         )
     return None
+
+
+_READS = {
+    "operand": ("aoquant", "bias_after", "nvfp4_rescale"),
+    "decoded": ("dequantize", "dequantize_flat", "matmul_bias"),
+}
+
+
+def reads(contract: str) -> str:
+    """What a GEMM under `contract` reads of an encoded x: "operand", "decoded", or "codes"."""
+    return next((what for what, contracts in _READS.items() if contract in contracts), "codes")

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from aoquant.formats import Float8
 
+from .call import Call
 from .reference import fp8_epilogue, int8_epilogue
-from .router import Backend, Call, Request
+from .router import Backend, Request
 
 
 def _why_not_scaled_mm(r: Request) -> str | None:
@@ -129,8 +130,7 @@ def _mm(c: Call) -> Tensor:
         y_MN = c.x_hp.reshape(-1, c.k).float() @ c.w_format.operand(c.w, torch.float32).t()
         return c.plus_bias(y_MN.to(c.dtype))
     # the operand tile is what MSLK's kernel builds; cuBLAS then adds in K's order wherever it does not split K
-    y_MN = c.x_hp.reshape(-1, c.k) @ c.w_format.operand(c.w, c.dtype).t()
-    return c.plus_bias(y_MN)
+    return c.plus_bias(c.x_operand() @ c.w_operand().t())
 
 
 def _why_not_blockwise(r: Request) -> str | None:

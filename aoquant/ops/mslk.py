@@ -22,7 +22,8 @@ from torch import Tensor
 
 from aoquant.formats import Format, Int4, Int4Float8, Int4Float8Row
 
-from .router import Backend, Call, Request
+from .call import Call
+from .router import Backend, Request
 
 _PACKAGES = (("mslk", "mslk.gemm"), ("fbgemm", "fbgemm_gpu.experimental.gen_ai"))
 OPERATORS = {

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from aoquant.formats import Affine, Encoded, Float8
 from aoquant.formats.elements import fma
 
-from . import tiles, tinygemm
-from .router import Call
+from . import tinygemm
+from .call import Call
 
 
 def scaled_mm(c: Call) -> Tensor:
@@ -45,8 +45,7 @@ def accumulate(c: Call) -> Tensor:
         block = c.x_format.block
         if block is not None and block == c.w_format.block:
             return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, block)
-    x_MK = c.x_hp.reshape(-1, c.k).float() if c.x is None else tiles.operand(c.x_format, c.x, c.dtype, torch.float32)
-    return x_MK @ tiles.operand(c.w_format, c.w, c.dtype, torch.float32).t()
+    return c.x_operand(torch.float32) @ c.w_operand(torch.float32).t()
 
 
 def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float8, block: int) -> Tensor:
@@ -61,7 +60,12 @@ def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float
 
 
 def _single_rounding(c: Call) -> Tensor:
-    y_MN = _scaled(c, accumulate(c))
+    return rescale(c, accumulate(c))
+
+
+def rescale(c: Call, acc_MN: Tensor) -> Tensor:
+    """The epilogue of "aoquant": float32 accumulators times alpha_x, times alpha_w, plus bias, and one rounding."""
+    y_MN = _scaled(c, acc_MN)
     if c.bias is not None:
         y_MN = y_MN + c.bias.float()
     return c.shaped(y_MN.to(c.dtype))
@@ -92,23 +96,23 @@ def _scaled(c: Call, acc_MN: Tensor) -> Tensor:
 
 
 def _dequantize(c: Call) -> Tensor:
-    return F.linear(_decoded_x(c), tiles.decode(c.w_format, c.w, c.dtype), _cast(c.bias, c.dtype))
+    return F.linear(_decoded_x(c), c.w_decoded(), _cast(c.bias, c.dtype))
 
 
 def _dequantize_flat(c: Call) -> Tensor:
     x_MK = _decoded_x(c).reshape(-1, c.k)
-    return c.shaped(F.linear(x_MK, tiles.decode(c.w_format, c.w, c.dtype), _cast(c.bias, c.dtype)))
+    return c.shaped(F.linear(x_MK, c.w_decoded(), _cast(c.bias, c.dtype)))
 
 
 def _matmul_bias(c: Call) -> Tensor:
-    return _plus(torch.matmul(_decoded_x(c), tiles.decode(c.w_format, c.w, c.dtype).t()), c.bias)
+    return _plus(torch.matmul(_decoded_x(c), c.w_decoded().t()), c.bias)
 
 
 def _int8_rescale(c: Call) -> Tensor:
     assert isinstance(c.w_format, Affine) and c.w.scale is not None
     x_MK = c.x_hp.reshape(-1, c.k)
     if c.w_format.per == "group":
-        y_MN = torch.mm(x_MK, tiles.decode(c.w_format, c.w, c.dtype).t())
+        y_MN = torch.mm(x_MK, c.w_decoded().t())
     else:
         y_MN = torch.mm(x_MK, c.w_format.integers(c.w).t().to(c.dtype)) * c.w.scale.to(c.dtype).flatten()
     return c.shaped(_plus(y_MN, c.bias))
@@ -131,15 +135,20 @@ def int8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
 
 
 def _nvfp4_rescale(c: Call) -> Tensor:
+    return nvfp4_epilogue(c, accumulate(c).to(c.dtype))
+
+
+def nvfp4_epilogue(c: Call, rounded_MN: Tensor) -> Tensor:
+    """torchao's order: the rounded sum times the rounded product of the outer scales, plus bias."""
     assert c.alpha_x is not None and c.alpha_w is not None
-    y_MN = accumulate(c).to(c.dtype) * (c.alpha_x * c.alpha_w.t()).to(c.dtype)
+    y_MN = rounded_MN * (c.alpha_x * c.alpha_w.t()).to(c.dtype)
     return c.shaped(_plus(y_MN, _cast(c.bias, c.dtype)))
 
 
 def _decoded_x(c: Call) -> Tensor:
     if c.x is None:
         return c.x_hp
-    x = tiles.decode(c.x_format, c.x, c.dtype).reshape(*c.lead, c.k)
+    x = c.x_decoded().reshape(*c.lead, c.k)
     # F.linear rounds twice, product and bias, when a 3-D input is not contiguous, so the layout is part of the contract
     return (
         torch.empty_strided(x.shape, c.strides, dtype=x.dtype, device=x.device).copy_(x) if c.strides is not None else x

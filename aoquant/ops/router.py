@@ -1,29 +1,51 @@
-"""The router: which backend runs a GEMM, and why the others do not.
+"""The router: which backend runs a GEMM, or a role of the codec, and why the others do not.
 
 A backend states for a request (contract, formats, device, dtype, shape) either None, "I keep this contract", or the reason why
 not. The router takes the willing backend of highest priority; the reference is willing always. Forcing a backend, by
 `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing falls back silently.
+
+Backends compete within a role: "gemm", or one of `codec.py`'s. A forced name rules every role that has a backend of that name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Format
+from aoquant.formats import Encoded, Format
 
 _forced: ContextVar[str | None] = ContextVar("aoquant_backend", default=None)
+
+
+class Quantized(NamedTuple):
+    """What the codec's role "quantize" returns: encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1) float32, by
+    which an operand's accumulator is multiplied, or None.
+    """
+
+    encoded: Encoded | None
+    values: Tensor
+    alpha: Tensor | None
+
+
+class Asks(Protocol):
+    """A request: its role, and in words what it wants."""
+
+    @property
+    def role(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Request:
     """What a GEMM is asked for, without its data: y (m, n) = x (m, k) w (n, k)^T."""
+
+    role: ClassVar[str] = "gemm"
 
     contract: str
     x_format: Format | None
@@ -34,66 +56,22 @@ class Request:
     n: int
     k: int
 
-
-@dataclass(frozen=True)
-class Call:
-    """A GEMM with its data: x_hp (*lead, K) when activations stay in high precision, else x with x_format.
-
-    strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
-    """
-
-    contract: str
-    x_hp: Tensor
-    x: Encoded | None
-    x_format: Format
-    w: Encoded
-    w_format: Format
-    bias: Tensor | None
-    lead: Sequence[int]
-    dtype: torch.dtype
-    strides: Sequence[int] | None = None
-
-    @property
-    def k(self) -> int:
-        return self.w.k
-
-    @property
-    def alpha_x(self) -> Tensor | None:
-        return None if self.x is None else self.x_format.alpha(self.x)
-
-    @property
-    def alpha_w(self) -> Tensor | None:
-        return self.w_format.alpha(self.w)
-
-    def integers(self) -> tuple[Tensor, Tensor]:
-        """x (M, K) and w (N, K) int8 codes."""
-        assert self.x is not None and isinstance(self.x_format, Affine) and isinstance(self.w_format, Affine)
-        return self.x_format.integers(self.x), self.w_format.integers(self.w)
-
-    def shaped(self, y_MN: Tensor) -> Tensor:
-        """(M, N) -> (*lead, N)."""
-        return y_MN.reshape(*self.lead, y_MN.shape[-1])
-
-    def plus_bias(self, y_MN: Tensor) -> Tensor:
-        """(M, N) product, rounded to its dtype already -> (*lead, N) in `dtype`, the bias added with a rounding of its own."""
-        return self.shaped((y_MN if self.bias is None else (y_MN + self.bias).to(y_MN.dtype)).to(self.dtype))
-
-    def request(self) -> Request:
-        rows = self.x_hp.numel() // self.k if self.x is None else self.x.codes.shape[0]
-        x_format = None if self.x is None else self.x_format
-        return Request(
-            self.contract, x_format, self.w_format, self.w.codes.device, self.dtype, rows, self.w.codes.shape[0], self.k
-        )
+    def __str__(self) -> str:
+        return f"GEMM ({self.contract}, M = {self.m}, N = {self.n}, K = {self.k}, {self.device.type})"
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel: why_not(request) is None when it keeps the request's contract, otherwise the reason, for people."""
+    """A kernel: why_not(request) is None when it keeps the request's contract, otherwise the reason, for people.
+
+    run: takes a `Call` and returns y, when the role is "gemm"; `codec.py` says what its roles take.
+    """
 
     name: str
     priority: int
-    why_not: Callable[[Request], str | None] = field(repr=False)
-    run: Callable[[Call], Tensor] = field(repr=False)
+    why_not: Callable[[Any], str | None] = field(repr=False)
+    run: Callable[..., Any] = field(repr=False)
+    role: str = "gemm"
 
 
 _backends: list[Backend] = []
@@ -105,19 +83,19 @@ def register(*backends: Backend) -> None:
     _backends.sort(key=lambda b: -b.priority)
 
 
-def backend_names() -> list[str]:
-    return [b.name for b in _backends]
+def backend_names(role: str = "gemm") -> list[str]:
+    return [b.name for b in _backends if b.role == role]
 
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Run every GEMM inside the block on backend `name`.
+    """Run everything inside the block, in the roles that it has, on backend `name`.
 
     Raises:
         ValueError: no backend has that name; and inside the block, when it cannot run a request, with its reason.
     """
-    if name not in backend_names():
-        raise ValueError(f"no backend is called {name!r}; there are: {', '.join(backend_names())}")
+    if name not in _all_names():
+        raise ValueError(f"no backend is called {name!r}; there are: {', '.join(_all_names())}")
     token = _forced.set(name)
     try:
         yield
@@ -125,30 +103,37 @@ def backend(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def explain(request: Request) -> list[tuple[str, str]]:
+def explain(request: Asks) -> list[tuple[str, str]]:
     """(backend, "runs" | "willing, lower priority" | reason why not) for a request, by falling priority."""
     rows, chosen = [], False
     for b in _backends:
+        if b.role != request.role:
+            continue
         reason = b.why_not(request)
         rows.append((b.name, reason or ("willing, lower priority" if chosen else "runs")))
         chosen = chosen or reason is None
     return rows
 
 
-def route(request: Request) -> Backend:
+def route(request: Asks) -> Backend:
     """The backend that runs `request`.
 
     Raises:
         ValueError: the forced backend does not exist or cannot run it.
     """
+    rivals = [b for b in _backends if b.role == request.role]
     forced = _forced.get() or os.environ.get("AOQUANT_BACKEND")
-    if forced is None:
-        return next(b for b in _backends if b.why_not(request) is None)
-    found = next((b for b in _backends if b.name == forced), None)
-    reason = f"there is none; known: {', '.join(backend_names())}" if found is None else found.why_not(request)
+    found = next((b for b in rivals if b.name == forced), None)
+    if forced is None or (found is None and forced in _all_names()):
+        return next(b for b in rivals if b.why_not(request) is None)
+    reason = f"there is none; known: {', '.join(_all_names())}" if found is None else found.why_not(request)
     if found is None or reason is not None:
         raise ValueError(
-            f"backend {forced!r} was forced, but cannot run this GEMM ({request.contract}, M = {request.m}, "
-            f"N = {request.n}, K = {request.k}, {request.device.type}): {reason}. Unset it or choose another"
+            f"backend {forced!r} was forced, but cannot run this {request}: {reason}. Unset it or choose another"
         )
     return found
+
+
+def _all_names() -> list[str]:
+    """Names in any role, by falling priority, each once."""
+    return list(dict.fromkeys(b.name for b in _backends))

@@ -20,7 +20,8 @@ from aoquant.formats import Encoded, Int4, TinyGemm
 from aoquant.formats.elements import fma
 from aoquant.formats.tinygemm import fused_sums
 
-from .router import Backend, Call, Request
+from .call import Call
+from .router import Backend, Request
 
 CUDA_K = 1024  # torchao pads K to a multiple of it, with zeros
 INNER_K_TILES = 8

@@ -1,0 +1,145 @@
+"""The codec: three roles beside the GEMM, for which backends compete in the router.
+
+    encode    x -> codes and scales
+    decode    codes and scales -> the operand, or the values, of a GEMM
+    quantize  x -> the operand or the values, and the codes too if somebody will read them: both roles, one pass over x
+
+The reference is `Format` itself, some rows at a time on a CPU (`tiles.py`). A forced backend rules the roles that it has; the others choose freely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import FLOAT_DTYPES, MX, NVFP4, Affine, Encoded, Float8, Format, Int4
+
+from . import tiles
+from .router import Backend, Quantized, register, route
+
+LONGEST_ROW = 16384  # values of an integer row that the Triton kernel holds in registers
+
+
+@dataclass(frozen=True)
+class CodecRequest:
+    """What a codec is asked for: role "encode", "decode" or "quantize" of a (rows, k) matrix; dtype: of the input of the first
+    and the last, of the result of the second.
+    """
+
+    role: str
+    format: Format
+    device: torch.device
+    dtype: torch.dtype
+    rows: int
+    k: int
+    codes: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.role} ({self.format.name}, {self.rows} x {self.k}, {self.dtype}, {self.device.type})"
+
+
+def encode(format: Format, x_RK: Tensor) -> Encoded:
+    """`format.encode(x_RK)`, on the fastest backend."""
+    rows, k = x_RK.shape
+    return route(CodecRequest("encode", format, x_RK.device, x_RK.dtype, rows, k)).run(format, x_RK)
+
+
+def decode(
+    format: Format, e: Encoded, dtype: torch.dtype, *, operand: bool = False, out: torch.dtype | None = None
+) -> Tensor:
+    """`format.decode(e, dtype)`, or `format.operand`, then cast to `out`."""
+    request = CodecRequest("decode", format, e.codes.device, dtype, e.codes.shape[0], e.k)
+    return route(request).run(format, e, dtype, operand, out or dtype)
+
+
+def quantize(
+    format: Format, x_RK: Tensor, dtype: torch.dtype, *, operand: bool = False, keep: bool = False
+) -> Quantized:
+    """`format.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or an operand and its alpha."""
+    rows, k = x_RK.shape
+    request = CodecRequest("quantize", format, x_RK.device, x_RK.dtype, rows, k, keep)
+    return route(request).run(format, x_RK, dtype, operand, keep)
+
+
+def _reference_decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
+    return tiles.operand(format, e, dtype, out) if operand else tiles.decode(format, e, dtype).to(out)
+
+
+def _reference_quantize(format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool) -> Quantized:
+    e = tiles.encode(format, x_RK)
+    return Quantized(e if keep else None, _reference_decode(format, e, dtype, operand, dtype), format.alpha(e))
+
+
+@cache
+def _kernels() -> ModuleType:
+    from . import triton
+
+    return triton
+
+
+@cache
+def _lacks(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on `device`."""
+    if device.type != "cuda":
+        return "its kernels are for CUDA devices"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "its float8 conversions need compute capability 8.9 (Ada, Hopper) or later"
+    return None
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether our Triton kernels run on `device`."""
+    return _lacks(device) is None
+
+
+def _why_not_triton(r: CodecRequest) -> str | None:
+    if lacks := _lacks(r.device):
+        return lacks
+    if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
+        return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
+    f = r.format
+    if not _has_kernel(f):
+        return f"has no kernel for {f.name}"
+    if isinstance(f, Float8) and r.k % 16:
+        return f"reads rows of float8 by 16, got K = {r.k}"
+    if isinstance(f, Affine | Int4):
+        return _why_not_integer(f, r)
+    return None
+
+
+def _has_kernel(f: Format) -> bool:
+    """Whether the kernels know this format's every option; a subclass is another format."""
+    if type(f) is Int4:
+        return f.scales == "input"
+    if type(f) is Affine:
+        return f.mapping in ("symmetric", "asymmetric") and not f.fixed and not f.stored and f.width > 1
+    if type(f) is Float8:
+        return f.per in ("row", "tensor") and not f.fixed and f.low is None and f.high is None
+    return type(f) in (MX, NVFP4)
+
+
+def _why_not_integer(f: Affine | Int4, r: CodecRequest) -> str | None:
+    if f.bits not in (4, 8) and r.codes:
+        return f"packs codes of 4 and 8 bits, not {f.bits}"
+    if f.bits == 4 and (r.k % 2 or (f.block or 2) % 2):
+        return f"packs pairs along K, got K = {r.k} in blocks of {f.block or r.k}"
+    if r.role != "decode" and (f.block or (r.k if getattr(f, "per", "") == "row" else 0)) > LONGEST_ROW:
+        return f"holds blocks of up to {LONGEST_ROW} values, got {f.block or r.k}"
+    return None
+
+
+register(
+    Backend("reference", 0, lambda r: None, tiles.encode, "encode"),
+    Backend("reference", 0, lambda r: None, _reference_decode, "decode"),
+    Backend("reference", 0, lambda r: None, _reference_quantize, "quantize"),
+    Backend("triton", 10, _why_not_triton, lambda *a: _kernels().encode(*a), "encode"),
+    Backend("triton", 10, _why_not_triton, lambda *a: _kernels().decode(*a), "decode"),
+    Backend("triton", 10, _why_not_triton, lambda *a: _kernels().quantize(*a), "quantize"),
+)

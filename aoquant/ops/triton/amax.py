@@ -1,0 +1,54 @@
+"""The range of a whole tensor, as partial results that the next kernel finishes.
+
+An atomic maximum would need a cleared buffer, one more launch. Instead each of PARTIALS programs stores the range of what it read,
+and every program of the kernel that follows reduces those few kilobytes, which sit in the L2 cache. Deterministic, like any maximum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .elements import float_bits, least, most
+
+PARTIALS = 512
+_TILE, _WARPS = 8192, 8
+
+
+@triton.jit
+def _absmax(x_ptr, partial_ptr, n, TILE: tl.constexpr):
+    most = tl.zeros([TILE], tl.int32)
+    for i in range(tl.program_id(0), tl.cdiv(n, TILE), tl.num_programs(0)):
+        at = tl.cast(i, tl.int64) * TILE + tl.arange(0, TILE)
+        x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+        most = tl.maximum(most, float_bits(x) & 0x7FFFFFFF)
+    tl.store(partial_ptr + tl.program_id(0), tl.max(most, axis=0))
+
+
+def absmax_partials(x: Tensor) -> Tensor:
+    """(PARTIALS,) int32: maxima of the bits of |x| as float32, so that NaN is larger than everything. x is contiguous."""
+    partials = torch.empty(PARTIALS, dtype=torch.int32, device=x.device)
+    _absmax[(PARTIALS,)](x, partials, x.numel(), TILE=_TILE, num_warps=_WARPS)
+    return partials
+
+
+@triton.jit
+def _range(x_ptr, partial_ptr, n, TILE: tl.constexpr, N_PARTIALS: tl.constexpr):
+    low = tl.full([TILE], float("inf"), tl.float32)
+    high = -low
+    for i in range(tl.program_id(0), tl.cdiv(n, TILE), tl.num_programs(0)):
+        at = tl.cast(i, tl.int64) * TILE + tl.arange(0, TILE)
+        x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)  # 0 is in the range of every affine format
+        low = least(low, x)
+        high = most(high, x)
+    tl.store(partial_ptr + tl.program_id(0), tl.reduce(low, 0, least))
+    tl.store(partial_ptr + N_PARTIALS + tl.program_id(0), tl.reduce(high, 0, most))
+
+
+def range_partials(x: Tensor) -> Tensor:
+    """(2, PARTIALS) float32: minima and maxima, NaN where there was one. x is contiguous."""
+    partials = torch.empty(2, PARTIALS, dtype=torch.float32, device=x.device)
+    _range[(PARTIALS,)](x, partials, x.numel(), TILE=_TILE, N_PARTIALS=PARTIALS, num_warps=_WARPS)
+    return partials

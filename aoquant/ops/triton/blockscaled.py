@@ -1,0 +1,191 @@
+"""MX and NVFP4 in one pass: read x once, write codes and scales, and the values that a GEMM will multiply, as asked.
+
+A contiguous (R, K) matrix whose blocks divide K is a stream of blocks, and codes, scales and values are streams in the same order,
+so the kernels are one-dimensional. NVFP4's dynamic outer scale needs an absmax of the whole tensor first: `amax.absmax_partials`
+leaves one per program, and every program of the encoder takes their maximum. The encoder then walks backwards, because what the
+first pass read last is what the L2 cache still holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aoquant.formats import MX, NVFP4, Encoded
+from aoquant.formats.blockscaled import E4M3_FLOOR, PTS_FLOOR
+from aoquant.formats.elements import ELEMENTS, FLOAT8
+from aoquant.formats.scales import reciprocal
+
+from .amax import PARTIALS, absmax_partials
+from .elements import (
+    INF_BITS,
+    NAN_BITS,
+    bits_float,
+    e2m1_rounded,
+    e2m1_value,
+    e8m0_byte,
+    e8m0_inverse,
+    e8m0_value,
+    float_bits,
+    least,
+    most,
+    pack_e2m1,
+    unpack4,
+)
+
+TILE = 1024  # values a program holds at once: one warp of them, so that nothing waits at a barrier
+LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
+
+
+@triton.jit
+def _nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.constexpr):
+    """amax of each block -> (e4m3 scale, what x is multiplied by)."""
+    amax = bits_float(tl.where(amax_bits == INF_BITS, NAN_BITS, amax_bits))
+    ratio = amax * SIXTH
+    if pts is not None:
+        ratio = tl.div_rn(ratio, pts + tl.zeros_like(ratio))
+    ratio = most(ratio, FLOOR)
+    scale = least(ratio, 448.0).to(tl.float8e4nv)
+    return scale, tl.div_rn(inverse_pts + tl.zeros_like(ratio), scale.to(tl.float32))
+
+
+@triton.jit
+def _encode(
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, pts,
+    OUTER: tl.constexpr, RULE: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr,
+    LIMIT: tl.constexpr, ELEMENT: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, FLOOR: tl.constexpr, SMALLEST_PTS: tl.constexpr,
+    CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """OUTER: "" for MX, else NVFP4's. VALUES: "" none, "operand" without, "decode" with the outer scale."""
+    outer = None
+    inverse_pts = 1.0
+    if OUTER == "dynamic":
+        largest = tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0)
+        outer = most(bits_float(largest) * PTS_RECIPROCAL, SMALLEST_PTS)
+    elif OUTER == "static":
+        outer = pts + tl.zeros([], tl.float32)
+    if OUTER == "dynamic" or OUTER == "static":
+        inverse_pts = tl.div_rn(tl.full([], 1.0, tl.float32), outer)
+        if tl.program_id(0) == 0:
+            tl.store(outer_ptr, outer)
+
+    n_tiles = tl.cdiv(n_blocks, NB)
+    for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        tile = tl.cast(n_tiles - 1 - i, tl.int64)
+        block = tile * NB + tl.arange(0, NB)
+        at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
+        inside = (block < n_blocks)[:, None]
+        x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        magnitude = x & 0x7FFFFFFF
+        amax = tl.max(magnitude, axis=1)
+        if OUTER == "":
+            byte = e8m0_byte(amax, RULE, MAX_POW2, RECIPROCAL, MANTISSA)
+            inverse, scale_value = e8m0_inverse(byte, RULE), e8m0_value(byte)
+            if CODES:
+                tl.store(scale_ptr + block, byte.to(tl.uint8), mask=block < n_blocks)
+        else:
+            scale, inverse = _nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
+            scale_value = scale.to(tl.float32)
+            if CODES:
+                tl.store(scale_ptr + block, scale.to(tl.uint8, bitcast=True), mask=block < n_blocks)
+            if VALUES == "decode" and outer is not None:
+                scale_value = outer * scale_value
+
+        if ELEMENT == "e2m1":
+            rounded = e2m1_rounded(bits_float(magnitude) * inverse[:, None])
+            if CODES:
+                keep = tl.where(inverse == inverse, 255, 0)  # NaN has no code, and no sign
+                codes = pack_e2m1(float_bits(rounded), x, NB, B) & keep[:, None]
+                half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
+                tl.store(codes_ptr + half, codes.to(tl.uint8), mask=inside)
+            if VALUES != "":
+                value = e2m1_value(float_bits(rounded), x ^ magnitude)
+        else:
+            y = least(most(bits_float(x) * inverse[:, None], -LIMIT), LIMIT)
+            code = y.to(tl.float8e4nv) if ELEMENT == "e4m3" else y.to(tl.float8e5)
+            if CODES:
+                tl.store(codes_ptr + at, code.to(tl.uint8, bitcast=True), mask=inside)
+            if VALUES != "":
+                value = code.to(tl.float32)
+        if VALUES != "":
+            value = value * scale_value[:, None]
+            tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode(
+    codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, blocks_per_row, OUTER_STRIDE,
+    ELEMENT: tl.constexpr, MX_SCALE: tl.constexpr, OUTER: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """OUTER: whether the outer scale multiplies the scale; it has one value a row (OUTER_STRIDE 1) or one in all (0)."""
+    tile = tl.program_id(0).to(tl.int64)
+    block = tile * NB + tl.arange(0, NB)
+    at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
+    inside = block < n_blocks
+    byte = tl.load(scale_ptr + block, mask=inside, other=0)
+    scale = e8m0_value(byte.to(tl.int32)) if MX_SCALE else byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if OUTER:
+        scale = tl.load(outer_ptr + (block // blocks_per_row) * OUTER_STRIDE, mask=inside, other=0.0) * scale
+    if ELEMENT == "e2m1":
+        half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
+        code = unpack4(tl.load(codes_ptr + half, mask=inside[:, None], other=0), NB, B)
+        value = e2m1_value(code, (code & 8) << 28)
+    else:
+        code = tl.load(codes_ptr + at, mask=inside[:, None], other=0)
+        code = code.to(tl.float8e4nv, bitcast=True) if ELEMENT == "e4m3" else code.to(tl.float8e5, bitcast=True)
+        value = code.to(tl.float32)
+    tl.store(values_ptr + at, (value * scale[:, None]).to(values_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def quantize(
+    format: MX | NVFP4, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    x_RK = x_RK.contiguous()
+    (rows, k), device = x_RK.shape, x_RK.device
+    element = format.element if isinstance(format, MX) else "e2m1"
+    nb, grid = TILE // format.block, triton.cdiv(rows * k, TILE)
+    max_pow2, largest, mantissa = ELEMENTS[element]
+    codes = torch.empty(rows, k // 2 if element == "e2m1" else k, dtype=torch.uint8, device=device) if keep else None
+    scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
+    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
+    outer = partials = None
+    kind: dict[str, Any] = {"OUTER": "", "RULE": "", "RECIPROCAL": reciprocal(largest), "N_PARTIALS": PARTIALS}
+    if isinstance(format, MX):
+        kind["RULE"] = format.rule
+    else:
+        kind["OUTER"] = format.outer
+        if format.outer != "none":
+            outer = torch.empty(1, 1, dtype=torch.float32, device=device)
+        if format.outer == "dynamic":
+            partials = absmax_partials(x_RK)
+    _encode[(grid,)](
+        x_RK, partials, codes, scale, outer, values, rows * k // format.block,
+        format.pts or 0.0 if isinstance(format, NVFP4) else 0.0,
+        MAX_POW2=max_pow2, MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(2688.0),
+        FLOOR=E4M3_FLOOR, SMALLEST_PTS=PTS_FLOOR, CODES=keep,
+        VALUES="" if dtype is None else "operand" if operand else "decode", NB=nb, B=format.block, **kind, **LAUNCH,
+    )  # fmt: skip
+    if codes is None or scale is None:
+        return None, values, outer
+    codes = codes if element == "e2m1" else codes.view(FLOAT8[element])
+    native = torch.float8_e8m0fnu if isinstance(format, MX) else torch.float8_e4m3fn
+    return Encoded(codes, scale.view(native), None, outer, k), values, outer
+
+
+def decode(format: MX | NVFP4, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
+    """(R, K) values in `dtype`: the operand, or decoded."""
+    assert e.scale is not None
+    rows, element = e.codes.shape[0], format.element if isinstance(format, MX) else "e2m1"
+    values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
+    _decode[(triton.cdiv(rows * e.k, TILE),)](
+        e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8), e.outer, values,
+        rows * e.k // format.block, e.k // format.block, 1 if e.outer is not None and e.outer.shape[0] > 1 else 0,
+        ELEMENT=element, MX_SCALE=isinstance(format, MX), OUTER=not operand and e.outer is not None,
+        NB=TILE // format.block, B=format.block, **LAUNCH,
+    )  # fmt: skip
+    return values

@@ -1,0 +1,144 @@
+"""Rounding on the device: the Triton counterparts of `formats.elements` and `formats.scales`.
+
+Three things keep a kernel's bytes equal to the reference's. Every launch has `enable_fp_fusion=False`, so that no multiply and add
+are contracted behind our back; division is `tl.div_rn`, IEEE, where the reference divides; and absmax compares integers, because
+a positive float's bits sort like its value, with NaN on top, where a float maximum would drop the NaN.
+
+Rounding to nearest even is an addition: v + 2^23 has no bits left below 1, so the adder itself rounds. For e2m1, whose step is
+1/2, 1 and 2 in turn, the index of the nearest code is the least of three such roundings, rn(2v), rn(v) + 2 and rn(v/2) + 4:
+index over value is a concave, piecewise linear function, and the pieces agree, ties included, where they meet.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROUND = tl.constexpr(8388608.0)  # 2^23: floats above it are integers
+ROUND_SIGNED = tl.constexpr(12582912.0)  # 1.5 * 2^23, for values of either sign below 2^22
+E2M1_UNIT = tl.constexpr(2.0**126)
+NAN_BITS = tl.constexpr(0x7FC00000)
+INF_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def float_bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def bits_float(b):
+    return b.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def least(a, b):
+    """Minimum that keeps a NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def most(a, b):
+    """Maximum that keeps a NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def round_even(v):
+    """float32 -> nearest integer, half to even, for |v| < 2^22; NaN stays."""
+    return (v + ROUND_SIGNED) - ROUND_SIGNED
+
+
+@triton.jit
+def quotient(d, s, r):
+    """d / s rounded to float32, given r = 1 / s rounded, for s in [2^-60, 2^60] and finite d; s is positive.
+
+    Markstein's division: the first correction makes q faithful, and from a faithful q and a rounded reciprocal the second makes the
+    rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990). A quotient below 2^-20 s
+    may lose last bits to underflow; every code is zero there. Hardware division does the same, with a reciprocal for each value.
+    """
+    q = d * r
+    q = tl.fma(tl.fma(-s, q, d), r, q)
+    q = tl.fma(tl.fma(-s, q, d), r, q)
+    return bits_float(
+        (float_bits(q) & 0x7FFFFFFF) | (float_bits(d) & -0x80000000)
+    )  # the corrections of -0 add up to +0
+
+
+@triton.jit
+def through(v, DTYPE: tl.constexpr):
+    """float32 rounded to DTYPE and back."""
+    return v.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def e2m1_rounded(v):
+    """v >= 0 -> 2^23 + index of the nearest e2m1 magnitude; saturating. Wrong for NaN: its block masks it."""
+    low = tl.minimum(tl.fma(v, 2.0, ROUND), v + (ROUND + 2.0))
+    return tl.minimum(tl.minimum(low, tl.fma(v, 0.5, ROUND + 4.0)), ROUND + 7.0)
+
+
+@triton.jit
+def e2m1_value(index, sign):
+    """int32 whose lowest three bits are the index, int32 with nothing but a sign bit -> float32.
+
+    The three bits are a float32's lowest exponent bits and first mantissa bit, 2^126 too small.
+    """
+    return bits_float(((index << 22) & 0x1C00000) | sign) * E2M1_UNIT
+
+
+@triton.jit
+def e8m0_byte(amax_bits, RULE: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr):
+    """Biased exponent of a block's scale, as `formats.scales.e8m0_bytes`. RECIPROCAL: float32 of 1 / largest value."""
+    if RULE == "rceil":
+        bits = float_bits(bits_float(amax_bits) * RECIPROCAL)
+        exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+        up = tl.where(exponent == 0, mantissa > 1 << 22, mantissa > 0)
+        byte = tl.minimum(exponent + up.to(tl.int32), 254)
+    else:
+        bits = amax_bits
+        if RULE == "even":
+            bits = bits + (1 << (22 - MANTISSA))
+        exponent = (bits >> 23) & 0xFF
+        if RULE == "ceil":
+            exponent = exponent + ((bits & 0x7FFFFF) > 0).to(tl.int32)
+        byte = tl.maximum(exponent - MAX_POW2, 0)
+    return tl.where(amax_bits > INF_BITS, 255, byte)
+
+
+@triton.jit
+def e8m0_value(byte):
+    """2^(byte - 127), NaN for 255."""
+    bits = tl.where(byte == 0, 1 << 22, byte << 23)
+    return bits_float(tl.where(byte == 255, NAN_BITS, bits))
+
+
+@triton.jit
+def e8m0_inverse(byte, RULE: tl.constexpr):
+    """What x is multiplied by: 2^(127 - byte), but for byte 0: 1 under rceil, 2^126 otherwise."""
+    bits = tl.where(byte == 254, 1 << 22, (254 - byte) << 23)
+    bits = tl.where(byte == 0, (127 if RULE == "rceil" else 253) << 23, bits)
+    return bits_float(tl.where(byte == 255, NAN_BITS, bits))
+
+
+@triton.jit
+def pack4(codes, NB: tl.constexpr, B: tl.constexpr):
+    """(NB, B) int32 codes, 0..15 in their lowest four bits, the others 0 -> (NB, B / 2) int32, low nibble = even k."""
+    low, high = tl.split(tl.reshape(codes, (NB, B // 2, 2)))
+    return low | (high << 4)
+
+
+@triton.jit
+def pack_e2m1(index, bits, NB: tl.constexpr, B: tl.constexpr):
+    """(NB, B) index of the magnitude in the lowest three bits, sign of the value in the highest of `bits` -> (NB, B / 2) int32."""
+    low, high = tl.split(tl.reshape(index, (NB, B // 2, 2)))
+    low_bits, high_bits = tl.split(tl.reshape(bits, (NB, B // 2, 2)))
+    signs = ((low_bits >> 28) & 8) | ((high_bits >> 24) & 128)
+    return ((low + (high << 4)) & 0x77) | signs
+
+
+@triton.jit
+def unpack4(packed, NB: tl.constexpr, B: tl.constexpr):
+    """Inverse of `pack4`: (NB, B / 2) uint8 -> (NB, B) int32, the code in the lowest four bits, noise above them."""
+    both = packed.to(tl.int32)
+    return tl.reshape(tl.join(both, both >> 4), (NB, B))

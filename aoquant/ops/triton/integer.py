@@ -1,0 +1,225 @@
+"""Int4 (MSLK's dialect) and torchao's affine integers, encoded and decoded in one pass each.
+
+A row is taken as a block of K values, so one kernel serves scales per group, per row and, with the range of the whole tensor given
+by a first pass, per tensor. torchao's formulas round every step to the input's dtype (`through`), which is why scales of bfloat16
+weights are the same on every device. Int4's operand is q * s + z in one rounding: as in `formats.elements.fma_round`, the float32
+sum is rounded to odd first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aoquant.formats import Affine, Encoded, Int4
+from aoquant.formats.int4 import INT4_EPS
+from aoquant.formats.scales import reciprocal
+
+from .amax import PARTIALS, range_partials
+from .elements import ROUND, ROUND_SIGNED, float_bits, least, most, pack4, quotient, round_even, through, unpack4
+
+NO_FUSION = {"enable_fp_fusion": False}
+TILE = 1024  # values a warp holds
+TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _int4_values(q, s, z, FUSED: tl.constexpr, OUT: tl.constexpr):
+    """q * s + z: a multiply-add of type FUSED, then OUT; FUSED None: rounded once to OUT, where no instruction does it."""
+    if FUSED is not None:
+        return tl.fma(q.to(FUSED), s.to(FUSED), z.to(FUSED)).to(OUT)
+    product = q * s  # exact
+    total = product + z
+    shadow = total - product
+    error = (product - (total - shadow)) + (z - shadow)
+    bits = float_bits(total)
+    # to odd: the neighbour towards the error; for an even number that is one bit up or down, by the signs of both
+    away = tl.where((error > 0) == (bits >= 0), 1, -1)
+    inexact = (error != 0) & (tl.abs(error) < float("inf")) & ((bits & 1) == 0)
+    return (bits + tl.where(inexact, away, 0)).to(tl.float32, bitcast=True).to(OUT)
+
+
+@triton.jit
+def _encode(
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, zero_ptr, values_ptr, n_blocks, block, n,
+    INT4: tl.constexpr, TENSOR: tl.constexpr, ASYMMETRIC: tl.constexpr, FLOAT32_SCALE: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, EPS: tl.constexpr, RECIPROCAL: tl.constexpr, BITS: tl.constexpr,
+    CODES: tl.constexpr, VALUES: tl.constexpr, CENTRED: tl.constexpr, FUSED: tl.constexpr, DTYPE: tl.constexpr,
+    NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """CENTRED: values are q - zero, without the scale (the operand of formats with a scale per row or tensor)."""
+    i = tl.program_id(0)
+    index = tl.cast(i, tl.int64) * NB + tl.arange(0, NB)
+    column = tl.arange(0, B)[None, :]
+    inside = (index < n_blocks)[:, None] & (column < block)
+    at = index[:, None] * block + column
+    if TENSOR:
+        inside = inside & (at < n)  # blocks only share out the work, so the last may be ragged
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if TENSOR:
+        slot = tl.arange(0, N_PARTIALS)
+        low = tl.reduce(tl.load(partial_ptr + slot), 0, least) + tl.zeros([NB], tl.float32)
+        high = tl.reduce(tl.load(partial_ptr + N_PARTIALS + slot), 0, most) + tl.zeros([NB], tl.float32)
+    else:
+        low = tl.reduce(tl.where(column < block, x, float("inf")), 1, least)
+        high = tl.reduce(tl.where(column < block, x, float("-inf")), 1, most)
+
+    if INT4:
+        scale = most(high - low, EPS) * RECIPROCAL
+        zero = low + 8.0 * scale
+        d, s = x - low[:, None], scale[:, None]
+        if tl.max(scale, axis=0) < 2.0**60:  # and at least EPS / 15
+            q = quotient(d, s, tl.div_rn(tl.full([NB, 1], 1.0, tl.float32), s))
+        else:
+            q = tl.div_rn(d, s + tl.zeros_like(d))
+        # above 15 there is nothing, for the range of a group is 15 scales; NaN is code 0
+        q = tl.where(q == q, q + ROUND, ROUND + 8.0)
+        code = float_bits(q) ^ 8
+        q = q - (ROUND + 8.0)
+        scale, zero = through(scale, DTYPE), through(zero, DTYPE)
+    else:
+        low, high = least(low, 0.0), most(high, 0.0)
+        span = through(high - low, DTYPE) if ASYMMETRIC else most(-low, high)
+        scale = most(through(span * RECIPROCAL, DTYPE), EPS)
+        zero = tl.zeros_like(scale)
+        if ASYMMETRIC:
+            zero = LOW - round_even(through(tl.div_rn(low, scale), DTYPE))
+            zero = tl.where(zero == zero, tl.minimum(tl.maximum(zero, LOW), HIGH), 0.0)
+        inverse = tl.div_rn(tl.full([NB], 1.0, tl.float32), scale)
+        y = x * (inverse if FLOAT32_SCALE else through(inverse, DTYPE))[:, None]
+        y = y if FLOAT32_SCALE else through(y, DTYPE)
+        y = y + ROUND_SIGNED  # at most 256 in magnitude, by the choice of the scale
+        y = tl.where(y == y, y + zero[:, None], ROUND_SIGNED)
+        y = tl.minimum(tl.maximum(y, ROUND_SIGNED + LOW), ROUND_SIGNED + HIGH)
+        code, q = float_bits(y), y - ROUND_SIGNED
+
+    if CODES:
+        if BITS == 4:
+            nibble = (code if INT4 else code ^ 8) & 15  # adding 8 to four bits is flipping the top one
+            half = index[:, None] * (block // 2) + tl.arange(0, B // 2)[None, :]
+            inside_half = (index < n_blocks)[:, None] & (tl.arange(0, B // 2)[None, :] < block // 2)
+            if TENSOR:
+                inside_half = inside_half & (half < n // 2)
+            tl.store(codes_ptr + half, pack4(nibble, NB, B).to(tl.uint8), mask=inside_half)
+        else:
+            tl.store(codes_ptr + at, code.to(tl.int8), mask=inside)
+    if not TENSOR or i == 0:
+        stored = index < (1 if TENSOR else n_blocks)
+        if scale_ptr is not None:
+            tl.store(scale_ptr + index, scale.to(scale_ptr.dtype.element_ty), mask=stored)
+        if zero_ptr is not None:
+            tl.store(zero_ptr + index, zero.to(zero_ptr.dtype.element_ty), mask=stored)
+    if VALUES:
+        OUT: tl.constexpr = values_ptr.dtype.element_ty
+        if INT4:
+            value = _int4_values(q, scale[:, None], zero[:, None], FUSED, OUT)
+        else:
+            value = _affine_values(
+                q, zero[:, None], scale[:, None], CENTRED, tl.float32 if FLOAT32_SCALE else DTYPE
+            ).to(OUT)
+        tl.store(values_ptr + at, value, mask=inside)
+
+
+@triton.jit
+def _affine_values(q, zero, scale, CENTRED: tl.constexpr, SCALE_DTYPE: tl.constexpr):
+    if CENTRED:
+        return q - zero
+    return through(through(q - zero, SCALE_DTYPE) * scale, SCALE_DTYPE)
+
+
+@triton.jit
+def _decode(
+    codes_ptr, scale_ptr, zero_ptr, values_ptr, n_blocks, block, SCALE_STRIDE,
+    INT4: tl.constexpr, BITS: tl.constexpr, CENTRED: tl.constexpr, FUSED: tl.constexpr,
+    NB: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    # a row may be longer than a tile: the second grid axis walks along it
+    index = tl.cast(tl.program_id(0), tl.int64) * NB + tl.arange(0, NB)
+    start = tl.program_id(1) * B
+    column = start + tl.arange(0, B)[None, :]
+    rows = (index < n_blocks)[:, None]
+    if BITS == 4:
+        half_column = start // 2 + tl.arange(0, B // 2)[None, :]
+        packed = tl.load(
+            codes_ptr + index[:, None] * (block // 2) + half_column, mask=rows & (half_column < block // 2), other=0
+        )
+        code = unpack4(packed, NB, B) & 15
+        q = (((code ^ 8) - 8) if INT4 else (code - 8)).to(tl.float32)
+    else:
+        q = tl.load(codes_ptr + index[:, None] * block + column, mask=rows & (column < block), other=0)
+        q = q.to(tl.int8, bitcast=True).to(tl.float32)
+    SCALE_DTYPE: tl.constexpr = scale_ptr.dtype.element_ty
+    scale = tl.load(scale_ptr + index * SCALE_STRIDE, mask=index < n_blocks, other=0.0).to(tl.float32)[:, None]
+    zero = tl.zeros([NB, 1], tl.float32)
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr + index * SCALE_STRIDE, mask=index < n_blocks, other=0).to(tl.float32)[:, None]
+    OUT: tl.constexpr = values_ptr.dtype.element_ty
+    if INT4:
+        value = _int4_values(q, scale, zero, FUSED, OUT)
+    else:
+        value = _affine_values(q, zero, scale, CENTRED, SCALE_DTYPE).to(OUT)
+    tl.store(values_ptr + index[:, None] * block + column, value, mask=rows & (column < block))
+
+
+def _fused(format: Int4 | Affine, scale_dtype: torch.dtype, out: torch.dtype) -> tl.dtype | None:
+    """Type of the multiply-add that computes an int4 operand, see `formats.elements.fma_round`; None if there is none."""
+    if torch.float32 in (scale_dtype, out):
+        return tl.float32
+    return TL_DTYPE[out] if scale_dtype == out else None
+
+
+def quantize(
+    format: Int4 | Affine, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    x_RK = x_RK.contiguous()
+    (rows, k), device, int4 = x_RK.shape, x_RK.device, isinstance(format, Int4)
+    per = "group" if isinstance(format, Int4) else format.per
+    block = format.block or (4096 if per == "tensor" else k)
+    n_blocks = triton.cdiv(rows * k, block)
+    width = triton.next_power_of_2(block)
+    nb = max(1, TILE // width)
+    asymmetric = int4 or (isinstance(format, Affine) and format.mapping == "asymmetric")
+    float32_scale = isinstance(format, Affine) and format.scales == "float32"
+    scale_dtype = torch.float32 if float32_scale else x_RK.dtype
+    shape = (1, 1) if per == "tensor" else (rows, k // format.block if format.block else 1)
+    codes = scale = zero = None
+    if keep or per != "group":
+        scale = torch.empty(shape, dtype=scale_dtype, device=device)
+    if keep:
+        code_dtype = torch.uint8 if format.bits == 4 else torch.int8
+        codes = torch.empty(rows, k // 2 if format.bits == 4 else k, dtype=code_dtype, device=device)
+        if asymmetric:
+            zero = torch.empty(shape, dtype=x_RK.dtype if int4 else torch.int8, device=device)
+    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
+    low, high = (0, 15) if isinstance(format, Int4) else format.limits
+    steps = float(high - low) if asymmetric else (high - low) / 2
+    eps = INT4_EPS if isinstance(format, Int4) else format._eps(x_RK.dtype)
+    _encode[(triton.cdiv(n_blocks, nb),)](
+        x_RK, range_partials(x_RK) if per == "tensor" else None, codes, scale, zero, values, n_blocks, block, rows * k,
+        INT4=int4, TENSOR=per == "tensor", ASYMMETRIC=asymmetric, FLOAT32_SCALE=float32_scale, LOW=float(low),
+        HIGH=float(high), EPS=eps, RECIPROCAL=reciprocal(steps), BITS=format.bits, CODES=keep, VALUES=dtype is not None,
+        CENTRED=operand and per != "group",
+        FUSED=None if dtype is None else _fused(format, scale_dtype, dtype), DTYPE=TL_DTYPE[x_RK.dtype], NB=nb, B=width,
+        N_PARTIALS=PARTIALS, num_warps=min(16, nb * width // TILE), **NO_FUSION,
+    )  # fmt: skip
+    alpha = None if scale is None or per == "group" else scale.float()
+    return None if codes is None else Encoded(codes, scale, zero, None, k), values, alpha
+
+
+def decode(format: Int4 | Affine, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
+    """(R, K) values in `dtype`: the operand, or decoded."""
+    assert e.scale is not None
+    rows = e.codes.shape[0]
+    block = format.block or e.k
+    n_blocks, width = rows * e.k // block, min(triton.next_power_of_2(block), TILE)
+    nb = TILE // width
+    values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
+    _decode[(triton.cdiv(n_blocks, nb), triton.cdiv(block, width))](
+        e.codes.contiguous(), e.scale.contiguous(), None if e.zero is None else e.zero.contiguous(), values, n_blocks, block,
+        int(e.scale.numel() > 1), INT4=isinstance(format, Int4), BITS=format.bits,
+        CENTRED=operand and format.block is None, FUSED=_fused(format, e.scale.dtype, dtype), NB=nb, B=width, num_warps=1, **NO_FUSION,
+    )  # fmt: skip
+    return values

@@ -1,0 +1,84 @@
+"""The codec's roles on a CPU: the reference runs and the others say why not; its values are the format's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linear_cases import BF16, F32, assert_equal, data, dtype_name
+from torch import Tensor
+
+from aoquant import backend, explain, get_format, ops
+from aoquant.ops import CodecRequest, codec
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ROLES = ("encode", "decode", "quantize")
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "int4-g64", "intx3-g32", "int8-row-asym", "int8-tensor", "fp8-row", "fp8-tensor")
+
+
+def request(role: str, name: str, device: torch.device = CPU) -> CodecRequest:
+    return CodecRequest(role, get_format(name), device, BF16, 6, 192)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_reference_runs_and_triton_says_why_not(role: str) -> None:
+    assert explain(request(role, "nvfp4")) == [("triton", "its kernels are for CUDA devices"), ("reference", "runs")]
+
+
+def test_forcing_triton_on_a_cpu_is_an_error_with_its_reason() -> None:
+    x = data("normal", 6, 192, BF16)
+    with backend("triton"), pytest.raises(ValueError, match=r"encode \(nvfp4, 6 x 192, .*for CUDA devices.*another"):
+        codec.encode(get_format("nvfp4"), x)
+
+
+def test_a_backend_of_gemms_leaves_the_codec_free() -> None:
+    x, fmt = data("normal", 6, 192, BF16), get_format("mxfp4")
+    with backend("torch._int_mm"):
+        assert_equal(codec.encode(fmt, x).codes, fmt.encode(x).codes)
+    with (
+        backend("triton"),
+        pytest.raises(ValueError, match="CUDA"),
+    ):  # and the other way round: the GEMM is free, the codec is not
+        ops.scaled_mm(ops.to_parts(fmt.encode(x)), [x], None, "mxfp4", "mxfp4", "aoquant", [6], 192, BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
+    fmt, x = get_format(name), data("outlier", 6, 192, dtype)
+    e = fmt.encode(x)
+    for operand in (True, False):
+        want = fmt.operand(e, dtype) if operand else fmt.decode(e, dtype)
+        kept, values, alpha = codec.quantize(fmt, x, dtype, operand=operand, keep=True)
+        assert kept is not None
+        assert_equal(values, want)
+        assert_equal(kept.codes, e.codes)
+        expected = fmt.alpha(e)
+        assert (alpha is None) == (expected is None)
+        if alpha is not None and expected is not None:
+            assert_equal(alpha, expected)
+        assert_equal(codec.decode(fmt, e, dtype, operand=operand), want)
+        assert codec.quantize(fmt, x, dtype, operand=operand).encoded is None
+        *parts, again = ops.quantize(x, name, operand)
+        assert_equal(again, want)
+        for part, mine in zip(parts, ops.to_parts(e), strict=True):
+            assert_equal(part, mine)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is(name: str) -> None:
+    x, w = data("normal", 6, 192, BF16, 1), data("normal", 16, 192, BF16, 2)
+    rest = (None, name, name, "aoquant", [6], 192, BF16)
+    want: Tensor = ops.scaled_mm(ops.encode(x, name), ops.encode(w, name), *rest)
+    assert_equal(ops.scaled_mm(ops.quantize(x, name, True), [w], *rest), want)
+
+
+@pytest.mark.parametrize(
+    "name", ["intx3-g32", "int4-bf16-g64", "intx4-g32-noclip", "fp8-1x128", "intx8-row-sfloat32", "fp8-row:lb0.5"]
+)
+def test_options_without_a_kernel_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has Triton and a GPU, an option that the kernels do not know goes to the reference."""
+    monkeypatch.setattr(codec, "_lacks", lambda device: None)
+    rows = dict(explain(request("encode", name, CUDA)))
+    assert rows["reference"] == "runs"
+    assert name in rows["triton"] or "not 3" in rows["triton"]
+    assert dict(explain(request("encode", "nvfp4", CUDA)))["triton"] == "runs"

@@ -1,0 +1,174 @@
+"""The Triton kernels against the reference, on the device that runs them: codes, scales, operands and values, to the last bit.
+
+The reference's own CUDA bytes are compared with its CPU bytes too, except for "-native" formats, which divide as their device does.
+NaN equals NaN whatever its payload: processors differ in the one they make.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from golden_inputs import DATA
+from torch import Tensor
+
+from aoquant import backend, explain, get_format, list_formats, ops
+from aoquant.formats import Encoded, Format
+from aoquant.ops import CodecRequest, codec
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ALL = (BF16, F16, F32)
+CUDA = torch.device("cuda")
+NATIVE = ("intx8-row-asym-native", "intx8-row-native", "int8-row-native", "fp8-row-native", "fp8-tensor-native")
+NAMES = [*list_formats(), "int4-g96", "intx4-g128", "intx4-g64-asym", "int8-tensor-asym", "intx4-g32-noclip", *NATIVE]
+
+
+def has_kernel(name: str, role: str = "encode", codes: bool = True) -> bool:
+    fmt = get_format(name)
+    request = CodecRequest(role, fmt, CUDA, BF16, 8, 2 * (fmt.block or 384), codes)
+    return dict(explain(request))["triton"] in ("runs", "willing, lower priority")
+
+
+def every_bf16() -> Tensor:
+    """All 65536 values, neighbours in a block: sorted by bits, then dealt so that blocks mix magnitudes and signs."""
+    bits = torch.arange(65536, dtype=torch.int32)
+    dealt = (bits * 40503 + 17) & 0xFFFF
+    narrow = torch.cat((bits, dealt)).to(torch.int16).view(BF16)
+    return narrow.view(-1, 512)
+
+
+def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
+    """name -> (rows, 768) or narrower, on the CPU; 768 is a multiple of every block but 512's."""
+    made = {kind: make(40, 768, dtype) for kind, make in DATA.items()}
+    made["every"] = every_bf16().to(dtype)[:, :480].contiguous().view(-1, 96).repeat(1, 8)
+    finite = made["every"].clone()
+    finite[~finite.isfinite()] = 1.0
+    made["every-finite"] = finite
+    generator = torch.Generator().manual_seed(5)
+    spread = torch.randn(64, 768, generator=generator) * 2.0 ** torch.randint(-140, 120, (64, 1), generator=generator)
+    made["exponents"] = spread.to(dtype)
+    made["ties"] = (torch.randint(-60, 61, (64, 768), generator=generator) * 0.125).to(dtype)
+    made["zeros"], made["minus-zeros"] = torch.zeros(3, 768, dtype=dtype), -torch.zeros(3, 768, dtype=dtype)
+    made["large"] = (torch.randn(1031, 768, generator=generator) * 0.02).to(dtype)
+    return made
+
+
+def differing(a: Tensor | None, b: Tensor | None) -> int:
+    """Elements whose bits differ, NaN of any payload taken as one."""
+    assert (a is None) == (b is None)
+    if a is None or b is None:
+        return 0
+    assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous()
+    a, b = a.cpu(), b.cpu()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    unequal = a.view(integer) != b.contiguous().view(integer)
+    if a.is_floating_point():
+        unequal &= ~(a.float().isnan() & b.float().isnan())
+    return int(unequal.sum())
+
+
+def compare(got: Encoded, want: Encoded, what: str) -> None:
+    for part, a, b in zip(("codes", "scale", "zero", "outer"), got, want, strict=False):
+        n = differing(a, b)
+        assert n == 0, f"{what}: {n} of {a.numel() if a is not None else 0} {part} differ"
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kernel_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    fmt = get_format(name)
+    if fmt.block and 768 % fmt.block:
+        fmt_inputs = {k: x.repeat(1, 2)[:, : 2 * fmt.block] for k, x in inputs(dtype).items() if 2 * fmt.block <= 1536}
+    else:
+        fmt_inputs = inputs(dtype)
+    for kind, x_cpu in fmt_inputs.items():
+        x, what = x_cpu.to(CUDA), f"{name} {kind}"
+        on_cpu, want = fmt.encode(x_cpu.contiguous()), fmt.encode(x)
+        if not name.endswith("-native"):
+            compare(want, on_cpu, f"{what}, reference on CUDA against CPU")
+        if has_kernel(name):
+            with backend("triton"):
+                compare(codec.encode(fmt, x), want, what)
+        for out in ALL:
+            for operand in (True, False):
+                values = fmt.operand(want, out) if operand else fmt.decode(want, out)
+                which = f"{what} -> {out}, {'operand' if operand else 'values'}"
+                with backend("triton"):
+                    if has_kernel(name, "decode"):
+                        assert differing(codec.decode(fmt, want, out, operand=operand), values) == 0, which
+                    if has_kernel(name):
+                        e, got, _ = codec.quantize(fmt, x, out, operand=operand, keep=True)
+                        assert e is not None
+                        compare(e, want, f"{which}, with values")
+                        assert differing(got, values) == 0, f"{which}, in one pass"
+                    if not has_kernel(name, "quantize", codes=False):
+                        continue
+                    none, got, alpha = codec.quantize(fmt, x, out, operand=operand, keep=False)
+                    assert none is None
+                    assert differing(alpha, fmt.alpha(want)) == 0, f"{which}, alpha"
+                    assert differing(got, values) == 0, f"{which}, in one pass, no codes kept"
+
+
+RAGGED = [
+    (name, k) for name in ("int8-row", "int8-tensor", "intx8-row-asym", "intx4-row") for k in (2, 34, 1000, 16384)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "k"), [*RAGGED, *((name, k) for name in ("fp8-row", "fp8-tensor") for k in (16, 1008, 20000))]
+)
+def test_ragged_rows(name: str, k: int) -> None:
+    fmt, x = get_format(name), DATA["heavy"](5, k, BF16, 3).to(CUDA)
+    want = fmt.encode(x)
+    with backend("triton"):
+        e, values, _ = codec.quantize(fmt, x, BF16, keep=True)
+        assert e is not None
+        compare(e, want, name)
+        assert differing(values, fmt.decode(want, BF16)) == 0
+        assert differing(codec.decode(fmt, want, F32), fmt.decode(want, F32)) == 0
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "int4-g128", "int8-row-asym", "fp8-row", "fp8-tensor"])
+def test_strided_inputs_and_inputs_larger_than_a_wave(name: str) -> None:
+    fmt = get_format(name)
+    x = torch.randn(4100, 2048, device=CUDA, dtype=BF16)
+    for view in (x, x.t().contiguous().t(), torch.cat((x, x), 1)[:, :2048], x[1:], x[:, 1:1025]):
+        with backend("triton"):
+            compare(codec.encode(fmt, view), fmt.encode(view), name)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-row"])
+def test_an_outer_scale_per_row_decodes(name: str) -> None:
+    """A packed tensor keeps its outer scale once for each row."""
+    fmt = get_format(name)
+    e = fmt.encode(torch.randn(48, 768, device=CUDA, dtype=BF16))
+    if e.outer is not None:
+        e = e._replace(outer=torch.rand(48, 1, device=CUDA) + 0.5)
+    with backend("triton"):
+        for operand in (True, False):
+            want = fmt.operand(e, BF16) if operand else fmt.decode(e, BF16)
+            assert differing(codec.decode(fmt, e, BF16, operand=operand), want) == 0
+
+
+def test_explain_and_force() -> None:
+    request = CodecRequest("encode", get_format("nvfp4"), CUDA, BF16, 16, 64)
+    assert explain(request) == [("triton", "runs"), ("reference", "willing, lower priority")]
+    odd = CodecRequest("encode", get_format("intx3-g32"), CUDA, BF16, 16, 64)
+    assert dict(explain(odd))["reference"] == "runs" and "not 3" in dict(explain(odd))["triton"]
+    with backend("triton"), pytest.raises(ValueError, match=r"encode.*intx3.*packs codes of 4 and 8 bits"):
+        codec.encode(get_format("intx3-g32"), torch.randn(16, 64, device=CUDA))
+
+
+def test_no_host_sync() -> None:
+    x, w = torch.randn(256, 512, device=CUDA, dtype=BF16), torch.randn(128, 512, device=CUDA, dtype=BF16)
+    for name in ("nvfp4", "mxfp8", "int8-row", "fp8-tensor"):
+        fmt: Format = get_format(name)
+        for _ in range(2):  # the first call compiles
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                e, values, _ = codec.quantize(fmt, x, BF16, operand=True, keep=True)
+                assert e is not None
+                ops.scaled_mm([*ops.to_parts(e), values], [w], None, name, name, "aoquant", [256], 512, BF16)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
