@@ -1,0 +1,242 @@
+"""Measure speed on one GPU: encoding, training steps of a layer.
+
+    python benchmarks/run.py [encode] [layer] [--out DIR] [--quick]
+
+Needs a CUDA device and Triton. Before anything is timed, the exactness gate runs: every format that is timed must give the
+reference's bytes through the Triton kernels, and every layer that is timed must equal its converted self; else the exit code is 1
+and there are no numbers. The full proof is `make gpu-test`.
+
+Variants of a row are interleaved, one round after another, so that a clock that drifts drifts for all of them; a time is the median
+over rounds, with the 20th and 80th percentile beside it. Kernels are timed in CUDA graphs over inputs rotated beyond the L2 cache;
+training steps run eagerly, as users run them, with CUDA events around each. GB/s counts the bytes that have to move, each once,
+against the rate of a copy measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from record_golden import versions
+from torch import Tensor, nn
+
+from aoquant import QATConfig, backend, get_format, quantize_
+from aoquant.formats import Encoded
+from aoquant.ops import codec
+from aoquant.recipes import get_recipe
+
+BF16, CUDA = torch.bfloat16, torch.device("cuda")
+L2 = 64 << 20  # bytes, at least
+ENCODE = (
+    "nvfp4",
+    "nvfp4-static:0.001",
+    "nvfp4-none",
+    "mxfp4",
+    "mxfp8",
+    "int4-g128",
+    "intx8-row-asym-native",
+    "int8-row",
+    "fp8-row",
+    "fp8-tensor",
+)
+LAYERS = ("int4-g128", "int8-int4", "mxfp4", "mxfp8", "nvfp4", "torchao-int4-g128", "torchao-int8-int4", "torchao-fp8")
+SHAPES = ((4096, 4096), (4096, 14336))  # K, N
+TOKENS = 8192
+Row = dict[str, Any]
+
+
+def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """20th, 50th and 80th."""
+    t = torch.tensor(times, dtype=torch.float64)
+    p20, p50, p80 = (t.quantile(q).item() for q in (0.2, 0.5, 0.8))
+    return p20, p50, p80
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], rounds: int, per_run: int = 1) -> dict[str, list[float]]:
+    """Milliseconds of each run, `rounds` times in turn; one run does its work `per_run` times.
+
+    Each round begins with another run, and with an untimed one, so that nobody pays for a GPU that waits for its first launch.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for round_ in range(rounds + 3):
+        events = []
+        first = round_ % len(names)
+        runs[names[first - 1]]()
+        for name in names[first:] + names[:first]:
+            run = runs[name]
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            events.append((name, start, end))
+        torch.cuda.synchronize()
+        if round_ >= 3:
+            for name, start, end in events:
+                times[name].append(start.elapsed_time(end) / per_run)
+    return times
+
+
+def graph(run: Callable[[int], Any], copies: int) -> Callable[[], None]:
+    """A CUDA graph of run(0), run(1), ... run(copies - 1)."""
+    for i in range(copies):
+        run(i)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for i in range(copies):
+            run(i)
+    return lambda run=run: captured.replay()  # holds `run`, whose inputs the graph reads
+
+
+def nbytes(*parts: Any) -> int:
+    """Bytes of tensors and of encoded matrices."""
+    tensors = [t for p in parts for t in (p[:4] if isinstance(p, Encoded) else [p]) if isinstance(t, Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit-equal, tensors or encoded matrices."""
+    if isinstance(a, Encoded):
+        return all(same(x, y) for x, y in zip(a[:4], b[:4], strict=True))
+    return (a is None and b is None) or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def gate_format(name: str) -> bool:
+    """Whether the Triton kernels give the reference's bytes on a matrix with outliers and zeros."""
+    fmt = get_format(name)
+    x = torch.randn(512, 4096, device=CUDA) * torch.randn(512, 4096, device=CUDA).exp()
+    x[::7, :256] = 0
+    x = x.to(BF16)
+    e = fmt.encode(x)
+    with backend("triton"):
+        ok = same(codec.encode(fmt, x), e)
+        for operand in (True, False):
+            values = fmt.operand(e, BF16) if operand else fmt.decode(e, BF16)
+            both = codec.quantize(fmt, x, BF16, operand=operand, keep=True)
+            ok &= (
+                same(both[0], e) and same(both[1], values) and same(codec.decode(fmt, e, BF16, operand=operand), values)
+            )
+    return ok
+
+
+def measure_encode(rounds: int) -> list[Row]:
+    """Encode, decode and both in one pass, 8192 x 4096 bf16."""
+    xs = [torch.randn(TOKENS, 4096, device=CUDA, dtype=BF16) for _ in range(4)]
+    runs: dict[str, Callable[[], Any]] = {"copy": graph(lambda i: xs[i].clone(), len(xs))}
+    moved = {"copy": 2 * nbytes(xs[0])}
+    for name in ENCODE:
+        fmt = get_format(name)
+        encoded = [codec.encode(fmt, x) for x in xs]
+        for what, run, size in (
+            ("encode", lambda i, f=fmt: codec.encode(f, xs[i]), nbytes(xs[0], encoded[0])),
+            (
+                "quantize",
+                lambda i, f=fmt: codec.quantize(f, xs[i], BF16, operand=True, keep=True),
+                nbytes(xs[0], xs[0], encoded[0]),
+            ),
+            ("values", lambda i, f=fmt: codec.quantize(f, xs[i], BF16), nbytes(xs[0], xs[0])),
+            ("decode", lambda i, f=fmt, e=encoded: codec.decode(f, e[i], BF16), nbytes(xs[0], encoded[0])),
+        ):
+            runs[f"{what} {name}"], moved[f"{what} {name}"] = graph(run, len(xs)), size
+    times = interleaved(runs, rounds, len(xs))
+    ceiling = moved["copy"] / percentiles(times["copy"])[1]
+    rows = []
+    for name, ts in times.items():
+        p20, p50, p80 = percentiles(ts)
+        rate = moved[name] / p50
+        rows.append({"suite": "encode", "shape": f"{TOKENS}x4096", "variant": name, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80,
+                     "GB/s": rate / 1e6, "of_copy": rate / ceiling})  # fmt: skip
+    return rows
+
+
+def layer(recipe: str, k: int, n: int) -> nn.Module:
+    """nn.Linear without bias in bf16; "" leaves it as it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(k, n, bias=False, dtype=BF16, device=CUDA))
+    if recipe:
+        quantize_(model, QATConfig(get_recipe(recipe).make()))
+    return model
+
+
+def gate_layer(recipe: str) -> bool:
+    """Whether prepared equals converted, with a kernel that is installed here."""
+    model = layer(recipe, 1024, 512)
+    x = torch.randn(256, 1024, device=CUDA, dtype=BF16)
+    with torch.no_grad():
+        y = model(x)
+        quantize_(model, QATConfig(get_recipe(recipe).make(), step="convert"))
+        try:
+            return same(model(x), y)
+        except (ImportError, NotImplementedError, AttributeError, ValueError) as error:
+            print(
+                f"  {recipe}: converted layer not run here ({type(error).__name__}: {str(error).splitlines()[0][:90]})"
+            )
+            return True
+
+
+def measure_layers(rounds: int) -> list[Row]:
+    """Forward and backward of one layer, 8192 tokens, eager; ratio to nn.Linear."""
+    rows = []
+    for k, n in SHAPES:
+        x = torch.randn(TOKENS, k, device=CUDA, dtype=BF16).requires_grad_()
+        g = torch.randn(TOKENS, n, device=CUDA, dtype=BF16)
+        models = {name or "nn.Linear": layer(name, k, n) for name in ("", *LAYERS)}
+
+        def step(model: nn.Module, x: Tensor = x, g: Tensor = g) -> None:
+            x.grad = None
+            model.zero_grad()
+            model(x).backward(g)
+
+        times = interleaved({name: (lambda m=m: step(m)) for name, m in models.items()}, rounds)  # type: ignore[misc]
+        plain = percentiles(times["nn.Linear"])[1]
+        for name, ts in times.items():
+            p20, p50, p80 = percentiles(ts)
+            rows.append({"suite": "layer", "shape": f"K{k} N{n}", "variant": name, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80,
+                         "ratio": p50 / plain})  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    """Print and write the rows; 1 on a red gate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suites", nargs="*", choices=[[], "encode", "layer"], help="default: all")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    args = parser.parse_args()
+    suites = args.suites or ["encode", "layer"]
+    if not torch.cuda.is_available():
+        print("benchmarks/run.py needs a CUDA device")
+        return 1
+
+    meta = versions(CUDA)
+    red = [name for name in ENCODE if "encode" in suites and not gate_format(name)]
+    red += [name for name in LAYERS if "layer" in suites and not gate_layer(name)]
+    if red:
+        print(f"the exactness gate is red, nothing is timed: {', '.join(red)}")
+        return 1
+    print("exactness gate: green", flush=True)
+    rows: list[Row] = []
+    if "encode" in suites:
+        rows += measure_encode(20 if args.quick else 100)
+    if "layer" in suites:
+        rows += measure_layers(20 if args.quick else 60)
+    for row in rows:
+        print("  ".join(f"{v:.4f}" if isinstance(v, float) else f"{v:<26}" for v in row.values()))
+    args.out.mkdir(parents=True, exist_ok=True)
+    for suite in suites:
+        mine = [{**meta, **row} for row in rows if row["suite"] == suite]
+        with (args.out / f"speed_{suite}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(mine[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(mine)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
