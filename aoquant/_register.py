@@ -52,10 +52,13 @@ def version(package: str) -> str:
 
 
 def _allow_packed_tensor(module: ModuleType) -> None:
+    from torchao.quantization import PerBlock
+
     from aoquant.tensor import PackedTensor
 
     try:
-        module.ALLOWED_CLASSES["PackedTensor"] = PackedTensor
+        # torchao writes PerBlock for its own Float8Tensors, and its reader knows PerRow and PerTensor alone
+        module.ALLOWED_CLASSES.update({"PackedTensor": PackedTensor, "PerBlock": PerBlock})
         if "PackedTensor" not in module.ALLOWED_TENSORS_SUBCLASSES:
             module.ALLOWED_TENSORS_SUBCLASSES.append("PackedTensor")
     except AttributeError as error:

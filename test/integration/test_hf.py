@@ -25,6 +25,7 @@ from torchao.quantization import (
     Int8DynamicActivationIntxWeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
+    PerBlock,
     PerGroup,
     PerRow,
 )
@@ -79,6 +80,7 @@ TORCHAO = {
     "nvfp4-weight-only": NVFP4WeightOnlyConfig(),
     "mxfp8-emulated": MXDynamicActivationMXWeightConfig(kernel_preference=KernelPreference.EMULATED),
 }
+FP8_BLOCKS = Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])])
 BF16_ONLY = ("fp8-fp8", "mxfp8-emulated")  # torchao's kernels
 CASES = [
     pytest.param(config, tied, dtype, id=f"{name}-{str(dtype)[6:]}-{'tied' if tied else 'untied'}")
@@ -163,8 +165,13 @@ def test_round_trip_is_bit_equal(config: Any, tied: bool, dtype: torch.dtype, tm
     assert torch.equal(logits(loaded), logits(model))
 
 
-def test_int4_tensor_of_a_kernel_package_that_is_not_here_keeps_its_bits(tmp_path: Path) -> None:
-    model = trained(Int4WeightOnlyConfig(64))
+@pytest.mark.parametrize(
+    "config",
+    [Int4WeightOnlyConfig(64), FqnToConfig({r"re:.*\.mlp\..*": FP8_BLOCKS})],
+    ids=["int4", "fp8-block"],
+)
+def test_a_tensor_whose_kernel_is_not_here_keeps_its_bits(config: Any, tmp_path: Path) -> None:
+    model = trained(config)
     save_pretrained(model, tmp_path)
     after = weights(load_pretrained(tmp_path))
     for name, weight in weights(model).items():
