@@ -55,11 +55,19 @@ def pack_cuda(format: Int4, e: Encoded, rows: int = 8) -> tuple[Tensor, Tensor]:
     return packed, _scales_and_zeros(e._replace(scale=scale, zero=zero))
 
 
+NOT_ON_META = (
+    "its own kernel packs it, which the meta device has no data for, so neither a skeleton nor aoquant convert can make it: load the "
+    "model and call aoquant.quantize_"
+)
+
+
 def why_not_pack(operator: str, device: torch.device) -> str | None:
     """Why weights on `device` cannot be packed for the operator ("cpu" or "cuda"); None when they can."""
     name = {"cpu": "_convert_weight_to_int4pack_for_cpu", "cuda": "_convert_weight_to_int4pack"}[operator]
     if not hasattr(_aten, name):
         return f"this torch has no {name}"
+    if device.type == "meta":
+        return NOT_ON_META
     if device.type != operator:
         return (
             f"its weights are packed by aten::{name}, which runs on {operator.upper()}, and the weight is on {device.type}: "

@@ -177,7 +177,7 @@ def _transposed(e: Encoded) -> tuple[Tensor, Tensor, Tensor]:
 
 def _shuffled(codes: Tensor, scale_GN: Tensor) -> tuple[Tensor, Tensor]:
     """MSLK's shuffle of codes and scales, on a GPU; it may reorder its inputs in place."""
-    _can("Int4PreshuffledTensor", mslk.why_not_operator("preshuffle_i4"))
+    _can("Int4PreshuffledTensor", tinygemm.NOT_ON_META if codes.is_meta else mslk.why_not_operator("preshuffle_i4"))
     if not codes.is_cuda:
         raise ValueError(
             "Int4PreshuffledTensor is packed on a GPU, and the weight is on a CPU: move the model to the GPU first, or convert with "

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from aoquant import QATConfig, backend, quantize_
 from aoquant.ops.matmul import accumulate
-from aoquant.ops.triton import epilogue, matmul
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu
@@ -25,6 +24,8 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype = BF16) -> tuple[Tensor,
 @pytest.mark.parametrize(("m", "n", "k"), [(256, 512, 1024), (8192, 4096, 4096), (1111, 2056, 520), (1, 8, 72)])
 def test_fused_epilogue_is_the_contract(m: int, n: int, k: int, dtype: torch.dtype, per: str) -> None:
     """Bound, an element: truncation of each product and sum to 25 bits, three float32 roundings, one of the output."""
+    from aoquant.ops.triton import epilogue, matmul  # triton is where a GPU is
+
     x, w = operands(m, n, k, dtype)
     alpha_x = alpha_w = None
     if per != "none":
@@ -45,6 +46,8 @@ def test_fused_epilogue_is_the_contract(m: int, n: int, k: int, dtype: torch.dty
 
 
 def test_rows_do_not_depend_on_their_number() -> None:
+    from aoquant.ops.triton import matmul
+
     x, w = operands(8192, 4096, 4096)
     alpha = torch.rand(1, 1, device=CUDA) + 0.5
     whole = matmul.matmul(x, w, alpha, alpha, None)
