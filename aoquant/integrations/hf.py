@@ -53,7 +53,7 @@ except (AttributeError, ImportError, IndexError, TypeError) as error:
         f"{package} {_register.version(package)}" for package in ("transformers", "torchao", "safetensors")
     )
     raise ImportError(
-        f"Hugging Face checkpoints need transformers >=5, torchao {_register.TORCHAO} and safetensors (pip install 'aoquant[hf]'); "
+        f"Hugging Face checkpoints need transformers >=5.16, torchao {_register.TORCHAO} and safetensors (pip install 'aoquant[hf]'); "
         f"found {_found}: {error}"
     ) from error
 
