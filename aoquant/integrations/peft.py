@@ -203,19 +203,22 @@ class QATLoraLinear(_LoraLinear):
             merged = self.merged_weight(base.weight, names)
         y: Tensor = functional_call(base, {"weight": merged}, (x,))
         if not dense and torch.is_grad_enabled():
+            held = base.held_scales("input") or ()
             for n in names:
                 a, b = self.lora_A[n].weight, self.lora_B[n].weight
-                y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], recipe.input_name)  # type: ignore[no-untyped-call]
+                y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], recipe.input_name, *held)  # type: ignore[no-untyped-call]
         return y
 
 
 class _LowRankGradient(torch.autograd.Function):
-    """y as it is; backward adds the gradients of A (r, K) and B (N, r) in y = x (W + s B A)^T, in A's dtype."""
+    """y as it is; backward adds the gradients of A (r, K) and B (N, r) in y = x (W + s B A)^T, in A's dtype. held: x's scales, if static."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, x_name: str) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, x_name: str, *held: Tensor | None
+    ) -> Tensor:
         x_MK = x.to(y.dtype).reshape(-1, x.shape[-1])  # autocast gave the GEMM y's dtype
-        ctx.save_for_backward(a, b, *(ops.encode(x_MK, x_name) if x_name else (x_MK,)))
+        ctx.save_for_backward(a, b, *(ops.encode(x_MK, x_name, *held) if x_name else (x_MK,)))
         ctx.scaling, ctx.x_name = scaling, x_name
         return y.view_as(y)
 
@@ -228,4 +231,4 @@ class _LowRankGradient(torch.autograd.Function):
         g_MN, x_MK = grad.reshape(-1, grad.shape[-1]).to(a.dtype), x_MK.to(a.dtype)
         da = ((g_MN @ b).t() @ x_MK) * ctx.scaling
         db = (g_MN.t() @ (x_MK @ a.t())) * ctx.scaling
-        return grad, None, da, db, None, None
+        return grad, None, da, db, *[None] * (len(ctx.needs_input_grad) - 4)

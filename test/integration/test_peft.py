@@ -27,12 +27,14 @@ from aoquant import (
     NVFP4WeightConfig,
     PackedTensor,
     QATConfig,
+    calibrate,
     load_pretrained,
     quantize_,
     save_pretrained,
     set_fake_quant,
     verify,
 )
+from aoquant.calibrate import uncalibrated
 from aoquant.integrations.peft import PackedLoraLinear, QATLoraLinear
 from aoquant.tensor import same_bits
 
@@ -100,12 +102,21 @@ def layer(config: Any, dtype: torch.dtype = torch.float32, **qat: Any) -> tuple[
     """An adapted 64 -> 32 layer, an input and a gradient."""
     model = nn.ModuleDict({"up": nn.Linear(64, 32, dtype=dtype)})
     quantize_(model, QATConfig(config, step="prepare", **qat))
+    if uncalibrated(model):  # on half the range, so that these scales are not those of the input
+        calibrate(model, lambda m: m["up"](torch.randn(8, 64, dtype=dtype) / 2))
     adapted = get_peft_model(model, lora(target_modules=["up"])).base_model.model["up"]
     return adapted, torch.randn(2, 5, 64, dtype=dtype, requires_grad=True), torch.randn(2, 5, 32, dtype=dtype)
 
 
 @pytest.mark.parametrize(
-    "config", [Int4WeightConfig(32), NVFP4WeightConfig(), Int8WeightConfig(activation="int8-row")], ids=str
+    "config",
+    [
+        Int4WeightConfig(32),
+        NVFP4WeightConfig(),
+        Int8WeightConfig(activation="int8-row"),
+        Int8WeightConfig(activation="int8-tensor-static"),
+    ],
+    ids=str,
 )
 def test_gradients_are_those_of_the_merged_weight(config: Any) -> None:
     adapted, x, g = layer(config)
