@@ -40,7 +40,8 @@ from aoquant.qat import QATLinear
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU_ONLY = ("ao.int4-g64", "ao.nvfp4", "ao.nvfp4-none", "ao.fp8act-fp8-block")  # convert anywhere, run on a GPU
 HQQ = ("intx4-g32-hqq", "intx3-row-hqq", "int4-tinygemm-hqq-g64", "int4-tinygemm-cpu-hqq-g32")
-WRONG = Int8WeightConfig("tensor", activation="int8-tensor")
+ANY = Int8WeightConfig("tensor", activation="int8-tensor")
+WRONG = PackedWeightConfig("intx7-row", "int8-tensor-static:0.5")  # drawn nowhere
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def layers(draw: st.DrawFn) -> Layer:
         try:
             config = PackedWeightConfig(weight, activation)
         except ValueError:
-            config = WRONG  # said at once, as it should be
+            config = ANY  # said at once, as it should be
     if draw(st.integers(0, 9)) == 0:
         n, k, dtypes = draw(st.integers(1, 40)), draw(st.integers(1, 140)), DTYPES
     return Layer(
