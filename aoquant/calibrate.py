@@ -153,4 +153,11 @@ def _scales(layer: QATLinear, seen: Range | None) -> tuple[dict[str, Scales], st
                 "its input was zero throughout, which gives no scale: run other batches, or leave the layer out",
             )
         scales["input"] = recipe.fprop_input.measure(seen.extrema.view(1, 2))
+        used = (scales["input"].scale, scales["input"].outer)
+        if any(t is not None and not bool((t > 0).all()) for t in used):
+            narrow = str(seen.extrema.dtype).removeprefix("torch.")
+            return (
+                scales,
+                f"its input ranged from {low} to {high}, too little for a scale in {narrow}: calibrate in bfloat16 or float32",
+            )
     return scales, None

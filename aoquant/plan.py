@@ -23,7 +23,7 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant import sharded, sharing
+from aoquant import held, sharded, sharing
 from aoquant.config import QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.fsdp import compute_dtypes, layer_class
@@ -183,7 +183,11 @@ def _not_calibrated(module: Layer, target: Target) -> str | None:
             "its config has static activation scales, which calibration finds: quantize_(model, QATConfig(config, step='prepare')), "
             "aoquant.calibrate(model, forward_loop), then quantize_(model, QATConfig(step='convert'))"
         )
-    return NOT_CALIBRATED if isinstance(module, QATLinear) and not module.calibrated else None
+    if isinstance(module, QATLinear) and not module.calibrated:
+        return NOT_CALIBRATED
+    if isinstance(module, QATLinear) and not held.present(module):
+        return "a scale that it holds is NaN or Inf: restore a good checkpoint before converting"
+    return None
 
 
 def _prepare_target(config: QATConfig) -> Target:

@@ -12,6 +12,7 @@ from held_cases import CONFIGS, EACH, INT8, Model, batches, prepared, same
 from torch import Tensor, nn
 
 from aoquant import (
+    FP8WeightConfig,
     Int8WeightConfig,
     NVFP4WeightConfig,
     PackedTensor,
@@ -245,3 +246,20 @@ def test_a_failed_convert_leaves_the_held_scales() -> None:
 
 
 # Where the scales live
+
+
+def test_a_range_too_small_for_a_scale_is_named() -> None:
+    model = Model(torch.float16)
+    quantize_(model, QATConfig(FP8WeightConfig("e5m2", activation="fp8-e5m2-tensor-static")))
+    with pytest.raises(ValueError, match=r"up: its input ranged from .* too little for a scale in float16"):
+        calibrate(model, [torch.full((2, 5, 64), 9e-4, dtype=torch.float16)])
+    assert uncalibrated(model) == ["up", "down"]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_diverged_scale_does_not_convert(value: float) -> None:
+    model = prepared("intx3-learned")
+    with torch.no_grad():
+        model.up.weight_scale[2] = value
+    with pytest.raises(ValueError, match=r"up .*a scale that it holds is NaN or Inf"):
+        quantize_(model, QATConfig(step="convert"))

@@ -189,14 +189,19 @@ class _Quantizer(TorchAoHfQuantizer):
         return flatten_tensor_state_dict({n: t for n, t in model.state_dict().items() if n not in again})
 
 
-def _check_storable(fqn: str, weight: Any) -> None:
-    """Raise ValueError for a tensor that torchao's safetensors or HF's loader do not know: it could be written and not read."""
-    kind = type(weight.data).__name__
+def check_storable(kind: str, fqn: str) -> None:
+    """Raise ValueError for a class of tensors that torchao's safetensors do not know."""
     if kind not in ALLOWED_TENSORS_SUBCLASSES:
         raise ValueError(
             f"{fqn}: torchao's safetensors store {', '.join(ALLOWED_TENSORS_SUBCLASSES)}, not {kind}: choose a config that makes one of "
-            "them, or use torch.save(model.state_dict())"
+            "them, or use torch.save(model.state_dict()), for a machine with the same kernels"
         )
+
+
+def _check_storable(fqn: str, weight: Any) -> None:
+    """Raise ValueError for a tensor that torchao's safetensors or HF's loader do not know: it could be written and not read."""
+    kind = type(weight.data).__name__
+    check_storable(kind, fqn)
     if foreign := [part for part in weight.__tensor_flatten__()[0] if f"_weight_{part}" not in _known]:
         raise ValueError(
             f"{fqn}: its {kind} holds {', '.join(foreign)}, which Hugging Face's loader does not know, so no checkpoint folder can hold it: "

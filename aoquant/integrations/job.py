@@ -28,13 +28,14 @@ from aoquant.calibrate import uncalibrated
 from aoquant.checks import MISSING_KERNEL, check_device
 from aoquant.config import WeightConfig
 from aoquant.integrations.finetune import LOSSES, finetune
-from aoquant.integrations.hf import load_pretrained, save_pretrained
+from aoquant.integrations.hf import check_storable, load_pretrained, save_pretrained
 from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.plan import Filter, Layer
 from aoquant.recipes import get_recipe
 from aoquant.report import Report, report, verify
 from aoquant.report.measure import stored_bytes
+from aoquant.targets import resolve
 
 RESULTS = "aoquant_run.json"
 CALIBRATION_BATCHES = 8  # training batches that static activation scales are found on
@@ -74,7 +75,7 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError for anything that would only fail after minutes of work."""
-        get_recipe(self.recipe)
+        check_storable(resolve(get_recipe(self.recipe).make()).tensor, f"recipe {self.recipe}")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"dtype must be bfloat16, float16 or float32, got {self.dtype!r}")
         if self.steps < 1 or self.batch_size < 1 or self.block < 2:

@@ -66,6 +66,11 @@ def input_error(contract: str, dtype: torch.dtype, weight: torch.dtype) -> str |
             f"{_BFLOAT16[contract]}, got {dtype} activations: run the model in bfloat16, or under "
             "torch.autocast(dtype=torch.bfloat16), or use aoquant.Int4WeightConfig or aoquant.FP8WeightConfig, which take any dtype"
         )
+    if contract == "nvfp4_rescale" and dtype == torch.float16:
+        return (
+            "torchao's NVFP4 layer rounds sums of unscaled codes to the output's dtype, and float16 overflows there: run the model in "
+            "bfloat16, or under torch.autocast(dtype=torch.bfloat16), or use aoquant.NVFP4WeightConfig, which takes any dtype"
+        )
     if contract == "tinygemm_cpu" and dtype != weight:
         return (
             f"PyTorch's CPU int4 kernel takes activations in the weight's dtype, {weight}, got {dtype}: cast the model or the input, "

@@ -23,6 +23,10 @@ from linear_cases import (
     layer,
     prepared,
 )
+from torch import nn
+from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
+
+from aoquant import QATConfig, quantize_
 
 PAIRS = [(F32, BF16), (F32, F16), (BF16, F16), (BF16, BF16)]
 pairs = pytest.mark.parametrize(
@@ -111,3 +115,10 @@ def test_int4_kernel_layer_in_float32_runs_under_bf16_autocast() -> None:
     assert_equal(y, qat(x.bfloat16()))
     with pytest.raises(ValueError, match="bfloat16"):
         qat(x)
+
+
+def test_float16_is_refused_where_unscaled_sums_would_overflow() -> None:
+    layer = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
+    quantize_(layer, QATConfig(NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)))
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="float16 overflows there"):
+        layer(torch.randn(4, 64))
