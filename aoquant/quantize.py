@@ -119,7 +119,8 @@ def config_of(module: nn.Module) -> Any:
 def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
     """The deployed tensor of a weight (N, K), with the scales that its layer holds, if any; made on `device`, by default where it is."""
     module, target, scales = step.module, step.target, None
-    weight = weight.detach().to(device, step.dtype)
+    trained = weight.detach().to(dtype=step.dtype)
+    weight = trained.to(device)
     if isinstance(weight, DTensor):
         return sharded.pack(weight, target.recipe)
     if isinstance(module, QATLinear):
@@ -129,7 +130,11 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
         if (scales := module.held_scales("weight")) is not None:
             scales = Scales(*(t if t is None else t.to(weight.device) for t in scales))
     format = target.recipe.fprop_weight
-    encoded = ops.tiles.encode(format, weight) if scales is None else format.encode(weight, scales)
+    if not format.portable:  # another device would make other codes than the layer trained with
+        parts = ops.to_parts(format.encode(trained))
+        encoded = ops.from_parts([t.to(weight.device) for t in parts], weight.shape[1])
+    else:
+        encoded = ops.tiles.encode(format, weight) if scales is None else format.encode(weight, scales)
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack

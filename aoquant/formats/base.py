@@ -144,6 +144,11 @@ class Format:
         """The value that x_RK has after a round trip, in x_RK's dtype. Defined once, for every format."""
         return self.decode(self.encode(x_RK), x_RK.dtype)
 
+    @property
+    def portable(self) -> bool:
+        """Whether every device makes the same codes."""
+        return True
+
     @cached_property
     def by_rows(self) -> bool:
         """Whether a row's codes and scales are made of that row alone: encoding some rows then gives their part of the whole."""

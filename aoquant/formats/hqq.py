@@ -106,6 +106,10 @@ class AffineHQQ(Affine):
     def from_extremes(self) -> bool:
         return False
 
+    @property
+    def portable(self) -> bool:
+        return False
+
     def measure(self, x_RK: Tensor) -> Scales:
         raise ValueError(NOT_HELD.format(self.name))
 

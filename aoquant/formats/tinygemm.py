@@ -77,6 +77,10 @@ class TinyGemm(Int4):
     def _eps(self, dtype: torch.dtype) -> float:
         return CPU_EPS if self.device == "cpu" else torch.finfo(dtype).smallest_normal
 
+    @property
+    def portable(self) -> bool:
+        return not self.hqq
+
     def measure(self, x_RK: Tensor) -> Scales:
         if self.hqq:
             raise ValueError(NOT_HELD.format(self.name))

@@ -6,22 +6,26 @@ import copy
 import importlib.metadata
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from rational import rounded
-from torch import nn
+from torch import Tensor, nn
 from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig, PrototypeInt4WeightOnlyConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
     Float8DynamicActivationInt4WeightConfig,
     Int4WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
     PerRow,
     PerTensor,
 )
 from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant import QATConfig, backend, checks, ops, quantize_
+from aoquant.formats import AffineHQQ
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -274,3 +278,22 @@ def test_doctor_names_what_is_missing() -> None:
     assert backends["torch._weight_int4pack_mm_for_cpu"] == "runs tinygemm_cpu"
     assert "mslk" in backends and "runs" not in backends["mslk"]
     assert set(ops.backend_names()) == set(backends)
+
+
+def test_hqq_is_packed_on_the_device_that_trained() -> None:
+    """Its codes follow a device's order of additions, so `device=` moves codes and does not make them anew."""
+    layer = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
+    quantize_(
+        layer, QATConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(32), intx_choose_qparams_algorithm="hqq_scale_only"))
+    )
+    seen = []
+    real = AffineHQQ.encode
+
+    def encode(self: AffineHQQ, x: Tensor, held: Any = None) -> Any:
+        seen.append(x.device.type)
+        return real(self, x, held)
+
+    with mock.patch.object(AffineHQQ, "encode", encode):
+        quantize_(layer, QATConfig(step="convert"), device="meta")
+    assert set(seen) == {"cpu"}
+    assert layer[0].weight.device.type == "meta"
