@@ -40,10 +40,12 @@ def test_static_on_the_batch_it_was_calibrated_on_is_dynamic(name: str) -> None:
     assert not torch.equal(static(x * 0.3), dynamic(x * 0.3))
 
 
+@pytest.mark.parametrize("widest", ["last", "first"])
 @pytest.mark.parametrize("name", ["int8", "int8-asym", "fp8", "nvfp4"])
-def test_scales_cover_the_whole_loop(name: str) -> None:
+def test_scales_cover_the_whole_loop(name: str, widest: str) -> None:
     """Those of all batches in one tensor, layer by layer in the float model."""
-    model = prepared(name)
+    model = prepared(name, calibrated=False)
+    calibrate(model, batches() if widest == "last" else batches()[::-1])
     for layer, x in ((model.up, batches()), (model.down, [torch.relu(Model().up(x)) for x in batches()])):
         want = layer.prepared.recipe.fprop_input.measure(torch.cat(x).reshape(-1, layer.in_features))
         found = [t for t in want if t is not None]
