@@ -313,22 +313,28 @@ def check_outputs(model: Model, drawn: list[Layer], xs: list[Tensor], ys: list[T
             assert same(layer(x), y), d
 
 
-def history(drawn: list[Layer], before: list[Any], after: list[Any], cast_to: Any, tile: int, ste: str) -> None:
-    """One example. cast_to: autocast's dtype, or None; tile: values that a CPU encodes at a time."""
+def history(drawn: list[Layer], before: list[Any], after: list[Any], cast_to: Any, tile: int, **qat: str) -> None:
+    """One example. cast_to: autocast's dtype, or None; tile: values that a CPU encodes at a time; qat: options of QATConfig."""
     model, xs = Model([d.linear() for d in drawn]), [d.input() for d in drawn]
     with mock.patch.object(tiles, "TILE", tile), autocast(cast_to):
-        _history(model, xs, drawn, before, after, ste, cast_to)
+        _history(model, xs, drawn, before, after, cast_to, qat)
 
 
 def _history(
-    model: Model, xs: list[Tensor], drawn: list[Layer], before: list[Any], after: list[Any], ste: str, cast_to: Any
+    model: Model,
+    xs: list[Tensor],
+    drawn: list[Layer],
+    before: list[Any],
+    after: list[Any],
+    cast_to: Any,
+    qat: dict[str, str],
 ) -> None:
     config = config_of(drawn)
     finite = all(bool(linear.weight.isfinite().all()) for linear in model.layers)
     try:
-        quantize_(model, QATConfig(config, straight_through=ste))
+        quantize_(model, QATConfig(config, **qat))
     except ValueError:
-        refused(lambda: quantize_(model, QATConfig(config)), model)
+        refused(lambda: quantize_(model, QATConfig(config, **qat)), model)
         return
     assert finite, "a weight that is not finite was prepared"
     try:
@@ -340,7 +346,9 @@ def _history(
     for step in before:
         model = step(model, xs, config)
     assert all(isinstance(m, QATLinear) for m in model.layers)
-    if not all(bool(m.weight.isfinite().all()) for m in model.layers):  # trained beyond float16
+    if not all(
+        bool(p.isfinite().all()) for p in model.parameters()
+    ):  # weights or learned scales, trained beyond float16
         refused(lambda: quantize_(model, QATConfig(step="convert")), model)
         return
     ys, weights = encodings(model, xs)
@@ -362,7 +370,8 @@ examples = {
     "after": st.lists(st.sampled_from(AFTER), max_size=3),
     "cast_to": st.sampled_from((None, None, torch.bfloat16, torch.float16)),
     "tile": st.sampled_from((tiles.TILE, 256)),
-    "ste": st.sampled_from(STRAIGHT_THROUGH),
+    "straight_through": st.sampled_from(STRAIGHT_THROUGH),
+    "scales": st.sampled_from(("dynamic", "dynamic", "static", "learned")),
 }
 quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
