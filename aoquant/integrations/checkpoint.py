@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,28 @@ def check(directory: Path) -> dict[str, str]:
     tensors = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
-    if lost := sorted(wanted - stored):
+    if lost := _lost(wanted, stored - tensors.keys()):
         raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     if not quantised:
         raise ValueError(
             f"{directory}: config.json promises quantised weights and all of them are float: quantise, then aoquant.save_pretrained"
         )
     return {name: t["_type"] for name, t in quantised.items()}
+
+
+def _lost(wanted: set[str], stored: set[str]) -> list[str]:
+    """The parts that are not there. Headers use the model's names and files may use older ones, when transformers renames an
+    architecture's tensors; which becomes which only the model knows, so parts under strange names are counted, kind by kind.
+    """
+    strange = Counter(name.rpartition(".")[2] for name in stored - wanted)
+    lost = []
+    for kind in sorted({name.rpartition(".")[2] for name in wanted}):
+        absent = sorted(name for name in wanted - stored if name.endswith(f".{kind}"))
+        if strange[kind] == 0:
+            lost += absent
+        elif strange[kind] < len(absent):
+            lost.append(f"{len(absent) - strange[kind]} of the tensors called *.{kind}")
+    return lost
 
 
 def _part(name: str, part: str) -> str:

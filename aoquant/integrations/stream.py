@@ -96,6 +96,7 @@ def convert_checkpoint(
         places: dict[str, Slot] = {}
         for file, tensors in skeleton.files.items():
             places |= reserve(folder / file, tensors, skeleton.metadata)
+        places |= {name: places[written] for name, written in skeleton.parts.items()}
         read = _fill(skeleton, places, device)
         n = min(verify, len(skeleton.layers))
         for layer in [skeleton.layers[i * (len(skeleton.layers) - 1) // max(1, n - 1)] for i in range(n)]:
