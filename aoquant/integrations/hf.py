@@ -164,7 +164,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
 def _check_tie(model: PreTrainedModel) -> None:
     """HF ties the head to the input embedding again on loading if the config says so: then both hold one packed weight, or neither."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or not model.config.get_text_config(decoder=True).tie_word_embeddings:
+    if head is None or not getattr(model.config, "tie_word_embeddings", False):
         return
     if head.weight is not embedding.weight and (_is_quantised(head) or _is_quantised(embedding)):
         raise ValueError(
