@@ -12,6 +12,7 @@ The checkpoint schema is the "_version" of aoquant's configs (see `config.SCHEMA
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from torchao.core.config import config_from_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 
-from aoquant.integrations.slots import header
+from aoquant.integrations.slots import header, reading
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -77,6 +78,12 @@ def _part(name: str, part: str) -> str:
     return f"{module}._{parameter}_{part}"
 
 
+def check_shard_size(size: int | str) -> None:
+    """Raise ValueError for shards that would hold nothing: Hugging Face takes any size, and writes a file for every tensor then."""
+    if str(size).strip().startswith("-") or not re.search("[1-9]", str(size)):
+        raise ValueError(f"max_shard_size is a size above 0, in bytes or like '5GB', got {size!r}")
+
+
 def some(names: list[str]) -> str:
     """A few names and how many more, for messages."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -88,7 +95,7 @@ def _check_config(directory: Path) -> None:
         raise ValueError(
             f"{directory}: not a checkpoint folder, it has no config.json; give the folder that save_pretrained wrote"
         )
-    quantization = _read_json(directory / "config.json").get("quantization_config")
+    quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is None:
         raise ValueError(
             f"{directory}: a float checkpoint (config.json has no quantization_config): load it with transformers, quantise it, and "
@@ -120,7 +127,7 @@ def files(directory: Path) -> list[Path]:
         raise ValueError(
             f"{directory}: holds neither {SINGLE} nor {INDEX}; aoquant reads safetensors: save the model again"
         )
-    weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
+    weight_map: dict[str, str] = read_json(index).get("weight_map", {})
     paths = [directory / name for name in sorted(set(weight_map.values()))]
     if lost := [p.name for p in paths if not p.is_file()]:
         raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
@@ -131,9 +138,12 @@ def files(directory: Path) -> list[Path]:
     return paths
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises ValueError: it cannot be read, or is damaged."""
+    with reading(path):
+        raw = path.read_bytes()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(raw.decode())
     except ValueError as error:  # bytes that are no UTF-8 or no JSON
         raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
     if not isinstance(content, dict):

@@ -76,6 +76,7 @@ def save_pretrained(
             raise ValueError(
                 f"save_pretrained takes no {argument}=: HF flattens a quantised model's own weights for safetensors; leave it out"
             )
+    checkpoint.check_shard_size(kwargs.get("max_shard_size", 1))
     attach(model)
     model.save_pretrained(directory, **kwargs)
     if tokenizer is not None:

@@ -28,7 +28,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, hf
-from aoquant.integrations.slots import Slot
+from aoquant.integrations.slots import Slot, reading
 from aoquant.plan import Step, plan
 from aoquant.quantize import apply
 
@@ -78,10 +78,11 @@ class Skeleton:
             text = json.dumps(self.index, indent=2, sort_keys=True) + "\n"
             (folder / checkpoint.INDEX).write_text(text, encoding="utf-8")
         if self.model.can_generate():
-            stored = (source / "generation_config.json").is_file()
-            (GenerationConfig.from_pretrained(source) if stored else self.model.generation_config).save_pretrained(
-                folder
-            )
+            generation, stored = self.model.generation_config, source / "generation_config.json"
+            if stored.is_file():
+                with reading(stored):
+                    generation = GenerationConfig.from_pretrained(source)
+            generation.save_pretrained(folder)
         self.model.config.architectures = [type(self.model).__name__]
         self.model.config.save_pretrained(folder)
 
