@@ -1,4 +1,6 @@
-"""Models whose tensors transformers stores under other names than the model's own: saved, loaded and converted like any other."""
+"""Models whose tensors transformers stores under other names than the model's own, and models that are no causal LM: saved, loaded
+and converted like any other.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     LlamaConfig,
+    LlamaModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -104,6 +109,27 @@ def test_saved_loaded_and_converted_bit_equal(name: str, tmp_path: Path) -> None
         with safe_open(path, framework="pt") as file:
             names.update(file.keys())
     assert stored in names
+
+
+@pytest.mark.parametrize(
+    ("saved", "config"),
+    [
+        (
+            T5ForConditionalGeneration,
+            T5Config(d_model=64, d_ff=128, num_layers=1, num_heads=4, d_kv=16, vocab_size=100),
+        ),
+        (LlamaModel, LlamaConfig(**TEXT)),
+    ],
+    ids=["t5", "bare llama"],
+)
+def test_the_class_to_load_with_is_named(saved: Any, config: Any, tmp_path: Path) -> None:
+    model = saved._from_config(config, dtype=torch.bfloat16)
+    quantize_(model, Int8WeightConfig())
+    save_pretrained(model, tmp_path)
+    wanted = rf"holds a {saved.__name__}, so give model_class=transformers.{saved.__name__}"
+    with pytest.raises(ValueError, match=wanted):
+        load_pretrained(tmp_path)
+    assert type(load_pretrained(tmp_path, saved)) is saved
 
 
 def test_a_lost_part_is_noticed_before_loading(tmp_path: Path) -> None:
