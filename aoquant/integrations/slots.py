@@ -82,7 +82,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+        raise ValueError(f"{path}: cannot be read: {error}: check the disk and the file's permissions") from error
 
 
 def _read(slot: Slot, offset: int, size: int) -> Tensor:
