@@ -12,14 +12,16 @@ The checkpoint schema is the "_version" of aoquant's configs (see `config.SCHEMA
 from __future__ import annotations
 
 import json
+import re
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from torchao.core.config import config_from_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 
-from aoquant.integrations.slots import header
+from aoquant.integrations.slots import header, reading
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -46,7 +48,7 @@ def check(directory: Path) -> dict[str, str]:
     tensors = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
-    if lost := sorted(wanted - stored):
+    if lost := _lost(wanted, stored - tensors.keys()):
         raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     if not quantised:
         raise ValueError(
@@ -55,10 +57,31 @@ def check(directory: Path) -> dict[str, str]:
     return {name: t["_type"] for name, t in quantised.items()}
 
 
+def _lost(wanted: set[str], stored: set[str]) -> list[str]:
+    """The parts that are not there. Headers use the model's names and files may use older ones, when transformers renames an
+    architecture's tensors; which becomes which only the model knows, so parts under strange names are counted, kind by kind.
+    """
+    strange = Counter(name.rpartition(".")[2] for name in stored - wanted)
+    lost = []
+    for kind in sorted({name.rpartition(".")[2] for name in wanted}):
+        absent = sorted(name for name in wanted - stored if name.endswith(f".{kind}"))
+        if strange[kind] == 0:
+            lost += absent
+        elif strange[kind] < len(absent):
+            lost.append(f"{len(absent) - strange[kind]} of the tensors called *.{kind}")
+    return lost
+
+
 def _part(name: str, part: str) -> str:
     """Where torchao's flattening keeps a tensor subclass's part."""
     module, _, parameter = name.rpartition(".")
     return f"{module}._{parameter}_{part}"
+
+
+def check_shard_size(size: int | str) -> None:
+    """Raise ValueError for shards that would hold nothing: Hugging Face takes any size, and writes a file for every tensor then."""
+    if str(size).strip().startswith("-") or not re.search("[1-9]", str(size)):
+        raise ValueError(f"max_shard_size is a size above 0, in bytes or like '5GB', got {size!r}")
 
 
 def some(names: list[str]) -> str:
@@ -72,7 +95,7 @@ def _check_config(directory: Path) -> None:
         raise ValueError(
             f"{directory}: not a checkpoint folder, it has no config.json; give the folder that save_pretrained wrote"
         )
-    quantization = _read_json(directory / "config.json").get("quantization_config")
+    quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is None:
         raise ValueError(
             f"{directory}: a float checkpoint (config.json has no quantization_config): load it with transformers, quantise it, and "
@@ -104,7 +127,7 @@ def files(directory: Path) -> list[Path]:
         raise ValueError(
             f"{directory}: holds neither {SINGLE} nor {INDEX}; aoquant reads safetensors: save the model again"
         )
-    weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
+    weight_map: dict[str, str] = read_json(index).get("weight_map", {})
     paths = [directory / name for name in sorted(set(weight_map.values()))]
     if lost := [p.name for p in paths if not p.is_file()]:
         raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
@@ -115,9 +138,12 @@ def files(directory: Path) -> list[Path]:
     return paths
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises ValueError: it cannot be read, or is damaged."""
+    with reading(path):
+        raw = path.read_bytes()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(raw.decode())
     except ValueError as error:  # bytes that are no UTF-8 or no JSON
         raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
     if not isinstance(content, dict):

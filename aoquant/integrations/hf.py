@@ -39,6 +39,7 @@ try:
     from torchao.utils import TorchAOBaseTensor
     from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
     from transformers.integrations.torchao import TorchAoDeserialize
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
     from aoquant.integrations import checkpoint
@@ -76,6 +77,7 @@ def save_pretrained(
             raise ValueError(
                 f"save_pretrained takes no {argument}=: HF flattens a quantised model's own weights for safetensors; leave it out"
             )
+    checkpoint.check_shard_size(kwargs.get("max_shard_size", 1))
     attach(model)
     model.save_pretrained(directory, **kwargs)
     if tokenizer is not None:
@@ -89,7 +91,7 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load a quantised checkpoint and check that it is whole: files, schema, every key, every quantised weight.
 
-    model_class: a HF model class or AutoModel class. kwargs: for its `from_pretrained`, such as `device_map`.
+    model_class: a HF model class or AutoModel class; models that are no causal LM need it. kwargs: for its `from_pretrained`, such as `device_map`.
 
     Raises:
         ValueError: the checkpoint is damaged, foreign, too new, or does not fit the model; says which file or weight and what to do.
@@ -98,7 +100,11 @@ def load_pretrained(
         if argument in kwargs:
             raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
     quantised = checkpoint.check(Path(directory))
-    model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
+    try:
+        model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        _check_class(Path(directory), model_class, error)
+        raise
     problems = [f"{kind.replace('_', ' ')}: {sorted(map(str, found))[:5]}" for kind, found in info.items() if found]
     weights = dict(model.named_parameters(remove_duplicate=False))
     for name, kind in quantised.items():
@@ -117,6 +123,19 @@ def load_pretrained(
         )
     _make_savable(model)
     return model
+
+
+def _check_class(directory: Path, model_class: Any, error: Exception) -> None:
+    """Raise ValueError naming the class that was saved, when loading failed with another one: that is why, most likely."""
+    config = checkpoint.read_json(directory / "config.json")
+    saved, made = (config.get("architectures") or [None])[0], model_class.__name__
+    if model_class is AutoModelForCausalLM:
+        made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""), made)
+    if saved not in (None, made):
+        raise ValueError(
+            f"{directory}: {model_class.__name__} cannot load it ({str(error).partition(chr(10))[0]}): it holds a {saved}, so give "
+            f"model_class=transformers.{saved}"
+        ) from error
 
 
 def attach(model: PreTrainedModel) -> TorchAoConfig:
@@ -164,7 +183,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
 def _check_tie(model: PreTrainedModel) -> None:
     """HF ties the head to the input embedding again on loading if the config says so: then both hold one packed weight, or neither."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or not model.config.get_text_config(decoder=True).tie_word_embeddings:
+    if head is None or not getattr(model.config, "tie_word_embeddings", False):
         return
     if head.weight is not embedding.weight and (_is_quantised(head) or _is_quantised(embedding)):
         raise ValueError(

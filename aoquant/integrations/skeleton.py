@@ -28,7 +28,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, hf
-from aoquant.integrations.slots import Slot
+from aoquant.integrations.slots import Slot, reading
 from aoquant.plan import Step, plan
 from aoquant.quantize import apply
 
@@ -53,8 +53,9 @@ class Skeleton:
     """A converted checkpoint without its values.
 
     model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every file's
-    header. index: content of the index file, None for a single file. layers: to encode. copies: where tensors that stay float are
-    read. twins: pairs that the config ties and the source holds twice: must be equal.
+    header, under the model's own names. index: content of the index file, None for a single file. layers: to encode. parts: where
+    their codes and scales are written, name in the model to name in the files (transformers renames some architectures' tensors).
+    copies: where tensors that stay float are read. twins: pairs that the config ties and the source holds twice: must be equal.
     """
 
     model: PreTrainedModel
@@ -62,6 +63,7 @@ class Skeleton:
     metadata: dict[str, str]
     index: dict[str, Any] | None
     layers: list[Layer]
+    parts: dict[str, str]
     copies: dict[str, Slot]
     twins: list[tuple[Slot, Slot]]
 
@@ -76,10 +78,11 @@ class Skeleton:
             text = json.dumps(self.index, indent=2, sort_keys=True) + "\n"
             (folder / checkpoint.INDEX).write_text(text, encoding="utf-8")
         if self.model.can_generate():
-            stored = (source / "generation_config.json").is_file()
-            (GenerationConfig.from_pretrained(source) if stored else self.model.generation_config).save_pretrained(
-                folder
-            )
+            generation, stored = self.model.generation_config, source / "generation_config.json"
+            if stored.is_file():
+                with reading(stored):
+                    generation = GenerationConfig.from_pretrained(source)
+            generation.save_pretrained(folder)
         self.model.config.architectures = [type(self.model).__name__]
         self.model.config.save_pretrained(folder)
 
@@ -123,6 +126,8 @@ def build(
     ]  # a tied pair is saved once
     flat = {k: t for k, t in flat.items() if k in kept or k not in names}
     reverted = revert_weight_conversion(model, flat)
+    written = {id(t): name for name, t in reverted.items()}  # renaming hands the same tensors on
+    parts = {name: written[id(t)] for name, t in flat.items() if name not in names}
     tensors = {k: reverted[k] for k in sorted(reverted, key=dot_natural_key)}  # as a loaded model saves them
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
@@ -133,7 +138,7 @@ def build(
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
     files = {file: {n: tensors[n] for n in names} for file, names in split.filename_to_tensors.items()}
     copies = {name: slot for name in tensors if (slot := sources.get(name)) is not None}
-    return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, copies, twins)
+    return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, parts, copies, twins)
 
 
 def _layer(step: Step, model: PreTrainedModel, stored: Mapping[str, Slot], tied: Mapping[str, list[str]]) -> Layer:

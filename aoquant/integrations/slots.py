@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -75,12 +76,21 @@ class Slot:
         return raw.numel()
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Blame a failed read on the file that is read: whoever catches OSError further out is writing another one."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}: check the disk and the file's permissions") from error
+
+
 def _read(slot: Slot, offset: int, size: int) -> Tensor:
     """Bytes of a slot, uint8."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     buffer = bytearray(size)
-    with open(slot.path, "rb", buffering=0) as file:
+    with reading(slot.path), open(slot.path, "rb", buffering=0) as file:
         file.seek(slot.start + offset)
         view, done = memoryview(buffer), 0
         while done < size and (got := file.readinto(view[done:])):
@@ -94,16 +104,17 @@ def header(path: Path) -> tuple[dict[str, str], dict[str, Slot]]:
     """Metadata and slots of a file.
 
     Raises:
-        ValueError: the file is shorter or longer than its header says, the header is none, or a dtype is unknown here.
+        ValueError: the file cannot be read, is shorter or longer than its header says, the header is none, or a dtype is unknown here.
     """
+    with reading(path), open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, size))
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            content = json.loads(file.read(length))
+        if size < 8 or length > size - 8:
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        content = json.loads(text)
         metadata: dict[str, str] = content.pop("__metadata__", {})
         slots, end = {}, 0
         for name, t in sorted(content.items(), key=lambda item: item[1]["data_offsets"]):

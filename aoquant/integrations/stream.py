@@ -29,7 +29,7 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from aoquant.checks import check_device
 from aoquant.integrations import checkpoint
 from aoquant.integrations.skeleton import Layer, Skeleton, build
-from aoquant.integrations.slots import Slot, flush, header, reserve
+from aoquant.integrations.slots import Slot, flush, header, reading, reserve
 from aoquant.plan import not_finite
 from aoquant.progress import bar
 from aoquant.quantize import pack
@@ -88,6 +88,7 @@ def convert_checkpoint(
         raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")
     if verify < 0:
         raise ValueError(f"verify is a number of layers, at least 0, got {verify}")
+    checkpoint.check_shard_size(max_shard_size)
     check_device(device)
     if torch.device(device).type == "meta":
         raise ValueError("device must hold values, got 'meta'")
@@ -96,12 +97,15 @@ def convert_checkpoint(
         places: dict[str, Slot] = {}
         for file, tensors in skeleton.files.items():
             places |= reserve(folder / file, tensors, skeleton.metadata)
+        places |= {name: places[written] for name, written in skeleton.parts.items()}
         read = _fill(skeleton, places, device)
         n = min(verify, len(skeleton.layers))
         for layer in [skeleton.layers[i * (len(skeleton.layers) - 1) // max(1, n - 1)] for i in range(n)]:
             _verify(layer, skeleton, places, device)
         for path in sorted(source.iterdir()):
             if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
+                with reading(path):
+                    path.open("rb").close()
                 shutil.copyfile(path, folder / path.name)
         skeleton.save_configs(folder, source)
         checkpoint.check(folder)

@@ -1,4 +1,4 @@
-"""Small float checkpoints for the tests of conversion, and ways to change them."""
+"""Small float checkpoints for the tests of conversion, and ways to change and compare them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,3 +61,25 @@ def edit(path: Path, change: Any) -> None:
 
 def left_behind(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if "partial" in p.name)
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Everything in a checkpoint: tensors as bytes with dtype and shape, headers and other files."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".safetensors":
+            found[path.name] = path.read_text()
+            continue
+        with safe_open(path, framework="pt") as file:
+            found[path.name] = file.metadata()
+            for key in file.keys():  # noqa: SIM118
+                t = file.get_tensor(key)
+                raw = t.reshape(-1).view(torch.uint8).numpy().tobytes()
+                found[f"{path.name}: {key}"] = (t.dtype, t.shape, raw)
+    return found
+
+
+def assert_same_files(a: Path, b: Path) -> None:
+    x, y = content(a), content(b)
+    assert x.keys() == y.keys()
+    assert [k for k in x if x[k] != y[k]] == []

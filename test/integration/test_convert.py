@@ -12,8 +12,7 @@ from typing import Any
 import big_checkpoint
 import pytest
 import torch
-from convert_cases import SMALL, edit, left_behind, llama, rewritten, write_floats
-from safetensors import safe_open
+from convert_cases import SMALL, assert_same_files, edit, left_behind, llama, rewritten, write_floats
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
@@ -86,28 +85,6 @@ def whole(source: Path, config: Any, out: Path, shards: str = "5GB", **kwargs: A
     quantize_(model, config)
     save_pretrained(model, out, max_shard_size=shards)
     return model
-
-
-def content(folder: Path) -> dict[str, Any]:
-    """Everything in a checkpoint: tensors as bytes with dtype and shape, headers and other files."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.iterdir()):
-        if path.suffix != ".safetensors":
-            found[path.name] = path.read_text()
-            continue
-        with safe_open(path, framework="pt") as file:
-            found[path.name] = file.metadata()
-            for key in file.keys():  # noqa: SIM118
-                t = file.get_tensor(key)
-                raw = t.reshape(-1).view(torch.uint8).numpy().tobytes()
-                found[f"{path.name}: {key}"] = (t.dtype, t.shape, raw)
-    return found
-
-
-def assert_same_files(a: Path, b: Path) -> None:
-    x, y = content(a), content(b)
-    assert x.keys() == y.keys()
-    assert [k for k in x if x[k] != y[k]] == []
 
 
 @torch.no_grad()

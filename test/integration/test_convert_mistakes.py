@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 from convert_cases import edit, left_behind, rewritten, write_floats
 from safetensors.torch import load_file, save_file
 from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup
+from transformers import LlamaForCausalLM
 
-from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, cli, convert_checkpoint
+from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, cli, convert_checkpoint, quantize_
 from aoquant.integrations import checkpoint, hf, stream
 
 
@@ -110,6 +113,8 @@ def nothing(folder: Path) -> None:
         (nothing, ["--device", "meta"], "device must hold values"),
         (nothing, ["--verify", "-1"], "verify is a number of layers"),
         (nothing, ["--max-shard-size", "5XB"], "Unit 'XB' not supported"),
+        (nothing, ["--max-shard-size", "-1"], "max_shard_size is a size above 0, in bytes or like '5GB', got '-1'"),
+        (nothing, ["--max-shard-size", "0GB"], "max_shard_size is a size above 0"),
         (nothing, ["--skip", "re:.*mlp.dwon_proj"], "'re:.*mlp.dwon_proj' matches no linear layer; near it: "),
         (nothing, ["--skip", "re:("], "is no regular expression"),
         (nothing, ["--skip", "re:.*"], "none was chosen"),
@@ -144,6 +149,41 @@ def test_a_checkpoint_is_not_prepared(floats: dict[bool, Path], tmp_path: Path) 
         convert_checkpoint(floats[True], QATConfig(NVFP4WeightConfig()), tmp_path / "out")
     with pytest.raises(ValueError, match="config must be a QATConfig, a PTQ config"):
         convert_checkpoint(floats[True], "nvfp4", tmp_path / "out")
+
+
+@pytest.mark.parametrize("size", [0, -1, "-5GB"])
+def test_shards_hold_something(size: Any, floats: dict[bool, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_shard_size is a size above 0"):
+        convert_checkpoint(floats[True], Int4WeightConfig(32), tmp_path / "out", max_shard_size=size)
+    model = LlamaForCausalLM.from_pretrained(floats[True])
+    quantize_(model, Int4WeightConfig(32))
+    with pytest.raises(ValueError, match="max_shard_size is a size above 0"):
+        hf.save_pretrained(model, tmp_path / "out", max_shard_size=size)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00005.safetensors", "notes.txt", "generation_config.json"])
+def test_a_failed_read_is_blamed_on_the_file_that_is_read(
+    name: str, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (copied / "notes.txt").write_text("mine")
+    real, reads = builtins.open, []
+
+    def broken(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if Path(path).name == name and Path(path).parent == copied:
+            reads.append(path)
+            if len(reads) > headers:
+                raise OSError(5, "Input/output error")
+        return real(path, mode, *args, **kwargs)
+
+    headers = 2 if name.endswith(".safetensors") else 0  # fail after the headers are read
+    monkeypatch.setattr(builtins, "open", broken)
+    monkeypatch.setattr(io, "open", broken)
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read: "):
+        convert_checkpoint(copied, Int4WeightConfig(32), tmp_path / "out")
+    assert reads
+    assert not (tmp_path / "out").exists()
+    assert left_behind(tmp_path) == []
 
 
 def test_tensors_that_no_loader_knows_are_refused_at_the_start(
