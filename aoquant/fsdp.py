@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 
@@ -56,6 +56,14 @@ def compute_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
         for _, group in _groups(model)
         for p in group.fsdp_params
     }
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Whether ranks share out the parameters of `model`, by FSDP or by tensor parallelism: its layers run together, or not at all."""
+    wrappers = (FSDPModule, FullyShardedDataParallel)
+    return any(isinstance(m, wrappers) for m in model.modules()) or any(
+        isinstance(p, DTensor) for p in model.parameters()
+    )
 
 
 def is_managed(module: nn.Module) -> bool:

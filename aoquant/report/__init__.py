@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aoquant import fsdp
 from aoquant.progress import track
 from aoquant.report import render
 from aoquant.report.compare import compare, pairs_of
@@ -122,11 +123,17 @@ def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool
     weights, train or eval mode, and random state. A layer that is called more than once has one row.
 
     Raises:
-        ValueError: nothing to compare, layers that do not match, or a batch that a model does not take.
+        ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that a model does not take.
     """
     if not isinstance(batch, Tensor | tuple | list | Mapping):
         raise ValueError(f"batch must be a tensor, a tuple or list, or a dict, got {type(batch).__name__}")
     a, b = (getattr(model, "_orig_mod", model) for model in (model_a, model_b))  # what torch.compile wrapped
+    for side, model in zip("ab", (a, b), strict=True):
+        if fsdp.is_distributed(model):
+            raise ValueError(
+                f"model_{side} is sharded over ranks, and its layers cannot be run one by one: on every rank take "
+                "aoquant.integrations.distributed.full_state_dict(model), load it with assign=True into an unsharded model, and compare that"
+            )
     pairs = pairs_of(a, b)
     bar = iter(track(pairs, "outputs") if progress else pairs)
     with undisturbed(a, b):

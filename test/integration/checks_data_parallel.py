@@ -49,6 +49,8 @@ from aoquant import (
     PackedTensor,
     QATConfig,
     quantize_,
+    report,
+    verify,
 )
 from aoquant.integrations.distributed import full_state_dict
 from aoquant.qat import QATLinear
@@ -247,6 +249,25 @@ def tied_weights_stay_tied(c: Ranks) -> None:
     state = full_state_dict(two)
     assert state["a.weight"] is state["b.weight"]
     same_state(state, one.state_dict())
+
+
+@check("FSDP2", "tensor parallelism")
+def a_report_of_a_sharded_model_is_refused(c: Ranks, how: str) -> None:
+    """On every rank, before and after the model has run; gathered as the message says, prepared and converted are verified."""
+    prepared, converted = two_of(prepare(mlp(c, BF16), CONFIGS["nvfp4"]))
+    for model in (prepared, converted):
+        shard(c, model) if how == "FSDP2" else tensor_parallel(c, model)
+    quantize_(converted, QATConfig(step="convert"))
+    x, words = batch(c, BF16), ("is sharded over ranks", "full_state_dict(model)")
+    for _ in range(2):
+        raises(lambda: verify(prepared, converted, x), "model_a", *words)
+        raises(lambda: report(mlp(c, BF16), converted, x), "model_b", *words)
+        with torch.no_grad():
+            equal(prepared(x), converted(x), "both still run")
+    whole = prepare(mlp(c, BF16), CONFIGS["nvfp4"]), mlp(c, BF16)
+    for model, sharded in zip(whole, (prepared, converted), strict=True):
+        model.load_state_dict(full_state_dict(sharded), assign=True)
+    assert verify(*whole, x).min_sqnr == torch.inf
 
 
 @check()
