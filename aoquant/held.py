@@ -39,8 +39,18 @@ def names(layer: nn.Module) -> list[str]:
 
 
 def read(layer: nn.Module, side: str) -> Scales:
-    """The layer's held scales for one side."""
-    return Scales(*(getattr(layer, f"{side}_{part}", None) for part in Scales._fields))
+    """The layer's held scales for one side.
+
+    Raises:
+        ValueError: they have been rounded, as FSDP's mixed precision does with every parameter that it has.
+    """
+    scales = Scales(*(getattr(layer, f"{side}_{part}", None) for part in Scales._fields))
+    if scales.scale is not None and scales.scale.dtype in FLOAT_DTYPES and scales.scale.dtype != torch.float32:
+        raise ValueError(
+            f"its {side}_scale is held in float32 and was cast to {str(scales.scale.dtype).removeprefix('torch.')}, which is another scale: "
+            "keep learned scales out of fully_shard with ignored_params= (docs/distributed.md)"
+        )
+    return scales
 
 
 def matrices(scales: Scales) -> Scales:

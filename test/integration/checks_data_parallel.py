@@ -6,6 +6,7 @@ import copy
 import functools
 
 import torch
+import torch.distributed as dist
 from distributed_setup import (
     BF16,
     CONFIGS,
@@ -46,6 +47,7 @@ from torchao.quantization import quantize_ as torchao_quantize_
 
 from aoquant import (
     Int4WeightConfig,
+    Int8WeightConfig,
     PackedTensor,
     QATConfig,
     quantize_,
@@ -147,6 +149,44 @@ def mixed_precision_policy_is_what_convert_encodes(c: Ranks) -> None:
             equal(two(x), y, f"{order}, converted")
         state = {k: t if isinstance(t, PackedTensor) else t.to(BF16) for k, t in full_state_dict(two).items()}
         same_state(state, alone.state_dict())
+
+
+def average(p: Tensor) -> None:
+    assert p.grad is not None
+    dist.all_reduce(p.grad)
+    p.grad /= WORLD
+
+
+@check()
+def learned_scales_stay_out_of_fsdp(c: Ranks) -> None:
+    """As the docs say: bfloat16 weights sharded, float32 scales beside them; three steps equal one process's. A cast scale is refused."""
+    config = QATConfig(Int8WeightConfig("row"), scales="learned")
+    one = mlp(c, BF16)
+    quantize_(one, config)
+    two = copy.deepcopy(one)
+    scales = {p for name, p in two.named_parameters() if name.endswith("_scale")}
+    for p in scales:
+        p.register_post_accumulate_grad_hook(average)
+    shard(c, two, ignored_params=scales)
+    for got, want in zip(train(c, two, adamw(two), 3), train_alone(c, one, adamw(one), 3), strict=True):
+        equal(got, want, "forward")
+    before = mlp(c, BF16)
+    quantize_(before, config)
+    assert not torch.equal(one.up.weight_scale, before.up.weight_scale), "scales were trained"
+    same_state(full_state_dict(two), one.state_dict())
+
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    three = mlp(c, F32)
+    quantize_(three, config)
+    four = copy.deepcopy(three)
+    raises(
+        lambda: shard(c, three, mp_policy=policy)(batch(c, F32)),
+        "up: its weight_scale is held in float32 and was cast to bfloat16",
+        "ignored_params",
+    )
+    alone = copy.deepcopy(four).to(BF16)
+    shard(c, four, mp_policy=policy, ignored_params={four.up.weight_scale, four.down.weight_scale})
+    equal(four(batch(c, F32)), alone(batch(c, BF16)), "mixed precision")
 
 
 @check("nvfp4", "int4-g32", "ao.int8act-intx4", slow=("fp8-row", "fp8-tensor", "int8-tensor", "mxfp4", "intx3-row"))
