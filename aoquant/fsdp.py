@@ -71,6 +71,13 @@ def is_managed(module: nn.Module) -> bool:
     return getattr(module, "_is_fsdp_managed_module", False) and isinstance(getattr(module, "weight", None), DTensor)
 
 
+def is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 holds the parameters of `module`, as parts of one long vector: its weight is a view that comes and goes."""
+    if isinstance(module, FSDPModule) or not hasattr(module, "_fsdp_use_orig_params"):
+        return False
+    return hasattr(module.weight, "_fsdp_flattened") or "weight" not in module._parameters
+
+
 def release(model: nn.Module, weights: Collection[int]) -> None:
     """Take the parameters with these ids out of FSDP's groups."""
     for state, group in _groups(model):

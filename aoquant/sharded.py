@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from aoquant import ops, sharding
 from aoquant.formats import Encoded, Scales
-from aoquant.fsdp import is_managed
+from aoquant.fsdp import is_flattened, is_managed
 from aoquant.linear import LinearRecipe, quantized_linear
 from aoquant.tensor import PackedTensor
 
@@ -54,6 +54,12 @@ def why_not(module: nn.Module, kind: str, recipe: LinearRecipe, dtype: torch.dty
 
     dtype: that a forward sees the weight in; None where no FSDP module is known to hold it.
     """
+    dynamic = kind == "prepare" and recipe.weight_scales == "dynamic"
+    if is_flattened(module) and not (dynamic and "weight" in module._parameters):
+        return (
+            "FSDP1 (FullyShardedDataParallel) holds its weight in one flat parameter with others: prepare first, then wrap; to convert, "
+            "gather the float state dict (torch.distributed.checkpoint.state_dict), load it into an unsharded model and convert that"
+        )
     weight, managed = module.weight, is_managed(module)
     if not isinstance(weight, DTensor):
         return None

@@ -34,7 +34,7 @@ from distributed_setup import (
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -316,6 +316,27 @@ def quantizing_below_fsdp_is_refused(c: Ranks) -> None:
     raises(
         lambda: quantize_(nn.Sequential(model.up), Int4WeightConfig(32)), "FSDP shards its weight from a module above"
     )
+
+
+@check(True, False)
+def fsdp1_takes_prepared_layers_and_its_own_are_refused(c: Ranks, original: bool) -> None:
+    """original: use_orig_params, which alone lets layers be prepared in place; nothing else is done to flattened weights, used or not yet."""
+    one = prepare(mlp(c, BF16), CONFIGS["nvfp4"])
+    options = {"use_orig_params": original, "device_id": torch.device(c.device, c.rank if c.device == "cuda" else None)}
+    two = FullyShardedDataParallel(copy.deepcopy(one), **options)
+    plain = FullyShardedDataParallel(mlp(c, BF16), **options)
+    x, words = batch(c, BF16), ("up (", "FSDP1 (FullySharded", "prepare first, then wrap", "into an unsharded model")
+    refused = [CONFIGS["nvfp4"], QATConfig(CONFIGS["nvfp4"], scales="static")]
+    refused += [] if original else [QATConfig(CONFIGS["nvfp4"])]
+    for _ in range(2):
+        raises(lambda: quantize_(two, QATConfig(step="convert")), *words)
+        for config in refused:
+            raises(lambda config=config: quantize_(plain, config), *words)
+        raises(lambda: report(two, plain, x), "model_a is sharded over ranks")
+        equal(two(x), one(x), "forward")
+        plain(x)
+    if original:
+        equal(prepare(plain, CONFIGS["nvfp4"])(x), one(x), "prepared in place")
 
 
 @check()
