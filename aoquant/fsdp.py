@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+GATHER = "on every rank take aoquant.integrations.distributed.full_state_dict(model), load it with assign=True into an unsharded model"
+
 
 def layer_class(module: nn.Module) -> type[nn.Module]:
     """The class of `module` beneath FSDP's."""

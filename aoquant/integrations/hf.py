@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from aoquant import _register
+from aoquant import _register, fsdp
 from aoquant.config import PackedWeightConfig
 from aoquant.plan import Layer, _key
 from aoquant.qat import QATLayer
@@ -70,7 +70,7 @@ def save_pretrained(
     kwargs: for `PreTrainedModel.save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        ValueError: the model is not converted, a layer's config is unknown, or the folder holds another checkpoint's files.
+        ValueError: the model is not converted, or is sharded, a layer's config is unknown, or the folder holds another checkpoint's files.
     """
     for argument in ("state_dict", "distributed_checkpoint"):
         if kwargs.get(argument):
@@ -142,7 +142,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     """Give a converted model HF's torchao quantizer and its config, derived from the layers; returns the config.
 
     Raises:
-        ValueError: the model is not a HF model, is not converted, or a layer's config is unknown.
+        ValueError: the model is not a HF model, is not converted, is sharded, or a layer's config is unknown.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
@@ -153,6 +153,10 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
         raise ValueError(
             f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call quantize_(model, QATConfig(step='convert')) "
             "first; to save the float weights in the middle of training, call model.save_pretrained"
+        )
+    if fsdp.is_distributed(model):
+        raise ValueError(
+            f"the model is sharded over ranks, and save_pretrained writes whole tensors: {fsdp.GATHER}, and save that"
         )
     before = getattr(model.config, "quantization_config", None)
     before = before if isinstance(before, TorchAoConfig) else None

@@ -131,8 +131,7 @@ def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool
     for side, model in zip("ab", (a, b), strict=True):
         if fsdp.is_distributed(model):
             raise ValueError(
-                f"model_{side} is sharded over ranks, and its layers cannot be run one by one: on every rank take "
-                "aoquant.integrations.distributed.full_state_dict(model), load it with assign=True into an unsharded model, and compare that"
+                f"model_{side} is sharded over ranks, and its layers cannot be run one by one: {fsdp.GATHER}, and compare that"
             )
     pairs = pairs_of(a, b)
     bar = iter(track(pairs, "outputs") if progress else pairs)
