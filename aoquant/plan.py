@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
@@ -154,8 +155,14 @@ def not_finite(weight: torch.Tensor) -> str | None:
 
 def _why_not_here(module: Layer, kind: str) -> str | None:
     """Why the step would have no effect on this very module: somebody else owns its forward or its weight."""
+    replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # accelerate's hooks are followed
+    if replaced and isinstance(module.weight, DTensor):
+        return (
+            "its weight is sharded and its forward replaced on the instance, as transformers' tp_plan does, so another forward would never "
+            "run: load the model without tp_plan, prepare it, and shard it with parallelize_module or fully_shard"
+        )
     if kind == "prepare":
-        if "forward" in vars(module) and "_old_forward" not in vars(module):  # accelerate's hooks are followed
+        if replaced:
             return "its forward is replaced on the instance, so a prepared forward would never run: remove the replacement first"
     elif module.weight.is_meta and hasattr(module, "_hf_hook"):
         return (

@@ -31,6 +31,7 @@ from aoquant.plan import plan_layer
 from aoquant.qat import QATLayer, QATLinear
 from aoquant.quantize import apply, config_of
 from aoquant.report.measure import weight_value
+from aoquant.sharding import is_sharded
 
 
 def install(module: ModuleType) -> None:
@@ -195,6 +196,11 @@ class QATLoraLinear(_LoraLinear):
         names = [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]
         if not names:
             return base(x)
+        if is_sharded(base.weight):
+            raise ValueError(
+                f"{self.label}: adapters on a prepared layer under tensor parallelism are not supported: leave the layer whole in the "
+                "plan of parallelize_module, or shard the model with fully_shard"
+            )
         if not base.fake_quant:
             return super().forward(x)
         recipe = base.prepared.recipe

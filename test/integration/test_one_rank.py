@@ -1,0 +1,69 @@
+"""Sharded models in a world of one rank, where that is enough: what saving, adapters and transformers' own sharding say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import get_peft_model
+from test_hf import IDS, llama, logits
+from test_peft import lora, prepared
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, load_pretrained, quantize_, save_pretrained
+from aoquant.integrations.distributed import full_state_dict
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_model_is_gathered_and_then_saved(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model = llama()
+    fully_shard(model, mesh=mesh)
+    quantize_(model, NVFP4WeightConfig())
+    want = logits(model)
+    message = r"sharded over ranks.*full_state_dict\(model\), load it with assign=True into an unsharded model"
+    with pytest.raises(ValueError, match=message):
+        save_pretrained(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    whole = llama()
+    whole.load_state_dict(full_state_dict(model), assign=True)
+    save_pretrained(whole, tmp_path)
+    assert torch.equal(logits(load_pretrained(tmp_path)), want)
+
+
+@pytest.mark.parametrize("first", ["parallelize", "adapt"])
+def test_adapters_on_a_prepared_layer_under_tensor_parallelism_are_refused(mesh: DeviceMesh, first: str) -> None:
+    model = prepared(Int4WeightConfig(32))
+    if first == "parallelize":
+        parallelize_module(model, mesh, {"model.layers.*.self_attn.q_proj": ColwiseParallel()})
+    adapted = get_peft_model(model, lora())
+    if first == "adapt":
+        plan = {"model.layers.*.self_attn.q_proj.base_layer": ColwiseParallel()}
+        parallelize_module(model, mesh, plan)
+    with pytest.raises(ValueError, match="q_proj: adapters on a prepared layer under tensor parallelism"):
+        adapted(IDS)
+
+
+@pytest.mark.parametrize("config", [QATConfig(Int4WeightConfig(32)), Int4WeightConfig(32)], ids=["prepare", "quantize"])
+def test_layers_that_transformers_sharded_are_refused(mesh: DeviceMesh, config: object) -> None:
+    layer = nn.Sequential(nn.Linear(64, 32))
+    parallelize_module(layer, mesh, {"0": ColwiseParallel()})
+    ALL_PARALLEL_STYLES["colwise"].install_forward(layer[0], mesh)
+    with pytest.raises(
+        ValueError, match=r"0 \(32, 64\): its weight is sharded and its forward replaced.*without tp_plan"
+    ):
+        quantize_(layer, config)
