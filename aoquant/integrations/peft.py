@@ -11,22 +11,26 @@ Prepare or quantise first, then add adapters; the other order is refused. The fr
 dW = dy^T x never formed, dB = s dy^T (x A^T) and dA = s (dy B)^T x, where x is what the quantised GEMM saw. Only where W trains too, or
 the straight-through estimator is "clipped", is dW needed. A layer keeps its merged weight from forward to backward, in W's dtype.
 
-peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see `_register.py`).
+peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see `_register.py`). Gradients
+have to come through every layer above an adapter, adapted or not, and torchao's kernels give the input of a packed layer none, so
+injecting adapters also mends those layers (`peft_gradients.py`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from aoquant import ops
+from aoquant.integrations import peft_gradients
 from aoquant.plan import plan_layer
 from aoquant.qat import QATLayer, QATLinear
 from aoquant.quantize import apply, config_of
@@ -42,6 +46,14 @@ def install(module: ModuleType) -> None:
         return dispatch(target, adapter_name, config, **kwargs) or before(target, adapter_name, config=config, **kwargs)
 
     module.dispatch_torchao = dispatch_torchao  # type: ignore[attr-defined]
+    inject = BaseTuner.inject_adapter
+
+    @functools.wraps(inject)
+    def inject_adapter(tuner: BaseTuner, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        inject(tuner, model, *args, **kwargs)
+        peft_gradients.mend(model)
+
+    BaseTuner.inject_adapter = inject_adapter
 
 
 def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:

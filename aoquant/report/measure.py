@@ -81,18 +81,29 @@ def weight_value(module: nn.Module) -> Tensor:
     w: Tensor = weight_of(module).detach()
     if isinstance(module, QATLayer):
         return module.prepared.recipe.fprop_weight.decode(module.encode_weight(), w.dtype) if module.fake_quant else w
-    if not is_packed(w):
-        return w
-    if (
-        type(w).__name__ == "Int4Tensor"
-    ):  # torchao gives it no dequantize: its codes and (G, N) scales are ours, transposed
-        q: Any = w
-        e = Encoded(q.qdata.view(torch.uint8), q.scale.t(), q.zero_point.t(), None, w.shape[1])
-        kind = Int4Float8 if q.activation_dtype == torch.float8_e4m3fn else Int4
-        return kind(q.block_size[-1]).decode(e, w.dtype)
-    if type(w).dequantize is Tensor.dequantize:
+    return packed_value(w) if is_packed(w) else w
+
+
+def packed_value(w: Any) -> Tensor:
+    """(N, K) values of a packed weight, ours or torchao's, in its dtype.
+
+    Raises:
+        ValueError: a torchao tensor that cannot be dequantised.
+    """
+    # torchao gives it no dequantize: its codes and (G, N) scales are ours, transposed
+    if type(w).__name__ == "Int4Tensor":
+        e = Encoded(w.qdata.view(torch.uint8), w.scale.t(), w.zero_point.t(), None, w.shape[1])
+        kind = Int4Float8 if w.activation_dtype == torch.float8_e4m3fn else Int4
+        return kind(w.block_size[-1]).decode(e, w.dtype)
+    if not has_value(w):
         raise ValueError(f"{type(w).__name__} has no dequantize()")
-    return w.dequantize()
+    value: Tensor = w.dequantize()
+    return value
+
+
+def has_value(w: Any) -> bool:
+    """Whether `packed_value` can tell the values of a packed weight."""
+    return type(w).__name__ == "Int4Tensor" or type(w).dequantize is not Tensor.dequantize
 
 
 def stored_bytes(*tensors: Tensor) -> int:
