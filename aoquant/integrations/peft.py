@@ -9,7 +9,7 @@ What an adapter means depends on what it is put on, and the two are different mo
 
 Prepare or quantise first, then add adapters; the other order is refused. The frozen W has no gradient and no GEMM is spent on one: with
 dW = dy^T x never formed, dB = s dy^T (x A^T) and dA = s (dy B)^T x, where x is what the quantised GEMM saw. Only where W trains too, or
-the straight-through estimator is "clipped", is dW needed. A layer keeps its merged weight from forward to backward, in W's dtype.
+clipped values pass no gradient (straight_through="clipped", learned weight scales), is dW needed. A layer keeps its merged weight from forward to backward, in W's dtype.
 
 peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see `_register.py`). Gradients
 have to come through every layer above an adapter, adapted or not, and torchao's kernels give the input of a packed layer none, so
@@ -216,7 +216,8 @@ class QATLoraLinear(_LoraLinear):
         if not base.fake_quant:
             return super().forward(x)
         recipe = base.prepared.recipe
-        dense = base.weight.requires_grad or recipe.straight_through == "clipped"
+        clips = recipe.straight_through == "clipped" or recipe.weight_scales == "learned"
+        dense = base.weight.requires_grad or clips
         with torch.set_grad_enabled(dense and torch.is_grad_enabled()):
             merged = self.merged_weight(base.weight, names)
         y: Tensor = functional_call(base, {"weight": merged}, (x,))

@@ -1,4 +1,4 @@
-"""Adapters on a packed base: the gradient that reaches them is that of the values that the base multiplies by, whoever packed it."""
+"""The gradient that reaches an adapter is that of the values which the base multiplies by: whoever packed them, and where scales clip them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_peft import lora
+from test_peft import layer, lora
 from torch import nn
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
@@ -19,7 +19,7 @@ from torchao.quantization import (
     PerGroup,
 )
 
-from aoquant import Int4WeightConfig, quantize_
+from aoquant import Int4WeightConfig, Int8WeightConfig, quantize_
 from aoquant.recipes import get_recipe
 from aoquant.report.measure import weight_value
 
@@ -85,3 +85,20 @@ def test_injecting_twice_and_copying_leave_one_hook() -> None:
     model.add_adapter("other", LoraConfig(r=2, target_modules=["1"]))
     first, second = copy.deepcopy(model).base_model.model
     assert len(first.base_layer._forward_hooks) == len(second.base_layer._forward_hooks) == 1
+
+
+def test_values_that_a_learned_weight_scale_clips_give_adapters_no_gradient() -> None:
+    adapted, x, g = layer(Int8WeightConfig(), scales="learned")
+    y = adapted(x)
+    y.backward(g)
+    a, b, s = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight, adapted.scaling["default"]
+    twin = copy.deepcopy(adapted.base_layer)
+    twin.weight.data = adapted.merged_weight(adapted.value(), ["default"]).detach()
+    twin.weight.requires_grad_()
+    want = twin(x.detach())
+    want.backward(g)
+    assert torch.equal(y, want)
+    clipped = twin.weight.grad == 0
+    assert 0 < clipped.sum() < clipped.numel() / 2
+    torch.testing.assert_close(b.grad, s * twin.weight.grad @ a.t(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a.grad, s * b.t() @ twin.weight.grad, rtol=1e-4, atol=1e-5)
