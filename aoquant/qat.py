@@ -156,8 +156,13 @@ def unprepare(model: nn.Module) -> int:
     Weights, state_dict, hooks, attributes, mode and tying stay as they are; what training did to the weights stays too.
 
     Raises:
-        ValueError: no layer is prepared.
+        ValueError: no layer is prepared, or one has an adapter.
     """
+    for name, module in model.named_modules():  # peft's tuner layers
+        if isinstance(getattr(module, "base_layer", None), QATLayer) and hasattr(module, "merged"):
+            raise ValueError(
+                f"{name}.base_layer: is under an adapter that trains the merged weight: call merge_and_unload(), or unload(), first"
+            )
     layers = [m for m in model.modules() if isinstance(m, QATLayer)]
     if not layers:
         raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")

@@ -140,7 +140,8 @@ class _LoraLinear(Linear):
     def unmerge(self) -> None:
         """Put back the weight from before the merge, bit for bit."""
         if self.merged:
-            self.restore(self.kept.pop())
+            self.restore(self.kept[0])
+            self.kept.clear()
             self.merged_adapters.clear()
 
 
@@ -188,11 +189,21 @@ class QATLoraLinear(_LoraLinear):
     def refused(self) -> tuple[str, ...]:
         return ("lora_dropout",)
 
+    def prepared_base(self) -> QATLinear:
+        """The base layer, which convert or unprepare may have swapped."""
+        base = self.get_base_layer()
+        if not isinstance(base, QATLinear):
+            raise ValueError(
+                f"{self.label}: its base is no prepared layer any more, and the adapter is part of the prepared weight: load or prepare "
+                "the base again; before convert or unprepare call merge_and_unload()"
+            )
+        return base
+
     def value(self) -> Tensor:
-        return self.get_base_layer().weight.detach()
+        return self.prepared_base().weight.detach()
 
     def store(self, weight: Tensor) -> None:
-        self.get_base_layer().weight.data = weight
+        self.prepared_base().weight.data = weight
 
     def restore(self, kept: Tensor) -> None:
         self.store(kept)
@@ -202,25 +213,27 @@ class QATLoraLinear(_LoraLinear):
             raise ValueError(
                 f"{self.label}: one forward has one merged weight, so adapter_names cannot mix adapters in a batch"
             )
-        base = self.get_base_layer()
         if self.disable_adapters and self.merged:
             self.unmerge()
         names = [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]
         if not names:
-            return base(x)
+            y: Tensor = self.get_base_layer()(x)
+            return y
+        base = self.prepared_base()
         if is_sharded(base.weight):
             raise ValueError(
                 f"{self.label}: adapters on a prepared layer under tensor parallelism are not supported: leave the layer whole in the "
                 "plan of parallelize_module, or shard the model with fully_shard"
             )
         if not base.fake_quant:
-            return super().forward(x)
+            y = super().forward(x)
+            return y
         recipe = base.prepared.recipe
         clips = recipe.straight_through == "clipped" or recipe.weight_scales == "learned"
         dense = base.weight.requires_grad or clips
         with torch.set_grad_enabled(dense and torch.is_grad_enabled()):
             merged = self.merged_weight(base.weight, names)
-        y: Tensor = functional_call(base, {"weight": merged}, (x,))
+        y = functional_call(base, {"weight": merged}, (x,))
         if not dense and torch.is_grad_enabled():
             held = base.held_scales("input") or ()
             for n in names:

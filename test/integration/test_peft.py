@@ -32,6 +32,7 @@ from aoquant import (
     quantize_,
     save_pretrained,
     set_fake_quant,
+    unprepare,
     verify,
 )
 from aoquant.calibrate import uncalibrated
@@ -358,6 +359,35 @@ def test_quantising_under_adapters_is_refused(wrapped: Any) -> None:
             model, wrapped, filter_fn=lambda m, fqn: "layers.0.self_attn.q_proj" in fqn and isinstance(m, nn.Linear)
         )
     assert all(type(m.weight) is nn.Parameter for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def test_unprepare_under_adapters_is_refused() -> None:
+    model = get_peft_model(prepared(Int4WeightConfig(32)), lora())
+    y = logits(model)
+    with pytest.raises(ValueError, match=r"q_proj.base_layer: is under an adapter that trains the merged weight"):
+        unprepare(model)
+    assert torch.equal(logits(model), y)
+    assert unprepare(model.merge_and_unload()) == 14
+
+
+@pytest.mark.parametrize(
+    "swap", [unprepare, lambda base: quantize_(base, QATConfig(step="convert"))], ids=["unprepare", "convert"]
+)
+def test_an_adapter_whose_base_was_swapped_says_so(swap: Any) -> None:
+    adapted, x, _ = layer(Int4WeightConfig(32))
+    swap(adapted.base_layer)
+    for use in (lambda: adapted(x), adapted.merge):
+        with pytest.raises(ValueError, match=r"up: its base is no prepared layer any more, .*merge_and_unload"):
+            use()
+    adapted, x, _ = layer(Int4WeightConfig(32))
+    adapted.merge()
+    y, kept = adapted(x), list(adapted.kept)
+    quantize_(adapted.base_layer, QATConfig(step="convert"))
+    assert torch.equal(adapted(x), y)
+    with pytest.raises(ValueError, match="its base is no prepared layer any more"):
+        adapted.unmerge()
+    assert adapted.merged
+    assert adapted.kept == kept
 
 
 def test_layers_that_are_not_ours_are_left_to_peft() -> None:
