@@ -9,7 +9,8 @@ What an adapter means depends on what it is put on, and the two are different mo
 
 Prepare or quantise first, then add adapters; the other order is refused. The frozen W has no gradient and no GEMM is spent on one: with
 dW = dy^T x never formed, dB = s dy^T (x A^T) and dA = s (dy B)^T x, where x is what the quantised GEMM saw. Only where W trains too, or
-clipped values pass no gradient (straight_through="clipped", learned weight scales), is dW needed. A layer keeps its merged weight from forward to backward, in W's dtype.
+clipped values pass no gradient (straight_through="clipped", learned weight scales), is dW needed. A layer keeps its merged weight from
+forward to backward, in W's dtype.
 
 peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see `_register.py`). Gradients
 have to come through every layer above an adapter, adapted or not, and torchao's kernels give the input of a packed layer none, so
@@ -19,7 +20,9 @@ injecting adapters also mends those layers (`peft_gradients.py`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +32,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from aoquant import ops
+from aoquant import held, ops
 from aoquant.integrations import peft_gradients
 from aoquant.plan import plan_layer
 from aoquant.qat import QATLayer, QATLinear
@@ -39,7 +42,7 @@ from aoquant.sharding import is_sharded
 
 
 def install(module: ModuleType) -> None:
-    """Put `dispatch` in front of the torchao dispatcher of `peft.tuners.lora.model`."""
+    """Put `dispatch` in front of the torchao dispatcher of `peft.tuners.lora.model`, and checks around every tuner's injection."""
     before: Callable[..., nn.Module | None] = module.dispatch_torchao
 
     def dispatch_torchao(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
@@ -50,10 +53,46 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(inject)
     def inject_adapter(tuner: BaseTuner, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        inject(tuner, model, *args, **kwargs)
+        learned = _trained_scales(model)
+        with _only_lora(tuner):
+            inject(tuner, model, *args, **kwargs)
         peft_gradients.mend(model)
+        if frozen := [name for name, scale in learned.items() if not scale.requires_grad]:
+            warnings.warn(
+                f"peft froze {len(frozen)} learned scales ({frozen[0]}, ...), as all that is no adapter: they keep their values; to train "
+                "them too, call requires_grad_(True) on them, and keep the base's state_dict, as peft saves adapters alone",
+                stacklevel=2,
+            )
 
     BaseTuner.inject_adapter = inject_adapter
+
+
+def _trained_scales(model: nn.Module) -> dict[str, Tensor]:
+    """The learned scales of prepared layers that are trained, by name."""
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, QATLayer)]
+    scales = {f"{name}.{part}": getattr(m, part) for name, m in layers for part in held.names(m)}
+    return {name: scale for name, scale in scales.items() if scale.requires_grad}
+
+
+@contextmanager
+def _only_lora(tuner: BaseTuner) -> Iterator[None]:
+    """Let `tuner` adapt prepared layers only if it is LoRA: others add to the output of a rounded weight, and merge changes it."""
+    replace = tuner._create_and_replace
+
+    def create_and_replace(config: Any, adapter_name: str, target: nn.Module, *args: Any, **kwargs: Any) -> None:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if isinstance(base, QATLayer) and config.peft_type != "LORA":
+            raise ValueError(
+                f"{base.prepared.fqn}: {config.peft_type.value} has no exact meaning on a prepared layer, its merge would change what was "
+                "trained: use LoraConfig, or leave the layer out of target_modules"
+            )
+        replace(config, adapter_name, target, *args, **kwargs)
+
+    tuner._create_and_replace = create_and_replace
+    try:
+        yield
+    finally:
+        del tuner._create_and_replace
 
 
 def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
 from test_peft import layer, lora
 from torch import nn
 from torchao.quantization import (
@@ -19,7 +20,8 @@ from torchao.quantization import (
     PerGroup,
 )
 
-from aoquant import Int4WeightConfig, Int8WeightConfig, quantize_
+from aoquant import Int4WeightConfig, Int8WeightConfig, QATConfig, quantize_
+from aoquant.qat import QATLinear
 from aoquant.recipes import get_recipe
 from aoquant.report.measure import weight_value
 
@@ -88,7 +90,8 @@ def test_injecting_twice_and_copying_leave_one_hook() -> None:
 
 
 def test_values_that_a_learned_weight_scale_clips_give_adapters_no_gradient() -> None:
-    adapted, x, g = layer(Int8WeightConfig(), scales="learned")
+    with pytest.warns(UserWarning, match="peft froze 1 learned scales"):
+        adapted, x, g = layer(Int8WeightConfig(), scales="learned")
     y = adapted(x)
     y.backward(g)
     a, b, s = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight, adapted.scaling["default"]
@@ -102,3 +105,38 @@ def test_values_that_a_learned_weight_scale_clips_give_adapters_no_gradient() ->
     assert 0 < clipped.sum() < clipped.numel() / 2
     torch.testing.assert_close(b.grad, s * twin.weight.grad @ a.t(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(a.grad, s * b.t() @ twin.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_learned_scales_that_peft_froze_are_named_and_can_be_trained() -> None:
+    model = nn.Sequential(nn.Linear(64, 32))
+    quantize_(model, QATConfig(Int8WeightConfig(), step="prepare", scales="learned"))
+    with pytest.warns(UserWarning, match=r"peft froze 1 learned scales \(0.weight_scale, .*requires_grad_"):
+        adapted = get_peft_model(model, lora(target_modules=["0"]))
+    scale = adapted.base_model.model[0].base_layer.weight_scale
+    scale.requires_grad_(True)
+    adapted(torch.randn(4, 64)).sum().backward()
+    assert scale.grad.abs().sum() > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scale.requires_grad_(False)
+        adapted.add_adapter("other", lora(target_modules=["0"]))
+
+
+TUNERS = {
+    "loha": LoHaConfig(r=4, target_modules=["0"]),
+    "vera": VeraConfig(r=4, target_modules=["0"]),
+    "oft": OFTConfig(target_modules=["0"]),
+    "ia3": IA3Config(target_modules=["0"], feedforward_modules=[]),
+    "adalora": AdaLoraConfig(total_step=10, target_modules=["0"]),
+}
+
+
+@pytest.mark.parametrize("config", TUNERS.values(), ids=TUNERS)
+def test_other_tuners_on_a_prepared_layer_are_refused_and_leave_it_as_it_was(config: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 32))
+    quantize_(model, QATConfig(Int8WeightConfig(), step="prepare"))
+    with pytest.raises(ValueError, match=r"^0: .* has no exact meaning on a prepared layer"):
+        get_peft_model(model, copy.deepcopy(config))
+    assert type(model[0]) is QATLinear
+    plain = nn.Sequential(nn.Linear(64, 32))
+    assert type(get_peft_model(plain, copy.deepcopy(config)).base_model.model[0]).__module__.startswith("peft.")
