@@ -167,7 +167,8 @@ def _view(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     packed, shape = args
     if tuple(shape) != tuple(packed.shape):
         raise ValueError(
-            f"a PackedTensor of shape {tuple(packed.shape)} cannot be viewed as {tuple(shape)}: dequantize() it"
+            f"a PackedTensor of shape {tuple(packed.shape)} cannot be viewed as {tuple(shape)}: dequantize() it; "
+            "DistributedDataParallel, which would broadcast it, takes packed models with init_sync=False"
         )
     return return_and_correct_aliasing(func, args, kwargs, packed._with(_tensors(packed)))
 

@@ -43,7 +43,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torchao.quantization import Int8WeightOnlyConfig
 from torchao.quantization import quantize_ as torchao_quantize_
+from torchao.utils import TorchAOBaseTensor
 
 from aoquant import (
     Int4WeightConfig,
@@ -95,6 +97,35 @@ def data_parallel_training_equals_one_process(c: Ranks, how: str) -> None:
         equal(got, want, f"step {step}")
     for (key, p1), p2 in zip(one.named_parameters(), two.parameters(), strict=True):
         equal(p2.detach(), p1.detach(), key)
+
+
+@check("int4", "ao.int8")
+def packed_layers_in_ddp_are_left_out_of_its_first_broadcast(c: Ranks, kind: str) -> None:
+    """A norm trained through packed layers equals one process's, and DDP says what to do where it would broadcast codes."""
+    one = mlp(c, BF16)
+    quantize_(one, Int4WeightConfig(32) if kind == "int4" else Int8WeightOnlyConfig())
+    two, three = copy.deepcopy(one), copy.deepcopy(one)
+    if kind == "int4":
+        raises(lambda: DistributedDataParallel(two), "cannot be viewed as (-1,)", "init_sync=False")
+    packed = [name for name, p in three.named_parameters() if isinstance(p, TorchAOBaseTensor)]
+    assert packed == ["up.weight", "down.weight"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(three, packed)
+    parallel = {
+        "init_sync=False": DistributedDataParallel(two, init_sync=False),
+        "ignored": DistributedDataParallel(three),
+    }
+    trained = [p for p in one.parameters() if p.requires_grad]
+    gradients = []
+    for rank in range(WORLD):
+        one.zero_grad()
+        one(batch(c, BF16, seed=rank)).float().square().mean().backward()
+        gradients.append([p.grad for p in trained])
+    want = [sum(g) / WORLD for g in zip(*gradients, strict=True)]
+    for how, model in parallel.items():
+        model(batch(c, BF16, seed=c.rank)).float().square().mean().backward()
+        got = [p.grad for p in model.parameters() if p.requires_grad]
+        for g, w in zip(got, want, strict=True):
+            equal(g, w, how)
 
 
 @check()
