@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.state import AcceleratorState, PartialState
 from datasets import Dataset
 from peft import LoraConfig
@@ -47,6 +48,7 @@ def run(folder: Path, precision: str, start: int, stop: int) -> dict[str, torch.
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
     rows = DataLoader([{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1).roll(1, 1)], batch_size=2)
+    AcceleratorState._reset_state(reset_partial_state=True)  # one a process, whatever an earlier test asked for
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     model, optimizer, rows, scheduler = accelerator.prepare(model, optimizer, rows, scheduler)
     if start:
