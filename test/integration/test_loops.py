@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.state import AcceleratorState, PartialState
 from datasets import Dataset
 from peft import LoraConfig
 from test_hf import IDS, llama, logits
@@ -28,10 +27,10 @@ TEXT = ["the quick brown fox jumps over the lazy dog " * 4, "a prepared layer co
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps the device and the precision of the first Accelerator of a process."""
+    """Accelerate keeps the device and the precision of the first Accelerator of a process, another test's too."""
+    AcceleratorState._reset_state(reset_partial_state=True)
     yield
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def prepare_all(model: nn.Module) -> None:
@@ -48,7 +47,6 @@ def run(folder: Path, precision: str, start: int, stop: int) -> dict[str, torch.
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 4)
     rows = DataLoader([{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1).roll(1, 1)], batch_size=2)
-    AcceleratorState._reset_state(reset_partial_state=True)  # one a process, whatever an earlier test asked for
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     model, optimizer, rows, scheduler = accelerator.prepare(model, optimizer, rows, scheduler)
     if start:
