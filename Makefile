@@ -10,7 +10,7 @@ STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test gpu-test nightly bench lint format types imports check clean
+.PHONY: setup kernels demo test gpu-test nightly bench lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --config-settings editable_mode=compat -e '.[all,dev]'
 	touch $@
+
+# CUDA kernels into this checkout; needs nvcc and a CUDA torch in the environment.
+kernels: setup
+	AOQUANT_BUILD_CSRC=1 $(BIN)/python setup.py build_ext --inplace
 
 demo: setup
 	rm -rf aoquant-run

@@ -1,13 +1,49 @@
-"""What pyproject.toml cannot say: packages under `aoquant` are found by search, and one more lies elsewhere.
+"""What pyproject.toml cannot say: packages found by search, the evaluation's assets, and CUDA kernels where they can be built.
 
 The evaluation's assets live in `eval/assets` and install as `aoquant.assets`, so that `aoquant run` finds them from a
-wheel as well as from a checkout: `importlib.resources.files("aoquant.assets")`. Nothing here imports torch: an isolated
-build needs setuptools alone.
+wheel as well as from a checkout: `importlib.resources.files("aoquant.assets")`.
+
+The kernels of `csrc/` are built when torch, with CUDA, can be imported while building and nvcc is there; `csrc/builder.py` says when
+and how. A build that has setuptools alone makes the same wheel as ever: pure Python.
+
+    pip install --no-build-isolation .           # with kernels
+    python setup.py build_ext --inplace          # kernels into this checkout
 """
 
-from setuptools import find_packages, setup
+import sys
+from pathlib import Path
+from typing import Any
 
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
+import builder as csrc
+
+
+class BuildNative(build_ext):
+    """One library of all sources, by nvcc, under a name without a Python version."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, ext: Any) -> None:
+        csrc.build(Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp))
+
+
+class Wheel(bdist_wheel):
+    """With kernels: bound to the platform, to no Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        *_, platform = super().get_tag()
+        return "py3", "none", platform
+
+
+kernels = csrc.wanted()
 setup(
     packages=[*find_packages(include=["aoquant", "aoquant.*"]), "aoquant.assets"],
     package_dir={"aoquant.assets": "eval/assets"},
+    ext_modules=[Extension(csrc.MODULE, [f"csrc/{s.name}" for s in csrc.sources()])] if kernels else [],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel} if kernels else {},
 )

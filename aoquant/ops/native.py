@@ -1,0 +1,65 @@
+"""The CUDA library that `csrc/` builds: found, loaded, and asked which operators it holds.
+
+It lies beside this file when the install had nvcc and a CUDA torch (`csrc/builder.py`), and it need not be there: `why_not` says in
+words why an operator is missing, and no backend is offered for one that is. An older library without a newer operator is the same case.
+Its operators are called inside this package's own opaque ones; their fakes serve those who trace them by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY = Path(__file__).with_name("_native.so")
+PARTIALS = 528  # as csrc/amax.cu
+
+
+def why_not(operator: str) -> str | None:
+    """Why `aoquant_native::operator` cannot be called here, and what to do; None when it can."""
+    return _why_not(operator, LIBRARY)
+
+
+@cache
+def _why_not(operator: str, library: Path) -> str | None:
+    if reason := _load(library):
+        return reason
+    if not hasattr(torch.ops.aoquant_native, operator):
+        return f"the CUDA library beside aoquant is older than {operator}: build it again (python setup.py build_ext --inplace)"
+    return None
+
+
+@cache
+def _load(library: Path) -> str | None:
+    """Load the library once; the reason when there is none or it does not load."""
+    if not library.exists():
+        return "aoquant was installed without its CUDA kernels: pip install --no-build-isolation ., with nvcc and a CUDA torch"
+    if torch.version.cuda is None:
+        return "aoquant's CUDA library needs a torch with CUDA"
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        return f"aoquant's CUDA library does not load ({error}): build it again for this torch"
+    for name, fake in _FAKES.items():
+        if hasattr(torch.ops.aoquant_native, name):
+            torch.library.register_fake(f"aoquant_native::{name}", fake)
+    return None
+
+
+def operator(name: str) -> Callable[..., Any]:
+    """The operator itself; ask `why_not` first."""
+    reason = why_not(name)
+    assert reason is None, reason
+    found: Callable[..., Any] = getattr(torch.ops.aoquant_native, name).default
+    return found
+
+
+def _finite_absmax(x: Tensor) -> Tensor:
+    return x.new_empty(PARTIALS, dtype=torch.int32)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {"finite_absmax": _finite_absmax}

@@ -1,0 +1,44 @@
+// What every source of this folder needs of torch: its tensors through the stable ABI, the current stream, and checks.
+//
+// A source registers its own operators, STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) and _IMPL(aoquant_native, CUDA, m): any
+// file may be added or removed alone. `aoquant/ops/native.py` loads the library and says which operators it holds.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace aoquant {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
+
+inline cudaStream_t current_stream(const Tensor& t) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// A launch that failed says so at once; nothing waits for the kernel.
+inline void check_launch() {
+  cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(error == cudaSuccess, "CUDA launch failed: ", cudaGetErrorString(error));
+}
+
+inline void check_floats(const Tensor& x) {
+  auto t = x.scalar_type();
+  STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous(), "x must be contiguous and on a CUDA device");
+  STD_TORCH_CHECK(t == ScalarType::BFloat16 || t == ScalarType::Half || t == ScalarType::Float, "x must be bfloat16, float16 or float32");
+}
+
+}  // namespace aoquant
