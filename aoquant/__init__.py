@@ -12,6 +12,7 @@ from aoquant import _register as _register  # first: it checks torchao
 from aoquant.calibrate import calibrate
 from aoquant.config import (
     FP8WeightConfig,
+    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FP8WeightConfig",
+    "GridFlipFP4WeightConfig",
     "Int4WeightConfig",
     "Int8WeightConfig",
     "IntxWeightConfig",

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchao.core.config import AOBaseConfig
 
-from aoquant.formats import MX, NVFP4, Affine, Float8, Format, get_format
+from aoquant.formats import MX, NVFP4, Affine, Float8, Format, FourOverSix, GridFlip, get_format
 from aoquant.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
 
 STEPS = ("prepare", "convert")
@@ -145,14 +145,55 @@ class MXFP8WeightConfig(WeightConfig):
 
 @dataclass
 class NVFP4WeightConfig(WeightConfig):
-    """NVFP4 weights; outer scale "dynamic" (absmax / 2688), "static" (`pts`) or "none"."""
+    """NVFP4 weights; outer scale "dynamic" (absmax / 2688), "static" (`pts`) or "none".
+
+    rule: "absmax", or "four_over_six", by which each block chooses whether its largest value becomes 6 or 4; then the outer scale is
+        dynamic (absmax / 1536), metric is what blocks compare ("mse", "mae" or "absmax"), and tile the rows that share a scale (1 or 16).
+    """
 
     outer: str = "dynamic"
     pts: float | None = None
     activation: str | None = "nvfp4"
+    rule: str = "absmax"
+    metric: str = "mse"
+    tile: int = 1
 
     def weight_format(self) -> Format:
+        if _choice("rule", self.rule, "absmax", "four_over_six") == "four_over_six":
+            if (self.outer, self.pts) != ("dynamic", None):
+                raise ValueError(
+                    "NVFP4WeightConfig: rule='four_over_six' makes its outer scale from the tensor's absmax, so it takes "
+                    f"outer='dynamic' and no pts, got outer={self.outer!r}, pts={self.pts!r}"
+                )
+            return FourOverSix(self.metric, self.tile)
+        if (self.metric, self.tile) != ("mse", 1):
+            raise ValueError(
+                f"NVFP4WeightConfig: metric and tile belong to rule='four_over_six', got metric={self.metric!r}, "
+                f"tile={self.tile!r} with rule={self.rule!r}"
+            )
         return NVFP4(_choice("outer", self.outer, "dynamic", "static", "none"), self.pts)
+
+
+@dataclass
+class GridFlipFP4WeightConfig(WeightConfig):
+    """GridFlip weights: four-over-six with a second grid, shifted by c, in the blocks whose scale is negative.
+
+    effort: how many scales a block tries: "base" (4), "sided" (6) or "search" (26), see `formats/gridflip.py`. alternating: the shift's
+    sign alternates from block to block. tile: rows that share a scale, 1 or 16. activation: NVFP4 or four-over-six, say, but not GridFlip.
+    """
+
+    effort: str = "base"
+    c: float = 0.25
+    alternating: bool = False
+    activation: str | None = "nvfp4"
+    tile: int = 1
+
+    def weight_format(self) -> Format:
+        if (self.activation or "").startswith("gridflip"):
+            raise ValueError(
+                f"GridFlipFP4WeightConfig: GridFlip is for weights, got activation={self.activation!r}: use 'nvfp4' or 'fouroversix'"
+            )
+        return GridFlip(tile=self.tile, effort=self.effort, c=self.c, alternating=self.alternating)
 
 
 @dataclass
@@ -257,6 +298,7 @@ class QATConfig(AOBaseConfig):
 
 __all__ = [
     "FP8WeightConfig",
+    "GridFlipFP4WeightConfig",
     "Int4WeightConfig",
     "Int8WeightConfig",
     "IntxWeightConfig",

@@ -28,6 +28,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant.config import (
     FP8WeightConfig,
+    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -55,6 +56,22 @@ def _int4_cpu() -> AOBaseConfig:
 _RECIPES = (
     Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, dynamic outer scales"),
     Recipe("nvfp4-weight", lambda: NVFP4WeightConfig(activation=None), "NVFP4 weights, high-precision activations"),
+    Recipe(
+        "nvfp4-4over6",
+        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+        "NVFP4 weights and activations whose blocks choose between a top of 4 and of 6",
+    ),
+    Recipe("gridflip", GridFlipFP4WeightConfig, "GridFlip weights (two grids a block), NVFP4 activations"),
+    Recipe(
+        "gridflip-4over6",
+        lambda: GridFlipFP4WeightConfig(activation="fouroversix"),
+        "GridFlip weights, four-over-six activations",
+    ),
+    Recipe(
+        "gridflip-search",
+        lambda: GridFlipFP4WeightConfig("search"),
+        "GridFlip weights with all scales tried, for quantising without training; NVFP4 activations",
+    ),
     Recipe("mxfp4", MXFP4WeightConfig, "MXFP4 weights and activations, scales rounded up"),
     Recipe("mxfp4-weight", lambda: MXFP4WeightConfig(activation=None), "MXFP4 weights, high-precision activations"),
     Recipe("mxfp8", MXFP8WeightConfig, "MXFP8 (e4m3) weights and activations"),

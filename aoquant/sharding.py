@@ -95,6 +95,8 @@ def scales(format: Format, shard: Tensor, mesh: DeviceMesh, placements: Sequence
 def extremes(format: Format, x_RK: Tensor) -> Tensor:
     """(R, 2), or (1, 2) for the reach "tensor", int32: how far values lie below and above 0, as bits that the numbers are ordered by."""
     grouped = x_RK.reshape(1, x_RK.numel()) if format.reach == "tensor" else x_RK
+    if format.finite_only:
+        grouped = grouped.nan_to_num(0.0, 0.0, 0.0)
     if grouped.shape[1]:  # every format that reaches so far has a code for 0, so 0 is within the extremes
         ends = torch.stack((-grouped.amin(1), grouped.amax(1)), 1).clamp(min=0)
     else:
@@ -137,7 +139,7 @@ def why_not(w: Tensor, formats: Sequence[Format | None], unit: int = 1) -> str |
             return (
                 f"sharding K = {whole} over {ranks} ranks leaves one with nothing: use ColwiseParallel or fewer ranks"
             )
-        blocks = [(f.name, (f.tile_rows, f.block or 1)[dim]) for f in formats if f is not None]
+        blocks = [(f.name, (f.tile_rows, f.period)[dim]) for f in formats if f is not None]
         for name, block in [*blocks, ("a byte of codes", unit if dim == 1 else 1)]:
             if part % block and part < whole:
                 return (

@@ -277,7 +277,7 @@ def _slice_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
 
 def _slice_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
     format, k = packed.weight_format, packed.k
-    unit = format.block or 8
+    unit = format.period if format.block else 8
     if start % unit or (end % unit and end != k):
         raise ValueError(f"{format.name} weights are cut along K at multiples of {unit}, got {start}:{end}")
 

@@ -15,6 +15,8 @@ from . import layout
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .float8 import Float8
+from .four_over_six import FourOverSix
+from .gridflip import GridFlip
 from .high import HighPrecision
 from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
@@ -33,6 +35,8 @@ __all__ = [
     "Float8",
     "Float8Mslk",
     "Format",
+    "FourOverSix",
+    "GridFlip",
     "HighPrecision",
     "Int4",
     "Int4Float8",
@@ -66,6 +70,11 @@ _STANDARD: tuple[Format, ...] = (
     NVFP4(),
     NVFP4("none"),
     NVFP4("static", 0.001),
+    *(FourOverSix(metric) for metric in ("mse", "mae", "absmax")),
+    FourOverSix(tile=16),
+    *(GridFlip(effort=effort) for effort in ("base", "sided", "search")),
+    GridFlip(alternating=True),
+    GridFlip(tile=16),
 )
 # named, but not listed: a forward costs twenty iterations
 _FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=True))
@@ -79,6 +88,7 @@ def get_format(name: str) -> Format:
     "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym", "intx4-g32-noclip",
     "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax); "-native" makes an integer or
     float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
+    "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip, "fouroversix-mae-16x16" of four-over-six.
     "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are.
 
     Raises:
@@ -96,6 +106,7 @@ def get_format(name: str) -> Format:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
     found: Format | None = Affine.parse(name) or Float8.parse(name) or Stretched.parse(name)
+    found = found or FourOverSix.parse(name) or GridFlip.parse(name)
     if name == "high-precision":
         found = HighPrecision()
     if match := re.fullmatch(r"(int4.*-g)([1-9]\d*)", name):

@@ -96,6 +96,16 @@ class Format:
         """Whether a scale that reaches beyond a block depends on the smallest and the largest value alone: `measure` finds it from them."""
         return True
 
+    @property
+    def finite_only(self) -> bool:
+        """Whether a scale that reaches beyond a block is made of the finite values alone: NaN and Inf stay in their block."""
+        return False
+
+    @property
+    def period(self) -> int:
+        """Values along K after which codes and scales mean the same again: where a matrix may be cut."""
+        return self.block or 1
+
     def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
         """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after decode.
 

@@ -91,7 +91,7 @@ class MX(Format):
         return 1.0 / e8m0_values(byte).clamp(min=2.0**-126)
 
     def _values(self, e: Encoded) -> Tensor:
-        return _e2m1_values(e) if self.element == "e2m1" else from_float8(e.codes, torch.float32)
+        return e2m1_values(e) if self.element == "e2m1" else from_float8(e.codes, torch.float32)
 
     def _scale(self, e: Encoded) -> Tensor:
         assert e.scale is not None
@@ -179,9 +179,9 @@ class NVFP4(Format):
         return (e.scale.float() == E4M3_FLOOR) & (self._blocks(layout.unpack(e.codes, 4, e.k) & 7) < 6).all(-1)
 
     def _times(self, e: Encoded, scale: Tensor) -> Tensor:
-        return self._blocks(_e2m1_values(e)).mul_(scale.unsqueeze(-1)).flatten(1)
+        return self._blocks(e2m1_values(e)).mul_(scale.unsqueeze(-1)).flatten(1)
 
 
-def _e2m1_values(e: Encoded) -> Tensor:
+def e2m1_values(e: Encoded) -> Tensor:
     """(R, K) float32 values of packed e2m1 codes."""
     return layout.lookup(e.codes, from_e2m1(torch.arange(16, dtype=torch.uint8, device=e.codes.device)), e.k)

@@ -30,6 +30,13 @@ def to_e2m1(x: Tensor) -> Tensor:
     return index | sign
 
 
+def nearest_e2m1(x: Tensor) -> Tensor:
+    """from_e2m1(to_e2m1(x)), without the codes; NaN stays NaN."""
+    v = x.clamp(-E2M1_MAX, E2M1_MAX)
+    step = v.abs().clamp_(min=1.0).view(torch.int32).bitwise_and_(0x7F800000).sub_(1 << 23).view(torch.float32)
+    return v.div_(step).round_().mul_(step)
+
+
 def from_e2m1(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 -> float32."""
     index = (codes & 7).float()

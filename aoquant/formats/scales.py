@@ -35,6 +35,11 @@ def divide(x: Tensor, c: float, *, native: bool = False) -> Tensor:
     return (x.float() * reciprocal(c)).to(x.dtype)
 
 
+def quotient(x: Tensor, c: float) -> Tensor:
+    """x / c in float32, correctly rounded on every device: for formats that are defined by IEEE divisions."""
+    return x / torch.full((), c, device=x.device)
+
+
 def absmax(x_RGB: Tensor) -> Tensor:
     """(R, G, block) -> (R, G) in x's dtype; NaN if any value is NaN; 0 for an empty tensor."""
     if x_RGB.numel() == 0:

@@ -9,7 +9,20 @@ from golden_inputs import DATA, data_set
 from hypothesis import given, settings
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Affine, Encoded, Float8, Format, Int4, Stretched, get_format, list_formats
+from aoquant.formats import (
+    MX,
+    NVFP4,
+    Affine,
+    Encoded,
+    Float8,
+    Format,
+    FourOverSix,
+    GridFlip,
+    Int4,
+    Stretched,
+    get_format,
+    list_formats,
+)
 from aoquant.formats.elements import ELEMENTS, FLOAT8, from_e2m1
 
 EXTRA = [
@@ -26,6 +39,11 @@ EXTRA = [
     "int7-row",
     "fp8-1x32",
     "fp8-e5m2-2x128",
+    "fouroversix-mae-16x16",
+    "gridflip-c0.2",
+    "gridflip-search-c0.125-alternating-16x16",
+    "fouroversix-static:3.5",
+    "gridflip-sided-static:5.0",
 ]
 NATIVE = [
     "intx8-row-asym-native",
@@ -46,11 +64,15 @@ OTHERS = [  # bounds clip on purpose, float16 scales underflow, a stretched grid
     "stretched3-row",
     "high-precision",
 ]
-SHARED = ("tensor", "2x128", "128x128")  # rows that share a scale
 NAMES = [*list_formats(), *EXTRA]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_format = pytest.mark.parametrize("name", NAMES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def by_themselves(name: str) -> bool:
+    """Whether no two rows share a scale."""
+    return get_format(name).reach != "tensor" and get_format(name).tile_rows == 1
 
 
 def equal(a: Encoded, b: Encoded) -> bool:
@@ -102,6 +124,9 @@ def test_names_are_unique_and_numerics_differ_by_name() -> None:
         ("fp8-row:ub10", "fp8-row"),
         ("fp8-row:ubten", "fp8-row"),
         ("stretched8-row", "intx8-row"),
+        ("gridflip-c0.25", "gridflip"),
+        ("gridflip-c2.5", "gridflip"),
+        ("fouroversix-32x32", "fouroversix-16x16"),
         ("", "nvfp4"),
     ],
 )
@@ -151,7 +176,7 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, dtype: torch.dtype) -
     x = data_set("heavy", 24, 512, dtype)
     whole = fmt.encode(x)
     assert fmt.operand(whole, dtype).shape == fmt.decode(whole, dtype).shape == x.shape
-    if not any(s in name for s in SHARED) and name != "nvfp4":
+    if by_themselves(name):
         one = fmt.encode(x[5:6])
         assert torch.equal(fmt.decode(one, dtype), fmt.decode(whole, dtype)[5:6])
         assert torch.equal(one.codes.view(torch.uint8), whole.codes[5:6].view(torch.uint8))
@@ -182,7 +207,7 @@ def test_nan_and_inf_stay_visible(name: str, dtype: torch.dtype) -> None:
     got = fmt.fake_quantize(x)
     assert not got[~x.isfinite()].isfinite().any()
     assert got[x.isnan()].isnan().all()
-    if not any(s in name for s in SHARED) and name != "nvfp4":
+    if by_themselves(name):
         assert got[4:].isfinite().all()  # the first four rows hold what is not finite, the others are clean
         assert torch.equal(got[4:], fmt.fake_quantize(x[4:]))
         if fmt.block and fmt.encode(x).outer is None:  # an outer scale per row carries it through the row
@@ -240,6 +265,9 @@ def test_decode_is_operand_times_alpha(name: str) -> None:
         ("mxfp8", 64, 1024, 8.25),
         ("nvfp4-none", 64, 1024, 4.5),
         ("nvfp4", 64, 1024, 4.5 + 32 / 65536),
+        ("fouroversix", 64, 1024, 4.5 + 32 / 65536),
+        ("gridflip-search", 64, 1024, 4.5 + 32 / 65536),
+        ("gridflip-16x16", 64, 1024, 4 + 8 / 256 + 32 / 65536),
     ],
 )
 def test_bits_per_weight(name: str, rows: int, k: int, bits: float) -> None:
@@ -260,7 +288,7 @@ def grid(fmt: Format, e: Encoded) -> Tensor:
         codes = torch.arange(-8.0, 8.0)
     elif isinstance(fmt, Affine):
         codes = torch.arange(fmt.limits[0], fmt.limits[1] + 1).double()
-    elif isinstance(fmt, NVFP4) or fmt.element == "e2m1":  # type: ignore[attr-defined]
+    elif isinstance(fmt, NVFP4 | FourOverSix) or fmt.element == "e2m1":  # type: ignore[attr-defined]
         codes = from_e2m1(torch.arange(16, dtype=torch.uint8))
     else:
         codes = torch.arange(256).to(torch.uint8).view(FLOAT8[fmt.element]).float()  # type: ignore[attr-defined]
@@ -271,6 +299,9 @@ def grid(fmt: Format, e: Encoded) -> Tensor:
         return codes * scale.unsqueeze(-1) + zero.unsqueeze(-1)
     if zero is not None:
         codes = codes - zero.unsqueeze(-1)
+    if isinstance(fmt, GridFlip):
+        sign = torch.where(torch.arange(scale.shape[1]) // 16 % 2 == 0, 1.0, -1.0 if fmt.alternating else 1.0)
+        return (codes * scale.unsqueeze(-1) + (sign * fmt.c * scale.clamp(max=0)).unsqueeze(-1)) * outer.unsqueeze(-1)
     return codes * (scale * outer).unsqueeze(-1)
 
 

@@ -68,7 +68,8 @@ def torchao_tensor(fmt: Format, x: Tensor, outer: Tensor | None = None) -> Tenso
         raise Refused("torchao takes bfloat16 and float32 alone")
     if isinstance(fmt, MX):
         return _mx(fmt, x)
-    assert isinstance(fmt, NVFP4)
+    if not isinstance(fmt, NVFP4):
+        raise Refused(f"torchao has no {fmt.name}")
     return _nvfp4(fmt, x, outer)
 
 
