@@ -25,10 +25,11 @@ from aoquant.config import (
 )
 from aoquant.formats import get_format, list_formats
 from aoquant.linear import LinearRecipe
-from aoquant.ops import backend, explain
+from aoquant.ops import backend
 from aoquant.qat import set_fake_quant, unprepare
 from aoquant.quantize import quantize_
 from aoquant.report import Report, report, verify
+from aoquant.routes import explain
 from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:

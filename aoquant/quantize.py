@@ -2,11 +2,15 @@
 
 Prepare swaps a layer's class in place; convert replaces its weight and swaps the class back. In both cases the module object, its
 name, hooks, attributes, mode and bias stay what they were.
+
+Putting back needs what was there, and a model and its packed copy may not fit on one GPU. So a float weight on a GPU goes as soon as it
+is packed, and what could fail is tried first: one layer of every kind is packed and forgotten before anything is touched.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
@@ -26,7 +30,12 @@ from aoquant.tensor import PackedTensor
 
 
 def quantize_(
-    model: nn.Module, config: Any, filter_fn: Filter | None = None, device: torch.device | str | None = None
+    model: nn.Module,
+    config: Any,
+    filter_fn: Filter | None = None,
+    device: torch.device | str | None = None,
+    *,
+    undo: bool | None = None,
 ) -> None:
     """Prepare, convert or quantise the linear layers, and embeddings where asked for, of `model` in place.
 
@@ -34,9 +43,12 @@ def quantize_(
         keys are layer names, "re:" patterns and "_default".
     filter_fn: (module, fully qualified name) -> bool; by default every nn.Linear but the output head, and no nn.Embedding.
     device: where weights are quantised, moved there one at a time, and where the model is afterwards.
+    undo: keep the float weights until the last one is packed, so that any error or interrupt leaves the model as it was. False lets each
+        go as soon as it is packed: extra memory for one layer, and after an interrupt some layers are packed and some are not. By
+        default only weights on a GPU go.
 
     Raises:
-        ValueError: naming every layer that cannot take its config. The model is unchanged then, and after any other error too.
+        ValueError: naming every layer that cannot take its config. The model is unchanged then, whatever `undo` is.
 
     On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a load), and
     convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is loaded in the same way.
@@ -52,16 +64,18 @@ def quantize_(
             f"device={str(device)!r}: {empty[0]} is on the meta device and holds no values to move; the model is unchanged. "
             "Load the weights first, or leave out device"
         )
+    keep = [s for s in steps if s.kind == "prepare" or (not s.module.weight.is_cuda if undo is None else undo)]
+    _try(steps, {id(s) for s in keep}, device)
     before = [
         (s.module, s.module.__class__, dict(vars(s.module)), dict(s.module._parameters), dict(s.module._buffers))
-        for s in steps
+        for s in keep
     ]
     packed: dict[int, nn.Parameter] = {}  # tied weights are packed once and stay tied
     try:
         for step in track(steps, steps[0].kind):
             apply(step, packed, device)
         fsdp.release(model, converted)
-    except BaseException:
+    except BaseException as error:
         for module, cls, attributes, parameters, buffers in before:
             module.__class__ = cls
             module.__dict__.clear()
@@ -70,9 +84,24 @@ def quantize_(
             module._parameters.update(parameters)
             module._buffers.clear()
             module._buffers.update(buffers)
+        if len(keep) < len(steps) and packed:
+            error.add_note(
+                "Some layers were packed already and their float weights are gone: load the model again, and use undo=True to keep them"
+            )
         raise
     if device is not None:
         model.to(device)
+
+
+def _try(steps: list[Step], kept: Collection[int], device: torch.device | str | None) -> None:
+    """Pack one weight of every kind that cannot be put back and forget it: what a kernel's packer refuses, it refuses here."""
+    seen: set[Any] = set()
+    for step in steps:
+        kind = (step.target.tensor, str(step.target.recipe), step.module.weight.shape, step.module.weight.device)
+        if id(step) not in kept and kind not in seen:
+            seen.add(kind)
+            if len(seen) > 1:  # the first one is tried by applying it
+                pack(step, step.module.weight, device)
 
 
 def apply(
@@ -134,7 +163,7 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
         parts = ops.to_parts(format.encode(trained))
         encoded = ops.from_parts([t.to(weight.device) for t in parts], weight.shape[1])
     else:
-        encoded = ops.tiles.encode(format, weight) if scales is None else format.encode(weight, scales)
+        encoded = ops.codec.encode(format, weight) if scales is None else format.encode(weight, scales)
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack

@@ -114,11 +114,16 @@ def measure(format: Format, bits: Tensor, dtype: torch.dtype) -> Scales:
 def all_finite(w: Tensor) -> bool:
     """Whether no value of `w` is NaN or Inf, in any rank's shard: every rank gets one answer (DTensor's own `all` gives each its own)."""
     if not isinstance(w, DTensor):
-        return bool(torch.isfinite(w).all())
-    finite = torch.isfinite(w.to_local()).all().int()
+        return bool(_finite(w))
+    finite = _finite(w.to_local()).int()
     for i in range(w.device_mesh.ndim):
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=w.device_mesh.get_group(i))
     return bool(finite)
+
+
+def _finite(w: Tensor) -> Tensor:
+    """Whether all of `w` is finite, a scalar, without a temporary of w's size: smallest and largest value carry NaN and Inf."""
+    return torch.stack(torch.aminmax(w)).isfinite().all() if w.numel() else w.new_ones((), dtype=torch.bool)
 
 
 def why_not(w: Tensor, formats: Sequence[Format | None], unit: int = 1) -> str | None:

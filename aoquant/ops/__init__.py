@@ -22,6 +22,7 @@ from torch._library.custom_ops import CustomOpDef
 from aoquant.formats import Affine, Encoded, Format, Scales, get_format, layout
 
 from . import codec, reference, tiles
+from .blackwell import BLACKWELL
 from .call import Call
 from .codec import CodecRequest
 from .contracts import CONTRACTS, input_error, reads
@@ -58,7 +59,14 @@ __all__ = [
 
 _Encode = Callable[[Format, Tensor], Encoded]
 
-register(Backend("reference", 0, lambda request: None, reference.scaled_mm), TENSOR_CORES, *TORCH, *TINYGEMM, *MSLK)
+register(
+    Backend("reference", 0, lambda request: None, reference.scaled_mm),
+    TENSOR_CORES,
+    BLACKWELL,
+    *TORCH,
+    *TINYGEMM,
+    *MSLK,
+)
 
 
 def run(op: CustomOpDef, *args: Any) -> Any:

@@ -104,12 +104,19 @@ def backend(name: str) -> Iterator[None]:
 
 
 def explain(request: Asks) -> list[tuple[str, str]]:
-    """(backend, "runs" | "willing, lower priority" | reason why not) for a request, by falling priority."""
+    """(backend, "runs" | "willing, lower priority" | reason why not) for a request, by falling priority.
+
+    Where a backend is forced, it alone runs: the others are "willing, but NAME is forced".
+    """
+    rivals = [b for b in _backends if b.role == request.role]
+    forced = _forced.get() or os.environ.get("AOQUANT_BACKEND")
+    rules = any(b.name == forced for b in rivals)
     rows, chosen = [], False
-    for b in _backends:
-        if b.role != request.role:
-            continue
+    for b in rivals:
         reason = b.why_not(request)
+        if rules and b.name != forced:
+            rows.append((b.name, reason or f"willing, but {forced} is forced"))
+            continue
         rows.append((b.name, reason or ("willing, lower priority" if chosen else "runs")))
         chosen = chosen or reason is None
     return rows

@@ -1,9 +1,10 @@
-"""Encoding and decoding on a CPU, some rows at a time, so that what is in between stays in memory that is warm.
+"""Encoding and decoding some rows at a time, so that what is in between stays in memory that is warm.
 
 A format's arithmetic is a dozen passes over the data, each into a new tensor. For a whole weight each of these is megabytes of
-memory that the allocator takes from the system and gives back: touching it for the first time costs ten times the arithmetic.
-Where a row's codes depend on that row and on the scales alone, the numbers are those of `Format.encode`, `operand` and `decode`. Other
-devices have their own allocators and kernels, and get everything at once.
+memory that a CPU's allocator takes from the system and gives back: touching it for the first time costs ten times the arithmetic. A
+GPU's allocator keeps what it has, but a float32 copy of a weight is twice the weight, and several of them at once are what a conversion
+cannot afford; tiles that fit the L2 cache cost neither memory nor time. Where a row's codes depend on that row and on the scales alone,
+or on whole tiles of rows, the numbers are those of `Format.encode`, `operand` and `decode`.
 """
 
 from __future__ import annotations
@@ -16,32 +17,34 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format
 
 TILE = 1 << 18  # values; smaller ones cost more in calls than they save
+GPU_TILE = 1 << 22  # for encoding on a GPU: 16 MB in float32
 
 
 def encode(format: Format, x_RK: Tensor) -> Encoded:
     """format.encode(x_RK)."""
-    (total, k), unit = x_RK.shape, format.tile_rows
-    rows = _rows(x_RK.device, total, k, unit)
-    if rows is None:
+    total, k = x_RK.shape
+    rows = _rows(total, k, GPU_TILE if x_RK.is_cuda else TILE, format.tile_rows)
+    if rows is None or not (x_RK.is_cuda or x_RK.is_cpu):
         return format.encode(x_RK)
-    if format.by_rows:
+    shared: tuple[int, ...] | None = None
+    if format.by_rows or (format.reach == "block" and format.tile_rows > 1):
         parts = [format.encode(x) for x in x_RK.split(rows)]
     elif format.per_tensor:
-        scales = format.measure(x_RK)
+        scales, shared = format.measure(x_RK), (1, 1)
         parts = [format.quantize(x, scales) for x in x_RK.split(rows)]
     else:
         return format.encode(x_RK)
-    codes, scale, zero, outer = (_joined(list(field)) for field in zip(*(e[:4] for e in parts), strict=True))
+    codes, scale, zero, outer = (_joined(list(field), shared) for field in zip(*(e[:4] for e in parts), strict=True))
     assert codes is not None
     return Encoded(codes, scale, zero, outer, k)
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor | None:
-    """One field of all tiles; a (1, 1) scale is the same in each, and every other has two rows or more."""
+def _joined(parts: list[Tensor | None], shared: tuple[int, ...] | None) -> Tensor | None:
+    """One field of all tiles; shared: the shape of what is the same in each."""
     first = parts[0]
-    if first is None or first.shape[0] == 1:
+    if first is None or first.shape == shared:
         return first
-    with torch.autocast("cpu", enabled=False):  # it promotes what is joined, and knows no float8
+    with torch.autocast(first.device.type, enabled=False):  # it promotes what is joined, and knows no float8
         return torch.cat([t for t in parts if t is not None])
 
 
@@ -63,7 +66,7 @@ def _decoded(
     out: torch.dtype,
 ) -> Tensor:
     total, unit = e.codes.shape[0], format.tile_rows
-    rows = _rows(e.codes.device, total, e.k, unit)
+    rows = _rows(total, e.k, TILE, unit) if e.codes.is_cpu else None
     if rows is None:
         return function(e, dtype).to(out)
     y_RK = torch.empty(total, e.k, dtype=out)
@@ -78,8 +81,8 @@ def _decoded(
     return y_RK
 
 
-def _rows(device: torch.device, rows: int, k: int, unit: int) -> int | None:
+def _rows(rows: int, k: int, tile: int, unit: int) -> int | None:
     """Rows of a tile, at least two blocks of `unit`; None when everything is one tile."""
-    if device.type != "cpu" or rows * k < 2 * TILE or rows < 4 * unit:
+    if rows * k < 2 * tile or rows < 4 * unit:
         return None
-    return unit * max(2, TILE // k // unit)
+    return unit * max(2, tile // k // unit)

@@ -10,6 +10,7 @@ its own; `cuda_reference` sums the same products in another.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,20 +40,25 @@ def pack_cuda(format: Int4, e: Encoded, rows: int = 8) -> tuple[Tensor, Tensor]:
 
     The padding is what the format makes of zeros: every value of it is 0.
     """
-    assert e.scale is not None and e.zero is not None
-    codes = (format.integers(e) + 8).to(torch.uint8)
-    missing = (0, -e.k % CUDA_K, 0, -codes.shape[0] % rows)
-    blank = format.encode(torch.zeros(1, format.group, dtype=e.scale.dtype, device=codes.device))
-    assert blank.scale is not None and blank.zero is not None
-    code = int(format.integers(blank)[0, 0]) + 8
-    codes = F.pad(codes, missing, value=code)
-    groups = (0, missing[1] // format.group, 0, missing[3])
-    scale, zero = (
-        F.pad(t, groups, value=float(b)) for t, b in ((e.scale, blank.scale[0, 0]), (e.zero, blank.zero[0, 0]))
-    )
-    pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
+    scale, zero = _both(e)
+    # nibble by nibble: q -> q + 8 is flipping the top bit, and this operator wants the even k in the high one
+    pairs = ((e.codes << 4) | (e.codes >> 4)) ^ 0x88
+    missing = (0, -e.k % CUDA_K, 0, -pairs.shape[0] % rows)
+    if any(missing):
+        code, *values = _blank(format, scale.dtype)
+        pairs = F.pad(pairs, (0, missing[1] // 2, 0, missing[3]), value=code << 4 | code)
+        groups = (0, missing[1] // format.group, 0, missing[3])
+        scale, zero = (F.pad(t, groups, value=value) for t, value in zip((scale, zero), values, strict=True))
     packed = _aten._convert_weight_to_int4pack(pairs.contiguous(), INNER_K_TILES)
     return packed, _scales_and_zeros(e._replace(scale=scale, zero=zero))
+
+
+@cache
+def _blank(format: Int4, dtype: torch.dtype) -> tuple[int, float, float]:
+    """Code (0 to 15), scale and zero that zeros have; made on a CPU, where reading them waits for nobody."""
+    e = format.encode(torch.zeros(1, format.group, dtype=dtype))
+    scale, zero = _both(e)
+    return int(format.integers(e)[0, 0]) + 8, float(scale[0, 0]), float(zero[0, 0])
 
 
 NOT_ON_META = (

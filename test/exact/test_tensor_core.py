@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accumulation import KINDS, adversarial, bound
 from golden_inputs import normal, weights
 from tensor_core import BF16, E4M3, TensorCore, matmul
 from test_int4_golden import GOLDEN
@@ -68,3 +69,17 @@ def test_what_lies_below_the_largest_exponent_is_dropped() -> None:
     a[0, 0], a[0, 1] = 256.0, 2.0**-6  # 14 powers of two apart: e4m3 keeps 13
     assert matmul(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), E4M3).item() == 256.0
     assert matmul(a.bfloat16(), b.bfloat16(), BF16).item() == 256.0 + 2.0**-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_keep_the_stated_bound(kind: str) -> None:
+    """And "dust" nearly reaches it: a bound that nothing comes near would prove nothing."""
+    k = 1024
+    x, w = adversarial(kind, 8, k), adversarial("spread" if kind == "spread" else "normal", 8, k)
+    if kind == "dust":
+        w = torch.full((8, k), 1.9375 * 2.0**-13, dtype=torch.bfloat16)
+        w[:, :32], w[:, -32:] = 1.0, 1.0
+    error = (matmul(x, w, BF16).double() - x.double() @ w.double().t()).abs()
+    limit = bound(x, w)
+    assert (error <= limit).all()
+    assert float((error / limit).max()) > (0.25 if kind == "dust" else 1e-5)

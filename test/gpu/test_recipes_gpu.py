@@ -1,0 +1,151 @@
+"""Every recipe on a GPU, prepared and converted: compiled equals eager, nothing waits for the device, CUDA graphs capture it.
+
+A recipe whose converted layer needs a package that is not here is tested as far as it goes, and the test says so by skipping the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aoquant import QATConfig, calibrate, quantize_
+from aoquant.recipes import get_recipe, list_recipes
+
+pytestmark = pytest.mark.gpu
+
+BF16, CUDA = torch.bfloat16, torch.device("cuda")
+N, K, M = 512, 1024, 192
+NO_GPU = {"torchao-int4-cpu"}  # its converted layer is a CPU's
+RECIPES = [r.name for r in list_recipes()]
+
+
+def prepared(recipe: str, *, bias: bool = True) -> nn.Sequential:
+    """One prepared layer, calibrated where it has to be."""
+    model = nn.Sequential(nn.Linear(K, N, bias=bias, dtype=BF16, device=CUDA))
+    quantize_(model, QATConfig(get_recipe(recipe).make()))
+    if not model[0].calibrated:
+        calibrate(model, [tokens()])
+    return model
+
+
+def converted(model: nn.Module, recipe: str) -> nn.Module:
+    if recipe in NO_GPU:
+        pytest.skip("its converted layer runs on a CPU alone")
+    model = copy.deepcopy(model)
+    quantize_(model, QATConfig(step="convert"))
+    return model
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randn(M, K, dtype=BF16, device=CUDA, generator=torch.Generator("cuda").manual_seed(seed))
+
+
+def step(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
+    """Forward and backward: [y, dx, dW, db]; gradients of parameters are made anew."""
+    for p in model.parameters():
+        p.grad = None
+    leaf = x.detach().requires_grad_()
+    leaf.grad = None
+    y = run(leaf)
+    y.backward(g)
+    assert leaf.grad is not None
+    return [y.detach(), leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """An operation that makes the host wait for the device raises inside."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_waits_for_the_device(recipe: str) -> None:
+    model, x = prepared(recipe), tokens()
+    g = torch.randn(M, N, dtype=BF16, device=CUDA)
+    step(model, model, x, g)  # compiles and tunes
+    with no_waiting():
+        step(model, model, x, g)
+    deployed = converted(model, recipe)
+    with torch.no_grad():
+        deployed(x)
+        with no_waiting():
+            deployed(x)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_cuda_graph_of_the_converted_layer_computes_new_inputs(recipe: str) -> None:
+    deployed = converted(prepared(recipe), recipe)
+    for m in (1, M):
+        x = tokens()[:m].clone()
+        with torch.no_grad():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    deployed(x)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = deployed(x)
+            for seed in (1, 2):
+                x.copy_(tokens(seed)[:m])
+                graph.replay()
+                assert torch.equal(y, deployed(x))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_cuda_graph_of_a_training_step_computes_new_gradients(recipe: str) -> None:
+    model = prepared(recipe)
+    x, g = tokens().requires_grad_(), torch.randn(M, N, dtype=BF16, device=CUDA)
+
+    def forward_backward() -> list[Tensor]:
+        for t in (x, *model.parameters()):
+            t.grad = None
+        y = model(x)
+        y.backward(g)
+        return [y.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            forward_backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_backward()
+    for seed in (1, 2):
+        with torch.no_grad():
+            x.copy_(tokens(seed))
+            model[0].weight.mul_(0.9)
+        graph.replay()
+        got = [t.clone() for t in captured]
+        want = forward_backward()
+        assert len(got) == len(want) > 1
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_equals_eager(recipe: str) -> None:
+    """Forward, backward, and the converted layer where torch.compile takes it: fullgraph, so without a break."""
+    torch._dynamo.reset()
+    model, x = prepared(recipe), tokens()
+    g = torch.randn(M, N, dtype=BF16, device=CUDA)
+    eager = [t.clone() for t in step(model, model, x, g)]
+    for got, want in zip(step(torch.compile(model, fullgraph=True), model, x, g), eager, strict=True):
+        assert torch.equal(got, want)
+    if recipe.startswith("torchao"):
+        return  # a compiled torchao tensor is inductor's arithmetic, not ours
+    deployed = converted(model, recipe)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(deployed, fullgraph=True)(x), eager[0])

@@ -1,0 +1,114 @@
+"""`explain` of a layer: the ranges of M, the reasons, and what forcing changes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig
+
+import aoquant
+from aoquant import NVFP4WeightConfig, QATConfig, backend, explain, quantize_
+from aoquant.ops import Request, router
+from aoquant.ops.router import Backend
+from aoquant.routes import Routes
+
+
+def layer(config: Any = None) -> nn.Linear:
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    quantize_(model, QATConfig(config or NVFP4WeightConfig()))
+    return model[0]
+
+
+@pytest.fixture
+def decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more GEMMs: one for M in 3..100, one for M in 90..5000."""
+
+    def within(low: int, high: int) -> Any:
+        return lambda r: None if low <= r.m <= high else f"for M from {low} to {high}, got M = {r.m}"[:24]
+
+    monkeypatch.setattr(router, "_backends", list(router._backends))
+    router.register(
+        Backend("narrow", 40, within(3, 100), lambda c: c), Backend("wide", 30, within(90, 5000), lambda c: c)
+    )
+
+
+def multiplied(found: Routes) -> list[tuple[int, int | None, str | None]]:
+    return [(r.first, r.last, r.backend) for r in found.routes if r.step == "multiply"]
+
+
+@pytest.mark.usefixtures("decoders")
+def test_ranges_are_exact() -> None:
+    found = explain(layer())
+    assert multiplied(found) == [
+        (1, 2, "reference"), (3, 89, "narrow"), (90, 100, "narrow"), (101, 5000, "wide"), (5001, None, "reference"),
+    ]  # fmt: skip
+    said = {r.first: dict(r.rows) for r in found.routes if r.step == "multiply"}
+    assert said[90]["wide"] == "willing, lower priority" and said[3]["wide"].startswith("for M from 90")
+    assert "needs a CUDA device" in said[1]["tensor-cores"]
+
+
+@pytest.mark.usefixtures("decoders")
+@pytest.mark.parametrize("how", ["context", "environment"])
+def test_what_is_forced_runs_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if how == "context":
+        with backend("wide"):
+            found = explain(layer())
+    else:
+        monkeypatch.setenv("AOQUANT_BACKEND", "wide")
+        found = explain(layer())
+    starts = [(first, name) for first, _, name in multiplied(found)]
+    assert starts == [(1, None), (3, None), (90, "wide"), (101, "wide"), (5001, None)]
+    said = {r.first: dict(r.rows) for r in found.routes if r.step == "multiply"}
+    assert said[90]["reference"] == "willing, but wide is forced"
+    assert "an error" in str(found)
+
+
+def test_a_forced_backend_that_cannot_run_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, x = layer(), torch.randn(2, 64, dtype=torch.bfloat16)
+    with backend("mslk"), pytest.raises(ValueError, match=r"'mslk' was forced.*not aoquant"):
+        m(x)
+    monkeypatch.setenv("AOQUANT_BACKEND", "tensor-cores")
+    with pytest.raises(ValueError, match=r"'tensor-cores' was forced.*needs a CUDA device"):
+        m(x)
+    monkeypatch.setenv("AOQUANT_BACKEND", "nonsense")
+    with pytest.raises(ValueError, match=r"'nonsense' was forced.*there is none; known: "):
+        m(x)
+
+
+def test_prepared_and_converted_layers_say_the_same_of_their_gemm() -> None:
+    m = layer()
+    packed = copy.deepcopy(m)
+    quantize_(nn.Sequential(packed), QATConfig(step="convert"))
+    assert multiplied(explain(m)) == multiplied(explain(packed)) == [(1, None, "reference")]
+    steps = [[r.step for r in explain(one).routes] for one in (m, packed)]
+    assert steps == [["encode the input", f"{verb} the weight", "multiply"] for verb in ("encode", "decode")]
+    text = str(explain(m))
+    assert re.search(
+        r"32 x 64 prepared layer, weight=nvfp4.*\n  encode the input, M = 1 and above: reference\n    not triton:", text
+    )
+
+
+def test_weight_only_layers_encode_no_input() -> None:
+    found = explain(layer(NVFP4WeightConfig(activation=None)))
+    assert [r.step for r in found.routes] == ["encode the weight", "multiply"]
+
+
+def test_requests_are_answered_as_before() -> None:
+    fmt = aoquant.get_format("nvfp4")
+    rows = explain(Request("aoquant", fmt, fmt, torch.device("cpu"), torch.bfloat16, 1, 32, 64))
+    assert ("reference", "runs") in rows
+
+
+def test_what_has_no_router_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    for what, name in ((model, "Sequential"), (model[0], "Tensor|Parameter")):
+        with pytest.raises(ValueError, match=rf"got ({name}).*get_submodule"):
+            explain(what)
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    with pytest.raises(ValueError, match="got Int8Tensor"):
+        explain(model[0])
