@@ -31,6 +31,7 @@ from aoquant.quantize import quantize_
 from aoquant.report import Report, report, verify
 from aoquant.routes import explain
 from aoquant.tensor import PackedTensor
+from aoquant.transforms import Hadamard
 
 if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FP8WeightConfig",
     "GridFlipFP4WeightConfig",
+    "Hadamard",
     "Int4WeightConfig",
     "Int8WeightConfig",
     "IntxWeightConfig",

@@ -100,13 +100,15 @@ def _plain(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _observed(layers: dict[str, QATLinear], ranges: dict[str, Range]) -> Iterator[None]:
-    def watch(seen: Range) -> Callable[[nn.Module, Any, Any], None]:
+    def watch(fqn: str, seen: Range) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            seen.add(cast(next(iter((*args, *kwargs.values())))))
+            x, format = cast(next(iter((*args, *kwargs.values())))), layers[fqn].prepared.recipe.fprop_input
+            assert format is not None
+            seen.add(format.transformed(x.reshape(-1, x.shape[-1])).view(x.shape) if x.numel() else x)
 
         return hook
 
-    hooks = [m.register_forward_pre_hook(watch(ranges[fqn]), with_kwargs=True) for fqn, m in layers.items()]
+    hooks = [m.register_forward_pre_hook(watch(fqn, ranges[fqn]), with_kwargs=True) for fqn, m in layers.items()]
     try:
         yield
     finally:
@@ -152,7 +154,7 @@ def _scales(layer: QATLinear, seen: Range | None) -> tuple[dict[str, Scales], st
                 scales,
                 "its input was zero throughout, which gives no scale: run other batches, or leave the layer out",
             )
-        scales["input"] = recipe.fprop_input.measure(seen.extrema.view(1, 2))
+        scales["input"] = recipe.fprop_input.base.measure(seen.extrema.view(1, 2))
         used = (scales["input"].scale, scales["input"].outer)
         if any(t is not None and not bool((t > 0).all()) for t in used):
             narrow = str(seen.extrema.dtype).removeprefix("torch.")

@@ -18,6 +18,7 @@ from torchao.core.config import AOBaseConfig
 
 from aoquant.formats import MX, NVFP4, Affine, Float8, Format, FourOverSix, GridFlip, get_format
 from aoquant.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
+from aoquant.transforms import Transform
 
 STEPS = ("prepare", "convert")
 SCHEMA = 1  # of checkpoints: raise it when older versions could not read what is written
@@ -29,6 +30,7 @@ class WeightConfig(AOBaseConfig):
 
     activation: name of a format for the layer's input, quantised in every forward; None keeps it as it is. A per-tensor format
         followed by "-static" ("int8-tensor-static") has a scale that `aoquant.calibrate` finds and convert freezes.
+    transform: of both operands before they are rounded, where a config has the field: `aoquant.Hadamard(16)`, `aoquant.WUSH(16)`.
     version: the checkpoint schema.
     """
 
@@ -40,7 +42,12 @@ class WeightConfig(AOBaseConfig):
     def recipe(self) -> LinearRecipe:
         """The recipe that prepare trains and convert packs."""
         activation: str | None = getattr(self, "activation", None)
-        return activated(LinearRecipe(None, self.weight_format()), activation)
+        transform: Transform | None = getattr(self, "transform", None)
+        if transform is not None and not isinstance(transform, Transform):
+            raise ValueError(
+                f"{type(self).__name__}: transform must be aoquant.Hadamard(size), aoquant.WUSH(size) or None, got {transform!r}"
+            )
+        return activated(LinearRecipe(None, self.weight_format(), transform=transform), activation)
 
     def __post_init__(self) -> None:
         if self.version > SCHEMA:
@@ -125,6 +132,7 @@ class MXFP4WeightConfig(WeightConfig):
 
     rule: str = "rceil"
     activation: str | None = "mxfp4"
+    transform: Transform | None = None
 
     def weight_format(self) -> Format:
         return MX("e2m1", _choice("rule", self.rule, "rceil", "floor", "ceil", "even"))
@@ -137,6 +145,7 @@ class MXFP8WeightConfig(WeightConfig):
     element: str = "e4m3"
     rule: str = "rceil"
     activation: str | None = "mxfp8"
+    transform: Transform | None = None
 
     def weight_format(self) -> Format:
         element = _choice("element", self.element, "e4m3", "e5m2")
@@ -157,6 +166,7 @@ class NVFP4WeightConfig(WeightConfig):
     rule: str = "absmax"
     metric: str = "mse"
     tile: int = 1
+    transform: Transform | None = None
 
     def weight_format(self) -> Format:
         if _choice("rule", self.rule, "absmax", "four_over_six") == "four_over_six":
@@ -187,6 +197,7 @@ class GridFlipFP4WeightConfig(WeightConfig):
     alternating: bool = False
     activation: str | None = "nvfp4"
     tile: int = 1
+    transform: Transform | None = None
 
     def weight_format(self) -> Format:
         if (self.activation or "").startswith("gridflip"):

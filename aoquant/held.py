@@ -6,7 +6,8 @@ what a resumed run loads. Convert takes the very same numbers.
 
 Names are `input_scale`, `input_zero`, `weight_scale`, `weight_zero` and so on: the fields of `formats.Scales`. Floating-point ones
 are float32 whatever the layer's dtype, and stay so when the layer is cast: a scale that rounds afterwards is another scale. A
-learned scale is a parameter; zero points, being integers, and outer scales are always buffers.
+learned scale is a parameter; zero points, being integers, outer scales and the matrices of a fitted transform are always buffers:
+`input_transform`, T with bf16 entries, and `weight_transform`, T^-T in float32, (K / size, size, size) both.
 """
 
 from __future__ import annotations
@@ -45,17 +46,19 @@ def read(layer: nn.Module, side: str) -> Scales:
         ValueError: they have been rounded, as FSDP's mixed precision does with every parameter that it has.
     """
     scales = Scales(*(getattr(layer, f"{side}_{part}", None) for part in Scales._fields))
-    if scales.scale is not None and scales.scale.dtype in FLOAT_DTYPES and scales.scale.dtype != torch.float32:
-        raise ValueError(
-            f"its {side}_scale is held in float32 and was cast to {str(scales.scale.dtype).removeprefix('torch.')}, which is another scale: "
-            "keep learned scales out of fully_shard with ignored_params= (docs/distributed.md)"
-        )
+    for part, value in (("scale", scales.scale), ("transform", scales.transform)):
+        if value is not None and value.dtype in FLOAT_DTYPES and value.dtype != torch.float32:
+            raise ValueError(
+                f"its {side}_{part} is held in float32 and was cast to {str(value.dtype).removeprefix('torch.')}, which is another {part}: "
+                "keep learned scales out of fully_shard with ignored_params=, and buffers out of FSDP's mixed precision (docs/distributed.md)"
+            )
     return scales
 
 
 def matrices(scales: Scales) -> Scales:
     """`scales` with two dimensions, as formats know them."""
-    return Scales(*(t if t is None else t.reshape(-1, t.shape[-1]) for t in scales))
+    flat = (t if t is None else t.reshape(-1, t.shape[-1]) for t in scales[:3])
+    return Scales(*flat)._replace(transform=scales.transform)
 
 
 @torch.no_grad()

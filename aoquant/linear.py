@@ -14,6 +14,9 @@ Scales are dynamic (made from what is encoded, each time), static (held by the l
 LSQ). The gradient of a learned scale needs x / s, so a layer whose input scale is learned saves x; and values that its codes clip
 pass their gradient to the scale instead of to themselves.
 
+A transform stands before the rounding of both operands of fprop, so the formats of the recipe are transformed ones. Backward multiplies in
+the transformed domain, where the codes are, masks there what was clipped there, and pulls both gradients back: dx = dx' T, dW = dW' T^-T.
+
 What is saved for backward: x itself when it is not quantised, its packed codes when it is, and never the weight's codes, which
 `ops.dgrad` makes again. A side that no GEMM will read (a frozen weight, an input without gradient) is neither saved nor encoded.
 """
@@ -30,11 +33,15 @@ import torch
 from torch import Tensor
 
 from aoquant import ops, sharding
-from aoquant.formats import FLOAT_DTYPES, Affine, Format, Int4, Scales, layout
+from aoquant.formats import FLOAT_DTYPES, Affine, Format, HighPrecision, Int4, Scales, Transformed, layout
+from aoquant.transforms import Transform
 
 STRAIGHT_THROUGH = ("identity", "clipped")
 SCALES = ("dynamic", "static", "learned")
-NOT_CALIBRATED = "static scales have no values yet: call aoquant.calibrate(model, forward_loop) before training, or load a state_dict"
+NOT_CALIBRATED = (
+    "static scales, or a fitted transform, have no values yet: call aoquant.calibrate(model, forward_loop) before training, or load a "
+    "state_dict"
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,8 @@ class LinearRecipe:
     contract: one of `ops.CONTRACTS`: which deployed kernel the forward equals.
     straight_through: "identity", or "clipped": no gradient for values that the format's largest code clips.
     input_scales, weight_scales: "dynamic", "static" or "learned".
-    dgrad_*, wgrad_*, transform: seams for per-direction formats and for transforms; only None exists today.
+    transform: of both operands before they are rounded; its formats are behind it then ("hadamard16+nvfp4"), or are put there.
+    dgrad_*, wgrad_*: seams for per-direction formats; only None exists today.
     """
 
     fprop_input: Format | None
@@ -58,21 +66,43 @@ class LinearRecipe:
     dgrad_weight: Format | None = None
     wgrad_grad_output: Format | None = None
     wgrad_input: Format | None = None
-    transform: str | None = None
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
+        self._put_behind_transform()
         if self.contract not in ops.CONTRACTS:
             raise ValueError(f"no GEMM contract is called {self.contract!r}; choose one of {', '.join(ops.CONTRACTS)}")
         if self.straight_through not in STRAIGHT_THROUGH:
             raise ValueError(f"straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {self.straight_through!r}")
-        for slot in ("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input", "transform"):
+        for slot in ("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"):
             if getattr(self, slot) is not None:
-                raise ValueError(
-                    f"{slot} must be None in this version (high precision, no transform), got {getattr(self, slot)}"
-                )
+                raise ValueError(f"{slot} must be None in this version (high precision), got {getattr(self, slot)}")
         for side, format, scales in self._sides():
             if reason := self._why_not(side, format, scales):
                 raise ValueError(reason)
+
+    def _put_behind_transform(self) -> None:
+        """Give both formats the one transform that the recipe or either of them has."""
+        formats = (self.fprop_input, self.fprop_weight)
+        found = {f.transform for f in formats if isinstance(f, Transformed)} | {self.transform} - {None}
+        if not found:
+            return
+        if len(found) > 1 or self.contract != "aoquant":
+            raise ValueError(
+                f"one transform stands before both operands of the aoquant GEMM, got {' and '.join(sorted(str(t) for t in found))} "
+                f"with the contract {self.contract}: give one transform, and a config of aoquant's"
+            )
+        transform = found.pop()
+        assert transform is not None
+        x, w = ((f or HighPrecision()).base for f in formats)
+        object.__setattr__(self, "transform", transform)
+        object.__setattr__(self, "fprop_input", Transformed(x, transform))
+        object.__setattr__(self, "fprop_weight", Transformed(w, transform, inverse=True))
+        if transform.fitted and (self.input_scales, self.weight_scales) != ("dynamic", "dynamic"):
+            raise ValueError(
+                f"{transform} with static or learned scales would be calibrated twice, scales after the transform: use dynamic scales, "
+                "or a Hadamard transform"
+            )
 
     def _sides(self) -> tuple[tuple[str, Format | None, str], ...]:
         return ("input", self.fprop_input, self.input_scales), ("weight", self.fprop_weight, self.weight_scales)
@@ -114,8 +144,13 @@ class LinearRecipe:
 
     @property
     def holds(self) -> bool:
-        """Whether the layer holds scales, static or learned ones."""
-        return (self.input_scales, self.weight_scales) != ("dynamic", "dynamic")
+        """Whether the layer holds scales, static or learned ones, or a fitted transform."""
+        return (self.input_scales, self.weight_scales) != ("dynamic", "dynamic") or self.fitted
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the layer holds the matrices of a fitted transform."""
+        return self.transform is not None and self.transform.fitted
 
     @property
     def input_name(self) -> str:
@@ -153,7 +188,7 @@ def quantized_linear(
     """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
 
     w: [W] (N, K), encoded in the call (QAT), or the four parts of a packed weight (inference). x_scales, w_scales: what the layer
-    holds where the recipe says static or learned; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under
+    holds where the recipe says static or learned, or fitted; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under
     autocast x and y take autocast's dtype; the weight is encoded from its stored dtype.
 
     Raises:
@@ -192,7 +227,7 @@ def _on_shard(
 class _QuantizedLinear(torch.autograd.Function):
     """Forward under the recipe's contract; backward straight through the rounding. Arguments as in `quantized_linear`.
 
-    xs, xz, xo, ws, wz, wo: held scale, zero and outer of input and weight, where there are any.
+    xs, xz, xo, xt, ws, wz, wo, wt: held scale, zero, outer and transform of input and weight, where there are any.
     """
 
     @staticmethod
@@ -203,9 +238,11 @@ class _QuantizedLinear(torch.autograd.Function):
         xs: Tensor | None,
         xz: Tensor | None,
         xo: Tensor | None,
+        xt: Tensor | None,
         ws: Tensor | None,
         wz: Tensor | None,
         wo: Tensor | None,
+        wt: Tensor | None,
         k: int,
         x_name: str,
         w_name: str,
@@ -214,7 +251,7 @@ class _QuantizedLinear(torch.autograd.Function):
         w_clip: bool,
         *w: Tensor,
     ) -> Tensor:
-        x_held, w_held = (xs, xz, xo), (ws, wz, wo)
+        x_held, w_held = (xs, xz, xo, xt), (ws, wz, wo, wt)
         lead = list(x.shape[:-1])
         x_parts = _encoded(x.reshape(-1, k), x_name, x_held, ops.reads(contract)) if x_name else (x,)
         w_parts = w
@@ -224,7 +261,7 @@ class _QuantizedLinear(torch.autograd.Function):
         y = ops.run(ops.scaled_mm, x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
         x_parts = x_parts[:4]  # the values that the GEMM read are not kept
 
-        needs_x, needs_bias, needs_xs, _, _, needs_ws, _, _, *_, needs_w = ctx.needs_input_grad[:_FIXED]
+        needs_x, needs_bias, needs_xs, _, _, _, needs_ws, *_, needs_w = ctx.needs_input_grad[:_FIXED]
         saved_w = [*w, *w_held] if needs_x or needs_xs or needs_ws or (needs_w and w_clip) else []
         saved_x: list[Tensor | None] = []
         if needs_xs:
@@ -234,7 +271,8 @@ class _QuantizedLinear(torch.autograd.Function):
         saved_mask = []
         if x_clip and x_name and needs_x and not needs_xs:
             saved_mask = [ops.saturated(x.reshape(-1, k), x_name, *x_held)]
-        ctx.save_for_backward(*saved_w, *saved_x, *saved_mask)
+        matrices = [xt if needs_x else None, wt if needs_w else None]  # for pulling gradients back
+        ctx.save_for_backward(*matrices, *saved_w, *saved_x, *saved_mask)
         ctx.split = len(saved_w), len(saved_w) + len(saved_x)
         ctx.x_shape, ctx.k, ctx.x_name, ctx.w_name, ctx.w_clip = x.shape, k, x_name, w_name, w_clip
         ctx.needs = (needs_x, needs_bias, needs_xs, needs_ws, needs_w)
@@ -243,11 +281,12 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved: tuple[Any, ...] = ctx.saved_tensors
+        xt, wt, *rest = ctx.saved_tensors
+        saved: tuple[Any, ...] = tuple(rest)
         first, second = ctx.split
         saved_w, saved_x, mask = saved[:first], saved[first:second], saved[second:]
         needs_x, needs_bias, needs_xs, needs_ws, needs_w = ctx.needs
-        w, w_held = saved_w[:-3], saved_w[-3:]
+        w, w_held = saved_w[:-4], saved_w[-4:]
         x, x_held = (saved_x[:1], saved_x[1:]) if needs_xs else (saved_x, ())
         grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
         dx = dw = db = dxs = dws = None
@@ -256,7 +295,9 @@ class _QuantizedLinear(torch.autograd.Function):
             if needs_xs:
                 dxs = ops.scale_grad(dx, x[0], ctx.x_name, ctx.k, *x_held[:2])
                 mask = (ops.saturated(x[0], ctx.x_name, *x_held),)
-            dx = (masked(dx, *mask) if mask else dx).reshape(ctx.x_shape) if needs_x else None
+            dx = (
+                pulled_back(masked(dx, *mask) if mask else dx, ctx.x_name, xt).reshape(ctx.x_shape) if needs_x else None
+            )
         if needs_w or needs_ws:
             if ctx.x_name:
                 dw = ops.run(ops.wgrad, grad_MN, x, ctx.x_name, ctx.k, *x_held)
@@ -265,15 +306,16 @@ class _QuantizedLinear(torch.autograd.Function):
             if needs_ws:
                 dws = ops.scale_grad(dw, w[0], ctx.w_name, w[0].numel() // w_held[0].numel(), *w_held[:2])
             dw = dw.to(ctx.w_dtype) if needs_w else None
-            if dw is not None and ctx.w_clip:
-                dw = masked(dw, ops.saturated(w[0], ctx.w_name, *w_held))
+            if dw is not None:
+                clipped = masked(dw, ops.saturated(w[0], ctx.w_name, *w_held)) if ctx.w_clip else dw
+                dw = pulled_back(clipped, ctx.w_name, wt)
         if needs_bias:
             db = ops.run(ops.bgrad, grad_MN, ctx.bias_dtype)
-        rest = [None] * (len(ctx.needs_input_grad) - _FIXED)
-        return dx, db, dxs, None, None, dws, None, None, *[None] * (_FIXED - 9), dw, *rest
+        others = [None] * (len(ctx.needs_input_grad) - _FIXED)
+        return dx, db, dxs, None, None, None, dws, *[None] * (_FIXED - 8), dw, *others
 
 
-_FIXED = 15  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
+_FIXED = 17  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
 
 
 def _encoded(x_RK: Tensor, name: str, held: Sequence[Tensor | None], reads: str) -> tuple[Tensor, ...]:
@@ -286,6 +328,11 @@ def _encoded(x_RK: Tensor, name: str, held: Sequence[Tensor | None], reads: str)
 def _dense_strides(x: Tensor) -> list[int]:
     """Strides of the result of an elementwise operation on x."""
     return list(torch.empty_like(x, device="meta").stride())
+
+
+def pulled_back(grad_RK: Tensor, name: str, matrix: Tensor | None) -> Tensor:
+    """The gradient of an operand from that of its transformed values; itself where there is no transform."""
+    return ops.run(ops.pull_back, grad_RK, name, matrix) if Transformed.named(name) else grad_RK
 
 
 def masked(grad_RK: Tensor, saturated_bits: Tensor) -> Tensor:

@@ -59,13 +59,23 @@ class QATLayer(nn.Module):
         return self
 
     def held_scales(self, side: str) -> Scales | None:
-        """Static or learned scales of side "input" or "weight", 2-D; None where they are dynamic."""
+        """Static or learned scales of side "input" or "weight", 2-D, and a fitted transform; None where there is neither."""
         return None
 
     @torch.no_grad()
     def encode_weight(self) -> Encoded:
         """The weight's codes and scales as forward multiplies them and convert stores them."""
         return self.prepared.recipe.fprop_weight.encode(self.weight.detach(), self.held_scales("weight"))
+
+    @torch.no_grad()
+    def quantised_weight(self) -> Tensor:
+        """(N, K) values that the layer multiplies its input by, in the weight's dtype; W' T where a transform stands before both."""
+        recipe, e = self.prepared.recipe, self.encode_weight()
+        if recipe.transform is None:
+            return recipe.fprop_weight.decode(e, self.weight.dtype)
+        assert recipe.fprop_input is not None
+        matrix = getattr(self, "input_transform", None)
+        return recipe.fprop_input.pull_back(recipe.fprop_weight.decode(e, torch.float32), matrix).to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.prepared.recipe}{'' if self.fake_quant else ', fake_quant=False'}"
@@ -82,7 +92,7 @@ class QATLinear(QATLayer, nn.Linear):
 
     @classmethod
     def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
-        """Swap `layer`'s class in place. Held weight scales are measured now, held input scales wait for `calibrate`."""
+        """Swap `layer`'s class in place. Held weight scales are measured now, held input scales and fitted transforms wait for `calibrate`."""
         linear = super().prepare(layer, prepared)
         recipe = prepared.recipe
         if recipe.weight_scales != "dynamic":
@@ -90,8 +100,16 @@ class QATLinear(QATLayer, nn.Linear):
             held.register(linear, "weight", measured, learned=recipe.weight_scales == "learned")
         if recipe.input_scales != "dynamic":
             assert recipe.fprop_input is not None
-            unknown = recipe.fprop_input.measure(linear.weight.detach().new_full((1, 1), torch.nan))
+            unknown = recipe.fprop_input.base.measure(linear.weight.detach().new_full((1, 1), torch.nan))
             held.register(linear, "input", unknown, learned=recipe.input_scales == "learned")
+        if recipe.fitted:
+            assert recipe.transform is not None
+            size = recipe.transform.size
+            unknown = Scales(
+                transform=torch.full((linear.in_features // size, size, size), torch.nan, device=linear.weight.device)
+            )
+            held.register(linear, "input", unknown, learned=False)
+            held.register(linear, "weight", unknown, learned=False)
         linear.calibrated = held.present(linear)
         return linear
 
@@ -104,17 +122,17 @@ class QATLinear(QATLayer, nn.Linear):
     def held_scales(self, side: str) -> Scales | None:
         recipe = self.prepared.recipe
         scales = recipe.input_scales if side == "input" else recipe.weight_scales
-        return None if scales == "dynamic" else held.matrices(held.read(self, side))
+        return None if scales == "dynamic" and not recipe.fitted else held.matrices(held.read(self, side))
 
     @torch.no_grad()
     def deployed_input_scales(self) -> Scales | None:
-        """The held input scales as the kernel uses them, a learned one at least eps; None where they are dynamic."""
+        """The held input scales as the kernel uses them, a learned one at least eps, and a fitted transform; None where there is neither."""
         scales, format = self.held_scales("input"), self.prepared.recipe.fprop_input
-        if scales is None or format is None:
-            return None
+        if scales is None or format is None or scales.dynamic:
+            return scales
         e = format.encode(self.weight.new_zeros(1, format.block or 1, dtype=torch.float32), scales)
         # as many dimensions as the input had
-        shapes = [None if t is None else t.shape for t in held.read(self, "input")]
+        shapes = [None if t is None else t.shape for t in held.read(self, "input")[:3]]
         used = (e.scale, e.zero, scales.outer)
         return Scales(*(t.view(s) if s and t is not None else None for t, s in zip(used, shapes, strict=True)))
 

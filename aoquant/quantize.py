@@ -157,10 +157,11 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
             assert target.fix is not None
             target = target.fix(input_scales)
         if (scales := module.held_scales("weight")) is not None:
-            scales = Scales(*(t if t is None else t.to(weight.device) for t in scales))
+            device = weight.device if target.recipe.fprop_weight.portable else trained.device
+            scales = Scales(*(t if t is None else t.to(device) for t in scales))
     format = target.recipe.fprop_weight
     if not format.portable:  # another device would make other codes than the layer trained with
-        parts = ops.to_parts(format.encode(trained))
+        parts = ops.to_parts(format.encode(trained, scales))
         encoded = ops.from_parts([t.to(weight.device) for t in parts], weight.shape[1])
     else:
         encoded = ops.codec.encode(format, weight) if scales is None else format.encode(weight, scales)

@@ -79,17 +79,20 @@ def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side
 
 @torch.compiler.disable  # a compiler would round in other places; a layer that communicates here breaks its graph
 @torch.no_grad()
-def scales(format: Format, shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Scales | None:
+def scales(
+    format: Format, shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], matrix: Tensor | None = None
+) -> Scales | None:
     """Scales of the whole that `shard` (..., K) is this rank's part of; None when no scale reaches over a cut."""
-    last = shard.ndim - 1
+    shape, last = shard.shape, shard.ndim - 1
     cuts = [i for i, p in enumerate(placements) if format.reach == "tensor" and _is_cut(p)]
     cuts += [i for i, p in enumerate(placements) if format.reach == "row" and _is_cut(p, last)]
     if not cuts:
         return None
-    bits = extremes(format, shard.reshape(shard.shape[:-1].numel(), shard.shape[-1]))
+    values = format.transformed(shard.reshape(shape[:-1].numel(), shape[-1]), matrix)  # what the scales are made of
+    bits = extremes(format.base, values)
     for i in cuts:
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=mesh.get_group(i))
-    return measure(format, bits, shard.dtype)
+    return measure(format.base, bits, values.dtype)
 
 
 def extremes(format: Format, x_RK: Tensor) -> Tensor:
@@ -165,9 +168,15 @@ def _scales(side: Side, shard: Tensor, whole: DTensor) -> Scales | None:
     """What one rank encodes its shard of `whole` under: held scales, cut like the shard, or those of the whole."""
     format, held = side
     mesh, placements = whole.device_mesh, whole.placements
+    if format is None:
+        return None
     if held is None:
-        return None if format is None else scales(format, shard, mesh, placements)
-    return Scales(*(None if t is None else _cut(t, mesh, placements) for t in held))
+        return scales(format, shard, mesh, placements)
+    matrix = None if held.transform is None else _cut_matrix(held.transform, mesh, placements, whole.ndim - 1)
+    if held.dynamic:  # a fitted transform alone
+        return (scales(format, shard, mesh, placements, matrix) or Scales())._replace(transform=matrix)
+    cut = (None if t is None else _cut(t, mesh, placements) for t in held[:3])
+    return Scales(*cut)._replace(transform=matrix)
 
 
 def _cut(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -176,6 +185,13 @@ def _cut(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor
         raise ValueError("learned scales are not supported under tensor parallelism: use scales='static'")
     whole = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
     like = [p if (d := getattr(p, "dim", None)) in (0, 1) and t.shape[d] > 1 else Replicate() for p in placements]
+    return whole.redistribute(placements=like).to_local()
+
+
+def _cut_matrix(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], last: int) -> Tensor:
+    """The matrices (K / size, size, size) of a fitted transform, equal on all ranks, that belong to a shard's part of K."""
+    whole = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    like = [Shard(0) if _is_cut(p, last) else Replicate() for p in placements]
     return whole.redistribute(placements=like).to_local()
 
 

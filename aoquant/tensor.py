@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
-from aoquant.formats import FLOAT_DTYPES, Encoded, Format, get_format
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Scales, get_format
 from aoquant.linear import LinearRecipe, check_device, quantized_linear
 
 aten = torch.ops.aten
@@ -30,17 +30,19 @@ class PackedTensor(TorchAOBaseTensor):
     """A quantised (N, K) weight.
 
     qdata: packed codes (N, bytes). scale, zero_point: (N, G), (N, 1) or (1, 1), or None. per_tensor_scale: (N, 1) float32 outer
-    scale, or None. format, activation, contract: names; activation "" is high precision. k: K. dtype: what the weight was.
+    scale, or None. act_pre_scale: (K / size, size, size) bf16, the T of a fitted transform of the activations, or None.
+    format, activation, contract: names; activation "" is high precision. k: K. dtype: what the weight was.
     """
 
     tensor_data_names = ["qdata"]
     tensor_attribute_names = ["format", "activation", "contract", "k", "dtype"]
-    optional_tensor_data_names = ["scale", "zero_point", "per_tensor_scale"]
+    optional_tensor_data_names = ["scale", "zero_point", "per_tensor_scale", "act_pre_scale"]
 
     qdata: Tensor
     scale: Tensor | None
     zero_point: Tensor | None
     per_tensor_scale: Tensor | None
+    act_pre_scale: Tensor | None
     format: str
     activation: str
     contract: str
@@ -57,6 +59,7 @@ class PackedTensor(TorchAOBaseTensor):
         scale: Tensor | None = None,
         zero_point: Tensor | None = None,
         per_tensor_scale: Tensor | None = None,
+        act_pre_scale: Tensor | None = None,
     ) -> PackedTensor:
         shape = (qdata.shape[0], k)
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
@@ -72,17 +75,22 @@ class PackedTensor(TorchAOBaseTensor):
         scale: Tensor | None = None,
         zero_point: Tensor | None = None,
         per_tensor_scale: Tensor | None = None,
+        act_pre_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.qdata, self.scale, self.zero_point, self.per_tensor_scale = qdata, scale, zero_point, per_tensor_scale
+        self.act_pre_scale = act_pre_scale
         self.format, self.activation, self.contract, self.k = format, activation, contract, k
 
     @classmethod
-    def from_encoded(cls, e: Encoded, recipe: LinearRecipe, dtype: torch.dtype) -> PackedTensor:
-        """Pack what `recipe.fprop_weight.encode` returned for a weight of `dtype`."""
+    def from_encoded(
+        cls, e: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None = None
+    ) -> PackedTensor:
+        """Pack what `recipe.fprop_weight.encode` returned for a weight of `dtype`. matrix: T of a fitted transform."""
         outer = None if e.outer is None else e.outer.expand(e.codes.shape[0], 1).contiguous()
         names = (recipe.fprop_weight.name, recipe.input_name, recipe.contract)
-        return cls(e.codes, *names, e.k, dtype, e.scale, e.zero, outer)
+        matrix = None if matrix is None else matrix.to(e.codes.device, torch.bfloat16)  # bf16 numbers already
+        return cls(e.codes, *names, e.k, dtype, e.scale, e.zero, outer, matrix)
 
     @property
     def encoded(self) -> Encoded:
@@ -97,8 +105,13 @@ class PackedTensor(TorchAOBaseTensor):
         return LinearRecipe(get_format(self.activation) if self.activation else None, self.weight_format, self.contract)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """(N, K) values in `dtype`, by default the weight's own."""
-        return self.weight_format.decode(self.encoded, dtype or self.dtype)
+        """(N, K) values in `dtype`, by default the weight's own: what the layer multiplies its input by, W' T behind a transform."""
+        recipe, dtype = self.recipe, dtype or self.dtype
+        if recipe.transform is None:
+            return self.weight_format.decode(self.encoded, dtype)
+        assert recipe.fprop_input is not None
+        values = self.weight_format.decode(self.encoded, torch.float32)
+        return recipe.fprop_input.pull_back(values, self.act_pre_scale).to(dtype)
 
     def __repr__(self) -> str:
         return f"PackedTensor({self._quantization_type()}, device={self.device})"
@@ -121,7 +134,7 @@ class PackedTensor(TorchAOBaseTensor):
 
 
 def _tensors(packed: PackedTensor) -> list[Tensor | None]:
-    return [packed.qdata, packed.scale, packed.zero_point, packed.per_tensor_scale]
+    return [packed.qdata, packed.scale, packed.zero_point, packed.per_tensor_scale, packed.act_pre_scale]
 
 
 @PackedTensor.implements([aten.linear.default])
@@ -135,7 +148,8 @@ def _linear(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise ValueError(
             "only the weight of a linear layer can be a PackedTensor: call dequantize() on the other operand"
         )
-    return quantized_linear(x, ops.to_parts(w.encoded), bias, w.recipe, w.k)
+    held = None if w.act_pre_scale is None else Scales(transform=w.act_pre_scale)
+    return quantized_linear(x, ops.to_parts(w.encoded), bias, w.recipe, w.k, held)
 
 
 @PackedTensor.implements_torch_function([F.embedding])
@@ -156,6 +170,10 @@ def _embedding(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if not isinstance(w, PackedTensor) or max_norm is not None:
         raise ValueError(
             "an embedding's packed weight is looked up by integer indices, and cannot be renormalised: use max_norm=None"
+        )
+    if w.recipe.transform is not None:
+        raise ValueError(
+            f"an embedding's rows cannot be read behind a transform, got {w.format}: dequantize() the weight"
         )
     check_device(ids, w)
     return ops.embedding(ids, ops.to_parts(w.encoded), w.format, w.k, w.dtype)
@@ -208,10 +226,22 @@ def _copy_(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"packed codes ({to._quantization_type()}) can be replaced by their like only, got ({got}): load float weights into the "
             "float model and quantise it then; load other codes with load_state_dict(..., assign=True)"
         )
+    mine, theirs = to.act_pre_scale, source.act_pre_scale
+    if _is_cut(to) and mine is not None and theirs is not None and not torch.equal(mine, theirs):
+        raise ValueError(
+            f"rows of a PackedTensor with a fitted transform ({to.format}) can take rows of the same transform only, and these were fitted to "
+            "another layer, as q, k and v are: load the layers apart, not fused into one weight"
+        )
     for mine, theirs in zip(_tensors(to), _tensors(source), strict=True):
         if mine is not None and theirs is not None:
             mine.copy_(theirs)
     return to
+
+
+def _is_cut(packed: PackedTensor) -> bool:
+    """Whether these are some rows of a larger weight, whose transform is that of all its rows."""
+    codes = packed.qdata
+    return packed.act_pre_scale is not None and codes.untyped_storage().nbytes() > codes.numel() * codes.element_size()
 
 
 def same_bits(a: Any, b: Any) -> bool:
@@ -272,7 +302,8 @@ def _slice_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
             return t if t is None else t[start:end]
         return t if t.shape[0] == 1 else t[start // unit : -(-end // unit)]
 
-    return packed._with([rows(t) for t in _tensors(packed)])
+    *tensors, matrix = _tensors(packed)
+    return packed._with([*(rows(t) for t in tensors), matrix])
 
 
 def _slice_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
@@ -287,7 +318,10 @@ def _slice_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
             return t
         return t[:, start * t.shape[1] // k : end * t.shape[1] // k]
 
-    return packed._with([columns(t) for t in _tensors(packed)], k=end - start)
+    *tensors, matrix = _tensors(packed)
+    if matrix is not None:
+        matrix = matrix[start // matrix.shape[-1] : end // matrix.shape[-1]]
+    return packed._with([*(columns(t) for t in tensors), matrix], k=end - start)
 
 
 torch.serialization.add_safe_globals([PackedTensor])

@@ -173,9 +173,11 @@ def test_nothing_to_calibrate() -> None:
 
 def test_without_calibration_forward_and_convert_say_what_to_do() -> None:
     model = prepared("int8", calibrated=False)
-    with pytest.raises(ValueError, match=r"up: static scales have no values yet: call aoquant\.calibrate"):
+    with pytest.raises(
+        ValueError, match=r"up: static scales, or a fitted transform, have no values yet: call aoquant\.calibrate"
+    ):
         model(batches(1)[0])
-    with pytest.raises(ValueError, match=r"up \(96, 64\): static scales have no values yet"):
+    with pytest.raises(ValueError, match=r"up \(96, 64\): static scales, or a fitted transform, have no values yet"):
         quantize_(model, QATConfig(step="convert"))
     set_fake_quant(model, False)
     assert torch.equal(model(batches(1)[0]), Model()(batches(1)[0]))

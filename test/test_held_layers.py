@@ -200,7 +200,7 @@ def test_a_float_checkpoint_brings_no_scales() -> None:
     """Weights without their scales: what was measured on other weights does not apply, and the next forward says so."""
     model = prepared("int8-learned")
     assert model.load_state_dict(Model().state_dict(), strict=False).missing_keys
-    with pytest.raises(ValueError, match="up: static scales have no values yet"):
+    with pytest.raises(ValueError, match="up: static scales, or a fitted transform, have no values yet"):
         model(batches(1)[0])
     calibrate(model, batches())
     assert torch.equal(model.up.input_scale, prepared("int8-learned").up.input_scale)

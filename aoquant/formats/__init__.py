@@ -24,6 +24,7 @@ from .integer import Affine
 from .mslk import Float8Mslk
 from .stretched import Stretched
 from .tinygemm import TinyGemm
+from .transformed import Transformed
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -44,6 +45,7 @@ __all__ = [
     "Scales",
     "Stretched",
     "TinyGemm",
+    "Transformed",
     "get_format",
     "layout",
     "list_formats",
@@ -89,7 +91,8 @@ def get_format(name: str) -> Format:
     "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax); "-native" makes an integer or
     float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
     "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip, "fouroversix-mae-16x16" of four-over-six.
-    "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are.
+    "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are. "hadamard16+nvfp4" is nvfp4 of values
+    that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs.
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -97,15 +100,24 @@ def get_format(name: str) -> Format:
     if not isinstance(name, str):
         raise ValueError(f"a format is named by a string, such as 'nvfp4', got {name!r}")
     table = {f.name: f for f in _STANDARD}
-    if name in table:
-        return table[name]
+    found: Format | None = table.get(name)
+    if found is not None:
+        return found
+    if behind := Transformed.split(name):
+        transform, inverse, inner = behind
+        if Transformed.named(inner):
+            raise ValueError(f"{name!r}: a format stands behind one transform, not behind several")
+        found = Transformed(get_format(inner), transform, inverse)
+        if found.name != name:
+            raise ValueError(f"{name!r}: a transformed format has one name, this one {found.name!r}")
+        return found
     dynamic, static, numbers = name.partition("-static:")
     if static:
         fixed = get_format(dynamic).fix(*_numbers(name, numbers))
         if fixed.name != name:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
-    found: Format | None = Affine.parse(name) or Float8.parse(name) or Stretched.parse(name)
+    found = Affine.parse(name) or Float8.parse(name) or Stretched.parse(name)
     found = found or FourOverSix.parse(name) or GridFlip.parse(name)
     if name == "high-precision":
         found = HighPrecision()

@@ -50,11 +50,18 @@ class Scales(NamedTuple):
     scale: (R, G), (R, 1) or (1, 1), before it is rounded to what is stored; or None.
     zero:  like scale: the integer zero point (int8), or the smallest value (int4, float32); or None.
     outer: (1, 1) or (R, 1) float32; the scales of the blocks below it are made by `quantize`; or None.
+    transform: (K / size, size, size), the matrices of a fitted transform, which is not measured but held; or None.
     """
 
     scale: Tensor | None = None
     zero: Tensor | None = None
     outer: Tensor | None = None
+    transform: Tensor | None = None
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether no scale is among them."""
+        return self.scale is None and self.zero is None and self.outer is None
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,24 @@ class Format:
     def period(self) -> int:
         """Values along K after which codes and scales mean the same again: where a matrix may be cut."""
         return self.block or 1
+
+    @property
+    def base(self) -> Format:
+        """The format of the codes: this one, or the one behind a transform."""
+        return self
+
+    @property
+    def fitted(self) -> bool:
+        """Whether encoding needs the matrices of a fitted transform, which `Scales` holds."""
+        return False
+
+    def transformed(self, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """What is quantised when x_RK is encoded. matrix: of a fitted transform."""
+        return x_RK
+
+    def pull_back(self, grad_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """The gradient of x_RK, from the gradient of what is quantised."""
+        return grad_RK
 
     def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
         """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after decode.
@@ -189,9 +214,13 @@ class Format:
         """Bool, scale-shaped: blocks whose scale sits on the format's smallest value although they hold non-zero data."""
         raise NotImplementedError
 
+    def planned(self, w_RK: Tensor) -> Encoded:
+        """The shapes and dtypes of encode(w_RK), for a weight on the meta device."""
+        return self.encode(w_RK)
+
     def bits_per_weight(self, rows: int, k: int) -> float:
         """Stored bits for each of rows * k values: codes, scales, zeros and outer scale, for a bfloat16 source."""
-        e = self.encode(torch.empty(rows, k, dtype=torch.bfloat16, device="meta"))
+        e = self.planned(torch.empty(rows, k, dtype=torch.bfloat16, device="meta"))
         return 8 * sum(t.numel() * t.element_size() for t in e[:4] if t is not None) / (rows * k)
 
     def why_not(self, k: int, dtype: torch.dtype) -> str | None:

@@ -33,7 +33,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from aoquant import held, ops
+from aoquant.formats import Scales
 from aoquant.integrations import peft_gradients
+from aoquant.linear import pulled_back
 from aoquant.plan import plan_layer
 from aoquant.qat import QATLayer, QATLinear
 from aoquant.quantize import apply, config_of
@@ -274,31 +276,44 @@ class QATLoraLinear(_LoraLinear):
             merged = self.merged_weight(base.weight, names)
         y = functional_call(base, {"weight": merged}, (x,))
         if not dense and torch.is_grad_enabled():
-            held = base.held_scales("input") or ()
+            held, w_held = base.held_scales("input") or (), base.held_scales("weight") or Scales()
+            sides = recipe.input_name, recipe.fprop_weight.name, w_held.transform
             for n in names:
                 a, b = self.lora_A[n].weight, self.lora_B[n].weight
-                y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], recipe.input_name, *held)  # type: ignore[no-untyped-call]
+                y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], *sides, *held)  # type: ignore[no-untyped-call]
         return y
 
 
 class _LowRankGradient(torch.autograd.Function):
-    """y as it is; backward adds the gradients of A (r, K) and B (N, r) in y = x (W + s B A)^T, in A's dtype. held: x's scales, if static."""
+    """y as it is; backward adds the gradients of A (r, K) and B (N, r) in y = x (W + s B A)^T, in A's dtype. held: x's scales, if static.
+
+    Behind a transform the codes are of x', and x' T^-T is what A meets: w_name, wt are the weight side of it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float, x_name: str, *held: Tensor | None
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+        x_name: str,
+        w_name: str,
+        wt: Tensor | None,
+        *held: Tensor | None,
     ) -> Tensor:
         x_MK = x.to(y.dtype).reshape(-1, x.shape[-1])  # autocast gave the GEMM y's dtype
-        ctx.save_for_backward(a, b, *(ops.encode(x_MK, x_name, *held) if x_name else (x_MK,)))
-        ctx.scaling, ctx.x_name = scaling, x_name
+        ctx.save_for_backward(a, b, wt, *(ops.encode(x_MK, x_name, *held) if x_name else (x_MK,)))
+        ctx.scaling, ctx.x_name, ctx.w_name = scaling, x_name, w_name
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, *parts = ctx.saved_tensors
+        a, b, wt, *parts = ctx.saved_tensors
         x_MK = parts[0]
         if ctx.x_name:
-            x_MK = ops.decode(parts, ctx.x_name, a.shape[1], grad.dtype)
+            x_MK = pulled_back(ops.decode(parts, ctx.x_name, a.shape[1], grad.dtype), ctx.w_name, wt)
         g_MN, x_MK = grad.reshape(-1, grad.shape[-1]).to(a.dtype), x_MK.to(a.dtype)
         da = ((g_MN @ b).t() @ x_MK) * ctx.scaling
         db = (g_MN.t() @ (x_MK @ a.t())) * ctx.scaling

@@ -101,9 +101,7 @@ class QATCallback(TrainerCallback):
     @torch.no_grad()
     def _measure(self, model: nn.Module) -> dict[str, float]:
         layers = {id(m.weight): m for m in model.modules() if isinstance(m, QATLayer)}.values()
-        found = [
-            sqnr(m.weight, m.prepared.recipe.fprop_weight.decode(m.encode_weight(), m.weight.dtype)) for m in layers
-        ]
+        found = [sqnr(m.weight, m.quantised_weight()) for m in layers]
         logs = {MIN: min(found), MEAN: sum(found) / len(found)}
         if self.batch is not None:
             logs[OUTPUT] = self._output_sqnr(model)

@@ -6,7 +6,8 @@ compiled by construction. It also decides what autograd saves: `dgrad` encodes t
 has nothing to keep but its inputs.
 
 Encoded matrices cross the op boundary as four tensors (codes, scale, zero, outer); a missing one is an empty 1-D tensor. Where an
-op encodes, it takes the fields of `formats.Scales` too: static or learned scales, all None for dynamic ones.
+op encodes, it takes the fields of `formats.Scales` too: static or learned scales, all None for dynamic ones, and the matrices of a
+fitted transform. Codes behind a transform are codes of the format behind it, and so is what is done with them.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = [
     "explain",
     "from_parts",
     "input_error",
+    "pull_back",
     "quantize",
     "reads",
     "run",
@@ -102,25 +104,38 @@ def _encoded(
     if len(parts) == 4:
         return from_parts(parts, k)
     with torch.autocast(parts[0].device.type, enabled=False):  # codes are not its business
-        if all(t is None for t in held):
-            return encode(get_format(format), parts[0])
+        f, x, scales = get_format(format), parts[0], Scales(*held)
+        if scales.transform is not None:
+            f, x = f.base, f.transformed(x, scales.transform)
+        if scales.dynamic:
+            return encode(f, x)
         # in memory of its own: an op's outputs must not alias its inputs
-        return get_format(format).encode(parts[0], Scales(*(t if t is None else t.clone() for t in held)))
+        return f.encode(x, Scales(*(t if t is None else t.clone() for t in scales[:3])))
 
 
 @torch.library.custom_op("aoquant::encode", mutates_args=())
 def encode(
-    x: Tensor, format: str, scale: Tensor | None = None, zero: Tensor | None = None, outer: Tensor | None = None
+    x: Tensor,
+    format: str,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    outer: Tensor | None = None,
+    transform: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise a 2-D tensor: (codes, scale, zero, outer) of `get_format(format)`."""
-    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer))
+    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, transform))
 
 
 @encode.register_fake
 def _(
-    x: Tensor, format: str, scale: Tensor | None = None, zero: Tensor | None = None, outer: Tensor | None = None
+    x: Tensor,
+    format: str,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    outer: Tensor | None = None,
+    transform: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, encode=tiles.encode))
+    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, transform, encode=tiles.encode))
 
 
 @torch.library.custom_op("aoquant::quantize", mutates_args=())
@@ -160,7 +175,7 @@ def scaled_mm(
         contract,
         x[0],
         from_parts(x[:4], k) if x_format else None,
-        get_format(x_format or w_format),
+        get_format(x_format or w_format).base,
         w[0] if len(w) == 1 else from_parts(w, k),
         get_format(w_format),
         bias,
@@ -242,9 +257,10 @@ def dgrad(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
     outer: Tensor | None = None,
+    transform: Tensor | None = None,
 ) -> Tensor:
     """dx (M, K) = dy W^ in dy's dtype; w is [W], encoded here, or the four parts of a packed one."""
-    format, dtype, held = get_format(w_format), grad_MN.dtype, (scale, zero, outer)
+    format, dtype, held = get_format(w_format), grad_MN.dtype, (scale, zero, outer, transform)
     with torch.autocast(grad_MN.device.type, enabled=False):
         if len(w) == 1 and all(t is None for t in held):
             return grad_MN @ codec.quantize(format, w[0], dtype).values
@@ -260,6 +276,7 @@ def _(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
     outer: Tensor | None = None,
+    transform: Tensor | None = None,
 ) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[0], k)
 
@@ -273,9 +290,10 @@ def wgrad(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
     outer: Tensor | None = None,
+    transform: Tensor | None = None,
 ) -> Tensor:
     """dW (N, K) = dy^T x^ in dy's dtype; x is the four parts of an encoded one, or [X (M, K)], encoded here."""
-    encoded = _encoded(x, x_format, k, scale, zero, outer)
+    encoded = _encoded(x, x_format, k, scale, zero, outer, transform)
     with torch.autocast(grad_MN.device.type, enabled=False):
         return grad_MN.t() @ codec.decode(get_format(x_format), encoded, grad_MN.dtype)
 
@@ -289,8 +307,21 @@ def _(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
     outer: Tensor | None = None,
+    transform: Tensor | None = None,
 ) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[1], k)
+
+
+@torch.library.custom_op("aoquant::pull_back", mutates_args=())
+def pull_back(grad_RK: Tensor, format: str, transform: Tensor | None = None) -> Tensor:
+    """The gradient of a transformed format's input from that of its values, in grad's dtype: an op because compilers round elsewhere."""
+    with torch.autocast(grad_RK.device.type, enabled=False):
+        return get_format(format).pull_back(grad_RK, transform)
+
+
+@pull_back.register_fake
+def _(grad_RK: Tensor, format: str, transform: Tensor | None = None) -> Tensor:
+    return torch.empty_like(grad_RK, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("aoquant::bgrad", mutates_args=())
@@ -311,13 +342,16 @@ def saturated(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
     outer: Tensor | None = None,
+    transform: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> Tensor:
     """Bit-packed mask (R, K/8) of the values that the format clips, or of rows `ids`; unpack with `formats.layout.unpack(mask, 1, K)`."""
     f = get_format(format)
     if ids is not None and f.by_rows:
         x, ids = x.index_select(0, ids), None
-    clipped = f.saturated(x, _encoded([x], format, x.shape[1], scale, zero, outer))
+    with torch.autocast(x.device.type, enabled=False):
+        y = f.transformed(x, transform)
+    clipped = f.base.saturated(y, _encoded([y], f.base.name, x.shape[1], scale, zero, outer))
     bits = layout.pack(clipped.to(torch.uint8), 1)
     return bits if ids is None else bits.index_select(0, ids)
 
@@ -329,6 +363,7 @@ def _(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
     outer: Tensor | None = None,
+    transform: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> Tensor:
     rows = x.shape[0] if ids is None else ids.shape[0]

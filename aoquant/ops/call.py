@@ -24,7 +24,8 @@ class Call:
     """A GEMM with its data: x_hp (*lead, K) when activations stay in high precision, else x with x_format.
 
     x_values: what the contract reads of x (see `contracts.reads`), when encoding made it in passing.
-    w_parts: the encoded W, or W itself (N, K). strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
+    x_format: of x's codes. w_parts: the encoded W, or W itself (N, K). encoder: what encodes it, perhaps behind
+    a transform. strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
     """
 
     contract: str
@@ -32,7 +33,7 @@ class Call:
     x: Encoded | None
     x_format: Format
     w_parts: Encoded | Tensor
-    w_format: Format
+    encoder: Format
     bias: Tensor | None
     lead: Sequence[int]
     k: int
@@ -40,10 +41,15 @@ class Call:
     strides: Sequence[int] | None = None
     x_values: Tensor | None = None
 
+    @property
+    def w_format(self) -> Format:
+        """Of W's codes."""
+        return self.encoder.base
+
     @cached_property
     def w(self) -> Encoded:
         """Codes and scales of W."""
-        return codec.encode(self.w_format, self.w_parts) if isinstance(self.w_parts, Tensor) else self.w_parts
+        return codec.encode(self.encoder, self.w_parts) if isinstance(self.w_parts, Tensor) else self.w_parts
 
     @property
     def alpha_x(self) -> Tensor | None:
@@ -100,6 +106,6 @@ class Call:
         # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
         if "w" in self.__dict__ or isinstance(self.w_parts, Encoded) or not self.w_parts.is_cuda:
             return codec.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)
-        quantized = codec.quantize(self.w_format, self.w_parts, self.dtype, operand=operand)
+        quantized = codec.quantize(self.encoder, self.w_parts, self.dtype, operand=operand)
         self.__dict__["alpha_w"] = quantized.alpha
         return quantized.values.to(out or self.dtype)

@@ -9,7 +9,7 @@ The reference is `Format` itself, some rows at a time on a CPU (`tiles.py`). A f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, MX, NVFP4, Affine, Encoded, Float8, Format, Int4
+from aoquant.formats import FLOAT_DTYPES, MX, NVFP4, Affine, Encoded, Float8, Format, Int4, Transformed
 
 from . import tiles
 from .router import Backend, Quantized, register, route
@@ -53,6 +53,7 @@ def decode(
     format: Format, e: Encoded, dtype: torch.dtype, *, operand: bool = False, out: torch.dtype | None = None
 ) -> Tensor:
     """`format.decode(e, dtype)`, or `format.operand`, then cast to `out`."""
+    format = format.base
     request = CodecRequest("decode", format, e.codes.device, dtype, e.codes.shape[0], e.k)
     return route(request).run(format, e, dtype, operand, out or dtype)
 
@@ -105,6 +106,8 @@ def _why_not_triton(r: CodecRequest) -> str | None:
     if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
     f = r.format
+    if isinstance(f, Transformed):
+        return _why_not_triton(replace(r, format=f.inner, dtype=torch.float32))
     if not _has_kernel(f):
         return f"has no kernel for {f.name}"
     if isinstance(f, Float8) and r.k % 16:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from aoquant.formats import Encoded, Format, Int4, Int4Float8, Scales
+from aoquant.formats import Encoded, Format, Int4, Int4Float8, Scales, Transformed
 from aoquant.linear import LinearRecipe
 from aoquant.qat import QATLayer
 from aoquant.tensor import PackedTensor
@@ -80,7 +80,7 @@ def weight_value(module: nn.Module) -> Tensor:
     """
     w: Tensor = weight_of(module).detach()
     if isinstance(module, QATLayer):
-        return module.prepared.recipe.fprop_weight.decode(module.encode_weight(), w.dtype) if module.fake_quant else w
+        return module.quantised_weight() if module.fake_quant else w
     return packed_value(w) if is_packed(w) else w
 
 
@@ -157,14 +157,18 @@ def shares(
 
     hp: the (N, K) high-precision weight. packed: its codes as they are stored. held: the scales that its layer holds.
     """
-    encoded = packed if hp is None else format.encode(hp, held)
-    saturated = None if hp is None or encoded is None else float(format.saturated(hp, encoded).double().mean())
+    encoded = packed if hp is None or (held is None and format.fitted) else format.encode(hp, held)
+    saturated = None
+    if hp is not None and encoded is not None and not (held is None and format.fitted):
+        y = format.transformed(hp, None if held is None else held.transform)
+        saturated = float(format.base.saturated(y, encoded).double().mean())
     stored = packed or encoded
     return saturated, None if stored is None else float(format.floored(stored).double().mean())
 
 
 def planned_bytes(format: Format, w: Tensor) -> int:
     """Bytes that aoquant's packed tensor will need for w."""
-    e = format.encode(torch.empty(w.shape, dtype=w.dtype, device="meta"))
+    e = format.planned(torch.empty(w.shape, dtype=w.dtype, device="meta"))
     outer = 0 if e.outer is None else 4 * w.shape[0]
-    return outer + stored_bytes(*(t for t in e[:3] if t is not None))
+    matrices = 2 * format.transform.size * w.shape[1] if isinstance(format, Transformed) and format.fitted else 0
+    return outer + matrices + stored_bytes(*(t for t in e[:3] if t is not None))

@@ -101,7 +101,7 @@ def row_of(pair: Pair) -> Row:
 
 def _unhealthy(format: Format, k: int, saturated: float | None, floored: float | None) -> list[str]:
     problems = []
-    if saturated is not None and saturated > HEALTHY + 1 / (format.block or k):
+    if saturated is not None and saturated > HEALTHY + 1 / (format.base.block or k):
         problems.append(f"{saturated:.1%} of the values saturate")
     if floored is not None and floored > HEALTHY:
         problems.append(f"{floored:.1%} of the blocks have the smallest scale there is")

@@ -44,8 +44,10 @@ class Target:
         """
         if self.tensor not in EMBEDDABLE:
             return f"{self.tensor} is a weight of linear layers, no embedding reads it: use aoquant's weight-only configs, or IntxWeightOnlyConfig"
-        if self.recipe.fprop_input is not None and not has_gemm:
+        if self.recipe.fprop_input is not None and self.recipe.transform is None and not has_gemm:
             return f"the config quantises activations ({self.recipe.input_name}), and an embedding has none: use a weight-only config"
+        if self.recipe.transform is not None:
+            return f"the config transforms the weight ({self.recipe.transform}), and nothing transforms what an embedding reads: leave out transform="
         if embedding.max_norm is not None:
             return f"max_norm = {embedding.max_norm} renormalises the float weight in every forward, and packed codes cannot be: set max_norm to None"
         return self.recipe.fprop_weight.why_not(embedding.embedding_dim, embedding.weight.dtype)
@@ -55,15 +57,20 @@ class Target:
 EMBEDDABLE = ("PackedTensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "Float8Tensor")
 
 
-def packed_target(recipe: LinearRecipe) -> Target:
-    """aoquant's packed tensor; calibrated activation scales become part of its activation format's name."""
+def packed_target(recipe: LinearRecipe, matrix: Tensor | None = None) -> Target:
+    """aoquant's packed tensor; calibrated activation scales become part of its activation format's name, a fitted transform of the tensor."""
 
     def fix(scales: Scales) -> Target:
         assert recipe.fprop_input is not None
+        if scales.dynamic:
+            return packed_target(recipe.deployed, scales.transform)
         fixed = recipe.fprop_input.fix(*numbers(scales))
         return packed_target(dataclasses.replace(recipe.deployed, fprop_input=fixed, input_scales="dynamic"))
 
-    return Target(recipe, lambda e, w: PackedTensor.from_encoded(e, recipe, w.dtype), "PackedTensor", fix=fix)
+    def build(e: Encoded, w: Tensor) -> Tensor:
+        return PackedTensor.from_encoded(e, recipe, w.dtype, matrix)
+
+    return Target(recipe, build, "PackedTensor", fix=fix)
 
 
 def numbers(scales: Scales) -> list[float]:

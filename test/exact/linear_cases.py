@@ -50,6 +50,7 @@ from torchao.quantization.quantize_.workflows import Int4ChooseQParamsAlgorithm,
 
 from aoquant import (
     FP8WeightConfig,
+    Hadamard,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -243,6 +244,13 @@ def _aoquant_cases() -> Iterator[Case]:
     yield Case("nvfp4-none-act", NVFP4WeightConfig("none", activation="nvfp4-none"), 5, 48)
     yield Case("nvfp4-static-act", NVFP4WeightConfig("static", 0.001, activation="nvfp4-static:0.01"), 5, 48)
     yield Case("nvfp4-fp8act", NVFP4WeightConfig(activation="fp8-row"), 5, 48)
+    yield Case("nvfp4-h16", NVFP4WeightConfig(transform=Hadamard(16)), 5, 64)
+    yield Case("nvfp4-h64-signs", NVFP4WeightConfig(transform=Hadamard(64, 0x9E3779B97F4A7C15)), 5, 192)
+    yield Case("nvfp4-h16-weight", NVFP4WeightConfig(activation=None, transform=Hadamard(16)), 5, 64)
+    yield Case("mxfp4-h32", MXFP4WeightConfig(transform=Hadamard(32)), 5, 96)
+    yield Case("mxfp8-h16", MXFP8WeightConfig(transform=Hadamard(16)), 5, 96, (BF16,), variant=True)
+    config = PackedWeightConfig("hadamard32+int4-g64", "int8-row-asym")
+    yield Case("int4-h32-int8act", config, 5, 192, (BF16, F32), variant=True)
 
 
 TORCHAO_CASES = (*_torchao_cases(), *_eight_bit_options())

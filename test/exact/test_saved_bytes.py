@@ -109,7 +109,7 @@ def qat(name: str, n: int = N, k: int = K) -> nn.Linear:
 
 
 WEIGHT_ONLY = [
-    c.name for c in (*AOQUANT_CASES, *TORCHAO_CASES) if not c.variant and not re.search(r"act|ao\.mx", c.name)
+    c.name for c in (*AOQUANT_CASES, *TORCHAO_CASES) if not c.variant and not re.search(r"act|ao\.mx|-h\d", c.name)
 ]
 # bytes for each element of the input: codes, and scales of 1 / 16 or 1 / 32 byte, or 4 or 2 bytes a row
 ACTIVATIONS = {
@@ -126,6 +126,10 @@ ACTIVATIONS = {
     "ao.int8act-int8-row": 1 + 4 / K,
     "ao.fp8act-fp8-row": 1 + 4 / K,
     "ao.mxfp4-rceil": 0.5 + 1 / 32,
+    "nvfp4-h16": 0.5 + 1 / 16,
+    "nvfp4-h64-signs": 0.5 + 1 / 16,
+    "nvfp4-h16-weight": 2.0,  # the transformed input instead of the input
+    "mxfp4-h32": 0.5 + 1 / 32,
 }
 PER_TENSOR = 8  # bytes of scales that are one a tensor: NVFP4's outer scale
 

@@ -40,7 +40,7 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
 def _quantize(
     format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    return _module(format).quantize(format, x_RK, dtype, operand, keep)
+    return _module(format.base).quantize(format.base, format.transformed(x_RK), dtype, operand, keep)
 
 
 def _module(format: Format) -> ModuleType:

@@ -1,0 +1,83 @@
+"""The block Hadamard transform: y_blk = x_blk diag(s) H h, H Sylvester's matrix of +-1, h = bf16(1 / sqrt(G)).
+
+H spreads one outlier over its whole block, and a block of equal values becomes one large value: all-ones come out as sqrt(G), 0, ...;
+so the scale of what is quantised is always found after the transform. Signs s go before the mixing. After it they would be an
+exact no-op: they flip codes and change no magnitude.
+
+The entries of T = h H diag(s) are bf16 numbers, as in kernels that multiply by T on tensor cores. 1/4 (G = 16) and 1/8 (64) are, and T T^T = I.
+1 / sqrt(32) and 1 / sqrt(128) are not: h is .99988 of them, every application gains -1.1e-4, and a weight transformed by T itself would
+make the product that of 1.1e-4 less, twice. So the weight side uses the inverse of the rounded T: the same butterflies, times 1 / (G h).
+
+Computed by butterflies, in float32 and one fixed order: pairs at distance 1, 2, 4, ..., sums and differences, and one multiplication at
+the end. There is no matrix product whose order of additions a device could choose, so the CPU, CUDA and the Triton kernels give the
+same bits. G log2 G additions instead of G^2 multiplications, too.
+
+Source: QuaRot (Ashkboos et al., 2024) and QuIP# (Tseng et al., 2024) for Hadamard rotations in quantisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import Transform
+
+# bf16(1 / sqrt(G)), and 1 / (G h) rounded to float32 where it is used
+_ENTRY = {16: 0.25, 32: 0.1767578125, 64: 0.125, 128: 0.08837890625}
+
+
+@dataclass(frozen=True)
+class Hadamard(Transform):
+    """Hadamard transform of blocks of `size` values.
+
+    signs: bit i set means that value i of each block changes its sign before the mixing; an integer, so that configs can be JSON.
+    """
+
+    signs: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.signs, bool) or not isinstance(self.signs, int) or not 0 <= self.signs < 1 << self.size:
+            raise ValueError(
+                f"Hadamard: signs is a mask of {self.size} bits, an integer from 0 to 2^{self.size} - 1, got {self.signs!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"hadamard{self.size}" + (f"-s{self.signs:x}" if self.signs else "")
+
+    @property
+    def sided(self) -> bool:
+        return self.factor(False) != self.factor(True)
+
+    @property
+    def fitted(self) -> bool:
+        return False
+
+    def factor(self, inverse: bool) -> float:
+        """What the sums and differences are multiplied by."""
+        h = _ENTRY[self.size]
+        return 1 / (self.size * h) if inverse else h
+
+    def apply(self, x_RK: Tensor, inverse: bool, matrix: Tensor | None = None) -> Tensor:
+        return self._mixed(self._signed(x_RK.float()), inverse)
+
+    def pull_back(self, grad_RK: Tensor, inverse: bool, matrix: Tensor | None = None) -> Tensor:
+        return self._signed(self._mixed(grad_RK.float(), inverse))
+
+    def _mixed(self, x_RK: Tensor, inverse: bool) -> Tensor:
+        shape, n, distance = x_RK.shape, x_RK.numel(), 1
+        while distance < self.size:
+            a, b = x_RK.reshape(n // (2 * distance), 2, distance).unbind(1)
+            x_RK = torch.stack((a + b, a - b), 1)
+            distance *= 2
+        return (x_RK * self.factor(inverse)).view(shape)  # a Python number is rounded to float32 first, on every device
+
+    def _signed(self, x_RK: Tensor) -> Tensor:
+        if not self.signs:
+            return x_RK
+        signs = [-1.0 if self.signs >> i & 1 else 1.0 for i in range(self.size)]
+        blocks = x_RK.reshape(x_RK.numel() // self.size, self.size)
+        return (blocks * torch.tensor(signs, device=x_RK.device)).view(x_RK.shape)
