@@ -243,6 +243,13 @@ def _aoquant_cases() -> Iterator[Case]:
     yield Case("nvfp4-none-act", NVFP4WeightConfig("none", activation="nvfp4-none"), 5, 48)
     yield Case("nvfp4-static-act", NVFP4WeightConfig("static", 0.001, activation="nvfp4-static:0.01"), 5, 48)
     yield Case("nvfp4-fp8act", NVFP4WeightConfig(activation="fp8-row"), 5, 48)
+    for rule, numerics in (("quest", "ao"), ("absmax", "xx"), ("absmax", "qutlass")):
+        yield Case(f"mxfp4-{rule}-{numerics}", MXFP4WeightConfig(rule, numerics=numerics), 5, 96, variant=True)
+    yield Case("nvfp4-search", NVFP4WeightConfig(rule="search"), 5, 48, variant=True)
+    for numerics in ("te", "xx", "qutlass"):
+        yield Case(f"nvfp4-{numerics}", NVFP4WeightConfig(numerics=numerics), 5, 48, variant=True)
+    yield Case("nvfp4-xx-static", NVFP4WeightConfig("static", numerics="xx"), 5, 48, variant=True)
+    yield Case("nvfp4-te-16x16", NVFP4WeightConfig(numerics="te", tile=16), 21, 48, variant=True)
 
 
 TORCHAO_CASES = (*_torchao_cases(), *_eight_bit_options())
