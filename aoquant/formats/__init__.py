@@ -11,7 +11,7 @@ import difflib
 import re
 from functools import cache
 
-from . import layout
+from . import layout, rotated, stochastic
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .float8 import Float8
@@ -22,6 +22,9 @@ from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
 from .integer import Affine
 from .mslk import Float8Mslk
+from .random import Random
+from .rotated import Rotated
+from .stochastic import Randomized
 from .stretched import Stretched
 from .tinygemm import TinyGemm
 from .transformed import Transformed
@@ -42,6 +45,9 @@ __all__ = [
     "Int4",
     "Int4Float8",
     "Int4Float8Row",
+    "Random",
+    "Randomized",
+    "Rotated",
     "Scales",
     "Stretched",
     "TinyGemm",
@@ -92,7 +98,8 @@ def get_format(name: str) -> Format:
     float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
     "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip, "fouroversix-mae-16x16" of four-over-six.
     "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are. "hadamard16+nvfp4" is nvfp4 of values
-    that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs.
+    that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs. For gradients
+    there are "mxfp4-sr", "nvfp4-sr" and "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random.
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -111,6 +118,8 @@ def get_format(name: str) -> Format:
         if found.name != name:
             raise ValueError(f"{name!r}: a transformed format has one name, this one {found.name!r}")
         return found
+    if parts := rotated.parse(name):
+        return Rotated(parts[0], get_format(parts[1]))
     dynamic, static, numbers = name.partition("-static:")
     if static:
         fixed = get_format(dynamic).fix(*_numbers(name, numbers))
@@ -118,7 +127,7 @@ def get_format(name: str) -> Format:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
     found = Affine.parse(name) or Float8.parse(name) or Stretched.parse(name)
-    found = found or FourOverSix.parse(name) or GridFlip.parse(name)
+    found = found or FourOverSix.parse(name) or GridFlip.parse(name) or stochastic.parse(name)
     if name == "high-precision":
         found = HighPrecision()
     if match := re.fullmatch(r"(int4.*-g)([1-9]\d*)", name):
