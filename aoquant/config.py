@@ -32,6 +32,7 @@ from aoquant.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 
 STEPS = ("prepare", "convert")
+BACKWARD = {"quartet": "rht32+mxfp4-sr", "quartet2": "rht128+ms-eden"}  # named methods; any format's name will do
 SCHEMA = 1  # of checkpoints: raise it when older versions could not read what is written
 
 
@@ -292,6 +293,14 @@ def activated(recipe: LinearRecipe, activation: str | None) -> LinearRecipe:
     return dataclasses.replace(recipe, fprop_input=format, input_scales="static" if static else "dynamic")
 
 
+def backward_slots(backward: str | None) -> dict[str, Format]:
+    """`LinearRecipe`'s four backward slots for QATConfig's `backward`; none for None."""
+    if backward is None:
+        return {}
+    format = get_format(BACKWARD.get(backward, backward))
+    return dict.fromkeys(("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"), format)
+
+
 def _group(config: str, got: int) -> int:
     if isinstance(got, bool) or not isinstance(got, int) or got < 1:
         raise ValueError(f"{config}: group_size must be an integer of at least 1, got {got!r}")
@@ -316,6 +325,9 @@ class QATConfig(AOBaseConfig):
     scales: how training treats the scales that the deployed layer holds. "dynamic": weight scales follow the weights. "static": they
         are frozen when the layer is prepared, and again by `calibrate`. "learned": they are trained, and so are static activation
         scales (LSQ; integers only). Convert takes held scales as they are.
+    backward: how the two backward GEMMs quantise their operands: "quartet", "quartet2", the name of a format for all four of them, or
+        None for high precision. "quartet" also sets straight_through="clipped", its trust mask, unless that is given.
+    seed: of the random numbers that such a backward draws.
 
     Raises:
         ValueError: the arguments do not go together.
@@ -327,6 +339,8 @@ class QATConfig(AOBaseConfig):
     step: str = "prepare"
     straight_through: str = "identity"
     scales: str = "dynamic"
+    backward: str | None = None
+    seed: int = 0
 
     def __init__(
         self,
@@ -335,12 +349,16 @@ class QATConfig(AOBaseConfig):
         weight_config: Any = None,
         *,
         step: str = "prepare",
-        straight_through: str = "identity",
+        straight_through: str | None = None,
         scales: str = "dynamic",
+        backward: str | None = None,
+        seed: int = 0,
     ) -> None:
+        if straight_through is None:
+            straight_through = "clipped" if backward == "quartet" else "identity"
         self.base_config, self.activation_config, self.weight_config = base_config, activation_config, weight_config
         self.step, self.straight_through = str(getattr(step, "value", step)).lower(), straight_through
-        self.scales = scales
+        self.scales, self.backward, self.seed = scales, backward, seed
         parts = activation_config is not None or weight_config is not None
         if self.step not in STEPS:
             raise ValueError(f"QATConfig: step must be one of {', '.join(STEPS)}, got {step!r}")
@@ -350,6 +368,9 @@ class QATConfig(AOBaseConfig):
             )
         if scales not in SCALES:
             raise ValueError(f"QATConfig: scales is one of {', '.join(SCALES)}, got {scales!r}")
+        backward_slots(backward)  # a wrong name is an error here
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+            raise ValueError(f"QATConfig: seed must be an integer of 0 to 2^32 - 1, got {seed!r}")
         if base_config is not None and parts:
             raise ValueError("QATConfig: give base_config, or weight_config and activation_config, not both")
         if base_config is not None and not isinstance(base_config, AOBaseConfig):

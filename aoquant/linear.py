@@ -6,9 +6,11 @@ A linear layer has three GEMMs with two operands each, and every operand may hav
     dgrad  dx = dy W       grad_output, weight
     wgrad  dW = dy^T x     grad_output, input
 
-`LinearRecipe` has a slot for each of the six. Today the four backward slots stay in high precision, with the values that fprop used:
-backward differentiates the function that forward computed, and rounding itself passes the gradient straight through. Scales are
-constants: no gradient flows through an absmax.
+`LinearRecipe` has a slot for each of the six. Backward starts from the values that fprop used: it differentiates the function that
+forward computed, and rounding itself passes the gradient straight through. Scales are constants: no gradient flows through an absmax.
+A backward GEMM whose slots are None multiplies these values as they are; otherwise both its operands are quantised along the axis that
+it contracts (`ops.backward`), by a format that may draw random numbers. Those are functions of a state that the layer keeps, which
+backward alone reads and advances: forward may run twice, as under activation checkpointing, and nothing changes.
 
 Scales are dynamic (made from what is encoded, each time), static (held by the layer, see held.py) or learned (held, and trained:
 LSQ). The gradient of a learned scale needs x / s, so a layer whose input scale is learned saves x; and values that its codes clip
@@ -33,7 +35,7 @@ import torch
 from torch import Tensor
 
 from aoquant import ops, sharding
-from aoquant.formats import FLOAT_DTYPES, Affine, Format, HighPrecision, Int4, Scales, Transformed, layout
+from aoquant.formats import FLOAT_DTYPES, Affine, Format, HighPrecision, Int4, Randomized, Scales, Transformed, layout
 from aoquant.transforms import Transform
 
 STRAIGHT_THROUGH = ("identity", "clipped")
@@ -53,7 +55,7 @@ class LinearRecipe:
     straight_through: "identity", or "clipped": no gradient for values that the format's largest code clips.
     input_scales, weight_scales: "dynamic", "static" or "learned".
     transform: of both operands before they are rounded; its formats are behind it then ("hadamard16+nvfp4"), or are put there.
-    dgrad_*, wgrad_*: seams for per-direction formats; only None exists today.
+    dgrad_*, wgrad_*: formats of a backward GEMM's operands, along the axis that it contracts; equal, or both None.
     """
 
     fprop_input: Format | None
@@ -74,9 +76,16 @@ class LinearRecipe:
             raise ValueError(f"no GEMM contract is called {self.contract!r}; choose one of {', '.join(ops.CONTRACTS)}")
         if self.straight_through not in STRAIGHT_THROUGH:
             raise ValueError(f"straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {self.straight_through!r}")
-        for slot in ("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"):
-            if getattr(self, slot) is not None:
-                raise ValueError(f"{slot} must be None in this version (high precision), got {getattr(self, slot)}")
+        for gemm, (first, second) in self._backward_slots().items():
+            if isinstance(first, Transformed) and (first.transform.sided or first.fitted):
+                raise ValueError(
+                    f"{first.transform} does not cancel in {gemm}'s product: use rht{first.transform.size}+{first.base.name}"
+                )
+            if first != second:
+                names = " and ".join(f.name if f else "high precision" for f in (first, second))
+                raise ValueError(
+                    f"the two operands of {gemm} have one format, or both stay in high precision, got {names}"
+                )
         for side, format, scales in self._sides():
             if reason := self._why_not(side, format, scales):
                 raise ValueError(reason)
@@ -107,8 +116,16 @@ class LinearRecipe:
     def _sides(self) -> tuple[tuple[str, Format | None, str], ...]:
         return ("input", self.fprop_input, self.input_scales), ("weight", self.fprop_weight, self.weight_scales)
 
+    def _backward_slots(self) -> dict[str, tuple[Format | None, Format | None]]:
+        return {
+            "dgrad": (self.dgrad_grad_output, self.dgrad_weight),
+            "wgrad": (self.wgrad_grad_output, self.wgrad_input),
+        }
+
     def _why_not(self, side: str, format: Format | None, scales: str) -> str | None:
-        """Why the scales of one side cannot be held; None when they can."""
+        """Why a side cannot have its format, or its scales cannot be held; None when they can."""
+        if isinstance(format, Randomized):
+            return f"{format.name} rounds at random, and a deployed layer does not: it is for backward, not for the {side} of forward"
         if scales not in SCALES:
             return f"{side}_scales is one of {', '.join(SCALES)}, got {scales!r}"
         if scales == "dynamic":
@@ -138,6 +155,10 @@ class LinearRecipe:
         return dataclasses.replace(
             self,
             straight_through="identity",
+            dgrad_grad_output=None,
+            dgrad_weight=None,
+            wgrad_grad_output=None,
+            wgrad_input=None,
             weight_scales="dynamic",
             input_scales="dynamic" if self.input_scales == "dynamic" else "static",
         )
@@ -153,13 +174,26 @@ class LinearRecipe:
         return self.transform is not None and self.transform.fitted
 
     @property
+    def draws(self) -> bool:
+        """Whether backward draws random numbers."""
+        return any(isinstance(f, Randomized) for pair in self._backward_slots().values() for f in pair)
+
+    @property
+    def backward_names(self) -> tuple[str, str]:
+        """Names of the formats of dgrad and of wgrad, "" for high precision."""
+        dgrad, wgrad = (first.name if first else "" for first, _ in self._backward_slots().values())
+        return dgrad, wgrad
+
+    @property
     def input_name(self) -> str:
         """Name of the input's format, "" for high precision."""
         return self.fprop_input.name if self.fprop_input else ""
 
     def __str__(self) -> str:
         weight, x = (f"-{s}" if s != "dynamic" else "" for s in (self.weight_scales, self.input_scales))
-        return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}"
+        dgrad, wgrad = (name or "high precision" for name in self.backward_names)
+        backward = f", dgrad={dgrad}, wgrad={wgrad}" if any(self.backward_names) else ""
+        return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}{backward}"
 
 
 def check_device(x: Tensor, w: Tensor) -> None:
@@ -184,12 +218,14 @@ def quantized_linear(
     k: int,
     x_scales: Scales | None = None,
     w_scales: Scales | None = None,
+    random: Tensor | None = None,
 ) -> Tensor:
     """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
 
     w: [W] (N, K), encoded in the call (QAT), or the four parts of a packed weight (inference). x_scales, w_scales: what the layer
     holds where the recipe says static or learned, or fitted; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under
-    autocast x and y take autocast's dtype; the weight is encoded from its stored dtype.
+    autocast x and y take autocast's dtype; the weight is encoded from its stored dtype. random: the state of the layer's random
+    numbers (`formats.Random`), where its backward draws.
 
     Raises:
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
@@ -200,6 +236,11 @@ def quantized_linear(
     check_device(x, w[0])
     x = cast(x)
     if sharding.is_sharded(x, *w):
+        if any(recipe.backward_names):
+            raise ValueError(
+                "a quantised backward contracts whole rows, and the layer's weight is sharded by tensor parallelism: leave the layer "
+                "out of the plan of parallelize_module (fully_shard is supported), or prepare it without backward="
+            )
         on_shard = functools.partial(_on_shard, recipe)
         return sharding.linear(on_shard, x, w[0], bias, (recipe.fprop_input, x_scales), (recipe.fprop_weight, w_scales))
     if x.dtype not in FLOAT_DTYPES:
@@ -214,7 +255,7 @@ def quantized_linear(
         recipe.straight_through == "clipped" or s == "learned" for s in (recipe.input_scales, recipe.weight_scales)
     )
     names = (recipe.input_name, recipe.fprop_weight.name, recipe.contract)
-    return _QuantizedLinear.apply(x, bias, *scales, k, *names, *clips, *w)  # type: ignore[no-untyped-call]
+    return _QuantizedLinear.apply(x, bias, *scales, k, *names, *clips, *recipe.backward_names, random, *w)  # type: ignore[no-untyped-call]
 
 
 def _on_shard(
@@ -228,6 +269,7 @@ class _QuantizedLinear(torch.autograd.Function):
     """Forward under the recipe's contract; backward straight through the rounding. Arguments as in `quantized_linear`.
 
     xs, xz, xo, xt, ws, wz, wo, wt: held scale, zero, outer and transform of input and weight, where there are any.
+    random: advanced by one in backward.
     """
 
     @staticmethod
@@ -249,6 +291,9 @@ class _QuantizedLinear(torch.autograd.Function):
         contract: str,
         x_clip: bool,
         w_clip: bool,
+        dgrad: str,
+        wgrad: str,
+        random: Tensor | None,
         *w: Tensor,
     ) -> Tensor:
         x_held, w_held = (xs, xz, xo, xt), (ws, wz, wo, wt)
@@ -276,6 +321,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.split = len(saved_w), len(saved_w) + len(saved_x)
         ctx.x_shape, ctx.k, ctx.x_name, ctx.w_name, ctx.w_clip = x.shape, k, x_name, w_name, w_clip
         ctx.needs = (needs_x, needs_bias, needs_xs, needs_ws, needs_w)
+        ctx.slots, ctx.random = (dgrad, wgrad), random  # not saved: several calls of a step advance one state in place
         ctx.w_dtype, ctx.bias_dtype = w[0].dtype, None if bias is None else bias.dtype
         return y
 
@@ -291,7 +337,7 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
         dx = dw = db = dxs = dws = None
         if needs_x or needs_xs:
-            dx = ops.run(ops.dgrad, grad_MN, w, ctx.w_name, ctx.k, *w_held)
+            dx = ops.run(ops.dgrad, grad_MN, w, ctx.w_name, ctx.k, *w_held, ctx.slots[0], ctx.random)
             if needs_xs:
                 dxs = ops.scale_grad(dx, x[0], ctx.x_name, ctx.k, *x_held[:2])
                 mask = (ops.saturated(x[0], ctx.x_name, *x_held),)
@@ -299,10 +345,13 @@ class _QuantizedLinear(torch.autograd.Function):
                 pulled_back(masked(dx, *mask) if mask else dx, ctx.x_name, xt).reshape(ctx.x_shape) if needs_x else None
             )
         if needs_w or needs_ws:
-            if ctx.x_name:
-                dw = ops.run(ops.wgrad, grad_MN, x, ctx.x_name, ctx.k, *x_held)
+            if not ctx.x_name:
+                x = (x[0].reshape(-1, ctx.k),)
+            if ctx.x_name or ctx.slots[1]:
+                x_held = x_held or (None,) * 4
+                dw = ops.run(ops.wgrad, grad_MN, x, ctx.x_name, ctx.k, *x_held, ctx.slots[1], ctx.random)
             else:
-                dw = grad_MN.t() @ x[0].reshape(-1, ctx.k)
+                dw = grad_MN.t() @ x[0]
             if needs_ws:
                 dws = ops.scale_grad(dw, w[0], ctx.w_name, w[0].numel() // w_held[0].numel(), *w_held[:2])
             dw = dw.to(ctx.w_dtype) if needs_w else None
@@ -311,11 +360,13 @@ class _QuantizedLinear(torch.autograd.Function):
                 dw = pulled_back(clipped, ctx.w_name, wt)
         if needs_bias:
             db = ops.run(ops.bgrad, grad_MN, ctx.bias_dtype)
+        if ctx.random is not None:
+            ctx.random[2:].add_(1)  # the step
         others = [None] * (len(ctx.needs_input_grad) - _FIXED)
         return dx, db, dxs, None, None, None, dws, *[None] * (_FIXED - 8), dw, *others
 
 
-_FIXED = 17  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
+_FIXED = 20  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
 
 
 def _encoded(x_RK: Tensor, name: str, held: Sequence[Tensor | None], reads: str) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import held, sharded, sharing
-from aoquant.config import QATConfig
+from aoquant.config import QATConfig, backward_slots
 from aoquant.embedding import QATEmbedding
 from aoquant.fsdp import compute_dtypes, layer_class
 from aoquant.linear import NOT_CALIBRATED
@@ -202,7 +202,8 @@ def _prepare_target(config: QATConfig) -> Target:
         target = fake_target(config.weight_config, config.activation_config)
     else:
         target = resolve(config.base_config)
-    recipe = dataclasses.replace(target.recipe, straight_through=config.straight_through)
+    slots: dict[str, Any] = dict(backward_slots(config.backward))
+    recipe = dataclasses.replace(target.recipe, straight_through=config.straight_through, **slots)
     if config.scales != "dynamic":
         recipe = dataclasses.replace(recipe, weight_scales=config.scales)
     if config.scales == "learned" and recipe.input_scales == "static":

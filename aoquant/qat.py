@@ -17,8 +17,11 @@ from torch.nn import functional as F
 
 from aoquant import held
 from aoquant.formats import Encoded, Scales
+from aoquant.formats.random import fresh_state
 from aoquant.fsdp import swap_class
 from aoquant.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
+
+RANDOM = "backward_random"  # buffer of a layer whose backward draws: seed, module, step
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class QATLayer(nn.Module):
 class QATLinear(QATLayer, nn.Linear):
     """nn.Linear whose forward computes what the converted layer will compute.
 
-    Static and learned scales are added to its buffers and parameters. calibrated: whether the scales that it holds have values.
+    Static and learned scales are added to its buffers and parameters, and so is the state of the random numbers of a backward that
+    draws. calibrated: whether the scales that it holds have values.
     """
 
     plain = nn.Linear
@@ -111,11 +115,14 @@ class QATLinear(QATLayer, nn.Linear):
             held.register(linear, "input", unknown, learned=False)
             held.register(linear, "weight", unknown, learned=False)
         linear.calibrated = held.present(linear)
+        if recipe.draws:
+            linear.register_buffer(RANDOM, fresh_state(prepared.config.seed, prepared.fqn, linear.weight.device))
         return linear
 
     def unprepare(self) -> nn.Module:
         """Swap back to a plain nn.Linear in place."""
         held.forget(self)
+        self._buffers.pop(RANDOM, None)
         del self.calibrated
         return super().unprepare()
 
@@ -143,7 +150,10 @@ class QATLinear(QATLayer, nn.Linear):
             if not self.calibrated:
                 raise ValueError(NOT_CALIBRATED)
             scales = self.held_scales("input"), self.held_scales("weight")
-            return quantized_linear(x, [self.weight], self.bias, self.prepared.recipe, self.in_features, *scales)
+            random = self._buffers.get(RANDOM)
+            return quantized_linear(
+                x, [self.weight], self.bias, self.prepared.recipe, self.in_features, *scales, random
+            )
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 
@@ -155,6 +165,9 @@ class QATLinear(QATLayer, nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         held.take_shape(self, prefix, state_dict)
+        if self.prepared.recipe.draws:  # a checkpoint from before this training knows no state: it begins at step 0
+            fresh = fresh_state(self.prepared.config.seed, self.prepared.fqn)
+            state_dict.setdefault(prefix + RANDOM, fresh)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if prefix + "weight" in state_dict:  # held scales that did not come along are those of another weight
             self.calibrated = all(prefix + n in state_dict for n in held.names(self)) and held.present(self)

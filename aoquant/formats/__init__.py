@@ -11,7 +11,7 @@ import difflib
 import re
 from functools import cache
 
-from . import layout
+from . import layout, rotated, stochastic
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .dialects import MXFP4Dialect, NVFP4Dialect
@@ -23,7 +23,10 @@ from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
 from .integer import Affine
 from .mslk import Float8Mslk
+from .random import Random
+from .rotated import Rotated
 from .search import NVFP4Search
+from .stochastic import Randomized
 from .stretched import Stretched
 from .tinygemm import TinyGemm
 from .transformed import Transformed
@@ -47,6 +50,9 @@ __all__ = [
     "MXFP4Dialect",
     "NVFP4Dialect",
     "NVFP4Search",
+    "Random",
+    "Randomized",
+    "Rotated",
     "Scales",
     "Stretched",
     "TinyGemm",
@@ -107,6 +113,7 @@ def get_format(name: str) -> Format:
     "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are. "hadamard16+nvfp4" is nvfp4 of values
     that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs.
     FP4 as other libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of "mxfp4-quest".
+    For gradients there are "mxfp4-sr", "nvfp4-sr" and "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random.
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -125,6 +132,8 @@ def get_format(name: str) -> Format:
         if found.name != name:
             raise ValueError(f"{name!r}: a transformed format has one name, this one {found.name!r}")
         return found
+    if parts := rotated.parse(name):
+        return Rotated(parts[0], get_format(parts[1]))
     dynamic, static, numbers = name.partition("-static:")
     if static:
         fixed = get_format(dynamic).fix(*_numbers(name, numbers))
@@ -132,7 +141,7 @@ def get_format(name: str) -> Format:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
     found = Affine.parse(name) or Float8.parse(name) or Stretched.parse(name)
-    found = found or FourOverSix.parse(name) or GridFlip.parse(name)
+    found = found or FourOverSix.parse(name) or GridFlip.parse(name) or stochastic.parse(name)
     if name == "high-precision":
         found = HighPrecision()
     if match := re.fullmatch(r"(int4.*-g)([1-9]\d*)", name):

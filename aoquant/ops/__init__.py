@@ -21,8 +21,9 @@ from torch._C import _len_torch_dispatch_stack
 from torch._library.custom_ops import CustomOpDef
 
 from aoquant.formats import Affine, Encoded, Format, Scales, get_format, layout
+from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 
-from . import codec, reference, tiles
+from . import backward, codec, reference, tiles
 from .blackwell import BLACKWELL
 from .call import Call
 from .codec import CodecRequest
@@ -258,13 +259,22 @@ def dgrad(
     zero: Tensor | None = None,
     outer: Tensor | None = None,
     transform: Tensor | None = None,
+    slots: str = "",
+    random: Tensor | None = None,
 ) -> Tensor:
-    """dx (M, K) = dy W^ in dy's dtype; w is [W], encoded here, or the four parts of a packed one."""
+    """dx (M, K) = dy W^ in dy's dtype; w is [W], encoded here, or the four parts of a packed one.
+
+    slots: format that both operands are quantised in, along N, "" for none; random: state of its random numbers, if it draws.
+    """
     format, dtype, held = get_format(w_format), grad_MN.dtype, (scale, zero, outer, transform)
     with torch.autocast(grad_MN.device.type, enabled=False):
         if len(w) == 1 and all(t is None for t in held):
-            return grad_MN @ codec.quantize(format, w[0], dtype).values
-        return grad_MN @ codec.decode(format, _encoded(w, w_format, k, *held), dtype)
+            w_NK = codec.quantize(format, w[0], dtype).values
+        else:
+            w_NK = codec.decode(format, _encoded(w, w_format, k, *held), dtype)
+        if not slots:
+            return grad_MN @ w_NK
+        return backward.product(grad_MN, w_NK.t(), get_format(slots), random, DGRAD_GRAD_OUTPUT)
 
 
 @dgrad.register_fake
@@ -277,6 +287,8 @@ def _(
     zero: Tensor | None = None,
     outer: Tensor | None = None,
     transform: Tensor | None = None,
+    slots: str = "",
+    random: Tensor | None = None,
 ) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[0], k)
 
@@ -291,11 +303,19 @@ def wgrad(
     zero: Tensor | None = None,
     outer: Tensor | None = None,
     transform: Tensor | None = None,
+    slots: str = "",
+    random: Tensor | None = None,
 ) -> Tensor:
-    """dW (N, K) = dy^T x^ in dy's dtype; x is the four parts of an encoded one, or [X (M, K)], encoded here."""
-    encoded = _encoded(x, x_format, k, scale, zero, outer, transform)
+    """dW (N, K) = dy^T x^ in dy's dtype; x is the four parts of an encoded one, or [X (M, K)], encoded here, or as it is with x_format "".
+
+    slots, random: as in `dgrad`, along M.
+    """
+    encoded = _encoded(x, x_format, k, scale, zero, outer, transform) if x_format else None
     with torch.autocast(grad_MN.device.type, enabled=False):
-        return grad_MN.t() @ codec.decode(get_format(x_format), encoded, grad_MN.dtype)
+        x_MK = x[0].to(grad_MN.dtype) if encoded is None else codec.decode(get_format(x_format), encoded, grad_MN.dtype)
+        if not slots:
+            return grad_MN.t() @ x_MK
+        return backward.product(grad_MN.t(), x_MK.t(), get_format(slots), random, WGRAD_GRAD_OUTPUT)
 
 
 @wgrad.register_fake
@@ -308,6 +328,8 @@ def _(
     zero: Tensor | None = None,
     outer: Tensor | None = None,
     transform: Tensor | None = None,
+    slots: str = "",
+    random: Tensor | None = None,
 ) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[1], k)
 

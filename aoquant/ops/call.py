@@ -23,7 +23,7 @@ from .router import Request
 class Call:
     """A GEMM with its data: x_hp (*lead, K) when activations stay in high precision, else x with x_format.
 
-    x_values: what the contract reads of x (see `contracts.reads`), when encoding made it in passing.
+    x_values, w_values: what the contract reads of x and W (see `contracts.reads`), when encoding made it in passing.
     x_format: of x's codes. w_parts: the encoded W, or W itself (N, K). encoder: what encodes it, perhaps behind
     a transform. strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
     """
@@ -40,6 +40,7 @@ class Call:
     dtype: torch.dtype
     strides: Sequence[int] | None = None
     x_values: Tensor | None = None
+    w_values: Tensor | None = None
 
     @property
     def w_format(self) -> Format:
@@ -103,6 +104,8 @@ class Call:
         return codec.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)
 
     def _w_values(self, *, operand: bool, out: torch.dtype | None = None) -> Tensor:
+        if self.w_values is not None:
+            return self.w_values.to(out or self.dtype)
         # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
         if "w" in self.__dict__ or isinstance(self.w_parts, Encoded) or not self.w_parts.is_cuda:
             return codec.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)

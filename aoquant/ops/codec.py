@@ -17,7 +17,19 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, MX, NVFP4, Affine, Encoded, Float8, Format, Int4, Transformed
+from aoquant.formats import (
+    FLOAT_DTYPES,
+    MX,
+    NVFP4,
+    Affine,
+    Encoded,
+    Float8,
+    Format,
+    Int4,
+    Random,
+    Randomized,
+    Transformed,
+)
 
 from . import tiles
 from .router import Backend, Quantized, register, route
@@ -59,20 +71,31 @@ def decode(
 
 
 def quantize(
-    format: Format, x_RK: Tensor, dtype: torch.dtype, *, operand: bool = False, keep: bool = False
+    format: Format,
+    x_RK: Tensor,
+    dtype: torch.dtype,
+    *,
+    operand: bool = False,
+    keep: bool = False,
+    random: Random | None = None,
 ) -> Quantized:
-    """`format.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or an operand and its alpha."""
+    """`format.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or an operand and its alpha.
+
+    random: where the format draws from, if it does.
+    """
     rows, k = x_RK.shape
     request = CodecRequest("quantize", format, x_RK.device, x_RK.dtype, rows, k, keep)
-    return route(request).run(format, x_RK, dtype, operand, keep)
+    return route(request).run(format, x_RK, dtype, operand, keep, *(() if random is None else (random,)))
 
 
 def _reference_decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
     return tiles.operand(format, e, dtype, out) if operand else tiles.decode(format, e, dtype).to(out)
 
 
-def _reference_quantize(format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool) -> Quantized:
-    e = tiles.encode(format, x_RK)
+def _reference_quantize(
+    format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool, random: Random | None = None
+) -> Quantized:
+    e = format.encode(x_RK, random=random) if isinstance(format, Randomized) else tiles.encode(format, x_RK)
     return Quantized(e if keep else None, _reference_decode(format, e, dtype, operand, dtype), format.alpha(e))
 
 

@@ -68,12 +68,9 @@ class Hadamard(Transform):
         return self._signed(self._mixed(grad_RK.float(), inverse))
 
     def _mixed(self, x_RK: Tensor, inverse: bool) -> Tensor:
-        shape, n, distance = x_RK.shape, x_RK.numel(), 1
-        while distance < self.size:
-            a, b = x_RK.reshape(n // (2 * distance), 2, distance).unbind(1)
-            x_RK = torch.stack((a + b, a - b), 1)
-            distance *= 2
-        return (x_RK * self.factor(inverse)).view(shape)  # a Python number is rounded to float32 first, on every device
+        return butterflies(x_RK, self.size) * self.factor(
+            inverse
+        )  # a Python number is rounded to float32 first, on every device
 
     def _signed(self, x_RK: Tensor) -> Tensor:
         if not self.signs:
@@ -81,3 +78,13 @@ class Hadamard(Transform):
         signs = [-1.0 if self.signs >> i & 1 else 1.0 for i in range(self.size)]
         blocks = x_RK.reshape(x_RK.numel() // self.size, self.size)
         return (blocks * torch.tensor(signs, device=x_RK.device)).view(x_RK.shape)
+
+
+def butterflies(x_RK: Tensor, size: int) -> Tensor:
+    """Blocks of `size` float32 values times Sylvester's matrix of +-1: pairs at distance 1, 2, 4, ..., sums and differences."""
+    shape, n, distance = x_RK.shape, x_RK.numel(), 1
+    while distance < size:
+        a, b = x_RK.reshape(n // (2 * distance), 2, distance).unbind(1)
+        x_RK = torch.stack((a + b, a - b), 1)
+        distance *= 2
+    return x_RK.view(shape)
