@@ -16,7 +16,18 @@ from typing import Any
 
 from torchao.core.config import AOBaseConfig
 
-from aoquant.formats import MX, NVFP4, Affine, Float8, Format, FourOverSix, GridFlip, get_format
+from aoquant.formats import (
+    MX,
+    NVFP4,
+    Affine,
+    Float8,
+    Format,
+    FourOverSix,
+    GridFlip,
+    NVFP4Dialect,
+    NVFP4Search,
+    get_format,
+)
 from aoquant.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 
@@ -128,14 +139,34 @@ class FP8WeightConfig(WeightConfig):
 
 @dataclass
 class MXFP4WeightConfig(WeightConfig):
-    """MXFP4 weights; rule: how a block's absmax becomes its power-of-two scale."""
+    """MXFP4 weights.
 
-    rule: str = "rceil"
-    activation: str | None = "mxfp4"
+    rule: how a block becomes its power-of-two scale. numerics "ao" (torchao): "rceil" (default), "floor", "ceil", "even" or "quest";
+        "xx" (QuantLinear): "absmax"; "qutlass": "absmax" (default) or "quest".
+    activation: "default" is the same numerics, and "mxfp4" beside a weight of torchao's rules.
+    """
+
+    rule: str = "default"
+    activation: str | None = "default"
     transform: Transform | None = None
+    numerics: str = "ao"
+
+    def __post_init__(self) -> None:
+        if self.rule == "default":
+            self.rule = "rceil" if self.numerics == "ao" else "absmax"
+        format = self.weight_format()
+        if self.activation == "default":
+            self.activation = "mxfp4" if isinstance(format, MX) else format.name
+        super().__post_init__()
 
     def weight_format(self) -> Format:
-        return MX("e2m1", _choice("rule", self.rule, "rceil", "floor", "ceil", "even"))
+        numerics = _choice("numerics", self.numerics, "ao", "xx", "qutlass")
+        if numerics == "ao" and self.rule != "quest":
+            return MX("e2m1", _choice("rule", self.rule, "rceil", "floor", "ceil", "even", "quest"))
+        rule = _choice(
+            "rule", self.rule, *{"ao": ["quest"], "xx": ["absmax"], "qutlass": ["absmax", "quest"]}[numerics]
+        )
+        return get_format("mxfp4-quest" if rule == "quest" else f"{numerics}-mxfp4")
 
 
 @dataclass
@@ -154,34 +185,59 @@ class MXFP8WeightConfig(WeightConfig):
 
 @dataclass
 class NVFP4WeightConfig(WeightConfig):
-    """NVFP4 weights; outer scale "dynamic" (absmax / 2688), "static" (`pts`) or "none".
+    """NVFP4 weights.
 
-    rule: "absmax", or "four_over_six", by which each block chooses whether its largest value becomes 6 or 4; then the outer scale is
-        dynamic (absmax / 1536), metric is what blocks compare ("mse", "mae" or "absmax"), and tile the rows that share a scale (1 or 16).
+    outer: the scale of the whole tensor: "dynamic" (absmax / 2688), "static" (`pts`; numerics "xx": .1 unless it is given) or "none".
+    rule: how a block gets its scale: "absmax"; "search", of thirteen the one that loses least; or "four_over_six", by which each block chooses
+        whether its largest value becomes 6 or 4: the outer scale is dynamic then (absmax / 1536) and metric what blocks compare ("mse", "mae"
+        or "absmax"). tile: the rows that share a scale, 1, or 16 with "four_over_six" and with numerics "te".
+    numerics: the kernel that will run: "ao" (torchao), "te" (TransformerEngine; dynamic), "xx" (QuantLinear), "qutlass"; rules are "ao"'s.
+    activation: "default" is "nvfp4" with numerics "ao", else the same numerics and outer scale.
     """
 
     outer: str = "dynamic"
     pts: float | None = None
-    activation: str | None = "nvfp4"
+    activation: str | None = "default"
     rule: str = "absmax"
     metric: str = "mse"
     tile: int = 1
     transform: Transform | None = None
+    numerics: str = "ao"
+
+    def __post_init__(self) -> None:
+        if self.numerics == "xx" and self.outer == "static" and self.pts is None:
+            self.pts = 0.1
+        format = self.weight_format()
+        if self.activation == "default":
+            same = dataclasses.replace(format, tile=1) if isinstance(format, NVFP4Dialect) else None
+            self.activation = "nvfp4" if same is None else same.name
+        super().__post_init__()
 
     def weight_format(self) -> Format:
-        if _choice("rule", self.rule, "absmax", "four_over_six") == "four_over_six":
+        numerics = _choice("numerics", self.numerics, "ao", "te", "xx", "qutlass")
+        rule = _choice("rule", self.rule, *(["absmax", "search", "four_over_six"] if numerics == "ao" else ["absmax"]))
+        if rule == "four_over_six":
             if (self.outer, self.pts) != ("dynamic", None):
                 raise ValueError(
                     "NVFP4WeightConfig: rule='four_over_six' makes its outer scale from the tensor's absmax, so it takes "
                     f"outer='dynamic' and no pts, got outer={self.outer!r}, pts={self.pts!r}"
                 )
             return FourOverSix(self.metric, self.tile)
-        if (self.metric, self.tile) != ("mse", 1):
+        if self.metric != "mse" or self.tile not in ((1, 16) if numerics == "te" else (1,)):
             raise ValueError(
-                f"NVFP4WeightConfig: metric and tile belong to rule='four_over_six', got metric={self.metric!r}, "
-                f"tile={self.tile!r} with rule={self.rule!r}"
+                "NVFP4WeightConfig: metric belongs to rule='four_over_six', tile=16 to it and to numerics='te', "
+                f"got metric={self.metric!r}, tile={self.tile!r} with rule={rule!r}, numerics={numerics!r}"
             )
-        return NVFP4(_choice("outer", self.outer, "dynamic", "static", "none"), self.pts)
+        outers = {"ao": ["dynamic", "static", "none"], "te": ["dynamic"]}.get(numerics, ["dynamic", "static"])
+        outer = _choice("outer", self.outer, *outers)
+        if numerics == "ao":
+            return (NVFP4Search if rule == "search" else NVFP4)(outer, self.pts)
+        if (outer == "static") != (self.pts is not None):
+            raise ValueError(
+                f"NVFP4WeightConfig: a static outer scale, and only that, needs pts; got outer={outer!r}, pts={self.pts}"
+            )
+        dialect = NVFP4Dialect(numerics, tile=self.tile)
+        return dialect if self.pts is None else dialect.fix(self.pts)
 
 
 @dataclass

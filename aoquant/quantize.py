@@ -10,6 +10,7 @@ is packed, and what could fail is tried first: one layer of every kind is packed
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Collection
 from itertools import chain
 from typing import Any
@@ -22,10 +23,11 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant import fsdp, ops, sharded
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.embedding import QATEmbedding
-from aoquant.formats import Scales
+from aoquant.formats import Encoded, Format, Scales
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
 from aoquant.qat import Prepared, QATLayer, QATLinear
+from aoquant.report.rows import HEALTHY
 from aoquant.tensor import PackedTensor
 
 
@@ -101,7 +103,8 @@ def _try(steps: list[Step], kept: Collection[int], device: torch.device | str | 
         if id(step) not in kept and kind not in seen:
             seen.add(kind)
             if len(seen) > 1:  # the first one is tried by applying it
-                pack(step, step.module.weight, device)
+                with warnings.catch_warnings(action="ignore"):  # they come when it is applied
+                    pack(step, step.module.weight, device)
 
 
 def apply(
@@ -165,10 +168,29 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
         encoded = ops.from_parts([t.to(weight.device) for t in parts], weight.shape[1])
     else:
         encoded = ops.codec.encode(format, weight) if scales is None else format.encode(weight, scales)
+    _warn_of_floors(step.fqn, format, encoded, weight)
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack
         raise ValueError(f"{step.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
+
+
+def _warn_of_floors(fqn: str, format: Format, e: Encoded, weight: Tensor) -> None:
+    """Warn where float8 block scales are too coarse or too high for a weight: blocks of zeros do not count."""
+    if e.scale is None or e.scale.is_meta or e.scale.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
+        return
+    floored = format.floored(e)
+    if floored.float().mean() <= HEALTHY:
+        return
+    if format.base is format and format.tile_rows == 1 and format.block:
+        floored = floored & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
+    share = floored.float().mean().item()
+    if share > HEALTHY:
+        warnings.warn(
+            f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {format.name} stores, and lose "
+            "precision or become zero: give the weight an outer scale that fits it (outer='dynamic', or a smaller pts), or leave it out",
+            stacklevel=2,
+        )
 
 
 def _extra_repr(self: Any) -> str:

@@ -72,8 +72,18 @@ _RECIPES = (
         lambda: GridFlipFP4WeightConfig("search"),
         "GridFlip weights with all scales tried, for quantising without training; NVFP4 activations",
     ),
+    Recipe(
+        "nvfp4-search",
+        lambda: NVFP4WeightConfig(rule="search"),
+        "NVFP4 weights with searched block scales, NVFP4 activations",
+    ),
     Recipe("mxfp4", MXFP4WeightConfig, "MXFP4 weights and activations, scales rounded up"),
     Recipe("mxfp4-weight", lambda: MXFP4WeightConfig(activation=None), "MXFP4 weights, high-precision activations"),
+    Recipe(
+        "mxfp4-quest",
+        lambda: MXFP4WeightConfig(rule="quest"),
+        "MXFP4 weights and activations, scales from the standard deviation",
+    ),
     Recipe("mxfp8", MXFP8WeightConfig, "MXFP8 (e4m3) weights and activations"),
     Recipe("mxfp8-weight", lambda: MXFP8WeightConfig(activation=None), "MXFP8 weights, high-precision activations"),
     Recipe("fp8", FP8WeightConfig, "e4m3 weights and activations, a scale per row"),

@@ -14,6 +14,7 @@ from functools import cache
 from . import layout
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
+from .dialects import MXFP4Dialect, NVFP4Dialect
 from .float8 import Float8
 from .four_over_six import FourOverSix
 from .gridflip import GridFlip
@@ -22,6 +23,7 @@ from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
 from .integer import Affine
 from .mslk import Float8Mslk
+from .search import NVFP4Search
 from .stretched import Stretched
 from .tinygemm import TinyGemm
 from .transformed import Transformed
@@ -42,6 +44,9 @@ __all__ = [
     "Int4",
     "Int4Float8",
     "Int4Float8Row",
+    "MXFP4Dialect",
+    "NVFP4Dialect",
+    "NVFP4Search",
     "Scales",
     "Stretched",
     "TinyGemm",
@@ -77,9 +82,17 @@ _STANDARD: tuple[Format, ...] = (
     *(GridFlip(effort=effort) for effort in ("base", "sided", "search")),
     GridFlip(alternating=True),
     GridFlip(tile=16),
+    NVFP4Search(),
+    NVFP4Search("none"),
+    *(MXFP4Dialect(name) for name in ("mxfp4-quest", "xx-mxfp4", "qutlass-mxfp4")),
+    *(NVFP4Dialect(dialect) for dialect in ("xx", "qutlass", "te")),
+    NVFP4Dialect("xx", (0.1,)),
+    NVFP4Dialect("te", tile=16),
 )
 # named, but not listed: a forward costs twenty iterations
 _FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=True))
+# second names for the same numerics
+_ALIASES = {"qutlass-mxfp4-quest": "mxfp4-quest"}
 
 
 @cache
@@ -92,7 +105,8 @@ def get_format(name: str) -> Format:
     float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
     "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip, "fouroversix-mae-16x16" of four-over-six.
     "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are. "hadamard16+nvfp4" is nvfp4 of values
-    that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs.
+    that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs. FP4 as other
+    libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of "mxfp4-quest".
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -100,7 +114,7 @@ def get_format(name: str) -> Format:
     if not isinstance(name, str):
         raise ValueError(f"a format is named by a string, such as 'nvfp4', got {name!r}")
     table = {f.name: f for f in _STANDARD}
-    found: Format | None = table.get(name)
+    found: Format | None = table.get(_ALIASES.get(name, name))
     if found is not None:
         return found
     if behind := Transformed.split(name):

@@ -251,6 +251,13 @@ def _aoquant_cases() -> Iterator[Case]:
     yield Case("mxfp8-h16", MXFP8WeightConfig(transform=Hadamard(16)), 5, 96, (BF16,), variant=True)
     config = PackedWeightConfig("hadamard32+int4-g64", "int8-row-asym")
     yield Case("int4-h32-int8act", config, 5, 192, (BF16, F32), variant=True)
+    for rule, numerics in (("quest", "ao"), ("absmax", "xx"), ("absmax", "qutlass")):
+        yield Case(f"mxfp4-{rule}-{numerics}", MXFP4WeightConfig(rule, numerics=numerics), 5, 96, variant=True)
+    yield Case("nvfp4-search", NVFP4WeightConfig(rule="search"), 5, 48, variant=True)
+    for numerics in ("te", "xx", "qutlass"):
+        yield Case(f"nvfp4-{numerics}", NVFP4WeightConfig(numerics=numerics), 5, 48, variant=True)
+    yield Case("nvfp4-xx-static", NVFP4WeightConfig("static", numerics="xx"), 5, 48, variant=True)
+    yield Case("nvfp4-te-16x16", NVFP4WeightConfig(numerics="te", tile=16), 21, 48, variant=True)
 
 
 TORCHAO_CASES = (*_torchao_cases(), *_eight_bit_options())

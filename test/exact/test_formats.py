@@ -16,9 +16,10 @@ from aoquant.formats import (
     Encoded,
     Float8,
     Format,
-    FourOverSix,
     GridFlip,
     Int4,
+    NVFP4Dialect,
+    NVFP4Search,
     Stretched,
     get_format,
     list_formats,
@@ -44,6 +45,9 @@ EXTRA = [
     "gridflip-search-c0.125-alternating-16x16",
     "fouroversix-static:3.5",
     "gridflip-sided-static:5.0",
+    "nvfp4-search-static:0.0001",
+    "qutlass-nvfp4-static:0.001",
+    "te-nvfp4-static:4.5",
 ]
 NATIVE = [
     "intx8-row-asym-native",
@@ -106,6 +110,9 @@ def test_names_are_unique_and_numerics_differ_by_name() -> None:
     assert get_format("fp8-row-native:lb0.5:ub10.0") == Float8("e4m3", "row", True, low=0.5, high=10.0)
     assert get_format("intx4-g32-noclip-sfloat32") == Affine(4, "group", 32, "noclip", stored="float32")
     assert get_format("stretched2-g32") == Stretched(2, 32)
+    assert get_format("te-nvfp4-16x16") == NVFP4Dialect("te", tile=16)
+    assert get_format("nvfp4-search-static:0.5") == NVFP4Search("static", 0.5)
+    assert get_format("qutlass-mxfp4-quest") is get_format("mxfp4-quest")  # one numerics, two names
 
 
 @pytest.mark.parametrize(
@@ -268,6 +275,8 @@ def test_decode_is_operand_times_alpha(name: str) -> None:
         ("fouroversix", 64, 1024, 4.5 + 32 / 65536),
         ("gridflip-search", 64, 1024, 4.5 + 32 / 65536),
         ("gridflip-16x16", 64, 1024, 4 + 8 / 256 + 32 / 65536),
+        ("xx-mxfp4", 64, 1024, 4.25),
+        ("te-nvfp4-16x16", 64, 1024, 4 + 8 / 256 + 32 / 65536),
     ],
 )
 def test_bits_per_weight(name: str, rows: int, k: int, bits: float) -> None:
@@ -277,7 +286,8 @@ def test_bits_per_weight(name: str, rows: int, k: int, bits: float) -> None:
 def grid(fmt: Format, e: Encoded) -> Tensor:
     """(R, K, C): every value that each element could have been given, with the scales as stored. float64."""
     assert e.scale is not None
-    outer = e.outer.double() if e.outer is not None else torch.ones(1, 1, dtype=torch.float64)
+    alpha = fmt.alpha(e)  # of float8 and integers the scale itself
+    outer = torch.ones(1, 1, dtype=torch.float64) if alpha is None or alpha is e.scale else alpha.double()
     scale, zero = e.scale.double(), None if e.zero is None else e.zero.double()
     if fmt.tile_rows > 1:
         scale = scale.repeat_interleave(fmt.tile_rows, 0)[: e.codes.shape[0]]
@@ -288,7 +298,7 @@ def grid(fmt: Format, e: Encoded) -> Tensor:
         codes = torch.arange(-8.0, 8.0)
     elif isinstance(fmt, Affine):
         codes = torch.arange(fmt.limits[0], fmt.limits[1] + 1).double()
-    elif isinstance(fmt, NVFP4 | FourOverSix) or fmt.element == "e2m1":  # type: ignore[attr-defined]
+    elif fmt.bits == 4:
         codes = from_e2m1(torch.arange(16, dtype=torch.uint8))
     else:
         codes = torch.arange(256).to(torch.uint8).view(FLOAT8[fmt.element]).float()  # type: ignore[attr-defined]
@@ -337,7 +347,7 @@ def test_no_other_code_is_nearer(name: str, row: list[float], exponent: int) -> 
 
 @settings(max_examples=100)
 @given(
-    name=st.sampled_from([n for n in NAMES if n.startswith("mx")]),
+    name=st.sampled_from([n for n in NAMES if isinstance(get_format(n), MX)]),
     row=st.lists(values, min_size=1, max_size=32),
     exponent=st.integers(-60, 60),
 )

@@ -1,0 +1,250 @@
+"""FP4 as other libraries compute it: the same elements and blocks as MX and NVFP4, other scales, other orders of operations.
+
+A prepared layer has to name the kernel that it will run on, and these are not interchangeable: "xx" is QuantLinear (WUSH), "qutlass" the
+kernels of that name, "te" TransformerEngine. MX, blocks of 32, e8m0 scales, s = 2^floor(log2 v), the exponent of v as it is:
+
+    name           v                     code              value        from
+    xx-mxfp4       absmax                e2m1(3 (y / s))   code s / 3   QuantLinear: e8m0(absmax / (4/3)); never clips
+    qutlass-mxfp4  absmax + 1e-8         the same          the same     fusedQuantizeMx, method "abs_max"
+    mxfp4-quest    sigma * k + 1e-8      e2m1(y / s)       code s       Quartet, and fusedQuantizeMx, method "quest"
+
+sigma^2 = max(E[y^2] - E[y]^2, 0) over the block, k = 2.92247856 / 6 = .48708. E is summed by halves (value i with i + 16, then i + 8, ...)
+in float32, so that every device gets the same bits. `saturated` is what QuEST's trust mask leaves out: |y / s| >= 6.
+
+NVFP4, blocks of 16 (te: or tiles of 16 x 16), e4m3 scales q, g = absmax of the tensor / 2688 unless it is given:
+
+    xx-nvfp4       q = e4m3(absmax_b / (6 g));              code = e2m1(y / (q g));            value = code (q g)
+    qutlass-nvfp4  q = e4m3(G (absmax_b r6)), G = 1 / g;    code = e2m1(y (1 / (q (1 / G))));  value = code (q g)
+    te-nvfp4       q = e4m3(absmax_b (S r6)), S = 2688 / A; code = e2m1(y min(1 / (q (1 / S)), FLT_MAX)); value = code ((q A) r2688)
+
+r6 and r2688 are float32 reciprocals, A the tensor's absmax, and A is what te stores. Casts saturate. A scale that underflows to 0 decodes to
+zeros, in codes of +-6, which tell it from a block of zeros. qutlass itself uses the device's approximate reciprocals: with the IEEE ones
+here three codes in ten thousand differ. Inf and NaN make their block's scale NaN (with te and dynamic g: the tensor's).
+Sources: github.com/IST-DASLab/WUSH, /qutlass (its float64 test references), /Quartet; NVIDIA/TransformerEngine `NVFP4QuantizerRef`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .base import Encoded, Format, Scales
+from .blockscaled import PTS_FLOOR
+from .elements import E2M1_MAX, from_e2m1, to_e2m1, to_float8
+from .scales import absmax, check_fixed, constants, divide, e8m0_values, fixed_name, reciprocal
+
+QUEST = 2.92247856 / 6
+_HUGE = 2.0**60  # a block above it is scaled down before its values are squared
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+class _E2M1(Format):
+    """What every FP4 format shares: packed codes, and operands that are code times block scale, exact in bf16."""
+
+    @property
+    def bits(self) -> int:
+        return 4
+
+    def scales(self, e: Encoded) -> Tensor:
+        """(R, G) float32: the stored block scale of every row."""
+        raise NotImplementedError
+
+    def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        return self._times(e, self.scales(e)).to(dtype)
+
+    def _times(self, e: Encoded, scale_RG: Tensor) -> Tensor:
+        table = from_e2m1(torch.arange(16, dtype=torch.uint8, device=e.codes.device))
+        return self._blocks(layout.lookup(e.codes, table, e.k)).mul_(scale_RG.unsqueeze(-1)).flatten(1)
+
+    def _any_code(self, e: Encoded) -> Tensor:
+        """(R, G) bool: whether a block has a code other than zero."""
+        return self._blocks(layout.unpack(e.codes, 4, e.k) & 7).amax(-1) != 0
+
+
+# name -> (statistic, added to it, what y / s is multiplied by)
+_MX: dict[str, tuple[str, float, float]] = {
+    "xx-mxfp4": ("absmax", 0.0, 3.0),
+    "qutlass-mxfp4": ("absmax", 1e-8, 3.0),
+    "mxfp4-quest": ("quest", 1e-8, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class MXFP4Dialect(_E2M1):
+    """e2m1 codes, one e8m0 scale per 32 values; dialect: one of the names above."""
+
+    dialect: str = "mxfp4-quest"
+
+    @property
+    def name(self) -> str:
+        return self.dialect
+
+    @property
+    def block(self) -> int:
+        return 32
+
+    @property
+    def gain(self) -> float:
+        """What y / s is multiplied by before it is rounded."""
+        return _MX[self.dialect][2]
+
+    def measure(self, x_RK: Tensor) -> Scales:
+        statistic, tiny, _ = _MX[self.dialect]
+        x_RGB = self._blocks(x_RK).float()
+        v = absmax(x_RGB)
+        if statistic == "quest":
+            v = deviation(x_RGB, v) * QUEST
+        byte = ((v + tiny).view(torch.int32) >> 23).to(torch.uint8)  # 255 for Inf and NaN
+        return Scales(byte.view(torch.float8_e8m0fnu))
+
+    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None
+        byte = torch.where(self._blocks(x_RK).isnan().any(-1), 255, s.scale.view(torch.uint8))
+        return self.quantize(x_RK, Scales(byte.view(torch.float8_e8m0fnu)))
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None
+        codes = to_e2m1(self._scaled(x_RK, s.scale).flatten(1))
+        return Encoded(layout.pack(codes, 4), s.scale, None, None, x_RK.shape[1])
+
+    def scales(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return e8m0_values(e.scale.view(torch.uint8))
+
+    def alpha(self, e: Encoded) -> Tensor | None:
+        if self.gain == 1:
+            return None
+        return torch.full((1, 1), reciprocal(self.gain), dtype=torch.float32, device=e.codes.device)
+
+    def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return (self._scaled(x_RK, e.scale).abs() >= E2M1_MAX).flatten(1)
+
+    def floored(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        least = 100 if _MX[self.dialect][1] else 0  # 2^-27 is what 1e-8 alone gives
+        return (e.scale.view(torch.uint8) <= least) & self._any_code(e)
+
+    def _scaled(self, x_RK: Tensor, scale: Tensor) -> Tensor:
+        """(R, G, 32) float32: gain * (x / s), rounded once."""
+        byte = scale.view(torch.uint8)
+        inverse = torch.where(byte == 255, torch.nan, e8m0_values((254 - byte.int()).clamp(min=0).to(torch.uint8)))
+        return self._blocks(x_RK).float() * inverse.unsqueeze(-1) * self.gain
+
+
+def deviation(x_RGB: Tensor, amax_RG: Tensor) -> Tensor:
+    """(R, G) float32 standard deviations of blocks of 32, E[x^2] - E[x]^2 clamped at 0; NaN where a block holds NaN or Inf."""
+    down = torch.where(amax_RG > _HUGE, 2.0**-96, 1.0)
+    x_RGB = x_RGB * down.unsqueeze(-1)
+    mean, square = _mean(x_RGB), _mean(x_RGB * x_RGB)
+    return (square - mean * mean).clamp(min=0).sqrt() / down
+
+
+def _mean(x_RGB: Tensor) -> Tensor:
+    width = x_RGB.shape[-1]
+    while x_RGB.shape[-1] > 1:
+        low, high = x_RGB.chunk(2, -1)
+        x_RGB = low + high
+    return x_RGB.squeeze(-1) * (1 / width)
+
+
+@dataclass(frozen=True)
+class NVFP4Dialect(_E2M1):
+    """e2m1 codes, one e4m3 scale per 16 values or (te) per tile of 16 x 16, an outer float32 scale.
+
+    dialect: "xx", "qutlass" or "te". fixed: (outer scale,), a constant instead of one made from x: g, or te's A. tile: 1 or 16 rows.
+    """
+
+    dialect: str = "xx"
+    fixed: tuple[float, ...] = ()
+    tile: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.dialect}-nvfp4{'' if self.tile == 1 else '-16x16'}{fixed_name(self.fixed)}"
+
+    @property
+    def block(self) -> int:
+        return 16
+
+    @property
+    def tile_rows(self) -> int:
+        return self.tile
+
+    @property
+    def per_tensor(self) -> bool:
+        return not self.fixed
+
+    @property
+    def reach(self) -> str:
+        return "block" if self.fixed else "tensor"
+
+    def fix(self, *numbers: float) -> Format:
+        if self.fixed:
+            return super().fix(*numbers)
+        return replace(self, fixed=check_fixed(self.name, numbers, 1))
+
+    def measure(self, x_RK: Tensor) -> Scales:
+        if self.fixed:
+            return Scales(outer=constants(self.fixed, x_RK.device)[0])
+        amax = absmax(x_RK.reshape(1, -1)).float().unsqueeze(-1)
+        return Scales(outer=amax if self.dialect == "te" else divide(amax, 2688.0).clamp(min=PTS_FLOOR))
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.outer is not None
+        x_RGB, rows = self._blocks(x_RK).float(), x_RK.shape[0]
+        amax = self._tiles(absmax(x_RGB))
+        amax = torch.where(amax.isinf(), torch.nan, amax)  # a saturating cast would hide Inf
+        if self.dialect == "xx":
+            scale = to_float8(amax / (s.outer * E2M1_MAX), "e4m3")
+            y_RGB = x_RGB / self._spread(scale.float() * s.outer, rows).unsqueeze(-1)
+        else:
+            if self.dialect == "qutlass":
+                encode = s.outer.reciprocal()
+                scale = to_float8(encode * (amax * reciprocal(E2M1_MAX)), "e4m3")
+                inverse = (scale.float() * encode.reciprocal()).reciprocal()
+            else:
+                encode = (torch.full_like(s.outer, 2688.0) / s.outer).clamp(max=FLT_MAX)
+                encode = torch.where(s.outer == 0, 1.0, encode)
+                scale = to_float8(amax * (encode * reciprocal(E2M1_MAX)), "e4m3")
+                inverse = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FLT_MAX)
+            y_RGB = x_RGB * self._spread(inverse, rows).unsqueeze(-1)
+        return Encoded(layout.pack(to_e2m1(y_RGB.flatten(1)), 4), scale, None, s.outer, x_RK.shape[1])
+
+    def scales(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return self._spread(e.scale.float(), e.codes.shape[0])
+
+    def alpha(self, e: Encoded) -> Tensor | None:
+        assert e.outer is not None
+        return e.outer * reciprocal(2688.0) if self.dialect == "te" else e.outer
+
+    def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        return self._times(e, self._steps(e)).to(dtype)
+
+    def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
+        step = self._steps(e).unsqueeze(-1)
+        return ((self._blocks(x_RK).float().abs() > step * (E2M1_MAX + 1)) & (step != 0)).flatten(1)
+
+    def floored(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return (e.scale.float() == 0) & (self._tiles(self._any_code(e).float()) != 0)
+
+    def _steps(self, e: Encoded) -> Tensor:
+        """(R, G) float32: the value of code 1."""
+        assert e.outer is not None
+        step = self.scales(e) * e.outer
+        return step * reciprocal(2688.0) if self.dialect == "te" else step
+
+    def _tiles(self, v_RG: Tensor) -> Tensor:
+        """The largest of each tile's rows."""
+        if self.tile == 1 or not v_RG.numel():
+            return v_RG[: -(-v_RG.shape[0] // self.tile)]
+        padded = torch.nn.functional.pad(v_RG, (0, 0, 0, -v_RG.shape[0] % self.tile))
+        return padded.view(-1, self.tile, v_RG.shape[1]).amax(1)
+
+    def _spread(self, v_TG: Tensor, rows: int) -> Tensor:
+        return v_TG if self.tile == 1 else v_TG.repeat_interleave(self.tile, 0)[:rows]
