@@ -103,7 +103,8 @@ def _try(steps: list[Step], kept: Collection[int], device: torch.device | str | 
         if id(step) not in kept and kind not in seen:
             seen.add(kind)
             if len(seen) > 1:  # the first one is tried by applying it
-                pack(step, step.module.weight, device)
+                with warnings.catch_warnings(action="ignore"):  # they come when it is applied
+                    pack(step, step.module.weight, device)
 
 
 def apply(
@@ -179,11 +180,10 @@ def _warn_of_floors(fqn: str, format: Format, e: Encoded, weight: Tensor) -> Non
     if e.scale is None or e.scale.is_meta or e.scale.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
         return
     floored = format.floored(e)
-    if floored.float().mean() <= HEALTHY or format.block is None:
+    if floored.float().mean() <= HEALTHY:
         return
-    blocks = (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
-    if format.tile_rows == 1:
-        floored = floored & blocks
+    if format.base is format and format.tile_rows == 1 and format.block:
+        floored = floored & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
     share = floored.float().mean().item()
     if share > HEALTHY:
         warnings.warn(
