@@ -253,7 +253,7 @@ def test_configs_say_what_goes_together() -> None:
     wrong = {
         r"rule must be one of absmax, .*four_over_six.*, got 'six'": lambda: NVFP4WeightConfig(rule="six"),
         r"takes outer='dynamic' and no pts, got outer='none'": lambda: NVFP4WeightConfig("none", rule="four_over_six"),
-        r"metric and tile belong to rule='four_over_six', got metric='mae'": lambda: NVFP4WeightConfig(metric="mae"),
+        r"metric belongs to rule='four_over_six', .*got metric='mae'": lambda: NVFP4WeightConfig(metric="mae"),
         r"metric is one of mse, mae, absmax": lambda: NVFP4WeightConfig(rule="four_over_six", metric="max"),
         r"GridFlip is for weights, got activation='gridflip'": lambda: GridFlipFP4WeightConfig(activation="gridflip"),
         r"effort is one of base, sided, search": lambda: GridFlipFP4WeightConfig("more"),
