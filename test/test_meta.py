@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
 
 from aoquant import (
+    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -30,6 +31,7 @@ from aoquant import (
 
 OURS = {
     "nvfp4": NVFP4WeightConfig(),
+    "gridflip": GridFlipFP4WeightConfig(tile=16),
     "int4-g32": Int4WeightConfig(32),
     "intx3-g32": IntxWeightConfig(3),
     "mxfp8": MXFP8WeightConfig(),

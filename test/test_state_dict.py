@@ -21,6 +21,7 @@ from torchao.quantization import (
 
 from aoquant import (
     FP8WeightConfig,
+    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -36,6 +37,8 @@ from aoquant import (
 OURS = {
     "nvfp4": NVFP4WeightConfig(),
     "nvfp4-none": NVFP4WeightConfig(outer="none", activation=None),
+    "fouroversix-tiles": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix", tile=16),
+    "gridflip": GridFlipFP4WeightConfig("sided", c=0.2),
     "int4-g32": Int4WeightConfig(32),
     "intx3-g32": IntxWeightConfig(3),
     "intx5-row-asym": PackedWeightConfig("intx5-row-asym"),

@@ -8,7 +8,8 @@ rounding error apart and every device has to choose the same:
     y = x * (1 / (s * (1 / T)));  q = e2m1(flipped ? -y - c : y);  v = s~ * q + c * min(s~, 0)
     d = (v * amax) / 1536 - x;    error = d^2, summed one after the other
 
-with T = 1536 / amax, s~ = -s where flipped, else s. Values stand k-major, (values of a block, blocks), so that the sum is over rows.
+with T = 1536 / amax, s~ = -s where flipped, else s. Where amax is below 2^-60 or above 2^60, x and amax are multiplied by 2^100 or 2^-100
+first, since squares would leave float32's range. Values stand k-major, (values of a block, blocks), so that the sum is over rows.
 A candidate that would decode to Inf is out (with amax below 2^127 none can); the first one is never out.
 
 An inverse that overflows is the largest float32, as in TransformerEngine, so a block too small for any scale keeps saturated codes

@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -50,6 +50,7 @@ from torchao.quantization.quantize_.workflows import Int4ChooseQParamsAlgorithm,
 
 from aoquant import (
     FP8WeightConfig,
+    GridFlipFP4WeightConfig,
     Hadamard,
     Int4WeightConfig,
     Int8WeightConfig,
@@ -243,6 +244,14 @@ def _aoquant_cases() -> Iterator[Case]:
     yield Case("nvfp4-act", NVFP4WeightConfig(), 5, 48)
     yield Case("nvfp4-none-act", NVFP4WeightConfig("none", activation="nvfp4-none"), 5, 48)
     yield Case("nvfp4-static-act", NVFP4WeightConfig("static", 0.001, activation="nvfp4-static:0.01"), 5, 48)
+    four = NVFP4WeightConfig(rule="four_over_six", activation=None)
+    yield Case("fouroversix", four, 5, 48)
+    yield Case("fouroversix-tiles", replace(four, metric="absmax", tile=16), 21, 48)
+    yield Case("fouroversix-act", replace(four, activation="fouroversix"), 5, 48)
+    for effort in ("base", "sided", "search"):
+        yield Case(f"gridflip-{effort}", GridFlipFP4WeightConfig(effort, activation=None), 5, 48)
+    yield Case("gridflip-act", GridFlipFP4WeightConfig(), 5, 48)
+    yield Case("gridflip-options-act", GridFlipFP4WeightConfig("base", 0.2, True, "fouroversix", 16), 21, 64)
     yield Case("nvfp4-fp8act", NVFP4WeightConfig(activation="fp8-row"), 5, 48)
     yield Case("nvfp4-h16", NVFP4WeightConfig(transform=Hadamard(16)), 5, 64)
     yield Case("nvfp4-h64-signs", NVFP4WeightConfig(transform=Hadamard(64, 0x9E3779B97F4A7C15)), 5, 192)

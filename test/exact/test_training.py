@@ -42,6 +42,7 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 
 from aoquant import (
     FP8WeightConfig,
+    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     MXFP4WeightConfig,
@@ -360,12 +361,14 @@ RECIPES: dict[str, Any] = {
     "int4": Int4WeightConfig(32),
     "int4-int8": Int4WeightConfig(32, activation="int8-row"),
     "nvfp4": NVFP4WeightConfig(),
+    "fouroversix": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+    "gridflip": GridFlipFP4WeightConfig(),
     "mxfp4": MXFP4WeightConfig(),
 }
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
-@pytest.mark.parametrize("recipe", ["fp8-row", "int4", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8-row", "int4", "nvfp4", "gridflip"])
 def test_resume_is_bitwise(recipe: str, dtype: torch.dtype) -> None:
     """Stop after three steps, load into fresh objects, go on: parameters, moments and losses as if never stopped."""
     x, target = data("normal", 64, 64, dtype, 1), data("normal", 64, 64, F32, 2)

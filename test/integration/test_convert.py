@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from aoquant import (
+    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -56,6 +57,7 @@ MIXED = FqnToConfig(
 )
 CONFIGS: dict[str, Any] = {
     "nvfp4": NVFP4WeightConfig(),
+    "gridflip-4over6": GridFlipFP4WeightConfig(activation="fouroversix"),
     "int4-g32": Int4WeightConfig(32),
     "torchao-int8-intx": Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
     "torchao-fp8": Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),

@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 
 from aoquant import (
     FP8WeightConfig,
+    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -58,6 +59,8 @@ OURS = {
     "nvfp4": NVFP4WeightConfig(),
     "nvfp4-weight": NVFP4WeightConfig(activation=None),
     "nvfp4-static": NVFP4WeightConfig(outer="static", pts=0.001),
+    "fouroversix-tiles": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix", tile=16),
+    "gridflip": GridFlipFP4WeightConfig("sided", c=0.2),
     "int4-g32": Int4WeightConfig(32),
     "intx3-g32": IntxWeightConfig(3),
     "int8": Int8WeightConfig(activation="int8-row"),

@@ -17,6 +17,7 @@ from transformers.quantizers.quantizer_torchao import _fuzzy_match_size
 import aoquant
 from aoquant import (
     FP8WeightConfig,
+    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -33,6 +34,9 @@ from aoquant.integrations import hf
 SAMPLES = [
     NVFP4WeightConfig(),
     NVFP4WeightConfig("static", 0.001, activation=None),
+    NVFP4WeightConfig(rule="four_over_six", metric="mae", tile=16, activation="fouroversix"),
+    GridFlipFP4WeightConfig(),
+    GridFlipFP4WeightConfig("search", 0.2, True, None),
     MXFP4WeightConfig("floor"),
     MXFP8WeightConfig("e5m2"),
     FP8WeightConfig(granularity="tensor"),
@@ -74,6 +78,7 @@ def test_config_survives_torchaos_json(config: Any) -> None:
         (Int4WeightConfig, "4"),
         (MXFP4WeightConfig, "4"),
         (NVFP4WeightConfig, "4"),
+        (GridFlipFP4WeightConfig, "4"),
         (Packed4WeightConfig, "4"),
         (Int8WeightConfig, "8"),
         (FP8WeightConfig, "8"),
