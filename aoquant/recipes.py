@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torchao.core.config import AOBaseConfig
@@ -35,16 +36,26 @@ from aoquant.config import (
     MXFP4WeightConfig,
     MXFP8WeightConfig,
     NVFP4WeightConfig,
+    QATConfig,
 )
+from aoquant.transforms import Hadamard
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """name: for the command line. make: builds the PTQ config. about: what the converted layer is."""
+    """name: for the command line. make: builds the PTQ config. about: what the converted layer is.
+
+    training: how a model is trained towards it, as arguments of `QATConfig`.
+    """
 
     name: str
     make: Callable[[], AOBaseConfig]
     about: str
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def prepare(self, **options: Any) -> QATConfig:
+        """The config of prepare; options are further arguments of `QATConfig`, and win."""
+        return QATConfig(self.make(), step="prepare", **{**self.training, **options})
 
 
 def _int4_cpu() -> AOBaseConfig:
@@ -83,6 +94,18 @@ _RECIPES = (
         "mxfp4-quest",
         lambda: MXFP4WeightConfig(rule="quest"),
         "MXFP4 weights and activations, scales from the standard deviation",
+    ),
+    Recipe(
+        "quartet",
+        lambda: MXFP4WeightConfig(rule="quest", transform=Hadamard(32)),
+        "mxfp4-quest behind a Hadamard transform of 32; trained with an MXFP4 backward",
+        {"backward": "quartet"},
+    ),
+    Recipe(
+        "quartet2",
+        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+        "nvfp4-4over6; trained with an NVFP4 backward",
+        {"backward": "quartet2"},
     ),
     Recipe("mxfp8", MXFP8WeightConfig, "MXFP8 (e4m3) weights and activations"),
     Recipe("mxfp8-weight", lambda: MXFP8WeightConfig(activation=None), "MXFP8 weights, high-precision activations"),

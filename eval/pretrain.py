@@ -1,6 +1,7 @@
-"""Pretrain a small Llama from text files: the float model that the demos and evaluations quantise.
+"""Pretrain a small Llama from text files: the float model that the demos and evaluations quantise, or a quantised one from scratch.
 
     python eval/pretrain.py --text mix.txt.xz --anneal wikitext2_train.txt.xz --out demo --steps 10000
+    python eval/pretrain.py --text mix.txt.xz --out demo-quartet2 --recipe quartet2
 
 `corpus.prepare` trains the tokenizer and encodes the text. `build_model` makes the LlamaForCausalLM, embeddings tied;
 every linear contracts over `hidden` or `intermediate`, both multiples of 128, so that the groups of every block
@@ -9,12 +10,17 @@ step) alone, so the data position is the step, and a run that stops and resumes 
 one that did not. (On CUDA the backward passes of flash attention and embedding add in no fixed order: there the same
 holds only with `--deterministic`, which is slower.)
 
+With `--recipe` every linear layer but the head is prepared for that recipe of `aoquant recipes` before the first step, so that
+forward is the deployed layer's from the beginning, and so is backward quantised where the recipe says how ("quartet", "quartet2");
+`--backward` sets another one. Layers draw their numbers from a state that is part of the checkpoint. `accumulate` splits
+a batch into micro-batches.
+
 Learning rate: warm-up, then "wsd" (flat, then linear to zero; Hu et al., arXiv:2404.06395) or "cosine" to zero. A
 decay fraction of 1 is the linear-to-zero schedule (Bergsma et al., arXiv:2502.15938). In the last `anneal_fraction`
 of the steps a share of every batch comes from the anneal text: text near to the target helps most while the rate
 falls.
 
-`out` receives `model/` (bf16 safetensors, config, tokenizer), `checkpoint.pt` (f32 weights, optimizer, RNG, step) and
+`out` receives `model/` (bf16 safetensors of the high-precision weights, config, tokenizer), `checkpoint.pt` (f32 weights, optimizer, RNG, step) and
 `train_log.json`. Validation is bits per byte over consecutive windows, a harder measure than lm-eval's only in that
 pages are not aligned to windows.
 """
@@ -33,6 +39,9 @@ from corpus import Corpus, Sources, prepare
 from provenance import plain, provenance, sha256
 from tqdm import tqdm
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from aoquant import QATConfig, quantize_, unprepare
+from aoquant.recipes import get_recipe
 
 # May differ between the two halves of a resumed run; everything else must not.
 MAY_CHANGE = {"out", "resume", "stop_at", "checkpoint_every", "text", "anneal", "validation"}
@@ -61,6 +70,12 @@ class Config:
     steps: int = 10_000
     batch: int = 128
     """Windows a step."""
+    accumulate: int = 1
+    """Micro-batches a step."""
+    recipe: str = "bf16"
+    """What is trained: bf16, or a recipe's name."""
+    backward: str | None = None
+    """In place of the recipe's own: quartet, quartet2, a format, or high-precision."""
     lr: float = 4e-3
     schedule: Literal["wsd", "cosine"] = "wsd"
     warmup: int = 300
@@ -94,10 +109,13 @@ class Config:
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)
             require(value > 0 and value % 128 == 0, name, "a positive multiple of 128 (the K of a linear)")
-        for name in ("heads", "kv_heads", "layers", "window", "steps", "batch", "lr"):
+        for name in ("heads", "kv_heads", "layers", "window", "steps", "batch", "accumulate", "lr"):
             require(getattr(self, name) > 0, name, "positive")
         for name in ("tokenizer_bytes", "log_every", "checkpoint_every"):
             require(getattr(self, name) > 0, name, "positive")
+        require(self.batch % self.accumulate == 0, "accumulate", f"a divisor of batch = {self.batch}")
+        require(self.recipe != "bf16" or self.backward is None, "backward", "None with recipe bf16")
+        prepare_config(self)  # a wrong name is an error before the text is read
         rule = f"a divisor of hidden / 2 = {self.hidden // 2} (rotary embeddings need an even head)"
         require(self.hidden % (2 * self.heads) == 0, "heads", rule)
         require(self.heads % self.kv_heads == 0, "kv_heads", f"a divisor of heads = {self.heads}")
@@ -115,6 +133,19 @@ class Config:
         return self.out / "checkpoint.pt"
 
 
+def prepare_config(config: Config) -> QATConfig | None:
+    """How the recipe trains; None for bf16."""
+    if config.recipe == "bf16":
+        return None
+    options: dict[str, Any] = {"seed": config.seed}
+    if config.backward is not None:
+        options["backward"] = None if config.backward == "high-precision" else config.backward
+    recipe = get_recipe(config.recipe)
+    if "backward" in options:  # the mask belongs to the forward, whatever backward does
+        options["straight_through"] = recipe.prepare().straight_through
+    return recipe.prepare(**options)
+
+
 def causal_attention(
     module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scaling: float, **_: Any
 ) -> tuple[torch.Tensor, None]:
@@ -128,7 +159,7 @@ AttentionInterface.register("causal_sdpa", causal_attention)  # not in the mask 
 
 
 def build_model(config: Config) -> LlamaForCausalLM:
-    """The model on its device, in f32: the ONE place that makes it, hence the place to transform what was made."""
+    """The model on its device, in f32, prepared for the recipe: the ONE place that makes it."""
     torch.manual_seed(config.seed)
     llama = LlamaConfig(
         vocab_size=config.vocab,
@@ -146,7 +177,10 @@ def build_model(config: Config) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(llama)
     model.set_attn_implementation("causal_sdpa")
-    return model.to(config.device)
+    model.to(config.device)
+    if (prepared := prepare_config(config)) is not None:
+        quantize_(model, prepared)
+    return model
 
 
 def window_loss(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
@@ -233,12 +267,15 @@ def train(config: Config, data: Corpus, model: LlamaForCausalLM) -> dict[str, An
     for step in progress:
         for group in optimizer.param_groups:
             group["lr"] = lr_at(config, step)
-        loss = loss_of(model, batch_at(config, data, step))
-        loss.backward()
+        loss = torch.zeros((), device=config.device)
+        for windows in batch_at(config, data, step).chunk(config.accumulate):
+            part = loss_of(model, windows) / config.accumulate
+            part.backward()
+            loss += part.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses[step] = loss.detach()
+        losses[step] = loss
         if step == first + 9:  # the steps before hold the compilation
             losses[step].item()
             clock, clock_step = time.perf_counter(), step + 1
@@ -276,6 +313,8 @@ def main(config: Config) -> None:
     prepared = time.perf_counter() - began
     model = build_model(config)
     result = train(config, data, model)
+    if config.recipe != "bf16":
+        unprepare(model)
     model.to(torch.bfloat16).save_pretrained(config.out / "model")
     file = config.out / "model" / "model.safetensors"
     log = {

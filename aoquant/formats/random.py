@@ -28,9 +28,9 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 MODULE_BITS = 29  # of a key's word; the other three are the side
 
-# sides: the operands that backward quantises; the two of a GEMM share one rotation, which has a side of its own
+# sides: the operands that backward quantises; the two of a GEMM share one rotation, whose signs have sides of their own
 DGRAD_GRAD_OUTPUT, DGRAD_WEIGHT, WGRAD_GRAD_OUTPUT, WGRAD_INPUT = range(4)
-_SIGNS = 4
+SIGNS = 4
 
 
 class Random(NamedTuple):
@@ -57,7 +57,7 @@ class Random(NamedTuple):
 
     def signs(self, n: int) -> Tensor:
         """(n,) float32 of +1 and -1, the same for both operands of a GEMM."""
-        return 1.0 - 2.0 * (Random(self.state, _SIGNS + self.side // 2).words(n) & 1).float()
+        return 1.0 - 2.0 * (Random(self.state, SIGNS + self.side // 2).words(n) & 1).float()
 
 
 def philox(

@@ -163,7 +163,8 @@ def run(o: Options) -> Result:
         ValueError: bad options, or prepared and converted differ.
     """
     o.check()
-    get = get_recipe(o.recipe).make
+    recipe = get_recipe(o.recipe)
+    get = recipe.make
     chosen = _every_layer if o.embeddings else None
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
     documents = [d for path in o.train_text or [assets() / "train.jsonl"] for d in load_documents(path)]
@@ -183,13 +184,13 @@ def run(o: Options) -> Result:
     del tuned
 
     ptq = copy.deepcopy(float_model)
-    _prepare(ptq, get(), chosen, blocks, o.batch_size)
+    _prepare(ptq, recipe.prepare(), chosen, blocks, o.batch_size)
     quantize_(ptq, QATConfig(get(), step="convert"))
     stages.append(_score_deployed("PTQ", ptq, float_model, get(), chosen, score))
     del ptq
 
     prepared = copy.deepcopy(float_model)
-    _prepare(prepared, get(), chosen, blocks, o.batch_size)
+    _prepare(prepared, recipe.prepare(seed=o.seed), chosen, blocks, o.batch_size)
     finetune(prepared, blocks, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", **tuning)
     converted = copy.deepcopy(prepared)
     quantize_(converted, QATConfig(get(), step="convert"))
@@ -217,9 +218,11 @@ def run(o: Options) -> Result:
     return result
 
 
-def _prepare(model: PreTrainedModel, config: Any, chosen: Filter | None, blocks_BT: Tensor, batch_size: int) -> None:
+def _prepare(
+    model: PreTrainedModel, config: QATConfig, chosen: Filter | None, blocks_BT: Tensor, batch_size: int
+) -> None:
     """Prepare; where activation scales are static, calibrate them on the first training batches."""
-    quantize_(model, QATConfig(config, step="prepare"), chosen)
+    quantize_(model, config, chosen)
     if uncalibrated(model):
         calibrate(
             model, [{"input_ids": ids.to(model.device)} for ids in blocks_BT.split(batch_size)[:CALIBRATION_BATCHES]]

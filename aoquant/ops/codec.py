@@ -28,8 +28,10 @@ from aoquant.formats import (
     Int4,
     Random,
     Randomized,
+    Rotated,
     Transformed,
 )
+from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
 
 from . import tiles
 from .router import Backend, Quantized, register, route
@@ -131,6 +133,8 @@ def _why_not_triton(r: CodecRequest) -> str | None:
     f = r.format
     if isinstance(f, Transformed):
         return _why_not_triton(replace(r, format=f.inner, dtype=torch.float32))
+    if isinstance(f, Randomized):
+        return _why_not_random(f, r)
     if not _has_kernel(f):
         return f"has no kernel for {f.name}"
     if isinstance(f, Float8) and r.k % 16:
@@ -149,6 +153,15 @@ def _has_kernel(f: Format) -> bool:
     if type(f) is Float8:
         return f.per in ("row", "tensor") and not f.fixed and f.low is None and f.high is None
     return type(f) in (MX, NVFP4)
+
+
+def _why_not_random(f: Randomized, r: CodecRequest) -> str | None:
+    inner = f.inner if isinstance(f, Rotated) else f
+    if type(inner) not in (MXStochastic, NVFP4Stochastic, MSEden) or r.role != "quantize":
+        return f"has no kernel to {r.role} {f.name}"
+    if r.k % f.period:
+        return f"rotates and scales {f.period} values at once, got K = {r.k}"
+    return None
 
 
 def _why_not_integer(f: Affine | Int4, r: CodecRequest) -> str | None:

@@ -11,10 +11,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Affine, Encoded, Float8, Format, Int4
+from aoquant.formats import MX, NVFP4, Affine, Encoded, Float8, Format, Int4, Random, Randomized
 from aoquant.ops.router import Quantized
 
-from . import blockscaled, float8, integer
+from . import blockscaled, float8, integer, stochastic
 
 
 def encode(format: Format, x_RK: Tensor) -> Encoded:
@@ -24,8 +24,13 @@ def encode(format: Format, x_RK: Tensor) -> Encoded:
     return encoded
 
 
-def quantize(format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool) -> Quantized:
-    """Codes, if `keep`, and what they stand for, reading x once."""
+def quantize(
+    format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool, random: Random | None = None
+) -> Quantized:
+    """Codes, if `keep`, and what they stand for, reading x once; at random, codes and operand alike."""
+    if isinstance(format, Randomized):
+        assert operand and random is not None
+        return Quantized(*stochastic.quantize(format, x_RK, dtype, random))
     encoded, values, alpha = _quantize(format, x_RK, dtype, operand, keep)
     assert values is not None
     return Quantized(encoded, values, alpha)

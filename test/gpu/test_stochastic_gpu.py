@@ -1,0 +1,138 @@
+"""Formats for gradients on a GPU: Triton's bytes and the CUDA reference's are the CPU's, and a training step never waits for the device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aoquant import QATConfig, backend, explain, get_format, quantize_
+from aoquant.formats import Random, Randomized
+from aoquant.ops import CodecRequest, codec
+from aoquant.qat import RANDOM
+from aoquant.recipes import get_recipe
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+NAMES = ("mxfp4-sr", "nvfp4-sr", "ms-eden")
+ALL = [f"{rotation}{name}" for rotation in ("", "rht16+", "rht32+", "rht64+", "rht128+") for name in NAMES]
+STATE = torch.tensor([0xFEDCBA98, 0x1234567, (3 << 32) + 41])
+
+
+def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
+    """name -> matrix on the CPU, K a multiple of 128."""
+    generator = torch.Generator().manual_seed(2)
+    normal = torch.randn(100, 384, generator=generator)
+    spread = normal * 2.0 ** torch.randint(-60, 60, (100, 1), generator=generator)
+    broken = normal.clone()
+    broken[3, 7], broken[5, 300], broken[9, 0] = float("nan"), float("inf"), -float("inf")
+    made = {
+        "normal": normal * 0.02,
+        "spread": spread,
+        "zeros": torch.zeros(4, 128),
+        "broken": broken,
+        "tiny": normal * 1e-30,
+    }
+    made["ties"] = torch.randint(-60, 61, (64, 256), generator=generator) * 0.125
+    made["long"] = torch.randn(1031, 1024, generator=generator)
+    return {name: x.to(dtype) for name, x in made.items()}
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, NaN of any payload taken as one."""
+    a, b = a.float().cpu(), b.float().cpu()
+    return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("name", ALL)
+def test_bytes_are_the_cpus(name: str, dtype: torch.dtype) -> None:
+    f = get_format(name)
+    assert isinstance(f, Randomized)
+    for kind, x in inputs(dtype).items():
+        for side in (0, 3):
+            want = f.encode(x, random=Random(STATE, side))
+            random = Random(STATE.cuda(), side)
+            request = CodecRequest("quantize", f, torch.device("cuda"), dtype, *x.shape)
+            assert dict(explain(request))["triton"] == "runs"
+            triton = codec.quantize(f, x.cuda(), dtype, operand=True, keep=True, random=random)
+            with backend("reference"):
+                reference = codec.quantize(f, x.cuda(), dtype, operand=True, keep=True, random=random)
+            for what, got in (("triton", triton), ("reference", reference)):
+                e = got.encoded
+                assert torch.equal(e.codes.cpu(), want.codes), f"{what} codes, {kind}"
+                assert same(e.scale, want.scale), f"{what} scales, {kind}"
+                assert same(got.alpha, want.outer), f"{what} outer, {kind}"
+                assert same(got.values, f.operand(want, dtype)), f"{what} operand, {kind}"
+
+
+def layer(recipe: str, dtype: torch.dtype = BF16) -> nn.Linear:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": nn.Linear(512, 384, dtype=dtype)})
+    r = get_recipe(recipe)
+    quantize_(model, QATConfig(r.make(), **r.training))
+    return model["layer"].cuda()
+
+
+@pytest.mark.parametrize("recipe", ["quartet", "quartet2"])
+def test_gradients_are_the_cpus_up_to_the_order_of_sums(recipe: str) -> None:
+    on_gpu = layer(recipe)
+    on_cpu = copy.deepcopy(on_gpu).cpu()
+    x, g = torch.randn(300, 512, dtype=BF16), torch.randn(300, 384, dtype=BF16)
+    for _ in range(2):
+        found = []
+        for one, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
+            one.zero_grad()
+            z = x.to(device).requires_grad_()
+            one(z).backward(g.to(device))
+            found.append([t.float().cpu() for t in (z.grad, one.weight.grad, one.bias.grad)])
+        for a, b in zip(*found, strict=True):
+            assert 10 * torch.log10(a.square().sum() / (a - b).square().sum()) > 45
+    assert torch.equal(getattr(on_gpu, RANDOM).cpu(), getattr(on_cpu, RANDOM))
+    assert int(getattr(on_gpu, RANDOM)[2]) == 2
+
+
+@pytest.mark.parametrize("recipe", ["quartet", "quartet2"])
+def test_backward_does_not_wait_for_the_device(recipe: str) -> None:
+    one = layer(recipe)
+    x, g = (torch.randn(256, n, dtype=BF16, device="cuda") for n in (512, 384))
+    one(x.requires_grad_()).backward(g)  # compiles
+    y = one(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y.backward(g)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("recipe", ["quartet", "quartet2"])
+def test_a_captured_step_draws_anew_at_every_replay(recipe: str) -> None:
+    one = layer(recipe)
+    x, g = (torch.randn(256, n, dtype=BF16, device="cuda") for n in (512, 384))
+    state = getattr(one, RANDOM)
+
+    def step() -> None:
+        one.weight.grad = None
+        one(x).backward(g)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    captured = one.weight.grad
+    start = int(state[2])
+    grads = []
+    for _ in range(2):
+        graph.replay()
+        grads.append(captured.clone())
+    assert int(state[2]) == start + 2 and not torch.equal(*grads)
+    state[2] = start
+    for want in grads:
+        step()
+        assert torch.equal(one.weight.grad, want)
