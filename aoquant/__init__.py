@@ -31,7 +31,7 @@ from aoquant.quantize import quantize_
 from aoquant.report import Report, report, verify
 from aoquant.routes import explain
 from aoquant.tensor import PackedTensor
-from aoquant.transforms import Hadamard
+from aoquant.transforms import WUSH, Hadamard
 
 if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "WUSH",
     "FP8WeightConfig",
     "GridFlipFP4WeightConfig",
     "Hadamard",

@@ -1,12 +1,15 @@
-"""Calibration: static scales found by running the model on a few batches.
+"""Calibration: static scales, and fitted transforms, found by running the model on a few batches.
 
 Every prepared layer whose recipe holds scales is watched during one forward loop, in eval mode, without gradients and without fake
 quantisation: the running minimum and maximum of its input, two scalars a layer however long the loop is. The format's own `measure`
 then makes the scale of a two-element tensor that holds the two, and that is the scale of everything the layer saw, because a
 per-tensor scale depends on nothing else. Held weight scales are measured anew on the weights as they are.
 
-On several ranks the extrema are reduced before anything is measured, so every rank holds the same scales. Nothing is written unless
-all layers have been reached and all scales are usable; a second calibration replaces the first.
+A layer with a fitted transform has the Gram matrices of its input's blocks added up instead, in float64: K * size numbers a layer, and
+again no matter how long the loop is (`transforms/wush.py`). Those of its weight are made when the loop is over.
+
+On several ranks extrema and Grams are reduced before anything is measured, so every rank holds the same scales and transforms. Nothing
+is written unless all layers have been reached and everything is usable; a second calibration replaces the first.
 """
 
 from __future__ import annotations
@@ -20,18 +23,22 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import held
-from aoquant.formats import Scales
+from aoquant.formats import Format, Scales
 from aoquant.linear import cast
 from aoquant.progress import track
 from aoquant.qat import QATLayer, QATLinear
 from aoquant.report.measure import run, undisturbed
+from aoquant.transforms import wush
+
+NOT_REACHED = "the forward loop did not reach it: run batches that use every layer, or leave the layer out"
 
 
 def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Iterable[Any]) -> None:
-    """Find the scales that `model`'s prepared layers hold, static ones and the start values of learned ones, in place.
+    """Find the scales that `model`'s prepared layers hold, static ones and the start values of learned ones, and fitted transforms, in place.
 
     forward_loop: runs the model on representative data, as forward_loop(model); or the batches themselves, each a tensor, positional
-        arguments (tuple, list) or keyword arguments (dict). Scales come from the smallest and the largest input value of each layer.
+        arguments (tuple, list) or keyword arguments (dict). Scales come from the smallest and the largest input value of each layer,
+        transforms from all of its input values.
 
     Raises:
         ValueError: no layer holds scales; or naming each layer that the loop did not reach, or that saw nothing but zeros, NaN or
@@ -40,26 +47,29 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, QATLinear) and m.prepared.recipe.holds}
     if not layers:
         raise ValueError(
-            "nothing to calibrate: no prepared layer holds scales. Prepare with a static activation format, such as "
-            "Int8WeightConfig(activation='int8-tensor-static'), or with QATConfig(..., scales='static')"
+            "nothing to calibrate: no prepared layer holds scales or a fitted transform. Prepare with a static activation format, such as "
+            "Int8WeightConfig(activation='int8-tensor-static'), with QATConfig(..., scales='static'), or with transform=aoquant.WUSH(16)"
         )
-    watched = {fqn: m for fqn, m in layers.items() if m.prepared.recipe.input_scales != "dynamic"}
-    ranges = {fqn: Range() for fqn in watched}
-    if watched:
-        with undisturbed(model), _plain(model), _observed(watched, ranges):
+    seen: dict[str, Range | Gram] = {fqn: s for fqn, m in layers.items() if (s := _observer(m)) is not None}
+    if seen:
+        with undisturbed(model), _plain(model), _observed(layers, seen):
             if callable(forward_loop):
                 forward_loop(model)
             else:
                 for batch in track(forward_loop, "calibrate", "batch"):
                     run(model, batch)
-        _reduce(list(ranges.values()))
-    found = {fqn: _scales(m, ranges.get(fqn)) for fqn, m in layers.items()}
+        _reduce([s for s in seen.values() if isinstance(s, Range)])
+        for s in seen.values():
+            if isinstance(s, Gram):
+                s.reduce()
+    found = {fqn: _scales(layers[fqn], seen.get(fqn)) for fqn in track(layers, "measure")}
     if problems := [f"{fqn}: {reason}" for fqn, (_, reason) in found.items() if reason]:
         shown = "\n  ".join(problems[:10]) + (f"\n  and {len(problems) - 10} more" if len(problems) > 10 else "")
         raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; scales are as they were:\n  {shown}")
     for fqn, layer in layers.items():
         for side, scales in found[fqn][0].items():
-            held.write(layer, side, scales, ranges[fqn].dims if side == "input" else 2)
+            watched = seen.get(fqn)
+            held.write(layer, side, scales, watched.dims if side == "input" and isinstance(watched, Range) else 2)
         layer.calibrated = True
 
 
@@ -69,20 +79,55 @@ def uncalibrated(model: nn.Module) -> list[str]:
 
 
 class Range:
-    """Running minimum and maximum of a layer's input, (2,) in its dtype; None before the first value. dims: of the last input."""
+    """Running minimum and maximum of what `format` rounds of a layer's input, (2,) in its dtype; None before the first value.
 
-    def __init__(self) -> None:
+    dims: of the last input.
+    """
+
+    def __init__(self, format: Format) -> None:
+        self.format = format
         self.extrema: Tensor | None = None
         self.dims = 2
 
     def add(self, x: Tensor) -> None:
         if x.numel() == 0:
             return
-        seen = torch.stack(x.aminmax())
+        seen = torch.stack(self.format.transformed(x.reshape(-1, x.shape[-1])).aminmax())
         if self.extrema is not None:
             before = self.extrema.to(seen)
             seen = torch.stack((torch.minimum(before[0], seen[0]), torch.maximum(before[1], seen[1])))
         self.extrema, self.dims = seen, x.dim()
+
+
+class Gram:
+    """Sum of the Grams of a layer's input, (K / size, size, size) float64, and of how many rows."""
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        k, self.rows = like.shape[1], 0
+        self.total = torch.zeros(k // size, size, size, dtype=torch.float64, device=like.device)
+
+    def add(self, x: Tensor) -> None:
+        self.total += wush.gram(x.reshape(-1, x.shape[-1]), self.total.shape[-1])
+        self.rows += x.numel() // x.shape[-1]
+
+    def reduce(self) -> None:
+        """Add up the ranks' sums."""
+        if distributed.is_available() and distributed.is_initialized():
+            rows = self.total.new_tensor([float(self.rows)])
+            distributed.all_reduce(self.total)
+            distributed.all_reduce(rows)
+            self.rows = int(rows)
+
+
+def _observer(layer: QATLinear) -> Range | Gram | None:
+    """What a layer's input is watched for."""
+    recipe = layer.prepared.recipe
+    if recipe.fitted and recipe.transform is not None:
+        return Gram(recipe.transform.size, layer.weight.detach())
+    if recipe.input_scales == "dynamic":
+        return None
+    assert recipe.fprop_input is not None
+    return Range(recipe.fprop_input)
 
 
 @contextmanager
@@ -99,16 +144,14 @@ def _plain(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _observed(layers: dict[str, QATLinear], ranges: dict[str, Range]) -> Iterator[None]:
-    def watch(fqn: str, seen: Range) -> Callable[[nn.Module, Any, Any], None]:
+def _observed(layers: dict[str, QATLinear], seen: dict[str, Range | Gram]) -> Iterator[None]:
+    def watch(observer: Range | Gram) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x, format = cast(next(iter((*args, *kwargs.values())))), layers[fqn].prepared.recipe.fprop_input
-            assert format is not None
-            seen.add(format.transformed(x.reshape(-1, x.shape[-1])).view(x.shape) if x.numel() else x)
+            observer.add(cast(next(iter((*args, *kwargs.values())))))
 
         return hook
 
-    hooks = [m.register_forward_pre_hook(watch(fqn, ranges[fqn]), with_kwargs=True) for fqn, m in layers.items()]
+    hooks = [layers[fqn].register_forward_pre_hook(watch(s), with_kwargs=True) for fqn, s in seen.items()]
     try:
         yield
     finally:
@@ -129,23 +172,25 @@ def _reduce(ranges: list[Range]) -> None:
             r.dims, r.extrema = reached[0][0], torch.stack((extrema[:, 0].amin(), extrema[:, 1].amax()))
 
 
-def _scales(layer: QATLinear, seen: Range | None) -> tuple[dict[str, Scales], str | None]:
+def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scales], str | None]:
     """New scales by side, and why they cannot be used."""
     recipe = layer.prepared.recipe
     scales: dict[str, Scales] = {}
     if any(isinstance(t, DTensor) for t in (*layer._parameters.values(), *layer._buffers.values())) and (
-        recipe.weight_scales != "dynamic"
+        recipe.weight_scales != "dynamic" or recipe.fitted
     ):
         return (
             scales,
-            "it is sharded, and held weight scales are measured on whole weights: calibrate first, then shard",
+            "it is sharded, and held weight scales and transforms are made of whole weights: calibrate first, then shard",
         )
     if recipe.weight_scales != "dynamic":
         scales["weight"] = recipe.fprop_weight.measure(layer.weight.detach())
+    if isinstance(seen, Gram):
+        return _fitted(layer, seen)
     if seen is not None:
         assert recipe.fprop_input is not None
         if seen.extrema is None:
-            return scales, "the forward loop did not reach it: run batches that use every layer, or leave the layer out"
+            return scales, NOT_REACHED
         low, high = seen.extrema.tolist()
         if not (abs(low) < float("inf") and abs(high) < float("inf")):
             return scales, f"its input ranged from {low} to {high}: look for the NaN or Inf in the data or the weights"
@@ -163,3 +208,20 @@ def _scales(layer: QATLinear, seen: Range | None) -> tuple[dict[str, Scales], st
                 f"its input ranged from {low} to {high}, too little for a scale in {narrow}: calibrate in bfloat16 or float32",
             )
     return scales, None
+
+
+def _fitted(layer: QATLinear, seen: Gram) -> tuple[dict[str, Scales], str | None]:
+    """The transform of both sides, and why it cannot be fitted; found on the CPU, where all ranks and devices have one eigensolver."""
+    if seen.rows == 0:
+        return {}, NOT_REACHED
+    weight, size = layer.weight.detach(), seen.total.shape[-1]
+    try:
+        pair = wush.fit((seen.total / seen.rows).cpu(), (wush.gram(weight, size) / len(weight)).cpu())
+    except ValueError as error:
+        return {}, str(error)
+    if distributed.is_available() and distributed.is_initialized():
+        moved = tuple(t.to(weight.device) for t in pair)
+        for t in moved:
+            distributed.broadcast(t, 0)
+        pair = moved[0], moved[1]
+    return {"input": Scales(transform=pair[0]), "weight": Scales(transform=pair[1])}, None

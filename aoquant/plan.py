@@ -184,10 +184,11 @@ def ours(config: Any) -> Any:
 def _not_calibrated(module: Layer, target: Target) -> str | None:
     """Why a layer has no scales to convert with; None when it has, or needs none."""
     if not isinstance(module, QATLayer):
-        if target.recipe.input_scales == "dynamic":
+        if target.recipe.input_scales == "dynamic" and not target.recipe.fitted:
             return None
         return (
-            "its config has static activation scales, which calibration finds: quantize_(model, QATConfig(config, step='prepare')), "
+            "its config has static activation scales or a fitted transform, which calibration finds: "
+            "quantize_(model, QATConfig(config, step='prepare')), "
             "aoquant.calibrate(model, forward_loop), then quantize_(model, QATConfig(step='convert'))"
         )
     if isinstance(module, QATLinear) and not module.calibrated:

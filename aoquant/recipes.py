@@ -38,7 +38,7 @@ from aoquant.config import (
     NVFP4WeightConfig,
     QATConfig,
 )
-from aoquant.transforms import Hadamard
+from aoquant.transforms import WUSH, Hadamard
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,26 @@ _RECIPES = (
         "nvfp4-search",
         lambda: NVFP4WeightConfig(rule="search"),
         "NVFP4 weights with searched block scales, NVFP4 activations",
+    ),
+    Recipe(
+        "nvfp4-h16",
+        lambda: NVFP4WeightConfig(transform=Hadamard(16)),
+        "NVFP4 weights and activations behind a Hadamard transform of 16 values",
+    ),
+    Recipe(
+        "nvfp4-wush",
+        lambda: NVFP4WeightConfig(transform=WUSH(16)),
+        "NVFP4 weights and activations behind a transform that calibration fits to each block of 16 values",
+    ),
+    Recipe(
+        "mxfp4-h32",
+        lambda: MXFP4WeightConfig(transform=Hadamard(32)),
+        "MXFP4 weights and activations behind a Hadamard transform of 32 values",
+    ),
+    Recipe(
+        "mxfp4-wush",
+        lambda: MXFP4WeightConfig(transform=WUSH(32)),
+        "MXFP4 weights and activations behind a transform that calibration fits to each block of 32 values",
     ),
     Recipe("mxfp4", MXFP4WeightConfig, "MXFP4 weights and activations, scales rounded up"),
     Recipe("mxfp4-weight", lambda: MXFP4WeightConfig(activation=None), "MXFP4 weights, high-precision activations"),

@@ -38,6 +38,7 @@ ENCODE = (
     "nvfp4-none",
     "mxfp4",
     "mxfp8",
+    *(f"hadamard{size}+{inner}" for inner in ("nvfp4", "mxfp4") for size in (16, 32, 64, 128)),
     "int4-g128",
     "intx8-row-asym-native",
     "int8-row",

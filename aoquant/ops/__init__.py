@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._library.custom_ops import CustomOpDef
 
-from aoquant.formats import Affine, Encoded, Format, Scales, get_format, layout
+from aoquant.formats import Affine, Encoded, Format, Scales, Transformed, get_format, layout
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 
 from . import backward, codec, reference, tiles
@@ -338,7 +338,8 @@ def _(
 def pull_back(grad_RK: Tensor, format: str, transform: Tensor | None = None) -> Tensor:
     """The gradient of a transformed format's input from that of its values, in grad's dtype: an op because compilers round elsewhere."""
     with torch.autocast(grad_RK.device.type, enabled=False):
-        return get_format(format).pull_back(grad_RK, transform)
+        f = get_format(format)
+        return codec.pull_back(f, grad_RK, transform) if isinstance(f, Transformed) else grad_RK.clone()
 
 
 @pull_back.register_fake

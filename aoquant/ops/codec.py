@@ -1,8 +1,9 @@
-"""The codec: three roles beside the GEMM, for which backends compete in the router.
+"""The codec: four roles beside the GEMM, for which backends compete in the router.
 
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM
     quantize  x -> the operand or the values, and the codes too if somebody will read them: both roles, one pass over x
+    transform a gradient -> the gradient of what was transformed
 
 The reference is `Format` itself, some rows at a time on a CPU (`tiles.py`). A forced backend rules the roles that it has; the others choose freely.
 """
@@ -25,6 +26,7 @@ from aoquant.formats import (
     Encoded,
     Float8,
     Format,
+    HighPrecision,
     Int4,
     Random,
     Randomized,
@@ -90,6 +92,13 @@ def quantize(
     return route(request).run(format, x_RK, dtype, operand, keep, *(() if random is None else (random,)))
 
 
+def pull_back(format: Transformed, grad_RK: Tensor, matrix: Tensor | None) -> Tensor:
+    """`format.pull_back(grad_RK, matrix)`."""
+    rows, k = grad_RK.shape
+    request = CodecRequest("transform", format, grad_RK.device, grad_RK.dtype, rows, k)
+    return route(request).run(format, grad_RK, matrix)
+
+
 def _reference_decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
     return tiles.operand(format, e, dtype, out) if operand else tiles.decode(format, e, dtype).to(out)
 
@@ -132,7 +141,10 @@ def _why_not_triton(r: CodecRequest) -> str | None:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
     f = r.format
     if isinstance(f, Transformed):
-        return _why_not_triton(replace(r, format=f.inner, dtype=torch.float32))
+        alone = r.role == "transform" or (r.role != "decode" and isinstance(f.inner, HighPrecision))
+        if alone and f.fitted:
+            return f"has no kernel for {f.transform.name}"
+        return None if alone else _why_not_triton(replace(r, format=f.inner, dtype=torch.float32))
     if isinstance(f, Randomized):
         return _why_not_random(f, r)
     if not _has_kernel(f):
@@ -178,7 +190,9 @@ register(
     Backend("reference", 0, lambda r: None, tiles.encode, "encode"),
     Backend("reference", 0, lambda r: None, _reference_decode, "decode"),
     Backend("reference", 0, lambda r: None, _reference_quantize, "quantize"),
+    Backend("reference", 0, lambda r: None, lambda f, g, matrix: f.pull_back(g, matrix), "transform"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().encode(*a), "encode"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().decode(*a), "decode"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().quantize(*a), "quantize"),
+    Backend("triton", 10, _why_not_triton, lambda *a: _kernels().pull_back(*a), "transform"),
 )

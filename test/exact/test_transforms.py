@@ -286,6 +286,7 @@ def test_recipes_put_both_sides_behind_one_transform() -> None:
 def test_configs_keep_the_transform_as_json() -> None:
     for config in (
         NVFP4WeightConfig(transform=Hadamard(64, MASKS[64])),
+        MXFP4WeightConfig(transform=WUSH(32)),
         NVFP4WeightConfig(),
     ):
         text = json.dumps(config_to_dict(config))

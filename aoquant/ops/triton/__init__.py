@@ -11,10 +11,23 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Affine, Encoded, Float8, Format, Int4, Random, Randomized
+from aoquant.formats import (
+    MX,
+    NVFP4,
+    Affine,
+    Encoded,
+    Float8,
+    Format,
+    HighPrecision,
+    Int4,
+    Random,
+    Randomized,
+    Transformed,
+)
 from aoquant.ops.router import Quantized
+from aoquant.transforms import Hadamard
 
-from . import blockscaled, float8, integer, stochastic
+from . import blockscaled, float8, hadamard, integer, stochastic
 
 
 def encode(format: Format, x_RK: Tensor) -> Encoded:
@@ -36,6 +49,11 @@ def quantize(
     return Quantized(encoded, values, alpha)
 
 
+def pull_back(format: Transformed, grad_RK: Tensor, matrix: Tensor | None) -> Tensor:
+    """`format.pull_back(grad_RK, matrix)`."""
+    return transform(format, grad_RK, matrix, grad_RK.dtype, back=True)
+
+
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
     """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
     values: Tensor = _module(format).decode(format, e, dtype, operand)
@@ -45,7 +63,25 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
 def _quantize(
     format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    return _module(format.base).quantize(format.base, format.transformed(x_RK), dtype, operand, keep)
+    if not isinstance(format, Transformed):
+        return _module(format).quantize(format, x_RK, dtype, operand, keep)
+    inner, t = format.inner, format.transform
+    if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4):
+        return blockscaled.quantize(inner, x_RK, dtype, operand, keep, t, format.inverse)
+    if isinstance(inner, HighPrecision):
+        y_RK = transform(format, x_RK, None, x_RK.dtype)
+        return inner.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
+    return _module(inner).quantize(inner, transform(format, x_RK, None, torch.float32), dtype, operand, keep)
+
+
+def transform(
+    format: Transformed, x_RK: Tensor, matrix: Tensor | None, dtype: torch.dtype, *, back: bool = False
+) -> Tensor:
+    """What `format` quantises of x_RK, or, back, its gradient; in `dtype`. In one pass where there is a kernel."""
+    if isinstance(format.transform, Hadamard):
+        return hadamard.mix(x_RK, format.transform, format.inverse, dtype, back=back)
+    method = format.transform.pull_back if back else format.transform.apply
+    return method(x_RK, format.inverse, matrix).to(dtype)
 
 
 def _module(format: Format) -> ModuleType:

@@ -19,6 +19,7 @@ from aoquant.formats import MX, NVFP4, Encoded
 from aoquant.formats.blockscaled import E4M3_FLOOR, PTS_FLOOR
 from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
+from aoquant.transforms import Hadamard
 
 from .amax import PARTIALS, absmax_partials
 from .elements import (
@@ -36,6 +37,8 @@ from .elements import (
     pack_e2m1,
     unpack4,
 )
+from .hadamard import WARP, butterflies
+from .hadamard import absmax_partials as mixed_partials
 
 TILE = 1024  # values a program holds at once: one warp of them, so that nothing waits at a barrier
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
@@ -59,8 +62,9 @@ def _encode(
     OUTER: tl.constexpr, RULE: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr,
     LIMIT: tl.constexpr, ELEMENT: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, FLOOR: tl.constexpr, SMALLEST_PTS: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
+    G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: "" for MX, else NVFP4's. VALUES: "" none, "operand" without, "decode" with the outer scale."""
+    """OUTER: "" for MX, else NVFP4's. VALUES: "" none, "operand" without, "decode" with the outer scale. G: of a Hadamard transform, or 0."""
     outer = None
     inverse_pts = 1.0
     if OUTER == "dynamic":
@@ -79,7 +83,13 @@ def _encode(
         block = tile * NB + tl.arange(0, NB)
         at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
         inside = (block < n_blocks)[:, None]
-        x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        if G:
+            T: tl.constexpr = NB * B // G
+            whole = (tile * T + tl.arange(0, T) < n_blocks * B // G)[:, None]
+            mixed = butterflies(x_ptr + tile * (NB * B), whole, 0, G, SIGNS, G, T) * FACTOR
+            x = float_bits(tl.reshape(mixed, (NB, B)))
+        else:
+            x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
         if OUTER == "":
@@ -142,13 +152,23 @@ def _decode(
 
 
 def quantize(
-    format: MX | NVFP4, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: MX | NVFP4,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
+    transform: Hadamard | None = None,
+    inverse: bool = False,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha).
+
+    transform, inverse: to be applied first, in the same pass.
+    """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     element = format.element if isinstance(format, MX) else "e2m1"
-    nb, grid = TILE // format.block, triton.cdiv(rows * k, TILE)
+    tile = TILE if transform is None else WARP * transform.size  # a transform's tile is a block for each lane
+    nb, grid = tile // format.block, triton.cdiv(rows * k, tile)
     max_pow2, largest, mantissa = ELEMENTS[element]
     codes = torch.empty(rows, k // 2 if element == "e2m1" else k, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
@@ -162,13 +182,18 @@ def quantize(
         if format.outer != "none":
             outer = torch.empty(1, 1, dtype=torch.float32, device=device)
         if format.outer == "dynamic":
-            partials = absmax_partials(x_RK)
+            partials = (
+                absmax_partials(x_RK) if transform is None else mixed_partials(x_RK, transform, inverse, PARTIALS)
+            )
+    mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
+    if transform is not None:
+        mixing = {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
     _encode[(grid,)](
         x_RK, partials, codes, scale, outer, values, rows * k // format.block,
         format.pts or 0.0 if isinstance(format, NVFP4) else 0.0,
         MAX_POW2=max_pow2, MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(2688.0),
         FLOOR=E4M3_FLOOR, SMALLEST_PTS=PTS_FLOOR, CODES=keep,
-        VALUES="" if dtype is None else "operand" if operand else "decode", NB=nb, B=format.block, **kind, **LAUNCH,
+        VALUES="" if dtype is None else "operand" if operand else "decode", NB=nb, B=format.block, **kind, **mixing, **LAUNCH,
     )  # fmt: skip
     if codes is None or scale is None:
         return None, values, outer

@@ -1,0 +1,100 @@
+"""The Hadamard transform in registers: `transforms.Hadamard`, bit for bit, before an encoder or by itself.
+
+A lane holds whole blocks: it loads eight values at a time, the lanes of a warp side by side on 32 blocks, so that every butterfly is
+an addition of two registers of one lane. No shuffle, no shared memory; the additions are those of the reference, in its order.
+Tiles are therefore 32 blocks for each warp (`WARP`); another shape is right too, and slow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aoquant.transforms import Hadamard
+
+from .elements import float_bits
+
+WARP = 32
+_AMAX_WARPS = 4
+
+
+@triton.jit
+def _near(x, T: tl.constexpr, DISTANCE: tl.constexpr):
+    """Butterflies within eights: (T, 8) -> (T, 8)."""
+    a, b = tl.split(tl.permute(tl.reshape(x, (T, 4 // DISTANCE, 2, DISTANCE)), (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (T, 8))
+
+
+@triton.jit
+def _signs(BITS: tl.constexpr):
+    """(1, 8) float32: -1 where the bit is set."""
+    return tl.where(((BITS >> tl.arange(0, 8)) & 1) == 1, -1.0, 1.0)[None, :]
+
+
+@triton.jit
+def butterflies(
+    x_ptr, inside, START: tl.constexpr, SIZE: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, T: tl.constexpr
+):
+    """(T, SIZE) float32: values START.. of T blocks of G from x_ptr on, signed and mixed among themselves; inside: (T, 1), which to load."""
+    if SIZE == 8:
+        at = tl.arange(0, T)[:, None] * G + (START + tl.arange(0, 8)[None, :])
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if (SIGNS >> START) & 0xFF:
+            x = x * _signs((SIGNS >> START) & 0xFF)
+        return _near(_near(_near(x, T, 1), T, 2), T, 4)
+    else:
+        a = butterflies(x_ptr, inside, START, SIZE // 2, SIGNS, G, T)
+        b = butterflies(x_ptr, inside, START + SIZE // 2, SIZE // 2, SIGNS, G, T)
+        return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (T, SIZE))
+
+
+@triton.jit
+def _absmax(x_ptr, partial_ptr, n_groups, FACTOR: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    most = tl.zeros([T, G], tl.int32)
+    for i in range(tl.program_id(0), tl.cdiv(n_groups, T), tl.num_programs(0)):
+        tile = tl.cast(i, tl.int64)
+        inside = (tile * T + tl.arange(0, T) < n_groups)[:, None]
+        y = butterflies(x_ptr + tile * (T * G), inside, 0, G, SIGNS, G, T) * FACTOR
+        most = tl.maximum(most, float_bits(y) & 0x7FFFFFFF)
+    tl.store(partial_ptr + tl.program_id(0), tl.max(tl.max(most, axis=1), axis=0))
+
+
+@triton.jit
+def _mix(
+    x_ptr, y_ptr, n_groups, FACTOR: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, G: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """BEFORE, AFTER: masks of the signs that go before and after the mixing."""
+    tile = tl.program_id(0).to(tl.int64)
+    inside = (tile * T + tl.arange(0, T) < n_groups)[:, None]
+    y = butterflies(x_ptr + tile * (T * G), inside, 0, G, BEFORE, G, T) * FACTOR
+    if AFTER:
+        k = tl.arange(0, G)
+        bits = tl.zeros([G], tl.int32)
+        for word in tl.static_range(G // 16):
+            bits = tl.where(k // 16 == word, ((AFTER >> (16 * word)) & 0xFFFF) >> (k % 16), bits)
+        y = y * tl.where((bits & 1) == 1, -1.0, 1.0)[None, :]
+    at = tl.arange(0, T)[:, None] * G + tl.arange(0, G)[None, :]
+    tl.store(y_ptr + tile * (T * G) + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def absmax_partials(x: Tensor, t: Hadamard, inverse: bool, partials: int) -> Tensor:
+    """(partials,) int32: maxima of the bits of the transformed values' magnitudes. x is contiguous."""
+    found = torch.empty(partials, dtype=torch.int32, device=x.device)
+    _absmax[(partials,)](
+        x, found, x.numel() // t.size, FACTOR=t.factor(inverse), SIGNS=t.signs, G=t.size, T=WARP * _AMAX_WARPS,
+        enable_fp_fusion=False, num_warps=_AMAX_WARPS,
+    )  # fmt: skip
+    return found
+
+
+def mix(x: Tensor, t: Hadamard, inverse: bool, dtype: torch.dtype, *, back: bool = False) -> Tensor:
+    """`t.apply(x, inverse)`, or back: `t.pull_back(x, inverse)`, rounded to `dtype`."""
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device)
+    groups = x.numel() // t.size
+    _mix[(triton.cdiv(groups, WARP),)](
+        x, y, groups, FACTOR=t.factor(inverse), BEFORE=0 if back else t.signs, AFTER=t.signs if back else 0, G=t.size, T=WARP,
+        enable_fp_fusion=False, num_warps=1,
+    )  # fmt: skip
+    return y
