@@ -26,6 +26,7 @@ from aoquant.config import (
 from aoquant.formats import get_format, list_formats
 from aoquant.linear import LinearRecipe
 from aoquant.ops import backend
+from aoquant.packed import packed_linear
 from aoquant.qat import set_fake_quant, unprepare
 from aoquant.quantize import quantize_
 from aoquant.report import Report, report, verify
@@ -63,6 +64,7 @@ __all__ = [
     "get_format",
     "list_formats",
     "load_pretrained",
+    "packed_linear",
     "quantize_",
     "report",
     "save_pretrained",

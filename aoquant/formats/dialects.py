@@ -8,8 +8,8 @@ kernels of that name, "te" TransformerEngine. MX, blocks of 32, e8m0 scales, s =
     qutlass-mxfp4  absmax + 1e-8         the same          the same     fusedQuantizeMx, method "abs_max"
     mxfp4-quest    sigma * k + 1e-8      e2m1(y / s)       code s       Quartet, and fusedQuantizeMx, method "quest"
 
-sigma^2 = max(E[y^2] - E[y]^2, 0) over the block, k = 2.92247856 / 6 = .48708. E is summed by halves (value i with i + 16, then i + 8, ...)
-in float32, so that every device gets the same bits. `saturated` is what QuEST's trust mask leaves out: |y / s| >= 6.
+sigma^2 = max(E[y^2] - E[y]^2, 0) over the block, k = 2.92247856 / 6 = .48708. E is summed in float32 by pairs of neighbours, then by pairs of
+those sums and so on, so that every device gets the same bits. `saturated` is what QuEST's trust mask leaves out: |y / s| >= 6.
 
 NVFP4, blocks of 16 (te: or tiles of 16 x 16), e4m3 scales q, g = absmax of the tensor / 2688 unless it is given:
 
@@ -64,7 +64,7 @@ class _E2M1(Format):
         return self._blocks(layout.unpack(e.codes, 4, e.k) & 7).amax(-1) != 0
 
 
-# name -> (statistic, added to it, what y / s is multiplied by)
+# name -> statistic, tiny and gain
 _MX: dict[str, tuple[str, float, float]] = {
     "xx-mxfp4": ("absmax", 0.0, 3.0),
     "qutlass-mxfp4": ("absmax", 1e-8, 3.0),
@@ -87,17 +87,26 @@ class MXFP4Dialect(_E2M1):
         return 32
 
     @property
+    def statistic(self) -> str:
+        """ "absmax", or "quest": the standard deviation."""
+        return _MX[self.dialect][0]
+
+    @property
+    def tiny(self) -> float:
+        """What is added to the statistic."""
+        return _MX[self.dialect][1]
+
+    @property
     def gain(self) -> float:
         """What y / s is multiplied by before it is rounded."""
         return _MX[self.dialect][2]
 
     def measure(self, x_RK: Tensor) -> Scales:
-        statistic, tiny, _ = _MX[self.dialect]
         x_RGB = self._blocks(x_RK).float()
         v = absmax(x_RGB)
-        if statistic == "quest":
+        if self.statistic == "quest":
             v = deviation(x_RGB, v) * QUEST
-        byte = ((v + tiny).view(torch.int32) >> 23).to(torch.uint8)  # 255 for Inf and NaN
+        byte = ((v + self.tiny).view(torch.int32) >> 23).to(torch.uint8)  # 255 for Inf and NaN
         return Scales(byte.view(torch.float8_e8m0fnu))
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
@@ -119,13 +128,16 @@ class MXFP4Dialect(_E2M1):
             return None
         return torch.full((1, 1), reciprocal(self.gain), dtype=torch.float32, device=e.codes.device)
 
+    def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        return self._times(e, self.scales(e) * reciprocal(self.gain)).to(dtype)
+
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         assert e.scale is not None
         return (self._scaled(x_RK, e.scale).abs() >= E2M1_MAX).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
-        least = 100 if _MX[self.dialect][1] else 0  # 2^-27 is what 1e-8 alone gives
+        least = 100 if self.tiny else 0  # 2^-27 is what 1e-8 alone gives
         return (e.scale.view(torch.uint8) <= least) & self._any_code(e)
 
     def _scaled(self, x_RK: Tensor, scale: Tensor) -> Tensor:
@@ -146,8 +158,7 @@ def deviation(x_RGB: Tensor, amax_RG: Tensor) -> Tensor:
 def _mean(x_RGB: Tensor) -> Tensor:
     width = x_RGB.shape[-1]
     while x_RGB.shape[-1] > 1:
-        low, high = x_RGB.chunk(2, -1)
-        x_RGB = low + high
+        x_RGB = x_RGB[..., 0::2] + x_RGB[..., 1::2]
     return x_RGB.squeeze(-1) * (1 / width)
 
 

@@ -31,6 +31,8 @@ from .contracts import CONTRACTS, input_error, reads
 from .external import TORCH
 from .matmul import TENSOR_CORES
 from .mslk import MSLK
+from .packed import PACKED
+from .qutlass import QUTLASS
 from .router import Backend, Request, backend, backend_names, explain, register, route
 from .tinygemm import TINYGEMM
 
@@ -65,7 +67,9 @@ _Encode = Callable[[Format, Tensor], Encoded]
 register(
     Backend("reference", 0, lambda request: None, reference.scaled_mm),
     TENSOR_CORES,
+    PACKED,
     BLACKWELL,
+    *QUTLASS,
     *TORCH,
     *TINYGEMM,
     *MSLK,

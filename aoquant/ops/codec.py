@@ -28,6 +28,9 @@ from aoquant.formats import (
     Format,
     HighPrecision,
     Int4,
+    MXFP4Dialect,
+    NVFP4Dialect,
+    NVFP4Search,
     Random,
     Randomized,
     Rotated,
@@ -118,7 +121,7 @@ def _kernels() -> ModuleType:
 
 
 @cache
-def _lacks(device: torch.device) -> str | None:
+def lacks_triton(device: torch.device) -> str | None:
     """Why the Triton kernels cannot run on `device`."""
     if device.type != "cuda":
         return "its kernels are for CUDA devices"
@@ -131,11 +134,11 @@ def _lacks(device: torch.device) -> str | None:
 
 def has_triton(device: torch.device) -> bool:
     """Whether our Triton kernels run on `device`."""
-    return _lacks(device) is None
+    return lacks_triton(device) is None
 
 
 def _why_not_triton(r: CodecRequest) -> str | None:
-    if lacks := _lacks(r.device):
+    if lacks := lacks_triton(r.device):
         return lacks
     if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
@@ -147,7 +150,7 @@ def _why_not_triton(r: CodecRequest) -> str | None:
         return None if alone else _why_not_triton(replace(r, format=f.inner, dtype=torch.float32))
     if isinstance(f, Randomized):
         return _why_not_random(f, r)
-    if not _has_kernel(f):
+    if not _has_kernel(f, r.role):
         return f"has no kernel for {f.name}"
     if isinstance(f, Float8) and r.k % 16:
         return f"reads rows of float8 by 16, got K = {r.k}"
@@ -156,15 +159,17 @@ def _why_not_triton(r: CodecRequest) -> str | None:
     return None
 
 
-def _has_kernel(f: Format) -> bool:
-    """Whether the kernels know this format's every option; a subclass is another format."""
+def _has_kernel(f: Format, role: str) -> bool:
+    """Whether the kernels know this format's every option; a subclass is another format, and a searched scale decodes as any."""
     if type(f) is Int4:
         return f.scales == "input"
     if type(f) is Affine:
         return f.mapping in ("symmetric", "asymmetric") and not f.fixed and not f.stored and f.width > 1
     if type(f) is Float8:
         return f.per in ("row", "tensor") and not f.fixed and f.low is None and f.high is None
-    return type(f) in (MX, NVFP4)
+    if type(f) is NVFP4Dialect:
+        return f.tile == 1
+    return type(f) in (MX, NVFP4, MXFP4Dialect) or (role == "decode" and type(f) is NVFP4Search)
 
 
 def _why_not_random(f: Randomized, r: CodecRequest) -> str | None:

@@ -4,7 +4,9 @@ A backend states for a request (contract, formats, device, dtype, shape) either 
 not. The router takes the willing backend of highest priority; the reference is willing always. Forcing a backend, by
 `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing falls back silently.
 
-Backends compete within a role: "gemm", or one of `codec.py`'s. A forced name rules every role that has a backend of that name.
+Backends compete within a role: "gemm", or one of `codec.py`'s. A forced name rules every role that has a backend of that name, or the one
+role that is named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing "quantize" forces
+"encode" too: both make codes of values.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Format
 
-_forced: ContextVar[str | None] = ContextVar("aoquant_backend", default=None)
+# (role or None for all, name), the innermost last
+_forced: ContextVar[tuple[tuple[str | None, str], ...]] = ContextVar("aoquant_backend", default=())
+_ENVIRONMENT = "AOQUANT_BACKEND"
+_ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 
 
 class Quantized(NamedTuple):
@@ -88,19 +93,36 @@ def backend_names(role: str = "gemm") -> list[str]:
 
 
 @contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Run everything inside the block, in the roles that it has, on backend `name`.
+def backend(name: str, role: str | None = None) -> Iterator[None]:
+    """Run everything inside the block on backend `name`, in the roles that it has, or in `role` alone; blocks nest.
+
+    role: "gemm", "quantize" (values to codes, "encode" included), "encode" or "decode".
 
     Raises:
-        ValueError: no backend has that name; and inside the block, when it cannot run a request, with its reason.
+        ValueError: no backend has that name, or none in that role; and inside the block, when it cannot run a request, with its reason.
     """
-    if name not in _all_names():
-        raise ValueError(f"no backend is called {name!r}; there are: {', '.join(_all_names())}")
-    token = _forced.set(name)
+    known = _all_names() if role is None else backend_names(role)
+    if name not in known:
+        raise ValueError(
+            f"no backend is called {name!r}{f' in role {role!r}' if role else ''}; there are: {', '.join(known) or 'none'}"
+        )
+    token = _forced.set((*_forced.get(), (role, name)))
     try:
         yield
     finally:
         _forced.reset(token)
+
+
+def forced(role: str) -> tuple[str | None, bool]:
+    """(the name that is forced for a role, by the innermost block that speaks of it or else by the environment; whether for it alone)."""
+    named = (role, _ALSO.get(role, role))
+    for of, name in reversed(_forced.get()):
+        if of is None or of in named:
+            return name, of is not None
+    entries = (e.strip().rpartition("=") for e in os.environ.get(_ENVIRONMENT, "").split(","))
+    by_role = {of: name for of, _, name in entries if name}
+    alone = next((by_role[of] for of in named if of in by_role), None)
+    return (by_role.get(""), False) if alone is None else (alone, True)
 
 
 def explain(request: Asks) -> list[tuple[str, str]]:
@@ -109,13 +131,13 @@ def explain(request: Asks) -> list[tuple[str, str]]:
     Where a backend is forced, it alone runs: the others are "willing, but NAME is forced".
     """
     rivals = [b for b in _backends if b.role == request.role]
-    forced = _forced.get() or os.environ.get("AOQUANT_BACKEND")
-    rules = any(b.name == forced for b in rivals)
+    name, _ = forced(request.role)
+    rules = any(b.name == name for b in rivals)
     rows, chosen = [], False
     for b in rivals:
         reason = b.why_not(request)
-        if rules and b.name != forced:
-            rows.append((b.name, reason or f"willing, but {forced} is forced"))
+        if rules and b.name != name:
+            rows.append((b.name, reason or f"willing, but {name} is forced"))
             continue
         rows.append((b.name, reason or ("willing, lower priority" if chosen else "runs")))
         chosen = chosen or reason is None
@@ -129,14 +151,15 @@ def route(request: Asks) -> Backend:
         ValueError: the forced backend does not exist or cannot run it.
     """
     rivals = [b for b in _backends if b.role == request.role]
-    forced = _forced.get() or os.environ.get("AOQUANT_BACKEND")
-    found = next((b for b in rivals if b.name == forced), None)
-    if forced is None or (found is None and forced in _all_names()):
+    name, alone = forced(request.role)
+    found = next((b for b in rivals if b.name == name), None)
+    if name is None or (found is None and not alone and name in _all_names()):
         return next(b for b in rivals if b.why_not(request) is None)
-    reason = f"there is none; known: {', '.join(_all_names())}" if found is None else found.why_not(request)
+    known = [b.name for b in rivals] if alone else _all_names()
+    reason = f"there is none; known: {', '.join(known)}" if found is None else found.why_not(request)
     if found is None or reason is not None:
         raise ValueError(
-            f"backend {forced!r} was forced, but cannot run this {request}: {reason}. Unset it or choose another"
+            f"backend {name!r} was forced, but cannot run this {request}: {reason}. Unset it or choose another"
         )
     return found
 

@@ -77,7 +77,7 @@ def test_a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is(name: str) ->
 )
 def test_options_without_a_kernel_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that has Triton and a GPU, an option that the kernels do not know goes to the reference."""
-    monkeypatch.setattr(codec, "_lacks", lambda device: None)
+    monkeypatch.setattr(codec, "lacks_triton", lambda device: None)
     rows = dict(explain(request("encode", name, CUDA)))
     assert rows["reference"] == "runs"
     assert name in rows["triton"] or "not 3" in rows["triton"]

@@ -49,8 +49,8 @@ def mx_oracle(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
         down = np.where(v > F32(2.0**60), F32(2.0**-96), F32(1))
         y = x * down[:, None]
         mean, square = y, y * y
-        for half in (16, 8, 4, 2, 1):
-            mean, square = mean[:, :half] + mean[:, half:], square[:, :half] + square[:, half:]
+        for _ in range(5):
+            mean, square = mean[:, ::2] + mean[:, 1::2], square[:, ::2] + square[:, 1::2]
         mean, square = mean[:, 0] / F32(32), square[:, 0] / F32(32)
         v = np.sqrt(np.maximum(square - mean * mean, F32(0))) / down * F32(2.92247856 / 6)
     v = v + (F32(0) if name == "xx-mxfp4" else F32(1e-8))

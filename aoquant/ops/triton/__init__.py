@@ -20,6 +20,8 @@ from aoquant.formats import (
     Format,
     HighPrecision,
     Int4,
+    MXFP4Dialect,
+    NVFP4Dialect,
     Random,
     Randomized,
     Transformed,
@@ -27,7 +29,7 @@ from aoquant.formats import (
 from aoquant.ops.router import Quantized
 from aoquant.transforms import Hadamard
 
-from . import blockscaled, float8, hadamard, integer, stochastic
+from . import blockscaled, dialects, float8, hadamard, integer, stochastic
 
 
 def encode(format: Format, x_RK: Tensor) -> Encoded:
@@ -87,6 +89,8 @@ def transform(
 def _module(format: Format) -> ModuleType:
     if isinstance(format, MX | NVFP4):
         return blockscaled
+    if isinstance(format, MXFP4Dialect | NVFP4Dialect):
+        return dialects
     if isinstance(format, Int4 | Affine):
         return integer
     assert isinstance(format, Float8)

@@ -1,0 +1,210 @@
+"""FP4 dialects in one pass, as `formats/dialects.py` defines them: blocks of 32 with e8m0 scales, blocks of 16 with e4m3 scales.
+
+The frame is blockscaled.py's: a stream of blocks, the absmax of the tensor from a pass before, the encoder walking backwards. What differs is
+how a block gets its scale and what its values are multiplied or divided by. A value that 0 / 0 or a NaN scale made NaN has code 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aoquant.formats import Encoded, MXFP4Dialect, NVFP4Dialect
+from aoquant.formats.blockscaled import PTS_FLOOR
+from aoquant.formats.dialects import FLT_MAX, QUEST
+from aoquant.formats.scales import reciprocal
+
+from .amax import PARTIALS, absmax_partials
+from .elements import (
+    INF_BITS,
+    NAN_BITS,
+    bits_float,
+    e2m1_rounded,
+    e2m1_value,
+    e8m0_value,
+    float_bits,
+    least,
+    most,
+    pack_e2m1,
+    unpack4,
+)
+
+TILE = 1024
+LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
+HUGE_BITS = tl.constexpr(0x5D800000)  # 2^60
+
+
+@triton.jit
+def _pairs(x, NB: tl.constexpr, HALF: tl.constexpr):
+    """(NB, 2 HALF) -> (NB, HALF): sums of neighbours."""
+    low, high = tl.split(tl.reshape(x, (NB, HALF, 2)))
+    return low + high
+
+
+@triton.jit
+def _mean(x, NB: tl.constexpr):
+    """Of blocks of 32, by pairs of neighbours."""
+    s = _pairs(_pairs(_pairs(_pairs(_pairs(x, NB, 16), NB, 8), NB, 4), NB, 2), NB, 1)
+    return tl.reshape(s, (NB,)) * 0.03125
+
+
+@triton.jit
+def _deviation(x, amax_bits, NB: tl.constexpr):
+    huge = amax_bits > HUGE_BITS
+    x = x * tl.where(huge, 2.0**-96, 1.0)[:, None]
+    mean, square = _mean(x, NB), _mean(x * x, NB)
+    return tl.sqrt_rn(most(square - mean * mean, 0.0)) * tl.where(huge, 2.0**96, 1.0)
+
+
+@triton.jit
+def _encode(
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, fixed,
+    DIALECT: tl.constexpr, DYNAMIC: tl.constexpr, GAIN: tl.constexpr, TINY: tl.constexpr, POST: tl.constexpr,
+    SIXTH: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, SMALLEST_PTS: tl.constexpr, LARGEST: tl.constexpr, FACTOR: tl.constexpr,
+    CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """DIALECT: "absmax" or "quest" (e8m0), or "xx", "qutlass", "te" (e4m3). VALUES: "" none, "operand" without, "decode" with the outer scale."""
+    one = tl.full([], 1.0, tl.float32)
+    outer = one
+    encode = one
+    if B == 16:
+        if DYNAMIC:
+            outer = bits_float(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0))
+            if DIALECT != "te":
+                outer = most(outer * PTS_RECIPROCAL, SMALLEST_PTS)
+        else:
+            outer = fixed + tl.zeros([], tl.float32)
+        if tl.program_id(0) == 0:
+            tl.store(outer_ptr, outer)
+        if DIALECT == "qutlass":
+            encode = tl.div_rn(one, outer)
+        elif DIALECT == "te":
+            encode = tl.where(outer == 0.0, one, least(tl.div_rn(one * 2688.0, outer), LARGEST))
+
+    n_tiles = tl.cdiv(n_blocks, NB)
+    for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        tile = tl.cast(n_tiles - 1 - i, tl.int64)
+        block = tile * NB + tl.arange(0, NB)
+        at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
+        inside = (block < n_blocks)[:, None]
+        x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        magnitude = x & 0x7FFFFFFF
+        amax = tl.max(magnitude, axis=1)
+        ones = tl.full([NB], 1.0, tl.float32)
+        if B == 32:
+            v = bits_float(amax)
+            if DIALECT == "quest":
+                v = _deviation(bits_float(x), amax, NB) * FACTOR
+            byte = (float_bits(v + TINY) >> 23) & 0xFF
+            inverse = bits_float(tl.where(byte == 255, NAN_BITS, tl.where(byte == 254, 1 << 22, (254 - byte) << 23)))
+            y = bits_float(magnitude) * inverse[:, None] * GAIN
+            step = e8m0_value(byte)
+            stored = byte.to(tl.uint8)
+        else:
+            top = bits_float(tl.where(amax == INF_BITS, NAN_BITS, amax))
+            if DIALECT == "xx":
+                ratio = tl.div_rn(top, ones * (outer * 6.0))
+            elif DIALECT == "qutlass":
+                ratio = encode * (top * SIXTH)
+            else:
+                ratio = top * (encode * SIXTH)
+            scale = least(ratio, 448.0).to(tl.float8e4nv)
+            step = scale.to(tl.float32)
+            if DIALECT == "xx":
+                y = tl.div_rn(bits_float(magnitude), (step * outer)[:, None] + tl.zeros([NB, B], tl.float32))
+            else:
+                inverse = tl.div_rn(ones, step * tl.div_rn(one, encode))
+                if DIALECT == "te":
+                    inverse = least(inverse, LARGEST)
+                y = bits_float(magnitude) * inverse[:, None]
+            stored = scale.to(tl.uint8, bitcast=True)
+        if CODES:
+            tl.store(scale_ptr + block, stored, mask=block < n_blocks)
+        nan = y != y
+        index = float_bits(e2m1_rounded(tl.where(nan, 0.0, y)))
+        signed = tl.where(nan, 0, x)
+        if CODES:
+            half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
+            tl.store(codes_ptr + half, pack_e2m1(index, signed, NB, B).to(tl.uint8), mask=inside)
+        if VALUES != "":
+            if VALUES == "decode":
+                step = step * outer * POST
+            value = e2m1_value(index, signed & -0x80000000) * step[:, None]
+            tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode(
+    codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, blocks_per_row, OUTER_STRIDE,
+    OUTER: tl.constexpr, POST: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """OUTER: whether there is an outer scale, one a row (OUTER_STRIDE 1) or one in all (0); POST multiplies the scales after it."""
+    tile = tl.program_id(0).to(tl.int64)
+    block = tile * NB + tl.arange(0, NB)
+    at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
+    inside = block < n_blocks
+    byte = tl.load(scale_ptr + block, mask=inside, other=0)
+    step = e8m0_value(byte.to(tl.int32)) if B == 32 else byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if OUTER:
+        step = step * tl.load(outer_ptr + (block // blocks_per_row) * OUTER_STRIDE, mask=inside, other=0.0)
+    step = step * POST
+    half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
+    code = unpack4(tl.load(codes_ptr + half, mask=inside[:, None], other=0), NB, B)
+    value = e2m1_value(code, (code & 8) << 28) * step[:, None]
+    tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def _post(format: MXFP4Dialect | NVFP4Dialect) -> float:
+    """What a decoded block's scale is multiplied by, after the outer scale."""
+    if isinstance(format, MXFP4Dialect):
+        return reciprocal(format.gain)
+    return reciprocal(2688.0) if format.dialect == "te" else 1.0
+
+
+def quantize(
+    format: MXFP4Dialect | NVFP4Dialect, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    x_RK = x_RK.contiguous()
+    (rows, k), device, mx = x_RK.shape, x_RK.device, isinstance(format, MXFP4Dialect)
+    codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
+    scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
+    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
+    outer = partials = None
+    kind: dict[str, Any] = {"DIALECT": "", "GAIN": 1.0, "TINY": 0.0, "DYNAMIC": False}
+    fixed = 0.0
+    if isinstance(format, MXFP4Dialect):
+        kind |= {"DIALECT": format.statistic, "GAIN": format.gain, "TINY": format.tiny}
+    else:
+        outer = torch.empty(1, 1, dtype=torch.float32, device=device)
+        fixed = format.fixed[0] if format.fixed else 0.0
+        kind |= {"DIALECT": format.dialect, "DYNAMIC": not format.fixed}
+        partials = None if format.fixed else absmax_partials(x_RK)
+    _encode[(triton.cdiv(rows * k, TILE),)](
+        x_RK, partials, codes, scale, outer, values, rows * k // format.block, fixed,
+        POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(2688.0), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLT_MAX,
+        FACTOR=QUEST, CODES=keep, VALUES="" if dtype is None else "operand" if operand else "decode",
+        NB=TILE // format.block, B=format.block, N_PARTIALS=PARTIALS, **kind, **LAUNCH,
+    )  # fmt: skip
+    native = torch.float8_e8m0fnu if mx else torch.float8_e4m3fn
+    made = x_RK.new_empty(0, k // 2, dtype=torch.uint8) if codes is None else codes
+    e = Encoded(made, None if scale is None else scale.view(native), None, outer, k)
+    return (e if keep else None), values, format.alpha(e)
+
+
+def decode(format: MXFP4Dialect | NVFP4Dialect, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
+    """(R, K) values in `dtype`: the operand, or decoded."""
+    assert e.scale is not None
+    rows = e.codes.shape[0]
+    values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
+    _decode[(triton.cdiv(rows * e.k, TILE),)](
+        e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8), e.outer, values,
+        rows * e.k // format.block, e.k // format.block, 1 if e.outer is not None and e.outer.shape[0] > 1 else 0,
+        OUTER=not operand and e.outer is not None, POST=1.0 if operand else _post(format),
+        NB=TILE // format.block, B=format.block, **LAUNCH,
+    )  # fmt: skip
+    return values

@@ -1,0 +1,241 @@
+"""packed_linear: the layer that convert makes, from tensors that somebody holds; and what a packed FP4 layer promises."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aoquant import (
+    Hadamard,
+    MXFP4WeightConfig,
+    NVFP4WeightConfig,
+    PackedTensor,
+    backend,
+    get_format,
+    packed_linear,
+    quantize_,
+)
+from aoquant.formats import Encoded, layout
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+NAMES = ("nvfp4", "nvfp4-none", "nvfp4-search", "fouroversix", "xx-nvfp4", "xx-nvfp4-static:0.1", "qutlass-nvfp4",
+         "te-nvfp4", "te-nvfp4-16x16", "mxfp4", "mxfp4-quest", "xx-mxfp4", "qutlass-mxfp4", "gridflip")  # fmt: skip
+
+
+def encoded(name: str, n: int = 24, k: int = 96, dtype: torch.dtype = BF16) -> tuple[Tensor, Encoded]:
+    w = torch.randn(n, k).to(dtype) * 0.02
+    return w, get_format(name).encode(w)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("config", [
+    NVFP4WeightConfig(), NVFP4WeightConfig("none", activation="nvfp4-none"), NVFP4WeightConfig(rule="search"),
+    NVFP4WeightConfig("static", numerics="xx"), NVFP4WeightConfig(numerics="qutlass"), NVFP4WeightConfig(numerics="te", tile=16),
+    MXFP4WeightConfig(), MXFP4WeightConfig("quest", transform=Hadamard(32)), MXFP4WeightConfig(numerics="xx"),
+    NVFP4WeightConfig(activation=None), NVFP4WeightConfig(transform=Hadamard(16, 5)),
+], ids=lambda c: c.recipe().fprop_weight.name + ("" if c.activation else "-weight"))  # fmt: skip
+def test_it_is_the_layer_that_convert_makes(config: Any, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(96, 32)).to(dtype)
+    quantize_(model, config)
+    theirs = model[0]
+    assert isinstance(theirs.weight, PackedTensor)
+    w = theirs.weight
+    outer = w.per_tensor_scale
+    fmt = w.weight_format.base
+    mine = packed_linear(
+        w.qdata, w.scale, None if outer is None else outer[0, 0] if fmt.reach == "tensor" else outer, theirs.bias,
+        format=fmt.name, activation=config.activation, transform=config.transform, dtype=dtype,
+    )  # fmt: skip
+    assert mine.weight.format == w.format and mine.weight.activation == w.activation
+    for shape in ((96,), (1, 96), (5, 96), (2, 3, 96), (0, 96)):
+        x = torch.randn(*shape).to(dtype)
+        assert torch.equal(mine(x), theirs(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_dtypes_and_defaults(name: str) -> None:
+    _, e = encoded(name)
+    layer = packed_linear(e.codes, e.scale, e.outer, torch.ones(24), format=name, activation=None)
+    x = torch.randn(3, 96).to(BF16)
+    want = torch.nn.functional.linear(x.double(), get_format(name).decode(e, F32).double(), torch.ones(24).double())
+    assert ((layer(x).double() - want).norm() / want.norm()).item() < 5e-3
+    assert layer.weight.dtype == layer.bias.dtype == BF16 and (layer.in_features, layer.out_features) == (96, 24)
+    if name != "gridflip":
+        both = packed_linear(e.codes, e.scale.view(torch.uint8), e.outer, format=name)  # bytes of scales will do
+        assert both.weight.activation == {"nvfp4-search": "nvfp4", "te-nvfp4-16x16": "te-nvfp4"}.get(name, name)
+        assert both(x).isfinite().all()
+    assert torch.equal(packed_linear(e.codes.view(torch.float4_e2m1fn_x2), e.scale, e.outer, format=name, activation=None)
+                       .weight.qdata, e.codes)  # fmt: skip
+
+
+def test_outer_scales_of_both_operands() -> None:
+    """One number, or one a row for the weight; a constant in its format's name for the input."""
+    _, e = encoded("xx-nvfp4-static:0.25")
+    x = torch.randn(3, 96).to(BF16)
+
+    def make(outer: Tensor | float) -> nn.Linear:
+        return packed_linear(e.codes, e.scale, outer, format="xx-nvfp4", activation="xx-nvfp4-static:0.05")
+
+    y = make(0.25)(x)
+    for outer in (torch.tensor(0.25), torch.tensor([0.25]), torch.tensor([[0.25]]), torch.full((24,), 0.25).double()):
+        assert torch.equal(make(outer)(x), y)
+    rows = torch.full((24, 1), 0.25)
+    rows[12:] = 0.5
+    assert torch.equal(make(rows)(x)[:, :12], y[:, :12])
+    torch.testing.assert_close(make(rows)(x)[:, 12:], 2 * y[:, 12:], rtol=0, atol=0)
+
+
+def test_matrices_of_a_transform() -> None:
+    """T shared (G, G), and per block (K / G, G, G): the input is multiplied by T^T, the weight was by T^-1."""
+    for size in (16, 32):
+        shared = torch.linalg.qr(torch.randn(size, size))[0].to(BF16)
+        per_block = torch.stack([torch.linalg.qr(torch.randn(size, size))[0].to(BF16) for _ in range(96 // size)])
+        for matrix in (shared, per_block):
+            w = torch.randn(24, 96)
+            inverse = torch.linalg.inv(matrix.double()).expand(96 // size, size, size)
+            folded = torch.einsum("ngi,gio->ngo", w.double().unflatten(1, (-1, size)), inverse).flatten(1).float()
+            e = get_format("nvfp4").encode(folded)
+            layer = packed_linear(
+                e.codes, e.scale, e.outer, format="nvfp4", transform=matrix, activation=None, dtype=F32
+            )
+            x = torch.randn(5, 96)
+            want = x.double() @ w.double().t()
+            assert ((layer(x).double() - want).norm() / want.norm()).item() < 0.12  # FP4 codes of w
+            quantised = packed_linear(e.codes, e.scale, e.outer, format="nvfp4", transform=matrix, dtype=F32)
+            assert ((quantised(x).double() - want).norm() / want.norm()).item() < 0.17
+            assert torch.equal(layer.to(BF16).weight.act_pre_scale, matrix.expand(96 // size, size, size))
+
+
+NVFP4 = encoded("nvfp4")[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "int4-g32"}, "format must be an FP4 one"),
+        ({"format": "hadamard16+nvfp4"}, "format must be an FP4 one"),
+        ({"format": "mxfp8"}, "format must be an FP4 one"),
+        ({"codes": NVFP4.codes.float()}, "codes must be (N, K / 2) uint8, two to a byte, got (24, 48) of torch.float32"),
+        ({"codes": NVFP4.codes[0]}, "codes must be (N, K / 2) uint8, two to a byte, got (48,)"),
+        ({"codes": NVFP4.codes[:, :44]}, "needs K to be a multiple of 16, got K = 88"),
+        ({"scale": NVFP4.scale[:, :5]}, "nvfp4 needs scales (24, 6) of torch.float8_e4m3fn, row-major"),
+        ({"scale": layout.swizzle_128x4(NVFP4.scale)}, "swizzled scales go through formats.layout.unswizzle_128x4"),
+        ({"scale": NVFP4.scale.float()}, "of torch.float8_e4m3fn, row-major, for these codes, got (24, 6) of torch.float32"),
+        ({"outer": None}, "nvfp4 needs an outer scale, got none"),
+        ({"format": "nvfp4-none"}, "nvfp4-none has no outer scale, got one"),
+        ({"outer": torch.ones(5)}, "outer must be 1 or 24 floats, got (5,)"),
+        ({"outer": torch.ones(1, dtype=torch.int64)}, "outer must be 1 or 24 floats, got (1,) of torch.int64"),
+        ({"bias": torch.ones(5)}, "bias must be (24,), one for each row of codes, got (5,)"),
+        ({"bias": torch.ones(24, device="meta")}, "all tensors must be on one device, got cpu, meta"),
+        ({"transform": "hadamard16"}, "transform must be aoquant.Hadamard(size) or the matrices, got 'hadamard16'"),
+        ({"transform": torch.eye(18)}, "transform must be (G, G) or (K / G, G, G) with G dividing K = 96, got (18, 18)"),
+        ({"transform": torch.eye(16).expand(5, 16, 16)}, "got (5, 16, 16)"),
+        ({"transform": torch.eye(16) * 0.1}, "transform must hold bf16 numbers"),
+        ({"activation": "nope"}, "no format is called 'nope'"),
+        ({"dtype": torch.float64}, "got float64"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(change: dict[str, Any], says: str) -> None:
+    given = {"codes": NVFP4.codes, "scale": NVFP4.scale, "outer": NVFP4.outer, "format": "nvfp4"} | change
+    with pytest.raises(ValueError, match=re.escape(says)):
+        packed_linear(**given)
+
+
+def layer_and_input(name: str, dtype: torch.dtype = BF16) -> tuple[nn.Linear, Tensor]:
+    _, e = encoded(name, dtype=dtype)
+    bias = torch.randn(24)
+    return packed_linear(e.codes, e.scale, e.outer, bias, format=name, dtype=dtype), torch.randn(5, 96).to(dtype)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "xx-nvfp4", "te-nvfp4", "xx-mxfp4", "mxfp4-quest"])
+def test_round_trip_into_an_empty_skeleton(name: str, tmp_path: Path) -> None:
+    layer, x = layer_and_input(name)
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    _, e = encoded(name)
+    empty = Encoded(*(None if t is None else torch.empty_like(t, device="meta") for t in e[:4]), e.k)
+    bias = torch.empty(24, device="meta")
+    skeleton = packed_linear(empty.codes, empty.scale, empty.outer, bias, format=name)
+    assert skeleton.weight.is_meta
+    skeleton.load_state_dict(torch.load(tmp_path / "layer.pt"), assign=True)
+    assert torch.equal(skeleton(x), layer(x))
+    other, _ = layer_and_input(name)  # and into one of its like, in place
+    other.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "xx-mxfp4"])
+def test_codes_and_scales_are_immune_to_dtypes(name: str) -> None:
+    layer, x = layer_and_input(name)
+    before = copy.deepcopy(layer)
+    for dtype in (F32, F16, BF16):
+        layer.to(dtype)
+        w = layer.weight
+        assert w.dtype == layer.bias.dtype == dtype
+        for field in ("qdata", "scale", "per_tensor_scale"):
+            a, b = getattr(w, field), getattr(before.weight, field)
+            assert (a is None) == (b is None) and (a is None or (a.dtype == b.dtype and torch.equal(a, b))), field
+        y = layer(x.to(dtype))
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.float(), before(x).float(), rtol=1e-2, atol=1e-2)
+    assert layer.to("meta").weight.is_meta and layer.weight.scale.is_meta
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "xx-nvfp4", "mxfp4-quest"])
+def test_it_compiles_whole(name: str) -> None:
+    layer, x = layer_and_input(name)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+@pytest.fixture
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    monkeypatch.delenv("AOQUANT_BACKEND", raising=False)
+    return lambda value: monkeypatch.setenv("AOQUANT_BACKEND", value)
+
+
+def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
+    """In a block, in the environment, nested; a name that a role does not have is an error."""
+    layer, x = layer_and_input("nvfp4")
+    y = layer(x)
+    with backend("reference", role="quantize"), backend("reference", role="gemm"):
+        assert torch.equal(layer(x), y)
+    for role, forced in (("gemm", "triton"), ("gemm", "qutlass"), ("quantize", "triton"), ("encode", "triton")):
+        with (
+            backend(forced, role=role),
+            pytest.raises(ValueError, match=f"backend '{forced}' was forced, but cannot run"),
+        ):
+            layer(x)
+        with backend(forced, role=role), backend("reference"):  # the inner one speaks of all roles
+            assert torch.equal(layer(x), y)
+        with backend("reference"), backend(forced, role=role), pytest.raises(ValueError, match="cannot run"):
+            layer(x)
+    with pytest.raises(
+        ValueError, match=r"no backend is called 'tensor-cores' in role 'encode'; there are: triton, reference"
+    ):
+        backend("tensor-cores", role="encode").__enter__()
+    with pytest.raises(ValueError, match="in role 'matmul'; there are: none"):
+        backend("reference", role="matmul").__enter__()
+
+    no_environment("gemm=reference, quantize=reference")
+    assert torch.equal(layer(x), y)
+    for value, says in (
+        ("gemm=triton", r"backend 'triton' was forced, but cannot run this GEMM .* its kernels are for CUDA devices"),
+        ("reference,gemm=triton", "backend 'triton' was forced, but cannot run this GEMM"),
+        ("encode=triton", "backend 'triton' was forced, but cannot run this encode"),
+        ("quantize=triton", "backend 'triton' was forced, but cannot run this encode"),
+        ("encode=tensor-cores", r"there is none; known: triton, reference"),
+    ):
+        no_environment(value)
+        with pytest.raises(ValueError, match=says):
+            layer(x)
+        with backend("reference"):  # a block is nearer than the environment
+            assert torch.equal(layer(x), y)
+    no_environment("triton,gemm=reference,encode=reference,decode=reference")
+    assert torch.equal(layer(x), y)
