@@ -181,7 +181,11 @@ def test_explain_gives_every_backend_a_verdict_and_one_runs(contract: str) -> No
     }
     assert dict(rows)[fast.get(contract, "reference")] == "runs"
     for name, verdict in rows:
-        if name.startswith("torch.") and verdict != "runs":
+        if (
+            name.startswith("torch.")
+            and verdict != "runs"
+            and not verdict.endswith("(compute capability 10.0 or later)")
+        ):
             assert contract in verdict, f"{name} does not say why it refuses {contract}: {verdict}"
 
 
