@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import aoquant
 from aoquant import (
     Hadamard,
     MXFP4WeightConfig,
@@ -192,6 +193,30 @@ def test_it_compiles_whole(name: str) -> None:
     layer, x = layer_and_input(name)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "gridflip"])
+def test_the_outer_scale_never_enters_the_operand(name: str) -> None:
+    """bf16 operands are exact, so the layer equals float64 sums of FP4 products, scaled in float32 and rounded once."""
+    layer, x = layer_and_input(name)
+    w_format, x_format = layer.weight.weight_format, layer.weight.recipe.fprop_input
+    assert x_format is not None
+    e = x_format.encode(x)
+    acc = x_format.operand(e, F32).double() @ w_format.operand(layer.weight.encoded, F32).double().t()
+    y = acc.float()
+    for alpha in (x_format.alpha(e), w_format.alpha(layer.weight.encoded)):
+        if alpha is not None:
+            y = y * (alpha if alpha.shape[0] in (1, 5) else alpha.t())
+    want = (y + layer.bias.float()).to(BF16)
+    assert (layer(x) == want).double().mean() > 0.97
+    torch.testing.assert_close(layer(x), want, rtol=2.0**-7, atol=1e-6)
+
+
+def test_explain_lists_the_backends_of_a_packed_layer() -> None:
+    layer, _ = layer_and_input("xx-mxfp4")
+    text = str(aoquant.explain(layer))
+    for backend_name in ("reference", "triton", "qutlass", "tensor-cores"):
+        assert backend_name in text
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def _why_not_triton(r: CodecRequest) -> str | None:
         return None if alone else _why_not_triton(replace(r, format=f.inner, dtype=torch.float32))
     if isinstance(f, Randomized):
         return _why_not_random(f, r)
-    if not _has_kernel(f, r.role):
+    if not _has_kernel(f):
         return f"has no kernel for {f.name}"
     if isinstance(f, Float8) and r.k % 16:
         return f"reads rows of float8 by 16, got K = {r.k}"
@@ -159,8 +159,8 @@ def _why_not_triton(r: CodecRequest) -> str | None:
     return None
 
 
-def _has_kernel(f: Format, role: str) -> bool:
-    """Whether the kernels know this format's every option; a subclass is another format, and a searched scale decodes as any."""
+def _has_kernel(f: Format) -> bool:
+    """Whether the kernels know this format's every option; a subclass is another format."""
     if type(f) is Int4:
         return f.scales == "input"
     if type(f) is Affine:
@@ -169,7 +169,7 @@ def _has_kernel(f: Format, role: str) -> bool:
         return f.per in ("row", "tensor") and not f.fixed and f.low is None and f.high is None
     if type(f) is NVFP4Dialect:
         return f.tile == 1
-    return type(f) in (MX, NVFP4, MXFP4Dialect) or (role == "decode" and type(f) is NVFP4Search)
+    return type(f) in (MX, NVFP4, NVFP4Search, MXFP4Dialect)
 
 
 def _why_not_random(f: Randomized, r: CodecRequest) -> str | None:
