@@ -13,7 +13,7 @@ from golden_inputs import data_set
 from numpy_oracle import element
 from torch import Tensor, nn
 
-from aoquant import MXFP4WeightConfig, NVFP4WeightConfig, quantize_
+from aoquant import MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, calibrate, quantize_
 from aoquant.formats import NVFP4, Encoded, Format, NVFP4Dialect, NVFP4Search, get_format, layout
 from aoquant.formats.elements import from_e2m1
 from aoquant.ops import codec
@@ -468,3 +468,19 @@ def test_convert_warns_of_blocks_on_the_floor_by_name() -> None:
         small.weight.normal_(std=1e-4)
     with pytest.warns(UserWarning, match=r"100.0% of the weight's blocks have .* xx-nvfp4-static:0.1 stores"):
         quantize_(nn.Sequential(small), NVFP4WeightConfig("static", numerics="xx"))
+
+
+@pytest.mark.parametrize("numerics", ["xx", "qutlass", "te"])
+def test_outer_scales_of_activations_are_calibrated(numerics: str) -> None:
+    """The loop's largest absmax, in each dialect's own unit, becomes a constant of the converted layer."""
+    name = f"{numerics}-nvfp4"
+    model = nn.Sequential(nn.Linear(64, 32)).to(BF16)
+    quantize_(model, QATConfig(NVFP4WeightConfig(numerics=numerics, activation=f"{name}-static")))
+    batches = [torch.randn(8, 64).to(BF16) for _ in range(3)]
+    calibrate(model, lambda m: [m(x) for x in batches])
+    y = model(batches[0])
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(batches[0]), y)
+    constant = get_format(name).measure(torch.cat(batches)).outer
+    assert constant is not None
+    assert model[0].weight.activation == get_format(name).fix(constant.item()).name
