@@ -87,7 +87,7 @@ def test_how_many_operands_are_rounded() -> None:
         wrong = fmt.operand(e, BF16).float() != fmt.operand(e, F32)
         assert 0 < wrong.float().mean() < share
         error = (fmt.operand(e, BF16).float() - fmt.operand(e, F32)).square().sum() / fmt.operand(e, F32).square().sum()
-        assert error < 10**-6.5  # 65 dB: hundreds of times below the quantisation error
+        assert error < 10**-6.3  # 64 dB: hundreds of times below the quantisation error
 
 
 @pytest.mark.parametrize(
