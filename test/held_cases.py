@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from aoquant import (
     FP8WeightConfig,
+    GridFlipFP4WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -35,6 +36,8 @@ CONFIGS: dict[str, tuple[Any, dict[str, str]]] = {
     "intx4-row-frozen": (IntxWeightConfig(4, None, "int8-tensor-static"), {"scales": "static"}),
     "fp8": (FP8WeightConfig(activation="fp8-tensor-static"), {}),
     "nvfp4": (NVFP4WeightConfig(activation="nvfp4-static"), {}),
+    "fouroversix": (NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-static"), {}),
+    "gridflip-frozen": (GridFlipFP4WeightConfig(activation="fouroversix-static"), {"scales": "static"}),
     "nvfp4-frozen": (NVFP4WeightConfig(activation="nvfp4-static"), {"scales": "static"}),
     "mxfp4-frozen": (MXFP4WeightConfig(activation="fp8-tensor-static"), {"scales": "static"}),
     "int4-frozen": (Int4WeightConfig(32, activation="int8-tensor-static"), {"scales": "static"}),

@@ -102,7 +102,8 @@ def test_convert_takes_the_scales_as_they_are(name: str) -> None:
     if w_scales is not None and recipe.fprop_weight.name.startswith("int8"):
         assert torch.equal(packed.scale, w_scales.scale)
     if w_scales is not None and w_scales.outer is not None:
-        assert (packed.per_tensor_scale == w_scales.outer).all()
+        held = w_scales.outer / torch.tensor(1536.0) if "gridflip" in name else w_scales.outer  # it holds the absmax
+        assert (packed.per_tensor_scale == held).all()
 
 
 @pytest.mark.parametrize(
