@@ -9,7 +9,8 @@ or on whole tiles of rows, the numbers are those of `Format.encode`, `operand` a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,26 +27,28 @@ def encode(format: Format, x_RK: Tensor) -> Encoded:
     rows = _rows(total, k, GPU_TILE if x_RK.is_cuda else TILE, format.tile_rows)
     if rows is None or not (x_RK.is_cuda or x_RK.is_cpu):
         return format.encode(x_RK)
-    shared: tuple[int, ...] | None = None
     if format.by_rows or (format.reach == "block" and format.tile_rows > 1):
-        parts = [format.encode(x) for x in x_RK.split(rows)]
-    elif format.per_tensor:
-        scales, shared = format.measure(x_RK), (1, 1)
-        parts = [format.quantize(x, scales) for x in x_RK.split(rows)]
-    else:
-        return format.encode(x_RK)
-    codes, scale, zero, outer = (_joined(list(field), shared) for field in zip(*(e[:4] for e in parts), strict=True))
+        return _joined((format.encode(x) for x in x_RK.split(rows)), total, rows, None)
+    if format.per_tensor:
+        scales = format.measure(x_RK)
+        return _joined((format.quantize(x, scales) for x in x_RK.split(rows)), total, rows, (1, 1))
+    return format.encode(x_RK)
+
+
+def _joined(tiles: Iterator[Encoded], total: int, rows: int, shared: tuple[int, ...] | None) -> Encoded:
+    """Tiles of `rows` rows as one, each written into its place, so that codes are never there twice. shared: shape of what all have alike."""
+    first = next(tiles)
+    whole = [
+        t if t is None or t.shape == shared else t.new_empty(-(-total * len(t) // rows), *t.shape[1:])
+        for t in first[:4]
+    ]
+    for i, tile in enumerate(chain((first,), tiles)):
+        for place, part, one in zip(whole, tile[:4], first[:4], strict=True):
+            if place is not None and part is not None and one is not None and place is not one:
+                place[i * len(one) : i * len(one) + len(part)].copy_(part)
+    codes, scale, zero, outer = whole
     assert codes is not None
-    return Encoded(codes, scale, zero, outer, k)
-
-
-def _joined(parts: list[Tensor | None], shared: tuple[int, ...] | None) -> Tensor | None:
-    """One field of all tiles; shared: the shape of what is the same in each."""
-    first = parts[0]
-    if first is None or first.shape == shared:
-        return first
-    with torch.autocast(first.device.type, enabled=False):  # it promotes what is joined, and knows no float8
-        return torch.cat([t for t in parts if t is not None])
+    return Encoded(codes, scale, zero, outer, first.k)
 
 
 def operand(format: Format, e: Encoded, dtype: torch.dtype, out: torch.dtype | None = None) -> Tensor:
