@@ -68,11 +68,27 @@ def _decoded(
     dtype: torch.dtype,
     out: torch.dtype,
 ) -> Tensor:
-    total, unit = e.codes.shape[0], format.tile_rows
-    rows = _rows(total, e.k, TILE, unit) if e.codes.is_cpu else None
+    rows = _rows(e.codes.shape[0], e.k, TILE, format.tile_rows) if e.codes.is_cpu else None
     if rows is None:
         return function(e, dtype).to(out)
-    y_RK = torch.empty(total, e.k, dtype=out)
+    y_RK = torch.empty(e.codes.shape[0], e.k, dtype=out)
+    for tile, part in _cut(format, e, rows):
+        y_RK[tile] = function(part, dtype)
+    return y_RK
+
+
+def floored(format: Format, e: Encoded) -> Tensor:
+    """Share of format.floored(e), a scalar on e's device."""
+    rows = _rows(e.codes.shape[0], e.k, GPU_TILE if e.codes.is_cuda else TILE, format.tile_rows)
+    if rows is None:
+        return format.floored(e).float().mean()
+    counts = [(found.sum(), found.numel()) for found in (format.floored(part) for _, part in _cut(format, e, rows))]
+    return torch.stack([count for count, _ in counts]).sum() / sum(n for _, n in counts)
+
+
+def _cut(format: Format, e: Encoded, rows: int) -> Iterator[tuple[slice, Encoded]]:
+    """Tiles of `rows` rows: which ones, and their part of e."""
+    total, unit = e.codes.shape[0], format.tile_rows
     for start in range(0, total, rows):
         tile, units = slice(start, start + rows), slice(start // unit, (start + rows) // unit)
         # a row for each of the matrix, or for each block of rows, or one for all
@@ -80,8 +96,7 @@ def _decoded(
             t if t is None or t.shape[0] == 1 else t[tile if t.shape[0] == total else units] for t in e[:4]
         )
         assert codes is not None
-        y_RK[tile] = function(Encoded(codes, scale, zero, outer, e.k), dtype)
-    return y_RK
+        yield tile, Encoded(codes, scale, zero, outer, e.k)
 
 
 def _rows(rows: int, k: int, tile: int, unit: int) -> int | None:
