@@ -36,6 +36,13 @@ test: setup
 gpu-test: setup
 	AOQUANT_REQUIRE_GPU=1 $(PYTEST) -n $(GPU_WORKERS) --dist loadgroup --durations 10 -m "gpu and not nightly"
 
+# What benchmarks/results holds of a GPU, about five minutes.
+gpu-bench: setup
+	$(BIN)/python benchmarks/exactness.py
+	$(BIN)/python benchmarks/convert_speed.py
+	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/ceilings.py
+
 nightly: setup
 	$(PYTEST) -n $(WORKERS) -m "not gpu" --timeout 3600 --hypothesis-profile nightly
 

@@ -99,3 +99,14 @@ def test_tiles_are_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None
             assert got.shape == whole.shape
             assert torch.equal(got.view(torch.uint8), whole.view(torch.uint8))
     assert len(calls) > 2 or not (fmt.by_rows or fmt.per_tensor or fmt.tile_rows > 1)
+
+
+@pytest.mark.parametrize("name", sorted(list_formats()))
+def test_floored_blocks_are_counted_in_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fmt = get_format(name)
+    x = data("normal", 600, 2 * (fmt.block or 32), BF16)
+    x[100:300] *= 2.0**-120
+    e = fmt.encode(x)
+    want = fmt.floored(e).float().mean()
+    monkeypatch.setattr(tiles, "TILE", 1 << 10)
+    assert torch.isclose(tiles.floored(fmt, e), want, rtol=1e-6)
