@@ -1,9 +1,10 @@
 # Every target sets the project up first; once set up, that costs nothing (a stamp file, remade when a requirement changes).
-# Another environment than .venv: make test VENV=/path/to/venv.   More test processes: make test WORKERS=8.
+# Another environment than .venv: make test VENV=/path/to/venv.   More test processes: make test WORKERS=8, make gpu-test GPU_WORKERS=4.
 
 VENV ?= .venv
 PYTHON ?= python3
 WORKERS ?= 2
+GPU_WORKERS ?= 8
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.aoquant-installed
@@ -30,9 +31,17 @@ demo: setup
 test: setup
 	$(PYTEST) -n $(WORKERS) -m "not gpu and not slow and not nightly"
 
-# One process: the tests share one device. Without a device this fails instead of skipping everything.
+# Processes share the device, since most of the time goes into compiling kernels; tests that tune the same kernel go together. NCCL's
+# tests run where there are two devices. Without a device this fails instead of skipping everything.
 gpu-test: setup
-	AOQUANT_REQUIRE_GPU=1 $(PYTEST) -m "gpu and not nightly"
+	AOQUANT_REQUIRE_GPU=1 $(PYTEST) -n $(GPU_WORKERS) --dist loadgroup --durations 10 -m "gpu and not nightly"
+
+# What benchmarks/results holds of a GPU, about five minutes.
+gpu-bench: setup
+	$(BIN)/python benchmarks/exactness.py
+	$(BIN)/python benchmarks/convert_speed.py
+	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/ceilings.py
 
 nightly: setup
 	$(PYTEST) -n $(WORKERS) -m "not gpu" --timeout 3600 --hypothesis-profile nightly

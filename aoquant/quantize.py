@@ -24,6 +24,7 @@ from aoquant import fsdp, ops, sharded
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.embedding import QATEmbedding
 from aoquant.formats import Encoded, Format, Scales
+from aoquant.ops import tiles
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
 from aoquant.qat import Prepared, QATLayer, QATLinear
@@ -179,12 +180,10 @@ def _warn_of_floors(fqn: str, format: Format, e: Encoded, weight: Tensor) -> Non
     """Warn where float8 block scales are too coarse or too high for a weight: blocks of zeros do not count."""
     if e.scale is None or e.scale.is_meta or e.scale.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
         return
-    floored = format.floored(e)
-    if floored.float().mean() <= HEALTHY:
-        return
-    if format.base is format and format.tile_rows == 1 and format.block:
-        floored = floored & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
-    share = floored.float().mean().item()
+    share = tiles.floored(format, e).item()
+    if share > HEALTHY and format.base is format and format.tile_rows == 1 and format.block:
+        floored = format.floored(e) & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
+        share = floored.float().mean().item()
     if share > HEALTHY:
         warnings.warn(
             f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {format.name} stores, and lose "

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import gc
 import sys
 import time
 from pathlib import Path
@@ -66,6 +67,7 @@ def convert(config: Any, layers: int) -> tuple[nn.Module, float, int]:
     quantize_(model, QATConfig(config))
     if any(not m.calibrated for m in model.modules() if isinstance(m, QATLinear)):
         calibrate(model, [({k: torch.randn(16, k, device=CUDA, dtype=BF16) for k in (HIDDEN, FFN)},)])
+    gc.collect()  # a converted layer refers to itself, by its extra_repr
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before, start = torch.cuda.memory_allocated(), time.perf_counter()
@@ -119,6 +121,16 @@ def measure(name: str, config: Any, layers: int) -> dict[str, Any]:
     }
 
 
+def write(out: Path, rows: list[dict[str, Any]], layers: int) -> None:
+    """The table so far."""
+    out.mkdir(parents=True, exist_ok=True)
+    meta = versions(CUDA)
+    with (out / "convert_speed.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*meta, "layers", *max(rows, key=len)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([meta | {"layers": layers} | row for row in rows])
+
+
 def main() -> int:
     """Print and write the rows; 1 on a red gate or an exception."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,12 +157,7 @@ def main() -> int:
         rows.append(row)
         print("  ".join(f"{v!s:<28}" for v in row.values()), flush=True)
         torch.cuda.empty_cache()
-    args.out.mkdir(parents=True, exist_ok=True)
-    meta = versions(CUDA)
-    with (args.out / "convert_speed.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*meta, "layers", *max(rows, key=len)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([meta | {"layers": args.layers} | row for row in rows])
+        write(args.out, rows, args.layers)
     return int(failed)
 
 

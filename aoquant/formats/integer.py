@@ -117,7 +117,7 @@ class Affine(Format):
         """(R, K) int8 codes, unpacked."""
         if self.width == 8:
             return e.codes
-        return layout.unpack(e.codes, self.width, e.k).view(torch.int8) + self.limits[0]
+        return layout.unpack(e.codes, self.width, e.k).contiguous().view(torch.int8).add_(self.limits[0])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         if self.per == "group":

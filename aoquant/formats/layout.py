@@ -26,6 +26,11 @@ def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
     """Inverse of `pack`: uint8 (R, bytes) -> uint8 codes (R, k)."""
     if bits == 8:
         return packed
+    if bits == 4 and packed.is_cuda:  # no temporaries: conversion has memory for one layer
+        codes = packed.new_empty(packed.shape[0], 2 * packed.shape[1])
+        codes[:, ::2].copy_(packed).bitwise_and_(15)
+        codes[:, 1::2].copy_(packed).bitwise_right_shift_(4)
+        return codes[:, :k]
     if bits == 4:
         pairs = packed.contiguous().to(torch.int16)
         return ((pairs << 4) | pairs).bitwise_and_(0x0F0F).view(torch.uint8)[:, :k]

@@ -23,7 +23,7 @@ from torch._library.custom_ops import CustomOpDef
 from aoquant.formats import Affine, Encoded, Format, Scales, Transformed, get_format, layout
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 
-from . import backward, codec, reference, tiles
+from . import backward, codec, reference
 from .blackwell import BLACKWELL
 from .call import Call
 from .codec import CodecRequest
@@ -118,6 +118,11 @@ def _encoded(
         return f.encode(x, Scales(*(t if t is None else t.clone() for t in scales[:3])))
 
 
+def _whole(format: Format, x_RK: Tensor) -> Encoded:
+    """For fakes, which have shapes and no values: no tiles, whose number would be a guard on x's rows."""
+    return format.encode(x_RK)
+
+
 @torch.library.custom_op("aoquant::encode", mutates_args=())
 def encode(
     x: Tensor,
@@ -140,7 +145,7 @@ def _(
     outer: Tensor | None = None,
     transform: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, transform, encode=tiles.encode))
+    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, transform, encode=_whole))
 
 
 @torch.library.custom_op("aoquant::quantize", mutates_args=())
@@ -154,7 +159,7 @@ def quantize(x: Tensor, format: str, operand: bool) -> tuple[Tensor, Tensor, Ten
 
 @quantize.register_fake
 def _(x: Tensor, format: str, operand: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (*to_parts(tiles.encode(get_format(format), x)), x.new_empty(x.shape))
+    return (*to_parts(_whole(get_format(format), x)), x.new_empty(x.shape))
 
 
 @torch.library.custom_op("aoquant::scaled_mm", mutates_args=())

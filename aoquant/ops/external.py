@@ -52,18 +52,36 @@ def _cpu_row_scales() -> bool:
 
 def _scaled_mm(c: Call) -> Tensor:
     assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
+    x_MK, scale, rows = c.x.codes, c.x.scale, c.x.codes.shape[0]
+    try:
+        return c.shaped(_multiply(c, x_MK, scale))
+    except RuntimeError as error:
+        if rows >= FEWEST_CUBLAS_ROWS or "NOT_SUPPORTED" not in str(error):
+            raise
+    # torchao's layer raises here: cuBLAS has no kernel with a bias for few rows and many columns; more rows have one
+    short = FEWEST_CUBLAS_ROWS - rows
+    x_MK = F.pad(x_MK.view(torch.uint8), (0, 0, 0, short)).view(x_MK.dtype)
+    scale = F.pad(scale, (0, 0, 0, short), value=1.0) if c.w_format.per == "row" else scale
+    return c.shaped(_multiply(c, x_MK, scale)[:rows])
+
+
+FEWEST_CUBLAS_ROWS = 32
+
+
+def _multiply(c: Call, x_MK: Tensor, scale: Tensor) -> Tensor:
+    assert c.w.scale is not None
     # cuBLAS takes no bias with a float32 output; torchao adds it afterwards there, as we do
     late = c.bias if c.dtype == torch.float32 else None
     y_MN = torch._scaled_mm(
-        c.x.codes,
+        x_MK,
         c.w.codes.t(),
-        scale_a=c.x.scale,
+        scale_a=scale,
         scale_b=c.w.scale.t(),
         bias=None if late is not None else c.bias,
         out_dtype=c.dtype,
         use_fast_accum=c.contract == "fp8_scaled_mm",
     )
-    return c.shaped(y_MN if late is None else y_MN + late)
+    return y_MN if late is None else y_MN + late
 
 
 FEWEST_ROWS = (

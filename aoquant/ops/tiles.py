@@ -9,7 +9,8 @@ or on whole tiles of rows, the numbers are those of `Format.encode`, `operand` a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,26 +27,28 @@ def encode(format: Format, x_RK: Tensor) -> Encoded:
     rows = _rows(total, k, GPU_TILE if x_RK.is_cuda else TILE, format.tile_rows)
     if rows is None or not (x_RK.is_cuda or x_RK.is_cpu):
         return format.encode(x_RK)
-    shared: tuple[int, ...] | None = None
     if format.by_rows or (format.reach == "block" and format.tile_rows > 1):
-        parts = [format.encode(x) for x in x_RK.split(rows)]
-    elif format.per_tensor:
-        scales, shared = format.measure(x_RK), (1, 1)
-        parts = [format.quantize(x, scales) for x in x_RK.split(rows)]
-    else:
-        return format.encode(x_RK)
-    codes, scale, zero, outer = (_joined(list(field), shared) for field in zip(*(e[:4] for e in parts), strict=True))
+        return _joined((format.encode(x) for x in x_RK.split(rows)), total, rows, None)
+    if format.per_tensor:
+        scales = format.measure(x_RK)
+        return _joined((format.quantize(x, scales) for x in x_RK.split(rows)), total, rows, (1, 1))
+    return format.encode(x_RK)
+
+
+def _joined(tiles: Iterator[Encoded], total: int, rows: int, shared: tuple[int, ...] | None) -> Encoded:
+    """Tiles of `rows` rows as one, each written into its place, so that codes are never there twice. shared: shape of what all have alike."""
+    first = next(tiles)
+    whole = [
+        t if t is None or t.shape == shared else t.new_empty(-(-total * len(t) // rows), *t.shape[1:])
+        for t in first[:4]
+    ]
+    for i, tile in enumerate(chain((first,), tiles)):
+        for place, part, one in zip(whole, tile[:4], first[:4], strict=True):
+            if place is not None and part is not None and one is not None and place is not one:
+                place[i * len(one) : i * len(one) + len(part)].copy_(part)
+    codes, scale, zero, outer = whole
     assert codes is not None
-    return Encoded(codes, scale, zero, outer, k)
-
-
-def _joined(parts: list[Tensor | None], shared: tuple[int, ...] | None) -> Tensor | None:
-    """One field of all tiles; shared: the shape of what is the same in each."""
-    first = parts[0]
-    if first is None or first.shape == shared:
-        return first
-    with torch.autocast(first.device.type, enabled=False):  # it promotes what is joined, and knows no float8
-        return torch.cat([t for t in parts if t is not None])
+    return Encoded(codes, scale, zero, outer, first.k)
 
 
 def operand(format: Format, e: Encoded, dtype: torch.dtype, out: torch.dtype | None = None) -> Tensor:
@@ -65,11 +68,27 @@ def _decoded(
     dtype: torch.dtype,
     out: torch.dtype,
 ) -> Tensor:
-    total, unit = e.codes.shape[0], format.tile_rows
-    rows = _rows(total, e.k, TILE, unit) if e.codes.is_cpu else None
+    rows = _rows(e.codes.shape[0], e.k, TILE, format.tile_rows) if e.codes.is_cpu else None
     if rows is None:
         return function(e, dtype).to(out)
-    y_RK = torch.empty(total, e.k, dtype=out)
+    y_RK = torch.empty(e.codes.shape[0], e.k, dtype=out)
+    for tile, part in _cut(format, e, rows):
+        y_RK[tile] = function(part, dtype)
+    return y_RK
+
+
+def floored(format: Format, e: Encoded) -> Tensor:
+    """Share of format.floored(e), a scalar on e's device."""
+    rows = _rows(e.codes.shape[0], e.k, GPU_TILE if e.codes.is_cuda else TILE, format.tile_rows)
+    if rows is None:
+        return format.floored(e).float().mean()
+    counts = [(found.sum(), found.numel()) for found in (format.floored(part) for _, part in _cut(format, e, rows))]
+    return torch.stack([count for count, _ in counts]).sum() / sum(n for _, n in counts)
+
+
+def _cut(format: Format, e: Encoded, rows: int) -> Iterator[tuple[slice, Encoded]]:
+    """Tiles of `rows` rows: which ones, and their part of e."""
+    total, unit = e.codes.shape[0], format.tile_rows
     for start in range(0, total, rows):
         tile, units = slice(start, start + rows), slice(start // unit, (start + rows) // unit)
         # a row for each of the matrix, or for each block of rows, or one for all
@@ -77,8 +96,7 @@ def _decoded(
             t if t is None or t.shape[0] == 1 else t[tile if t.shape[0] == total else units] for t in e[:4]
         )
         assert codes is not None
-        y_RK[tile] = function(Encoded(codes, scale, zero, outer, e.k), dtype)
-    return y_RK
+        yield tile, Encoded(codes, scale, zero, outer, e.k)
 
 
 def _rows(rows: int, k: int, tile: int, unit: int) -> int | None:

@@ -42,7 +42,7 @@ def pack_cuda(format: Int4, e: Encoded, rows: int = 8) -> tuple[Tensor, Tensor]:
     """
     scale, zero = _both(e)
     # nibble by nibble: q -> q + 8 is flipping the top bit, and this operator wants the even k in the high one
-    pairs = ((e.codes << 4) | (e.codes >> 4)) ^ 0x88
+    pairs = (e.codes << 4).bitwise_or_(e.codes >> 4).bitwise_xor_(0x88)
     missing = (0, -e.k % CUDA_K, 0, -pairs.shape[0] % rows)
     if any(missing):
         code, *values = _blank(format, scale.dtype)

@@ -7,8 +7,8 @@ import torch
 from linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
-from aoquant import backend, explain, get_format, ops
-from aoquant.ops import CodecRequest, codec
+from aoquant import backend, explain, get_format, list_formats, ops
+from aoquant.ops import CodecRequest, codec, tiles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROLES = ("encode", "decode", "quantize")
@@ -85,3 +85,31 @@ def test_options_without_a_kernel_are_refused(name: str, monkeypatch: pytest.Mon
     assert rows["reference"] == "runs"
     assert name in rows["triton"] or "not 3" in rows["triton"]
     assert dict(explain(request("encode", "nvfp4", CUDA)))["triton"] == "runs"
+
+
+@pytest.mark.parametrize("name", sorted(list_formats()))
+def test_tiles_are_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Some rows at a time, also where a scale spans rows and where the last tile is short."""
+    monkeypatch.setattr(tiles, "TILE", 1 << 10)
+    fmt = get_format(name)
+    x = data("outlier", 600, 2 * (fmt.block or 32), BF16)
+    want, calls = fmt.encode(x), []
+    real = type(fmt).quantize
+    monkeypatch.setattr(type(fmt), "quantize", lambda self, *a: (calls.append(1), real(self, *a))[1])
+    for got, whole in zip(tiles.encode(fmt, x)[:4], want[:4], strict=True):
+        assert (got is None) == (whole is None)
+        if got is not None and whole is not None:
+            assert got.shape == whole.shape
+            assert torch.equal(got.view(torch.uint8), whole.view(torch.uint8))
+    assert len(calls) > 2 or not (fmt.by_rows or fmt.per_tensor or fmt.tile_rows > 1)
+
+
+@pytest.mark.parametrize("name", sorted(list_formats()))
+def test_floored_blocks_are_counted_in_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fmt = get_format(name)
+    x = data("normal", 600, 2 * (fmt.block or 32), BF16)
+    x[100:300] *= 2.0**-120
+    e = fmt.encode(x)
+    want = fmt.floored(e).float().mean()
+    monkeypatch.setattr(tiles, "TILE", 1 << 10)
+    assert torch.isclose(tiles.floored(fmt, e), want, rtol=1e-6)

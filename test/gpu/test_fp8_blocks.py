@@ -19,7 +19,11 @@ from aoquant import QATConfig, backend, quantize_
 
 pytestmark = pytest.mark.gpu
 BASE = Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])])
-SHAPES = [(1, 256, 128), (3, 256, 384), (64, 512, 1024), (200, 1024, 4096), (256, 4096, 4096)]
+# torchao's kernel is tuned for each N and K, half a minute once a process: the tests of a shape go together
+SHAPES = [
+    pytest.param(*shape, marks=pytest.mark.xdist_group(f"{shape[1]}x{shape[2]}"))
+    for shape in ((1, 256, 128), (3, 256, 384), (64, 512, 1024), (200, 1024, 4096), (256, 4096, 4096))
+]
 
 
 def model(n: int, k: int, *, bias: bool = True) -> nn.Sequential:

