@@ -100,13 +100,13 @@ def test_slope_is_one_over_64_draws(name: str) -> None:
     assert slope(mean, x) == pytest.approx(1, abs=0.002)
 
 
-@pytest.mark.parametrize("name", ["rht32+mxfp4-floor", "rht32+mxfp4"])
+@pytest.mark.parametrize("name", ["rht32+xx-mxfp4"])
 def test_rounding_to_nearest_has_another_slope(name: str) -> None:
-    """Over the same 64 draws, of rotations here: averaging does not help."""
+    """Quartet's scale, rounded to nearest: .991, over the same 64 draws, of rotations here. Averaging does not help."""
     x, f = torch.randn(256, 128), get_format(name)
     rotations = [rotate(x, Random(torch.tensor([7, module_id("layer"), s]), 0).signs(f.size)) for s in range(DRAWS)]
     found = sum(slope(drawn(name, x, s), y) for s, y in enumerate(rotations)) / DRAWS
-    assert found < 0.992, found
+    assert found == pytest.approx(0.991, abs=0.001)
 
 
 def neighbours(name: str, x: Tensor) -> tuple[Tensor, Tensor]:

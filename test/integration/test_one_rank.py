@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,3 +68,28 @@ def test_layers_that_transformers_sharded_are_refused(mesh: DeviceMesh, config: 
         ValueError, match=r"0 \(32, 64\): its weight is sharded and its forward replaced.*without tp_plan"
     ):
         quantize_(layer, config)
+
+
+def test_a_quantised_backward_under_tensor_parallelism_is_refused(mesh: DeviceMesh) -> None:
+    model = llama()
+    quantize_(model, QATConfig(NVFP4WeightConfig(), backward="quartet2"))
+    parallelize_module(model, mesh, {"model.layers.*.self_attn.q_proj": ColwiseParallel()})
+    with pytest.raises(ValueError, match="q_proj: a quantised backward contracts whole rows"):
+        model(IDS)
+
+
+def test_a_quantised_backward_under_fully_shard_is_the_whole_models(mesh: DeviceMesh) -> None:
+    """Gradients bit for bit, the state not sharded."""
+    whole = llama()
+    sharded = copy.deepcopy(whole)
+    for model in (whole, sharded):
+        quantize_(model, QATConfig(NVFP4WeightConfig(), backward="quartet2"))
+    fully_shard(sharded, mesh=mesh)
+    for _ in range(2):
+        for model in (whole, sharded):
+            model.zero_grad()
+            model(IDS).logits.float().square().mean().backward()
+    wanted = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        assert torch.equal(parameter.grad.full_tensor(), wanted[name].grad), name
+    assert [b.tolist() for b in sharded.buffers()] == [b.tolist() for b in whole.buffers()]

@@ -76,6 +76,41 @@ def test_stopping_and_resuming_changes_no_bit(
             assert torch.equal(value, states[1]["optimizer"]["state"][key][name])
 
 
+@pytest.mark.parametrize(("recipe", "backward"), [("quartet2", None), ("quartet", None), ("gridflip", "nvfp4-sr")])
+def test_a_recipe_from_scratch_resumes_bit_for_bit(
+    scripts: dict[str, ModuleType], text: Path, tmp_path: Path, recipe: str, backward: str | None
+) -> None:
+    """In two micro-batches a step; what is saved as a model is plain, and what is saved as a checkpoint draws on where it stopped."""
+    pretrain = scripts["pretrain"]
+    settings = {"text": (text,), "validation": (text,)} | SMALL
+    settings |= {"recipe": recipe, "backward": backward, "accumulate": 2, "steps": 5}
+    for name, halves in (("straight", [{}]), ("halves", [{"stop_at": 3}, {"resume": True}])):
+        for options in halves:
+            pretrain.main(pretrain.Config(**settings, out=tmp_path / name, **options))
+    straight, halves = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("straight", "halves")
+    )
+    assert straight["step"] == 5 and straight["model"].keys() == halves["model"].keys()
+    assert all(torch.equal(straight["model"][key], halves["model"][key]) for key in straight["model"])
+    states = [value for key, value in straight["model"].items() if key.endswith("backward_random")]
+    assert len(states) == 7 and all(value.tolist()[::2] == [0, 10] for value in states)
+    assert torch.equal(straight["losses"], halves["losses"])
+    saved = load_file(tmp_path / "halves" / "model" / "model.safetensors")
+    assert not any("random" in key for key in saved)
+    for key, value in saved.items():
+        assert torch.equal(value, straight["model"][key].bfloat16())
+
+
+def test_micro_batches_are_the_batch(scripts: dict[str, ModuleType], text: Path, tmp_path: Path) -> None:
+    """The mean over two halves is the mean over the whole, up to the order of sums."""
+    pretrain, found = scripts["pretrain"], []
+    for accumulate in (1, 2):
+        settings = {"text": (text,)} | SMALL | {"steps": 3, "accumulate": accumulate}
+        pretrain.main(pretrain.Config(**settings, out=tmp_path / str(accumulate)))
+        found.append(torch.load(tmp_path / str(accumulate) / "checkpoint.pt", weights_only=True)["losses"])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_resume_refuses_other_settings(scripts: dict[str, ModuleType], text: Path, model: Path) -> None:
     pretrain = scripts["pretrain"]
     settings = {"text": (text,), "anneal": (text,), "validation": (text,), "out": model.parent} | SMALL | {"lr": 2e-2}
@@ -96,6 +131,10 @@ def test_resume_refuses_other_settings(scripts: dict[str, ModuleType], text: Pat
         ({"warmup": 13}, "warmup must be in 0"),
         ({"stop_at": 13}, "stop_at must be in 1"),
         ({"resume": True}, "resume must be False"),
+        ({"accumulate": 3}, "accumulate must be a divisor of batch = 4"),
+        ({"recipe": "quartet3"}, "no recipe is called 'quartet3'"),
+        ({"recipe": "quartet", "backward": "mxfp5"}, "no format is called 'mxfp5'"),
+        ({"backward": "quartet"}, "backward must be None with recipe bf16"),
         ({"text": (Path("no-such-file"),)}, "text must be paths"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
