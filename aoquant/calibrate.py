@@ -30,6 +30,7 @@ from aoquant.qat import QATLayer, QATLinear
 from aoquant.report.measure import run, undisturbed
 from aoquant.transforms import wush
 
+SHARDED = "it is sharded, and held weight scales and transforms are made of whole weights: calibrate first, then shard"
 NOT_REACHED = "the forward loop did not reach it: run batches that use every layer, or leave the layer out"
 
 
@@ -50,6 +51,7 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             "nothing to calibrate: no prepared layer holds scales or a fitted transform. Prepare with a static activation format, such as "
             "Int8WeightConfig(activation='int8-tensor-static'), with QATConfig(..., scales='static'), or with transform=aoquant.WUSH(16)"
         )
+    _refuse({fqn: SHARDED for fqn, m in layers.items() if _is_sharded(m)})
     seen: dict[str, Range | Gram] = {fqn: s for fqn, m in layers.items() if (s := _observer(m)) is not None}
     if seen:
         with undisturbed(model), _plain(model), _observed(layers, seen):
@@ -63,14 +65,27 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             if isinstance(s, Gram):
                 s.reduce()
     found = {fqn: _scales(layers[fqn], seen.get(fqn)) for fqn in track(layers, "measure")}
-    if problems := [f"{fqn}: {reason}" for fqn, (_, reason) in found.items() if reason]:
-        shown = "\n  ".join(problems[:10]) + (f"\n  and {len(problems) - 10} more" if len(problems) > 10 else "")
-        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; scales are as they were:\n  {shown}")
+    _refuse({fqn: reason for fqn, (_, reason) in found.items() if reason})
     for fqn, layer in layers.items():
         for side, scales in found[fqn][0].items():
             watched = seen.get(fqn)
             held.write(layer, side, scales, watched.dims if side == "input" and isinstance(watched, Range) else 2)
         layer.calibrated = True
+
+
+def _refuse(problems: dict[str, str]) -> None:
+    """Raise ValueError with the problem of each layer that has one."""
+    if problems:
+        shown = "\n  ".join(f"{fqn}: {reason}" for fqn, reason in list(problems.items())[:10])
+        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; scales are as they were:\n  {shown}{more}")
+
+
+def _is_sharded(layer: QATLinear) -> bool:
+    """Whether what the layer holds is made of a whole weight, and the weight is not whole."""
+    recipe = layer.prepared.recipe
+    tensors = (*layer._parameters.values(), *layer._buffers.values())
+    return (recipe.weight_scales != "dynamic" or recipe.fitted) and any(isinstance(t, DTensor) for t in tensors)
 
 
 def uncalibrated(model: nn.Module) -> list[str]:
@@ -176,13 +191,6 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
     """New scales by side, and why they cannot be used."""
     recipe = layer.prepared.recipe
     scales: dict[str, Scales] = {}
-    if any(isinstance(t, DTensor) for t in (*layer._parameters.values(), *layer._buffers.values())) and (
-        recipe.weight_scales != "dynamic" or recipe.fitted
-    ):
-        return (
-            scales,
-            "it is sharded, and held weight scales and transforms are made of whole weights: calibrate first, then shard",
-        )
     if recipe.weight_scales != "dynamic":
         scales["weight"] = recipe.fprop_weight.measure(layer.weight.detach())
     if isinstance(seen, Gram):

@@ -221,7 +221,8 @@ def _(
 @torch.library.custom_op("aoquant::decode", mutates_args=())
 def decode(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
     """(R, K) values in `dtype` of the four parts that `encode` gave."""
-    return codec.decode(get_format(format), from_parts(x, k), dtype)
+    values = codec.decode(get_format(format), from_parts(x, k), dtype)
+    return values.clone() if values is x[0] else values  # high precision, in the dtype that it has
 
 
 @decode.register_fake

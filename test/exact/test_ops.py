@@ -151,6 +151,21 @@ def test_gradient_ops_are_well_formed(name: str) -> None:
     opcheck(ops.saturated, x, name)
 
 
+@pytest.mark.parametrize("name", ["hadamard16+nvfp4", "hadamard32-s5-inverse+mxfp4", "wush16+nvfp4"])
+def test_ops_behind_a_transform_are_well_formed(name: str) -> None:
+    """T is an argument where it is data."""
+    x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
+    t = torch.randn(K // 16, 16, 16) if name.startswith("wush") else None
+    none = (None, None, None)
+    opcheck(ops.encode, x, name, *none, t)
+    opcheck(ops.encode, x[:0], name, *none, t)
+    opcheck(ops.dgrad, g, [w], name, K, *none, t)
+    opcheck(ops.wgrad, g, [x], name, K, *none, t)
+    opcheck(ops.saturated, x, name, *none, t)
+    opcheck(ops.pull_back, x, name, t)
+    opcheck(ops.pull_back, x.t().contiguous().t(), name, t)
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 def test_bias_gradient_op_is_well_formed(dtype: torch.dtype) -> None:
     opcheck(ops.bgrad, data("normal", M, N, BF16), dtype)

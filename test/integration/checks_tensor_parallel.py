@@ -43,6 +43,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from aoquant import (
+    WUSH,
     FP8WeightConfig,
     Int4WeightConfig,
     Int8WeightConfig,
@@ -65,6 +66,7 @@ from aoquant.qat import QATLinear
 
 @check(
     ("nvfp4", "bf16"),
+    ("nvfp4-h16", "bf16"),
     ("fp8-tensor", "bf16"),
     ("int8-tensor", "f32"),
     slow=tuple((n, d) for n in CONFIGS for d in DTYPES),
@@ -278,6 +280,27 @@ def static_scales_are_cut_like_the_weight(c: Ranks) -> None:
 
 
 @check()
+def a_fitted_transform_is_cut_like_the_weight(c: Ranks) -> None:
+    """Each rank transforms its part of K by its matrices, and the outer scale is that of all transformed values."""
+    one = mlp(c, F32)
+    quantize_(one, QATConfig(NVFP4WeightConfig(transform=WUSH(16))))
+    calibrate(one, [batch(c, F32)])
+    two = tensor_parallel(c, copy.deepcopy(one))
+    seen1, seen2 = trace(one), trace(two)
+    x1, x2 = batch(c, F32).requires_grad_(), batch(c, F32).requires_grad_()
+    y1, y2 = one(x1), two(x2)
+    c.same(full(seen2["up.y"]), seen1["up.y"], "colwise forward")
+    close(y2, y1, "forward", 4)
+    for y in (y1, y2):
+        y.square().sum().backward()
+    close(x2.grad, x1.grad, "input gradient", 16)
+    for (key, p1), p2 in zip(one.named_parameters(), two.parameters(), strict=True):
+        close(full(p2.grad), p1.grad, key, 64)
+    raises(lambda: quantize_(two, QATConfig(step="convert")), "sharded layers that hold scales")
+    raises(lambda: calibrate(two, [batch(c, F32)]), "calibrate first, then shard")
+
+
+@check()
 def prepare_after_parallelize_equals_before(c: Ranks) -> None:
     one, two = two_of(mlp(c, BF16))
     tensor_parallel(c, prepare(one, CONFIGS["nvfp4"]))
@@ -294,7 +317,7 @@ def prepare_after_parallelize_equals_before(c: Ranks) -> None:
         equal(two(x), y1, "converted")
 
 
-@check("nvfp4", "fp8-row", "int4-g32", slow=tuple(n for n in CONFIGS if n not in ("nvfp4", "fp8-row", "int4-g32")))
+@check("nvfp4", "nvfp4-h16", "int4-g32", slow=tuple(n for n in CONFIGS if n not in ("nvfp4", "nvfp4-h16", "int4-g32")))
 def tensor_parallel_converted_equals_prepared(c: Ranks, name: str) -> None:
     one, two = two_of(prepare(mlp(c, BF16), CONFIGS[name]))
     tensor_parallel(c, two)

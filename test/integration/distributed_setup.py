@@ -38,6 +38,7 @@ from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup
 
 from aoquant import (
     FP8WeightConfig,
+    Hadamard,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -53,6 +54,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 CONFIGS: dict[str, Any] = {
     "nvfp4": NVFP4WeightConfig(),
+    "nvfp4-h16": NVFP4WeightConfig(transform=Hadamard(16, 0xA5C3)),
     "fp8-row": FP8WeightConfig(),
     "fp8-tensor": FP8WeightConfig(granularity="tensor", activation="fp8-tensor"),
     "int8-tensor": Int8WeightConfig("tensor", activation="int8-row-asym"),

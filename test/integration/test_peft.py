@@ -22,8 +22,11 @@ from torchao.utils import TorchAOBaseTensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from aoquant import (
+    WUSH,
+    Hadamard,
     Int4WeightConfig,
     Int8WeightConfig,
+    MXFP4WeightConfig,
     NVFP4WeightConfig,
     PackedTensor,
     QATConfig,
@@ -116,6 +119,9 @@ def layer(config: Any, dtype: torch.dtype = torch.float32, **qat: Any) -> tuple[
         NVFP4WeightConfig(),
         Int8WeightConfig(activation="int8-row"),
         Int8WeightConfig(activation="int8-tensor-static"),
+        NVFP4WeightConfig(transform=Hadamard(32, 5)),
+        NVFP4WeightConfig(activation=None, transform=Hadamard(16)),
+        MXFP4WeightConfig(transform=WUSH(32)),
     ],
     ids=str,
 )

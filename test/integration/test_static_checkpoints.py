@@ -27,6 +27,7 @@ from aoquant import (
 )
 from aoquant.calibrate import uncalibrated
 from aoquant.integrations import job
+from aoquant.recipes import get_recipe
 
 IDS = torch.arange(24).view(2, 12)
 CONFIGS: dict[str, tuple[Any, str]] = {
@@ -136,10 +137,13 @@ def test_the_job_calibrates_on_its_training_text() -> None:
     """Static recipes are calibrated on the first batches, dynamic ones are left alone."""
     blocks = torch.arange(64).view(4, 16)
     static, dynamic = llama(), llama()
-    job._prepare(static, Int8WeightConfig(activation="int8-tensor-static"), None, blocks, 2)
-    job._prepare(dynamic, Int8WeightConfig(activation="int8-row"), None, blocks, 2)
+    job._prepare(static, QATConfig(Int8WeightConfig(activation="int8-tensor-static")), None, blocks, 2)
+    job._prepare(dynamic, QATConfig(Int8WeightConfig(activation="int8-row")), None, blocks, 2)
     by_hand = llama()
     quantize_(by_hand, QATConfig(Int8WeightConfig(activation="int8-tensor-static")))
     calibrate(by_hand, [blocks[:2], blocks[2:]])
     assert not uncalibrated(static) and torch.equal(logits(static), logits(by_hand))
+    fitted = llama()
+    job._prepare(fitted, get_recipe("nvfp4-wush").prepare(), None, blocks, 2)
+    assert not uncalibrated(fitted) and logits(fitted).isfinite().all()
     assert list(dynamic.state_dict()) == list(llama().state_dict())
