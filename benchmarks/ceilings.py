@@ -105,7 +105,7 @@ def profile(names: list[str]) -> list[list[dict[str, str]]]:
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
         if not row["ID"]:
             continue  # units
-        if not kernels or "copy" in row["Kernel Name"] or "emcpy" in row["Kernel Name"]:
+        if not kernels or row["Kernel Name"] == kernels[0][0]["Kernel Name"]:  # a copy
             kernels.append([])
         kernels[-1].append(row)
     return kernels

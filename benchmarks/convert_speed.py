@@ -38,7 +38,7 @@ HIDDEN, KV, FFN = 4096, 1024, 14336
 SHAPES = {"q": (HIDDEN, HIDDEN), "k": (KV, HIDDEN), "v": (KV, HIDDEN), "o": (HIDDEN, HIDDEN),
           "gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}  # fmt: skip
 LARGEST = HIDDEN * FFN * 2
-TARGET, PATIENCE = 10.0, 20.0
+TARGET, PATIENCE = 10.0, 12.0
 HQQ = "torchao-int4-tile-packed, HQQ"
 
 

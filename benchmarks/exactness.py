@@ -37,7 +37,7 @@ from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.quantize_.common import KernelPreference
 
-from aoquant import QATConfig, backend, explain, quantize_
+from aoquant import QATConfig, backend, calibrate, explain, quantize_
 from aoquant.ops import Request
 from aoquant.recipes import list_recipes
 from aoquant.report.measure import sqnr
@@ -118,12 +118,15 @@ def torchaos_own(config: Any, model: nn.Sequential, want: list[Tensor | None], x
 def measure(config: Any, n: int, k: int, theirs: bool) -> tuple[str, dict[str, list[str]]]:
     """(backend that runs M = 16, row name -> cells)."""
     model = layer(n, k)
-    deployed, other = copy.deepcopy(model), copy.deepcopy(model)
-    quantize_(deployed, config)
+    other = copy.deepcopy(model)
     if theirs:
         torchao_quantize_(other, config)
     prepared: Any = copy.deepcopy(model)
     quantize_(prepared, QATConfig(config))
+    if not prepared[0].calibrated:
+        calibrate(prepared, [torch.randn(64, k, dtype=BF16, device=CUDA)])
+    deployed = copy.deepcopy(prepared)
+    quantize_(deployed, QATConfig(step="convert"))
     xs = [torch.randn(m, k, dtype=BF16, device=CUDA) for m in MS]
     same = theirs and same_bits(deployed[0].weight.data, other[0].weight.data)
     want = outputs(other if same else deployed, xs)

@@ -32,7 +32,9 @@ class NVFP4Search(NVFP4):
 
     @property
     def name(self) -> str:
-        return super().name.replace("nvfp4", "nvfp4-search", 1)
+        # spelt out: torch 2.11's compiler cannot follow super().name
+        names = {"dynamic": "nvfp4-search", "none": "nvfp4-search-none", "static": f"nvfp4-search-static:{self.pts!r}"}
+        return names[self.outer]
 
     def fix(self, *numbers: float) -> Format:
         if not self.per_tensor:

@@ -22,7 +22,7 @@ BASE = Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128])
 # torchao's kernel is tuned for each N and K, half a minute once a process: the tests of a shape go together
 SHAPES = [
     pytest.param(*shape, marks=pytest.mark.xdist_group(f"{shape[1]}x{shape[2]}"))
-    for shape in ((1, 256, 128), (3, 256, 384), (64, 512, 1024), (200, 1024, 4096), (256, 4096, 4096))
+    for shape in ((3, 256, 384), (64, 512, 1024), (256, 4096, 4096))
 ]
 
 
@@ -82,20 +82,22 @@ def test_codes_are_the_cpus() -> None:
         assert torch.equal(here.scale, there.scale.cpu())
 
 
+@pytest.mark.xdist_group("256x384")
 def test_rows_of_zeros_give_the_bias() -> None:
     """torchao's activations are 0 / 0 there."""
-    qat = model(256, 256)
+    qat = model(256, 384)
     quantize_(qat, QATConfig(BASE))
-    y = qat(torch.zeros(5, 256, dtype=torch.bfloat16, device="cuda"))
-    assert torch.equal(y, qat[0].bias.expand(5, -1))
+    y = qat(torch.zeros(3, 384, dtype=torch.bfloat16, device="cuda"))
+    assert torch.equal(y, qat[0].bias.expand(3, -1))
 
 
+@pytest.mark.xdist_group("512x1024")
 def test_gradients_point_where_nn_linears_do() -> None:
-    plain = model(256, 512)
+    plain = model(512, 1024)
     qat = copy.deepcopy(plain)
     quantize_(qat, QATConfig(BASE))
-    x = torch.randn(128, 512, dtype=torch.bfloat16, device="cuda")
-    g = torch.randn(128, 256, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(64, 1024, dtype=torch.bfloat16, device="cuda")
+    g = torch.randn(64, 512, dtype=torch.bfloat16, device="cuda")
     for m in (plain, qat):
         m(x).backward(g)
     for got, want in zip(qat.parameters(), plain.parameters(), strict=True):

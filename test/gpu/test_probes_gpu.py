@@ -42,7 +42,9 @@ def shuffled(e: Encoded) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def stacked(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    return [torch.stack(p) for p in zip(*parts, strict=True)]
+    """Codes (B, N, K/2); scales and zeros (B G, N): with three dimensions the kernel takes B / B = 1 for the number of groups."""
+    codes, scale, zero = ([p[i] for p in parts] for i in range(3))
+    return [torch.stack(codes), torch.cat(scale), torch.cat(zero)]
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
