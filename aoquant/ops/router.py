@@ -61,6 +61,11 @@ class Request:
     n: int
     k: int
 
+    def __post_init__(self) -> None:
+        # a GEMM multiplies codes, and knows nothing of a transform before them
+        object.__setattr__(self, "x_format", self.x_format and self.x_format.base)
+        object.__setattr__(self, "w_format", self.w_format.base)
+
     def __str__(self) -> str:
         return f"GEMM ({self.contract}, M = {self.m}, N = {self.n}, K = {self.k}, {self.device.type})"
 

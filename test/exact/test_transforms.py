@@ -21,11 +21,13 @@ from aoquant import (
     PackedWeightConfig,
     QATConfig,
     calibrate,
+    explain,
     get_format,
     quantize_,
 )
 from aoquant.formats import MX, NVFP4, HighPrecision, Transformed
 from aoquant.linear import LinearRecipe
+from aoquant.ops import Request
 from aoquant.report.measure import sqnr
 from aoquant.transforms import WUSH, parse
 
@@ -496,3 +498,15 @@ def test_frozen_sides_cost_no_pull_back() -> None:
     x = data("normal", 4, case.k, F32).requires_grad_()
     qat(x).sum().backward()
     assert qat.weight.grad is None and x.grad is not None
+
+
+def test_the_router_sees_the_formats_of_the_codes() -> None:
+    """A GEMM behind a transform is the GEMM of the format behind it, and so is what `explain` and reports say."""
+    cpu = torch.device("cpu")
+    behind = Request(
+        "aoquant", get_format("hadamard16+nvfp4"), get_format("hadamard32-inverse+nvfp4"), cpu, BF16, 4, 8, 32
+    )
+    plain = Request("aoquant", get_format("nvfp4"), get_format("nvfp4"), cpu, BF16, 4, 8, 32)
+    assert behind == plain and explain(behind) == explain(plain)
+    qat = prepared(CASES[0], layer(CASES[0], BF16))
+    assert "hadamard16" in str(explain(qat)) and "reference" in str(explain(converted(CASES[0], qat)))

@@ -39,16 +39,20 @@ def names(size: int, inner: str) -> list[str]:
     return [f"hadamard{size}+{inner}", f"hadamard{size}-s{MASKS[size]:x}{side}+{inner}"]
 
 
+KINDS = ("every", "exponents", "large", "minus-zeros", "zeros")
+
+
 @sizes
 @pytest.mark.parametrize("inner", FUSED)
 @pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
 def test_fused_encoding_equals_the_reference(inner: str, dtype: torch.dtype, size: int) -> None:
-    for name in names(size, inner):
+    for name in names(size, inner)[dtype != BF16 :]:
         fmt = get_format(name)
-        for kind, x_cpu in inputs(dtype).items():
-            x, what = x_cpu.to(CUDA), f"{name} {kind}"
+        made = inputs(dtype)
+        for kind in KINDS:
+            x, what = made[kind].to(CUDA), f"{name} {kind}"
             want = fmt.encode(x)
-            compare(want, fmt.encode(x_cpu.contiguous()), f"{what}, reference on CUDA against CPU")
+            compare(want, fmt.encode(made[kind].contiguous()), f"{what}, reference on CUDA against CPU")
             with backend("triton"):
                 compare(codec.encode(fmt, x), want, what)
 
@@ -58,8 +62,9 @@ def test_fused_encoding_equals_the_reference(inner: str, dtype: torch.dtype, siz
 @pytest.mark.parametrize("operand", [True, False], ids=["operand", "values"])
 def test_codes_and_values_in_one_pass(inner: str, operand: bool, size: int) -> None:
     fmt = get_format(names(size, inner)[1])
-    for kind, x_cpu in inputs(BF16).items():
-        x = x_cpu.to(CUDA)
+    made = inputs(BF16)
+    for kind in KINDS:
+        x = made[kind].to(CUDA)
         want = fmt.encode(x)
         values = fmt.operand(want, BF16) if operand else fmt.decode(want, BF16)
         with backend("triton"):

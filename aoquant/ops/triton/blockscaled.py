@@ -37,7 +37,7 @@ from .elements import (
     pack_e2m1,
     unpack4,
 )
-from .hadamard import WARP, butterflies
+from .hadamard import ENCODE_WARPS, WARP, butterflies
 from .hadamard import absmax_partials as mixed_partials
 
 TILE = 1024  # values a program holds at once: one warp of them, so that nothing waits at a barrier
@@ -167,7 +167,8 @@ def quantize(
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     element = format.element if isinstance(format, MX) else "e2m1"
-    tile = TILE if transform is None else WARP * transform.size  # a transform's tile is a block for each lane
+    warps = 1 if transform is None else ENCODE_WARPS[transform.size]
+    tile = TILE if transform is None else WARP * warps * transform.size  # a block of the transform for each lane
     nb, grid = tile // format.block, triton.cdiv(rows * k, tile)
     max_pow2, largest, mantissa = ELEMENTS[element]
     codes = torch.empty(rows, k // 2 if element == "e2m1" else k, dtype=torch.uint8, device=device) if keep else None
@@ -193,7 +194,7 @@ def quantize(
         format.pts or 0.0 if isinstance(format, NVFP4) else 0.0,
         MAX_POW2=max_pow2, MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(2688.0),
         FLOOR=E4M3_FLOOR, SMALLEST_PTS=PTS_FLOOR, CODES=keep,
-        VALUES="" if dtype is None else "operand" if operand else "decode", NB=nb, B=format.block, **kind, **mixing, **LAUNCH,
+        VALUES="" if dtype is None else "operand" if operand else "decode", NB=nb, B=format.block, **kind, **mixing, **LAUNCH | {"num_warps": warps},
     )  # fmt: skip
     if codes is None or scale is None:
         return None, values, outer

@@ -2,7 +2,8 @@
 
 A lane holds whole blocks: it loads eight values at a time, the lanes of a warp side by side on 32 blocks, so that every butterfly is
 an addition of two registers of one lane. No shuffle, no shared memory; the additions are those of the reference, in its order.
-Tiles are therefore 32 blocks for each warp (`WARP`); another shape is right too, and slow.
+Tiles are therefore 32 blocks for each warp (`WARP`); another shape is right too, and up to five times slower. How many warps is measured:
+with 128 values in registers a second warp costs more than it hides.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from aoquant.transforms import Hadamard
 from .elements import float_bits
 
 WARP = 32
-_AMAX_WARPS = 4
+ENCODE_WARPS = {16: 2, 32: 2, 64: 2, 128: 1}
+AMAX_WARPS = {16: 8, 32: 4, 64: 2, 128: 2}
 
 
 @triton.jit
@@ -81,10 +83,10 @@ def _mix(
 
 def absmax_partials(x: Tensor, t: Hadamard, inverse: bool, partials: int) -> Tensor:
     """(partials,) int32: maxima of the bits of the transformed values' magnitudes. x is contiguous."""
-    found = torch.empty(partials, dtype=torch.int32, device=x.device)
+    found, warps = torch.empty(partials, dtype=torch.int32, device=x.device), AMAX_WARPS[t.size]
     _absmax[(partials,)](
-        x, found, x.numel() // t.size, FACTOR=t.factor(inverse), SIGNS=t.signs, G=t.size, T=WARP * _AMAX_WARPS,
-        enable_fp_fusion=False, num_warps=_AMAX_WARPS,
+        x, found, x.numel() // t.size, FACTOR=t.factor(inverse), SIGNS=t.signs, G=t.size, T=WARP * warps,
+        enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
     return found
 
