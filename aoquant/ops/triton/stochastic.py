@@ -83,7 +83,7 @@ def _load(
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["signs_side"])
 def _absmax(
     x_ptr, state_ptr, partial_ptr, signs_side, n,
     SIZE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr,
@@ -106,7 +106,7 @@ def _sum(x_NB, NB: tl.constexpr):
     return tl.max(tl.reshape(x, (NB, 16)), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["side", "signs_side"])
 def _draw(
     x_ptr, state_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, side, signs_side, n,
     KIND: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
