@@ -3,8 +3,8 @@
     python benchmarks/pretrain_recipes.py --text mix.txt.xz --validation held_out.txt --out DIR --steps 600 --seeds 3
 
 The model and its training are `eval/pretrain.py`'s. The text is encoded once and kept in DIR/corpus.pt, which a later call takes as it is;
-every variant then trains in a process of its own, all of them at once on one device, since at this size the device waits for Python. With
-`--seconds` instead of `--steps` the slowest variant is timed first and the number of steps is what fits.
+every variant then trains in a process of its own, all of them at once on one device, since at this size the device waits for Python.
+`--limit` ends them after so many seconds: runs that have ended by then count, so some variants may have more seeds than others.
 
 Written are DIR/pretrain_recipes.csv, a row for each run, and pretrain_recipes.txt, means over seeds: bits per byte of the validation text and
 the mean training loss of the last tenth, in nats a token.
@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gridflip": {"recipe": "gridflip"},
 }
 MODEL = {"vocab": 4096, "hidden": 256, "intermediate": 768, "layers": 3, "heads": 4, "kv_heads": 2, "window": 256}
-TRAINING = {"batch": 32, "lr": 3e-3, "decay_fraction": 0.6, "anneal_fraction": 0.0, "log_every": 10}
+TRAINING = {"batch": 16, "lr": 3e-3, "decay_fraction": 0.6, "anneal_fraction": 0.0, "log_every": 10}
 
 
 def pretrain() -> Any:
@@ -79,7 +79,7 @@ def work(name: str, seeds: list[int], steps: int, out: Path, device: str) -> Non
     data = Corpus(None, ids, len(ids), validation, stored["bytes"])  # type: ignore[arg-type]
     base = {**MODEL, **TRAINING, **VARIANTS[name], "steps": steps, "warmup": max(1, steps // 15), "device": device}
     for seed in seeds:
-        folder = out / f"{name.replace(', ', '-')}-{seed}-{steps}"
+        folder = out / f"{file_name(name)}-{seed}-{steps}"
         folder.mkdir(parents=True, exist_ok=True)
         config = script.Config(text=(Path(__file__),), out=folder, seed=seed, checkpoint_every=steps, **base)
         model = script.build_model(config)
@@ -97,25 +97,30 @@ def work(name: str, seeds: list[int], steps: int, out: Path, device: str) -> Non
         print(json.dumps(row), flush=True)
 
 
-def run_all(names: list[str], seeds: list[int], steps: int, out: Path, device: str) -> list[dict[str, Any]]:
+def run_all(o: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of every variant, each in a process."""
-    command = [sys.executable, __file__, "--out", str(out), "--steps", str(steps), "--device", device]
-    processes = {
-        name: subprocess.Popen(
-            [*command, "--worker", name, "--worker-seeds", ",".join(map(str, seeds))],
-            stdout=subprocess.PIPE,
-            stderr=(out / f"{name.replace(', ', '-')}.log").open("w"),
-            text=True,
-        )
-        for name in names
-    }
+    command = [sys.executable, __file__, "--out", str(o.out), "--steps", str(o.steps), "--seeds", str(o.seeds)]
+    ends = time.monotonic() + (o.limit or float("inf"))
+    processes = {}
+    for name in o.variants:
+        log = (o.out / f"{file_name(name)}.log").open("w")
+        worker = [*command, "--device", o.device, "--worker", name]
+        processes[name] = subprocess.Popen(worker, stdout=subprocess.PIPE, stderr=log, text=True)
     rows = []
     for name, process in processes.items():
-        printed, _ = process.communicate()
+        try:
+            printed, _ = process.communicate(timeout=None if o.limit is None else max(0.1, ends - time.monotonic()))
+            if process.returncode:
+                print(f"{name} failed; see {file_name(name)}.log", file=sys.stderr)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed, _ = process.communicate()
         rows += [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-        if process.returncode:
-            print(f"{name} failed; see {name.replace(', ', '-')}.log", file=sys.stderr)
     return rows
+
+
+def file_name(variant: str) -> str:
+    return variant.replace(", ", "-")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -142,25 +147,16 @@ def main() -> None:
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seconds", type=float, help="choose the steps so that all runs together take about as long")
+    parser.add_argument("--limit", type=float, help="seconds after which no run is waited for")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--worker-seeds", help=argparse.SUPPRESS)
     o = parser.parse_args()
     o.out.mkdir(parents=True, exist_ok=True)
     if o.worker:
-        work(o.worker, [int(s) for s in o.worker_seeds.split(",")], o.steps, o.out, o.device)
+        work(o.worker, list(range(o.seeds)), o.steps, o.out, o.device)
         return
     corpus(tuple(o.text), tuple(o.validation), o.out)
-    steps, seeds = o.steps, list(range(o.seeds))
-    if o.seconds:
-        began = time.perf_counter()
-        trial = run_all(o.variants, [1000], 30, o.out, o.device)
-        spent = time.perf_counter() - began
-        slowest = max(r["seconds"] for r in trial) / 30
-        steps = max(100, int((o.seconds - 2 * spent) / o.seeds / slowest) // 10 * 10)
-        print(f"trial: {spent:.1f} s, {slowest * 1e3:.0f} ms a step at most: {steps} steps", flush=True)
-    rows = run_all(o.variants, seeds, steps, o.out, o.device)
+    rows = run_all(o)
     with (o.out / "pretrain_recipes.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

@@ -36,6 +36,7 @@ from aoquant.formats import (
     Rotated,
     Transformed,
 )
+from aoquant.formats.rotated import rotate
 from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
 
 from . import tiles
@@ -90,6 +91,10 @@ def quantize(
 
     random: where the format draws from, if it does.
     """
+    if isinstance(format, Rotated) and not isinstance(format.inner, Randomized):
+        assert random is not None
+        x_RK, random = rotate(x_RK, random.signs(format.size)), None
+        format = format.inner
     rows, k = x_RK.shape
     request = CodecRequest("quantize", format, x_RK.device, x_RK.dtype, rows, k, keep)
     return route(request).run(format, x_RK, dtype, operand, keep, *(() if random is None else (random,)))

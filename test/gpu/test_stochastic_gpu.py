@@ -16,9 +16,9 @@ from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F32 = torch.bfloat16, torch.float32
 NAMES = ("mxfp4-sr", "nvfp4-sr", "ms-eden")
-ALL = [f"{rotation}{name}" for rotation in ("", "rht16+", "rht32+", "rht64+", "rht128+") for name in NAMES]
+ALL = [*NAMES, "rht32+mxfp4-sr", "rht128+ms-eden", "rht16+nvfp4-sr", "rht64+nvfp4-sr"]
 STATE = torch.tensor([0xFEDCBA98, 0x1234567, (3 << 32) + 41])
 
 
@@ -37,7 +37,7 @@ def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
         "tiny": normal * 1e-30,
     }
     made["ties"] = torch.randint(-60, 61, (64, 256), generator=generator) * 0.125
-    made["long"] = torch.randn(1031, 1024, generator=generator)
+    made["long"] = torch.randn(131, 1024, generator=generator)
     return {name: x.to(dtype) for name, x in made.items()}
 
 
@@ -47,7 +47,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("name", ALL)
 def test_bytes_are_the_cpus(name: str, dtype: torch.dtype) -> None:
     f = get_format(name)

@@ -83,7 +83,7 @@ def _load(
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["signs_side"])
 def _absmax(
     x_ptr, state_ptr, partial_ptr, signs_side, n,
     SIZE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr,
@@ -98,14 +98,15 @@ def _absmax(
 
 @triton.jit
 def _sum(x_NB, NB: tl.constexpr):
-    """(NB,) sums of blocks of 16, neighbours first."""
-    for half in tl.static_range(3, -1, -1):
-        a, b = tl.split(tl.reshape(x_NB, (NB, 1 << half, 2)))
-        x_NB = a + b
-    return tl.reshape(x_NB, (NB,))
+    """(NB,) sums of blocks of 16, neighbours first. Every value of a block gets the sum, as in a rotation: layouts stay what they are."""
+    x = tl.reshape(x_NB, (NB * 16,))
+    for stage in tl.static_range(0, 4):
+        a, b = tl.split(tl.permute(tl.reshape(x, (NB * 16 >> (stage + 1), 2, 1 << stage)), (0, 2, 1)))
+        x = tl.reshape(tl.permute(tl.join(a + b, a + b), (0, 2, 1)), (NB * 16,))
+    return tl.max(tl.reshape(x, (NB, 16)), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["side", "signs_side"])
 def _draw(
     x_ptr, state_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, side, signs_side, n,
     KIND: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
