@@ -50,15 +50,17 @@ def _encode(
     FIRST: tl.constexpr, LAST: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, N_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: "dynamic", "static" or "none". VALUES: "" none, "operand" without, "decode" with the outer scale."""
+    """OUTER: "dynamic", "static", "none", or "measured": it is in outer_ptr. VALUES: "" none, "operand" without, "decode" with the outer scale."""
     outer = tl.full([], 1.0, tl.float32)
     if OUTER == "dynamic":
         largest = tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0)
         outer = most(bits_float(largest) * TOP_RECIPROCAL, SMALLEST_PTS)
     elif OUTER == "static":
         outer = pts + tl.zeros([], tl.float32)
+    elif OUTER == "measured":
+        outer = tl.load(outer_ptr)
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), outer)
-    if OUTER != "none" and tl.program_id(0) == 0:
+    if (OUTER == "dynamic" or OUTER == "static") and tl.program_id(0) == 0:
         tl.store(outer_ptr, outer)
 
     tile = tl.program_id(0).to(tl.int64)
@@ -98,18 +100,31 @@ def _encode(
 
 
 def quantize(
-    format: NVFP4Search, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: NVFP4Search,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None = None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha).
+
+    measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds the outer scale.
+    """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows, k // 16, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    outer = None if format.outer == "none" else torch.empty(1, 1, dtype=torch.float32, device=device)
+    kind, outer, partials = format.outer, None, None
+    if kind == "dynamic" and measured is not None:
+        kind, outer = "measured", measured
+    elif kind != "none":
+        outer = torch.empty(1, 1, dtype=torch.float32, device=device)
+        partials = absmax_partials(x_RK) if kind == "dynamic" else None
     _encode[(triton.cdiv(rows * k, TILE),)](
-        x_RK, absmax_partials(x_RK) if format.outer == "dynamic" else None, codes, scale, outer, values, rows * k // 16,
-        format.pts or 0.0, OUTER=format.outer, SIXTH=reciprocal(6.0), TOP_RECIPROCAL=reciprocal(TOP), SMALLEST_PTS=PTS_FLOOR,
+        x_RK, partials, codes, scale, outer, values, rows * k // 16,
+        format.pts or 0.0, OUTER=kind, SIXTH=reciprocal(6.0), TOP_RECIPROCAL=reciprocal(TOP), SMALLEST_PTS=PTS_FLOOR,
         FLOOR=E4M3_FLOOR, FIRST=-DOWN, LAST=UP + 1, LEAST=LOWEST, MOST=HIGHEST, CODES=keep,
         VALUES="" if dtype is None else "operand" if operand else "decode", NB=TILE // 16, N_PARTIALS=PARTIALS, **LAUNCH,
     )  # fmt: skip
