@@ -1,17 +1,19 @@
 # Every target sets the project up first; once set up, that costs nothing (a stamp file, remade when a requirement changes).
 # Another environment than .venv: make test VENV=/path/to/venv.   More test processes: make test WORKERS=8, make gpu-test GPU_WORKERS=4.
+# The wide sweeps of the GPU too: make gpu-test GPU_MARKS=gpu
 
 VENV ?= .venv
 PYTHON ?= python3
 WORKERS ?= 2
 GPU_WORKERS ?= 8
+GPU_MARKS ?= gpu and not nightly
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup kernels demo test gpu-test nightly bench lint format types imports check clean
+.PHONY: setup kernels demo test gpu-test gpu-bench nightly bench lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -34,7 +36,7 @@ test: setup
 # Processes share the device, since most of the time goes into compiling kernels; tests that tune the same kernel go together. NCCL's
 # tests run where there are two devices. Without a device this fails instead of skipping everything.
 gpu-test: setup
-	AOQUANT_REQUIRE_GPU=1 $(PYTEST) -n $(GPU_WORKERS) --dist loadgroup --durations 10 -m "gpu and not nightly"
+	AOQUANT_REQUIRE_GPU=1 $(PYTEST) -n $(GPU_WORKERS) --dist loadgroup --durations 10 -m "$(GPU_MARKS)"
 
 # What benchmarks/results holds of a GPU, about five minutes.
 gpu-bench: setup

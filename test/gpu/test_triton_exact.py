@@ -74,35 +74,53 @@ def compare(got: Encoded, want: Encoded, what: str) -> None:
         assert n == 0, f"{what}: {n} of {a.numel() if a is not None else 0} {part} differ"
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
+by_dtype = pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
+
+
+@by_dtype
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kernel_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Results in the input's dtype and in bfloat16, which layers ask for; codes of bfloat16 decode to every dtype."""
+    outs = {dtype, BF16}
+    check(name, dtype, quantized=outs, decoded=set(ALL) if dtype == BF16 else outs)
+
+
+@pytest.mark.nightly  # as many kernels again to compile
+@by_dtype
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kernel_equals_the_reference_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    check(name, dtype, quantized=set(ALL), decoded=set(ALL))
+
+
+def check(name: str, dtype: torch.dtype, quantized: set[torch.dtype], decoded: set[torch.dtype]) -> None:
+    """All kinds of inputs of `dtype`; results in the dtypes of `quantized`, and of `decoded`."""
     fmt = get_format(name)
     if fmt.block and 768 % fmt.block:
         fmt_inputs = {k: x.repeat(1, 2)[:, : 2 * fmt.block] for k, x in inputs(dtype).items() if 2 * fmt.block <= 1536}
     else:
         fmt_inputs = inputs(dtype)
+    encodes, decodes, merges = has_kernel(name), has_kernel(name, "decode"), has_kernel(name, "quantize", codes=False)
     for kind, x_cpu in fmt_inputs.items():
         x, what = x_cpu.to(CUDA), f"{name} {kind}"
         on_cpu, want = fmt.encode(x_cpu.contiguous()), fmt.encode(x)
         if not name.endswith("-native"):
             compare(want, on_cpu, f"{what}, reference on CUDA against CPU")
-        if has_kernel(name):
+        if encodes:
             with backend("triton"):
                 compare(codec.encode(fmt, x), want, what)
-        for out in ALL:
+        for out in sorted(quantized | decoded, key=str) if encodes or decodes or merges else ():
             for operand in (True, False):
                 values = fmt.operand(want, out) if operand else fmt.decode(want, out)
                 which = f"{what} -> {out}, {'operand' if operand else 'values'}"
                 with backend("triton"):
-                    if has_kernel(name, "decode"):
+                    if decodes and out in decoded:
                         assert differing(codec.decode(fmt, want, out, operand=operand), values) == 0, which
-                    if has_kernel(name):
+                    if encodes and out in quantized:
                         e, got, _ = codec.quantize(fmt, x, out, operand=operand, keep=True)
                         assert e is not None
                         compare(e, want, f"{which}, with values")
                         assert differing(got, values) == 0, f"{which}, in one pass"
-                    if not has_kernel(name, "quantize", codes=False):
+                    if not (merges and out in quantized):
                         continue
                     none, got, alpha = codec.quantize(fmt, x, out, operand=operand, keep=False)
                     assert none is None
