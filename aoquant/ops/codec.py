@@ -155,7 +155,7 @@ def _why_not_triton(r: CodecRequest) -> str | None:
         return None if alone else _why_not_triton(replace(r, format=f.inner, dtype=torch.float32))
     if isinstance(f, Randomized):
         return _why_not_random(f, r)
-    if not _has_kernel(f):
+    if not _has_kernel(f, r.role):
         return f"has no kernel for {f.name}"
     if isinstance(f, Float8) and r.k % 16:
         return f"reads rows of float8 by 16, got K = {r.k}"
@@ -164,8 +164,8 @@ def _why_not_triton(r: CodecRequest) -> str | None:
     return None
 
 
-def _has_kernel(f: Format) -> bool:
-    """Whether the kernels know this format's every option; a subclass is another format."""
+def _has_kernel(f: Format, role: str) -> bool:
+    """Whether the kernels know this format's every option; a subclass is another format, and a searched scale decodes as any."""
     if type(f) is Int4:
         return f.scales == "input"
     if type(f) is Affine:
@@ -174,7 +174,7 @@ def _has_kernel(f: Format) -> bool:
         return f.per in ("row", "tensor") and not f.fixed and f.low is None and f.high is None
     if type(f) is NVFP4Dialect:
         return f.tile == 1
-    return type(f) in (MX, NVFP4, NVFP4Search, MXFP4Dialect)
+    return type(f) in (MX, NVFP4, MXFP4Dialect) or (role == "decode" and type(f) is NVFP4Search)
 
 
 def _why_not_random(f: Randomized, r: CodecRequest) -> str | None:

@@ -22,7 +22,6 @@ from aoquant.formats import (
     Int4,
     MXFP4Dialect,
     NVFP4Dialect,
-    NVFP4Search,
     Random,
     Randomized,
     Transformed,
@@ -30,7 +29,7 @@ from aoquant.formats import (
 from aoquant.ops.router import Quantized
 from aoquant.transforms import Hadamard
 
-from . import blockscaled, dialects, float8, hadamard, integer, search, stochastic
+from . import blockscaled, dialects, float8, hadamard, integer, stochastic
 
 
 def encode(format: Format, x_RK: Tensor) -> Encoded:
@@ -67,14 +66,14 @@ def _quantize(
     format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
     if not isinstance(format, Transformed):
-        return _encoder(format).quantize(format, x_RK, dtype, operand, keep)
+        return _module(format).quantize(format, x_RK, dtype, operand, keep)
     inner, t = format.inner, format.transform
-    if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4) and not isinstance(inner, NVFP4Search):
+    if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4):
         return blockscaled.quantize(inner, x_RK, dtype, operand, keep, t, format.inverse)
     if isinstance(inner, HighPrecision):
         y_RK = transform(format, x_RK, None, x_RK.dtype)
         return inner.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
-    return _encoder(inner).quantize(inner, transform(format, x_RK, None, torch.float32), dtype, operand, keep)
+    return _module(inner).quantize(inner, transform(format, x_RK, None, torch.float32), dtype, operand, keep)
 
 
 def transform(
@@ -85,10 +84,6 @@ def transform(
         return hadamard.mix(x_RK, format.transform, format.inverse, dtype, back=back)
     method = format.transform.pull_back if back else format.transform.apply
     return method(x_RK, format.inverse, matrix).to(dtype)
-
-
-def _encoder(format: Format) -> ModuleType:
-    return search if isinstance(format, NVFP4Search) else _module(format)
 
 
 def _module(format: Format) -> ModuleType:
