@@ -26,7 +26,7 @@ PAIRS = (
     ("fouroversix", "fouroversix"),
     ("nvfp4-none", "mxfp4"),
 )
-SHAPES = ((1, 64, 96), (16, 256, 2080), (65, 4096, 512), (300, 200, 160), (1000, 1024, 1056))
+SHAPES = ((1, 64, 96), (65, 256, 2080), (300, 200, 1056))
 
 
 def matrices(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,8 +40,11 @@ def multiply(x_name: str, w_name: str, x: Tensor, w: Tensor, bias: Tensor | None
     return ops.scaled_mm(x_parts, w_parts, bias, x_name, w_name, "aoquant", [x.shape[0]], x.shape[1], x.dtype)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize(("x_name", "w_name"), PAIRS)
+@pytest.mark.parametrize(
+    ("x_name", "w_name", "dtype"),
+    [*((*p, BF16) for p in PAIRS), *((*p, d) for p in PAIRS[:2] for d in (F16, F32))],
+    ids=str,
+)
 def test_every_backend_agrees_with_float64(x_name: str, w_name: str, dtype: torch.dtype) -> None:
     for m, n, k in SHAPES:
         x, w, bias = matrices(m, n, k, dtype)
