@@ -29,6 +29,7 @@ from aoquant.formats import Format, Random, Randomized
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 from aoquant.linear import LinearRecipe
 from aoquant.qat import RANDOM
+from aoquant.recipes import get_recipe
 
 M, N, K = 50, 80, 96  # neither M nor N is a multiple of a block
 STOCHASTIC = ("mxfp4-sr", "nvfp4-sr", "rht32+mxfp4-sr", "rht128+ms-eden")
@@ -143,8 +144,9 @@ def test_quartet_through_its_transform_and_mask() -> None:
     assert_equal(got["x"], recipe.fprop_input.pull_back(dx.masked_fill(masks["x"], 0)))
     assert_equal(got["weight"], recipe.fprop_weight.pull_back(dw.masked_fill(masks["weight"], 0)))
     want = gradients(exact, x, g)
-    mean = {part: sum(gradients(layer, x, g)[part].double() for _ in range(32)) / 32 for part in ("x", "weight")}
-    for part, m in mean.items():
+    draws = [gradients(layer, x, g) for _ in range(32)]
+    for part in ("x", "weight"):
+        m = torch.stack([d[part].double() for d in draws]).mean(0)
         assert float((m * want[part]).sum() / (want[part].double() ** 2).sum()) == pytest.approx(1, abs=0.006)
 
 
@@ -368,6 +370,24 @@ def test_quartet_brings_its_trust_mask() -> None:
         QATConfig(MXFP4WeightConfig(), backward="quartet", straight_through="identity").straight_through == "identity"
     )
     assert QATConfig(NVFP4WeightConfig(), backward="quartet2").straight_through == "identity"
+
+
+@pytest.mark.parametrize("name", ["quartet", "quartet2"])
+def test_recipes_bring_their_training(name: str) -> None:
+    """What `aoquant run` and eval/pretrain.py prepare with; other options may be given beside it."""
+    recipe = get_recipe(name)
+    config = recipe.prepare(seed=3)
+    assert (config.step, config.backward, config.seed) == ("prepare", name, 3)
+    assert config.straight_through == ("clipped" if name == "quartet" else "identity")
+    assert recipe.prepare(backward=None).backward is None
+    model = nn.ModuleDict({"layer": nn.Linear(K, N)})
+    quantize_(model, config)
+    assert getattr(model["layer"], RANDOM).tolist()[::2] == [3, 0]
+    x, g = data()
+    want = model["layer"](x)
+    gradients(model["layer"], x, g)
+    quantize_(model, QATConfig(recipe.make(), step="convert"))
+    assert_equal(model["layer"](x), want)
 
 
 def test_the_recipe_is_shown_and_convert_forgets_it() -> None:
