@@ -25,7 +25,7 @@ import torch
 from record_golden import versions
 from torch import Tensor, nn
 
-from aoquant import QATConfig, backend, get_format, quantize_
+from aoquant import QATConfig, backend, explain, get_format, quantize_
 from aoquant.formats import Encoded
 from aoquant.ops import codec
 from aoquant.recipes import get_recipe
@@ -46,6 +46,7 @@ ENCODE = (
 )
 # encoded only: what a fused transform adds to the encoding
 TRANSFORMED = tuple(f"hadamard{size}+{inner}" for inner in ("nvfp4", "mxfp4") for size in (16, 32, 64, 128))
+GRIDS = ("fouroversix", "gridflip", "gridflip-sided", "gridflip-search")  # two backends encode them
 LAYERS = ("int4-g128", "int8-int4", "mxfp4", "mxfp8", "nvfp4", "torchao-int4-g128", "torchao-int8-int4", "torchao-fp8")
 SHAPES = ((4096, 4096), (4096, 14336))  # K, N
 TOKENS = 8192
@@ -110,21 +111,28 @@ def same(a: Any, b: Any) -> bool:
 
 
 def gate_format(name: str) -> bool:
-    """Whether the Triton kernels give the reference's bytes on a matrix with outliers and zeros."""
-    fmt = get_format(name)
+    """Whether the kernels give the reference's bytes on a matrix with outliers and zeros."""
+    fmt, ok = get_format(name), True
     x = torch.randn(512, 4096, device=CUDA) * torch.randn(512, 4096, device=CUDA).exp()
     x[::7, :256] = 0
     x = x.to(BF16)
     e = fmt.encode(x)
-    with backend("triton"):
-        ok = same(codec.encode(fmt, x), e)
-        for operand in () if name in TRANSFORMED else (True, False):
-            values = fmt.operand(e, BF16) if operand else fmt.decode(e, BF16)
-            both = codec.quantize(fmt, x, BF16, operand=operand, keep=True)
-            ok &= (
-                same(both[0], e) and same(both[1], values) and same(codec.decode(fmt, e, BF16, operand=operand), values)
-            )
+    for which in encoders(name):
+        with backend(which):
+            ok &= same(codec.encode(fmt, x), e)
+            for operand in () if name in TRANSFORMED else (True, False):
+                values = fmt.operand(e, BF16) if operand else fmt.decode(e, BF16)
+                both = codec.quantize(fmt, x, BF16, operand=operand, keep=True)
+                ok &= same(both[0], e) and same(both[1], values)
+                with backend("triton"):
+                    ok &= same(codec.decode(fmt, e, BF16, operand=operand), values)
     return ok
+
+
+def encoders(name: str) -> list[str]:
+    """The kernels that encode a format here."""
+    reasons = dict(explain(codec.CodecRequest("encode", get_format(name), CUDA, BF16, 512, 4096)))
+    return [which for which in ("cuda", "triton") if reasons[which] in ("runs", "willing, lower priority")]
 
 
 def measure_encode(rounds: int) -> list[Row]:
@@ -150,13 +158,34 @@ def measure_encode(rounds: int) -> list[Row]:
         fmt = get_format(name)
         runs[f"encode {name}"] = graph(lambda i, f=fmt: codec.encode(f, xs[i]), len(xs))
         moved[f"encode {name}"] = nbytes(xs[0], codec.encode(fmt, xs[0]))
-    times = interleaved(runs, rounds, len(xs))
+    return rated(runs, moved, rounds, len(xs), f"{TOKENS}x4096")
+
+
+def measure_grids(rounds: int) -> list[Row]:
+    """Encoders that try several scales, 4096 x 4096 bf16, by each backend: with their own amax, and with a constant one."""
+    xs = [torch.randn(4096, 4096, device=CUDA, dtype=BF16) * 0.02 for _ in range(8)]
+    runs: dict[str, Callable[[], Any]] = {"copy": graph(lambda i: xs[i].clone(), len(xs))}
+    moved = {"copy": 2 * nbytes(xs[0])}
+    for name in (n + known for n in GRIDS for known in ("", "-static:0.125")):
+        fmt = get_format(name)
+        for which in encoders(name):
+            with backend(which):
+                variant, run = f"encode {name} ({which})", lambda i, f=fmt: codec.encode(f, xs[i])
+                runs[variant], moved[variant] = graph(run, len(xs)), nbytes(xs[0], codec.encode(fmt, xs[0]))
+    return rated(runs, moved, rounds, len(xs), "4096x4096")
+
+
+def rated(
+    runs: dict[str, Callable[[], Any]], moved: dict[str, int], rounds: int, per_run: int, shape: str
+) -> list[Row]:
+    """Times of all runs, and their rates against the copy's."""
+    times = interleaved(runs, rounds, per_run)
     ceiling = moved["copy"] / percentiles(times["copy"])[1]
     rows = []
     for name, ts in times.items():
         p20, p50, p80 = percentiles(ts)
         rate = moved[name] / p50
-        rows.append({"suite": "encode", "shape": f"{TOKENS}x4096", "variant": name, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80,
+        rows.append({"suite": "encode", "shape": shape, "variant": name, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80,
                      "GB/s": rate / 1e6, "of_copy": rate / ceiling})  # fmt: skip
     return rows
 
@@ -221,7 +250,7 @@ def main() -> int:
         return 1
 
     meta = versions(CUDA)
-    red = [name for name in (*ENCODE, *TRANSFORMED) if "encode" in suites and not gate_format(name)]
+    red = [name for name in (*ENCODE, *TRANSFORMED, *GRIDS) if "encode" in suites and not gate_format(name)]
     red += [name for name in LAYERS if "layer" in suites and not gate_layer(name)]
     if red:
         print(f"the exactness gate is red, nothing is timed: {', '.join(red)}")
@@ -230,6 +259,7 @@ def main() -> int:
     rows: list[Row] = []
     if "encode" in suites:
         rows += measure_encode(20 if args.quick else 100)
+        rows += measure_grids(20 if args.quick else 100)
     if "layer" in suites:
         rows += measure_layers(20 if args.quick else 60)
     for row in rows:

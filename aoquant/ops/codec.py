@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from aoquant.formats import (
     Encoded,
     Float8,
     Format,
+    FourOverSix,
+    GridFlip,
     HighPrecision,
     Int4,
     MXFP4Dialect,
@@ -39,7 +42,7 @@ from aoquant.formats import (
 from aoquant.formats.rotated import rotate
 from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
 
-from . import tiles
+from . import grids, tiles
 from .router import Backend, Quantized, register, route
 
 LONGEST_ROW = 16384  # values of an integer row that the Triton kernel holds in registers
@@ -161,7 +164,26 @@ def _why_not_triton(r: CodecRequest) -> str | None:
         return f"reads rows of float8 by 16, got K = {r.k}"
     if isinstance(f, Affine | Int4):
         return _why_not_integer(f, r)
+    if isinstance(f, FourOverSix):
+        return _why_not_grid(f, r)
     return None
+
+
+def _why_not_cuda(r: CodecRequest) -> str | None:
+    if r.device.type != "cuda":
+        return "its kernels are for CUDA devices"
+    if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
+        return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
+    if isinstance(r.format, Transformed):  # Triton transforms, csrc encodes
+        return _why_not_triton(r) or grids.why_not_encode(r.format.inner)
+    return grids.why_not_encode(r.format)
+
+
+def _to_cuda(format: Format, x_RK: Tensor) -> tuple[Any, Tensor]:
+    """What csrc encodes: a format without its transform, and the transformed values."""
+    if isinstance(format, Transformed):
+        return format.inner, _kernels().transform(format, x_RK, None, torch.float32)
+    return format, x_RK
 
 
 def _has_kernel(f: Format, role: str) -> bool:
@@ -174,7 +196,14 @@ def _has_kernel(f: Format, role: str) -> bool:
         return f.per in ("row", "tensor") and not f.fixed and f.low is None and f.high is None
     if type(f) is NVFP4Dialect:
         return f.tile == 1
-    return type(f) in (MX, NVFP4, MXFP4Dialect) or (role == "decode" and type(f) is NVFP4Search)
+    known = (MX, NVFP4, MXFP4Dialect, FourOverSix, GridFlip)
+    return type(f) in known or (role == "decode" and type(f) is NVFP4Search)
+
+
+def _why_not_grid(f: FourOverSix, r: CodecRequest) -> str | None:
+    if r.role != "decode" and (f.tile > 1 or f.metric != "mse"):
+        return f"encodes blocks of 16 by their squared error, not {f.name}"
+    return None
 
 
 def _why_not_random(f: Randomized, r: CodecRequest) -> str | None:
@@ -205,4 +234,6 @@ register(
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().decode(*a), "decode"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().quantize(*a), "quantize"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().pull_back(*a), "transform"),
+    Backend("cuda", 20, _why_not_cuda, lambda f, x: grids.encode(*_to_cuda(f, x)), "encode"),
+    Backend("cuda", 20, _why_not_cuda, lambda f, x, *a: grids.quantize(*_to_cuda(f, x), *a), "quantize"),
 )

@@ -62,4 +62,26 @@ def _finite_absmax(x: Tensor) -> Tensor:
     return x.new_empty(PARTIALS, dtype=torch.int32)
 
 
-_FAKES: dict[str, Callable[..., Any]] = {"finite_absmax": _finite_absmax}
+def _encode_grids(
+    x: Tensor,
+    amax: Tensor,
+    known: float,
+    effort: int,
+    metric: int,
+    tile: int,
+    c: float,
+    alternating: bool,
+    out: int,
+    operand: bool,
+    waves: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (rows, k), dtypes = x.shape, (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+    return (
+        x.new_empty(rows, k // 2, dtype=torch.uint8),
+        x.new_empty(-(-rows // tile), k // 16, dtype=torch.uint8),
+        x.new_empty(1, 1, dtype=torch.float32),
+        x.new_empty((rows, k) if out else (0, 0), dtype=dtypes[out]),
+    )
+
+
+_FAKES: dict[str, Callable[..., Any]] = {"finite_absmax": _finite_absmax, "encode_grids": _encode_grids}

@@ -18,6 +18,7 @@ from aoquant.formats import (
     Encoded,
     Float8,
     Format,
+    FourOverSix,
     HighPrecision,
     Int4,
     MXFP4Dialect,
@@ -29,7 +30,7 @@ from aoquant.formats import (
 from aoquant.ops.router import Quantized
 from aoquant.transforms import Hadamard
 
-from . import blockscaled, dialects, float8, hadamard, integer, stochastic
+from . import blockscaled, dialects, float8, grids, hadamard, integer, stochastic
 
 
 def encode(format: Format, x_RK: Tensor) -> Encoded:
@@ -91,6 +92,8 @@ def _module(format: Format) -> ModuleType:
         return blockscaled
     if isinstance(format, MXFP4Dialect | NVFP4Dialect):
         return dialects
+    if isinstance(format, FourOverSix):
+        return grids
     if isinstance(format, Int4 | Affine):
         return integer
     assert isinstance(format, Float8)

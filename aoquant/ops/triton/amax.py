@@ -11,26 +11,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .elements import float_bits, least, most
+from .elements import INF_BITS, float_bits, least, most
 
 PARTIALS = 512
 _TILE, _WARPS = 8192, 8
 
 
 @triton.jit
-def _absmax(x_ptr, partial_ptr, n, TILE: tl.constexpr):
+def _absmax(x_ptr, partial_ptr, n, FINITE: tl.constexpr, TILE: tl.constexpr):
     most = tl.zeros([TILE], tl.int32)
     for i in range(tl.program_id(0), tl.cdiv(n, TILE), tl.num_programs(0)):
         at = tl.cast(i, tl.int64) * TILE + tl.arange(0, TILE)
         x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-        most = tl.maximum(most, float_bits(x) & 0x7FFFFFFF)
+        bits = float_bits(x) & 0x7FFFFFFF
+        if FINITE:
+            bits = tl.where(bits < INF_BITS, bits, 0)
+        most = tl.maximum(most, bits)
     tl.store(partial_ptr + tl.program_id(0), tl.max(most, axis=0))
 
 
-def absmax_partials(x: Tensor) -> Tensor:
-    """(PARTIALS,) int32: maxima of the bits of |x| as float32, so that NaN is larger than everything. x is contiguous."""
+def absmax_partials(x: Tensor, finite: bool = False) -> Tensor:
+    """(PARTIALS,) int32: maxima of the bits of |x| as float32, so that NaN is larger than everything; or of what is finite. x is contiguous."""
     partials = torch.empty(PARTIALS, dtype=torch.int32, device=x.device)
-    _absmax[(PARTIALS,)](x, partials, x.numel(), TILE=_TILE, num_warps=_WARPS)
+    _absmax[(PARTIALS,)](x, partials, x.numel(), FINITE=finite, TILE=_TILE, num_warps=_WARPS)
     return partials
 
 

@@ -1,0 +1,305 @@
+"""Four-over-six and GridFlip: encode, and decode with the sign of the scale that marks a shifted grid.
+
+The encoder is the one of `csrc/contest.cuh`, whose essay and proof hold here too: candidates are compared by a rough error, seven
+instructions for each value, and by the exact one of `formats/contest.py` only where two of them are closer than the rough one errs.
+Exact means in order: Triton adds along an axis in whatever order suits the layout, so the exact sum takes one column after the other.
+
+It serves where the library of csrc was not built. That one is faster: a thread there holds a whole block, here two share it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aoquant.formats import Encoded, FourOverSix, GridFlip
+from aoquant.formats.contest import AMAX_FLOOR, FLOAT32_MAX
+from aoquant.formats.scales import reciprocal
+
+from .amax import PARTIALS, absmax_partials
+from .elements import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
+
+TILE = 512
+LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
+_EFFORTS = {"base": 1, "sided": 2, "search": 3}
+KAPPA, FLOOR = tl.constexpr(5.2e-5), tl.constexpr(1.3e-5)  # as csrc/contest.cuh proves
+STEP = tl.constexpr(6291456.0)  # 1.5 * 2^22: E * STEP has half of E for a unit in the last place, whatever E = 2^e
+LARGE = tl.constexpr(2.0**100)
+SIXTH, SIXTH_REST = tl.constexpr(reciprocal(6.0)), tl.constexpr(1.0 / 6.0 - reciprocal(6.0))
+TOP, TOP_REST = tl.constexpr(reciprocal(1536.0)), tl.constexpr(1.0 / 1536.0 - reciprocal(1536.0))
+MOST = tl.constexpr(FLOAT32_MAX)
+AMAX_LEAST = tl.constexpr(struct.unpack("i", struct.pack("f", AMAX_FLOOR))[0])  # its bits
+
+
+@triton.jit
+def _e4m3(ratio):
+    return tl.minimum(ratio, 448.0).to(tl.float8e4nv).to(tl.float32)
+
+
+@triton.jit
+def _inverse(s, down):
+    return tl.minimum(tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s * down), MOST)
+
+
+@triton.jit
+def _nearest(magnitude):
+    """|z| -> the nearest e2m1 magnitude, half to even, saturating."""
+    v = tl.minimum(magnitude, 6.0)
+    e = tl.maximum(bits_float(float_bits(v) & INF_BITS), 1.0)
+    return tl.fma(e, -STEP, tl.fma(e, STEP, v))
+
+
+@triton.jit
+def _ratio(a, v, r, up):
+    """a / v * T."""
+    return quotient(a, v + tl.zeros_like(a), r) * up
+
+
+@triton.jit
+def _scale(i: tl.constexpr, b, a, pos, neg, up, v6, r6, v4, r4, p6, q6, p4, q4):
+    """Unsigned scale of candidate i of "base" and "sided", and of four-over-six."""
+    if i == 0:
+        ratio = b
+    elif i == 1:
+        ratio = b * 1.5
+    elif i == 2:
+        ratio = _ratio(a, v6, r6, up)
+    elif i == 3:
+        ratio = _ratio(a, v4, r4, up)
+    elif i == 4:
+        ratio = tl.maximum(_ratio(pos, p6, q6, up), _ratio(neg, v6, r6, up))
+    else:
+        ratio = tl.maximum(_ratio(pos, p4, q4, up), _ratio(neg, v4, r4, up))
+    return _e4m3(ratio)
+
+
+@triton.jit
+def _searched(i, middle):
+    """Scale of candidate i % 13 of a search around e4m3 code `middle`."""
+    code = tl.minimum(tl.maximum(middle + i % 13 - 4, 0), 126)
+    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _rough(x, s, c, down, FLIPPED: tl.constexpr):
+    """Error of a candidate, rough, in units of amax / 1536; FLIPPED is 0 or 1, or a scalar of the two."""
+    inverse = _inverse(s, down)
+    z = tl.abs(tl.fma(x, (inverse * (1 - 2 * FLIPPED))[:, None], (-c * FLIPPED)[:, None] + tl.zeros_like(x)))
+    e = tl.maximum(bits_float(float_bits(z) & INF_BITS), 1.0)
+    d = tl.minimum(tl.fma(e, -STEP, tl.fma(e, STEP, z)), 6.0) - z
+    return tl.sum(d * d, axis=1) * (s * s)
+
+
+@triton.jit
+def _exact(x, s, c, down, amax, FLIPPED, NB: tl.constexpr, B: tl.constexpr):
+    """(error, largest decoded magnitude without t) of a candidate, as `contest.Contest`."""
+    y = x * _inverse(s, down)[:, None]
+    z = tl.where(FLIPPED, -y - c[:, None], y)
+    q = bits_float(float_bits(_nearest(tl.abs(z))) | (float_bits(z) & -0x80000000))
+    signed = tl.where(FLIPPED, -s, s)
+    v = q * signed[:, None]
+    v = v + tl.where(FLIPPED, c * signed, 0.0)[:, None]
+    p = v * amax
+    d = tl.fma(p, TOP, p * TOP_REST) - x
+    squares = d * d
+    k = tl.arange(0, B)[None, :]
+    total = tl.zeros([NB], tl.float32)
+    for i in range(B):  # one value and zeros add up to the value in any order
+        total = total + tl.sum(tl.where(k == i, squares, 0.0), axis=1)
+    return total, tl.max(tl.abs(v), axis=1)
+
+
+@triton.jit
+def _encode(
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, groups, known, shift,
+    v6, r6, v4, r4, p6, q6, p4, q4,
+    EFFORT: tl.constexpr, ALTERNATING: tl.constexpr, ROUGH: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
+    NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """EFFORT: 0 four-over-six, 1 base, 2 sided, 3 search. VALUES: "" none, "operand" without, "decode" with the outer scale."""
+    if partial_ptr is None:
+        largest = known + tl.zeros([], tl.float32)
+    else:
+        largest = bits_float(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0))
+    largest = tl.where(largest == 0.0, 1536.0, bits_float(tl.maximum(float_bits(largest), AMAX_LEAST)))
+    top = tl.full([], 1536.0, tl.float32)
+    t = tl.div_rn(largest, top)
+    power = tl.where(largest < 2.0**-60, 2.0**100, tl.where(largest > 2.0**60, 2.0**-100, 1.0))
+    amax = largest * power
+    up = tl.div_rn(top, amax)
+    down = tl.div_rn(tl.full([], 1.0, tl.float32), up)
+    if tl.program_id(0) == 0:
+        tl.store(outer_ptr, t)
+    fair = tl.where(amax >= 2.0**-44, 1, 0) & tl.where(t < 2.0**100, 1, 0) & (1 if ROUGH else 0)  # for rough errors
+    N: tl.constexpr = 26 if EFFORT == 3 else 2 * EFFORT + 2
+
+    n_tiles = tl.cdiv(n_blocks, NB)
+    for tile_index in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        tile = tl.cast(n_tiles - 1 - tile_index, tl.int64)
+        block = tile * NB + tl.arange(0, NB)
+        at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
+        inside = (block < n_blocks)[:, None]
+        raw = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        bits = tl.max(float_bits(raw) & 0x7FFFFFFF, axis=1)
+        finite = bits < INF_BITS
+        x = raw * power
+        a = tl.where(finite, tl.minimum(tl.abs(bits_float(bits) * power), LARGE), 0.0)
+        c = shift + tl.zeros([NB], tl.float32)
+        if ALTERNATING:
+            c = tl.where((block % groups) % 2 == 0, c, -c)
+        pos, neg = a, a
+        if EFFORT == 2:
+            pos = tl.minimum(tl.maximum(tl.max(x, axis=1), 0.0), LARGE)
+            neg = tl.minimum(tl.maximum(tl.max(-x, axis=1), 0.0), LARGE)
+            if ALTERNATING:
+                turned = c < 0
+                pos, neg = tl.where(turned, neg, pos), tl.where(turned, pos, neg)
+        b = tl.fma(a, SIXTH, a * SIXTH_REST) * up
+        middle = tl.minimum(b, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+
+        # the rough contest
+        best = tl.full([NB], float("inf"), tl.float32)
+        second, biggest = best, tl.zeros([NB], tl.float32)
+        smallest = best
+        won = tl.zeros([NB], tl.float32)  # signed scale
+        if EFFORT == 3:
+            last = tl.full([NB], -1.0, tl.float32)
+            for m in range(N):
+                s = _searched(m, middle)
+                flipped = tl.where(m >= 13, 1.0, 0.0)
+                e = _rough(x, s, c, down, flipped)
+                e = tl.where(s == last, float("inf"), e)  # clamped: the same candidate again
+                last = tl.where(m == 12, -1.0, s)
+                second = tl.minimum(second, tl.maximum(best, e))
+                won = tl.where(e < best, s * (1.0 - 2.0 * flipped), won)
+                best = tl.minimum(best, e)
+                biggest, smallest = tl.maximum(biggest, s), tl.minimum(smallest, s)
+        else:
+            for i in tl.static_range(N):
+                s = _scale(i, b, a, pos, neg, up, v6, r6, v4, r4, p6, q6, p4, q4)
+                error = _rough(x, s, c, down, 1 if i >= 2 else 0)
+                second = tl.minimum(second, tl.maximum(best, error))
+                won = tl.where(error < best, -s if i >= 2 else s, won)
+                best = tl.minimum(best, error)
+                biggest, smallest = tl.maximum(biggest, s), tl.minimum(smallest, s)
+        floor = FLOOR * biggest * biggest
+        sure = second * (1.0 - KAPPA) - floor > best * (1.0 + KAPPA) + floor
+        ordinary = tl.where(smallest >= 2.0**-6, 1, 0) & tl.where(middle <= 0x7D, 1, 0)
+        sure = tl.where(sure, ordinary, 0) & fair
+        won = tl.where(a > 0.0, won, 0.0)  # a is 0 for blocks that are not finite, too
+        close = tl.where(a > 0.0, 1 - sure, 0)
+
+        if tl.max(close, axis=0) > 0:
+            least = tl.zeros([NB], tl.float32)
+            winner = won
+            for n in range(N):
+                if EFFORT == 3:
+                    u = _searched(n, middle)
+                    flips = n >= 13
+                else:
+                    u = _scale(0, b, a, pos, neg, up, v6, r6, v4, r4, p6, q6, p4, q4)
+                    for j in tl.static_range(1, N):
+                        u = tl.where(n == j, _scale(j, b, a, pos, neg, up, v6, r6, v4, r4, p6, q6, p4, q4), u)
+                    flips = n >= 2
+                error, most = _exact(x, u, c, down, amax, flips, NB, B)
+                better = (n == 0) | ((error < least) & (most * t < float("inf")))
+                least = tl.where(better, error, least)
+                winner = tl.where(better, tl.where(flips & (u > 0), -u, u), winner)
+            won = tl.where(close != 0, winner, won)
+
+        scale = tl.abs(won)
+        flagged = won < 0
+        y = x * _inverse(scale, down)[:, None]
+        z = tl.where(flagged[:, None], -y - c[:, None], y)
+        rounded = e2m1_rounded(tl.abs(z))
+        if CODES:
+            keep = tl.where(finite, 255, 0)
+            codes = pack_e2m1(float_bits(rounded), float_bits(z), NB, B) & keep[:, None]
+            half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
+            tl.store(codes_ptr + half, codes.to(tl.uint8), mask=inside)
+            byte = won.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            tl.store(scale_ptr + block, tl.where(finite, byte, 0x7F).to(tl.uint8), mask=block < n_blocks)
+        if VALUES != "":
+            signed = tl.where(finite, won, float("nan"))
+            value = e2m1_value(float_bits(rounded), float_bits(z) & -0x80000000) * signed[:, None]
+            if EFFORT > 0:
+                value = value + (c * tl.where(flagged, signed, 0.0))[:, None]
+            if VALUES == "decode":
+                value = value * t
+            tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode(
+    codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, groups, OUTER_STRIDE, shift,
+    TILE_ROWS: tl.constexpr, FLIPS: tl.constexpr, ALTERNATING: tl.constexpr, OUTER: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """OUTER: whether the outer scale multiplies the values; it has one value a row (OUTER_STRIDE 1) or one in all (0)."""
+    tile = tl.program_id(0).to(tl.int64)
+    block = tile * NB + tl.arange(0, NB)
+    inside = block < n_blocks
+    row, group = block // groups, block % groups
+    at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
+    half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
+    code = unpack4(tl.load(codes_ptr + half, mask=inside[:, None], other=0), NB, B)
+    which = block if TILE_ROWS == 1 else row // TILE_ROWS * groups + group
+    signed = tl.load(scale_ptr + which, mask=inside, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    value = e2m1_value(code, (code & 8) << 28) * signed[:, None]
+    if FLIPS:
+        c = shift + tl.zeros([NB], tl.float32)
+        if ALTERNATING:
+            c = tl.where(group % 2 == 0, c, -c)
+        value = value + (c * tl.where(signed < 0, signed, 0.0))[:, None]
+    if OUTER:
+        value = value * tl.load(outer_ptr + row * OUTER_STRIDE, mask=inside, other=0.0)[:, None]
+    tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def quantize(
+    format: FourOverSix, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    x_RK = x_RK.contiguous()
+    (rows, k), device, nb = x_RK.shape, x_RK.device, TILE // format.block
+    codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
+    scale = torch.empty(rows, k // 16, dtype=torch.uint8, device=device) if keep else None
+    values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
+    outer = torch.empty(1, 1, dtype=torch.float32, device=device)
+    flips = format if isinstance(format, GridFlip) else None
+    c = _rounded(flips.c) if flips else 0.0
+    tops = [_rounded(v) for v in (6 + c, 4 + c, 6 - c, 4 - c)]
+    _encode[(triton.cdiv(rows * k, TILE),)](
+        x_RK, None if format.fixed else absmax_partials(x_RK, finite=True), codes, scale, outer, values, rows * k // 16, k // 16,
+        format.fixed[0] if format.fixed else 0.0, c, *(n for v in tops for n in (v, reciprocal(v))),
+        EFFORT=_EFFORTS[flips.effort] if flips else 0, ALTERNATING=bool(flips and flips.alternating), ROUGH=c <= 0.29,
+        CODES=keep, VALUES="" if dtype is None else "operand" if operand else "decode",
+        NB=nb, B=format.block, N_PARTIALS=PARTIALS, **LAUNCH,
+    )  # fmt: skip
+    if codes is None or scale is None:
+        return None, values, outer
+    return Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer
+
+
+def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
+    """(R, K) values in `dtype`: the operand, or decoded."""
+    assert e.scale is not None and e.outer is not None
+    rows = e.codes.shape[0]
+    values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
+    flips = format if isinstance(format, GridFlip) else None
+    _decode[(triton.cdiv(rows * e.k, TILE),)](
+        e.codes.contiguous(), e.scale.contiguous().view(torch.uint8), e.outer, values, rows * e.k // 16, e.k // 16,
+        1 if e.outer.shape[0] > 1 else 0, _rounded(flips.c) if flips else 0.0,
+        TILE_ROWS=format.tile, FLIPS=flips is not None, ALTERNATING=bool(flips and flips.alternating), OUTER=not operand,
+        NB=TILE // format.block, B=format.block, **LAUNCH,
+    )  # fmt: skip
+    return values
+
+
+def _rounded(c: float) -> float:
+    """c as float32."""
+    return float(struct.unpack("f", struct.pack("f", c))[0])

@@ -1,0 +1,233 @@
+// The contest of a block's candidates: which scale and which grid it keeps, and what is written for it.
+//
+// Comparing candidates exactly as the format does costs some 13 instructions for each value and candidate. Almost always a rougher
+// error is enough: fused, in units of the scale, seven instructions. It is within a margin of the exact one, proven below; where two
+// candidates are closer than that, about one block in a thousand, the exact errors decide. The bytes are the format's either way.
+#pragma once
+
+#include "grids.cuh"
+
+namespace aoquant {
+
+// A call: where everything lies, and the options.
+struct Args {
+  const int32_t* partials;  // bits of float32 magnitudes, whose largest is amax
+  int n_partials;
+  uint32_t known;  // or one that the caller knows
+  const void* x;
+  uint8_t* codes;
+  uint8_t* scale;
+  float* outer;
+  void* values;
+  int out;       // Out
+  int operand;   // values without t
+  int64_t rows;
+  int groups;    // blocks in a row
+  int effort, metric, tile;
+  Shift shift;
+  uint32_t sixteen;
+};
+
+// What is known of a scale: its inverse, its value, the value squared, and the rough error's floor under it.
+struct __align__(16) Entry {
+  float inverse, square, s, floor;
+};
+
+// The margin. Write u = 2^-24, S = s * amax / 1536. In units of S the exact contest's x differs from the rough one's by at most
+// 4u |x / S| (up, down, s * down and its inverse are rounded once each) + 7u (the rough z is rounded once, the exact one twice), its decoded value
+// by 2u |v| + 2u, and |v|, |z| <= 10: below D = 100 u = 6e-6 together. A distance to the nearest code changes by no more than its
+// argument, at a tie too. So the sums of squares differ by at most 8 D sqrt(e) + 16 D^2 <= 4 D (2 e + 1/2) + 16 D^2, and by 35 u e from summing:
+// below KAPPA e + FLOOR, in units of S^2. amax in [2^-44, 2^60] keeps every square away from underflow.
+constexpr float KAPPA = 5.2e-5f, FLOOR = 1.3e-5f;
+
+__device__ __forceinline__ Entry make_entry(uint32_t code, float down) {
+  if (code == 0x7Fu) return {NAN, NAN, NAN, NAN};
+  float s = e4m3_value(code);
+  return {inverse_of(s, down), s * s, s, FLOOR * (s * s)};
+}
+
+// Rough error of a candidate in units of its scale squared. m: +-inverse, shift: c of a flipped candidate, else 0.
+template <bool SATURATE>
+__device__ __forceinline__ float rough_error(const float (&x)[16], float m, float shift) {
+  float total = 0.0f;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) {
+    float z = __fmaf_rn(x[k], m, -shift);
+    float e = octave(z), t = __fmaf_rn(e, ROUND, fabsf(z)), r = __fmaf_rn(e, -ROUND, t);
+    if (SATURATE) r = fminf(r, 6.0f);
+    float d = __fsub_rn(r, fabsf(z));
+    total = __fmaf_rn(d, d, total);
+  }
+  return total;
+}
+
+// Codes and values of 16 values under a scale code, 0x80 with it where the grid is flipped. plain: none saturates.
+template <bool FLIPS>
+__device__ __forceinline__ void finish(
+    const Args& p, const Outer& o, const Entry* table, const float (&x)[16], int64_t block, uint32_t code, bool finite, float c, bool plain) {
+  bool flipped = code & 0x80u;
+  float inverse = table[code & 0x7Fu].inverse, sign = flipped ? -1.0f : 1.0f, shift = flipped ? c : 0.0f;
+  uint2 packed;
+  if (plain) packed = encode16<FLIPS, false>(x, inverse, sign, shift, p.sixteen);
+  else packed = encode16<FLIPS, true>(x, inverse, sign, shift, p.sixteen);
+  if (!finite) packed = make_uint2(0, 0);
+  reinterpret_cast<uint2*>(p.codes)[block] = packed;
+  if (p.out == NO_VALUES) return;
+  float s = finite ? sign * table[code & 0x7Fu].s : NAN, t = p.operand ? 1.0f : o.t, v[16];
+  float cs = p.effort == FOUR_OVER_SIX ? -0.0f : __fmul_rn(c, flipped ? s : 0.0f);  // the signs of zeros are the format's
+#pragma unroll
+  for (int k = 0; k < 16; ++k) {
+    float z = scaled<FLIPS>(x[k], inverse, sign, shift);
+    v[k] = __fmul_rn(__fmaf_rn(copysignf(nearest_e2m1(fabsf(z)), z), s, cs), t);
+  }
+  store_values(p.values, block * 16, v, p.out);
+}
+
+// One block, whose largest magnitude is a: its scale, its codes and, if somebody wants them, its values.
+template <int EFFORT>
+__device__ __forceinline__ void encode_block(const Args& p, const Outer& o, const Entry* table, float (&x)[16], float a, int64_t block) {
+  constexpr int N = COUNT<EFFORT>;
+  bool rough = o.amax >= 0x1p-44f && fabsf(p.shift.c) <= 0.29f && o.t < 0x1p100f;
+  bool finite = a < INFINITY;
+  if (o.power != 1.0f) {
+#pragma unroll
+    for (int k = 0; k < 16; ++k) x[k] = __fmul_rn(x[k], o.power);
+    a *= o.power;
+  }
+  float c = p.shift.alternating && (block % p.groups) % 2 ? -p.shift.c : p.shift.c;
+  float pos = 0.0f, neg = 0.0f;
+  if constexpr (EFFORT == SIDED) {
+#pragma unroll
+    for (int k = 0; k < 16; ++k) pos = fmaxf(pos, x[k]), neg = fmaxf(neg, -x[k]);
+    if (c < 0.0f) { float swap = pos; pos = neg, neg = swap; }
+  }
+  Candidates candidates = make_candidates<EFFORT>(a, pos, neg, o, p.shift);
+
+  // the rough contest
+  uint32_t code = 0, pending = 0;
+  bool plain = rough;  // no candidate saturates
+  if constexpr (EFFORT == SEARCH) {
+    plain = plain && candidates.codes[0] >= 12 && candidates.codes[0] <= 0x7Du;
+    float best = INFINITY, lower = INFINITY, upper = INFINITY, others = INFINITY;  // of the best so far; the lowest of all others
+    uint32_t last = 0x7Fu, reach = 0;  // who was in reach of winning when it came
+#pragma unroll 1
+    for (int i = 0; i < N; ++i) {
+      uint32_t mine = candidates.get<EFFORT>(i);
+      Entry entry = table[mine & 0x7Fu];
+      float error = rough_error<true>(x, i >= 13 ? -entry.inverse : entry.inverse, i >= 13 ? c : 0.0f) * entry.square;
+      if (mine == last) continue;  // clamped: the same candidate again
+      last = mine;
+      float low = __fmaf_rn(error, 1.0f - KAPPA, -entry.floor), high = __fmaf_rn(error, 1.0f + KAPPA, entry.floor);
+      if (low <= upper) reach |= 1u << i;
+      others = fminf(others, error < best ? lower : low);
+      if (error < best) best = error, lower = low, upper = high, code = mine;
+    }
+    if (!plain) pending = (1u << N) - 1;
+    else if (!(others > upper)) pending = reach;
+  } else {
+    // the rough error knows no saturation: every scale has to be normal, and not clipped
+    const uint32_t* codes = candidates.codes;
+    plain = plain && codes[EFFORT == FOUR_OVER_SIX ? 0 : 2] >= 8 && codes[1] <= 0x7Du && (EFFORT != SIDED || codes[5] <= 0x7Du);
+    float best = INFINITY, second = INFINITY, largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const Entry& entry = table[codes[i]];
+      float inverse = entry.inverse, square = entry.square;
+      float error = rough_error<false>(x, flips<EFFORT>(i) ? -inverse : inverse, flips<EFFORT>(i) ? c : 0.0f) * square;
+      if (EFFORT == SIDED && i >= 4) {  // often one of the others again
+        bool again = codes[i] == codes[2] || codes[i] == codes[3] || (i == 5 && codes[5] == codes[4]);
+        error = again ? INFINITY : error;
+      }
+      second = fminf(second, fmaxf(best, error));
+      code = error < best ? codes[i] | (flips<EFFORT>(i) ? 0x80u : 0u) : code;
+      best = fminf(best, error);
+      if (i == 1 || i == 5) largest = fmaxf(largest, square);  // no other can be larger
+    }
+    bool sure = __fmaf_rn(second, 1.0f - KAPPA, -2.0f * FLOOR * largest) > best * (1.0f + KAPPA);
+    if (!(plain && sure)) pending = (1u << N) - 1;
+  }
+  if (a == 0.0f) pending = 0, code = 0;  // every candidate is exact, the first one stays
+  if (!finite) pending = 0, code = 0x7Fu;
+
+  // the exact one, where it is needed
+  float least = 0.0f;
+  bool first = true;
+  while (pending) {
+    int i = __ffs(pending) - 1;
+    pending &= pending - 1;
+    uint32_t mine = candidates.get<EFFORT>(i);
+    Entry entry = table[mine & 0x7Fu];
+    float s = mine & 0x80u ? -entry.s : entry.s, error = 0.0f, most = 0.0f;
+    float cs = mine & 0x80u ? __fmul_rn(c, s) : 0.0f;
+    exact_error(x, entry.inverse, s, cs, c, flips<EFFORT>(i), o.amax, MSE, error, most);
+    if (first || (error < least && !isinf(most * o.t))) least = error, code = mine;
+    first = false;
+  }
+  p.scale[block] = uint8_t(code);
+  finish<(EFFORT > FOUR_OVER_SIX)>(p, o, table, x, block, code, finite, c, plain && finite && EFFORT != SEARCH);
+}
+
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+// One tile of up to 16 rows, or one block, with every option: the exact contest alone. A thread reads its tile again for each candidate.
+template <typename T>
+__device__ __forceinline__ void encode_tile(const Args& p, const Outer& o, const Entry* table, int64_t tile) {
+  const T* from = static_cast<const T*>(p.x);
+  int64_t row = tile / p.groups * p.tile, group = tile % p.groups;
+  int height = int(min(int64_t(p.tile), p.rows - row));
+  float x[16], a = 0.0f, pos = 0.0f, neg = 0.0f;
+  bool finite = true;
+  auto load = [&](int r) {
+    Packed<T> packed;
+    packed.load(from + ((row + r) * p.groups + group) * 16);
+    packed.unpack(x);
+  };
+  for (int r = 0; r < height; ++r) {
+    load(r);
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+      finite = finite && fabsf(x[k]) < INFINITY;
+      pos = fmaxf(pos, x[k] * o.power), neg = fmaxf(neg, -x[k] * o.power);
+    }
+  }
+  a = fmaxf(pos, neg);
+  float c = p.shift.alternating && group % 2 ? -p.shift.c : p.shift.c;
+  if (c < 0.0f) { float swap = pos; pos = neg, neg = swap; }
+
+  uint32_t code = 0x7Fu;
+  float least = 0.0f;
+  auto contest = [&](auto effort) {
+    constexpr int EFFORT = decltype(effort)::value;
+    Candidates candidates = make_candidates<EFFORT>(a, pos, neg, o, p.shift);
+#pragma unroll 1
+    for (int i = 0; i < COUNT<EFFORT>; ++i) {
+      uint32_t mine = candidates.get<EFFORT>(i);
+      Entry entry = table[mine & 0x7Fu];
+      float s = mine & 0x80u ? -entry.s : entry.s, error = 0.0f, most = 0.0f;
+      float cs = mine & 0x80u ? __fmul_rn(c, s) : 0.0f;
+      for (int r = 0; r < height; ++r) {
+        load(r);
+#pragma unroll
+        for (int k = 0; k < 16; ++k) x[k] = __fmul_rn(x[k], o.power);
+        exact_error(x, entry.inverse, s, cs, c, flips<EFFORT>(i), o.amax, p.metric, error, most);
+      }
+      if (i == 0 || (error < least && !isinf(most * o.t))) least = error, code = mine;
+    }
+  };
+  if (finite) {
+    if (p.effort == FOUR_OVER_SIX) contest(Constant<FOUR_OVER_SIX>{});
+    else if (p.effort == BASE) contest(Constant<BASE>{});
+    else if (p.effort == SIDED) contest(Constant<SIDED>{});
+    else contest(Constant<SEARCH>{});
+  }
+  p.scale[tile] = uint8_t(code);
+  for (int r = 0; r < height; ++r) {
+    load(r);
+#pragma unroll
+    for (int k = 0; k < 16; ++k) x[k] = __fmul_rn(x[k], o.power);
+    finish<true>(p, o, table, x, (row + r) * p.groups + group, code, finite, c, false);
+  }
+}
+
+}  // namespace aoquant

@@ -1,0 +1,180 @@
+"""Four-over-six and GridFlip on the device, by csrc's encoders and by Triton, against the formats: to the last bit.
+
+    python setup.py build_ext --inplace && AOQUANT_REQUIRE_GPU=1 python -m pytest -m gpu test/gpu/test_grids.py
+
+Without the library of csrc its half is skipped, with the library's own reason.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from grid_inputs import inputs
+from torch import Tensor
+
+from aoquant import backend, explain, get_format
+from aoquant.formats import Encoded, Format
+from aoquant.ops import CodecRequest, codec, native
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CUDA = torch.device("cuda")
+BY_TRITON = (
+    "fouroversix", "gridflip", "gridflip-sided", "gridflip-search", "gridflip-alternating", "gridflip-c0.2",
+    "gridflip-sided-c0.5-alternating", "fouroversix-static:0.75", "gridflip-static:2.0",
+)  # fmt: skip
+BY_CUDA = (
+    *BY_TRITON, "hadamard16+fouroversix", "hadamard64-s5+gridflip",
+    "fouroversix-mae", "fouroversix-absmax", "fouroversix-16x16", "fouroversix-mae-16x16",
+    "gridflip-16x16", "gridflip-search-16x16", "gridflip-sided-alternating-16x16",
+)  # fmt: skip
+ALL = (BF16, F16, F32)
+CASES = [
+    *(pytest.param("cuda", n, d, id=f"cuda-{n}-{str(d)[6:]}") for n in BY_CUDA for d in ALL),
+    # one dtype each, for Triton compiles every combination of format, dtype and outputs
+    *(pytest.param("triton", n, d, id=f"triton-{n}-{str(d)[6:]}") for n, d in zip(BY_TRITON, 3 * ALL, strict=True)),
+]
+
+
+def need(which: str) -> None:
+    if which == "cuda" and (reason := native.why_not("encode_grids")):
+        pytest.skip(reason)
+
+
+def differing(a: Tensor | None, b: Tensor | None) -> int:
+    """Elements whose bits differ, NaN of any payload taken as one."""
+    assert a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    unequal = a.contiguous().view(integer) != b.contiguous().view(integer)
+    if a.is_floating_point() and a.element_size() > 1:
+        unequal &= ~(a.isnan() & b.isnan())
+    return int(unequal.sum())
+
+
+def compare(got: Encoded | None, want: Encoded, what: str) -> None:
+    assert got is not None
+    for part in ("outer", "scale", "codes"):
+        n = differing(getattr(got, part), getattr(want, part))
+        assert n == 0, f"{what}: {n} of {getattr(want, part).numel()} {part} differ"
+
+
+@pytest.mark.parametrize(("which", "name", "dtype"), CASES)
+def test_bytes_and_values(which: str, name: str, dtype: torch.dtype) -> None:
+    need(which)
+    fmt = get_format(name)
+    for kind, x_cpu in inputs(dtype).items():
+        if fmt.why_not(x_cpu.shape[1], dtype):  # a transform wider than the matrix
+            continue
+        x, what = x_cpu.to(CUDA), f"{name} {kind}"
+        want = fmt.encode(x)
+        if dtype == BF16:
+            on_cpu = fmt.encode(x_cpu)
+            assert all(
+                differing(a, b.cpu()) == 0
+                for a, b in zip(on_cpu[:2], want[:2], strict=True)
+                if a is not None and b is not None
+            )
+        with backend(which):
+            compare(codec.encode(fmt, x), want, what)
+            for out, operand, keep in (
+                (dtype, True, True),
+                (BF16, False, False),
+                (F16, True, False),
+                (F32, False, True),
+            ):
+                expected = fmt.operand(want, out) if operand else fmt.decode(want, out)
+                e, values, alpha = codec.quantize(fmt, x, out, operand=operand, keep=keep)
+                assert (e is not None) == keep and differing(alpha, want.outer) == 0, f"{what} alpha"
+                assert differing(values, expected) == 0, f"{what} -> {out}, operand={operand}"
+                if e is not None:
+                    compare(e, want, f"{what} with values")
+                with backend("triton"):
+                    decoded = codec.decode(fmt, want, out, operand=operand)
+                assert differing(decoded, expected) == 0, f"{what} decoded -> {out}, operand={operand}"
+
+
+@pytest.mark.parametrize("which", ["cuda", "triton"])
+@pytest.mark.parametrize("name", ["fouroversix", "gridflip", "gridflip-search"])
+def test_many_random_blocks(which: str, name: str) -> None:
+    """Enough for blocks whose candidates are nearer than the rough error can tell: one in a thousand or so."""
+    need(which)
+    fmt = get_format(name)
+    for seed, spread in enumerate((0.0, 0.5, 1.5)):
+        torch.manual_seed(seed)
+        x = torch.randn(2048, 4096, device=CUDA) * (torch.randn(2048, 4096, device=CUDA) * spread).exp()
+        for dtype in (BF16, F32):
+            with backend(which):
+                compare(codec.encode(fmt, x.to(dtype)), fmt.encode(x.to(dtype)), f"{name} {spread} {dtype}")
+
+
+@pytest.mark.parametrize("which", ["cuda", "triton"])
+@pytest.mark.parametrize("name", ["fouroversix", "gridflip"])
+def test_strides_shapes_and_offsets(which: str, name: str) -> None:
+    need(which)
+    fmt: Format = get_format(name)
+    x = torch.randn(515, 2064, device=CUDA, dtype=BF16)
+    views = (
+        x,
+        x[:, :16],
+        x[:1, :48],
+        x[1:, 16:1040],
+        x.t()[:2064, :512],
+        x.flatten()[1 : 1 + 64 * 48].view(64, 48),
+        x[::3],
+    )
+    for view in views:
+        with backend(which):
+            compare(codec.encode(fmt, view), fmt.encode(view), f"{name} {tuple(view.shape)} {view.stride()}")
+
+
+@pytest.mark.parametrize("which", ["cuda", "triton"])
+@pytest.mark.parametrize("name", ["fouroversix", "gridflip", "gridflip-static:4.0"])
+def test_captured_in_a_graph_on_a_stream_without_sync(which: str, name: str) -> None:
+    need(which)
+    fmt = get_format(name)
+    x = torch.randn(128, 512, device=CUDA, dtype=BF16)
+    with backend(which):
+        codec.quantize(fmt, x, BF16, keep=True)  # compiles, loads
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                e, values, _ = codec.quantize(fmt, x, BF16, keep=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn_like(x) * 2.0 ** (4 * seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        want = fmt.encode(x)
+        compare(e, want, f"{name}, replay {seed}")
+        assert differing(values, fmt.decode(want, BF16)) == 0
+
+
+def test_cuda_goes_first_and_says_why_not() -> None:
+    request = CodecRequest("encode", get_format("gridflip"), CUDA, BF16, 16, 64)
+    chosen = dict(explain(request))
+    reason = native.why_not("encode_grids")
+    assert chosen["cuda"] == (reason or "runs") and chosen["triton"] == (
+        "runs" if reason else "willing, lower priority"
+    )
+    tiles = CodecRequest("encode", get_format("gridflip-16x16"), CUDA, BF16, 16, 64)
+    assert "not gridflip-16x16" in dict(explain(tiles))["triton"]
+    other = CodecRequest("encode", get_format("nvfp4"), CUDA, BF16, 16, 64)
+    assert "alone" in dict(explain(other))["cuda"]
+
+
+def test_operators_by_themselves() -> None:
+    need("cuda")
+    x = torch.randn(32, 64, device=CUDA, dtype=BF16)
+    arguments = (x, native.operator("finite_absmax")(x), 0.0, 1, 0, 1, 0.25, False, 1, True, 4)
+    torch.library.opcheck(torch.ops.aoquant_native.finite_absmax.default, (x,))
+    torch.library.opcheck(torch.ops.aoquant_native.encode_grids.default, arguments)
+    with pytest.raises(RuntimeError, match="K a multiple of 16"):
+        native.operator("encode_grids")(x[:, :8].contiguous(), *arguments[1:])
+    x[3, 5], x[0, 0] = float("nan"), float("-inf")
+    finite = torch.where(x.isfinite(), x, 0.0)
+    assert native.operator("finite_absmax")(x).view(torch.float32).max() == finite.abs().max()
