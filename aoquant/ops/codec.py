@@ -40,7 +40,7 @@ from aoquant.formats.rotated import rotate
 from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
 
 from . import tiles
-from .router import Backend, Quantized, register, route
+from .router import Backend, Quantized, register, routed
 
 LONGEST_ROW = 16384  # values of an integer row that the Triton kernel holds in registers
 
@@ -66,7 +66,7 @@ class CodecRequest:
 def encode(format: Format, x_RK: Tensor) -> Encoded:
     """`format.encode(x_RK)`, on the fastest backend."""
     rows, k = x_RK.shape
-    return route(CodecRequest("encode", format, x_RK.device, x_RK.dtype, rows, k)).run(format, x_RK)
+    return routed(CodecRequest, "encode", format, x_RK.device, x_RK.dtype, rows, k).run(format, x_RK)
 
 
 def decode(
@@ -74,8 +74,8 @@ def decode(
 ) -> Tensor:
     """`format.decode(e, dtype)`, or `format.operand`, then cast to `out`."""
     format = format.base
-    request = CodecRequest("decode", format, e.codes.device, dtype, e.codes.shape[0], e.k)
-    return route(request).run(format, e, dtype, operand, out or dtype)
+    found = routed(CodecRequest, "decode", format, e.codes.device, dtype, e.codes.shape[0], e.k)
+    return found.run(format, e, dtype, operand, out or dtype)
 
 
 def quantize(
@@ -85,10 +85,12 @@ def quantize(
     *,
     operand: bool = False,
     keep: bool = False,
+    measured: Tensor | None = None,
     random: Random | None = None,
 ) -> Quantized:
     """`format.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or an operand and its alpha.
 
+    measured: alpha of an earlier call for these very values, from which a backend need not look for a scale of the whole again.
     random: where the format draws from, if it does.
     """
     if isinstance(format, Rotated) and not isinstance(format.inner, Randomized):
@@ -96,15 +98,15 @@ def quantize(
         x_RK, random = rotate(x_RK, random.signs(format.size)), None
         format = format.inner
     rows, k = x_RK.shape
-    request = CodecRequest("quantize", format, x_RK.device, x_RK.dtype, rows, k, keep)
-    return route(request).run(format, x_RK, dtype, operand, keep, *(() if random is None else (random,)))
+    found = routed(CodecRequest, "quantize", format, x_RK.device, x_RK.dtype, rows, k, keep)
+    return found.run(format, x_RK, dtype, operand, keep, measured, *(() if random is None else (random,)))
 
 
 def pull_back(format: Transformed, grad_RK: Tensor, matrix: Tensor | None) -> Tensor:
     """`format.pull_back(grad_RK, matrix)`."""
     rows, k = grad_RK.shape
-    request = CodecRequest("transform", format, grad_RK.device, grad_RK.dtype, rows, k)
-    return route(request).run(format, grad_RK, matrix)
+    found = routed(CodecRequest, "transform", format, grad_RK.device, grad_RK.dtype, rows, k)
+    return found.run(format, grad_RK, matrix)
 
 
 def _reference_decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
@@ -112,7 +114,13 @@ def _reference_decode(format: Format, e: Encoded, dtype: torch.dtype, operand: b
 
 
 def _reference_quantize(
-    format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool, random: Random | None = None
+    format: Format,
+    x_RK: Tensor,
+    dtype: torch.dtype,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None = None,
+    random: Random | None = None,
 ) -> Quantized:
     e = format.encode(x_RK, random=random) if isinstance(format, Randomized) else tiles.encode(format, x_RK)
     return Quantized(e if keep else None, _reference_decode(format, e, dtype, operand, dtype), format.alpha(e))

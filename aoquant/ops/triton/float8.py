@@ -5,6 +5,8 @@ A row that fits a program's registers is read once; a longer one is read twice, 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from aoquant.formats.scales import reciprocal
 
 from .amax import PARTIALS, absmax_partials
 from .elements import bits_float, float_bits, least, most, quotient, through
+from .launch import PLANS, Launch
 
 NO_FUSION = {"enable_fp_fusion": False}
 TILE = 4096
@@ -110,6 +113,22 @@ def _decode(
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=at < n)
 
 
+@lru_cache(PLANS)
+def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool, values: str) -> Launch:
+    limit = ELEMENTS[format.element][1]
+    constants = {
+        "RECIPROCAL": reciprocal(limit), "LIMIT": limit, "ELEMENT": format.element, "CODES": codes, "VALUES": values,
+        "DTYPE": TL_DTYPE[source], **NO_FUSION,
+    }  # fmt: skip
+    if format.per == "row":
+        once = k <= LONGEST
+        width = triton.next_power_of_2(k) if once else TILE
+        return Launch(
+            _encode_row, (rows,), k=k, B=width, ONCE=once, num_warps=min(16, max(1, width // 512)), **constants
+        )
+    return Launch(_encode_tensor, (triton.cdiv(rows * k, TILE),), n=rows * k, B=TILE, N_PARTIALS=PARTIALS, **constants)
+
+
 def quantize(
     format: Float8, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
@@ -119,31 +138,29 @@ def quantize(
     codes = torch.empty(rows, k, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows if row else 1, 1, dtype=torch.float32, device=device)
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    limit = ELEMENTS[format.element][1]
-    constants = {
-        "RECIPROCAL": reciprocal(limit), "LIMIT": limit, "ELEMENT": format.element, "CODES": keep,
-        "VALUES": "" if dtype is None else "operand" if operand else "decode", "DTYPE": TL_DTYPE[x_RK.dtype], **NO_FUSION,
-    }  # fmt: skip
+    made = "" if dtype is None else "operand" if operand else "decode"
+    launch = _encoder(format, rows, k, x_RK.dtype, keep, made)
     if row:
-        once = k <= LONGEST
-        width = triton.next_power_of_2(k) if once else TILE
-        warps = min(16, max(1, width // 512))
-        _encode_row[(rows,)](x_RK, codes, scale, values, k, B=width, ONCE=once, num_warps=warps, **constants)
+        launch(x_RK, codes, scale, values)
     else:
-        partials = absmax_partials(x_RK)
-        grid = (triton.cdiv(rows * k, TILE),)
-        _encode_tensor[grid](x_RK, partials, codes, scale, values, rows * k, B=TILE, N_PARTIALS=PARTIALS, **constants)
+        launch(x_RK, absmax_partials(x_RK), codes, scale, values)
     encoded = None if codes is None else Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k)
     return encoded, values, scale
+
+
+@lru_cache(PLANS)
+def _decoder(format: Float8, rows: int, k: int, scales: int, scaled: bool) -> Launch:
+    return Launch(
+        _decode, (triton.cdiv(rows * k, TILE),),
+        n=rows * k, k=k, SCALE_STRIDE=int(scales > 1), ELEMENT=format.element, SCALED=scaled, B=TILE, **NO_FUSION,
+    )  # fmt: skip
 
 
 def decode(format: Float8, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
     assert e.scale is not None
-    rows, n = e.codes.shape[0], e.codes.numel()
+    rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    _decode[(triton.cdiv(n, TILE),)](
-        e.codes.contiguous().view(torch.uint8), e.scale.contiguous(), values, n, e.k, int(e.scale.numel() > 1),
-        ELEMENT=format.element, SCALED=not operand, B=TILE, **NO_FUSION,
-    )  # fmt: skip
+    launch = _decoder(format, rows, e.k, e.scale.numel(), not operand)
+    launch(e.codes.contiguous().view(torch.uint8), e.scale.contiguous(), values)
     return values
