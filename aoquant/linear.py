@@ -19,8 +19,9 @@ pass their gradient to the scale instead of to themselves.
 A transform stands before the rounding of both operands of fprop, so the formats of the recipe are transformed ones. Backward multiplies in
 the transformed domain, where the codes are, masks there what was clipped there, and pulls both gradients back: dx = dx' T, dW = dW' T^-T.
 
-What is saved for backward: x itself when it is not quantised, its packed codes when it is, and never the weight's codes, which
-`ops.dgrad` makes again. A side that no GEMM will read (a frozen weight, an input without gradient) is neither saved nor encoded.
+What is saved for backward: x itself when it is not quantised, its packed codes when it is (layers with one input share them, see
+siblings.py), and never the weight's codes, which `ops.dgrad` makes again. A side that no GEMM will read (a frozen weight, an input
+without gradient) is neither saved nor encoded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant import ops, sharding
+from aoquant import ops, sharding, siblings
 from aoquant.formats import FLOAT_DTYPES, Affine, Format, HighPrecision, Int4, Randomized, Scales, Transformed, layout
 from aoquant.transforms import Transform
 
@@ -245,7 +246,7 @@ def quantized_linear(
     if x.shape[-1] != k:
         raise ValueError(f"the layer's input needs K = {k} values in its last dimension, got shape {tuple(x.shape)}")
     check_device(x, w[0])
-    x = cast(x)
+    given, x = x, cast(x)
     if sharding.is_sharded(x, *w):
         if any(recipe.backward_names):
             raise ValueError(
@@ -262,7 +263,10 @@ def quantized_linear(
     if reason is not None:
         raise ValueError(reason)
     scales = (*(x_scales or Scales()), *(w_scales or Scales()))
-    return _QuantizedLinear.apply(x, bias, *scales, k, *recipe.words, random, *w)  # type: ignore[no-untyped-call]
+    slot = None
+    if recipe.fprop_input is not None and x_scales is None and len(w) == 1:
+        slot = siblings.slot(given, x.dtype, recipe.words[0], w[0])
+    return _QuantizedLinear.apply(x, bias, *scales, k, *recipe.words, random, slot, *w)  # type: ignore[no-untyped-call]
 
 
 def _on_shard(
@@ -276,7 +280,7 @@ class _QuantizedLinear(torch.autograd.Function):
     """Forward under the recipe's contract; backward straight through the rounding. Arguments as in `quantized_linear`.
 
     xs, xz, xo, xt, ws, wz, wo, wt: held scale, zero, outer and transform of input and weight, where there are any.
-    random: advanced by one in backward.
+    random: advanced by one in backward. slot: see siblings.py.
     """
 
     @staticmethod
@@ -301,6 +305,7 @@ class _QuantizedLinear(torch.autograd.Function):
         dgrad: str,
         wgrad: str,
         random: Tensor | None,
+        slot: siblings.Slot | None,
         *w: Tensor,
     ) -> Tensor:
         x_held, w_held = (xs, xz, xo, xt), (ws, wz, wo, wt)
@@ -308,7 +313,8 @@ class _QuantizedLinear(torch.autograd.Function):
         x_MK = x if x.dim() == 2 else x.reshape(-1, k)
         x_parts: tuple[Tensor | None, ...] = (x,)
         if x_name:
-            x_parts = _encoded(direct, x_MK, x_name, x_held, ops.reads(contract))
+            shared = None if slot is None else slot.get()
+            x_parts = shared or _encoded(direct, x_MK, x_name, x_held, ops.reads(contract))
         w_parts: Sequence[Tensor | None] = w
         if len(w) == 1 and (not w[0].is_cuda or any(t is not None for t in w_held)):
             w_parts = _encoded(
@@ -318,6 +324,8 @@ class _QuantizedLinear(torch.autograd.Function):
         y = ops.run(direct, ops.scaled_mm, x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
         y, measured = y if direct else (y, None)
         x_parts = x_parts[:4]  # the values that the GEMM read are not kept
+        if slot is not None and shared is None:
+            slot.put(x_parts)
 
         needs_x, needs_bias, needs_xs, _, _, _, needs_ws, *_, needs_w = ctx.needs_input_grad[:_FIXED]
         # if W changes before backward, autograd objects, so what was measured of it still holds there
@@ -382,7 +390,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return dx, db, dxs, None, None, None, dws, *[None] * (_FIXED - 8), dw, *others
 
 
-_FIXED = 20  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
+_FIXED = 21  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
 
 
 def _encoded(
