@@ -175,11 +175,12 @@ def _why_not_triton(r: CodecRequest) -> str | None:
 def _has_kernel(f: Format, role: str) -> bool:
     """Whether the kernels know this format's every option; a subclass is another format, and a searched scale decodes as any."""
     if type(f) is Int4:
-        return f.scales == "input"
+        return True
     if type(f) is Affine:
         return f.mapping in ("symmetric", "asymmetric") and not f.fixed and not f.stored and f.width > 1
     if type(f) is Float8:
-        return f.per in ("row", "tensor") and not f.fixed and f.low is None and f.high is None
+        square = f.per != "block" or (f.cols == 128 and f.rows in (1, 128))
+        return square and not f.fixed and f.low is None and f.high is None
     if type(f) is NVFP4Dialect:
         return f.tile == 1
     return type(f) in (MX, NVFP4, MXFP4Dialect) or (role == "decode" and type(f) is NVFP4Search)

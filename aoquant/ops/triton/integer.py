@@ -195,7 +195,7 @@ def _encoder(
         FLOAT32_SCALE=isinstance(format, Affine) and format.scales == "float32", LOW=float(low), HIGH=float(high),
         EPS=INT4_EPS if isinstance(format, Int4) else format._eps(source), RECIPROCAL=reciprocal(steps), BITS=format.bits,
         CODES=codes, VALUES=dtype is not None, CENTRED=operand and per != "group",
-        FUSED=None if dtype is None else _fused(format, scale_dtype, dtype), DTYPE=TL_DTYPE[source], NB=nb, B=width,
+        FUSED=None if dtype is None else _fused(format, scale_dtype, dtype), DTYPE=TL_DTYPE[scale_dtype if int4 else source], NB=nb, B=width,
         N_PARTIALS=PARTIALS, num_warps=min(16, nb * width // TILE), **NO_FUSION,
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ def _encoder(
 def _kinds(format: Int4 | Affine, source: torch.dtype) -> tuple[bool, bool, torch.dtype]:
     """(int4, asymmetric, dtype of the scales) of a matrix of `source`."""
     if isinstance(format, Int4):
-        return True, True, source
+        return True, True, torch.bfloat16 if format.scales == "bfloat16" else source
     return False, format.mapping == "asymmetric", torch.float32 if format.scales == "float32" else source
 
 
@@ -227,7 +227,7 @@ def quantize(
         code_dtype = torch.uint8 if format.bits == 4 else torch.int8
         codes = torch.empty(rows, k // 2 if format.bits == 4 else k, dtype=code_dtype, device=device)
         if asymmetric:
-            zero = torch.empty(shape, dtype=x_RK.dtype if int4 else torch.int8, device=device)
+            zero = torch.empty(shape, dtype=scale_dtype if int4 else torch.int8, device=device)
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     partials = range_partials(x_RK) if per == "tensor" else None
     _encoder(format, rows, k, x_RK.dtype, dtype, operand, keep)(x_RK, partials, codes, scale, zero, values)
