@@ -25,6 +25,7 @@ from aoquant.formats import (
     Affine,
     Encoded,
     Float8,
+    Float8Mslk,
     Format,
     HighPrecision,
     Int4,
@@ -183,7 +184,7 @@ def _has_kernel(f: Format, role: str) -> bool:
         return square and not f.fixed and f.low is None and f.high is None
     if type(f) is NVFP4Dialect:
         return f.tile == 1
-    return type(f) in (MX, NVFP4, MXFP4Dialect) or (role == "decode" and type(f) is NVFP4Search)
+    return type(f) in (MX, NVFP4, MXFP4Dialect, Float8Mslk) or (role == "decode" and type(f) is NVFP4Search)
 
 
 def _why_not_random(f: Randomized, r: CodecRequest) -> str | None:

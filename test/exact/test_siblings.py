@@ -287,3 +287,36 @@ def test_threads_have_inputs_of_their_own() -> None:
         t.join()
     for y, w in zip(got, want, strict=True):
         assert y is not None and torch.equal(y, w)
+
+
+class Block(nn.Module):
+    """A Llama block without positions: the inputs of its seven linears are four tensors."""
+
+    def __init__(self, d: int, hidden: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(d), nn.RMSNorm(d)
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(d, hidden, bias=False), nn.Linear(d, hidden, bias=False)
+        self.down = nn.Linear(hidden, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        q, k, v = (p(h).unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        a = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(a.transpose(1, 2).flatten(-2))
+        h = self.second(x)
+        return x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bytes_"), [("nvfp4", 0.5 + 1 / 16), ("mxfp4", 0.5 + 1 / 32), ("mxfp8", 1 + 1 / 32)]
+)
+def test_a_transformer_block_keeps_codes_in_place_of_its_linears_inputs(recipe: str, bytes_: float) -> None:
+    """Three inputs shrink to codes; the fourth is kept by attention as well, as its output, so there codes come on top."""
+    d, hidden = 128, 256
+    block, x = Block(d, hidden).bfloat16(), inner((2, ROWS, d))
+    plain = saved_bytes(block, x, block)
+    quantize_(block, QATConfig(get_recipe(recipe).make()))
+    found = saved_bytes(block, inner((2, ROWS, d)), block)
+    want = plain - 2 * ROWS * ((2 * d + hidden) * (2 - bytes_) - d * bytes_)
+    assert want <= found <= want + 4 * 4  # NVFP4's outer scales

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, Float8
+from aoquant.formats import Encoded, Float8, Float8Mslk
 from aoquant.formats.elements import ELEMENTS, FLOAT8
+from aoquant.formats.mslk import ROW_FLOOR
 from aoquant.formats.scales import reciprocal
 
 from .amax import PARTIALS, absmax_partials
@@ -37,6 +38,13 @@ def _scale(amax_bits, RECIPROCAL: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _floored_scale(amax_bits, LIMIT: tl.constexpr, FLOOR: tl.constexpr):
+    """MSLK's: max(absmax, floor) / largest, divided in float32."""
+    amax = most(bits_float(amax_bits), FLOOR)
+    return tl.div_rn(amax, tl.zeros_like(amax) + LIMIT)
+
+
+@triton.jit
 def _code(x, scale, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
     """x / scale, saturated, as float8; 0 where the scale is 0."""
     if (scale > 2.0**-60) & (scale < 2.0**60):
@@ -52,9 +60,9 @@ def _code(x, scale, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
 def _encode_row(
     x_ptr, codes_ptr, scale_ptr, values_ptr, k,
     RECIPROCAL: tl.constexpr, LIMIT: tl.constexpr, ELEMENT: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
-    DTYPE: tl.constexpr, B: tl.constexpr, ONCE: tl.constexpr,
+    DTYPE: tl.constexpr, FLOOR: tl.constexpr, B: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. VALUES: "", "operand" or "decode"."""
+    """One program a row. VALUES: "", "operand" or "decode". FLOOR: of MSLK's absmax, 0 for PyTorch's scales."""
     start = tl.cast(tl.program_id(0), tl.int64) * k
     column = tl.arange(0, B)
     x = tl.load(x_ptr + start + column, mask=column < k, other=0.0).to(tl.float32)
@@ -63,7 +71,8 @@ def _encode_row(
         for first in range(B, k, B):
             more = tl.load(x_ptr + start + first + column, mask=first + column < k, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, float_bits(more) & 0x7FFFFFFF)
-    scale = _scale(tl.max(largest, axis=0), RECIPROCAL, DTYPE)
+    amax_bits = tl.max(largest, axis=0)
+    scale = _scale(amax_bits, RECIPROCAL, DTYPE) if FLOOR == 0 else _floored_scale(amax_bits, LIMIT, FLOOR)
     tl.store(scale_ptr + tl.program_id(0), scale)
     for first in range(0, k, B):
         at = start + first + column
@@ -162,9 +171,9 @@ def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool
     if format.per == "row":
         once = k <= LONGEST
         width = triton.next_power_of_2(k) if once else TILE
-        return Launch(
-            _encode_row, (rows,), k=k, B=width, ONCE=once, num_warps=min(16, max(1, width // 512)), **constants
-        )
+        floor = ROW_FLOOR if isinstance(format, Float8Mslk) else 0.0
+        warps = min(16, max(1, width // 512))
+        return Launch(_encode_row, (rows,), k=k, FLOOR=floor, B=width, ONCE=once, num_warps=warps, **constants)
     if format.per == "tensor":
         return Launch(
             _encode_tensor, (triton.cdiv(rows * k, TILE),), n=rows * k, B=TILE, N_PARTIALS=PARTIALS, **constants
