@@ -24,9 +24,10 @@ RECIPES = ["nvfp4", "mxfp8", "int8-int4", "int8", "torchao-fp8", "torchao-int8-i
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
+    others = set(siblings._inputs)  # of tests before, which may still hold their tensors
     yield
     gc.collect()
-    assert not siblings._inputs
+    assert set(siblings._inputs) <= others
 
 
 class Three(nn.Module):

@@ -181,7 +181,8 @@ def _encoder(
         n_blocks=rows * k // format.block, pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
         OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=max_pow2, RECIPROCAL=reciprocal(largest),
         MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(2688.0), FLOOR=E4M3_FLOOR,
-        SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS, **mixing, **LAUNCH | {"num_warps": warps},
+        SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
+        **mixing, **LAUNCH | {"num_warps": warps},
     )  # fmt: skip
 
 
