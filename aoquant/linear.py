@@ -19,8 +19,9 @@ pass their gradient to the scale instead of to themselves.
 A transform stands before the rounding of both operands of fprop, so the formats of the recipe are transformed ones. Backward multiplies in
 the transformed domain, where the codes are, masks there what was clipped there, and pulls both gradients back: dx = dx' T, dW = dW' T^-T.
 
-What is saved for backward: x itself when it is not quantised, its packed codes when it is, and never the weight's codes, which
-`ops.dgrad` makes again. A side that no GEMM will read (a frozen weight, an input without gradient) is neither saved nor encoded.
+What is saved for backward: x itself when it is not quantised, its packed codes when it is (layers with one input share them, see
+siblings.py), and never the weight's codes, which `ops.dgrad` makes again. A side that no GEMM will read (a frozen weight, an input
+without gradient) is neither saved nor encoded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant import ops, sharding
+from aoquant import ops, sharding, siblings
 from aoquant.formats import FLOAT_DTYPES, Affine, Format, HighPrecision, Int4, Randomized, Scales, Transformed, layout
 from aoquant.transforms import Transform
 
@@ -89,6 +90,11 @@ class LinearRecipe:
         for side, format, scales in self._sides():
             if reason := self._why_not(side, format, scales):
                 raise ValueError(reason)
+        clips = (self.straight_through == "clipped" or scales == "learned" for _, _, scales in self._sides())
+        # made once: a forward waits for every microsecond of Python
+        self.__dict__["_words"] = (
+            self.input_name, self.fprop_weight.name, self.contract, *clips, *self.backward_names,
+        )  # fmt: skip
 
     def _put_behind_transform(self) -> None:
         """Give both formats the one transform that the recipe or either of them has."""
@@ -189,6 +195,12 @@ class LinearRecipe:
         """Name of the input's format, "" for high precision."""
         return self.fprop_input.name if self.fprop_input else ""
 
+    @property
+    def words(self) -> tuple[str, str, str, bool, bool, str, str]:
+        """What `_QuantizedLinear` is told: names of input format, weight format and contract; which sides clip gradients; `backward_names`."""
+        words: tuple[str, str, str, bool, bool, str, str] = self.__dict__["_words"]
+        return words
+
     def __str__(self) -> str:
         weight, x = (f"-{s}" if s != "dynamic" else "" for s in (self.weight_scales, self.input_scales))
         dgrad, wgrad = (name or "high precision" for name in self.backward_names)
@@ -234,7 +246,7 @@ def quantized_linear(
     if x.shape[-1] != k:
         raise ValueError(f"the layer's input needs K = {k} values in its last dimension, got shape {tuple(x.shape)}")
     check_device(x, w[0])
-    x = cast(x)
+    given, x = x, cast(x)
     if sharding.is_sharded(x, *w):
         if any(recipe.backward_names):
             raise ValueError(
@@ -251,11 +263,10 @@ def quantized_linear(
     if reason is not None:
         raise ValueError(reason)
     scales = (*(x_scales or Scales()), *(w_scales or Scales()))
-    clips = (
-        recipe.straight_through == "clipped" or s == "learned" for s in (recipe.input_scales, recipe.weight_scales)
-    )
-    names = (recipe.input_name, recipe.fprop_weight.name, recipe.contract)
-    return _QuantizedLinear.apply(x, bias, *scales, k, *names, *clips, *recipe.backward_names, random, *w)  # type: ignore[no-untyped-call]
+    slot = None
+    if recipe.fprop_input is not None and x_scales is None and len(w) == 1:
+        slot = siblings.slot(given, x.dtype, recipe.words[0], w[0])
+    return _QuantizedLinear.apply(x, bias, *scales, k, *recipe.words, random, slot, *w)  # type: ignore[no-untyped-call]
 
 
 def _on_shard(
@@ -269,7 +280,7 @@ class _QuantizedLinear(torch.autograd.Function):
     """Forward under the recipe's contract; backward straight through the rounding. Arguments as in `quantized_linear`.
 
     xs, xz, xo, xt, ws, wz, wo, wt: held scale, zero, outer and transform of input and weight, where there are any.
-    random: advanced by one in backward.
+    random: advanced by one in backward. slot: see siblings.py.
     """
 
     @staticmethod
@@ -294,28 +305,39 @@ class _QuantizedLinear(torch.autograd.Function):
         dgrad: str,
         wgrad: str,
         random: Tensor | None,
+        slot: siblings.Slot | None,
         *w: Tensor,
     ) -> Tensor:
         x_held, w_held = (xs, xz, xo, xt), (ws, wz, wo, wt)
-        lead = list(x.shape[:-1])
-        x_parts = _encoded(x.reshape(-1, k), x_name, x_held, ops.reads(contract)) if x_name else (x,)
-        w_parts = w
+        lead, direct = list(x.shape[:-1]), ops.direct(x, bias, *w)
+        x_MK = x if x.dim() == 2 else x.reshape(-1, k)
+        x_parts: tuple[Tensor | None, ...] = (x,)
+        if x_name:
+            shared = None if slot is None else slot.get()
+            x_parts = shared or _encoded(direct, x_MK, x_name, x_held, ops.reads(contract))
+        w_parts: Sequence[Tensor | None] = w
         if len(w) == 1 and (not w[0].is_cuda or any(t is not None for t in w_held)):
-            w_parts = _encoded(w[0], w_name, w_held, "codes")  # on a GPU the GEMM makes its operand of W in one pass
+            w_parts = _encoded(
+                direct, w[0], w_name, w_held, "codes"
+            )  # on a GPU the GEMM makes its operand of W in one pass
         strides = _dense_strides(x) if x_name and contract == "dequantize" and not x.is_contiguous() else None
-        y = ops.run(ops.scaled_mm, x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
+        y = ops.run(direct, ops.scaled_mm, x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
+        y, measured = y if direct else (y, None)
         x_parts = x_parts[:4]  # the values that the GEMM read are not kept
+        if slot is not None and shared is None:
+            slot.put(x_parts)
 
         needs_x, needs_bias, needs_xs, _, _, _, needs_ws, *_, needs_w = ctx.needs_input_grad[:_FIXED]
-        saved_w = [*w, *w_held] if needs_x or needs_xs or needs_ws or (needs_w and w_clip) else []
+        # if W changes before backward, autograd objects, so what was measured of it still holds there
+        saved_w = [*w, *w_held, measured] if needs_x or needs_xs or needs_ws or (needs_w and w_clip) else []
         saved_x: list[Tensor | None] = []
         if needs_xs:
-            saved_x = [x.reshape(-1, k), *x_held]
+            saved_x = [x_MK, *x_held]
         elif needs_w or needs_ws:
             saved_x = [*x_parts]
         saved_mask = []
         if x_clip and x_name and needs_x and not needs_xs:
-            saved_mask = [ops.saturated(x.reshape(-1, k), x_name, *x_held)]
+            saved_mask = [ops.saturated(x_MK, x_name, *x_held)]
         matrices = [xt if needs_x else None, wt if needs_w else None]  # for pulling gradients back
         ctx.save_for_backward(*matrices, *saved_w, *saved_x, *saved_mask)
         ctx.split = len(saved_w), len(saved_w) + len(saved_x)
@@ -332,12 +354,13 @@ class _QuantizedLinear(torch.autograd.Function):
         first, second = ctx.split
         saved_w, saved_x, mask = saved[:first], saved[first:second], saved[second:]
         needs_x, needs_bias, needs_xs, needs_ws, needs_w = ctx.needs
-        w, w_held = saved_w[:-4], saved_w[-4:]
+        w, w_held, measured = saved_w[:-5], saved_w[-5:-1], saved_w[-1:]
         x, x_held = (saved_x[:1], saved_x[1:]) if needs_xs else (saved_x, ())
         grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
+        direct = ops.direct(grad, *w)
         dx = dw = db = dxs = dws = None
         if needs_x or needs_xs:
-            dx = ops.run(ops.dgrad, grad_MN, w, ctx.w_name, ctx.k, *w_held, ctx.slots[0], ctx.random)
+            dx = ops.run(direct, ops.dgrad, grad_MN, w, ctx.w_name, ctx.k, *w_held, ctx.slots[0], ctx.random, *measured)
             if needs_xs:
                 dxs = ops.scale_grad(dx, x[0], ctx.x_name, ctx.k, *x_held[:2])
                 mask = (ops.saturated(x[0], ctx.x_name, *x_held),)
@@ -349,7 +372,8 @@ class _QuantizedLinear(torch.autograd.Function):
                 x = (x[0].reshape(-1, ctx.k),)
             if ctx.x_name or ctx.slots[1]:
                 x_held = x_held or (None,) * 4
-                dw = ops.run(ops.wgrad, grad_MN, x, ctx.x_name, ctx.k, *x_held, ctx.slots[1], ctx.random)
+                x = ops.filled(x) if not direct and len(x) == 4 else x
+                dw = ops.run(direct, ops.wgrad, grad_MN, x, ctx.x_name, ctx.k, *x_held, ctx.slots[1], ctx.random)
             else:
                 dw = grad_MN.t() @ x[0]
             if needs_ws:
@@ -359,21 +383,23 @@ class _QuantizedLinear(torch.autograd.Function):
                 clipped = masked(dw, ops.saturated(w[0], ctx.w_name, *w_held)) if ctx.w_clip else dw
                 dw = pulled_back(clipped, ctx.w_name, wt)
         if needs_bias:
-            db = ops.run(ops.bgrad, grad_MN, ctx.bias_dtype)
+            db = ops.run(direct, ops.bgrad, grad_MN, ctx.bias_dtype)
         if ctx.random is not None:
             ctx.random[2:].add_(1)  # the step
         others = [None] * (len(ctx.needs_input_grad) - _FIXED)
         return dx, db, dxs, None, None, None, dws, *[None] * (_FIXED - 8), dw, *others
 
 
-_FIXED = 20  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
+_FIXED = 21  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
 
 
-def _encoded(x_RK: Tensor, name: str, held: Sequence[Tensor | None], reads: str) -> tuple[Tensor, ...]:
+def _encoded(
+    direct: bool, x_RK: Tensor, name: str, held: Sequence[Tensor | None], reads: str
+) -> tuple[Tensor | None, ...]:
     """The four parts of x; on a GPU, where both come of one pass, also what the GEMM reads of it, unless that is the codes."""
     if reads == "codes" or not x_RK.is_cuda or any(t is not None for t in held):
-        return ops.run(ops.encode, x_RK, name, *held)
-    return ops.run(ops.quantize, x_RK, name, reads == "operand")
+        return ops.run(direct, ops.encode, x_RK, name, *held)
+    return ops.run(direct, ops.quantize, x_RK, name, reads == "operand")
 
 
 def _dense_strides(x: Tensor) -> list[int]:
@@ -383,7 +409,10 @@ def _dense_strides(x: Tensor) -> list[int]:
 
 def pulled_back(grad_RK: Tensor, name: str, matrix: Tensor | None) -> Tensor:
     """The gradient of an operand from that of its transformed values; itself where there is no transform."""
-    return ops.run(ops.pull_back, grad_RK, name, matrix) if Transformed.named(name) else grad_RK
+    if not Transformed.named(name):
+        return grad_RK
+    pulled: Tensor = ops.run(ops.direct(grad_RK, matrix), ops.pull_back, grad_RK, name, matrix)
+    return pulled
 
 
 def masked(grad_RK: Tensor, saturated_bits: Tensor) -> Tensor:

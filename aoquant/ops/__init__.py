@@ -8,17 +8,20 @@ has nothing to keep but its inputs.
 Encoded matrices cross the op boundary as four tensors (codes, scale, zero, outer); a missing one is an empty 1-D tensor. Where an
 op encodes, it takes the fields of `formats.Scales` too: static or learned scales, all None for dynamic ones, and the matrices of a
 fitted transform. Codes behind a transform are codes of the format behind it, and so is what is done with them.
+
+The dispatcher's Python layers cost as much as the launches themselves, and a training step of a small layer waits for them. So where
+nobody watches the dispatcher, a layer calls the ops' bodies (`direct`, `run`), and a missing part is None.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch._library.custom_ops import CustomOpDef
 
 from aoquant.formats import Affine, Encoded, Format, Scales, Transformed, get_format, layout
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
@@ -28,12 +31,13 @@ from .blackwell import BLACKWELL
 from .call import Call
 from .codec import CodecRequest
 from .contracts import CONTRACTS, input_error, reads
+from .define import body, fake, op
 from .external import TORCH
 from .matmul import TENSOR_CORES
 from .mslk import MSLK
 from .packed import PACKED
 from .qutlass import QUTLASS
-from .router import Backend, Request, backend, backend_names, explain, register, route
+from .router import Backend, Request, backend, backend_names, explain, register
 from .tinygemm import TINYGEMM
 
 __all__ = [
@@ -45,10 +49,12 @@ __all__ = [
     "bgrad",
     "decode",
     "dgrad",
+    "direct",
     "embedding",
     "embedding_grad",
     "encode",
     "explain",
+    "filled",
     "from_parts",
     "input_error",
     "pull_back",
@@ -76,40 +82,60 @@ register(
 )
 
 
-def run(op: CustomOpDef, *args: Any) -> Any:
-    """`op(*args)`, or its body alone where nobody watches the dispatcher: plain CUDA tensors, no gradients, compiler or mode.
-
-    The dispatcher's Python layers cost as much as the launches themselves, and a training step of a small layer waits for them.
-    """
+def direct(*tensors: Tensor | None) -> bool:
+    """Whether nobody watches the dispatcher: plain CUDA tensors, no gradients, compiler or mode."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_dispatch_stack():
-        return op(*args)
-    tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, Tensor)]
-    plain = all(t.is_cuda and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-    return (op._init_fn if plain else op)(*args)
+        return False
+    return all(t is None or (t.is_cuda and type(t) in _PLAIN) for t in tensors)
+
+
+def run(direct: bool, op: Any, *args: Any) -> Any:
+    """`op(*args)`; or its body, where a missing part of an encoded matrix is None, and `scaled_mm` returns what it measured of W too."""
+    return (_BODIES.get(op) or body(op))(*args) if direct else op(*args)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_Part = Tensor | None
 
 
 def to_parts(e: Encoded) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Encoded -> four tensors, a missing one as an empty 1-D tensor."""
+    return filled(e[:4])
+
+
+def filled(parts: Sequence[_Part]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four parts as ops take and return them: an empty 1-D tensor for None."""
+    assert parts[0] is not None
     # an op's outputs must not alias each other, so every missing part is a tensor of its own
-    codes, scale, zero, outer = (e.codes.new_empty(0, dtype=torch.uint8) if t is None else t for t in e[:4])
+    codes, scale, zero, outer = (parts[0].new_empty(0, dtype=torch.uint8) if t is None else t for t in parts)
     return codes, scale, zero, outer
 
 
-def from_parts(parts: Sequence[Tensor], k: int) -> Encoded:
-    """Inverse of `to_parts`."""
-    codes, scale, zero, outer = (None if t.dim() == 1 else t for t in parts)
+def from_parts(parts: Sequence[_Part], k: int) -> Encoded:
+    """Inverse of `to_parts`; a missing part may be None too."""
+    codes, scale, zero, outer = (None if t is None or t.dim() == 1 else t for t in parts)
     assert codes is not None
     return Encoded(codes, scale, zero, outer, k)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def _as_it_is(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """No autocast in here: codes are not its business, and what a caller cast is not to be cast again."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING
+
+
 def _encoded(
-    parts: Sequence[Tensor], format: str, k: int, *held: Tensor | None, encode: _Encode = codec.encode
+    parts: Sequence[_Part], format: str, k: int, *held: Tensor | None, encode: _Encode = codec.encode
 ) -> Encoded:
     """[X] encoded, under held scales if there are any; or the four parts of an encoded X."""
     if len(parts) == 4:
         return from_parts(parts, k)
-    with torch.autocast(parts[0].device.type, enabled=False):  # codes are not its business
-        f, x, scales = get_format(format), parts[0], Scales(*held)
+    (x,) = parts
+    assert x is not None
+    with _as_it_is(x.device):
+        f, scales = get_format(format), Scales(*held)
         if scales.transform is not None:
             f, x = f.base, f.transformed(x, scales.transform)
         if scales.dynamic:
@@ -123,7 +149,11 @@ def _whole(format: Format, x_RK: Tensor) -> Encoded:
     return format.encode(x_RK)
 
 
-@torch.library.custom_op("aoquant::encode", mutates_args=())
+def _encode(x: Tensor, format: str, *held: Tensor | None) -> tuple[_Part, ...]:
+    return _encoded([x], format, x.shape[1], *held)[:4]
+
+
+@op
 def encode(
     x: Tensor,
     format: str,
@@ -133,10 +163,10 @@ def encode(
     transform: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise a 2-D tensor: (codes, scale, zero, outer) of `get_format(format)`."""
-    return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, transform))
+    return filled(_encode(x, format, scale, zero, outer, transform))
 
 
-@encode.register_fake
+@fake(encode)
 def _(
     x: Tensor,
     format: str,
@@ -148,21 +178,64 @@ def _(
     return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, transform, encode=_whole))
 
 
-@torch.library.custom_op("aoquant::quantize", mutates_args=())
+def _quantize(x: Tensor, format: str, operand: bool) -> tuple[_Part, ...]:
+    with _as_it_is(x.device):
+        e, values, _ = codec.quantize(get_format(format), x, x.dtype, operand=operand, keep=True)
+    assert e is not None
+    return *e[:4], values
+
+
+@op
 def quantize(x: Tensor, format: str, operand: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`encode`, and in the same pass what the codes stand for, in x's dtype: the GEMM's operand, or decoded values."""
-    with torch.autocast(x.device.type, enabled=False):
-        quantized = codec.quantize(get_format(format), x, x.dtype, operand=operand, keep=True)
-    assert quantized.encoded is not None
-    return (*to_parts(quantized.encoded), quantized.values)
+    *parts, values = _quantize(x, format, operand)
+    assert values is not None
+    return (*filled(parts), values)
 
 
-@quantize.register_fake
+@fake(quantize)
 def _(x: Tensor, format: str, operand: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (*to_parts(_whole(get_format(format), x)), x.new_empty(x.shape))
 
 
-@torch.library.custom_op("aoquant::scaled_mm", mutates_args=())
+def _scaled_mm(
+    x: Sequence[_Part],
+    w: Sequence[_Part],
+    bias: Tensor | None,
+    x_format: str,
+    w_format: str,
+    contract: str,
+    lead: Sequence[int],
+    k: int,
+    dtype: torch.dtype,
+    strides: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(y, alpha of a W that was encoded in passing)."""
+    x_hp, w_hp = x[0], w[0]
+    assert x_hp is not None and w_hp is not None
+    call = Call(
+        contract,
+        x_hp,
+        from_parts(x[:4], k) if x_format else None,
+        get_format(x_format or w_format).base,
+        w_hp if len(w) == 1 else from_parts(w, k),
+        get_format(w_format),
+        bias,
+        lead,
+        k,
+        dtype,
+        strides,
+        x[4] if len(x) > 4 else None,
+    )
+    if 0 in lead:
+        return x_hp.new_empty(*lead, w_hp.shape[0], dtype=dtype), None
+    with _as_it_is(x_hp.device):
+        y = call.run()
+    # no view, for autograd: `relu_` of a Function's view is an error
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y, call.alpha_w_in_passing
+
+
+@op
 def scaled_mm(
     x: Sequence[Tensor],
     w: Sequence[Tensor],
@@ -181,28 +254,10 @@ def scaled_mm(
     values that the contract reads. w: the four parts of W (N, K), or [W], encoded here.
     strides: of the decoded (*lead, K) input, for "dequantize" with an encoded x that was not contiguous.
     """
-    call = Call(
-        contract,
-        x[0],
-        from_parts(x[:4], k) if x_format else None,
-        get_format(x_format or w_format).base,
-        w[0] if len(w) == 1 else from_parts(w, k),
-        get_format(w_format),
-        bias,
-        lead,
-        k,
-        dtype,
-        strides,
-        x[4] if len(x) > 4 else None,
-    )
-    if 0 in lead:
-        return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
-    with torch.autocast(x[0].device.type, enabled=False):  # an op's body would otherwise be autocast a second time
-        y = route(call.request()).run(call)
-    return torch.ops.aten._unsafe_view(y, y.shape)  # no view, for autograd: `relu_` of a Function's view is an error
+    return _scaled_mm(x, w, bias, x_format, w_format, contract, lead, k, dtype, strides)[0]
 
 
-@scaled_mm.register_fake
+@fake(scaled_mm)
 def _(
     x: Sequence[Tensor],
     w: Sequence[Tensor],
@@ -218,19 +273,19 @@ def _(
     return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
 
 
-@torch.library.custom_op("aoquant::decode", mutates_args=())
+@op
 def decode(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
     """(R, K) values in `dtype` of the four parts that `encode` gave."""
     values = codec.decode(get_format(format), from_parts(x, k), dtype)
     return values.clone() if values is x[0] else values  # high precision, in the dtype that it has
 
 
-@decode.register_fake
+@fake(decode)
 def _(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
     return x[0].new_empty(x[0].shape[0], k, dtype=dtype)
 
 
-@torch.library.custom_op("aoquant::embedding", mutates_args=())
+@op
 def embedding(ids: Tensor, w: Sequence[Tensor], w_format: str, k: int, dtype: torch.dtype) -> Tensor:
     """Rows `ids` of W^ (*ids.shape, K) in `dtype`; w is [W] (V, K) of that dtype, encoded here, or the four parts of a packed one."""
     if not ids.numel():
@@ -243,23 +298,23 @@ def embedding(ids: Tensor, w: Sequence[Tensor], w_format: str, k: int, dtype: to
     return rows.reshape(*ids.shape, k)
 
 
-@embedding.register_fake
+@fake(embedding)
 def _(ids: Tensor, w: Sequence[Tensor], w_format: str, k: int, dtype: torch.dtype) -> Tensor:
     return w[0].new_empty(*ids.shape, k, dtype=dtype)
 
 
-@torch.library.custom_op("aoquant::embedding_grad", mutates_args=())
+@op
 def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
     """dW (rows, K) of a lookup, as nn.Embedding's. padding: the row that gets none, or -1. An op because compiled sums add in another order."""
     return torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, by_frequency)
 
 
-@embedding_grad.register_fake
+@fake(embedding_grad)
 def _(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
     return grad.new_empty(rows, grad.shape[-1])
 
 
-@torch.library.custom_op("aoquant::dgrad", mutates_args=())
+@op
 def dgrad(
     grad_MN: Tensor,
     w: Sequence[Tensor],
@@ -271,15 +326,17 @@ def dgrad(
     transform: Tensor | None = None,
     slots: str = "",
     random: Tensor | None = None,
+    measured: Tensor | None = None,
 ) -> Tensor:
     """dx (M, K) = dy W^ in dy's dtype; w is [W], encoded here, or the four parts of a packed one.
 
     slots: format that both operands are quantised in, along N, "" for none; random: state of its random numbers, if it draws.
+    measured: what forward measured of W.
     """
     format, dtype, held = get_format(w_format), grad_MN.dtype, (scale, zero, outer, transform)
-    with torch.autocast(grad_MN.device.type, enabled=False):
+    with _as_it_is(grad_MN.device):
         if len(w) == 1 and all(t is None for t in held):
-            w_NK = codec.quantize(format, w[0], dtype).values
+            w_NK = codec.quantize(format, w[0], dtype, measured=measured).values
         else:
             w_NK = codec.decode(format, _encoded(w, w_format, k, *held), dtype)
         if not slots:
@@ -287,7 +344,7 @@ def dgrad(
         return backward.product(grad_MN, w_NK.t(), get_format(slots), random, DGRAD_GRAD_OUTPUT)
 
 
-@dgrad.register_fake
+@fake(dgrad)
 def _(
     grad_MN: Tensor,
     w: Sequence[Tensor],
@@ -299,11 +356,12 @@ def _(
     transform: Tensor | None = None,
     slots: str = "",
     random: Tensor | None = None,
+    measured: Tensor | None = None,
 ) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[0], k)
 
 
-@torch.library.custom_op("aoquant::wgrad", mutates_args=())
+@op
 def wgrad(
     grad_MN: Tensor,
     x: Sequence[Tensor],
@@ -321,14 +379,14 @@ def wgrad(
     slots, random: as in `dgrad`, along M.
     """
     encoded = _encoded(x, x_format, k, scale, zero, outer, transform) if x_format else None
-    with torch.autocast(grad_MN.device.type, enabled=False):
+    with _as_it_is(grad_MN.device):
         x_MK = x[0].to(grad_MN.dtype) if encoded is None else codec.decode(get_format(x_format), encoded, grad_MN.dtype)
         if not slots:
             return grad_MN.t() @ x_MK
         return backward.product(grad_MN.t(), x_MK.t(), get_format(slots), random, WGRAD_GRAD_OUTPUT)
 
 
-@wgrad.register_fake
+@fake(wgrad)
 def _(
     grad_MN: Tensor,
     x: Sequence[Tensor],
@@ -344,31 +402,31 @@ def _(
     return grad_MN.new_empty(grad_MN.shape[1], k)
 
 
-@torch.library.custom_op("aoquant::pull_back", mutates_args=())
+@op
 def pull_back(grad_RK: Tensor, format: str, transform: Tensor | None = None) -> Tensor:
     """The gradient of a transformed format's input from that of its values, in grad's dtype: an op because compilers round elsewhere."""
-    with torch.autocast(grad_RK.device.type, enabled=False):
+    with _as_it_is(grad_RK.device):
         f = get_format(format)
         return codec.pull_back(f, grad_RK, transform) if isinstance(f, Transformed) else grad_RK.clone()
 
 
-@pull_back.register_fake
+@fake(pull_back)
 def _(grad_RK: Tensor, format: str, transform: Tensor | None = None) -> Tensor:
     return torch.empty_like(grad_RK, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("aoquant::bgrad", mutates_args=())
+@op
 def bgrad(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
     """db (N,) in `dtype`, summed in float32. An op because compiled sums add in another order."""
     return grad_MN.sum(0, dtype=torch.float32).to(dtype)
 
 
-@bgrad.register_fake
+@fake(bgrad)
 def _(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[1], dtype=dtype)
 
 
-@torch.library.custom_op("aoquant::saturated", mutates_args=())
+@op
 def saturated(
     x: Tensor,
     format: str,
@@ -382,14 +440,14 @@ def saturated(
     f = get_format(format)
     if ids is not None and f.by_rows:
         x, ids = x.index_select(0, ids), None
-    with torch.autocast(x.device.type, enabled=False):
+    with _as_it_is(x.device):
         y = f.transformed(x, transform)
     clipped = f.base.saturated(y, _encoded([y], f.base.name, x.shape[1], scale, zero, outer))
     bits = layout.pack(clipped.to(torch.uint8), 1)
     return bits if ids is None else bits.index_select(0, ids)
 
 
-@saturated.register_fake
+@fake(saturated)
 def _(
     x: Tensor,
     format: str,
@@ -403,7 +461,7 @@ def _(
     return x.new_empty(rows, -(-x.shape[1] // 8), dtype=torch.uint8)
 
 
-@torch.library.custom_op("aoquant::scale_grad", mutates_args=())
+@op
 def scale_grad(grad_RK: Tensor, x: Tensor, format: str, count: int, scale: Tensor, zero: Tensor | None) -> Tensor:
     """Gradient of a learned scale, float32 and of its shape, from the gradient of x's quantised values (LSQ).
 
@@ -415,6 +473,9 @@ def scale_grad(grad_RK: Tensor, x: Tensor, format: str, count: int, scale: Tenso
     return f.scale_gradient(x, Scales(scale, zero), grad_RK) / (count * f.limits[1]) ** 0.5
 
 
-@scale_grad.register_fake
+@fake(scale_grad)
 def _(grad_RK: Tensor, x: Tensor, format: str, count: int, scale: Tensor, zero: Tensor | None) -> Tensor:
     return torch.empty_like(scale, dtype=torch.float32)
+
+
+_BODIES: dict[Any, Callable[..., Any]] = {encode: _encode, quantize: _quantize, scaled_mm: _scaled_mm}

@@ -16,7 +16,6 @@ from aoquant.formats import Encoded, Format, Random, Randomized
 
 from . import codec
 from .call import Call
-from .router import route
 
 
 def product(a_RC: Tensor, b_SC: Tensor, format: Format, state: Tensor | None, side: int) -> Tensor:
@@ -30,8 +29,7 @@ def product(a_RC: Tensor, b_SC: Tensor, format: Format, state: Tensor | None, si
     a, a_values = _encoded(a_RC, format, state, side)
     b, b_values = _encoded(b_SC, format, state, side + 1)
     lead, dtype = [rows], a_RC.dtype
-    call = Call("aoquant", a.codes, a, format, b, format, None, lead, a.k, dtype, None, a_values, b_values)
-    return route(call.request()).run(call)
+    return Call("aoquant", a.codes, a, format, b, format, None, lead, a.k, dtype, None, a_values, b_values).run()
 
 
 def _encoded(x_RC: Tensor, format: Format, state: Tensor | None, side: int) -> tuple[Encoded, Tensor]:

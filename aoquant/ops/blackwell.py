@@ -31,7 +31,7 @@ def _why_not(r: Request) -> str | None:
         named = r.x_format.name if r.x_format else "high precision"
         return f"multiplies NVFP4 by NVFP4 and MX by MX, got {named} by {r.w_format.name}"
     if r.device.type != "cuda" or torch.cuda.get_device_capability(r.device)[0] < 10:
-        return "block-scaled tensor cores need a Blackwell GPU (compute capability 10.0 or later)"
+        return f"computes {r.contract} on block-scaled tensor cores, which need a Blackwell GPU (compute capability 10.0 or later)"
     if not hasattr(F, "scaled_mm"):
         return "this torch has no torch.nn.functional.scaled_mm"
     if r.k % 32 or r.n % 16:

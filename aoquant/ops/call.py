@@ -16,10 +16,10 @@ from torch import Tensor
 from aoquant.formats import Affine, Encoded, Format
 
 from . import codec
-from .router import Request
+from .router import Request, routed
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
     """A GEMM with its data: x_hp (*lead, K) when activations stay in high precision, else x with x_format.
 
@@ -60,6 +60,11 @@ class Call:
     def alpha_w(self) -> Tensor | None:
         return self.w_format.alpha(self.w)
 
+    @property
+    def alpha_w_in_passing(self) -> Tensor | None:
+        """alpha_w, if somebody asked for it and W had to be encoded for that."""
+        return self.__dict__.get("alpha_w") if isinstance(self.w_parts, Tensor) else None
+
     def x_operand(self, out: torch.dtype | None = None) -> Tensor:
         """(M, K) in `dtype`: what the matrix unit multiplies; then cast to `out`."""
         if self.x is None:
@@ -85,17 +90,20 @@ class Call:
 
     def shaped(self, y_MN: Tensor) -> Tensor:
         """(M, N) -> (*lead, N)."""
-        return y_MN.reshape(*self.lead, y_MN.shape[-1])
+        return y_MN if len(self.lead) == 1 else y_MN.reshape(*self.lead, y_MN.shape[-1])
 
     def plus_bias(self, y_MN: Tensor) -> Tensor:
         """(M, N) product, rounded to its dtype already -> (*lead, N) in `dtype`, the bias added with a rounding of its own."""
         return self.shaped((y_MN if self.bias is None else (y_MN + self.bias).to(y_MN.dtype)).to(self.dtype))
 
-    def request(self) -> Request:
+    def run(self) -> Tensor:
+        """y (*lead, N), on the fastest backend."""
         x_format = None if self.x is None else self.x_format
         w = self.w_parts if isinstance(self.w_parts, Tensor) else self.w_parts.codes
         rows = self.x_hp.numel() // self.k if self.x is None else self.x.codes.shape[0]
-        return Request(self.contract, x_format, self.w_format, w.device, self.dtype, rows, w.shape[0], self.k)
+        found = routed(Request, self.contract, x_format, self.w_format, w.device, self.dtype, rows, w.shape[0], self.k)
+        y: Tensor = found.run(self)
+        return y
 
     def _x_values(self, *, operand: bool, out: torch.dtype | None = None) -> Tensor:
         assert self.x is not None

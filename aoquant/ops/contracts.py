@@ -80,11 +80,11 @@ def input_error(contract: str, dtype: torch.dtype, weight: torch.dtype) -> str |
 
 
 _READS = {
-    "operand": ("aoquant", "bias_after", "nvfp4_rescale"),
-    "decoded": ("dequantize", "dequantize_flat", "matmul_bias"),
+    **dict.fromkeys(("aoquant", "bias_after", "nvfp4_rescale"), "operand"),
+    **dict.fromkeys(("dequantize", "dequantize_flat", "matmul_bias"), "decoded"),
 }
 
 
 def reads(contract: str) -> str:
     """What a GEMM under `contract` reads of an encoded x: "operand", "decoded", or "codes"."""
-    return next((what for what, contracts in _READS.items() if contract in contracts), "codes")
+    return _READS.get(contract, "codes")

@@ -85,12 +85,16 @@ class Backend:
 
 
 _backends: list[Backend] = []
+# what a process may do does not change while it runs, so neither does who serves a kind of request
+_routes: dict[tuple[Any, ...], Backend] = {}
+_MOST_ROUTES = 1 << 16  # a bound for programs whose every batch has another shape
 
 
 def register(*backends: Backend) -> None:
     """Add backends; the list stays sorted by falling priority."""
     _backends.extend(backends)
     _backends.sort(key=lambda b: -b.priority)
+    _routes.clear()
 
 
 def backend_names(role: str = "gemm") -> list[str]:
@@ -166,6 +170,17 @@ def route(request: Asks) -> Backend:
         raise ValueError(
             f"backend {name!r} was forced, but cannot run this {request}: {reason}. Unset it or choose another"
         )
+    return found
+
+
+def routed(kind: Callable[..., Asks], *fields: Any) -> Backend:
+    """`route(kind(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask about."""
+    key = kind, fields, _forced.get(), os.environ.get(_ENVIRONMENT)
+    found = _routes.get(key)
+    if found is None:
+        if len(_routes) >= _MOST_ROUTES:
+            _routes.clear()
+        found = _routes[key] = route(kind(*fields))
     return found
 
 

@@ -296,3 +296,34 @@ def test_reference_int8_equals_int_mm(x_name: str, dtype: torch.dtype, kind: str
             reference = ops.scaled_mm(*args)
         with backend("torch._int_mm"):
             assert_equal(ops.scaled_mm(*args), reference)
+
+
+def test_a_route_is_asked_for_once_and_again_when_backends_or_force_change() -> None:
+    from aoquant.ops import router
+
+    asked: list[Request] = []
+
+    def why_not(request: Request) -> str | None:
+        asked.append(request)
+        return "it only counts"
+
+    args = gemm("fp8_scaled_mm", F32)
+    free = ops.scaled_mm(*args)
+    counts = router.Backend("counts", 99, why_not, lambda call: None)
+    router.register(counts)
+    try:
+        for _ in range(3):
+            assert_equal(ops.scaled_mm(*args), free)
+        assert len(asked) == 1
+        with backend("reference"):
+            ops.scaled_mm(*args)
+        with backend("counts"), pytest.raises(ValueError, match="it only counts"):
+            ops.scaled_mm(*args)
+        with backend("counts"), pytest.raises(ValueError, match="it only counts"):  # no answer, nothing to remember
+            ops.scaled_mm(*args)
+        assert len(asked) == 3
+        assert_equal(ops.scaled_mm(*args), free)
+        assert len(asked) == 3
+    finally:
+        router._backends.remove(counts)
+        router._routes.clear()

@@ -147,7 +147,21 @@ def test_ragged_rows(name: str, k: int) -> None:
         assert differing(codec.decode(fmt, want, F32), fmt.decode(want, F32)) == 0
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "int4-g128", "int8-row-asym", "fp8-row", "fp8-tensor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvfp4",
+        "mxfp4",
+        "mxfp8",
+        "int4-g128",
+        "int4-bf16-g128",
+        "int8-row-asym",
+        "fp8-row",
+        "fp8-tensor",
+        "fp8-1x128",
+        "fp8-128x128",
+    ],
+)
 def test_strided_inputs_and_inputs_larger_than_a_wave(name: str) -> None:
     fmt = get_format(name)
     x = torch.randn(4100, 2048, device=CUDA, dtype=BF16)

@@ -41,13 +41,22 @@ def encode(format: Format, x_RK: Tensor) -> Encoded:
 
 
 def quantize(
-    format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool, random: Random | None = None
+    format: Format,
+    x_RK: Tensor,
+    dtype: torch.dtype,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None = None,
+    random: Random | None = None,
 ) -> Quantized:
-    """Codes, if `keep`, and what they stand for, reading x once; at random, codes and operand alike."""
+    """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured` yet.
+
+    At random, codes and operand alike.
+    """
     if isinstance(format, Randomized):
         assert operand and random is not None
         return Quantized(*stochastic.quantize(format, x_RK, dtype, random))
-    encoded, values, alpha = _quantize(format, x_RK, dtype, operand, keep)
+    encoded, values, alpha = _quantize(format, x_RK, dtype, operand, keep, measured)
     assert values is not None
     return Quantized(encoded, values, alpha)
 
@@ -64,17 +73,33 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
 
 
 def _quantize(
-    format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: Format,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None = None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
     if not isinstance(format, Transformed):
-        return _module(format).quantize(format, x_RK, dtype, operand, keep)
+        return _encoded(format, x_RK, dtype, operand, keep, measured)
     inner, t = format.inner, format.transform
     if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4):
-        return blockscaled.quantize(inner, x_RK, dtype, operand, keep, t, format.inverse)
+        return blockscaled.quantize(inner, x_RK, dtype, operand, keep, measured, t, format.inverse)
     if isinstance(inner, HighPrecision):
         y_RK = transform(format, x_RK, None, x_RK.dtype)
         return inner.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
-    return _module(inner).quantize(inner, transform(format, x_RK, None, torch.float32), dtype, operand, keep)
+    return _encoded(inner, transform(format, x_RK, None, torch.float32), dtype, operand, keep, measured)
+
+
+def _encoded(
+    format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
+) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
+    """`_quantize` of a format without transform; `measured` saves a pass where that is one."""
+    if isinstance(format, MX | NVFP4):
+        return blockscaled.quantize(format, x_RK, dtype, operand, keep, measured)
+    found: tuple[Encoded | None, Tensor | None, Tensor | None]
+    found = _module(format).quantize(format, x_RK, dtype, operand, keep)
+    return found
 
 
 def transform(

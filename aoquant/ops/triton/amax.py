@@ -6,12 +6,15 @@ and every program of the kernel that follows reduces those few kilobytes, which 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .elements import INF_BITS, float_bits, least, most
+from .launch import PLANS, Launch
 
 PARTIALS = 512
 _TILE, _WARPS = 8192, 8
@@ -33,8 +36,13 @@ def _absmax(x_ptr, partial_ptr, n, FINITE: tl.constexpr, TILE: tl.constexpr):
 def absmax_partials(x: Tensor, finite: bool = False) -> Tensor:
     """(PARTIALS,) int32: maxima of the bits of |x| as float32, so that NaN is larger than everything; or of what is finite. x is contiguous."""
     partials = torch.empty(PARTIALS, dtype=torch.int32, device=x.device)
-    _absmax[(PARTIALS,)](x, partials, x.numel(), FINITE=finite, TILE=_TILE, num_warps=_WARPS)
+    _absmax_of(x.numel(), finite)(x, partials)
     return partials
+
+
+@lru_cache(PLANS)
+def _absmax_of(n: int, finite: bool) -> Launch:
+    return Launch(_absmax, (PARTIALS,), n=n, FINITE=finite, TILE=_TILE, num_warps=_WARPS)
 
 
 @triton.jit
@@ -53,5 +61,10 @@ def _range(x_ptr, partial_ptr, n, TILE: tl.constexpr, N_PARTIALS: tl.constexpr):
 def range_partials(x: Tensor) -> Tensor:
     """(2, PARTIALS) float32: minima and maxima, NaN where there was one. x is contiguous."""
     partials = torch.empty(2, PARTIALS, dtype=torch.float32, device=x.device)
-    _range[(PARTIALS,)](x, partials, x.numel(), TILE=_TILE, N_PARTIALS=PARTIALS, num_warps=_WARPS)
+    _range_of(x.numel())(x, partials)
     return partials
+
+
+@lru_cache(PLANS)
+def _range_of(n: int) -> Launch:
+    return Launch(_range, (PARTIALS,), n=n, TILE=_TILE, N_PARTIALS=PARTIALS, num_warps=_WARPS)

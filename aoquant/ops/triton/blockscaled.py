@@ -8,6 +8,7 @@ first pass read last is what the L2 cache still holds.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from .elements import (
 )
 from .hadamard import ENCODE_WARPS, WARP, butterflies
 from .hadamard import absmax_partials as mixed_partials
+from .launch import PLANS, Launch
 
 TILE = 1024  # values a program holds at once: one warp of them, so that nothing waits at a barrier
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
@@ -64,7 +66,10 @@ def _encode(
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
     G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: "" for MX, else NVFP4's. VALUES: "" none, "operand" without, "decode" with the outer scale. G: of a Hadamard transform, or 0."""
+    """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr. VALUES: "" none, "operand" without, "decode" with the outer scale.
+
+    G: of a Hadamard transform, or 0.
+    """
     outer = None
     inverse_pts = 1.0
     if OUTER == "dynamic":
@@ -72,10 +77,12 @@ def _encode(
         outer = most(bits_float(largest) * PTS_RECIPROCAL, SMALLEST_PTS)
     elif OUTER == "static":
         outer = pts + tl.zeros([], tl.float32)
-    if OUTER == "dynamic" or OUTER == "static":
+    elif OUTER == "measured":
+        outer = tl.load(outer_ptr)
+    if outer is not None:
         inverse_pts = tl.div_rn(tl.full([], 1.0, tl.float32), outer)
-        if tl.program_id(0) == 0:
-            tl.store(outer_ptr, outer)
+    if OUTER == "dynamic" or OUTER == "static":
+        tl.store(outer_ptr, outer, mask=tl.program_id(0) == 0)
 
     n_tiles = tl.cdiv(n_blocks, NB)
     for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
@@ -151,51 +158,68 @@ def _decode(
     tl.store(values_ptr + at, (value * scale[:, None]).to(values_ptr.dtype.element_ty), mask=inside[:, None])
 
 
+@lru_cache(PLANS)
+def _encoder(
+    format: MX | NVFP4,
+    rows: int,
+    k: int,
+    outer: str,
+    codes: bool,
+    values: str,
+    transform: Hadamard | None,
+    inverse: bool,
+) -> Launch:
+    warps = 1 if transform is None else ENCODE_WARPS[transform.size]
+    tile = TILE if transform is None else WARP * warps * transform.size  # a block of the transform for each lane
+    mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
+    if transform is not None:
+        mixing = {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
+    element = format.element if isinstance(format, MX) else "e2m1"
+    max_pow2, largest, mantissa = ELEMENTS[element]
+    return Launch(
+        _encode, (triton.cdiv(rows * k, tile),),
+        n_blocks=rows * k // format.block, pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
+        OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=max_pow2, RECIPROCAL=reciprocal(largest),
+        MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(2688.0), FLOOR=E4M3_FLOOR,
+        SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
+        **mixing, **LAUNCH | {"num_warps": warps},
+    )  # fmt: skip
+
+
 def quantize(
     format: MX | NVFP4,
     x_RK: Tensor,
     dtype: torch.dtype | None,
     operand: bool,
     keep: bool,
+    measured: Tensor | None = None,
     transform: Hadamard | None = None,
     inverse: bool = False,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
     """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha).
 
+    measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer scale.
     transform, inverse: to be applied first, in the same pass.
     """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     element = format.element if isinstance(format, MX) else "e2m1"
-    warps = 1 if transform is None else ENCODE_WARPS[transform.size]
-    tile = TILE if transform is None else WARP * warps * transform.size  # a block of the transform for each lane
-    nb, grid = tile // format.block, triton.cdiv(rows * k, tile)
-    max_pow2, largest, mantissa = ELEMENTS[element]
     codes = torch.empty(rows, k // 2 if element == "e2m1" else k, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = partials = None
-    kind: dict[str, Any] = {"OUTER": "", "RULE": "", "RECIPROCAL": reciprocal(largest), "N_PARTIALS": PARTIALS}
-    if isinstance(format, MX):
-        kind["RULE"] = format.rule
-    else:
-        kind["OUTER"] = format.outer
-        if format.outer != "none":
-            outer = torch.empty(1, 1, dtype=torch.float32, device=device)
-        if format.outer == "dynamic":
-            partials = (
-                absmax_partials(x_RK) if transform is None else mixed_partials(x_RK, transform, inverse, PARTIALS)
-            )
-    mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
-    if transform is not None:
-        mixing = {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
-    _encode[(grid,)](
-        x_RK, partials, codes, scale, outer, values, rows * k // format.block,
-        format.pts or 0.0 if isinstance(format, NVFP4) else 0.0,
-        MAX_POW2=max_pow2, MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(2688.0),
-        FLOOR=E4M3_FLOOR, SMALLEST_PTS=PTS_FLOOR, CODES=keep,
-        VALUES="" if dtype is None else "operand" if operand else "decode", NB=nb, B=format.block, **kind, **mixing, **LAUNCH | {"num_warps": warps},
-    )  # fmt: skip
+    kind = "" if isinstance(format, MX) else format.outer
+    if kind == "dynamic" and measured is not None:
+        kind, outer = "measured", measured
+    elif kind not in ("", "none"):
+        outer = torch.empty(1, 1, dtype=torch.float32, device=device)
+        if kind == "dynamic" and transform is None:
+            partials = absmax_partials(x_RK)
+        elif kind == "dynamic" and transform is not None:
+            partials = mixed_partials(x_RK, transform, inverse, PARTIALS)
+    made = "" if dtype is None else "operand" if operand else "decode"
+    launch = _encoder(format, rows, k, kind, keep, made, transform, inverse)
+    launch(x_RK, partials, codes, scale, outer, values)
     if codes is None or scale is None:
         return None, values, outer
     codes = codes if element == "e2m1" else codes.view(FLOAT8[element])
@@ -203,15 +227,22 @@ def quantize(
     return Encoded(codes, scale.view(native), None, outer, k), values, outer
 
 
+@lru_cache(PLANS)
+def _decoder(format: MX | NVFP4, rows: int, k: int, outer_rows: int) -> Launch:
+    return Launch(
+        _decode, (triton.cdiv(rows * k, TILE),),
+        n_blocks=rows * k // format.block, blocks_per_row=k // format.block, OUTER_STRIDE=int(outer_rows > 1),
+        ELEMENT=format.element if isinstance(format, MX) else "e2m1", MX_SCALE=isinstance(format, MX), OUTER=outer_rows > 0,
+        NB=TILE // format.block, B=format.block, **LAUNCH,
+    )  # fmt: skip
+
+
 def decode(format: MX | NVFP4, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
     assert e.scale is not None
-    rows, element = e.codes.shape[0], format.element if isinstance(format, MX) else "e2m1"
+    rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    _decode[(triton.cdiv(rows * e.k, TILE),)](
-        e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8), e.outer, values,
-        rows * e.k // format.block, e.k // format.block, 1 if e.outer is not None and e.outer.shape[0] > 1 else 0,
-        ELEMENT=element, MX_SCALE=isinstance(format, MX), OUTER=not operand and e.outer is not None,
-        NB=TILE // format.block, B=format.block, **LAUNCH,
-    )  # fmt: skip
+    outer = None if operand else e.outer
+    codes, scale = e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8)
+    _decoder(format, rows, e.k, 0 if outer is None else outer.shape[0])(codes, scale, outer, values)
     return values

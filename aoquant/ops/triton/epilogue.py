@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launch import PLANS, Launch
+
+_B = 2048  # outputs of a program
 
 
 @triton.jit
@@ -31,9 +37,12 @@ def rescale(
     """(M, N) in `dtype`. alpha_x: (M, 1) or (1, 1); alpha_w: (N, 1) or (1, 1); both float32."""
     m, n = acc_MN.shape
     y_MN = torch.empty(m, n, dtype=dtype, device=acc_MN.device)
-    _rescale[(m, triton.cdiv(n, 2048))](
-        acc_MN, alpha_x, alpha_w, bias, y_MN, n,
-        int(alpha_x is not None and alpha_x.numel() > 1), int(alpha_w is not None and alpha_w.numel() > 1),
-        B=2048, enable_fp_fusion=False,
-    )  # fmt: skip
+    x_scales, w_scales = (0 if a is None else a.numel() for a in (alpha_x, alpha_w))
+    _rescaler(m, n, x_scales > 1, w_scales > 1)(acc_MN, alpha_x, alpha_w, bias, y_MN)
     return y_MN
+
+
+@lru_cache(PLANS)
+def _rescaler(m: int, n: int, x_rows: bool, w_rows: bool) -> Launch:
+    grid = m, triton.cdiv(n, _B)
+    return Launch(_rescale, grid, n=n, X_STRIDE=int(x_rows), W_STRIDE=int(w_rows), B=_B, enable_fp_fusion=False)

@@ -8,6 +8,8 @@ sum is rounded to odd first.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from aoquant.formats.scales import reciprocal
 
 from .amax import PARTIALS, range_partials
 from .elements import ROUND, ROUND_SIGNED, float_bits, least, most, pack4, quotient, round_even, through, unpack4
+from .launch import PLANS, Launch
 
 NO_FUSION = {"enable_fp_fusion": False}
 TILE = 1024  # values a warp holds
@@ -170,20 +173,52 @@ def _fused(format: Int4 | Affine, scale_dtype: torch.dtype, out: torch.dtype) ->
     return TL_DTYPE[out] if scale_dtype == out else None
 
 
+def _block(format: Int4 | Affine, k: int) -> int:
+    """Values that a program takes as a block; under one scale for all it only shares out the work."""
+    return format.block or (4096 if isinstance(format, Affine) and format.per == "tensor" else k)
+
+
+@lru_cache(PLANS)
+def _encoder(
+    format: Int4 | Affine, rows: int, k: int, source: torch.dtype, dtype: torch.dtype | None, operand: bool, codes: bool
+) -> Launch:
+    per = "group" if isinstance(format, Int4) else format.per
+    block = _block(format, k)
+    n_blocks, width = triton.cdiv(rows * k, block), triton.next_power_of_2(block)
+    nb = max(1, TILE // width)
+    int4, asymmetric, scale_dtype = _kinds(format, source)
+    low, high = (0, 15) if isinstance(format, Int4) else format.limits
+    steps = float(high - low) if asymmetric else (high - low) / 2
+    return Launch(
+        _encode, (triton.cdiv(n_blocks, nb),), n_blocks=n_blocks, block=block, n=rows * k,
+        INT4=int4, TENSOR=per == "tensor", ASYMMETRIC=asymmetric,
+        FLOAT32_SCALE=isinstance(format, Affine) and format.scales == "float32", LOW=float(low), HIGH=float(high),
+        EPS=INT4_EPS if isinstance(format, Int4) else format._eps(source), RECIPROCAL=reciprocal(steps), BITS=format.bits,
+        CODES=codes, VALUES=dtype is not None, CENTRED=operand and per != "group",
+        FUSED=None if dtype is None else _fused(format, scale_dtype, dtype), DTYPE=TL_DTYPE[scale_dtype if int4 else source], NB=nb, B=width,
+        N_PARTIALS=PARTIALS, num_warps=min(16, nb * width // TILE), **NO_FUSION,
+    )  # fmt: skip
+
+
+def _kinds(format: Int4 | Affine, source: torch.dtype) -> tuple[bool, bool, torch.dtype]:
+    """(int4, asymmetric, dtype of the scales) of a matrix of `source`."""
+    if isinstance(format, Int4):
+        return True, True, torch.bfloat16 if format.scales == "bfloat16" else source
+    return False, format.mapping == "asymmetric", torch.float32 if format.scales == "float32" else source
+
+
 def quantize(
-    format: Int4 | Affine, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: Int4 | Affine,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
     """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
     x_RK = x_RK.contiguous()
-    (rows, k), device, int4 = x_RK.shape, x_RK.device, isinstance(format, Int4)
+    (rows, k), device = x_RK.shape, x_RK.device
     per = "group" if isinstance(format, Int4) else format.per
-    block = format.block or (4096 if per == "tensor" else k)
-    n_blocks = triton.cdiv(rows * k, block)
-    width = triton.next_power_of_2(block)
-    nb = max(1, TILE // width)
-    asymmetric = int4 or (isinstance(format, Affine) and format.mapping == "asymmetric")
-    float32_scale = isinstance(format, Affine) and format.scales == "float32"
-    scale_dtype = torch.float32 if float32_scale else x_RK.dtype
+    int4, asymmetric, scale_dtype = _kinds(format, x_RK.dtype)
     shape = (1, 1) if per == "tensor" else (rows, k // format.block if format.block else 1)
     codes = scale = zero = None
     if keep or per != "group":
@@ -192,34 +227,34 @@ def quantize(
         code_dtype = torch.uint8 if format.bits == 4 else torch.int8
         codes = torch.empty(rows, k // 2 if format.bits == 4 else k, dtype=code_dtype, device=device)
         if asymmetric:
-            zero = torch.empty(shape, dtype=x_RK.dtype if int4 else torch.int8, device=device)
+            zero = torch.empty(shape, dtype=scale_dtype if int4 else torch.int8, device=device)
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    low, high = (0, 15) if isinstance(format, Int4) else format.limits
-    steps = float(high - low) if asymmetric else (high - low) / 2
-    eps = INT4_EPS if isinstance(format, Int4) else format._eps(x_RK.dtype)
-    _encode[(triton.cdiv(n_blocks, nb),)](
-        x_RK, range_partials(x_RK) if per == "tensor" else None, codes, scale, zero, values, n_blocks, block, rows * k,
-        INT4=int4, TENSOR=per == "tensor", ASYMMETRIC=asymmetric, FLOAT32_SCALE=float32_scale, LOW=float(low),
-        HIGH=float(high), EPS=eps, RECIPROCAL=reciprocal(steps), BITS=format.bits, CODES=keep, VALUES=dtype is not None,
-        CENTRED=operand and per != "group",
-        FUSED=None if dtype is None else _fused(format, scale_dtype, dtype), DTYPE=TL_DTYPE[x_RK.dtype], NB=nb, B=width,
-        N_PARTIALS=PARTIALS, num_warps=min(16, nb * width // TILE), **NO_FUSION,
-    )  # fmt: skip
+    partials = range_partials(x_RK) if per == "tensor" else None
+    _encoder(format, rows, k, x_RK.dtype, dtype, operand, keep)(x_RK, partials, codes, scale, zero, values)
     alpha = None if scale is None or per == "group" else scale.float()
     return None if codes is None else Encoded(codes, scale, zero, None, k), values, alpha
+
+
+@lru_cache(PLANS)
+def _decoder(
+    format: Int4 | Affine, rows: int, k: int, scales: int, scale_dtype: torch.dtype, dtype: torch.dtype, operand: bool
+) -> Launch:
+    block = format.block or k
+    n_blocks, width = rows * k // block, min(triton.next_power_of_2(block), TILE)
+    nb = TILE // width
+    return Launch(
+        _decode, (triton.cdiv(n_blocks, nb), triton.cdiv(block, width)), n_blocks=n_blocks, block=block,
+        SCALE_STRIDE=int(scales > 1), INT4=isinstance(format, Int4), BITS=format.bits,
+        CENTRED=operand and format.block is None, FUSED=_fused(format, scale_dtype, dtype), NB=nb, B=width, num_warps=1, **NO_FUSION,
+    )  # fmt: skip
 
 
 def decode(format: Int4 | Affine, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
     assert e.scale is not None
-    rows = e.codes.shape[0]
-    block = format.block or e.k
-    n_blocks, width = rows * e.k // block, min(triton.next_power_of_2(block), TILE)
-    nb = TILE // width
+    rows, scale = e.codes.shape[0], e.scale
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    _decode[(triton.cdiv(n_blocks, nb), triton.cdiv(block, width))](
-        e.codes.contiguous(), e.scale.contiguous(), None if e.zero is None else e.zero.contiguous(), values, n_blocks, block,
-        int(e.scale.numel() > 1), INT4=isinstance(format, Int4), BITS=format.bits,
-        CENTRED=operand and format.block is None, FUSED=_fused(format, e.scale.dtype, dtype), NB=nb, B=width, num_warps=1, **NO_FUSION,
-    )  # fmt: skip
+    zero = None if e.zero is None else e.zero.contiguous()
+    launch = _decoder(format, rows, e.k, scale.numel(), scale.dtype, dtype, operand)
+    launch(e.codes.contiguous(), scale.contiguous(), zero, values)
     return values

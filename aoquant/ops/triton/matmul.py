@@ -8,13 +8,15 @@ Schedule: Triton's tutorial 09, "Persistent Matmul".
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .launch import PLANS, Launch
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
@@ -51,9 +53,14 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
 def why_not(x_MK: Tensor, w_NK: Tensor) -> str | None:
     """Why this kernel cannot multiply these, or None."""
-    if torch.cuda.get_device_capability(x_MK.device)[0] < 9:
+    if _capability(x_MK.device) < 9:
         return "the bulk tensor copy engine needs compute capability 9.0"
     if x_MK.shape[1] % 8 or w_NK.shape[0] % 8:
         return f"K and N have to be multiples of 8, got {x_MK.shape[1]} and {w_NK.shape[0]}"
@@ -66,14 +73,19 @@ def matmul(x_MK: Tensor, w_NK: Tensor, alpha_x: Tensor | None, alpha_w: Tensor |
     """(M, N) in x's dtype, bfloat16 or float16. alpha_x: (M, 1) or (1, 1); alpha_w: (N, 1) or (1, 1); both float32."""
     (m, k), n = x_MK.shape, w_NK.shape[0]
     y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device)
-    programs = _multiprocessors(x_MK.device)
     descriptors = [
         TensorDescriptor(t, list(t.shape), list(t.stride()), block)
         for t, block in ((x_MK, [TILE_M, TILE_K]), (w_NK, [TILE_N, TILE_K]), (y_MN, [TILE_M, TILE_N]))
     ]
-    _matmul[(programs,)](
-        *descriptors, alpha_x, alpha_w, bias, m, n, k,
-        int(alpha_x is not None and alpha_x.numel() > 1), int(alpha_w is not None and alpha_w.numel() > 1),
+    x_scales, w_scales = (0 if a is None else a.numel() for a in (alpha_x, alpha_w))
+    launch = _matmul_of(m, n, k, x_scales > 1, w_scales > 1, _multiprocessors(x_MK.device))
+    launch(*descriptors, alpha_x, alpha_w, bias)
+    return y_MN
+
+
+@lru_cache(PLANS)
+def _matmul_of(m: int, n: int, k: int, x_rows: bool, w_rows: bool, programs: int) -> Launch:
+    return Launch(
+        _matmul, (programs,), m=m, n=n, k=k, X_STRIDE=int(x_rows), W_STRIDE=int(w_rows),
         BM=TILE_M, BN=TILE_N, BK=TILE_K, GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
-    return y_MN

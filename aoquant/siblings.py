@@ -1,0 +1,114 @@
+"""Siblings: layers that read the same input, such as q, k and v or gate and up, encode it once and keep it once.
+
+Between a layer's forward and its backward autograd keeps the codes of its input. As long as it does, another layer that is given the
+same input, in the same format, takes those codes instead of making them again, and both keep one. Nothing is kept alive for that:
+what is remembered of an encoding are weak references to its storages. Without gradients, or with a frozen weight, nobody keeps the
+codes, so nothing is shared; after backward they are gone, and so is what was remembered of them.
+
+The same input means: the same tensor object, or an equal view of it, with the same address and version counter, on the same stream.
+Every in-place operation that autograd can see moves that counter. A write that it cannot see (through `.data`, NumPy or a raw
+pointer) to a tensor that autograd keeps for backward is wrong in any PyTorch program, since the gradients would be another input's;
+here it also leaves siblings on the old codes. Where such a write is harmless, because nothing of the input is kept any more, it is
+harmless here too. As a second guard a layer never takes an encoding that it took or made before: when it comes by again, the input is
+encoded anew, for its siblings as well.
+
+Nothing is shared while a compiler traces (it removes repeated calls itself), under inference mode, between streams, and while a
+CUDA graph is captured, whose memory lives by other rules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Parts = Sequence[Tensor | None]
+
+
+class _Part(NamedTuple):
+    """A tensor that somebody else keeps alive, or not."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, t: Tensor) -> _Part:
+        storage = StorageWeakRef(t.untyped_storage())
+        return cls(storage, t.dtype, t.device, int(t.storage_offset()), t.shape, t.stride())
+
+    def tensor(self) -> Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            return None
+        t = torch.empty(0, dtype=self.dtype, device=self.device)
+        return t.set_(storage, self.offset, self.shape, self.stride)
+
+
+class _Encoding:
+    """What is remembered of an encoding: its parts, and which layers have it, by the identity of their weight."""
+
+    def __init__(self) -> None:
+        self.parts: list[_Part | None] = []
+        self.layers: set[int] = set()
+
+
+class _Input:
+    """An input, and its encodings at one version of it."""
+
+    def __init__(self, x: Tensor, key: int) -> None:
+        self.ref = weakref.ref(x, lambda _: _inputs.pop(key, None))
+        self.version = x._version
+        self.encodings: dict[tuple[Any, ...], _Encoding] = {}
+
+
+_inputs: dict[int, _Input] = {}
+
+
+class Slot:
+    """Where one layer, in one forward, finds the encoding of its input, or leaves it."""
+
+    def __init__(self, encoding: _Encoding, layer: int) -> None:
+        self._encoding, self._layer = encoding, layer
+
+    def get(self) -> tuple[Tensor | None, ...] | None:
+        """The parts of the encoding; None when nobody made it, nobody keeps it, or this layer has had it."""
+        if not self._encoding.parts or self._layer in self._encoding.layers:
+            return None
+        found = [None if part is None else part.tensor() for part in self._encoding.parts]
+        if any(t is None and part is not None for t, part in zip(found, self._encoding.parts, strict=True)):
+            return None
+        self._encoding.layers.add(self._layer)
+        return tuple(found)
+
+    def put(self, parts: Parts) -> None:
+        """Remember what this layer made."""
+        self._encoding.parts = [None if t is None else _Part.of(t) for t in parts]
+        self._encoding.layers = {self._layer}
+
+
+def slot(x: Tensor, dtype: torch.dtype, format: str, w: Tensor) -> Slot | None:
+    """The place of x's encoding, as `dtype` and in `format`, for the layer with weight `w`; None where nothing may be shared."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and w.requires_grad):
+        return None
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.is_inference():
+        return None
+    stream = 0
+    if x.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+    whole = x if x._base is None else x._base
+    key = id(whole)
+    found = _inputs.get(key)
+    if found is None or found.ref() is not whole or found.version != whole._version:
+        found = _inputs[key] = _Input(whole, key)
+    what = x.data_ptr(), x.shape, x.stride(), x.dtype, dtype, format, stream
+    return Slot(found.encodings.setdefault(what, _Encoding()), id(w))

@@ -1,0 +1,224 @@
+"""What makes a training step cheap on a GPU, and what it must not change: launches, bodies of ops, scales measured once, siblings, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aoquant import QATConfig, backend, get_format, quantize_
+from aoquant.ops import codec
+from aoquant.recipes import get_recipe
+
+pytestmark = pytest.mark.gpu
+BF16, CUDA = torch.bfloat16, torch.device("cuda")
+RECIPES = ["nvfp4", "mxfp4", "mxfp8", "int8-int4", "int4-g128", "torchao-fp8", "fp8"]
+FORMATS = ["nvfp4", "mxfp4", "mxfp8", "int4-g128", "int8-row", "int8-tensor", "intx8-row-asym", "fp8-row", "fp8-tensor"]
+
+
+def layer(recipe: str, k: int = 1024, n: int = 768) -> nn.Module:
+    model = nn.Sequential(nn.Linear(k, n, bias=False, dtype=BF16, device=CUDA))
+    quantize_(model, QATConfig(get_recipe(recipe).make()))
+    return model
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_later_launches_read_the_tensors_they_are_given(name: str) -> None:
+    """Other values, another address, another alignment, another dtype; each twice."""
+    fmt = get_format(name)
+    store = torch.randn(64 * 512 + 1, device=CUDA)
+    with backend("triton"):
+        for dtype in (BF16, torch.float32, torch.float16):
+            for start in (0, 1, 0, 1):
+                x = store.to(dtype)[start : start + 64 * 512].view(64, 512) * (1 if start else 3)
+                x = x if start == 0 else store.to(dtype)[1:].view(64, 512)
+                e = fmt.encode(x)
+                got, values, alpha = codec.quantize(fmt, x, dtype, operand=True, keep=True)
+                assert got is not None
+                assert all(same(a, b) for a, b in zip(got[:4], e[:4], strict=True))
+                assert same(values, fmt.operand(e, dtype))
+                assert same(codec.decode(fmt, got, dtype), fmt.decode(e, dtype))
+                again = codec.quantize(fmt, x, dtype, operand=True, measured=alpha)
+                assert same(again.values, values) and same(again.alpha, alpha)
+
+
+@pytest.mark.parametrize("special", ["normal", "zeros", "inf", "nan", "tiny", "huge"])
+def test_a_measured_outer_scale_gives_the_same_bits(special: str) -> None:
+    x = torch.randn(128, 1024, device=CUDA)
+    x *= {"tiny": 1e-38, "huge": 1e37, "zeros": 0.0}.get(special, 1.0)
+    x[3, 5] = {"inf": float("inf"), "nan": float("nan")}.get(special, 0.5 if special == "normal" else x[3, 5])
+    fmt = get_format("nvfp4")
+    for operand in (True, False):
+        once = codec.quantize(fmt, x, torch.float32, operand=operand)
+        again = codec.quantize(fmt, x, torch.float32, operand=operand, measured=once.alpha)
+        assert same(once.values, again.values) and same(once.alpha, again.alpha)
+
+
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def step(model: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = model(leaf)
+    grads = torch.autograd.grad(
+        y, [leaf, *parameters], torch.linspace(-1, 1, y.numel(), device=CUDA).to(y.dtype).view_as(y)
+    )
+    return [y.detach(), *grads]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bodies_and_ops_agree(recipe: str) -> None:
+    """Where somebody watches the dispatcher, the ops are called; elsewhere their bodies."""
+    model, x = layer(recipe), torch.randn(256, 1024, device=CUDA, dtype=BF16)
+    plain = step(model, x, list(model.parameters()))
+    with Watched():
+        watched = step(model, x, list(model.parameters()))
+    for a, b in zip(plain, watched, strict=True):
+        assert same(a, b)
+    # forward through the bodies, backward through the ops
+    leaf = x.clone().requires_grad_()
+    y = model(leaf)
+    grad = torch.linspace(-1, 1, y.numel(), device=CUDA).to(y.dtype).view_as(y)
+    mixed = torch.autograd.grad(y, [leaf, *model.parameters()], grad, create_graph=True)
+    for a, b in zip(plain[1:], mixed, strict=True):
+        assert same(a, b)
+
+
+def test_a_weight_that_changes_before_backward_is_an_error() -> None:
+    """Its outer scale is measured in forward and used in backward: autograd watches the weight in between."""
+    model, x = layer("nvfp4"), torch.randn(64, 1024, device=CUDA, dtype=BF16, requires_grad=True)
+    y = model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # type: ignore[index,union-attr]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_waits_for_nothing_and_can_be_captured(recipe: str) -> None:
+    model, x = layer(recipe), torch.randn(256, 1024, device=CUDA, dtype=BF16)
+    parameters = list(model.parameters())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        want = step(model, x, parameters)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = step(model, x, parameters)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    static = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(model, static, parameters)
+    other = torch.randn_like(x)
+    static.copy_(other)
+    graph.replay()
+    for a, b in zip(captured, step(model, other, parameters), strict=True):
+        assert same(a, b)
+    static.copy_(x)
+    graph.replay()
+    for a, b, c in zip(want, again, captured, strict=True):
+        assert same(a, b) and same(a, c)
+
+
+class Block(nn.Module):
+    """A Llama block: attention over q, k, v; a gated MLP; pre-norms; residuals."""
+
+    def __init__(self, d: int = 2048, hidden: int = 5632, heads: int = 16) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.RMSNorm(d), nn.RMSNorm(d)
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (
+            nn.Linear(d, hidden, bias=False),
+            nn.Linear(d, hidden, bias=False),
+            nn.Linear(hidden, d, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        q, k, v = (p(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        h = self.second(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def memory(recipe: str) -> tuple[int, int]:
+    """(bytes kept between forward and backward, peak over both) of a step, beyond parameters, gradients, input."""
+    torch.manual_seed(0)
+    model = Block().to(CUDA, BF16)
+    if recipe:
+        quantize_(model, QATConfig(get_recipe(recipe).make()))
+    x = torch.randn(4, 2048, 2048, device=CUDA, dtype=BF16, requires_grad=True)
+    model(x).sum().backward()  # compiles; makes the gradients
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = model(x)
+    kept = torch.cuda.memory_allocated() - before
+    y.backward(torch.ones_like(y))
+    return kept, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+def test_a_transformer_block_needs_no_more_memory_than_bf16(recipe: str) -> None:
+    plain_kept, plain = memory("")
+    kept, peak = memory(recipe)
+    print(
+        f"{recipe}: kept {kept / 2**20:.0f} MiB (bf16 {plain_kept / 2**20:.0f}), peak {peak / 2**20:.0f} MiB (bf16 {plain / 2**20:.0f})"
+    )
+    assert kept < plain_kept
+    assert peak <= plain
+
+
+def test_siblings_share_on_one_stream_only() -> None:
+    layers = [layer("nvfp4"), layer("nvfp4"), layer("nvfp4")]
+    x = torch.randn(512, 1024, device=CUDA, dtype=BF16)
+    want = [m(x.clone()) for m in layers]
+    del want[1:]
+    torch.cuda.synchronize()
+
+    def kept(run: Callable[[], Any]) -> int:
+        before = torch.cuda.memory_allocated()
+        ys = run()
+        return torch.cuda.memory_allocated() - before - sum(y.numel() * 2 for y in ys)
+
+    one = 0.57 * x.numel()
+    assert kept(lambda: [m(x) for m in layers]) <= one + 4096
+    side = torch.cuda.Stream()
+
+    def two_streams() -> list[Tensor]:
+        ys = [layers[0](x)]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            ys.append(layers[1](x))
+        torch.cuda.current_stream().wait_stream(side)
+        return ys
+
+    assert kept(two_streams) > 1.9 * 0.56 * x.numel()
+
+
+def test_siblings_give_the_bits_of_layers_apart() -> None:
+    """A layer that takes its sibling's codes decodes them; the other got values and codes from one pass."""
+    for recipe in RECIPES:
+        layers = nn.ModuleList([layer(recipe) for _ in range(3)])
+        x = torch.randn(4, 128, 1024, device=CUDA, dtype=BF16)
+        shared = step(lambda t: torch.cat([m(t) for m in layers], -1), x, list(layers.parameters()))  # noqa: B023
+        apart = step(lambda t: torch.cat([m(t.clone()) for m in layers], -1), x, list(layers.parameters()))  # noqa: B023
+        for a, b in zip(shared, apart, strict=True):
+            assert same(a, b), recipe
