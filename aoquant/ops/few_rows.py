@@ -85,7 +85,7 @@ def _why_not_triton(r: Request) -> str | None:
 
 
 def _too_many(r: Request, most: int) -> str | None:
-    return None if r.m <= most else f"is for up to {most} rows, got {r.m}: with more it is faster to decode W once"
+    return None if r.m <= most else f"is for up to {most} rows: with more it is faster to decode W once"
 
 
 def _cuda(c: Call) -> Tensor:

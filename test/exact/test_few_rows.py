@@ -94,6 +94,6 @@ def test_every_refusal_says_why_and_the_cpu_has_the_reference() -> None:
     assert why("nvfp4") == why("int4-g128") == why("gridflip") == ""
     assert "bias_after" in why("int4-g128", contract="bias_after")
     assert "mxfp8" in why("mxfp8") and "float32" in why("nvfp4", F32) and "K = 272" in why("nvfp4", k=272)
-    assert "up to 64 rows, got 65" in str(
+    assert "up to 64 rows" in str(
         few_rows._too_many(Request("aoquant", None, get_format("nvfp4"), CUDA, BF16, 65, 256, 256), 64)
     )
