@@ -101,20 +101,21 @@ struct Scale {
   uint32_t s[2], z[2];
 };
 
-// row: the row's first scale. A lane outside K gets zeros: its codes are another lane's, and its x is zero.
+// row: the row's first scale. A lane outside K gets zeros: its codes are another lane's, and its x is zero. Plain loads: the compiler may
+// move others (__ldg) before the wait for the kernel that wrote what they read.
 template <int F>
 __device__ __forceinline__ RawScale load_scale(const DecodeArgs& a, uint32_t row, int at, bool inside) {
   RawScale r;
   if constexpr (F == INT4) {
     const uint32_t i = row + (uint32_t(at) >> a.group_log2);
-    r.s = __ldg(static_cast<const uint16_t*>(a.scale) + i);
-    r.z = __ldg(static_cast<const uint16_t*>(a.zero) + i);
+    r.s = static_cast<const uint16_t*>(a.scale)[i];
+    r.z = static_cast<const uint16_t*>(a.zero)[i];
     r.z = inside ? r.z : 0;
   } else if constexpr (F == MXFP4) {
-    r.s = __ldg(static_cast<const uint8_t*>(a.scale) + row + at / 32);
+    r.s = static_cast<const uint8_t*>(a.scale)[row + at / 32];
     r.z = 0;
   } else {
-    r.s = __ldg(static_cast<const uint16_t*>(a.scale) + row + at / 32);
+    r.s = static_cast<const uint16_t*>(a.scale)[row + at / 32];
     r.z = 0;
   }
   r.s = inside ? r.s : 0;
@@ -211,8 +212,8 @@ __device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n
   static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(v);
 }
 
-// TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a warp. WN, WK: warps of a block along N and K. CK: blocks of a cluster along K.
-// D: steps in flight a warp.
+// TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a warp. WN, WK: warps of a block along N and K.
+// CK: blocks of a cluster along K. D: steps in flight a warp.
 template <int F, typename T, int TOKENS, int RT, int WN, int WK, int CK, int D>
 __global__ void __launch_bounds__(32 * WN * WK) kernel(const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
