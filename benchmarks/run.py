@@ -1,6 +1,6 @@
-"""Measure speed on one GPU: encoding, training steps of a layer.
+"""Measure speed on one GPU: encoding, training steps of a layer, the packed layer at few and at many tokens.
 
-    python benchmarks/run.py [encode] [layer] [--out DIR] [--quick]
+    python benchmarks/run.py [encode] [layer] [decode] [--out DIR] [--quick]
 
 Needs a CUDA device and Triton. Before anything is timed, the exactness gate runs: every format that is timed must give the
 reference's bytes through the Triton kernels, and every layer that is timed must equal its converted self; else the exit code is 1
@@ -240,18 +240,21 @@ def measure_layers(rounds: int) -> list[Row]:
 def main() -> int:
     """Print and write the rows; 1 on a red gate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", choices=[[], "encode", "layer"], help="default: all")
+    parser.add_argument("suites", nargs="*", choices=[[], "encode", "layer", "decode"], help="default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     args = parser.parse_args()
-    suites = args.suites or ["encode", "layer"]
+    suites = args.suites or ["encode", "layer", "decode"]
     if not torch.cuda.is_available():
         print("benchmarks/run.py needs a CUDA device")
         return 1
 
+    import decode  # it needs this file's functions
+
     meta = versions(CUDA)
     red = [name for name in (*ENCODE, *TRANSFORMED, *GRIDS) if "encode" in suites and not gate_format(name)]
     red += [name for name in LAYERS if "layer" in suites and not gate_layer(name)]
+    red += [name for name in decode.FORMATS if "decode" in suites and not decode.gate(name)]
     if red:
         print(f"the exactness gate is red, nothing is timed: {', '.join(red)}")
         return 1
@@ -262,6 +265,8 @@ def main() -> int:
         rows += measure_grids(20 if args.quick else 100)
     if "layer" in suites:
         rows += measure_layers(20 if args.quick else 60)
+    if "decode" in suites:
+        rows += decode.measure(10 if args.quick else 40)
     for row in rows:
         print("  ".join(f"{v:.4f}" if isinstance(v, float) else f"{v:<26}" for v in row.values()))
     args.out.mkdir(parents=True, exist_ok=True)

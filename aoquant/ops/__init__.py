@@ -33,6 +33,7 @@ from .codec import CodecRequest
 from .contracts import CONTRACTS, input_error, reads
 from .define import body, fake, op
 from .external import TORCH
+from .few_rows import FEW_ROWS
 from .matmul import TENSOR_CORES
 from .mslk import MSLK
 from .packed import PACKED
@@ -74,6 +75,7 @@ register(
     Backend("reference", 0, lambda request: None, reference.scaled_mm),
     TENSOR_CORES,
     PACKED,
+    *FEW_ROWS,
     BLACKWELL,
     *QUTLASS,
     *TORCH,

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Format
+from aoquant.formats import Affine, Encoded, Format, Int4
 
 from . import codec
 from .router import Request, routed
@@ -98,12 +99,22 @@ class Call:
 
     def run(self) -> Tensor:
         """y (*lead, N), on the fastest backend."""
+        y: Tensor = routed(Request, *self.asks()).run(self)
+        return y
+
+    def asks(self) -> tuple[Any, ...]:
+        """The fields of the `Request`."""
         x_format = None if self.x is None else self.x_format
         w = self.w_parts if isinstance(self.w_parts, Tensor) else self.w_parts.codes
         rows = self.x_hp.numel() // self.k if self.x is None else self.x.codes.shape[0]
-        found = routed(Request, self.contract, x_format, self.w_format, w.device, self.dtype, rows, w.shape[0], self.k)
-        y: Tensor = found.run(self)
-        return y
+        scale_dtype = None
+        if type(self.w_format) is Int4 and self.w_format.scales == "input":
+            if isinstance(self.w_parts, Encoded):
+                assert self.w_parts.scale is not None
+                scale_dtype = self.w_parts.scale.dtype
+            else:  # what a transform makes is float32
+                scale_dtype = w.dtype if self.encoder is self.w_format else torch.float32
+        return self.contract, x_format, self.w_format, w.device, self.dtype, rows, w.shape[0], self.k, scale_dtype
 
     def _x_values(self, *, operand: bool, out: torch.dtype | None = None) -> Tensor:
         assert self.x is not None

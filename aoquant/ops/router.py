@@ -48,7 +48,10 @@ class Asks(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What a GEMM is asked for, without its data: y (m, n) = x (m, k) w (n, k)^T."""
+    """What a GEMM is asked for, without its data: y (m, n) = x (m, k) w (n, k)^T.
+
+    scale_dtype: of an int4 weight's scales, when they are in the weight's dtype; None: `dtype`.
+    """
 
     role: ClassVar[str] = "gemm"
 
@@ -60,6 +63,7 @@ class Request:
     m: int
     n: int
     k: int
+    scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         # a GEMM multiplies codes, and knows nothing of a transform before them

@@ -1,0 +1,392 @@
+// y = x W^T for few rows of x and a packed 4-bit W, which is read once, as it lies: codes (N, K/2), two to a byte, low nibble = even k.
+//
+// W is the left operand of mma.m16n8k16 and its 16 rows are rows of W, so up to 8 rows of x cost what one does. A lane holds 16
+// contiguous bytes of two rows of W, 32 values each, and what it holds is what it multiplies: inside a dot product k may be
+// permuted freely, if x is permuted alike. Four lanes cover 128 values, a "step". The nibbles come out in pairs (k, k + 4), four k
+// apart, because one mask takes both halves of a word; x, natural in memory, is paired in registers.
+//
+// Warps share out K: the step s belongs to slice s % SLICES, a warp sums its slice in order, and slices are added in order. So a row
+// of y is a function of that row of x and W alone, and the same on every run.
+//
+// Operands are the formats' own (aoquant/formats): int4 rn(q * s + z) by one fused multiply-add; e2m1 times its block scale, exact;
+// GridFlip rn(q * s + c * min(s, 0)), s signed. A multiply is written as a fused one with -0: a * b + -0 is a * b, sign of zero included.
+#pragma once
+
+#include <type_traits>
+
+#include "decode_call.cuh"
+
+// The library may hold code for other architectures too; these kernels are empty there, and nobody asks for them.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define AOQUANT_HOPPER
+#endif
+
+namespace aoquant {
+
+namespace decode {
+
+// 16-bit arithmetic of two values in a word, of type T
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__nv_bfloat16> {
+  static constexpr uint32_t MAGIC = 0x43004300u ^ 0x00080008u;  // xored with a two's complement nibble: 128 + 8 + q
+  static constexpr uint32_t MINUS_OFFSET = 0xC308C308u;         // -136
+  static constexpr uint32_t ONE = 0x3F803F80u;
+  static constexpr uint32_t MINUS_ZERO = 0x80008000u;
+  static constexpr uint32_t E2M1_UNIT = 0x7E807E80u;  // 2^126: what an e2m1 code in place of the lowest exponent bits is too small by
+  // A nibble, at bit 0 or 4 of each half, as sign, two lowest exponent bits, first mantissa bit: a multiplication puts it to both places.
+  static __device__ __forceinline__ uint32_t e2m1_low(uint32_t v) { return ((v & 0x000F000Fu) * 0x1040u) & 0x81C081C0u; }
+  static __device__ __forceinline__ uint32_t e2m1_high(uint32_t v) { return ((v & 0x00F000F0u) * 0x0104u) & 0x81C081C0u; }
+  static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+  static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+  static __device__ __forceinline__ uint32_t both(float v) {  // exact in T
+    return __byte_perm(__float_as_uint(v), 0, 0x3232);
+  }
+  static __device__ __forceinline__ uint32_t rounded(float v) {
+    uint32_t d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(d) : "f"(v));
+    return d;
+  }
+};
+
+template <>
+struct Pair<__half> {
+  static constexpr uint32_t MAGIC = 0x64006400u ^ 0x00080008u;  // 1024 + 8 + q
+  static constexpr uint32_t MINUS_OFFSET = 0xE408E408u;         // -1032
+  static constexpr uint32_t ONE = 0x3C003C00u;
+  static constexpr uint32_t MINUS_ZERO = 0x80008000u;
+  static constexpr uint32_t E2M1_UNIT = 0x74007400u;  // 2^14
+  // the two places overlap here, so it takes two shifts
+  static __device__ __forceinline__ uint32_t e2m1_low(uint32_t v) { return ((v << 9) & 0x0E000E00u) | ((v << 12) & 0x80008000u); }
+  static __device__ __forceinline__ uint32_t e2m1_high(uint32_t v) { return ((v << 5) & 0x0E000E00u) | ((v << 8) & 0x80008000u); }
+  static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+  static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+  static __device__ __forceinline__ uint32_t both(float v) { return rounded(v); }
+  static __device__ __forceinline__ uint32_t rounded(float v) {
+    uint32_t d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(d) : "f"(v));
+    return d;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
+  return Pair<T>::fma(a, b, Pair<T>::MINUS_ZERO);
+}
+
+// Scales of 32 values of a row as they lie in memory, and as pairs for two blocks of 16.
+struct RawScale {
+  uint32_t s, z;  // int4: scale and zero; FP4: bytes of scales
+};
+template <typename T>
+struct Scale {
+  uint32_t s[2], z[2];
+};
+
+// row: the row's first scale. A lane outside K gets zeros: its codes are another lane's, and its x is zero. Plain loads: the compiler may
+// move others (__ldg) before the wait for the kernel that wrote what they read.
+template <int F>
+__device__ __forceinline__ RawScale load_scale(const DecodeArgs& a, uint32_t row, int at, bool inside) {
+  RawScale r;
+  if constexpr (F == INT4) {
+    const uint32_t i = row + (uint32_t(at) >> a.group_log2);
+    r.s = static_cast<const uint16_t*>(a.scale)[i];
+    r.z = static_cast<const uint16_t*>(a.zero)[i];
+    r.z = inside ? r.z : 0;
+  } else if constexpr (F == MXFP4) {
+    r.s = static_cast<const uint8_t*>(a.scale)[row + at / 32];
+    r.z = 0;
+  } else {
+    r.s = static_cast<const uint16_t*>(a.scale)[row + at / 32];
+    r.z = 0;
+  }
+  r.s = inside ? r.s : 0;
+  return r;
+}
+
+template <int F, typename T>
+__device__ __forceinline__ Scale<T> scale_pairs(const RawScale& r, const DecodeArgs& a) {
+  Scale<T> p;
+  if constexpr (F == INT4) {
+    p.s[0] = p.s[1] = r.s * 0x10001u;
+    p.z[0] = p.z[1] = r.z * 0x10001u;
+  } else if constexpr (F == MXFP4) {
+    uint32_t bits = (r.s << 7) | (r.s == 0 || r.s == 255 ? 0x40u : 0u);  // bf16; byte 0 is 2^-127, 255 NaN
+    p.s[0] = p.s[1] = bits * 0x10001u;
+  } else {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(r.s)));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float s = __half2float(__ushort_as_half(uint16_t(halves >> (16 * i))));
+      p.s[i] = Pair<T>::both(s);
+      if constexpr (F == GRIDFLIP) p.z[i] = Pair<T>::rounded((i ? a.odd_shift : a.shift) * fminf(s, 0.0f));
+    }
+  }
+  return p;
+}
+
+// Pairs (k, k + 4), (k + 1, k + 5), ... of 8 nibbles: operands.
+template <int F, typename T>
+__device__ __forceinline__ void operands(uint32_t (&out)[4], uint32_t w, uint32_t s, uint32_t z) {
+  using P = Pair<T>;
+  if constexpr (F == INT4) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      uint32_t v;  // (w >> 4 p & 0x000F000F) ^ MAGIC, which the compiler would take two instructions for
+      asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(v) : "r"(w >> (4 * p)), "r"(0x000F000Fu), "r"(P::MAGIC));
+      out[p] = P::fma(P::fma(v, P::ONE, P::MINUS_OFFSET), s, z);
+    }
+  } else {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint32_t v = w >> (8 * h);
+      const uint32_t low = mul<T>(P::e2m1_low(v), P::E2M1_UNIT), high = mul<T>(P::e2m1_high(v), P::E2M1_UNIT);
+      if constexpr (F == GRIDFLIP) {
+        out[2 * h] = P::fma(low, s, z);
+        out[2 * h + 1] = P::fma(high, s, z);
+      } else {
+        out[2 * h] = mul<T>(low, s);
+        out[2 * h + 1] = mul<T>(high, s);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ uint4 load_codes(const uint8_t* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// 16 bytes, or that many zeros
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0));
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The value that lies at the same place of every block's shared memory, summed in the order of the blocks.
+template <int CK>
+__device__ __forceinline__ float cluster_sum(const float* mine) {
+  const uint32_t at = uint32_t(__cvta_generic_to_shared(mine));
+  float v[CK];
+#pragma unroll
+  for (int c = 0; c < CK; ++c) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(c));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v[c]) : "r"(there) : "memory");
+  }
+#pragma unroll
+  for (int c = 1; c < CK; ++c) v[0] += v[c];
+  return v[0];
+}
+
+// The epilogue: one output, scaled, biased and rounded once.
+template <typename T>
+__device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n) {
+  if (n >= a.n) return;
+  if (a.alpha_x) v *= a.alpha_x[m * a.alpha_x_stride];
+  if (a.alpha_w) v *= a.alpha_w[n * a.alpha_w_stride];
+  if (a.bias) v += a.bias_is_float ? static_cast<const float*>(a.bias)[n] : float(static_cast<const T*>(a.bias)[n]);
+  static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(v);
+}
+
+// TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a warp. WN, WK: warps of a block along N and K.
+// CK: blocks of a cluster along K. D: steps in flight a warp.
+template <int F, typename T, int TOKENS, int RT, int WN, int WK, int CK, int D>
+__global__ void __launch_bounds__(32 * WN * WK) kernel(const DecodeArgs a) {
+#ifdef AOQUANT_HOPPER
+  extern __shared__ __align__(128) uint8_t shared[];
+  constexpr int THREADS = 32 * WN * WK, SLICES = WK * CK, ROWS = 16 * RT * WN, MT = (TOKENS + 7) / 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wk = warp % WK, wn = warp / WK;
+  const int g = lane / 4, t = lane % 4;
+  const int rank = CK > 1 ? blockIdx.x % CK : 0, tile = blockIdx.x / CK;
+  const int first_row = tile * ROWS + wn * 16 * RT;
+  const int steps = (a.k + 127) / 128, slice = rank * WK + wk;
+  const int mine = steps > slice ? (steps - slice + SLICES - 1) / SLICES : 0;
+  const int tokens = min(a.m, TOKENS);
+
+  const uint8_t* rows[RT][2];
+  uint32_t scales[RT][2];
+#pragma unroll
+  for (int r = 0; r < RT; ++r)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t row = min(first_row + 16 * r + 8 * h + g, a.n - 1);
+      rows[r][h] = a.codes + int64_t(row) * (a.k / 2);
+      scales[r][h] = (row >> a.tile_log2) * (F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32);
+    }
+
+  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the WN warps that multiply it. Chunk c of a token holds
+  // k = 8 c ...; lane t wants chunks 4 t + j, and at 4 j + t what a warp reads at once is contiguous.
+  uint8_t* ring = shared + wk * D * TOKENS * 256;
+  const int helper = wn * 32 + lane, chunk = helper % 16, helped = helper / 16;
+  const uint32_t to = uint32_t(__cvta_generic_to_shared(ring)) + helped * 256 + (((chunk % 4) * 4 + chunk / 4) ^ ((helped & 1) * 4)) * 16;
+  const T* from = static_cast<const T*>(a.x) + (helped < tokens ? int64_t(helped) * a.k : 0) + chunk * 8;
+
+  uint4 codes[D][RT][2];
+  RawScale raw[D][RT][2];
+  float acc[RT][MT][4];
+#pragma unroll
+  for (int r = 0; r < RT; ++r)
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[r][m][i] = 0.0f;
+
+  auto fetch = [&](int stage, int i) {  // stage is a constant
+    if (i < mine) {
+      const int start = (slice + i * SLICES) * 128, lane_start = start + 32 * t, at = min(lane_start, a.k - 32);
+#pragma unroll
+      for (int r = 0; r < RT; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          codes[stage][r][h] = load_codes(rows[r][h] + at / 2);
+          raw[stage][r][h] = load_scale<F>(a, scales[r][h], at, lane_start < a.k);
+        }
+      const bool inside = start + chunk * 8 < a.k;
+#pragma unroll
+      for (int u = 0; u < (TOKENS * 16 + 32 * WN - 1) / (32 * WN); ++u)
+        if (TOKENS % (2 * WN) == 0 || helped + 2 * WN * u < TOKENS) {
+          const bool there = inside && helped + 2 * WN * u < tokens;  // what is not there is zero
+          copy_async(to + (stage * TOKENS + 2 * WN * u) * 256, there ? from + int64_t(2 * WN * u) * a.k + start : from, there);
+        }
+    }
+    asm volatile("cp.async.commit_group;");
+  };
+  auto together = [&]() {
+    if constexpr (WN == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(wk + 1), "n"(32 * WN) : "memory");
+  };
+
+  // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#pragma unroll
+  for (int d = 0; d < D - 1; ++d) fetch(d, d);
+  for (int base = 0; base < mine; base += D) {
+#pragma unroll
+    for (int d = 0; d < D; ++d) {
+      const int i = base + d;
+      if (i >= mine) break;
+      asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
+      together();  // everybody's copies of this step are there, and nobody reads the stage that is filled next
+      fetch((d + D - 1) % D, i + D - 1);
+      Scale<T> scale[RT][2];
+#pragma unroll
+      for (int r = 0; r < RT; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) scale[r][h] = scale_pairs<F, T>(raw[d][r][h], a);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t lower[RT][4], upper[RT][4];
+#pragma unroll
+        for (int r = 0; r < RT; ++r) {
+          const uint32_t w0 = (&codes[d][r][0].x)[j], w1 = (&codes[d][r][1].x)[j];
+          operands<F, T>(lower[r], w0, scale[r][0].s[j / 2], scale[r][0].z[j / 2]);
+          operands<F, T>(upper[r], w1, scale[r][1].s[j / 2], scale[r][1].z[j / 2]);
+        }
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          uint4 v = make_uint4(0, 0, 0, 0);
+          if (TOKENS >= 8 || g < TOKENS)
+            v = *reinterpret_cast<const uint4*>(ring + (d * TOKENS + 8 * m + g) * 256 + ((4 * j + t) ^ ((g & 1) * 4)) * 16);
+          const uint32_t x0 = __byte_perm(v.x, v.z, 0x5410), x1 = __byte_perm(v.x, v.z, 0x7632);
+          const uint32_t x2 = __byte_perm(v.y, v.w, 0x5410), x3 = __byte_perm(v.y, v.w, 0x7632);
+#pragma unroll
+          for (int r = 0; r < RT; ++r) {
+            const uint32_t first[4] = {lower[r][0], upper[r][0], lower[r][1], upper[r][1]};
+            const uint32_t second[4] = {lower[r][2], upper[r][2], lower[r][3], upper[r][3]};
+            Pair<T>::mma(acc[r][m], first, x0, x1);
+            Pair<T>::mma(acc[r][m], second, x2, x3);
+          }
+        }
+      }
+    }
+  }
+
+  // slices are added in order: warps of the block, then blocks of the cluster
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+  float* partial = reinterpret_cast<float*>(shared);  // (WK, TOKENS, ROWS + 4): a pad, for the banks
+  constexpr int PITCH = ROWS + 4;
+#pragma unroll
+  for (int r = 0; r < RT; ++r)
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = wn * 16 * RT + 16 * r + g + 8 * (i / 2), token = 8 * m + 2 * t + i % 2;
+        if (TOKENS >= 8 || token < TOKENS) partial[(wk * TOKENS + token) * PITCH + row] = acc[r][m][i];
+      }
+  __syncthreads();
+  const int outputs = tokens * ROWS;
+  auto sum = [&](int token, int row) {
+    float v = partial[token * PITCH + row];
+#pragma unroll
+    for (int w = 1; w < WK; ++w) v += partial[(w * TOKENS + token) * PITCH + row];
+    return v;
+  };
+  if constexpr (CK == 1) {
+    for (int o = threadIdx.x; o < outputs; o += THREADS) store<T>(a, sum(o / ROWS, o % ROWS), o / ROWS, tile * ROWS + o % ROWS);
+  } else {
+    for (int o = threadIdx.x; o < outputs; o += THREADS) partial[(o / ROWS) * PITCH + o % ROWS] = sum(o / ROWS, o % ROWS);
+    cluster_sync();
+    for (int o = rank * THREADS + threadIdx.x; o < outputs; o += CK * THREADS)
+      store<T>(a, cluster_sum<CK>(partial + o / ROWS * PITCH + o % ROWS), o / ROWS, tile * ROWS + o % ROWS);
+    cluster_sync();  // nobody leaves while others read
+  }
+#endif
+}
+
+template <int F, typename T, int TOKENS, int RT, int WN, int WK, int CK, int D>
+cudaError_t launch(const DecodeArgs& a, cudaStream_t stream, bool programmatic = true) {
+  constexpr int ROWS = 16 * RT * WN;
+  constexpr int ring = WK * D * TOKENS * 256, partial = WK * TOKENS * (ROWS + 4) * 4, bytes = ring > partial ? ring : partial;
+  static_assert(D >= 2 && bytes <= 227 * 1024);
+  auto* function = kernel<F, T, TOKENS, RT, WN, WK, CK, D>;
+  if constexpr (bytes > 48 * 1024) {
+    cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = (a.n + ROWS - 1) / ROWS * CK;
+  config.blockDim = 32 * WN * WK;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2];
+  if (programmatic) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (CK > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {CK, 1, 1};
+  }
+  config.attrs = attributes;
+  return cudaLaunchKernelEx(&config, function, a);
+}
+
+}  // namespace decode
+}  // namespace aoquant

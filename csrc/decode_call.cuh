@@ -1,0 +1,42 @@
+// What decode.cu hands to the kernels: pointers and sizes.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace aoquant {
+
+enum Format { INT4 = 0, NVFP4 = 1, MXFP4 = 2, GRIDFLIP = 3 };
+
+struct DecodeArgs {
+  const uint8_t* codes;   // (n, k / 2)
+  const void* scale;      // (n, k / group)
+  const void* zero;       // int4: like scale
+  const void* x;          // (m, k)
+  const float* alpha_x;   // (m, 1), (1, 1) or null
+  const float* alpha_w;   // (n, 1), (1, 1) or null
+  const void* bias;       // (n,) or null
+  void* y;                // (m, n)
+  int m, n, k, group_log2;  // int4: values that share a scale, at least 32
+  int alpha_x_stride, alpha_w_stride, bias_is_float;
+  int tile_log2;          // rows of W that share a row of scales: 0, or 4 for 16 (FP4)
+  float shift, odd_shift;  // GridFlip's c of even and odd blocks; times a scale it is exact in x's type
+};
+
+struct DecodeCall {
+  DecodeArgs args;
+  uint8_t* image;  // workspace of decode_tiles.cuh: ceil(m / TM) * TM rows of ceil(k / 128) * 256 bytes
+  cudaStream_t stream;
+};
+
+// Whether decode.cuh takes it; otherwise decode_tiles.cuh.
+inline bool decode_is_few(int64_t m) { return m <= 16; }
+
+// Instantiated by decode_*.cu, one source a format.
+template <int F, typename T>
+cudaError_t run(const DecodeCall& c);
+
+}  // namespace aoquant

@@ -1,0 +1,248 @@
+"""Few rows of x against a 4-bit W: operands to the bit, sums within a stated bound, rows that do not know how many they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aoquant import QATConfig, backend, get_format, quantize_
+from aoquant.formats import Encoded, Format
+from aoquant.ops import Request, explain, few_rows, from_parts, scaled_mm, to_parts
+from aoquant.ops.router import route
+from aoquant.recipes import get_recipe
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, CUDA = torch.bfloat16, torch.float16, torch.device("cuda")
+BACKENDS = ("cuda-decode", "triton-decode")
+FORMATS = (
+    "int4-g128",
+    "int4-g32",
+    "nvfp4",
+    "mxfp4",
+    "fouroversix",
+    "gridflip",
+    "gridflip-alternating",
+    "gridflip-16x16",
+    "te-nvfp4-16x16",
+    "xx-mxfp4",
+)
+RANGES = {"cuda-decode": ((1, 4), (5, 16), (17, 64), (65, 256)), "triton-decode": ((1, 16), (17, 32), (33, 64))}
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (200, 1152), (1000, 160), (56, 32), (333, 8224))  # N, K
+
+
+def skip_without(name: str, format: Format, dtype: torch.dtype = BF16) -> None:
+    request = Request("aoquant", None, format, CUDA, dtype, 1, 128, 256)
+    if (reason := dict(explain(request))[name]) not in ("runs", "willing, lower priority"):
+        pytest.skip(f"{name}: {reason}")
+
+
+def packed(name: str, n: int, k: int, dtype: torch.dtype = BF16) -> tuple[Format, Encoded]:
+    torch.manual_seed(n + k)
+    format = get_format(name)
+    w = torch.randn(n, k, device=CUDA) * torch.randn(n, 1, device=CUDA).exp() * 0.02
+    return format, format.encode(w.to(dtype))
+
+
+def product(name: str, format: Format, e: Encoded, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    with backend(name):
+        return scaled_mm([x], to_parts(e), bias, "", format.name, "aoquant", list(x.shape[:-1]), e.k, x.dtype)
+
+
+def check(y: Tensor, x: Tensor, values_NK: Tensor, bias: Tensor | None) -> None:
+    """Bound, an element: each product and each of K / 16 + 16 sums truncated to 25 bits of the largest, three float32 roundings, one of y.
+
+    values_NK: float64, operand times alpha.
+    """
+    k = values_NK.shape[1]
+    exact, magnitude = x.double() @ values_NK.t(), x.double().abs() @ values_NK.abs().t()
+    if bias is not None:
+        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+    slack = magnitude * (k / 16 + 24) * 2.0**-23 + exact.abs() * torch.finfo(x.dtype).eps / 2
+    assert ((y.double() - exact).abs() <= slack * (1 + 2.0**-6) + torch.finfo(x.dtype).tiny).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_within_the_bound_of_float64(format_name: str, name: str) -> None:
+    cuda = name == "cuda-decode"
+    for dtype in (
+        (BF16, F16) if cuda or format_name == "int4-g128" else (BF16,)
+    ):  # each is another compilation for Triton
+        format = get_format(format_name)
+        if cuda and dtype == F16 and few_rows.kind(format) == "e8m0":
+            continue  # refused: test_what_is_refused
+        skip_without(name, format, dtype)
+        for n, k in SHAPES:
+            if k % (format.period or 32):
+                continue
+            _, e = packed(format_name, n, k, dtype)
+            alpha = format.alpha(e)
+            values = format.operand(e, dtype).double() * (1.0 if alpha is None else alpha.double())
+            for m in (1, 2, 5, 16, 17, 64, 65, 200, 256) if cuda else (3, 64):
+                x = torch.randn(m, k, device=CUDA, dtype=dtype)
+                for bias in (None, torch.randn(n, device=CUDA).to(dtype), torch.randn(n, device=CUDA))[
+                    : 3 if m == 5 else 2
+                ]:
+                    check(product(name, format, e, x, bias), x, values, bias)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("m", [8, 32, 128])
+def test_identity_gives_the_operand(format_name: str, name: str, m: int) -> None:
+    if name == "triton-decode" and m > few_rows.TRITON_ROWS:
+        pytest.skip("more rows than it takes")
+    format, e = packed(format_name, 264, 1152)
+    skip_without(name, format)
+    operand = format.operand(e, BF16)
+    plain = e._replace(outer=None)
+    for start in range(0, 1152, m):
+        x = torch.eye(1152, device=CUDA, dtype=BF16)[start : start + m]
+        with backend(name):
+            y = few_rows_call(format, plain, x)
+        assert torch.equal(y, operand[:, start : start + m].t())
+
+
+def few_rows_call(format: Format, e: Encoded, x: Tensor) -> Tensor:
+    """The product without the outer scale."""
+    from aoquant.ops.call import Call
+
+    call = Call("aoquant", x, None, format, e, format, None, [x.shape[0]], e.k, x.dtype)
+    call.__dict__["alpha_w"] = None
+    return call.run()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_scale_of_int4(name: str, dtype: torch.dtype) -> None:
+    """All 65536 bit patterns of a scale with random ones of a zero, subnormals, both signs, each with all 16 codes."""
+    format = get_format("int4-g128")
+    skip_without(name, format, dtype)
+    torch.manual_seed(0)
+    n, k = 1 << 16, 128
+    scale = torch.arange(n, device=CUDA, dtype=torch.int32).to(torch.int16).view(dtype).view(n, 1)
+    for zero_like in (False, True):
+        zero = torch.randint(0, n, (n, 1), device=CUDA).to(torch.int16).view(dtype)
+        if zero_like:  # of the scale's size, where the sum rounds
+            zero = (scale.float() * torch.randn(n, 1, device=CUDA) * 8).to(dtype)
+        nibbles = torch.arange(k, device=CUDA, dtype=torch.uint8) % 16
+        codes = (nibbles[0::2] | nibbles[1::2] << 4).expand(n, -1).contiguous()
+        e = Encoded(codes, scale, zero, None, k)
+        operand = format.operand(e, dtype)[:, :16]
+        finite = operand.isfinite().all(1)
+        y = product(name, format, e, torch.eye(k, device=CUDA, dtype=dtype)[:16]).t()
+        assert finite.sum() > n // 8
+        assert torch.equal(y[finite], operand[finite])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("format_name", ["nvfp4", "mxfp4", "gridflip"])
+def test_every_scale_byte_of_fp4(format_name: str, name: str) -> None:
+    format = get_format(format_name)
+    skip_without(name, format)
+    block, k = format.block or 16, 32
+    nibbles = torch.arange(k, device=CUDA, dtype=torch.uint8) % 16
+    codes = (nibbles[0::2] | nibbles[1::2] << 4).expand(256, -1).contiguous()
+    dtype = torch.float8_e8m0fnu if format_name == "mxfp4" else torch.float8_e4m3fn
+    scale = torch.arange(256, device=CUDA, dtype=torch.uint8).view(256, 1).repeat(1, k // block).view(dtype)
+    e = Encoded(codes, scale, None, None if format_name == "mxfp4" else torch.ones(256, 1, device=CUDA), k)
+    operand = format.operand(e, BF16)
+    y = product(name, format, e, torch.eye(k, device=CUDA, dtype=BF16)).t()
+    finite = operand.isfinite().all(1)
+    assert finite.sum() >= 250 and torch.equal(y[finite], operand[finite])
+    assert y[~finite].isnan().any(1).all()  # what is NaN or Inf stays visible
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("format_name", ["int4-g128", "nvfp4", "mxfp4", "gridflip"])
+def test_rows_do_not_depend_on_their_number(format_name: str, name: str) -> None:
+    for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (1000, 1152)):
+        format, e = packed(format_name, n, k)
+        skip_without(name, format)
+        for first, last in RANGES[name]:
+            x = torch.randn(last, k, device=CUDA, dtype=BF16)
+            whole = product(name, format, e, x)
+            assert torch.equal(product(name, format, e, x), whole)
+            for m in sorted({first, first + 1, first + 2, (first + last) // 2, last - 1}):
+                assert torch.equal(product(name, format, e, x[:m]), whole[:m]), (n, k, m)
+                assert torch.equal(product(name, format, e, x[-m:].contiguous()), whole[-m:]), (n, k, m)
+
+
+@pytest.mark.parametrize("recipe", ["int4-g128", "nvfp4-weight", "nvfp4", "mxfp4", "gridflip"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_prepared_equals_converted(recipe: str, bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(4096, 1024, bias=bias, dtype=BF16, device=CUDA))
+    quantize_(model, QATConfig(get_recipe(recipe).make()))
+    xs = [torch.randn(m, 4096, device=CUDA, dtype=BF16) for m in (1, 2, 4, 16, 17, 64, 100, 256, 257, 1024, 4096)]
+    trained = [model(x).detach() for x in xs]
+    with torch.no_grad():
+        prepared = [model(x) for x in xs]
+        quantize_(model, QATConfig(get_recipe(recipe).make(), step="convert"))
+        for x, y, z in zip(xs, prepared, trained, strict=True):
+            assert torch.equal(model(x), y) and torch.equal(y, z)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(xs[2]), prepared[2])
+
+
+def test_both_forms_make_one_request() -> None:
+    """Prepared and converted see the same backends: the request does not tell them apart."""
+    from aoquant.ops.call import Call
+
+    for name in ("int4-g128", "nvfp4", "gridflip", "mxfp4"):
+        for dtype in (BF16, F16, torch.float32):
+            w = torch.randn(256, 512, device=CUDA, dtype=dtype)
+            format, x = get_format(name), torch.randn(3, 512, device=CUDA, dtype=BF16)
+            both = [Call("aoquant", x, None, format, p, format, None, [3], 512, BF16) for p in (w, format.encode(w))]
+            assert both[0].asks() == both[1].asks()
+
+
+def test_graphs_views_and_no_synchronisation() -> None:
+    for name in ("int4-g128", "nvfp4", "gridflip"):
+        format, e = packed(name, 1024, 2048)
+        for m in (1, 16, 64, 256):
+            x = torch.randn(m, 2048, device=CUDA, dtype=BF16)
+            args = ([x], to_parts(e), None, "", format.name, "aoquant", [m], 2048, BF16)
+            y = scaled_mm(*args)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                scaled_mm(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = scaled_mm(*args)
+            captured.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(captured, y)
+            shifted = torch.randn(m * 2048 + 1, device=CUDA, dtype=BF16)[1:].view(m, 2048)  # not aligned to 16 bytes
+            shifted.copy_(x)
+            assert torch.equal(scaled_mm([shifted], *args[1:]), y)
+            strided = torch.randn(m, 4096, device=CUDA, dtype=BF16)[:, ::2]
+            strided.copy_(x)
+            assert torch.equal(scaled_mm([strided], *args[1:]), y)
+
+
+def _request(format: Format, m: int, dtype: torch.dtype = BF16, k: int = 2048) -> Request:
+    return Request("aoquant", None, format, CUDA, dtype, m, 1024, k)
+
+
+def test_what_is_refused() -> None:
+    for format_name, dtype, k, word in (
+        ("mxfp4", F16, 2048, "bfloat16"),
+        ("nvfp4", torch.float32, 2048, "multiplies"),
+        ("nvfp4", BF16, 2064, "K % 32"),
+        ("gridflip-c0.2", BF16, 2048, "4 bits"),
+        ("mxfp8", BF16, 2048, "decodes"),
+    ):
+        request = _request(get_format(format_name), 4, dtype, k)
+        assert word in str(dict(explain(request))["cuda-decode"]) or "CUDA kernels" in str(
+            dict(explain(request))["cuda-decode"]
+        )
+        assert route(request).name != "cuda-decode"
+    assert "up to" in dict(explain(_request(get_format("nvfp4"), 4096)))["triton-decode"]
+    assert from_parts(to_parts(packed("nvfp4", 16, 32)[1]), 32).k == 32
