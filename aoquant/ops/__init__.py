@@ -137,9 +137,11 @@ def _encoded(
     (x,) = parts
     assert x is not None
     with _as_it_is(x.device):
-        f, scales = get_format(format), Scales(*held)
-        if scales.transform is not None:
-            f, x = f.base, f.transformed(x, scales.transform)
+        named, scales = get_format(format), Scales(*held)
+        f = named
+        if isinstance(named, Transformed) and (scales.transform is not None or not scales.dynamic):
+            mix = codec.transform if encode is codec.encode else Transformed.transformed  # fakes have no kernels
+            f, x = named.base, mix(named, x, scales.transform)
         if scales.dynamic:
             return encode(f, x)
         # in memory of its own: an op's outputs must not alias its inputs
@@ -409,7 +411,7 @@ def pull_back(grad_RK: Tensor, format: str, transform: Tensor | None = None) -> 
     """The gradient of a transformed format's input from that of its values, in grad's dtype: an op because compilers round elsewhere."""
     with _as_it_is(grad_RK.device):
         f = get_format(format)
-        return codec.pull_back(f, grad_RK, transform) if isinstance(f, Transformed) else grad_RK.clone()
+        return codec.transform(f, grad_RK, transform, back=True) if isinstance(f, Transformed) else grad_RK.clone()
 
 
 @fake(pull_back)
@@ -443,7 +445,7 @@ def saturated(
     if ids is not None and f.by_rows:
         x, ids = x.index_select(0, ids), None
     with _as_it_is(x.device):
-        y = f.transformed(x, transform)
+        y = codec.transform(f, x, transform) if isinstance(f, Transformed) else x
     clipped = f.base.saturated(y, _encoded([y], f.base.name, x.shape[1], scale, zero, outer))
     bits = layout.pack(clipped.to(torch.uint8), 1)
     return bits if ids is None else bits.index_select(0, ids)

@@ -3,7 +3,7 @@
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM
     quantize  x -> the operand or the values, and the codes too if somebody will read them: both roles, one pass over x
-    transform a gradient -> the gradient of what was transformed
+    transform x -> what a transformed format rounds of it, or a gradient back
 
 The reference is `Format` itself, some rows at a time on a CPU (`tiles.py`). A forced backend rules the roles that it has; the others choose freely.
 """
@@ -106,11 +106,15 @@ def quantize(
     return found.run(format, x_RK, dtype, operand, keep, measured, *(() if random is None else (random,)))
 
 
-def pull_back(format: Transformed, grad_RK: Tensor, matrix: Tensor | None) -> Tensor:
-    """`format.pull_back(grad_RK, matrix)`."""
-    rows, k = grad_RK.shape
-    found = routed(CodecRequest, "transform", format, grad_RK.device, grad_RK.dtype, rows, k)
-    return found.run(format, grad_RK, matrix)
+def transform(format: Transformed, x_RK: Tensor, matrix: Tensor | None, *, back: bool = False) -> Tensor:
+    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(x_RK, matrix)`."""
+    rows, k = x_RK.shape
+    found = routed(CodecRequest, "transform", format, x_RK.device, x_RK.dtype, rows, k)
+    return found.run(format, x_RK, matrix, back)
+
+
+def _reference_transform(format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bool) -> Tensor:
+    return format.pull_back(x_RK, matrix) if back else format.transformed(x_RK, matrix)
 
 
 def _reference_decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
@@ -193,7 +197,7 @@ def _why_not_cuda(r: CodecRequest) -> str | None:
 def _to_cuda(format: Format, x_RK: Tensor) -> tuple[Any, Tensor]:
     """What csrc encodes: a format without its transform, and the transformed values."""
     if isinstance(format, Transformed):
-        return format.inner, _kernels().transform(format, x_RK, None, torch.float32)
+        return format.inner, _kernels().transform(format, x_RK, None)
     return format, x_RK
 
 
@@ -241,11 +245,11 @@ register(
     Backend("reference", 0, lambda r: None, tiles.encode, "encode"),
     Backend("reference", 0, lambda r: None, _reference_decode, "decode"),
     Backend("reference", 0, lambda r: None, _reference_quantize, "quantize"),
-    Backend("reference", 0, lambda r: None, lambda f, g, matrix: f.pull_back(g, matrix), "transform"),
+    Backend("reference", 0, lambda r: None, _reference_transform, "transform"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().encode(*a), "encode"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().decode(*a), "decode"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().quantize(*a), "quantize"),
-    Backend("triton", 10, _why_not_triton, lambda *a: _kernels().pull_back(*a), "transform"),
+    Backend("triton", 10, _why_not_triton, lambda *a: _kernels().transform(*a), "transform"),
     Backend("cuda", 20, _why_not_cuda, lambda f, x: grids.encode(*_to_cuda(f, x)), "encode"),
     Backend("cuda", 20, _why_not_cuda, lambda f, x, *a: grids.quantize(*_to_cuda(f, x), *a), "quantize"),
 )

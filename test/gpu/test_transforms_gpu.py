@@ -100,7 +100,9 @@ def test_pulled_back_gradients(size: int, dtype: torch.dtype) -> None:
         g = g_cpu.to(CUDA)
         with backend("triton"):
             got = ops.pull_back(g, name)
+            there = codec.transform(fmt, g, None)
         assert differing(got, fmt.pull_back(g)) == 0, kind
+        assert differing(there, fmt.transformed(g)) == 0, kind
         assert differing(got, fmt.pull_back(g_cpu)) == 0, kind
 
 

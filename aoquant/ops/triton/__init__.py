@@ -61,11 +61,6 @@ def quantize(
     return Quantized(encoded, values, alpha)
 
 
-def pull_back(format: Transformed, grad_RK: Tensor, matrix: Tensor | None) -> Tensor:
-    """`format.pull_back(grad_RK, matrix)`."""
-    return transform(format, grad_RK, matrix, grad_RK.dtype, back=True)
-
-
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
     """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
     values: Tensor = _module(format).decode(format, e, dtype, operand)
@@ -86,9 +81,9 @@ def _quantize(
     if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4):
         return blockscaled.quantize(inner, x_RK, dtype, operand, keep, measured, t, format.inverse)
     if isinstance(inner, HighPrecision):
-        y_RK = transform(format, x_RK, None, x_RK.dtype)
+        y_RK = transform(format, x_RK, None)
         return inner.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
-    return _encoded(inner, transform(format, x_RK, None, torch.float32), dtype, operand, keep, measured)
+    return _encoded(inner, transform(format, x_RK, None), dtype, operand, keep, measured)
 
 
 def _encoded(
@@ -102,14 +97,12 @@ def _encoded(
     return found
 
 
-def transform(
-    format: Transformed, x_RK: Tensor, matrix: Tensor | None, dtype: torch.dtype, *, back: bool = False
-) -> Tensor:
-    """What `format` quantises of x_RK, or, back, its gradient; in `dtype`. In one pass where there is a kernel."""
-    if isinstance(format.transform, Hadamard):
-        return hadamard.mix(x_RK, format.transform, format.inverse, dtype, back=back)
-    method = format.transform.pull_back if back else format.transform.apply
-    return method(x_RK, format.inverse, matrix).to(dtype)
+def transform(format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bool = False) -> Tensor:
+    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(x_RK, matrix)`; in one pass where there is a kernel."""
+    if not isinstance(format.transform, Hadamard):
+        return format.pull_back(x_RK, matrix) if back else format.transformed(x_RK, matrix)
+    dtype = x_RK.dtype if back or isinstance(format.inner, HighPrecision) else torch.float32
+    return hadamard.mix(x_RK, format.transform, format.inverse, dtype, back=back)
 
 
 def _module(format: Format) -> ModuleType:
