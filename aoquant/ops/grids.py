@@ -32,8 +32,10 @@ def encode(format: FourOverSix, x_RK: Tensor) -> Encoded:
     return _run(format, x_RK, None, False)[0]
 
 
-def quantize(format: FourOverSix, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool) -> Quantized:
-    """Codes, and in the same pass what they stand for."""
+def quantize(
+    format: FourOverSix, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool, measured: Tensor | None = None
+) -> Quantized:
+    """Codes, and in the same pass what they stand for. measured: not used, because the outer scale does not give the amax back exactly."""
     e, values = _run(format, x_RK, dtype, operand)
     return Quantized(e if keep else None, values, e.outer)
 

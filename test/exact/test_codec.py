@@ -8,7 +8,8 @@ from linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
-from aoquant.ops import CodecRequest, codec, tiles
+from aoquant.formats import Encoded, FourOverSix
+from aoquant.ops import CodecRequest, codec, grids, router, tiles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROLES = ("encode", "decode", "quantize")
@@ -114,3 +115,23 @@ def test_floored_blocks_are_counted_in_tiles(monkeypatch: pytest.MonkeyPatch, na
     want = fmt.floored(e).float().mean()
     monkeypatch.setattr(tiles, "TILE", 1 << 10)
     assert torch.isclose(tiles.floored(fmt, e), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fouroversix", "gridflip"])
+def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference stands in for its library: what is tested is how it is called, in every role."""
+
+    def library(f: FourOverSix, x: Tensor, dtype: torch.dtype | None, operand: bool) -> tuple[Encoded, Tensor | None]:
+        e = f.encode(x)
+        return e, None if dtype is None else (f.operand if operand else f.decode)(e, dtype)
+
+    monkeypatch.setattr(grids, "_run", library)
+    fmt, x = get_format(name), data("outlier", 6, 192, BF16)
+    runs = {b.role: b.run for b in router._backends if b.name == "cuda"}
+    e = fmt.encode(x)
+    assert_equal(runs["encode"](fmt, x).codes, e.codes)
+    for measured in (None, e.outer):
+        kept, values, alpha = runs["quantize"](fmt, x, BF16, True, True, measured)
+        assert_equal(kept.codes, e.codes)
+        assert_equal(values, fmt.operand(e, BF16))
+        assert_equal(alpha, fmt.alpha(e))
