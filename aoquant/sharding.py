@@ -126,7 +126,10 @@ def all_finite(w: Tensor) -> bool:
 
 def _finite(w: Tensor) -> Tensor:
     """Whether all of `w` is finite, a scalar, without a temporary of w's size: smallest and largest value carry NaN and Inf."""
-    return torch.stack(torch.aminmax(w)).isfinite().all() if w.numel() else w.new_ones((), dtype=torch.bool)
+    if not w.numel():
+        return w.new_ones((), dtype=torch.bool)
+    least, most = torch.aminmax(w)
+    return least.isfinite() & most.isfinite()  # joined they would be autocast's business
 
 
 def why_not(w: Tensor, formats: Sequence[Format | None], unit: int = 1) -> str | None:

@@ -242,7 +242,8 @@ def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
         with backend("reference"), backend(forced, role=role), pytest.raises(ValueError, match="cannot run"):
             layer(x)
     with pytest.raises(
-        ValueError, match=r"no backend is called 'tensor-cores' in role 'encode'; there are: triton, reference"
+        ValueError,
+        match=r"no backend is called 'tensor-cores' in role 'encode'; there are: cuda, triton, reference, qutlass",
     ):
         backend("tensor-cores", role="encode").__enter__()
     with pytest.raises(ValueError, match="in role 'matmul'; there are: none"):
@@ -255,7 +256,7 @@ def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
         ("reference,gemm=triton", "backend 'triton' was forced, but cannot run this GEMM"),
         ("encode=triton", "backend 'triton' was forced, but cannot run this encode"),
         ("quantize=triton", "backend 'triton' was forced, but cannot run this encode"),
-        ("encode=tensor-cores", r"there is none; known: triton, reference"),
+        ("encode=tensor-cores", r"there is none; known: cuda, triton, reference, qutlass"),
     ):
         no_environment(value)
         with pytest.raises(ValueError, match=says):

@@ -156,7 +156,9 @@ def row_major(scale: Tensor, rows: int, groups: int, swizzled: bool) -> Tensor:
     return scale.view(torch.uint8).reshape(-1, columns)[:rows, :groups].contiguous().view(scale.dtype)
 
 
-def _quantize(format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool) -> Quantized:
+def _quantize(
+    format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool, measured: Tensor | None = None
+) -> Quantized:
     e, inner = _encode(format, x_RK), format.base
     return Quantized(e if keep else None, (inner.operand if operand else inner.decode)(e, dtype), inner.alpha(e))
 
