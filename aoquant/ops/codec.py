@@ -173,8 +173,8 @@ def _why_not_triton(r: CodecRequest) -> str | None:
         return _why_not_random(f, r)
     if not _has_kernel(f, r.role):
         return f"has no kernel for {f.name}"
-    # codes that a thread stores byte by byte come out wrong after fp8-tensor's conversions: Triton 3.6's PTX is right, what ptxas makes of
-    # it is not (H200, 2026-11-21); stores of 16 bytes are
+    # codes that a thread stores byte by byte come out wrong after fp8-tensor's conversions: in one such kernel Triton 3.6's PTX reads right, so the
+    # assembler is suspected, not proved (H200, 2026-11-21); stores of 16 bytes are right
     if isinstance(f, Float8) and r.k % 16:
         return f"reads rows of float8 by 16, got K = {r.k}"
     if isinstance(f, Affine | Int4):
