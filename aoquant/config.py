@@ -297,7 +297,10 @@ def backward_slots(backward: str | None) -> dict[str, Format]:
     """`LinearRecipe`'s four backward slots for QATConfig's `backward`; none for None."""
     if backward is None:
         return {}
-    format = get_format(BACKWARD.get(backward, backward))
+    try:
+        format = get_format(BACKWARD.get(backward, backward))
+    except ValueError as error:
+        raise ValueError(f"backward is {', '.join(BACKWARD)}, or a format for gradients: {error}") from None
     return dict.fromkeys(("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"), format)
 
 

@@ -315,6 +315,8 @@ class _QuantizedLinear(torch.autograd.Function):
         if x_name:
             shared = None if slot is None else slot.get()
             x_parts = shared or _encoded(direct, x_MK, x_name, x_held, ops.reads(contract))
+            if shared and not direct:  # a sibling may have left out what is missing, where an op wants tensors
+                x_parts = ops.filled(shared)
         w_parts: Sequence[Tensor | None] = w
         if len(w) == 1 and (not w[0].is_cuda or any(t is not None for t in w_held)):
             w_parts = _encoded(

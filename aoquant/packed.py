@@ -63,6 +63,11 @@ def packed_linear(
     devices = {str(t.device) for t in (codes, scale, outer, bias, matrix) if t is not None}
     if len(devices) > 1:
         raise ValueError(f"packed_linear: all tensors must be on one device, got {', '.join(sorted(devices))}")
+    if activation is not None and activation.endswith("-static"):
+        raise ValueError(
+            f"packed_linear: activation={activation!r} asks for a scale that calibration finds, and a packed layer is past that: "
+            f"name the number, as in '{activation}:0.05'"
+        )
     recipe = activated(LinearRecipe(None, f, transform=transform), _like(f) if activation == "default" else activation)
     weight = PackedTensor.from_encoded(Encoded(codes.contiguous(), scale, None, outer, k), recipe, dtype, matrix)
     layer = nn.Linear(k, n, bias=False, device="meta", dtype=dtype)
@@ -101,6 +106,10 @@ def _outer(outer: Tensor | float | None, want: Encoded, f: Format, n: int, devic
     given = outer if isinstance(outer, Tensor) else torch.tensor(outer, device=device)
     if given.numel() not in (1, n) or not given.is_floating_point():
         raise ValueError(f"packed_linear: outer must be 1 or {n} floats, got {tuple(given.shape)} of {given.dtype}")
+    if not given.is_meta and not (given.isfinite() & (given > 0)).all():
+        raise ValueError(
+            "packed_linear: outer must be positive and finite: the codes would stand for other values, or for none"
+        )
     return given.detach().float().reshape(-1, 1).contiguous()
 
 
@@ -112,8 +121,9 @@ def _matrix(transform: Transform | Tensor | None, k: int) -> tuple[Transform | N
                 f"packed_linear: transform must be aoquant.Hadamard(size) or the matrices, got {transform!r}"
             )
         return transform, None
-    size = transform.shape[-1]
-    shape = tuple(transform.shape)
+    size, shape = transform.shape[-1], tuple(transform.shape)
+    if not transform.is_floating_point():
+        raise ValueError(f"packed_linear: transform must be of floats, got {transform.dtype}")
     if k % size or shape not in ((size, size), (k // size, size, size)):
         raise ValueError(
             f"packed_linear: transform must be (G, G) or (K / G, G, G) with G dividing K = {k}, got {tuple(transform.shape)}"

@@ -112,13 +112,14 @@ _RECIPES = (
     Recipe("mxfp4-weight", lambda: MXFP4WeightConfig(activation=None), "MXFP4 weights, high-precision activations"),
     Recipe(
         "mxfp4-quest",
-        lambda: MXFP4WeightConfig(rule="quest"),
-        "MXFP4 weights and activations, scales from the standard deviation",
+        lambda: MXFP4WeightConfig(rule="quest", transform=Hadamard(32)),
+        "MXFP4 weights and activations behind a Hadamard transform of 32, QuEST's scales and trust mask",
+        {"straight_through": "clipped"},
     ),
     Recipe(
         "quartet",
         lambda: MXFP4WeightConfig(rule="quest", transform=Hadamard(32)),
-        "mxfp4-quest behind a Hadamard transform of 32; trained with an MXFP4 backward",
+        "mxfp4-quest, trained with an MXFP4 backward",
         {"backward": "quartet"},
     ),
     Recipe(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from aoquant import ops
+from aoquant.formats import Format, Int4
 from aoquant.linear import LinearRecipe
 from aoquant.ops import CodecRequest, Request
 from aoquant.qat import QATLinear
@@ -81,15 +82,11 @@ def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
         )
     assert isinstance(weight, torch.Tensor)
     n, k = weight.shape
-    return Routes(
-        f"{n} x {k} {kind} layer, {recipe}", _routes(recipe, n, k, weight.device, dtype or weight.dtype, kind)
-    )
+    return Routes(f"{n} x {k} {kind} layer, {recipe}", _routes(recipe, weight, dtype or weight.dtype, kind))
 
 
-def _routes(
-    recipe: LinearRecipe, n: int, k: int, device: torch.device, dtype: torch.dtype, kind: str
-) -> tuple[Route, ...]:
-    found: list[Route] = []
+def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str) -> tuple[Route, ...]:
+    (n, k), device, found = weight.shape, weight.device, list[Route]()
     if (x := recipe.fprop_input) is not None:
         role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
         found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k)))
@@ -99,10 +96,22 @@ def _routes(
     else:  # GEMMs that read codes have it encoded; on a GPU the others get what they read in one pass
         role = "quantize" if on_gpu and ops.reads(recipe.contract) != "codes" else "encode"
     found.append(Route(f"{role} the weight", 1, None, ops.explain(CodecRequest(role, w, device, dtype, n, k, False))))
+    scales = _scale_dtype(weight, w)
     found += _ranges(
-        "multiply", lambda m: ops.explain(Request(recipe.contract, recipe.fprop_input, w, device, dtype, m, n, k))
+        "multiply",
+        lambda m: ops.explain(Request(recipe.contract, recipe.fprop_input, w.base, device, dtype, m, n, k, scales)),
     )
     return tuple(found)
+
+
+def _scale_dtype(weight: torch.Tensor, w: Format) -> torch.dtype | None:
+    """As `ops.call.Call.asks` says it of the layer's GEMM."""
+    if type(w.base) is not Int4 or w.base.scales != "input":
+        return None
+    if isinstance(weight, PackedTensor):
+        assert weight.scale is not None
+        return weight.scale.dtype
+    return weight.dtype if w.base is w else torch.float32
 
 
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:

@@ -91,9 +91,12 @@ def wanted() -> bool:
 
 
 def architectures(torch: Any, nvcc: str) -> list[str]:
-    """ "9.0a" and the like: TORCH_CUDA_ARCH_LIST, the devices', or all that this nvcc knows."""
+    """ "9.0a" and the like: TORCH_CUDA_ARCH_LIST, the devices', or all that this nvcc knows.
+
+    Hopper is always built as 9.0a: the instructions that the decode kernels are made of exist under that name alone.
+    """
     if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return re.split(r"[;, ]+", listed.strip())
+        return ["9.0a" if a in ("9.0", "9.0+PTX") else a for a in re.split(r"[;, ]+", listed.strip())]
     if torch.cuda.is_available():
         found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
         return [f"{major}.{minor}{'a' if major >= 9 else ''}" for major, minor in sorted(found)]

@@ -41,6 +41,7 @@ from tqdm import tqdm
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, quantize_, unprepare
+from aoquant.config import WeightConfig
 from aoquant.recipes import get_recipe
 
 # May differ between the two halves of a resumed run; everything else must not.
@@ -115,7 +116,10 @@ class Config:
             require(getattr(self, name) > 0, name, "positive")
         require(self.batch % self.accumulate == 0, "accumulate", f"a divisor of batch = {self.batch}")
         require(self.recipe != "bf16" or self.backward is None, "backward", "None with recipe bf16")
-        prepare_config(self)  # a wrong name is an error before the text is read
+        config = prepare_config(self)  # a wrong name is an error before the text is read
+        base = None if config is None else config.base_config
+        held = isinstance(base, WeightConfig) and base.recipe().holds
+        require(not held, "recipe", "one without calibration: there is no model yet that it could look at")
         rule = f"a divisor of hidden / 2 = {self.hidden // 2} (rotary embeddings need an even head)"
         require(self.hidden % (2 * self.heads) == 0, "heads", rule)
         require(self.heads % self.kv_heads == 0, "kv_heads", f"a divisor of heads = {self.heads}")

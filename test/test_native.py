@@ -98,10 +98,10 @@ def test_architectures(fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FAKE_RELEASE", "12.4")
     assert builder.architectures(away, str(fake_nvcc)) == ["8.0", "8.6", "8.9", "9.0a"]
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9;9.0+PTX")
-    assert builder.architectures(here, str(fake_nvcc)) == ["8.9", "9.0+PTX"]
-    assert builder.gencode("9.0+PTX") == [
-        "-gencode=arch=compute_90,code=sm_90",
-        "-gencode=arch=compute_90,code=compute_90",
+    assert builder.architectures(here, str(fake_nvcc)) == ["8.9", "9.0a"]
+    assert builder.gencode("8.0+PTX") == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_80,code=compute_80",
     ]
 
 

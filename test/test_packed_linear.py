@@ -265,3 +265,24 @@ def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
             assert torch.equal(layer(x), y)
     no_environment("triton,gemm=reference,encode=reference,decode=reference")
     assert torch.equal(layer(x), y)
+
+
+@pytest.mark.parametrize("outer", [float("nan"), 0.0, -1.0, float("inf")])
+def test_an_outer_scale_is_positive_and_finite(outer: float) -> None:
+    e = aoquant.get_format("nvfp4").encode(torch.randn(16, 64))
+    with pytest.raises(ValueError, match="outer must be positive and finite"):
+        aoquant.packed_linear(e.codes, e.scale, outer, format="nvfp4")
+
+
+def test_what_was_silently_something_else_is_refused() -> None:
+    e = aoquant.get_format("nvfp4").encode(torch.randn(16, 64))
+    with pytest.raises(ValueError, match="'nvfp4-static' asks for a scale that calibration finds"):
+        aoquant.packed_linear(e.codes, e.scale, e.outer, format="nvfp4", activation="nvfp4-static")
+    with pytest.raises(ValueError, match=r"transform must be of floats, got torch\.int32"):
+        aoquant.packed_linear(e.codes, e.scale, e.outer, format="nvfp4", transform=torch.eye(16).int())
+    with pytest.raises(ValueError, match="there are: none; roles are decode, encode, gemm, quantize, transform"):
+        aoquant.backend("reference", role="matmul").__enter__()
+    with pytest.raises(ValueError, match="backward is quartet, quartet2, or a format for gradients"):
+        aoquant.QATConfig(aoquant.NVFP4WeightConfig(), backward="quartet3")
+    with pytest.raises(ValueError, match=r"size must be one of .* got 16\.0"):
+        aoquant.Hadamard(16.0)

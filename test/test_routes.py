@@ -113,3 +113,18 @@ def test_what_has_no_router_is_refused() -> None:
     quantize_(model, Int8DynamicActivationInt8WeightConfig())
     with pytest.raises(ValueError, match="got Int8Tensor"):
         explain(model[0])
+
+
+def test_int4_behind_a_transform_asks_what_the_layer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scales are float32, made from what the transform made; kernels choose by that."""
+    asked = []
+    monkeypatch.setattr(aoquant.routes.ops, "explain", lambda request: asked.append(request) or [("reference", "runs")])
+    for recipe, scales in (("int4-g32", torch.bfloat16), ("hadamard16+int4-g32", torch.float32)):
+        m = nn.Linear(64, 32).bfloat16()
+        quantize_(nn.Sequential(m), QATConfig(aoquant.PackedWeightConfig(recipe), step="prepare"))
+        for step in ("prepared", "converted"):
+            asked.clear()
+            explain(m)
+            gemms = [r for r in asked if isinstance(r, Request)]
+            assert gemms and all((r.scale_dtype, r.w_format.name) == (scales, "int4-g32") for r in gemms), step
+            quantize_(nn.Sequential(m), QATConfig(step="convert")) if step == "prepared" else None

@@ -100,7 +100,10 @@ def _transform(init: str, size: Any, dtype: str) -> Hadamard | None:
 
 def _leave_out(names: Any) -> Callable[[nn.Module, str], bool]:
     """filter_fn: every nn.Linear but those whose name is one of `names`, ends with one, or lies inside one; by default the head."""
-    patterns = [re.compile(rf"(.*\.)?{re.escape(name)}(\..*)?") for name in (["lm_head"] if names is None else names)]
+    names = ["lm_head"] if names is None else names
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"modules_to_not_convert must be a list of layers' names, such as ['lm_head'], got {names!r}")
+    patterns = [re.compile(rf"(.*\.)?{re.escape(name)}(\..*)?") for name in names]
     return lambda module, fqn: isinstance(module, nn.Linear) and not any(p.fullmatch(fqn) for p in patterns)
 
 

@@ -194,7 +194,8 @@ def quantize(x: Tensor, format: str, operand: bool) -> tuple[Tensor, Tensor, Ten
     """`encode`, and in the same pass what the codes stand for, in x's dtype: the GEMM's operand, or decoded values."""
     *parts, values = _quantize(x, format, operand)
     assert values is not None
-    return (*filled(parts), values)
+    # codes in high precision are their own values, and an op's outputs must not alias each other
+    return (*filled(parts), values.clone() if values is parts[0] else values)
 
 
 @fake(quantize)

@@ -190,8 +190,8 @@ def _why_not_cuda(r: CodecRequest) -> str | None:
     if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
     if isinstance(r.format, Transformed):  # Triton transforms, csrc encodes
-        return _why_not_triton(r) or grids.why_not_encode(r.format.inner)
-    return grids.why_not_encode(r.format)
+        return _why_not_triton(r) or grids.why_not_encode(r.format.inner, r.device)
+    return grids.why_not_encode(r.format, r.device)
 
 
 def _to_cuda(format: Format, x_RK: Tensor) -> tuple[Any, Tensor]:

@@ -51,8 +51,11 @@ def _why_not(r: Request) -> str | None:
         return "needs a CUDA device"
     if r.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bfloat16 or float16, got {r.dtype}"
-    if how == "int4" and r.scale_dtype not in (None, r.dtype):
-        return f"makes int4's operands in one type, got scales in {r.scale_dtype} and activations in {r.dtype}"
+    scales = r.scale_dtype
+    if isinstance(r.w_format.base, Int4) and r.w_format.base.scales == "bfloat16":
+        scales = torch.bfloat16
+    if how == "int4" and scales not in (None, r.dtype):
+        return f"makes int4's operands in one type, got scales in {scales} and activations in {r.dtype}"
     block = r.w_format.base.block or 0
     if r.k % 32 or block < 16 or block & (block - 1):
         return f"needs K % 32 == 0 and blocks of 16, 32, 64, ..., got K = {r.k} and blocks of {block}"
@@ -125,13 +128,13 @@ def shifts(f: Format) -> tuple[float, float]:
 
 
 def _triton(c: Call) -> Tensor:
-    from .triton import few_rows
+    from .triton import few_rows, launch
 
-    how = kind(c.w_format)
+    how, x_MK = kind(c.w_format), c.x_operand()
     assert how is not None
-    return c.shaped(
-        few_rows.decode_mm(c.w_format, how, shifts(c.w_format), c.w, c.x_operand(), c.alpha_x, c.alpha_w, c.bias)
-    )
+    with launch.on(x_MK):
+        y_MN = few_rows.decode_mm(c.w_format, how, shifts(c.w_format), c.w, x_MK, c.alpha_x, c.alpha_w, c.bias)
+    return c.shaped(y_MN)
 
 
 FEW_ROWS = (

@@ -20,11 +20,11 @@ _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _WAVES = 4  # programs on each multiprocessor
 
 
-def why_not_encode(format: Format) -> str | None:
-    """Why the library cannot encode `format`; None when it can."""
+def why_not_encode(format: Format, device: torch.device) -> str | None:
+    """Why the library cannot encode `format` on `device`; None when it can."""
     if type(format) not in (FourOverSix, GridFlip):
         return "encodes four-over-six and GridFlip alone"
-    return native.why_not("encode_grids")
+    return native.why_not("encode_grids") or native.why_not("finite_absmax") or native.why_not_on(device)
 
 
 def encode(format: FourOverSix, x_RK: Tensor) -> Encoded:

@@ -39,10 +39,12 @@ def _why_not(r: Request) -> str | None:
 
 
 def _run(c: Call) -> Tensor:
-    from .triton import packed
+    from .triton import launch, packed
 
     assert c.x is not None
-    return c.shaped(packed.multiply(parts(c.x), parts(c.w), c.k, c.alpha_x, c.alpha_w, c.bias, c.dtype))
+    with launch.on(c.x.codes):
+        y_MN = packed.multiply(parts(c.x), parts(c.w), c.k, c.alpha_x, c.alpha_w, c.bias, c.dtype)
+    return c.shaped(y_MN)
 
 
 # below "tensor-cores", which is faster wherever a bf16 operand of the weight has room

@@ -116,8 +116,9 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
     """
     known = _all_names() if role is None else backend_names(role)
     if name not in known:
+        roles = f"; roles are {', '.join(sorted({b.role for b in _backends}))}"
         raise ValueError(
-            f"no backend is called {name!r}{f' in role {role!r}' if role else ''}; there are: {', '.join(known) or 'none'}"
+            f"no backend is called {name!r}{f' in role {role!r}' if role else ''}; there are: {', '.join(known) or 'none' + roles}"
         )
     token = _forced.set((*_forced.get(), (role, name)))
     try:

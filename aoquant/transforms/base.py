@@ -31,7 +31,7 @@ class Transform(ABC):
     size: int = 16
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or self.size not in SIZES:
+        if not isinstance(self.size, int) or self.size not in SIZES:
             raise ValueError(
                 f"{type(self).__name__}: size must be one of {', '.join(map(str, SIZES))}, got {self.size!r}"
             )

@@ -207,3 +207,9 @@ def test_outputs_stay_close() -> None:
         y = model(x)
         quantize_(model, *from_fp_quant(**options))
         assert sqnr(y, model(x)) > 9
+
+
+@pytest.mark.parametrize("names", ["q_proj", 5, ["a", 1]])
+def test_names_that_are_no_list_are_refused(names: object) -> None:
+    with pytest.raises(ValueError, match="modules_to_not_convert must be a list of layers' names"):
+        from_fp_quant(modules_to_not_convert=names)

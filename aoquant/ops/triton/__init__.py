@@ -31,6 +31,7 @@ from aoquant.ops.router import Quantized
 from aoquant.transforms import Hadamard
 
 from . import blockscaled, dialects, float8, grids, hadamard, integer, stochastic
+from .launch import on
 
 
 def encode(format: Format, x_RK: Tensor) -> Encoded:
@@ -55,7 +56,8 @@ def quantize(
     """
     if isinstance(format, Randomized):
         assert operand and random is not None
-        return Quantized(*stochastic.quantize(format, x_RK, dtype, random))
+        with on(x_RK):
+            return Quantized(*stochastic.quantize(format, x_RK, dtype, random))
     encoded, values, alpha = _quantize(format, x_RK, dtype, operand, keep, measured)
     assert values is not None
     return Quantized(encoded, values, alpha)
@@ -63,7 +65,8 @@ def quantize(
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
     """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
-    values: Tensor = _module(format).decode(format, e, dtype, operand)
+    with on(e.codes):
+        values: Tensor = _module(format).decode(format, e, dtype, operand)
     return values.to(out)
 
 
@@ -79,7 +82,8 @@ def _quantize(
         return _encoded(format, x_RK, dtype, operand, keep, measured)
     inner, t = format.inner, format.transform
     if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4):
-        return blockscaled.quantize(inner, x_RK, dtype, operand, keep, measured, t, format.inverse)
+        with on(x_RK):
+            return blockscaled.quantize(inner, x_RK, dtype, operand, keep, measured, t, format.inverse)
     if isinstance(inner, HighPrecision):
         y_RK = transform(format, x_RK, None)
         return inner.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
@@ -93,7 +97,8 @@ def _encoded(
     if isinstance(format, MX | NVFP4):
         return blockscaled.quantize(format, x_RK, dtype, operand, keep, measured)
     found: tuple[Encoded | None, Tensor | None, Tensor | None]
-    found = _module(format).quantize(format, x_RK, dtype, operand, keep)
+    with on(x_RK):
+        found = _module(format).quantize(format, x_RK, dtype, operand, keep)
     return found
 
 
@@ -102,7 +107,8 @@ def transform(format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bo
     if not isinstance(format.transform, Hadamard):
         return format.pull_back(x_RK, matrix) if back else format.transformed(x_RK, matrix)
     dtype = x_RK.dtype if back or isinstance(format.inner, HighPrecision) else torch.float32
-    return hadamard.mix(x_RK, format.transform, format.inverse, dtype, back=back)
+    with on(x_RK):
+        return hadamard.mix(x_RK, format.transform, format.inverse, dtype, back=back)
 
 
 def _module(format: Format) -> ModuleType:

@@ -92,7 +92,7 @@ def _encode(
         inside = (block < n_blocks)[:, None]
         if G:
             T: tl.constexpr = NB * B // G
-            whole = (tile * T + tl.arange(0, T) < n_blocks * B // G)[:, None]
+            whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
             mixed = butterflies(x_ptr + tile * (NB * B), whole, 0, G, SIGNS, G, T) * FACTOR
             x = float_bits(tl.reshape(mixed, (NB, B)))
         else:

@@ -63,26 +63,22 @@ def _deviation(x, amax_bits, NB: tl.constexpr):
 @triton.jit
 def _encode(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, fixed,
-    DIALECT: tl.constexpr, SOURCE: tl.constexpr, GAIN: tl.constexpr, TINY: tl.constexpr, POST: tl.constexpr,
+    DIALECT: tl.constexpr, DYNAMIC: tl.constexpr, GAIN: tl.constexpr, TINY: tl.constexpr, POST: tl.constexpr,
     SIXTH: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, SMALLEST_PTS: tl.constexpr, LARGEST: tl.constexpr, FACTOR: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """DIALECT: "absmax" or "quest" (e8m0), or "xx", "qutlass", "te" (e4m3). SOURCE of the outer scale: "dynamic", "static", or "measured", in
-    outer_ptr already. VALUES: "" none, "operand" without, "decode" with the outer scale.
-    """
+    """DIALECT: "absmax" or "quest" (e8m0), or "xx", "qutlass", "te" (e4m3). VALUES: "" none, "operand" without, "decode" with the outer scale."""
     one = tl.full([], 1.0, tl.float32)
     outer = one
     encode = one
     if B == 16:
-        if SOURCE == "measured":
-            outer = tl.load(outer_ptr)
-        elif SOURCE == "dynamic":
+        if DYNAMIC:
             outer = bits_float(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0))
             if DIALECT != "te":
                 outer = most(outer * PTS_RECIPROCAL, SMALLEST_PTS)
         else:
             outer = fixed + tl.zeros([], tl.float32)
-        if SOURCE != "measured" and tl.program_id(0) == 0:
+        if tl.program_id(0) == 0:
             tl.store(outer_ptr, outer)
         if DIALECT == "qutlass":
             encode = tl.div_rn(one, outer)
@@ -170,36 +166,24 @@ def _post(format: MXFP4Dialect | NVFP4Dialect) -> float:
 
 
 def quantize(
-    format: MXFP4Dialect | NVFP4Dialect,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None = None,
+    format: MXFP4Dialect | NVFP4Dialect, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha).
-
-    measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds the outer scale; te's is another number.
-    """
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
     x_RK = x_RK.contiguous()
     (rows, k), device, mx = x_RK.shape, x_RK.device, isinstance(format, MXFP4Dialect)
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = partials = None
-    kind: dict[str, Any] = {"DIALECT": "", "GAIN": 1.0, "TINY": 0.0, "SOURCE": "static"}
+    kind: dict[str, Any] = {"DIALECT": "", "GAIN": 1.0, "TINY": 0.0, "DYNAMIC": False}
     fixed = 0.0
     if isinstance(format, MXFP4Dialect):
         kind |= {"DIALECT": format.statistic, "GAIN": format.gain, "TINY": format.tiny}
     else:
+        outer = torch.empty(1, 1, dtype=torch.float32, device=device)
         fixed = format.fixed[0] if format.fixed else 0.0
-        source = "static" if format.fixed else "dynamic"
-        if source == "dynamic" and measured is not None and format.dialect != "te":
-            source, outer = "measured", measured
-        else:
-            outer = torch.empty(1, 1, dtype=torch.float32, device=device)
-            partials = absmax_partials(x_RK) if source == "dynamic" else None
-        kind |= {"DIALECT": format.dialect, "SOURCE": source}
+        kind |= {"DIALECT": format.dialect, "DYNAMIC": not format.fixed}
+        partials = None if format.fixed else absmax_partials(x_RK)
     _encode[(triton.cdiv(rows * k, TILE),)](
         x_RK, partials, codes, scale, outer, values, rows * k // format.block, fixed,
         POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(2688.0), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLT_MAX,

@@ -13,6 +13,7 @@ the long way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 PLANS = 4096  # launches that a kernel's module remembers: one for each format, shape and use
+
+
+def on(t: Tensor) -> AbstractContextManager[Any]:
+    """What to launch kernels in by `fn[grid](...)`, which takes the current device, when t may live on another."""
+    device = t.get_device()
+    return torch.cuda.device(device) if device >= 0 and device != torch.cuda.current_device() else nullcontext()
 
 
 class Launch:
