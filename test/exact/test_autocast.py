@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ from linear_cases import (
 from torch import nn
 from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 
-from aoquant import QATConfig, quantize_
+from aoquant import PackedWeightConfig, QATConfig, get_format, list_formats, quantize_
+from aoquant.formats import Randomized
+from aoquant.tensor import same_bits
 
 PAIRS = [(F32, BF16), (F32, F16), (BF16, F16), (BF16, BF16)]
 pairs = pytest.mark.parametrize(
@@ -122,3 +125,19 @@ def test_float16_is_refused_where_unscaled_sums_would_overflow() -> None:
     quantize_(layer, QATConfig(NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)))
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="float16 overflows there"):
         layer(torch.randn(4, 64))
+
+
+@pytest.mark.parametrize("name", [n for n in list_formats() if not isinstance(get_format(n), Randomized)])
+def test_quantising_inside_autocast_gives_the_same_bytes(name: str) -> None:
+    for dtype, region in (
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ):
+        torch.manual_seed(0)
+        outside = nn.Sequential(nn.Linear(256, 48)).to(dtype)
+        inside = copy.deepcopy(outside)
+        quantize_(outside, PackedWeightConfig(name))
+        with torch.autocast("cpu", dtype=region):
+            quantize_(inside, PackedWeightConfig(name))
+        assert same_bits(inside[0].weight, outside[0].weight)
