@@ -36,6 +36,7 @@ struct Pair<__nv_bfloat16> {
   static constexpr uint32_t ONE = 0x3F803F80u;
   static constexpr uint32_t MINUS_ZERO = 0x80008000u;
   static constexpr uint32_t E2M1_UNIT = 0x7E807E80u;  // 2^126: what an e2m1 code in place of the lowest exponent bits is too small by
+  static constexpr float FOLDED_UNIT = 0x1p118f;      // as a part of a scale (Folded)
   // A nibble, at bit 0 or 4 of each half, as sign, two lowest exponent bits, first mantissa bit: a multiplication puts it to both places.
   static __device__ __forceinline__ uint32_t e2m1_low(uint32_t v) { return ((v & 0x000F000Fu) * 0x1040u) & 0x81C081C0u; }
   static __device__ __forceinline__ uint32_t e2m1_high(uint32_t v) { return ((v & 0x00F000F0u) * 0x0104u) & 0x81C081C0u; }
@@ -66,6 +67,7 @@ struct Pair<__half> {
   static constexpr uint32_t ONE = 0x3C003C00u;
   static constexpr uint32_t MINUS_ZERO = 0x80008000u;
   static constexpr uint32_t E2M1_UNIT = 0x74007400u;  // 2^14
+  static constexpr float FOLDED_UNIT = 64.0f;
   // the two places overlap here, so it takes two shifts
   static __device__ __forceinline__ uint32_t e2m1_low(uint32_t v) { return ((v << 9) & 0x0E000E00u) | ((v << 12) & 0x80008000u); }
   static __device__ __forceinline__ uint32_t e2m1_high(uint32_t v) { return ((v << 5) & 0x0E000E00u) | ((v << 8) & 0x80008000u); }
@@ -91,6 +93,14 @@ template <typename T>
 __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
   return Pair<T>::fma(a, b, Pair<T>::MINUS_ZERO);
 }
+
+// An e4m3 scale and E2M1_UNIT, divided by TIMES, are one exact factor: one multiplication less, and sums come out too small by TIMES, a power
+// of two. Not where GridFlip's shifted values, which are rounded, would be subnormal in float16.
+template <int F, typename T>
+struct Folded {
+  static constexpr bool YES = F == NVFP4 || (F == GRIDFLIP && std::is_same_v<T, __nv_bfloat16>);
+  static constexpr float TIMES = YES ? 256.0f : 1.0f;
+};
 
 // Scales of 32 values of a row as they lie in memory, and as pairs for two blocks of 16.
 struct RawScale {
@@ -126,8 +136,8 @@ template <int F, typename T>
 __device__ __forceinline__ Scale<T> scale_pairs(const RawScale& r, const DecodeArgs& a) {
   Scale<T> p;
   if constexpr (F == INT4) {
-    p.s[0] = p.s[1] = r.s * 0x10001u;
-    p.z[0] = p.z[1] = r.z * 0x10001u;
+    p.s[0] = p.s[1] = __byte_perm(r.s, 0, 0x1010);
+    p.z[0] = p.z[1] = __byte_perm(r.z, 0, 0x1010);
   } else if constexpr (F == MXFP4) {
     uint32_t bits = (r.s << 7) | (r.s == 0 || r.s == 255 ? 0x40u : 0u);  // bf16; byte 0 is 2^-127, 255 NaN
     p.s[0] = p.s[1] = bits * 0x10001u;
@@ -137,8 +147,8 @@ __device__ __forceinline__ Scale<T> scale_pairs(const RawScale& r, const DecodeA
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float s = __half2float(__ushort_as_half(uint16_t(halves >> (16 * i))));
-      p.s[i] = Pair<T>::both(s);
-      if constexpr (F == GRIDFLIP) p.z[i] = Pair<T>::rounded((i ? a.odd_shift : a.shift) * fminf(s, 0.0f));
+      p.s[i] = Pair<T>::both(Folded<F, T>::YES ? s * Pair<T>::FOLDED_UNIT : s);
+      if constexpr (F == GRIDFLIP) p.z[i] = Pair<T>::rounded((i ? a.odd_shift : a.shift) * fminf(s, 0.0f) / Folded<F, T>::TIMES);
     }
   }
   return p;
@@ -159,7 +169,8 @@ __device__ __forceinline__ void operands(uint32_t (&out)[4], uint32_t w, uint32_
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint32_t v = w >> (8 * h);
-      const uint32_t low = mul<T>(P::e2m1_low(v), P::E2M1_UNIT), high = mul<T>(P::e2m1_high(v), P::E2M1_UNIT);
+      uint32_t low = P::e2m1_low(v), high = P::e2m1_high(v);
+      if constexpr (!Folded<F, T>::YES) low = mul<T>(low, P::E2M1_UNIT), high = mul<T>(high, P::E2M1_UNIT);
       if constexpr (F == GRIDFLIP) {
         out[2 * h] = P::fma(low, s, z);
         out[2 * h + 1] = P::fma(high, s, z);
@@ -206,6 +217,7 @@ __device__ __forceinline__ float cluster_sum(const float* mine) {
 template <typename T>
 __device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n) {
   if (n >= a.n) return;
+  v *= a.times;
   if (a.alpha_x) v *= a.alpha_x[m * a.alpha_x_stride];
   if (a.alpha_w) v *= a.alpha_w[n * a.alpha_w_stride];
   if (a.bias) v += a.bias_is_float ? static_cast<const float*>(a.bias)[n] : float(static_cast<const T*>(a.bias)[n]);

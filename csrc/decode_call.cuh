@@ -23,6 +23,7 @@ struct DecodeArgs {
   int m, n, k, group_log2;  // int4: values that share a scale, at least 32
   int alpha_x_stride, alpha_w_stride, bias_is_float;
   int tile_log2;          // rows of W that share a row of scales: 0, or 4 for 16 (FP4)
+  float times;             // what sums are too small by, set by `run` (decode.cuh, Folded)
   float shift, odd_shift;  // GridFlip's c of even and odd blocks; times a scale it is exact in x's type
 };
 
