@@ -1,6 +1,7 @@
 """The packed layer's GEMM from one token to thousands, beside cuBLAS in bf16 and the kernels of others: `run.py`'s suite "decode".
 
-A variant is one CUDA graph of calls over copies of the weight, rotated beyond the L2 cache; the variants of a cell (shape, rows of x) are
+A variant is one CUDA graph of some `CALLS` calls, so that launching the graph does not count, over copies of the weight, rotated beyond the
+L2 cache; the variants of a cell (shape, rows of x) are
 interleaved, and a ratio is cuBLAS's time over theirs. Nothing is timed before the gate: one-hot rows must return the operand to the bit,
 in every range of rows, and random ones lie within the bound of `test/gpu/test_decode.py`.
 """
@@ -23,6 +24,7 @@ FORMATS = ("int4-g128", "nvfp4", "mxfp4", "gridflip")
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))  # K, N
 ROWS = (1, 4, 16, 64, 256, 4096)
 BEYOND_L2 = 130 << 20  # bytes, at least
+CALLS = 40
 GATE_ROWS = (1, 16, 64, 256, 1024)
 
 
@@ -64,11 +66,13 @@ def peers(m: int, x: Tensor, encoded: list[Encoded], ws: list[Tensor]) -> dict[s
     runs: dict[str, Callable[[int], Any]] = {}
     if m <= 256:
         packed = [tinygemm(ws[0]) for _ in encoded]
-        runs["tinygemm int4"] = lambda i: torch._weight_int4pack_mm(x, packed[i][0], 128, packed[i][1])
+        runs["tinygemm int4"] = lambda i: torch._weight_int4pack_mm(
+            x, packed[i % len(packed)][0], 128, packed[i % len(packed)][1]
+        )
     if mslk.why_not_operator("bf16i4bf16_rowwise") is None:
         op = mslk.operator("bf16i4bf16_rowwise")
         held = [(e.codes.view(torch.int8), e.scale.t().contiguous(), e.zero.t().contiguous()) for e in encoded]  # type: ignore[union-attr]
-        runs["mslk int4"] = lambda i: op(x, *held[i])
+        runs["mslk int4"] = lambda i: op(x, *held[i % len(held)])
     return runs
 
 
@@ -85,21 +89,18 @@ def measure(rounds: int) -> list[Row]:
             encoded[name] = [Encoded(*(None if t is None else t.clone() for t in e[:4]), k) for _ in range(copies)]  # type: ignore[arg-type]
         for m in ROWS:
             x = torch.randn(m, k, device=CUDA, dtype=BF16)
-            copies = len(encoded["int4-g128"])
             calls: dict[str, tuple[Callable[[int], Any], str, int]] = {
                 "cublas bf16": (lambda i, x=x, ws=ws: torch.mm(x, ws[i % len(ws)].t()), "cublas", nbytes(w)),  # type: ignore[misc]
             }
             for name, es in encoded.items():
                 backend = route(Request("aoquant", None, get_format(name), CUDA, BF16, m, n, k)).name
-                calls[name] = (lambda i, x=x, es=es, name=name: multiply(name, es[i], x), backend, nbytes(es[0]))  # type: ignore[misc]
+                run = lambda i, x=x, es=es, name=name: multiply(name, es[i % len(es)], x)  # type: ignore[misc]  # noqa: E731
+                calls[name] = (run, backend, nbytes(es[0]))
             for name, call in peers(m, x, encoded["int4-g128"], ws).items():
                 calls[name] = (call, "peer", nbytes(encoded["int4-g128"][0]))
-            copies = min(len(es) for es in encoded.values())
-            repeat = max(1, copies // len(ws)) * len(ws)
-            runs = {
-                name: graph(call, repeat if name == "cublas bf16" else copies) for name, (call, *_) in calls.items()
-            }
-            per = {name: repeat if name == "cublas bf16" else copies for name in calls}
+            turns = {name: len(encoded.get(name, encoded["int4-g128"])) for name in calls} | {"cublas bf16": len(ws)}
+            per = {name: n * max(1, CALLS // n) if m <= 256 else n for name, n in turns.items()}
+            runs = {name: graph(call, per[name]) for name, (call, *_) in calls.items()}
             times = {name: [t / per[name] for t in ts] for name, ts in interleaved(runs, rounds).items()}
             plain = percentiles(times["cublas bf16"])[1]
             for name, (_, backend, size) in calls.items():
