@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from aoquant.formats import Float8
 
 from .call import Call
-from .reference import fp8_epilogue, int8_epilogue
+from .reference import fp8_epilogue, int8_epilogue, rescale
 from .router import Backend, Request
 
 
@@ -52,20 +52,19 @@ def _cpu_row_scales() -> bool:
 
 def _scaled_mm(c: Call) -> Tensor:
     assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
-    x_MK, scale, rows = c.x.codes, c.x.scale, c.x.codes.shape[0]
     try:
-        return c.shaped(_multiply(c, x_MK, scale))
+        return c.shaped(_multiply(c, c.x.codes, c.x.scale))
     except RuntimeError as error:
-        if rows >= FEWEST_CUBLAS_ROWS or "NOT_SUPPORTED" not in str(error):
+        if "NOT_SUPPORTED" not in str(error):
             raise
-    # torchao's layer raises here: cuBLAS has no kernel with a bias for few rows and many columns; more rows have one
-    short = FEWEST_CUBLAS_ROWS - rows
-    x_MK = F.pad(x_MK.view(torch.uint8), (0, 0, 0, short)).view(x_MK.dtype)
-    scale = F.pad(scale, (0, 0, 0, short), value=1.0) if c.w_format.per == "row" else scale
-    return c.shaped(_multiply(c, x_MK, scale)[:rows])
+    # torchao's layer raises here: for some shapes of few rows and a large K cuBLAS has no kernel with a scale per row; with one scale it has
+    return rescale(c, _accumulated(c.x.codes, c.w.codes, c.contract == "fp8_scaled_mm"))
 
 
-FEWEST_CUBLAS_ROWS = 32
+def _accumulated(x_MK: Tensor, w_NK: Tensor, fast: bool) -> Tensor:
+    """(M, N) float32 sums of fp8 products, by the GEMM that has one scale for each side."""
+    one = torch.ones((), device=w_NK.device)
+    return torch._scaled_mm(x_MK, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
 
 
 def _multiply(c: Call, x_MK: Tensor, scale: Tensor) -> Tensor:
@@ -108,9 +107,7 @@ def _fp8_operands(c: Call) -> Tensor:
     rows = c.x.codes.shape[0]
     short = max(0, FEWEST_ROWS - rows)
     x_MK = F.pad(c.x.codes.view(torch.uint8), (0, 0, 0, short)).view(c.x.codes.dtype)
-    one = torch.ones((), device=w_NK.device)
-    fast = not c.contract.endswith("_precise")
-    acc_MN = torch._scaled_mm(x_MK, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
+    acc_MN = _accumulated(x_MK, w_NK, not c.contract.endswith("_precise"))
     return fp8_epilogue(c, acc_MN[:rows])
 
 
