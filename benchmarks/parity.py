@@ -28,11 +28,11 @@ from record_golden import versions
 from torch import Tensor, nn
 from torchao.quantization.quantize_.common import KernelPreference
 
-from aoquant import QATConfig, explain, quantize_
+from aoquant import QATConfig, calibrate, explain, quantize_
 from aoquant.checks import MISSING_KERNEL
 from aoquant.ops import Request
 from aoquant.recipes import list_recipes
-from aoquant.report.measure import sqnr
+from aoquant.report.measure import is_packed, sqnr
 
 BF16, N, K, M_GRAD, MS = torch.bfloat16, 1024, 2048, 128, (1, 16, 128, 2048)
 BOUND, COSINE = 50.0, 0.9  # bf16 outputs of other sums agree to about 55 dB; two-bit weights turn dx to 0.94
@@ -59,15 +59,17 @@ def passes(run: Any, layer: Any, x: Tensor, g: Tensor) -> list[Tensor]:
     return [y.detach(), layer.weight.grad, layer.bias.grad, x.grad]
 
 
-def measure(name: str, config: Any, device: torch.device, ms: tuple[int, ...]) -> tuple[str, ...]:
+def measure(name: str, prepare: QATConfig, device: torch.device, ms: tuple[int, ...]) -> tuple[str, ...]:
     """One line of the table; the last cell is the verdict."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N, dtype=BF16)).to(device)
     xs = {m: torch.randn(m, K, dtype=BF16).to(device) for m in ms}
     x, g = xs[M_GRAD], torch.randn(M_GRAD, N, dtype=BF16).to(device)
     plain = passes(model, model[0], x, g)
-    quantize_(model, QATConfig(config))
+    quantize_(model, prepare)
     prepared: Any = model[0]
+    if not prepared.calibrated:
+        calibrate(model, [x])
     eager = passes(prepared, prepared, x, g)
     cosines = [torch.cosine_similarity(eager[i].double().flatten(), plain[i].double().flatten(), 0) for i in (1, 3)]
     bad, compiled = set() if min(cosines) > COSINE else {"gradient"}, "-"
@@ -83,19 +85,21 @@ def measure(name: str, config: Any, device: torch.device, ms: tuple[int, ...]) -
     backends = explain(Request(r.contract, r.fprop_input, r.fprop_weight, device, BF16, M_GRAD, N, K))
     gemm = next(backend for backend, said in backends if said == "runs")
     deployed: Any = copy.deepcopy(model)
-    quantize_(deployed, QATConfig(config, step="convert"))
     cells, verdict = ["-"] * len(ms), "OK"
     with torch.no_grad():
         ys = [prepared(x) for x in xs.values()]
         bad |= set() if all(y.isfinite().all() for y in ys) else {"not finite"}
         try:
+            quantize_(deployed, QATConfig(step="convert"))
             dbs = [sqnr(y, deployed(x)) for y, x in zip(ys, xs.values(), strict=True)]
             cells = ["equal" if db == float("inf") else f"{db:.1f} dB" for db in dbs]
             bad |= set() if min(dbs) >= BOUND else {"SQNR"}
-        except MISSING_KERNEL as error:
+        except (ValueError, *MISSING_KERNEL) as error:  # a layout that cannot be packed here is a ValueError
             verdict = f"not run: {str(error).splitlines()[0]}"
     verdict = f"FAIL: {', '.join(sorted(bad))}" if bad else verdict
-    return name, type(deployed[0].weight.data).__name__, gemm, *cells, *(f"{c:.4f}" for c in cosines), compiled, verdict
+    packed = deployed[0].weight.data
+    kind = type(packed).__name__ if is_packed(packed) else "-"
+    return name, kind, gemm, *cells, *(f"{c:.4f}" for c in cosines), compiled, verdict
 
 
 def main() -> int:
@@ -108,7 +112,9 @@ def main() -> int:
     start, device = time.perf_counter(), torch.device(args.device)
     meta, ms = versions(device), MS if args.device == "cuda" else MS[:-1]  # large M takes minutes on a CPU
     rows = [("config", "weight", "gemm", *(f"M={m}" for m in ms), "cos dW", "cos dx", "compiled", "")]
-    for name, config in ({r.name: r.make() for r in list_recipes()} | TORCHAO).items():
+    for name, config in (
+        {r.name: r.prepare() for r in list_recipes()} | {name: QATConfig(base) for name, base in TORCHAO.items()}
+    ).items():
         try:
             rows.append(measure(name, config, device, ms))
         except Exception as error:
