@@ -65,7 +65,7 @@ def child(names: list[str]) -> None:
         if profiled:
             torch.cuda.profiler.start()
         for name in names:
-            y.copy_(x)
+            torch.neg(x, out=y)  # a copy that is a kernel: ncu does not see the copy engine
             codec.encode(get_format(name), x)
         torch.cuda.synchronize()
         if profiled:
@@ -105,7 +105,7 @@ def profile(names: list[str]) -> list[list[dict[str, str]]]:
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
         if not row["ID"]:
             continue  # units
-        if not kernels or row["Kernel Name"] == kernels[0][0]["Kernel Name"]:  # a copy
+        if not kernels or row["Kernel Name"] == kernels[0][0]["Kernel Name"]:  # the copy
             kernels.append([])
         kernels[-1].append(row)
     return kernels

@@ -52,13 +52,19 @@ def _cpu_row_scales() -> bool:
 
 def _scaled_mm(c: Call) -> Tensor:
     assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
-    try:
-        return c.shaped(_multiply(c, c.x.codes, c.x.scale))
-    except RuntimeError as error:
-        if "NOT_SUPPORTED" not in str(error):
-            raise
-    # torchao's layer raises here: for some shapes of few rows and a large K cuBLAS has no kernel with a scale per row; with one scale it has
+    shape = (*c.x.codes.shape, *c.w.codes.shape, c.bias is None, c.dtype)
+    if shape not in _refused:
+        try:
+            return c.shaped(_multiply(c, c.x.codes, c.x.scale))
+        except RuntimeError as error:
+            if "NOT_SUPPORTED" not in str(error):
+                raise
+        _refused.add(shape)  # an exception costs more than the GEMM
+    # torchao's layer raises here: with a bias and a scale per row cuBLAS has no kernel that splits K; with one scale it has, and the same sums
     return rescale(c, _accumulated(c.x.codes, c.w.codes, c.contract == "fp8_scaled_mm"))
+
+
+_refused: set[tuple[object, ...]] = set()  # shapes for which cuBLAS has no kernel
 
 
 def _accumulated(x_MK: Tensor, w_NK: Tensor, fast: bool) -> Tensor:
@@ -170,8 +176,8 @@ def _blockwise(c: Call) -> Tensor:
 
 TORCH = (
     Backend("torch.mm", 10, _why_not_mm, _mm),
-    Backend("torchao.blockwise", 10, _why_not_blockwise, _blockwise),
-    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm),
-    Backend("torch._scaled_mm.operands", 10, _why_not_fp8_operands, _fp8_operands),
-    Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm),
+    Backend("torchao.blockwise", 10, _why_not_blockwise, _blockwise, reads_codes=True),
+    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm, reads_codes=True),
+    Backend("torch._scaled_mm.operands", 10, _why_not_fp8_operands, _fp8_operands, reads_codes=True),
+    Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm, reads_codes=True),
 )
