@@ -116,7 +116,7 @@ def line(format: str, row: dict[str, str], copy_us: float) -> str:
     us, moved = value["us"] / 1000, (value["read"] + value["write"]) / 1e6
     kernel = row["Kernel Name"].split("(")[0].split("<")[0][-28:]
     must = required(format) if format != "copy" else {"read": 2e-6 * ROWS * COLUMNS, "write": 2e-6 * ROWS * COLUMNS}
-    need = must["read"] + (0.0 if "amax" in kernel else must["write"])
+    need = must["read"] + (0.0 if "absmax" in kernel else must["write"])
     of_copy = need / us / (4e-6 * ROWS * COLUMNS / copy_us)
     stalls = sorted(((value[s], s) for s in STALLS if s in value), reverse=True)[:2]
     return (
