@@ -52,7 +52,7 @@ def _cpu_row_scales() -> bool:
 
 def _scaled_mm(c: Call) -> Tensor:
     assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
-    shape = (*c.x.codes.shape, *c.w.codes.shape, c.bias is None, c.dtype)
+    shape = (*c.x.codes.shape, *c.w.codes.shape, c.bias is None, c.dtype, c.contract)
     if shape not in _refused:
         try:
             return c.shaped(_multiply(c, c.x.codes, c.x.scale))
