@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from aoquant import held
 from aoquant.formats import Format, Scales
-from aoquant.linear import cast
+from aoquant.linear import cast, check_width
 from aoquant.progress import track
 from aoquant.qat import QATLayer, QATLinear
 from aoquant.report.measure import run, undisturbed
@@ -43,7 +43,7 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
 
     Raises:
         ValueError: no layer holds scales; or naming each layer that the loop did not reach, or that saw nothing but zeros, NaN or
-            Inf. The scales are what they were then.
+            Inf, or the first that got an input of a wrong width. The scales are what they were then.
     """
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, QATLinear) and m.prepared.recipe.holds}
     if not layers:
@@ -160,13 +160,18 @@ def _plain(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _observed(layers: dict[str, QATLinear], seen: dict[str, Range | Gram]) -> Iterator[None]:
-    def watch(observer: Range | Gram) -> Callable[[nn.Module, Any, Any], None]:
+    def watch(fqn: str, observer: Range | Gram) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            observer.add(cast(next(iter((*args, *kwargs.values())))))
+            x = next(iter((*args, *kwargs.values())))
+            try:
+                check_width(x, layers[fqn].in_features)
+            except ValueError as error:
+                raise ValueError(f"{fqn or 'linear'}: {error}") from None
+            observer.add(cast(x))
 
         return hook
 
-    hooks = [layers[fqn].register_forward_pre_hook(watch(s), with_kwargs=True) for fqn, s in seen.items()]
+    hooks = [layers[fqn].register_forward_pre_hook(watch(fqn, s), with_kwargs=True) for fqn, s in seen.items()]
     try:
         yield
     finally:

@@ -189,7 +189,3 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, ImportError) as error:
         print(f"aoquant: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -208,6 +208,12 @@ class LinearRecipe:
         return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}{backward}"
 
 
+def check_width(x: Tensor, k: int) -> None:
+    """Raise ValueError unless x has K values in its last dimension."""
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"the layer's input needs K = {k} values in its last dimension, got shape {tuple(x.shape)}")
+
+
 def check_device(x: Tensor, w: Tensor) -> None:
     """Raise ValueError when input and weight are apart: one of them on meta would make the ops return uninitialised memory."""
     if x.device != w.device:
@@ -243,8 +249,7 @@ def quantized_linear(
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
             kernel cannot take its dtype.
     """
-    if x.shape[-1] != k:
-        raise ValueError(f"the layer's input needs K = {k} values in its last dimension, got shape {tuple(x.shape)}")
+    check_width(x, k)
     check_device(x, w[0])
     given, x = x, cast(x)
     if sharding.is_sharded(x, *w):

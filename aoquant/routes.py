@@ -2,14 +2,15 @@
 
 The router decides call by call, from a request that holds no data, so asking it costs nothing: `explain` asks for every M that a
 threshold is likely at, and bisects between two that differ. A threshold and its opposite between two neighbours of `_PROBES` would be
-missed; up to 64 every M is asked.
+missed; up to 64 every M is asked. What is made of the weight depends on the GEMM that reads it: a backend that multiplies codes wants those of
+a prepared layer encoded, and takes a packed layer's as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -90,18 +91,27 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
     if (x := recipe.fprop_input) is not None:
         role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
         found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k)))
-    w, on_gpu = recipe.fprop_weight, device.type == "cuda"
-    if kind == "converted":
-        role = "decode"
-    else:  # GEMMs that read codes have it encoded; on a GPU the others get what they read in one pass
-        role = "quantize" if on_gpu and ops.reads(recipe.contract) != "codes" else "encode"
-    found.append(Route(f"{role} the weight", 1, None, ops.explain(CodecRequest(role, w, device, dtype, n, k, False))))
-    scales = _scale_dtype(weight, w)
-    found += _ranges(
+    w, scales = recipe.fprop_weight, _scale_dtype(weight, recipe.fprop_weight)
+    gemms = _ranges(
         "multiply",
         lambda m: ops.explain(Request(recipe.contract, recipe.fprop_input, w.base, device, dtype, m, n, k, scales)),
     )
-    return tuple(found)
+    codes = ops.code_readers()
+    whole = ops.reads(recipe.contract) == "codes" or device.type != "cuda"
+
+    def made_of_weight(gemm: Route) -> str:
+        if kind == "converted":
+            return "" if gemm.backend in codes else "decode"
+        return (
+            "encode" if whole or gemm.backend in codes else "quantize"
+        )  # codes, or in one pass what the GEMM reads of them
+
+    for role, same in groupby(gemms, made_of_weight):
+        first, *rest = same
+        if role:
+            rows = ops.explain(CodecRequest(role, w, device, dtype, n, k, role != "quantize"))
+            found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
+    return (*found, *gemms)
 
 
 def _scale_dtype(weight: torch.Tensor, w: Format) -> torch.dtype | None:

@@ -191,6 +191,15 @@ def _view(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return return_and_correct_aliasing(func, args, kwargs, packed._with(_tensors(packed)))
 
 
+@PackedTensor.implements_torch_function([Tensor.storage])
+def _storage(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """What safetensors asks at last of a tensor that it takes for plain memory, on its own or for a model's `save_pretrained`."""
+    raise ValueError(
+        "a PackedTensor is several tensors, which safetensors cannot write as one: save the model with aoquant.save_pretrained(model, directory), or "
+        "its state_dict with torch.save"
+    )
+
+
 @PackedTensor.implements([aten.is_pinned.default])
 def _is_pinned(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return args[0].qdata.is_pinned()

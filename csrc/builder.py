@@ -7,7 +7,8 @@ that wants a fused multiply-add says so (`__fmaf_rn`).
 
 Building is an offer, never a condition: without nvcc or without a CUDA torch the install goes on without kernels and says why.
 AOQUANT_BUILD_CSRC=1 makes that an error, =0 leaves the kernels out. TORCH_CUDA_ARCH_LIST chooses architectures as it does for
-other extensions; without it, those of the devices at hand, or every architecture known here.
+other extensions; without it, those of the devices at hand, or every architecture known here. What is older than the sources can be compiled
+for is left out, and said.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ FOLDER = Path(__file__).resolve().parent
 MODULE = "aoquant.ops._native"  # a library beside aoquant/ops/native.py, which loads it
 TORCH_ABI = 0x020B << 48  # torch 2.11's stable ABI, the oldest torch that aoquant takes
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0a", "10.0a", "12.0a")
+ARCHITECTURE = re.compile(r"(\d+)\.(\d)[af]?(\+PTX)?")
+OLDEST = (8, 0)  # __reduce_max_sync
 NEWEST = {"10.0a": (12, 8), "12.0a": (12, 8)}  # the nvcc that first knew an architecture, where older ones are around
 
 
@@ -69,6 +72,11 @@ def why_not(torch: Any, nvcc: str | None) -> str | None:
     major = nvcc_version(nvcc)[0]
     if major != int(torch.version.cuda.split(".")[0]):
         return f"nvcc is CUDA {major}'s and torch's runtime CUDA {torch.version.cuda}: set CUDA_HOME to a CUDA of torch's major version"
+    chosen = chosen_architectures(torch)
+    if strange := [a for a in chosen if not ARCHITECTURE.fullmatch(a)]:
+        return f"TORCH_CUDA_ARCH_LIST has {', '.join(strange)}: give numbers, such as 8.0;9.0"
+    if chosen and not any(map(new_enough, chosen)):
+        return f"the kernels need compute capability {OLDEST[0]}.{OLDEST[1]} or later, and {', '.join(chosen)} is all there is to build for"
     return None
 
 
@@ -90,16 +98,29 @@ def wanted() -> bool:
     return False
 
 
-def architectures(torch: Any, nvcc: str) -> list[str]:
-    """ "9.0a" and the like: TORCH_CUDA_ARCH_LIST, the devices', or all that this nvcc knows.
+def chosen_architectures(torch: Any) -> list[str]:
+    """ "9.0a" and the like: what TORCH_CUDA_ARCH_LIST names, or the devices at hand; [] when neither says.
 
     Hopper is always built as 9.0a: the instructions that the decode kernels are made of exist under that name alone.
     """
-    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return ["9.0a" if a in ("9.0", "9.0+PTX") else a for a in re.split(r"[;, ]+", listed.strip())]
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ,"):
+        return ["9.0a" if a in ("9.0", "9.0+PTX") else a for a in re.split(r"[;, ]+", listed)]
     if torch.cuda.is_available():
         found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
         return [f"{major}.{minor}{'a' if major >= 9 else ''}" for major, minor in sorted(found)]
+    return []
+
+
+def new_enough(architecture: str) -> bool:
+    """Whether the sources can be compiled for it."""
+    match = ARCHITECTURE.fullmatch(architecture)
+    return match is not None and (int(match[1]), int(match[2])) >= OLDEST
+
+
+def architectures(torch: Any, nvcc: str) -> list[str]:
+    """Those that are chosen and new enough, or all that this nvcc knows."""
+    if chosen := chosen_architectures(torch):
+        return [a for a in chosen if new_enough(a)]
     version = nvcc_version(nvcc)
     return [a for a in ARCHITECTURES if version >= NEWEST.get(a, (0, 0))]
 
@@ -140,6 +161,8 @@ def build(target: Path, scratch: Path) -> None:
     scratch.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"aoquant: building CUDA kernels for {', '.join(archs)} with {nvcc}", flush=True)
+    if older := [a for a in chosen_architectures(torch) if a not in archs]:
+        print(f"aoquant: not for {', '.join(older)}, which is older than the kernels can be", flush=True)
     objects = [scratch / f"{source.stem}.o" for source in sources()]
     commands = [compile_command(nvcc, root, s, o, archs) for s, o in zip(sources(), objects, strict=True)]
     running = [subprocess.Popen(command) for command in commands]  # few sources: all at once

@@ -12,6 +12,7 @@ from held_cases import CONFIGS, EACH, INT8, Model, batches, prepared, same
 from torch import Tensor, nn
 
 from aoquant import (
+    WUSH,
     FP8WeightConfig,
     Int8WeightConfig,
     NVFP4WeightConfig,
@@ -250,6 +251,20 @@ def test_a_failed_convert_leaves_the_held_scales() -> None:
 
 
 # Where the scales live
+
+
+@pytest.mark.parametrize("shape", [(4, 48), (4, 0), ()], ids=str)
+@pytest.mark.parametrize("config", [INT8, NVFP4WeightConfig(transform=WUSH(16))], ids=["static", "wush"])
+def test_an_input_of_a_wrong_width_is_named(config: Any, shape: tuple[int, ...]) -> None:
+    model = Model()
+    quantize_(model, QATConfig(config))
+    with pytest.raises(
+        ValueError, match=rf"^up: the layer's input needs K = 64 values .* got shape {re.escape(str(shape))}"
+    ):
+        calibrate(model, [batches(1)[0], torch.randn(shape)])
+    assert uncalibrated(model) == ["up", "down"]
+    calibrate(model, batches(1))
+    assert model(batches(1)[0]).isfinite().all()
 
 
 def test_a_range_too_small_for_a_scale_is_named() -> None:

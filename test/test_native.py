@@ -23,7 +23,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "csrc"))
 import builder  # noqa: E402
 
-CUDA_TORCH = SimpleNamespace(version=SimpleNamespace(cuda="13.0"), __version__="2.11.0+cu130")
+CUDA_TORCH = SimpleNamespace(
+    version=SimpleNamespace(cuda="13.0"), __version__="2.11.0+cu130", cuda=SimpleNamespace(is_available=lambda: False)
+)
 FAKE_NVCC = """#!/bin/sh
 # says what nvcc says, and makes the file that -o names
 if [ "$1" = --version ]; then echo "Cuda compilation tools, release $FAKE_RELEASE, V$FAKE_RELEASE.88"; exit; fi
@@ -105,6 +107,27 @@ def test_architectures(fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
+def test_architectures_that_the_kernels_cannot_have(fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_devices(*capabilities: tuple[int, int]) -> SimpleNamespace:
+        cuda = SimpleNamespace(
+            is_available=lambda: True,
+            device_count=lambda: len(capabilities),
+            get_device_capability=capabilities.__getitem__,
+        )
+        return SimpleNamespace(version=CUDA_TORCH.version, __version__=CUDA_TORCH.__version__, cuda=cuda)
+
+    nvcc = str(fake_nvcc)
+    assert builder.architectures(with_devices((7, 5), (8, 6)), nvcc) == ["8.6"]
+    assert "8.0 or later, and 7.5 is all there is" in (builder.why_not(with_devices((7, 5)), nvcc) or "")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0 7.5;8.0;12.0a+PTX")
+    assert builder.why_not(CUDA_TORCH, nvcc) is None
+    assert builder.architectures(CUDA_TORCH, nvcc) == ["8.0", "12.0a+PTX"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5+PTX")
+    assert "7.5+PTX is all there is to build for" in (builder.why_not(CUDA_TORCH, nvcc) or "")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;Hopper")
+    assert "has Hopper: give numbers" in (builder.why_not(CUDA_TORCH, nvcc) or "")
+
+
 def make_wheel(folder: Path, **environment: str) -> tuple[str, list[str], str]:
     """(file name, names inside, what was said) of the wheel that a copy of the sources makes."""
     folder.mkdir()
@@ -133,9 +156,9 @@ def test_wheels(fake_nvcc: Path, tmp_path: Path) -> None:
     assert "CUDA kernels not built (torch 2.11.0+cu130 is built without CUDA" in said
 
     (fake / "torch" / "__init__.py").write_text(FAKE_TORCH)
-    name, inside, said = make_wheel(tmp_path / "native", PYTHONPATH=str(fake))
+    name, inside, said = make_wheel(tmp_path / "native", PYTHONPATH=str(fake), TORCH_CUDA_ARCH_LIST="7.5;8.0;9.0")
     assert "-py3-none-linux" in name and "aoquant/ops/_native.so" in inside
-    assert "building CUDA kernels for 8.0, 8.6, 8.9, 9.0a, 10.0a, 12.0a" in said
+    assert "building CUDA kernels for 8.0, 9.0a with" in said and "not for 7.5, which is older" in said
     *compiled, linked = (tmp_path / "nvcc.log").read_text().splitlines()
     assert len(compiled) == len(builder.sources()) and all("-fmad=false" in line for line in compiled)
     assert linked.startswith("-shared") and linked.endswith("-ltorch_cpu -ltorch_cuda")

@@ -12,8 +12,8 @@ from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
 import aoquant
-from aoquant import NVFP4WeightConfig, QATConfig, backend, explain, quantize_
-from aoquant.ops import Request, router
+from aoquant import NVFP4WeightConfig, QATConfig, backend, explain, ops, quantize_
+from aoquant.ops import Request, codec, router
 from aoquant.ops.router import Backend
 from aoquant.routes import Routes
 
@@ -92,6 +92,35 @@ def test_prepared_and_converted_layers_say_the_same_of_their_gemm() -> None:
         r"32 x 64 prepared layer, weight=nvfp4.*\n  encode the input, M = 1 and above: reference\n    not cuda: .*\n    not triton:",
         text,
     )
+
+
+def test_nothing_is_made_of_a_packed_weight_whose_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that says so for M up to 16; and the GEMMs of this machine that say so do not call the codec."""
+    few = Backend("few", 40, lambda r: None if r.m <= 16 else "for up to 16 rows", lambda c: c, reads_codes=True)
+    with monkeypatch.context() as m:
+        m.setattr(router, "_backends", list(router._backends))
+        router.register(few)
+        packed = layer(NVFP4WeightConfig(activation=None))
+        prepared = explain(packed)
+        quantize_(nn.Sequential(packed), QATConfig(step="convert"))
+        converted = explain(packed)
+    steps = [[(r.step, r.first, r.last) for r in found.routes] for found in (prepared, converted)]
+    gemms = [("multiply", 1, 16), ("multiply", 17, None)]
+    assert steps == [[("encode the weight", 1, None), *gemms], [("decode the weight", 17, None), *gemms]]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "int8-row", "fp8-tensor"])
+def test_backends_that_read_codes_make_no_values_of_the_weight(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    contract = {"nvfp4": "aoquant", "int8-row": "int8_dynamic", "fp8-tensor": "fp8_scaled_mm"}[name]
+    fmt = aoquant.get_format(name)
+    x, w = (ops.to_parts(fmt.encode(torch.randn(n, 64).bfloat16())) for n in (3, 32))
+    decoded = []
+    real = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda *a, **k: decoded.append(a) or real(*a, **k))
+    request = Request(contract, fmt, fmt, torch.device("cpu"), torch.bfloat16, 3, 32, 64)
+    runs = next(b for b, said in explain(request) if said == "runs")
+    ops.scaled_mm(x, w, None, name, name, contract, [3], 64, torch.bfloat16)
+    assert (runs in ops.code_readers()) == (not decoded) == (name != "nvfp4")
 
 
 def test_weight_only_layers_encode_no_input() -> None:

@@ -92,7 +92,7 @@ _STANDARD: tuple[Format, ...] = (
     NVFP4Search("none"),
     *(MXFP4Dialect(name) for name in ("mxfp4-quest", "xx-mxfp4", "qutlass-mxfp4")),
     *(NVFP4Dialect(dialect) for dialect in ("xx", "qutlass", "te")),
-    NVFP4Dialect("xx", (0.1,)),
+    NVFP4Dialect("xx", fixed=(0.1,)),
     NVFP4Dialect("te", tile=16),
 )
 # named, but not listed: a forward costs twenty iterations

@@ -227,7 +227,9 @@ class Format:
         """Why this format cannot hold rows of k values of `dtype`, and what to do; None when it can."""
         if dtype not in FLOAT_DTYPES:
             return f"{self.name} quantises float32, bfloat16 or float16, got {str(dtype).removeprefix('torch.')}: cast the layer first"
-        if self.block is not None and (k == 0 or k % self.block):
+        if k == 0:
+            return f"{self.name} needs values to quantise, got K = 0: leave the layer out"
+        if self.block is not None and k % self.block:
             return f"{self.name} needs K to be a multiple of {self.block}, got K = {k}: choose a group that divides K or leave the layer out"
         return None
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from . import layout
 from .base import Encoded, Format, Scales
 from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, from_float8, to_e2m1, to_float8
-from .scales import absmax, check_fixed, divide, e8m0_bytes, e8m0_values
+from .fixed import check_fixed
+from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e8m0
 
 E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
 PTS_FLOOR = 2.0**-121
@@ -58,8 +59,7 @@ class MX(Format):
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None
-        byte = torch.where(self._blocks(x_RK).isnan().any(-1), 255, s.scale.view(torch.uint8))
-        return self.quantize(x_RK, Scales(byte.view(torch.float8_e8m0fnu)))
+        return self.quantize(x_RK, Scales(visible_e8m0(self._blocks(x_RK), s.scale)))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None

@@ -25,7 +25,7 @@ Sources: github.com/IST-DASLab/WUSH, /qutlass (its float64 test references), /Qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ from . import layout
 from .base import Encoded, Format, Scales
 from .blockscaled import PTS_FLOOR
 from .elements import E2M1_MAX, from_e2m1, to_e2m1, to_float8
-from .scales import absmax, check_fixed, constants, divide, e8m0_values, fixed_name, reciprocal
+from .fixed import OneScale, constants, fixed_name
+from .scales import absmax, divide, e8m0_values, reciprocal, visible_e8m0
 
 QUEST = 2.92247856 / 6
 _HUGE = 2.0**60  # a block above it is scaled down before its values are squared
@@ -111,8 +112,7 @@ class MXFP4Dialect(_E2M1):
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None
-        byte = torch.where(self._blocks(x_RK).isnan().any(-1), 255, s.scale.view(torch.uint8))
-        return self.quantize(x_RK, Scales(byte.view(torch.float8_e8m0fnu)))
+        return self.quantize(x_RK, Scales(visible_e8m0(self._blocks(x_RK), s.scale)))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None
@@ -163,14 +163,13 @@ def _mean(x_RGB: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NVFP4Dialect(_E2M1):
+class NVFP4Dialect(_E2M1, OneScale):
     """e2m1 codes, one e4m3 scale per 16 values or (te) per tile of 16 x 16, an outer float32 scale.
 
     dialect: "xx", "qutlass" or "te". fixed: (outer scale,), a constant instead of one made from x: g, or te's A. tile: 1 or 16 rows.
     """
 
     dialect: str = "xx"
-    fixed: tuple[float, ...] = ()
     tile: int = 1
 
     @property
@@ -184,19 +183,6 @@ class NVFP4Dialect(_E2M1):
     @property
     def tile_rows(self) -> int:
         return self.tile
-
-    @property
-    def per_tensor(self) -> bool:
-        return not self.fixed
-
-    @property
-    def reach(self) -> str:
-        return "block" if self.fixed else "tensor"
-
-    def fix(self, *numbers: float) -> Format:
-        if self.fixed:
-            return super().fix(*numbers)
-        return replace(self, fixed=check_fixed(self.name, numbers, 1))
 
     def measure(self, x_RK: Tensor) -> Scales:
         if self.fixed:

@@ -14,14 +14,15 @@ low and high bound the absmax, as torchao's hp_value_lb and hp_value_ub do; valu
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .base import Encoded, Format, Scales
+from .base import Encoded, Scales
 from .elements import ELEMENTS, from_float8, to_float8
-from .scales import absmax, check_fixed, constants, divide, fixed_name
+from .fixed import OneScale, constants, fixed_name
+from .scales import absmax, divide
 
 _NAME = re.compile(
     r"fp8(?:-(e5m2))?-(?:(row|tensor)|([1-9]\d*)x([1-9]\d*))(-native)?(?::lb([^:]+))?(?::ub([^:]+))?",
@@ -29,7 +30,7 @@ _NAME = re.compile(
 
 
 @dataclass(frozen=True)
-class Float8(Format):
+class Float8(OneScale):
     """float8 e4m3 or e5m2; scale (R, 1), (1, 1) or (ceil(R / rows), K / cols), float32.
 
     native: divide as x's device does (see scales.py). rows, cols: of a block. low, high: bounds of the absmax. fixed: (scale,), a
@@ -39,7 +40,6 @@ class Float8(Format):
     element: str = "e4m3"
     per: str = "row"  # | "tensor" | "block"
     native: bool = False
-    fixed: tuple[float, ...] = ()
     rows: int = 1
     cols: int = 0
     low: float | None = None
@@ -55,7 +55,7 @@ class Float8(Format):
             low, high = (None if b is None else float(b) for b in bounds)
         except ValueError:
             return None
-        return cls(element or "e4m3", per or "block", bool(native), (), int(rows or 1), int(cols or 0), low, high)
+        return cls(element or "e4m3", per or "block", bool(native), int(rows or 1), int(cols or 0), low, high)
 
     @property
     def name(self) -> str:
@@ -77,17 +77,8 @@ class Float8(Format):
         return self.rows
 
     @property
-    def per_tensor(self) -> bool:
-        return self.per == "tensor" and not self.fixed
-
-    @property
-    def reach(self) -> str:
-        return "block" if self.block or self.fixed else self.per
-
-    def fix(self, *numbers: float) -> Format:
-        if not self.per_tensor:
-            return super().fix(*numbers)
-        return replace(self, fixed=check_fixed(self.name, numbers, 1))
+    def widest(self) -> str:
+        return self.per
 
     def measure(self, x_RK: Tensor) -> Scales:
         if self.fixed:

@@ -19,25 +19,26 @@ With stochastic rounding a choice by the error that was realised is biased; ther
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Format, Scales
+from .base import Encoded, Scales
 from .blockscaled import e2m1_values
 from .contest import METRICS, Contest, Outer, e4m3
 from .elements import E2M1_MAX, from_float8
-from .scales import absmax, check_fixed, constants, fixed_name, quotient
+from .fixed import OneScale, constants, fixed_name
+from .scales import absmax, quotient
 
 _NAME = re.compile(r"fouroversix(?:-(mae|absmax))?(-16x16)?")
 _SMALLEST = 2.0**-9  # positive e4m3
 
 
 @dataclass(frozen=True)
-class FourOverSix(Format):
+class FourOverSix(OneScale):
     """e2m1 codes, an e4m3 scale per 16 values or per `tile` x 16, an outer float32 scale; metric "mse", "mae" or "absmax".
 
     fixed: (amax,), a constant instead of the tensor's own.
@@ -45,7 +46,6 @@ class FourOverSix(Format):
 
     metric: str = "mse"
     tile: int = 1
-    fixed: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.metric not in METRICS or self.tile not in (1, 16):
@@ -84,21 +84,8 @@ class FourOverSix(Format):
         return self.tile
 
     @property
-    def per_tensor(self) -> bool:
-        return not self.fixed
-
-    @property
-    def reach(self) -> str:
-        return "block" if self.fixed else "tensor"
-
-    @property
     def finite_only(self) -> bool:
         return True
-
-    def fix(self, *numbers: float) -> Format:
-        if not self.per_tensor:
-            return super().fix(*numbers)
-        return replace(self, fixed=check_fixed(self.name, numbers, 1))
 
     def measure(self, x_RK: Tensor) -> Scales:
         if self.fixed:

@@ -36,8 +36,8 @@ from .base import Encoded
 from .blockscaled import e2m1_values
 from .contest import Contest, Outer, e4m3
 from .elements import E2M1_MAX, FLOAT8, from_float8, to_float8
+from .fixed import fixed_name
 from .four_over_six import FourOverSix, absmax_of
-from .scales import fixed_name
 
 _NAME = re.compile(r"gridflip(?:-(sided|search))?(?:-c(\d+\.\d+))?(-alternating)?(-16x16)?")
 EFFORTS = ("base", "sided", "search")

@@ -9,14 +9,15 @@ q = clamp(rn(x * (1 / s)) + zp, qmin, qmax);  value = (q - zp) * s
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Format, Scales
-from .scales import absmax, check_fixed, constants, divide, fixed_name, visible
+from .base import Encoded, Scales
+from .fixed import OneScale, constants, fixed_name
+from .scales import absmax, divide, visible
 
 # int8, and int7 in int8's bytes, have float32 scales; int4-g.. is MSLK's format
 _NAME = re.compile(
@@ -26,7 +27,7 @@ _SUFFIX = {"symmetric": "", "asymmetric": "-asym", "noclip": "-noclip"}
 
 
 @dataclass(frozen=True)
-class Affine(Format):
+class Affine(OneScale):
     """Integers of `width` bits with one scale per group, row or tensor. Source: torchao 0.18 `quant_primitives`.
 
     scales: "input" keeps scale and arithmetic in x's dtype (IntxUnpackedToInt8Tensor); "float32" stores a float32 scale, made
@@ -42,7 +43,6 @@ class Affine(Format):
     mapping: str = "symmetric"  # | "asymmetric" | "noclip"
     scales: str = "input"  # | "float32"
     native: bool = False
-    fixed: tuple[float, ...] = ()
     stored: str = ""  # | "float32" | "bfloat16" | "float16"
 
     @classmethod
@@ -78,17 +78,12 @@ class Affine(Format):
         return -(1 << (self.width - 1)), (1 << (self.width - 1)) - 1
 
     @property
-    def per_tensor(self) -> bool:
-        return self.per == "tensor" and not self.fixed
+    def widest(self) -> str:
+        return "block" if self.block else self.per
 
     @property
-    def reach(self) -> str:
-        return "block" if self.block or self.fixed else self.per
-
-    def fix(self, *numbers: float) -> Format:
-        if not self.per_tensor:
-            return super().fix(*numbers)
-        return replace(self, fixed=check_fixed(self.name, numbers, 2 if self.mapping == "asymmetric" else 1))
+    def constants(self) -> int:
+        return 2 if self.mapping == "asymmetric" else 1
 
     def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._scaled_blocks(x_RK)

@@ -55,28 +55,9 @@ def visible(x_RGB: Tensor, scale: Tensor) -> Tensor:
     return torch.where(x_RGB.isnan().any(-1), torch.nan, scale)
 
 
-def check_fixed(name: str, numbers: tuple[float, ...], wanted: int) -> tuple[float, ...]:
-    """`numbers` as a positive finite scale and, where two are wanted, an int8 zero point.
-
-    Raises:
-        ValueError: they are something else.
-    """
-    scale, *zero = numbers or (0.0,)
-    if len(numbers) != wanted or not 0 < scale < float("inf") or any(z != int(z) or not -128 <= z <= 127 for z in zero):
-        what = "a positive finite scale" + (" and an int8 zero point" if wanted == 2 else "")
-        raise ValueError(f"{name} is made static by {what}, got {', '.join(map(repr, numbers)) or 'nothing'}")
-    return (scale, *map(int, zero))
-
-
-def fixed_name(fixed: tuple[float, ...]) -> str:
-    """The end of a format's name that holds its constants: repr gives every float32 back exactly."""
-    return f"-static:{':'.join(map(repr, fixed))}" if fixed else ""
-
-
-def constants(fixed: tuple[float, ...], device: torch.device) -> list[Tensor]:
-    """(1, 1) tensors: the scale float32, the zero point int8."""
-    dtypes = (torch.float32, torch.int8)
-    return [torch.full((1, 1), c, dtype=dtype, device=device) for c, dtype in zip(fixed, dtypes, strict=False)]
+def visible_e8m0(x_RGB: Tensor, scale: Tensor) -> Tensor:
+    """e8m0 `scale` (R, G), NaN for the groups of x that hold a NaN: e2m1 codes have none."""
+    return torch.where(x_RGB.isnan().any(-1), 255, scale.view(torch.uint8)).view(torch.float8_e8m0fnu)
 
 
 def e8m0_bytes(amax: Tensor, rule: str, *, max_pow2: int, max_value: float, mantissa_bits: int) -> Tensor:

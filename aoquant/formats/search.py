@@ -19,7 +19,8 @@ from . import layout
 from .base import Encoded, Format, Scales
 from .blockscaled import E4M3_FLOOR, NVFP4, PTS_FLOOR
 from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, to_e2m1
-from .scales import absmax, check_fixed, divide
+from .fixed import check_fixed
+from .scales import absmax, divide
 
 DOWN, UP = 4, 8
 LOWEST, HIGHEST = 0x08, 0x7E  # e4m3 bytes of 2^-6 and 448

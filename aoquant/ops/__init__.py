@@ -38,7 +38,7 @@ from .matmul import TENSOR_CORES
 from .mslk import MSLK
 from .packed import PACKED
 from .qutlass import QUTLASS
-from .router import Backend, Request, backend, backend_names, explain, register
+from .router import Backend, Request, backend, backend_names, code_readers, explain, register
 from .tinygemm import TINYGEMM
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "backend",
     "backend_names",
     "bgrad",
+    "code_readers",
     "decode",
     "dgrad",
     "direct",

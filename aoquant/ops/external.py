@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from aoquant.formats import Float8
 
 from .call import Call
-from .reference import fp8_epilogue, int8_epilogue
+from .reference import fp8_epilogue, int8_epilogue, rescale
 from .router import Backend, Request
 
 
@@ -52,20 +52,25 @@ def _cpu_row_scales() -> bool:
 
 def _scaled_mm(c: Call) -> Tensor:
     assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
-    x_MK, scale, rows = c.x.codes, c.x.scale, c.x.codes.shape[0]
-    try:
-        return c.shaped(_multiply(c, x_MK, scale))
-    except RuntimeError as error:
-        if rows >= FEWEST_CUBLAS_ROWS or "NOT_SUPPORTED" not in str(error):
-            raise
-    # torchao's layer raises here: cuBLAS has no kernel with a bias for few rows and many columns; more rows have one
-    short = FEWEST_CUBLAS_ROWS - rows
-    x_MK = F.pad(x_MK.view(torch.uint8), (0, 0, 0, short)).view(x_MK.dtype)
-    scale = F.pad(scale, (0, 0, 0, short), value=1.0) if c.w_format.per == "row" else scale
-    return c.shaped(_multiply(c, x_MK, scale)[:rows])
+    shape = (*c.x.codes.shape, *c.w.codes.shape, c.bias is None, c.dtype, c.contract)
+    if shape not in _refused:
+        try:
+            return c.shaped(_multiply(c, c.x.codes, c.x.scale))
+        except RuntimeError as error:
+            if "NOT_SUPPORTED" not in str(error):
+                raise
+        _refused.add(shape)  # an exception costs more than the GEMM
+    # torchao's layer raises here: with a bias and a scale per row cuBLAS has no kernel that splits K; with one scale it has, and the same sums
+    return rescale(c, _accumulated(c.x.codes, c.w.codes, c.contract == "fp8_scaled_mm"))
 
 
-FEWEST_CUBLAS_ROWS = 32
+_refused: set[tuple[object, ...]] = set()  # shapes for which cuBLAS has no kernel
+
+
+def _accumulated(x_MK: Tensor, w_NK: Tensor, fast: bool) -> Tensor:
+    """(M, N) float32 sums of fp8 products, by the GEMM that has one scale for each side."""
+    one = torch.ones((), device=w_NK.device)
+    return torch._scaled_mm(x_MK, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
 
 
 def _multiply(c: Call, x_MK: Tensor, scale: Tensor) -> Tensor:
@@ -108,9 +113,7 @@ def _fp8_operands(c: Call) -> Tensor:
     rows = c.x.codes.shape[0]
     short = max(0, FEWEST_ROWS - rows)
     x_MK = F.pad(c.x.codes.view(torch.uint8), (0, 0, 0, short)).view(c.x.codes.dtype)
-    one = torch.ones((), device=w_NK.device)
-    fast = not c.contract.endswith("_precise")
-    acc_MN = torch._scaled_mm(x_MK, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
+    acc_MN = _accumulated(x_MK, w_NK, not c.contract.endswith("_precise"))
     return fp8_epilogue(c, acc_MN[:rows])
 
 
@@ -173,8 +176,8 @@ def _blockwise(c: Call) -> Tensor:
 
 TORCH = (
     Backend("torch.mm", 10, _why_not_mm, _mm),
-    Backend("torchao.blockwise", 10, _why_not_blockwise, _blockwise),
-    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm),
-    Backend("torch._scaled_mm.operands", 10, _why_not_fp8_operands, _fp8_operands),
-    Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm),
+    Backend("torchao.blockwise", 10, _why_not_blockwise, _blockwise, reads_codes=True),
+    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm, reads_codes=True),
+    Backend("torch._scaled_mm.operands", 10, _why_not_fp8_operands, _fp8_operands, reads_codes=True),
+    Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm, reads_codes=True),
 )

@@ -138,6 +138,6 @@ def _triton(c: Call) -> Tensor:
 
 
 FEW_ROWS = (
-    Backend("cuda-decode", 8, _why_not_cuda, _cuda),
-    Backend("triton-decode", 7, _why_not_triton, _triton),
+    Backend("cuda-decode", 8, _why_not_cuda, _cuda, reads_codes=True),
+    Backend("triton-decode", 7, _why_not_triton, _triton, reads_codes=True),
 )

@@ -164,7 +164,7 @@ def _quantize(
 
 
 QUTLASS = (
-    Backend(NAME, 8, _why_not, _run),
+    Backend(NAME, 8, _why_not, _run, reads_codes=True),
     Backend(NAME, -1, _why_not_encode, _encode, "encode"),
     Backend(NAME, -1, _why_not_encode, _quantize, "quantize"),
 )

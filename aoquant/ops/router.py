@@ -79,6 +79,7 @@ class Backend:
     """A kernel: why_not(request) is None when it keeps the request's contract, otherwise the reason, for people.
 
     run: takes a `Call` and returns y, when the role is "gemm"; `codec.py` says what its roles take.
+    reads_codes: whether a GEMM multiplies W's codes and scales, so that nobody has to make W's values.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Backend:
     why_not: Callable[[Any], str | None] = field(repr=False)
     run: Callable[..., Any] = field(repr=False)
     role: str = "gemm"
+    reads_codes: bool = False
 
 
 _backends: list[Backend] = []
@@ -103,6 +105,11 @@ def register(*backends: Backend) -> None:
 
 def backend_names(role: str = "gemm") -> list[str]:
     return [b.name for b in _backends if b.role == role]
+
+
+def code_readers() -> set[str]:
+    """Names of the GEMM backends that multiply W's codes and scales."""
+    return {b.name for b in _backends if b.role == "gemm" and b.reads_codes}
 
 
 @contextlib.contextmanager

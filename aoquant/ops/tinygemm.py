@@ -149,6 +149,6 @@ def _cuda(c: Call) -> Tensor:
 
 
 TINYGEMM = (
-    Backend("torch._weight_int4pack_mm_for_cpu", 10, _why_not_cpu, _cpu),
-    Backend("torch._weight_int4pack_mm", 10, _why_not_cuda, _cuda),
+    Backend("torch._weight_int4pack_mm_for_cpu", 10, _why_not_cpu, _cpu, reads_codes=True),
+    Backend("torch._weight_int4pack_mm", 10, _why_not_cuda, _cuda, reads_codes=True),
 )

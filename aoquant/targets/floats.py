@@ -164,7 +164,10 @@ def _float8_static(config: Any) -> Target:
 
 def _fp8_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
     if n % 16 or k % 16:
-        return f"the fp8 GEMM needs N and K to be multiples of 16, got N = {n}, K = {k}: leave the layer out"
+        return (
+            f"the fp8 GEMM needs N and K to be multiples of 16, got N = {n}, K = {k}: leave the layer out, or use aoquant.FP8WeightConfig, "
+            "which takes any"
+        )
     return None
 
 

@@ -364,3 +364,9 @@ def test_mx_scales_bound_the_largest_value(name: str, row: list[float], exponent
     if top:
         assert top <= scale * limit * (1 if fmt.rule in ("rceil", "ceil") else 2)
         assert top > scale * limit / 4
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_rows_without_values_are_refused(name: str) -> None:
+    reason = get_format(name).why_not(0, torch.bfloat16)
+    assert reason is not None and reason.endswith("got K = 0: leave the layer out")

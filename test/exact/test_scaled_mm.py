@@ -1,4 +1,4 @@
-"""torch._scaled_mm where it has no kernel: cuBLAS with a bias, few rows and many columns. More rows have one, and their first are asked for."""
+"""torch._scaled_mm where it has no kernel with a scale per row: cuBLAS, few rows, a large K. The kernel with one scale sums the same products."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aoquant import backend, get_format, ops
+from aoquant.ops import external
 
 K, N = 64, 48
 
@@ -20,34 +21,42 @@ def call(name: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return ops.scaled_mm(*parts, bias, name, name, "fp8_scaled_mm", [len(x)], K, torch.bfloat16)
 
 
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("name", ["fp8-row", "fp8-tensor"])
-@pytest.mark.parametrize("rows", [1, 3, 31])
-def test_few_rows_are_padded_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 200])
+def test_one_scale_serves_where_a_scale_per_row_has_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int, with_bias: bool
+) -> None:
     x, w, bias = torch.randn(rows, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N).bfloat16()
-    want, real, asked = call(name, x, w, bias), torch._scaled_mm, []
+    given = bias if with_bias else None
+    want = call(name, x, w, given)
+    real, refused = torch._scaled_mm, []
 
-    def picky(a: Tensor, *args: Any, bias: Tensor | None, **kwargs: Any) -> Tensor:
-        asked.append(len(a))
-        if bias is not None and len(a) < 32:
+    def picky(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
+        if kwargs["out_dtype"] != torch.float32:
+            refused.append(len(a))
             raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic")
-        return real(a, *args, bias=bias, **kwargs)
+        assert kwargs["scale_a"].numel() == kwargs["scale_b"].numel() == 1 and kwargs.get("bias") is None
+        return real(a, b, **kwargs)
 
     monkeypatch.setattr(torch, "_scaled_mm", picky)
-    assert torch.equal(call(name, x, w, bias), want)
-    assert asked == [rows, 32]
-    call(name, x, w, None)
-    assert asked == [rows, 32, rows]
+    monkeypatch.setattr(external, "_refused", set())
+    y = call(name, x, w, given)
+    assert torch.equal(call(name, x, w, given), y)
+    assert refused == [rows]  # and not asked again
+    assert y.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(y, want, rtol=2**-7, atol=1e-5 * float(want.abs().max()))  # sums of another order
 
 
-def test_other_errors_and_large_inputs_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def failing(a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(len(a))
-        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED" if len(a) > 31 else "CUDA error: an illegal memory access")
+        raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr(torch, "_scaled_mm", failing)
     for rows in (5, 64):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="illegal memory"):
             call("fp8-row", torch.randn(rows, K).bfloat16(), torch.randn(N, K).bfloat16(), None)
     assert calls == [5, 64]

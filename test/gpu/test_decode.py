@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import aoquant
 from aoquant import QATConfig, backend, get_format, quantize_
 from aoquant.formats import Encoded, Format
-from aoquant.ops import Request, explain, few_rows, from_parts, scaled_mm, to_parts
+from aoquant.ops import Request, code_readers, codec, explain, few_rows, from_parts, scaled_mm, to_parts
 from aoquant.ops.router import route
 from aoquant.recipes import get_recipe
 
@@ -246,3 +247,24 @@ def test_what_is_refused() -> None:
         assert route(request).name != "cuda-decode"
     assert "up to" in dict(explain(_request(get_format("nvfp4"), 4096)))["triton-decode"]
     assert from_parts(to_parts(packed("nvfp4", 16, 32)[1]), 32).k == 32
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-weight", "int4-g128"])
+def test_explain_says_when_the_weight_is_decoded(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first M that decodes W is the first whose GEMM does not read codes; below it the codec is never called for W."""
+    layer = nn.Linear(1024, 512, dtype=BF16, device=CUDA)
+    model = nn.Sequential(layer)
+    quantize_(model, QATConfig(get_recipe(recipe).make()))
+    quantize_(model, QATConfig(step="convert"))
+    routes = aoquant.explain(layer).routes
+    (decoding,) = [r for r in routes if r.step == "decode the weight"]
+    reading = {r.last for r in routes if r.step == "multiply" and r.backend in code_readers()}
+    assert decoding.first - 1 in reading and decoding.last is None
+    calls = []
+    real = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda *a, **k: calls.append(a) or real(*a, **k))
+    with torch.no_grad():
+        for m in (1, decoding.first - 1, decoding.first):
+            calls.clear()
+            model(torch.randn(m, 1024, dtype=BF16, device=CUDA))
+            assert bool(calls) == (m >= decoding.first), m

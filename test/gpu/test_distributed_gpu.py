@@ -11,6 +11,7 @@ import distributed_checks
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(900),  # the fixture makes every check, and both processes compile every kernel
     pytest.mark.xdist_group("distributed"),  # one process runs them all, on both GPUs
     pytest.mark.skipif(torch.cuda.device_count() < distributed_checks.WORLD, reason="needs two GPUs"),
 ]

@@ -6,12 +6,11 @@ The converted layer is made by torchao's `quantize_` and calls torchao's kernels
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
     Float8DynamicActivationInt4WeightConfig,
@@ -23,8 +22,9 @@ from torchao.quantization import (
 from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 
-from aoquant import QATConfig, quantize_
+from aoquant import QATConfig, backend, quantize_
 from aoquant.ops import mslk
+from aoquant.report.measure import sqnr
 
 pytestmark = pytest.mark.gpu
 
@@ -70,11 +70,21 @@ def test_prepared_equals_torchaos_layer(name: str, n: int, k: int) -> None:
             assert y.isfinite().all()
             if not x.numel():
                 continue
-            if (name, k) == ("fp8 row", 14336) and x.numel() < 32 * k:
-                with suppress(
-                    RuntimeError
-                ):  # cuBLAS in torch 2.11 has no kernel with a bias for few rows, the padded one has
-                    assert torch.equal(y, theirs(x)), shape
+            want = output(name, theirs, x)
+            if want is None:  # nothing to be equal to: the exact products, summed by the kernel with one scale
+                with backend("reference"):
+                    assert sqnr(model(x), y) > 45, shape
                 continue
-            assert torch.equal(y, theirs(x)), shape
+            assert torch.equal(y, want), shape
             assert torch.equal(y, converted(x)), shape
+
+
+def output(name: str, theirs: nn.Module, x: Tensor) -> Tensor | None:
+    """theirs(x); None where cuBLAS in torch 2.11 has no kernel with a scale per row, and torchao's layer raises."""
+    try:
+        y: Tensor = theirs(x)
+    except RuntimeError as error:
+        if name == "fp8 row" and "NOT_SUPPORTED" in str(error):
+            return None
+        raise
+    return y

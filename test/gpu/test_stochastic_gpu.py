@@ -86,7 +86,7 @@ def test_gradients_are_the_cpus_up_to_the_order_of_sums(recipe: str) -> None:
         found = []
         for one, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
             one.zero_grad()
-            z = x.to(device).requires_grad_()
+            z = x.to(device, copy=True).requires_grad_()
             one(z).backward(g.to(device))
             found.append([t.float().cpu() for t in (z.grad, one.weight.grad, one.bias.grad)])
         for a, b in zip(*found, strict=True):

@@ -128,13 +128,14 @@ def test_layers(config: NVFP4WeightConfig) -> None:
     x, g = torch.randn(96, 768, dtype=BF16), torch.randn(96, 512, dtype=BF16)
     grads = []
     for model in (net, gpu):
-        leaf = x.to(model[0].weight.device).requires_grad_()
+        device = model[0].weight.device
+        leaf, dy = x.to(device, copy=True).requires_grad_(), g.to(device)
         y = model(leaf)
         torch.cuda.synchronize()
         if leaf.is_cuda:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            y.backward(g.to(y.device))
+            y.backward(dy)
             model(leaf.detach())
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -264,8 +264,9 @@ def _process(rank: int, backend: str, device: str, port: int, directory: str, sl
     torch.use_deterministic_algorithms(True, warn_only=True)  # poisons torch.empty, see test/conftest.py
     if device == "cuda":
         torch.cuda.set_device(rank)
+    patience = timedelta(seconds=30 if device == "cpu" else 120)  # for the other process, which may compile a kernel
     dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=patience
     )
     import distributed_checks  # the modules that enter the checks import this one
 

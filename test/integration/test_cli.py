@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,8 @@ def test_recovered_share() -> None:
     assert job.recovered(perplexity(-40.0), perplexity(-44.0), perplexity(-42.0)).startswith("n/a (one document")
     noise = perplexity(-40.5, -40.6, -42.4)
     assert job.recovered(base, noise, half).startswith("n/a (PTQ loses 0.0167")
+
+
+def test_python_m_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "aoquant", "quantise"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "no command is called 'quantise'" in done.stderr

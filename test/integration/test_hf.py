@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torchao.core.config import config_to_dict
@@ -339,6 +340,20 @@ def test_quantised_head_that_the_config_ties_is_refused_until_untied(tmp_path: P
     model.config.tie_word_embeddings = False
     save_pretrained(model, tmp_path)
     assert torch.equal(logits(load_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("how", ["save_pretrained", "save_file", "save_model"])
+def test_what_takes_codes_for_plain_memory_is_told_how_to_save(how: str, tmp_path: Path) -> None:
+    model = llama()
+    quantize_(model, Int8WeightConfig())
+    save = {
+        "save_pretrained": lambda: model.save_pretrained(tmp_path),
+        "save_file": lambda: safetensors.torch.save_file(model.state_dict(), tmp_path / "x.safetensors"),
+        "save_model": lambda: safetensors.torch.save_model(model, str(tmp_path / "x.safetensors")),
+    }[how]
+    with pytest.raises(ValueError, match=r"save the model with aoquant.save_pretrained\(model, directory\)"):
+        save()
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_saving_over_another_layout_is_refused(saved: Path, copied: Path) -> None:
