@@ -318,18 +318,21 @@ class _QuantizedLinear(torch.autograd.Function):
             if shared and not direct:  # a sibling may have left out what is missing, where an op wants tensors
                 x_parts = ops.filled(shared)
         w_parts: Sequence[Tensor | None] = w
-        if len(w) == 1 and (not w[0].is_cuda or any(t is not None for t in w_held)):
+        if len(w) == 1 and not (_one_pass(w[0]) and all(t is None for t in w_held)):
             w_parts = _encoded(
                 direct, w[0], w_name, w_held, "codes"
-            )  # on a GPU the GEMM makes its operand of W in one pass
+            )  # elsewhere the GEMM makes its operand of W itself
         strides = _dense_strides(x) if x_name and contract == "dequantize" and not x.is_contiguous() else None
-        y = ops.run(direct, ops.scaled_mm, x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
-        y, measured = y if direct else (y, None)
+        needs_x, needs_bias, needs_xs, _, _, _, needs_ws, *_, needs_w = ctx.needs_input_grad[:_FIXED]
+        arguments = x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides
+        if direct or (len(w_parts) == 1 and needs_x and ops.finds_outer(w_name)):
+            y, measured = ops.run(direct, ops.scaled_mm_measuring, *arguments)
+        else:
+            y, measured = ops.scaled_mm(*arguments), None
         x_parts = x_parts[:4]  # the values that the GEMM read are not kept
         if slot is not None and shared is None:
             slot.put(x_parts)
 
-        needs_x, needs_bias, needs_xs, _, _, _, needs_ws, *_, needs_w = ctx.needs_input_grad[:_FIXED]
         # if W changes before backward, autograd objects, so what was measured of it still holds there
         saved_w = [*w, *w_held, measured] if needs_x or needs_xs or needs_ws or (needs_w and w_clip) else []
         saved_x: list[Tensor | None] = []
@@ -395,11 +398,16 @@ class _QuantizedLinear(torch.autograd.Function):
 _FIXED = 21  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
 
 
+def _one_pass(x_RK: Tensor) -> bool:
+    """Whether what a GEMM reads of x is best made together with its codes: on a GPU, where a pass over x is what costs."""
+    return x_RK.is_cuda
+
+
 def _encoded(
     direct: bool, x_RK: Tensor, name: str, held: Sequence[Tensor | None], reads: str
 ) -> tuple[Tensor | None, ...]:
-    """The four parts of x; on a GPU, where both come of one pass, also what the GEMM reads of it, unless that is the codes."""
-    if reads == "codes" or not x_RK.is_cuda or any(t is not None for t in held):
+    """The four parts of x; where both come of one pass, also what the GEMM reads of it, unless that is the codes."""
+    if reads == "codes" or not _one_pass(x_RK) or any(t is not None for t in held):
         return ops.run(direct, ops.encode, x_RK, name, *held)
     return ops.run(direct, ops.quantize, x_RK, name, reads == "operand")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
-from aoquant.formats import Affine, Encoded, Format, Scales, Transformed, get_format, layout
+from aoquant.formats import NVFP4, Affine, Encoded, Format, Scales, Transformed, get_format, layout
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 
 from . import backward, codec, reference
@@ -56,6 +56,7 @@ __all__ = [
     "encode",
     "explain",
     "filled",
+    "finds_outer",
     "from_parts",
     "input_error",
     "pull_back",
@@ -65,6 +66,7 @@ __all__ = [
     "saturated",
     "scale_grad",
     "scaled_mm",
+    "scaled_mm_measuring",
     "to_parts",
     "wgrad",
 ]
@@ -84,6 +86,12 @@ register(
 )
 
 
+def finds_outer(format: str) -> bool:
+    """Whether encoding starts with a pass that finds one outer scale, and can be spared it (`dgrad`'s `measured`)."""
+    f = get_format(format).base
+    return type(f) is NVFP4 and f.outer == "dynamic"
+
+
 def direct(*tensors: Tensor | None) -> bool:
     """Whether nobody watches the dispatcher: plain CUDA tensors, no gradients, compiler or mode."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_dispatch_stack():
@@ -92,7 +100,7 @@ def direct(*tensors: Tensor | None) -> bool:
 
 
 def run(direct: bool, op: Any, *args: Any) -> Any:
-    """`op(*args)`; or its body, where a missing part of an encoded matrix is None, and `scaled_mm` returns what it measured of W too."""
+    """`op(*args)`; or its body, where a missing part of an encoded matrix is None."""
     return (_BODIES.get(op) or body(op))(*args) if direct else op(*args)
 
 
@@ -215,7 +223,7 @@ def _scaled_mm(
     dtype: torch.dtype,
     strides: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, alpha of a W that was encoded in passing)."""
+    """`scaled_mm_measuring`; without a W that was encoded in passing, (y, None)."""
     x_hp, w_hp = x[0], w[0]
     assert x_hp is not None and w_hp is not None
     call = Call(
@@ -276,6 +284,43 @@ def _(
     strides: Sequence[int] | None = None,
 ) -> Tensor:
     return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype)
+
+
+@op
+def scaled_mm_measuring(
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    bias: Tensor | None,
+    x_format: str,
+    w_format: str,
+    contract: str,
+    lead: Sequence[int],
+    k: int,
+    dtype: torch.dtype,
+    strides: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`scaled_mm` of [W], and W's outer scale (1, 1), which `dgrad` need not find again: for formats that `finds_outer` names."""
+    y, measured = _scaled_mm(x, w, bias, x_format, w_format, contract, lead, k, dtype, strides)
+    if measured is None:  # nobody had to ask: x has no rows, or the GEMM multiplies codes
+        measured = _encoded(w, w_format, k).outer
+        assert measured is not None
+    return y, measured
+
+
+@fake(scaled_mm_measuring)
+def _(
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    bias: Tensor | None,
+    x_format: str,
+    w_format: str,
+    contract: str,
+    lead: Sequence[int],
+    k: int,
+    dtype: torch.dtype,
+    strides: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype), w[0].new_empty(1, 1, dtype=torch.float32)
 
 
 @op
@@ -483,4 +528,4 @@ def _(grad_RK: Tensor, x: Tensor, format: str, count: int, scale: Tensor, zero: 
     return torch.empty_like(scale, dtype=torch.float32)
 
 
-_BODIES: dict[Any, Callable[..., Any]] = {encode: _encode, quantize: _quantize, scaled_mm: _scaled_mm}
+_BODIES: dict[Any, Callable[..., Any]] = {encode: _encode, quantize: _quantize, scaled_mm_measuring: _scaled_mm}
