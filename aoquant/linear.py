@@ -93,7 +93,7 @@ class LinearRecipe:
         clips = (self.straight_through == "clipped" or scales == "learned" for _, _, scales in self._sides())
         # made once: a forward waits for every microsecond of Python
         self.__dict__["_words"] = (
-            self.input_name, self.fprop_weight.name, self.contract, *clips, *self.backward_names,
+            self.input_name, self.fprop_weight.name, self.contract, *clips, *self.backward_names, ops.finds_outer(self.fprop_weight),
         )  # fmt: skip
 
     def _put_behind_transform(self) -> None:
@@ -196,9 +196,11 @@ class LinearRecipe:
         return self.fprop_input.name if self.fprop_input else ""
 
     @property
-    def words(self) -> tuple[str, str, str, bool, bool, str, str]:
-        """What `_QuantizedLinear` is told: names of input format, weight format and contract; which sides clip gradients; `backward_names`."""
-        words: tuple[str, str, str, bool, bool, str, str] = self.__dict__["_words"]
+    def words(self) -> tuple[str, str, str, bool, bool, str, str, bool]:
+        """What `_QuantizedLinear` is told: names of input format, weight format and contract; which sides clip gradients;
+        `backward_names`; whether W's outer scale is found anew each time.
+        """
+        words: tuple[str, str, str, bool, bool, str, str, bool] = self.__dict__["_words"]
         return words
 
     def __str__(self) -> str:
@@ -304,6 +306,7 @@ class _QuantizedLinear(torch.autograd.Function):
         w_clip: bool,
         dgrad: str,
         wgrad: str,
+        finds_outer: bool,
         random: Tensor | None,
         slot: siblings.Slot | None,
         *w: Tensor,
@@ -325,7 +328,7 @@ class _QuantizedLinear(torch.autograd.Function):
         strides = _dense_strides(x) if x_name and contract == "dequantize" and not x.is_contiguous() else None
         needs_x, needs_bias, needs_xs, _, _, _, needs_ws, *_, needs_w = ctx.needs_input_grad[:_FIXED]
         arguments = x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides
-        if direct or (len(w_parts) == 1 and needs_x and ops.finds_outer(w_name)):
+        if direct or (len(w_parts) == 1 and needs_x and finds_outer):
             y, measured = ops.run(direct, ops.scaled_mm_measuring, *arguments)
         else:
             y, measured = ops.scaled_mm(*arguments), None
@@ -395,7 +398,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return dx, db, dxs, None, None, None, dws, *[None] * (_FIXED - 8), dw, *others
 
 
-_FIXED = 21  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
+_FIXED = 22  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
 
 
 def _one_pass(x_RK: Tensor) -> bool:

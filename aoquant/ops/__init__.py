@@ -34,9 +34,11 @@ from .contracts import CONTRACTS, input_error, reads
 from .define import body, fake, op
 from .external import TORCH
 from .few_rows import FEW_ROWS
+from .lookup import embedding, embedding_grad
 from .matmul import TENSOR_CORES
 from .mslk import MSLK
 from .packed import PACKED
+from .parts import Part, filled, from_parts, to_parts
 from .qutlass import QUTLASS
 from .router import Backend, Request, backend, backend_names, explain, register
 from .tinygemm import TINYGEMM
@@ -86,10 +88,9 @@ register(
 )
 
 
-def finds_outer(format: str) -> bool:
+def finds_outer(format: Format) -> bool:
     """Whether encoding starts with a pass that finds one outer scale, and can be spared it (`dgrad`'s `measured`)."""
-    f = get_format(format).base
-    return type(f) is NVFP4 and f.outer == "dynamic"
+    return type(format.base) is NVFP4 and format.base.outer == "dynamic"
 
 
 def direct(*tensors: Tensor | None) -> bool:
@@ -105,27 +106,6 @@ def run(direct: bool, op: Any, *args: Any) -> Any:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_Part = Tensor | None
-
-
-def to_parts(e: Encoded) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Encoded -> four tensors, a missing one as an empty 1-D tensor."""
-    return filled(e[:4])
-
-
-def filled(parts: Sequence[_Part]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four parts as ops take and return them: an empty 1-D tensor for None."""
-    assert parts[0] is not None
-    # an op's outputs must not alias each other, so every missing part is a tensor of its own
-    codes, scale, zero, outer = (parts[0].new_empty(0, dtype=torch.uint8) if t is None else t for t in parts)
-    return codes, scale, zero, outer
-
-
-def from_parts(parts: Sequence[_Part], k: int) -> Encoded:
-    """Inverse of `to_parts`; a missing part may be None too."""
-    codes, scale, zero, outer = (None if t is None or t.dim() == 1 else t for t in parts)
-    assert codes is not None
-    return Encoded(codes, scale, zero, outer, k)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -137,7 +117,7 @@ def _as_it_is(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def _encoded(
-    parts: Sequence[_Part], format: str, k: int, *held: Tensor | None, encode: _Encode = codec.encode
+    parts: Sequence[Part], format: str, k: int, *held: Tensor | None, encode: _Encode = codec.encode
 ) -> Encoded:
     """[X] encoded, under held scales if there are any; or the four parts of an encoded X."""
     if len(parts) == 4:
@@ -161,7 +141,7 @@ def _whole(format: Format, x_RK: Tensor) -> Encoded:
     return format.encode(x_RK)
 
 
-def _encode(x: Tensor, format: str, *held: Tensor | None) -> tuple[_Part, ...]:
+def _encode(x: Tensor, format: str, *held: Tensor | None) -> tuple[Part, ...]:
     return _encoded([x], format, x.shape[1], *held)[:4]
 
 
@@ -190,7 +170,7 @@ def _(
     return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, transform, encode=_whole))
 
 
-def _quantize(x: Tensor, format: str, operand: bool) -> tuple[_Part, ...]:
+def _quantize(x: Tensor, format: str, operand: bool) -> tuple[Part, ...]:
     with _as_it_is(x.device):
         e, values, _ = codec.quantize(get_format(format), x, x.dtype, operand=operand, keep=True)
     assert e is not None
@@ -212,8 +192,8 @@ def _(x: Tensor, format: str, operand: bool) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _scaled_mm(
-    x: Sequence[_Part],
-    w: Sequence[_Part],
+    x: Sequence[Part],
+    w: Sequence[Part],
     bias: Tensor | None,
     x_format: str,
     w_format: str,
@@ -271,7 +251,7 @@ def scaled_mm(
 
 
 @fake(scaled_mm)
-def _(
+def _like_y(
     x: Sequence[Tensor],
     w: Sequence[Tensor],
     bias: Tensor | None,
@@ -308,19 +288,8 @@ def scaled_mm_measuring(
 
 
 @fake(scaled_mm_measuring)
-def _(
-    x: Sequence[Tensor],
-    w: Sequence[Tensor],
-    bias: Tensor | None,
-    x_format: str,
-    w_format: str,
-    contract: str,
-    lead: Sequence[int],
-    k: int,
-    dtype: torch.dtype,
-    strides: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    return x[0].new_empty(*lead, w[0].shape[0], dtype=dtype), w[0].new_empty(1, 1, dtype=torch.float32)
+def _(x: Sequence[Tensor], w: Sequence[Tensor], *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    return _like_y(x, w, *rest, **named), w[0].new_empty(1, 1, dtype=torch.float32)
 
 
 @op
@@ -333,35 +302,6 @@ def decode(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tens
 @fake(decode)
 def _(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
     return x[0].new_empty(x[0].shape[0], k, dtype=dtype)
-
-
-@op
-def embedding(ids: Tensor, w: Sequence[Tensor], w_format: str, k: int, dtype: torch.dtype) -> Tensor:
-    """Rows `ids` of W^ (*ids.shape, K) in `dtype`; w is [W] (V, K) of that dtype, encoded here, or the four parts of a packed one."""
-    if not ids.numel():
-        return w[0].new_empty(*ids.shape, k, dtype=dtype)
-    flat, format = ids.reshape(-1), get_format(w_format)
-    if len(w) == 1:
-        rows = format.fake_quantize_rows(w[0], flat)
-    else:
-        rows = format.decode_rows(from_parts(w, k), flat, dtype)
-    return rows.reshape(*ids.shape, k)
-
-
-@fake(embedding)
-def _(ids: Tensor, w: Sequence[Tensor], w_format: str, k: int, dtype: torch.dtype) -> Tensor:
-    return w[0].new_empty(*ids.shape, k, dtype=dtype)
-
-
-@op
-def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
-    """dW (rows, K) of a lookup, as nn.Embedding's. padding: the row that gets none, or -1. An op because compiled sums add in another order."""
-    return torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, by_frequency)
-
-
-@fake(embedding_grad)
-def _(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
-    return grad.new_empty(rows, grad.shape[-1])
 
 
 @op

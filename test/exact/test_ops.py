@@ -139,7 +139,7 @@ def test_scaled_mm_is_well_formed(contract: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("contract", ["aoquant", "nvfp4_rescale", "dequantize"])
 def test_scaled_mm_that_measures_is_well_formed(contract: str, name: str, m: int) -> None:
     """It gives `scaled_mm`'s y, and the outer scale that W is encoded with; each is memory of its own."""
-    assert ops.finds_outer(name)
+    assert ops.finds_outer(get_format(name))
     x, w = data("normal", m, K, BF16, 1), data("outlier", N, K, BF16, 2)
     args = encoded(name, x), [w], None, name, name, contract, [m], K, BF16
     opcheck(ops.scaled_mm_measuring, *args)
@@ -150,7 +150,7 @@ def test_scaled_mm_that_measures_is_well_formed(contract: str, name: str, m: int
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "nvfp4"])
 def test_only_a_dynamic_outer_scale_is_measured(name: str) -> None:
-    assert not ops.finds_outer(name)
+    assert not ops.finds_outer(get_format(name))
 
 
 def test_scaled_mm_is_well_formed_for_strided_and_nd_inputs() -> None:
