@@ -264,11 +264,20 @@ def quantized_linear(
     reason = ops.input_error(recipe.contract, x.dtype, w[0].dtype if len(w) == 1 else w[1].dtype)
     if reason is not None:
         raise ValueError(reason)
-    scales = (*(x_scales or Scales()), *(w_scales or Scales()))
+    scales = (*(x_scales or (None,) * 4), *(w_scales or (None,) * 4))
     slot = None
     if recipe.fprop_input is not None and x_scales is None and len(w) == 1:
         slot = siblings.slot(given, x.dtype, recipe.words[0], w[0])
-    return _QuantizedLinear.apply(x, bias, *scales, k, *recipe.words, random, slot, *w)  # type: ignore[no-untyped-call]
+    return _applied(x, bias, *scales, k, *recipe.words, random, slot, *w)
+
+
+@torch.compiler.allow_in_graph
+def _applied(*arguments: Any) -> Tensor:
+    """`_QuantizedLinear`. A compiler takes it as one call, and traces the ops that it makes instead of the Python that makes them: whatever
+    that Python reads would be looked at again before every compiled step.
+    """
+    y: Tensor = _QuantizedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _on_shard(

@@ -18,6 +18,7 @@ from linear_cases import BF16, BY_NAME, assert_equal, counting, data, layer, pre
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint
 
 from aoquant import linear
 
@@ -125,3 +126,37 @@ def test_layers_that_read_one_input_encode_it_once(gpu: bool, monkeypatch: pytes
     found = graphs.kernels()
     assert found["quantize"] + found["encode"] == (1 if gpu else 1 + 3)
     assert found["dgrad"] == found["wgrad"] == 3
+
+
+@pytest.mark.parametrize("name", ["nvfp4-act", "int4-g32"])
+def test_checkpointed_layers_compile_whole(name: str) -> None:
+    """What checkpointing recomputes is in the graph too, and gives the bits of an eager step."""
+    case = BY_NAME[name]
+    net = nn.Sequential(prepared(case, layer(case, BF16)), nn.ReLU())
+    x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
+
+    def run(t: Tensor) -> Tensor:
+        y: Tensor = checkpoint(net, t, use_reentrant=False)
+        return y
+
+    for got, want in zip(step(torch.compile(run, fullgraph=True), net, x, g), step(run, net, x, g), strict=True):
+        assert_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-act", "int4-g32"])
+def test_few_guards_stand_before_a_layer(name: str) -> None:
+    """A compiled step begins by looking again at whatever the compiler read while it traced; what makes the ops is not traced, but taken whole."""
+    case = BY_NAME[name]
+    read: list[str] = []
+
+    def all_of(guards: Any) -> list[bool]:
+        read.extend(guard.name for guard in guards)
+        return [True] * len(guards)
+
+    run = torch.compile(
+        prepared(case, layer(case, BF16)), fullgraph=True, backend="eager", options={"guard_filter_fn": all_of}
+    )
+    run(data("normal", 6, case.k, BF16))
+    assert any("prepared.recipe" in name for name in read)
+    assert any("_applied" in name for name in read)
+    assert not [name for name in read if "_QuantizedLinear" in name or "_encoded" in name or "scaled_mm" in name]
