@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class LinearRecipe:
     input_scales, weight_scales: "dynamic", "static" or "learned".
     transform: of both operands before they are rounded; its formats are behind it then ("hadamard16+nvfp4"), or are put there.
     dgrad_*, wgrad_*: formats of a backward GEMM's operands, along the axis that it contracts; equal, or both None.
+
+    Two fields follow from these, and are there because a forward reads them, for which properties are slow (compiled code looks at each anew):
+    words: what `_QuantizedLinear` is told: names of input format, weight format and contract; which sides clip gradients; `backward_names`;
+    whether W's outer scale is found anew each time. holds: whether the layer holds scales, static or learned ones, or a fitted transform.
     """
 
     fprop_input: Format | None
@@ -70,6 +74,8 @@ class LinearRecipe:
     wgrad_grad_output: Format | None = None
     wgrad_input: Format | None = None
     transform: Transform | None = None
+    words: tuple[str, str, str, bool, bool, str, str, bool] = field(init=False, repr=False, compare=False)
+    holds: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._put_behind_transform()
@@ -90,11 +96,21 @@ class LinearRecipe:
         for side, format, scales in self._sides():
             if reason := self._why_not(side, format, scales):
                 raise ValueError(reason)
-        clips = (self.straight_through == "clipped" or scales == "learned" for _, _, scales in self._sides())
-        # made once: a forward waits for every microsecond of Python
-        self.__dict__["_words"] = (
-            self.input_name, self.fprop_weight.name, self.contract, *clips, *self.backward_names, ops.finds_outer(self.fprop_weight),
-        )  # fmt: skip
+        clips, slots = (
+            [self.straight_through == "clipped" or s == "learned" for _, _, s in self._sides()],
+            self.backward_names,
+        )
+        told = (
+            self.input_name,
+            self.fprop_weight.name,
+            self.contract,
+            *clips,
+            *slots,
+            ops.finds_outer(self.fprop_weight),
+        )
+        object.__setattr__(self, "words", told)
+        holds = self.fitted or (self.input_scales, self.weight_scales) != ("dynamic", "dynamic")
+        object.__setattr__(self, "holds", holds)
 
     def _put_behind_transform(self) -> None:
         """Give both formats the one transform that the recipe or either of them has."""
@@ -170,11 +186,6 @@ class LinearRecipe:
         )
 
     @property
-    def holds(self) -> bool:
-        """Whether the layer holds scales, static or learned ones, or a fitted transform."""
-        return (self.input_scales, self.weight_scales) != ("dynamic", "dynamic") or self.fitted
-
-    @property
     def fitted(self) -> bool:
         """Whether the layer holds the matrices of a fitted transform."""
         return self.transform is not None and self.transform.fitted
@@ -194,14 +205,6 @@ class LinearRecipe:
     def input_name(self) -> str:
         """Name of the input's format, "" for high precision."""
         return self.fprop_input.name if self.fprop_input else ""
-
-    @property
-    def words(self) -> tuple[str, str, str, bool, bool, str, str, bool]:
-        """What `_QuantizedLinear` is told: names of input format, weight format and contract; which sides clip gradients;
-        `backward_names`; whether W's outer scale is found anew each time.
-        """
-        words: tuple[str, str, str, bool, bool, str, str, bool] = self.__dict__["_words"]
-        return words
 
     def __str__(self) -> str:
         weight, x = (f"-{s}" if s != "dynamic" else "" for s in (self.weight_scales, self.input_scales))
@@ -261,14 +264,15 @@ def quantized_linear(
         raise ValueError(
             f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
         )
-    reason = ops.input_error(recipe.contract, x.dtype, w[0].dtype if len(w) == 1 else w[1].dtype)
+    x_name, _, contract, *_ = words = recipe.words
+    reason = ops.input_error(contract, x.dtype, w[0].dtype if len(w) == 1 else w[1].dtype)
     if reason is not None:
         raise ValueError(reason)
     scales = (*(x_scales or (None,) * 4), *(w_scales or (None,) * 4))
     slot = None
-    if recipe.fprop_input is not None and x_scales is None and len(w) == 1:
-        slot = siblings.slot(given, x.dtype, recipe.words[0], w[0])
-    return _applied(x, bias, *scales, k, *recipe.words, random, slot, *w)
+    if x_name and x_scales is None and len(w) == 1:
+        slot = siblings.slot(given, x.dtype, x_name, w[0])
+    return _applied(x, bias, *scales, k, *words, random, slot, *w)
 
 
 @torch.compiler.allow_in_graph
