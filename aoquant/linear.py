@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class LinearRecipe:
     input_scales, weight_scales: "dynamic", "static" or "learned".
     transform: of both operands before they are rounded; its formats are behind it then ("hadamard16+nvfp4"), or are put there.
     dgrad_*, wgrad_*: formats of a backward GEMM's operands, along the axis that it contracts; equal, or both None.
+
+    Two fields follow from these, and are there because a forward reads them, for which properties are slow (compiled code looks at each anew):
+    words: what `_QuantizedLinear` is told: names of input format, weight format and contract; which sides clip gradients; `backward_names`;
+    whether W's outer scale is found anew each time. holds: whether the layer holds scales, static or learned ones, or a fitted transform.
     """
 
     fprop_input: Format | None
@@ -70,6 +74,8 @@ class LinearRecipe:
     wgrad_grad_output: Format | None = None
     wgrad_input: Format | None = None
     transform: Transform | None = None
+    words: tuple[str, str, str, bool, bool, str, str, bool] = field(init=False, repr=False, compare=False)
+    holds: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._put_behind_transform()
@@ -90,11 +96,21 @@ class LinearRecipe:
         for side, format, scales in self._sides():
             if reason := self._why_not(side, format, scales):
                 raise ValueError(reason)
-        clips = (self.straight_through == "clipped" or scales == "learned" for _, _, scales in self._sides())
-        # made once: a forward waits for every microsecond of Python
-        self.__dict__["_words"] = (
-            self.input_name, self.fprop_weight.name, self.contract, *clips, *self.backward_names,
-        )  # fmt: skip
+        clips, slots = (
+            [self.straight_through == "clipped" or s == "learned" for _, _, s in self._sides()],
+            self.backward_names,
+        )
+        told = (
+            self.input_name,
+            self.fprop_weight.name,
+            self.contract,
+            *clips,
+            *slots,
+            ops.finds_outer(self.fprop_weight),
+        )
+        object.__setattr__(self, "words", told)
+        holds = self.fitted or (self.input_scales, self.weight_scales) != ("dynamic", "dynamic")
+        object.__setattr__(self, "holds", holds)
 
     def _put_behind_transform(self) -> None:
         """Give both formats the one transform that the recipe or either of them has."""
@@ -170,11 +186,6 @@ class LinearRecipe:
         )
 
     @property
-    def holds(self) -> bool:
-        """Whether the layer holds scales, static or learned ones, or a fitted transform."""
-        return (self.input_scales, self.weight_scales) != ("dynamic", "dynamic") or self.fitted
-
-    @property
     def fitted(self) -> bool:
         """Whether the layer holds the matrices of a fitted transform."""
         return self.transform is not None and self.transform.fitted
@@ -194,12 +205,6 @@ class LinearRecipe:
     def input_name(self) -> str:
         """Name of the input's format, "" for high precision."""
         return self.fprop_input.name if self.fprop_input else ""
-
-    @property
-    def words(self) -> tuple[str, str, str, bool, bool, str, str]:
-        """What `_QuantizedLinear` is told: names of input format, weight format and contract; which sides clip gradients; `backward_names`."""
-        words: tuple[str, str, str, bool, bool, str, str] = self.__dict__["_words"]
-        return words
 
     def __str__(self) -> str:
         weight, x = (f"-{s}" if s != "dynamic" else "" for s in (self.weight_scales, self.input_scales))
@@ -264,14 +269,24 @@ def quantized_linear(
         raise ValueError(
             f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
         )
-    reason = ops.input_error(recipe.contract, x.dtype, w[0].dtype if len(w) == 1 else w[1].dtype)
+    x_name, _, contract, *_ = words = recipe.words
+    reason = ops.input_error(contract, x.dtype, w[0].dtype if len(w) == 1 else w[1].dtype)
     if reason is not None:
         raise ValueError(reason)
-    scales = (*(x_scales or Scales()), *(w_scales or Scales()))
+    scales = (*(x_scales or (None,) * 4), *(w_scales or (None,) * 4))
     slot = None
-    if recipe.fprop_input is not None and x_scales is None and len(w) == 1:
-        slot = siblings.slot(given, x.dtype, recipe.words[0], w[0])
-    return _QuantizedLinear.apply(x, bias, *scales, k, *recipe.words, random, slot, *w)  # type: ignore[no-untyped-call]
+    if x_name and x_scales is None and len(w) == 1:
+        slot = siblings.slot(given, x.dtype, x_name, w[0])
+    return _applied(x, bias, *scales, k, *words, random, slot, *w)
+
+
+@torch.compiler.allow_in_graph
+def _applied(*arguments: Any) -> Tensor:
+    """`_QuantizedLinear`. A compiler takes it as one call, and traces the ops that it makes instead of the Python that makes them: whatever
+    that Python reads would be looked at again before every compiled step.
+    """
+    y: Tensor = _QuantizedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _on_shard(
@@ -309,6 +324,7 @@ class _QuantizedLinear(torch.autograd.Function):
         w_clip: bool,
         dgrad: str,
         wgrad: str,
+        finds_outer: bool,
         random: Tensor | None,
         slot: siblings.Slot | None,
         *w: Tensor,
@@ -323,18 +339,21 @@ class _QuantizedLinear(torch.autograd.Function):
             if shared and not direct:  # a sibling may have left out what is missing, where an op wants tensors
                 x_parts = ops.filled(shared)
         w_parts: Sequence[Tensor | None] = w
-        if len(w) == 1 and (not w[0].is_cuda or any(t is not None for t in w_held)):
+        if len(w) == 1 and not (_one_pass(w[0]) and all(t is None for t in w_held)):
             w_parts = _encoded(
                 direct, w[0], w_name, w_held, "codes"
-            )  # on a GPU the GEMM makes its operand of W in one pass
+            )  # elsewhere the GEMM makes its operand of W itself
         strides = _dense_strides(x) if x_name and contract == "dequantize" and not x.is_contiguous() else None
-        y = ops.run(direct, ops.scaled_mm, x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides)
-        y, measured = y if direct else (y, None)
+        needs_x, needs_bias, needs_xs, _, _, _, needs_ws, *_, needs_w = ctx.needs_input_grad[:_FIXED]
+        arguments = x_parts, w_parts, bias, x_name, w_name, contract, lead, k, x.dtype, strides
+        if direct or (len(w_parts) == 1 and needs_x and finds_outer):
+            y, measured = ops.run(direct, ops.scaled_mm_measuring, *arguments)
+        else:
+            y, measured = ops.scaled_mm(*arguments), None
         x_parts = x_parts[:4]  # the values that the GEMM read are not kept
         if slot is not None and shared is None:
             slot.put(x_parts)
 
-        needs_x, needs_bias, needs_xs, _, _, _, needs_ws, *_, needs_w = ctx.needs_input_grad[:_FIXED]
         # if W changes before backward, autograd objects, so what was measured of it still holds there
         saved_w = [*w, *w_held, measured] if needs_x or needs_xs or needs_ws or (needs_w and w_clip) else []
         saved_x: list[Tensor | None] = []
@@ -397,14 +416,19 @@ class _QuantizedLinear(torch.autograd.Function):
         return dx, db, dxs, None, None, None, dws, *[None] * (_FIXED - 8), dw, *others
 
 
-_FIXED = 21  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
+_FIXED = 22  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
+
+
+def _one_pass(x_RK: Tensor) -> bool:
+    """Whether what a GEMM reads of x is best made together with its codes: on a GPU, where a pass over x is what costs."""
+    return x_RK.is_cuda
 
 
 def _encoded(
     direct: bool, x_RK: Tensor, name: str, held: Sequence[Tensor | None], reads: str
 ) -> tuple[Tensor | None, ...]:
-    """The four parts of x; on a GPU, where both come of one pass, also what the GEMM reads of it, unless that is the codes."""
-    if reads == "codes" or not x_RK.is_cuda or any(t is not None for t in held):
+    """The four parts of x; where both come of one pass, also what the GEMM reads of it, unless that is the codes."""
+    if reads == "codes" or not _one_pass(x_RK) or any(t is not None for t in held):
         return ops.run(direct, ops.encode, x_RK, name, *held)
     return ops.run(direct, ops.quantize, x_RK, name, reads == "operand")
 

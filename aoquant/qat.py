@@ -149,11 +149,10 @@ class QATLinear(QATLayer, nn.Linear):
         try:
             if not self.calibrated:
                 raise ValueError(NOT_CALIBRATED)
-            scales = self.held_scales("input"), self.held_scales("weight")
+            recipe = self.prepared.recipe
+            scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
-            return quantized_linear(
-                x, [self.weight], self.bias, self.prepared.recipe, self.in_features, *scales, random
-            )
+            return quantized_linear(x, [self.weight], self.bias, recipe, self.in_features, *scales, random)
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 

@@ -8,7 +8,7 @@ and there are no numbers. The full proof is `make gpu-test`.
 
 Variants of a row are interleaved, one round after another, so that a clock that drifts drifts for all of them; a time is the median
 over rounds, with the 20th and 80th percentile beside it. Kernels are timed in CUDA graphs over inputs rotated beyond the L2 cache;
-training steps run eagerly, as users run them, with CUDA events around each. GB/s counts the bytes that have to move, each once,
+training steps run as users run them, eager and compiled, with CUDA events around each. GB/s counts the bytes that have to move, each once,
 against the rate of a copy measured in the same rounds.
 """
 
@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 from record_golden import versions
-from torch import Tensor, nn
+from torch import Tensor
 
-from aoquant import QATConfig, backend, explain, get_format, ops, quantize_
+from aoquant import backend, explain, get_format, ops
 from aoquant.formats import Encoded, Scales, Transformed
 from aoquant.ops import codec
-from aoquant.recipes import get_recipe
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 L2 = 64 << 20  # bytes, at least
@@ -48,8 +47,6 @@ ENCODE = (
 TRANSFORMED = tuple(f"hadamard{size}+{inner}" for inner in ("nvfp4", "mxfp4") for size in (16, 32, 64, 128))
 FITTED = tuple(f"wush{size}+{inner}" for inner in ("nvfp4", "mxfp4") for size in (16, 64))  # no kernel fuses them
 GRIDS = ("fouroversix", "gridflip", "gridflip-sided", "gridflip-search")  # two backends encode them
-LAYERS = ("int4-g128", "int8-int4", "mxfp4", "mxfp8", "nvfp4", "torchao-int4-g128", "torchao-int8-int4", "torchao-fp8")
-SHAPES = ((4096, 4096), (4096, 14336))  # K, N
 TOKENS = 8192
 Row = dict[str, Any]
 
@@ -210,53 +207,6 @@ def rated(
     return rows
 
 
-def layer(recipe: str, k: int, n: int) -> nn.Module:
-    """nn.Linear without bias in bf16; "" leaves it as it is."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(k, n, bias=False, dtype=BF16, device=CUDA))
-    if recipe:
-        quantize_(model, QATConfig(get_recipe(recipe).make()))
-    return model
-
-
-def gate_layer(recipe: str) -> bool:
-    """Whether prepared equals converted, with a kernel that is installed here."""
-    model = layer(recipe, 1024, 512)
-    x = torch.randn(256, 1024, device=CUDA, dtype=BF16)
-    with torch.no_grad():
-        y = model(x)
-        quantize_(model, QATConfig(get_recipe(recipe).make(), step="convert"))
-        try:
-            return same(model(x), y)
-        except (ImportError, NotImplementedError, AttributeError, ValueError) as error:
-            print(
-                f"  {recipe}: converted layer not run here ({type(error).__name__}: {str(error).splitlines()[0][:90]})"
-            )
-            return True
-
-
-def measure_layers(rounds: int) -> list[Row]:
-    """Forward and backward of one layer, 8192 tokens, eager; ratio to nn.Linear."""
-    rows = []
-    for k, n in SHAPES:
-        x = torch.randn(TOKENS, k, device=CUDA, dtype=BF16).requires_grad_()
-        g = torch.randn(TOKENS, n, device=CUDA, dtype=BF16)
-        models = {name or "nn.Linear": layer(name, k, n) for name in ("", *LAYERS)}
-
-        def step(model: nn.Module, x: Tensor = x, g: Tensor = g) -> None:
-            x.grad = None
-            model.zero_grad()
-            model(x).backward(g)
-
-        times = interleaved({name: (lambda m=m: step(m)) for name, m in models.items()}, rounds)  # type: ignore[misc]
-        plain = percentiles(times["nn.Linear"])[1]
-        for name, ts in times.items():
-            p20, p50, p80 = percentiles(ts)
-            rows.append({"suite": "layer", "shape": f"K{k} N{n}", "variant": name, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80,
-                         "ratio": p50 / plain})  # fmt: skip
-    return rows
-
-
 def main() -> int:
     """Print and write the rows; 1 on a red gate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -269,12 +219,13 @@ def main() -> int:
         print("benchmarks/run.py needs a CUDA device")
         return 1
 
-    import decode  # it needs this file's functions
+    import decode  # they need this file's functions
+    import layers
 
     meta = versions(CUDA)
     red = [name for name in (*ENCODE, *TRANSFORMED, *GRIDS) if "encode" in suites and not gate_format(name)]
     red += [name for name in FITTED if "encode" in suites and not gate_fitted(name)]
-    red += [name for name in LAYERS if "layer" in suites and not gate_layer(name)]
+    red += [name for name in layers.RECIPES if "layer" in suites and not layers.gate(name)]
     red += [name for name in decode.FORMATS if "decode" in suites and not decode.gate(name)]
     if red:
         print(f"the exactness gate is red, nothing is timed: {', '.join(red)}")
@@ -285,7 +236,7 @@ def main() -> int:
         rows += measure_encode(20 if args.quick else 100)
         rows += measure_grids(20 if args.quick else 100)
     if "layer" in suites:
-        rows += measure_layers(20 if args.quick else 60)
+        rows += layers.measure(20 if args.quick else 60)
     if "decode" in suites:
         rows += decode.measure(10 if args.quick else 40)
     for row in rows:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
-from aoquant.formats import Affine, Encoded, Format, Scales, Transformed, get_format, layout
+from aoquant.formats import NVFP4, Affine, Encoded, Format, Scales, Transformed, get_format, layout
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 
 from . import backward, codec, reference
@@ -34,9 +34,11 @@ from .contracts import CONTRACTS, input_error, reads
 from .define import body, fake, op
 from .external import TORCH
 from .few_rows import FEW_ROWS
+from .lookup import embedding, embedding_grad
 from .matmul import TENSOR_CORES
 from .mslk import MSLK
 from .packed import PACKED
+from .parts import Part, filled, from_parts, to_parts
 from .qutlass import QUTLASS
 from .router import Backend, Request, backend, backend_names, code_readers, explain, register
 from .tinygemm import TINYGEMM
@@ -57,6 +59,7 @@ __all__ = [
     "encode",
     "explain",
     "filled",
+    "finds_outer",
     "from_parts",
     "input_error",
     "pull_back",
@@ -66,6 +69,7 @@ __all__ = [
     "saturated",
     "scale_grad",
     "scaled_mm",
+    "scaled_mm_measuring",
     "to_parts",
     "wgrad",
 ]
@@ -85,6 +89,11 @@ register(
 )
 
 
+def finds_outer(format: Format) -> bool:
+    """Whether encoding starts with a pass that finds one outer scale, and can be spared it (`dgrad`'s `measured`)."""
+    return type(format.base) is NVFP4 and format.base.outer == "dynamic"
+
+
 def direct(*tensors: Tensor | None) -> bool:
     """Whether nobody watches the dispatcher: plain CUDA tensors, no gradients, compiler or mode."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_dispatch_stack():
@@ -93,32 +102,11 @@ def direct(*tensors: Tensor | None) -> bool:
 
 
 def run(direct: bool, op: Any, *args: Any) -> Any:
-    """`op(*args)`; or its body, where a missing part of an encoded matrix is None, and `scaled_mm` returns what it measured of W too."""
+    """`op(*args)`; or its body, where a missing part of an encoded matrix is None."""
     return (_BODIES.get(op) or body(op))(*args) if direct else op(*args)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_Part = Tensor | None
-
-
-def to_parts(e: Encoded) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Encoded -> four tensors, a missing one as an empty 1-D tensor."""
-    return filled(e[:4])
-
-
-def filled(parts: Sequence[_Part]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four parts as ops take and return them: an empty 1-D tensor for None."""
-    assert parts[0] is not None
-    # an op's outputs must not alias each other, so every missing part is a tensor of its own
-    codes, scale, zero, outer = (parts[0].new_empty(0, dtype=torch.uint8) if t is None else t for t in parts)
-    return codes, scale, zero, outer
-
-
-def from_parts(parts: Sequence[_Part], k: int) -> Encoded:
-    """Inverse of `to_parts`; a missing part may be None too."""
-    codes, scale, zero, outer = (None if t is None or t.dim() == 1 else t for t in parts)
-    assert codes is not None
-    return Encoded(codes, scale, zero, outer, k)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -130,7 +118,7 @@ def _as_it_is(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def _encoded(
-    parts: Sequence[_Part], format: str, k: int, *held: Tensor | None, encode: _Encode = codec.encode
+    parts: Sequence[Part], format: str, k: int, *held: Tensor | None, encode: _Encode = codec.encode
 ) -> Encoded:
     """[X] encoded, under held scales if there are any; or the four parts of an encoded X."""
     if len(parts) == 4:
@@ -154,7 +142,7 @@ def _whole(format: Format, x_RK: Tensor) -> Encoded:
     return format.encode(x_RK)
 
 
-def _encode(x: Tensor, format: str, *held: Tensor | None) -> tuple[_Part, ...]:
+def _encode(x: Tensor, format: str, *held: Tensor | None) -> tuple[Part, ...]:
     return _encoded([x], format, x.shape[1], *held)[:4]
 
 
@@ -183,7 +171,7 @@ def _(
     return to_parts(_encoded([x], format, x.shape[1], scale, zero, outer, transform, encode=_whole))
 
 
-def _quantize(x: Tensor, format: str, operand: bool) -> tuple[_Part, ...]:
+def _quantize(x: Tensor, format: str, operand: bool) -> tuple[Part, ...]:
     with _as_it_is(x.device):
         e, values, _ = codec.quantize(get_format(format), x, x.dtype, operand=operand, keep=True)
     assert e is not None
@@ -205,8 +193,8 @@ def _(x: Tensor, format: str, operand: bool) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _scaled_mm(
-    x: Sequence[_Part],
-    w: Sequence[_Part],
+    x: Sequence[Part],
+    w: Sequence[Part],
     bias: Tensor | None,
     x_format: str,
     w_format: str,
@@ -216,7 +204,7 @@ def _scaled_mm(
     dtype: torch.dtype,
     strides: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, alpha of a W that was encoded in passing)."""
+    """`scaled_mm_measuring`; without a W that was encoded in passing, (y, None)."""
     x_hp, w_hp = x[0], w[0]
     assert x_hp is not None and w_hp is not None
     call = Call(
@@ -264,7 +252,7 @@ def scaled_mm(
 
 
 @fake(scaled_mm)
-def _(
+def _like_y(
     x: Sequence[Tensor],
     w: Sequence[Tensor],
     bias: Tensor | None,
@@ -280,6 +268,32 @@ def _(
 
 
 @op
+def scaled_mm_measuring(
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    bias: Tensor | None,
+    x_format: str,
+    w_format: str,
+    contract: str,
+    lead: Sequence[int],
+    k: int,
+    dtype: torch.dtype,
+    strides: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`scaled_mm` of [W], and W's outer scale (1, 1), which `dgrad` need not find again: for formats that `finds_outer` names."""
+    y, measured = _scaled_mm(x, w, bias, x_format, w_format, contract, lead, k, dtype, strides)
+    if measured is None:  # nobody had to ask: x has no rows, or the GEMM multiplies codes
+        measured = _encoded(w, w_format, k).outer
+        assert measured is not None
+    return y, measured
+
+
+@fake(scaled_mm_measuring)
+def _(x: Sequence[Tensor], w: Sequence[Tensor], *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    return _like_y(x, w, *rest, **named), w[0].new_empty(1, 1, dtype=torch.float32)
+
+
+@op
 def decode(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
     """(R, K) values in `dtype` of the four parts that `encode` gave."""
     values = codec.decode(get_format(format), from_parts(x, k), dtype)
@@ -289,35 +303,6 @@ def decode(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tens
 @fake(decode)
 def _(x: Sequence[Tensor], format: str, k: int, dtype: torch.dtype) -> Tensor:
     return x[0].new_empty(x[0].shape[0], k, dtype=dtype)
-
-
-@op
-def embedding(ids: Tensor, w: Sequence[Tensor], w_format: str, k: int, dtype: torch.dtype) -> Tensor:
-    """Rows `ids` of W^ (*ids.shape, K) in `dtype`; w is [W] (V, K) of that dtype, encoded here, or the four parts of a packed one."""
-    if not ids.numel():
-        return w[0].new_empty(*ids.shape, k, dtype=dtype)
-    flat, format = ids.reshape(-1), get_format(w_format)
-    if len(w) == 1:
-        rows = format.fake_quantize_rows(w[0], flat)
-    else:
-        rows = format.decode_rows(from_parts(w, k), flat, dtype)
-    return rows.reshape(*ids.shape, k)
-
-
-@fake(embedding)
-def _(ids: Tensor, w: Sequence[Tensor], w_format: str, k: int, dtype: torch.dtype) -> Tensor:
-    return w[0].new_empty(*ids.shape, k, dtype=dtype)
-
-
-@op
-def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
-    """dW (rows, K) of a lookup, as nn.Embedding's. padding: the row that gets none, or -1. An op because compiled sums add in another order."""
-    return torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, by_frequency)
-
-
-@fake(embedding_grad)
-def _(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
-    return grad.new_empty(rows, grad.shape[-1])
 
 
 @op
@@ -484,4 +469,4 @@ def _(grad_RK: Tensor, x: Tensor, format: str, count: int, scale: Tensor, zero: 
     return torch.empty_like(scale, dtype=torch.float32)
 
 
-_BODIES: dict[Any, Callable[..., Any]] = {encode: _encode, quantize: _quantize, scaled_mm: _scaled_mm}
+_BODIES: dict[Any, Callable[..., Any]] = {encode: _encode, quantize: _quantize, scaled_mm_measuring: _scaled_mm}

@@ -134,6 +134,25 @@ def test_scaled_mm_is_well_formed(contract: str, dtype: torch.dtype) -> None:
         opcheck(ops.scaled_mm, *gemm(contract, dtype, bias=bias))
 
 
+@pytest.mark.parametrize("m", [M, 0], ids=["rows", "empty"])
+@pytest.mark.parametrize("name", ["nvfp4", "hadamard16+nvfp4"])
+@pytest.mark.parametrize("contract", ["aoquant", "nvfp4_rescale", "dequantize"])
+def test_scaled_mm_that_measures_is_well_formed(contract: str, name: str, m: int) -> None:
+    """It gives `scaled_mm`'s y, and the outer scale that W is encoded with; each is memory of its own."""
+    assert ops.finds_outer(get_format(name))
+    x, w = data("normal", m, K, BF16, 1), data("outlier", N, K, BF16, 2)
+    args = encoded(name, x), [w], None, name, name, contract, [m], K, BF16
+    opcheck(ops.scaled_mm_measuring, *args)
+    y, outer = ops.scaled_mm_measuring(*args)
+    assert_equal(y, ops.scaled_mm(*args))
+    assert_equal(outer, ops.encode(w, name)[3])
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n != "nvfp4"])
+def test_only_a_dynamic_outer_scale_is_measured(name: str) -> None:
+    assert not ops.finds_outer(get_format(name))
+
+
 def test_scaled_mm_is_well_formed_for_strided_and_nd_inputs() -> None:
     w, name = encoded("intx4-g32", data("normal", N, K, BF16)), "intx8-row-asym-native"
     x = data("normal", M, K, BF16, 1).view(2, 3, K).transpose(0, 1)
