@@ -1,13 +1,16 @@
-"""Final losses of one small Llama trained from scratch under several recipes: same tokens, same seeds, one table.
+"""One small Llama trained from scratch under several recipes: held-out losses, compared run by run.
 
-    python benchmarks/pretrain_recipes.py --text mix.txt.xz --validation held_out.txt --out DIR --steps 600 --seeds 3
+    python benchmarks/pretrain_recipes.py --text mix.txt.xz --validation held_out.txt --out DIR --steps 1000 --seeds 3 --jobs 9
 
-The model and its training are `eval/pretrain.py`'s. The text is encoded once and kept in DIR/corpus.pt, which a later call takes as it is;
-every variant then trains in a process of its own, all of them at once on one device, since at this size the device waits for Python.
-`--limit` ends them after so many seconds: runs that have ended by then count, so some variants may have more seeds than others.
+The model and its training are `eval/pretrain.py`'s. The text is encoded once and kept in DIR/corpus.pt, which a later call takes as it is.
 
-Written are DIR/pretrain_recipes.csv, a row for each run, and pretrain_recipes.txt, means over seeds: bits per byte of the validation text and
-the mean training loss of the last tenth, in nats a token.
+A seed fixes initial weights and the order of the data, for every variant alike. So variants are compared seed by seed: what a seed does to
+all of them drops out of the differences, whose standard error is that of the mean over seeds. Differences between seeds are several times
+larger than those between recipes.
+
+Every run is a process, `--jobs` of them at once, first all variants of one seed. DIR/pretrain_recipes.csv has a row for each validation of
+each run, and is rewritten with pretrain_recipes.txt whenever a run ends and when `--limit` seconds are over. The same call then goes on
+where the runs stopped.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +32,7 @@ EVAL = Path(__file__).resolve().parents[1] / "eval"
 # name -> recipe and backward of eval/pretrain.py
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": "bf16"},
+    "bf16, again": {"recipe": "bf16"},  # how far apart two runs of the same get: a GPU adds gradients in no fixed order
     "quartet2": {"recipe": "quartet2"},
     "quartet": {"recipe": "quartet"},
     "quartet, nearest": {"recipe": "quartet", "backward": "rht32+xx-mxfp4"},  # the same scale, rounded to nearest
@@ -35,108 +40,181 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nvfp4": {"recipe": "nvfp4"},
     "gridflip": {"recipe": "gridflip"},
 }
-MODEL = {"vocab": 4096, "hidden": 256, "intermediate": 768, "layers": 3, "heads": 4, "kv_heads": 2, "window": 256}
-TRAINING = {"batch": 16, "lr": 3e-3, "decay_fraction": 0.6, "anneal_fraction": 0.0, "log_every": 10}
+# What the recipes promise, as differences.
+PAIRS = [
+    ("quartet2", "bf16"),
+    ("quartet", "quartet2"),
+    ("quartet, nearest", "quartet"),
+    ("quartet2, nearest", "quartet2"),
+]
+MODEL = {"vocab": 4096, "hidden": 256, "intermediate": 768, "layers": 6, "heads": 4, "kv_heads": 2, "window": 256}
+TRAINING = {"batch": 128, "lr": 3e-3, "decay_fraction": 0.6, "anneal_fraction": 0.0, "log_every": 10}
+VALIDATIONS = 4  # of a run, the last one at its end
 
 
-def pretrain() -> Any:
-    """The module eval/pretrain.py."""
-    if str(EVAL) not in sys.path:
-        sys.path.insert(0, str(EVAL))
-    import pretrain
+class Run(NamedTuple):
+    """A variant with a seed."""
 
-    return pretrain
+    variant: str
+    seed: int
+
+    def folder(self, o: argparse.Namespace) -> Path:
+        path: Path = o.out / f"{self.variant.replace(', ', '-')}-{self.seed}-{o.steps}"
+        return path
 
 
-def corpus(text: tuple[Path, ...], validation: tuple[Path, ...], out: Path) -> None:
+def settings(o: argparse.Namespace) -> dict[str, Any]:
+    """MODEL and TRAINING with the changes of --set."""
+    changes = dict(pair.split("=") for pair in o.set)
+    found = {**MODEL, **TRAINING}
+    if unknown := changes.keys() - found.keys():
+        raise SystemExit(f"--set knows {', '.join(found)}, got {', '.join(sorted(unknown))}")
+    return found | {name: type(found[name])(value) for name, value in changes.items()}
+
+
+def corpus(o: argparse.Namespace) -> None:
     """Encode the text, once."""
-    if (out / "corpus.pt").exists():
+    if (o.out / "corpus.pt").exists():
         return
-    pretrain()
+    sys.path.insert(0, str(EVAL))
     from corpus import Sources, prepare
 
-    data = prepare(
-        Sources(text, (), validation, None, 6_000_000, MODEL["vocab"], MODEL["window"]), out / "model", "cpu"
-    )
-    torch.save(
-        {
-            "ids": data.ids.to(torch.uint16),
-            "validation": data.validation.to(torch.uint16),
-            "bytes": data.validation_bytes,
-        },
-        out / "corpus.pt",
-    )
+    model = settings(o)
+    texts = tuple(o.text), (), tuple(o.validation)
+    data = prepare(Sources(*texts, None, 6_000_000, model["vocab"], model["window"]), o.out / "model", "cpu")
+    ids, validation = data.ids.to(torch.uint16), data.validation.to(torch.uint16)
+    torch.save({"ids": ids, "validation": validation, "bytes": data.validation_bytes}, o.out / "corpus.pt")
 
 
-def work(name: str, seeds: list[int], steps: int, out: Path, device: str) -> None:
-    """Train one variant for every seed; a line of JSON for each run."""
-    script = pretrain()
+def work(o: argparse.Namespace, run: Run) -> None:
+    """Train one run, from its checkpoint if it has one; writes row.json."""
+    sys.path.insert(0, str(EVAL))
+    import pretrain
     from corpus import Corpus
 
     torch.set_float32_matmul_precision("high")
-    stored = torch.load(out / "corpus.pt", weights_only=True)
-    ids, validation = (stored[key].int().to(device) for key in ("ids", "validation"))
-    data = Corpus(None, ids, len(ids), validation, stored["bytes"])  # type: ignore[arg-type]
-    base = {**MODEL, **TRAINING, **VARIANTS[name], "steps": steps, "warmup": max(1, steps // 15), "device": device}
-    for seed in seeds:
-        folder = out / f"{file_name(name)}-{seed}-{steps}"
-        folder.mkdir(parents=True, exist_ok=True)
-        config = script.Config(text=(Path(__file__),), out=folder, seed=seed, checkpoint_every=steps, **base)
-        model = script.build_model(config)
-        result = script.train(config, data, model)
-        last = result["losses"][-max(1, len(result["losses"]) // 10) :]
-        row = {
-            "variant": name,
-            "seed": seed,
-            "steps": steps,
-            "tokens": result["tokens_trained"],
-            "bits_per_byte": round(result["validation_bits_per_byte"], 5),
-            "train_loss": round(mean(last), 5),
-            "seconds": result["train_seconds"],
-        }
-        print(json.dumps(row), flush=True)
+    stored = torch.load(o.out / "corpus.pt", weights_only=True)
+    ids, validation = (stored[key].int().to(o.device) for key in ("ids", "validation"))
+    every, folder = max(1, o.steps // VALIDATIONS), run.folder(o)
+    config = pretrain.Config(
+        text=(Path(__file__),), out=folder, seed=run.seed, steps=o.steps, warmup=max(1, o.steps // 15), device=o.device,
+        graph=o.device.startswith("cuda"), checkpoint_every=every, validate_every=every,
+        resume=(folder / "checkpoint.pt").exists(), **settings(o), **VARIANTS[run.variant],
+    )  # fmt: skip
+    model = pretrain.build_model(config)
+    result = pretrain.train(config, Corpus(None, ids, len(ids), validation, stored["bytes"]), model)  # type: ignore[arg-type]
+    losses = result["losses"]
+    row = {
+        "step": o.steps,
+        "bits_per_byte": result["validation_bits_per_byte"],
+        "train_loss": mean(losses[-max(1, len(losses) // 10) :]),
+        "seconds": result["train_seconds"],
+    }
+    (folder / "row.json").write_text(json.dumps(row))
 
 
-def run_all(o: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of every variant, each in a process."""
-    command = [sys.executable, __file__, "--out", str(o.out), "--steps", str(o.steps), "--seeds", str(o.seeds)]
-    ends = time.monotonic() + (o.limit or float("inf"))
-    processes = {}
-    for name in o.variants:
-        log = (o.out / f"{file_name(name)}.log").open("w")
-        worker = [*command, "--device", o.device, "--worker", name]
-        processes[name] = subprocess.Popen(worker, stdout=subprocess.PIPE, stderr=log, text=True)
+def run_all(o: argparse.Namespace, runs: list[Run]) -> None:
+    """Run what has not ended yet, `o.jobs` at once; write the tables as they come."""
+    ends = time.monotonic() + (o.limit or math.inf)
+    waiting = [run for run in runs if not (run.folder(o) / "row.json").exists()]
+    running: dict[Run, subprocess.Popen[bytes]] = {}
+    while (waiting or running) and time.monotonic() < ends:
+        while waiting and len(running) < o.jobs:
+            run = waiting.pop(0)
+            run.folder(o).mkdir(parents=True, exist_ok=True)
+            worker = [*sys.argv, "--worker", run.variant, str(run.seed)]
+            with (run.folder(o) / "log.txt").open("a") as log:
+                running[run] = subprocess.Popen([sys.executable, *worker], stdout=log, stderr=log)
+        for run in [run for run, process in running.items() if process.poll() is not None]:
+            if running.pop(run).returncode:
+                print(f"{run.variant}, seed {run.seed} failed; see {run.folder(o) / 'log.txt'}", file=sys.stderr)
+            write(o, runs)
+        time.sleep(0.1)
+    for process in running.values():
+        process.kill()
+        process.wait()
+    write(o, runs)
+
+
+def read(o: argparse.Namespace, runs: list[Run]) -> list[dict[str, Any]]:
+    """A row for each validation of each run."""
+    stored = torch.load(o.out / "corpus.pt", weights_only=True)
+    nats = math.log(2) * stored["bytes"] / len(stored["validation"])  # a token's, from a byte's bits
     rows = []
-    for name, process in processes.items():
-        try:
-            printed, _ = process.communicate(timeout=None if o.limit is None else max(0.1, ends - time.monotonic()))
-            if process.returncode:
-                print(f"{name} failed; see {file_name(name)}.log", file=sys.stderr)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            printed, _ = process.communicate()
-        rows += [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    for run in runs:
+        folder, found = run.folder(o), {}
+        for path in (folder / "validation.jsonl", folder / "row.json"):
+            lines = path.read_text().splitlines() if path.exists() else []
+            found |= {point["step"]: point for point in map(json.loads, lines)}  # a step done twice counts once
+        for step, point in sorted(found.items()):
+            model = settings(o)
+            train_loss = point.get("train_loss", math.nan)
+            rows.append(
+                {
+                    "variant": run.variant,
+                    "seed": run.seed,
+                    "step": step,
+                    "steps": o.steps,
+                    "tokens": step * model["batch"] * model["window"],
+                    "held_out_loss": round(point["bits_per_byte"] * nats, 5),
+                    "bits_per_byte": round(point["bits_per_byte"], 5),
+                    "train_loss": round(train_loss, 5),
+                    "seconds": point.get("seconds", math.nan),
+                }
+            )
     return rows
 
 
-def file_name(variant: str) -> str:
-    return variant.replace(", ", "-")
+def difference(rows: list[dict[str, Any]], a: str, b: str, key: str = "held_out_loss") -> str:
+    """a's values less b's, seed by seed: mean and its standard error; "" without a seed that both have."""
+    of = {name: {r["seed"]: r[key] for r in rows if r["variant"] == name} for name in (a, b)}
+    values = [of[a][seed] - of[b][seed] for seed in sorted(of[a].keys() & of[b].keys())]
+    if not values:
+        return ""
+    error = f" +- {stdev(values) / math.sqrt(len(values)):.4f}" if len(values) > 1 else ""
+    return f"{mean(values):+.4f}{error}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each variant: mean and standard deviation over seeds."""
-    lines = [f"{'variant':20} {'seeds':>5} {'tokens':>10} {'bits/byte':>19} {'train loss':>19} {'s/run':>6}"]
-    for name in VARIANTS:
-        mine = [r for r in rows if r["variant"] == name]
-        if not mine:
-            continue
-        cells = []
-        for key in ("bits_per_byte", "train_loss"):
-            values = [r[key] for r in mine]
-            cells.append(f"{mean(values):9.4f} +- {stdev(values) if len(values) > 1 else float('nan'):.4f}")
-        seconds = mean(r["seconds"] for r in mine)
-        lines.append(f"{name:20} {len(mine):5} {mine[0]['tokens']:10} {cells[0]:>19} {cells[1]:>19} {seconds:6.1f}")
+    """Variants at the end of training; what the recipes promise; the differences on the way there."""
+    variants = [name for name in VARIANTS if any(r["variant"] == name for r in rows)]
+    last = [r for r in rows if r["step"] == r["steps"]]
+    form = "{:18} {:>5} {:>10} {:>9} {:>18} {:>18} {:>9} {:>6}"
+    lines = [
+        form.format("variant", "seeds", "tokens", "held-out", "less bf16", "training less bf16", "bits/byte", "s/run")
+    ]
+    for name in variants:
+        if mine := [r for r in last if r["variant"] == name]:
+            loss, bits, seconds = (mean(r[key] for r in mine) for key in ("held_out_loss", "bits_per_byte", "seconds"))
+            less = [
+                "" if name == "bf16" else difference(last, name, "bf16", key) for key in ("held_out_loss", "train_loss")
+            ]
+            cells = [name, len(mine), mine[0]["tokens"], f"{loss:.4f}", *less, f"{bits:.4f}", f"{seconds:.1f}"]
+            lines.append(form.format(*cells))
+    lines += ["", "held-out loss, seed by seed"]
+    lines += [f"{f'{a} less {b}':40} {found}" for a, b in PAIRS if (found := difference(last, a, b))]
+    lines += ["", "held-out loss less bf16's after so many tokens"]
+    for tokens in sorted({r["tokens"] for r in rows}):
+        then = [r for r in rows if r["tokens"] == tokens]
+        found = {name: difference(then, name, "bf16") for name in variants if name != "bf16"}
+        lines.append(f"{tokens:10}  " + "; ".join(f"{name} {value}" for name, value in found.items() if value))
     return "\n".join(lines)
+
+
+def write(o: argparse.Namespace, runs: list[Run]) -> None:
+    """pretrain_recipes.csv and .txt, of what there is."""
+    if not (rows := read(o, runs)):
+        return
+    with (o.out / "pretrain_recipes.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    where = torch.cuda.get_device_name() if o.device.startswith("cuda") else "CPU"
+    called = (
+        f"python benchmarks/pretrain_recipes.py --steps {o.steps} --seeds {o.seeds} --jobs {o.jobs} {' '.join(o.set)}"
+    )
+    head = f"{where}, torch {torch.__version__}; {called}\n{settings(o)}; losses in nats a token"
+    (o.out / "pretrain_recipes.txt").write_text(f"{head}\n\n{table(rows)}\n")
 
 
 def main() -> None:
@@ -146,25 +224,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, on one device")
     parser.add_argument("--limit", type=float, help="seconds after which no run is waited for")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of the model or its training")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "SEED"), help=argparse.SUPPRESS)
     o = parser.parse_args()
-    o.out.mkdir(parents=True, exist_ok=True)
     if o.worker:
-        work(o.worker, list(range(o.seeds)), o.steps, o.out, o.device)
+        work(o, Run(o.worker[0], int(o.worker[1])))
         return
-    corpus(tuple(o.text), tuple(o.validation), o.out)
-    rows = run_all(o)
-    with (o.out / "pretrain_recipes.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    where = torch.cuda.get_device_name() if o.device.startswith("cuda") else "CPU"
-    head = f"{where}, torch {torch.__version__}; model {MODEL}, training {TRAINING}"
-    (o.out / "pretrain_recipes.txt").write_text(f"{head}\n\n{table(rows)}\n")
-    print(head, table(rows), sep="\n\n")
+    o.out.mkdir(parents=True, exist_ok=True)
+    corpus(o)
+    run_all(o, [Run(variant, seed) for seed in range(o.seeds) for variant in o.variants])
+    if (o.out / "pretrain_recipes.txt").exists():
+        print((o.out / "pretrain_recipes.txt").read_text())
 
 
 if __name__ == "__main__":

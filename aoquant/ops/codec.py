@@ -99,7 +99,8 @@ def quantize(
     """
     if isinstance(format, Rotated) and not isinstance(format.inner, Randomized):
         assert random is not None
-        x_RK, random = rotate(x_RK, random.signs(format.size)), None
+        turns = routed(CodecRequest, "rotate", format, x_RK.device, x_RK.dtype, *x_RK.shape)
+        x_RK, random = turns.run(format, x_RK, random), None
         format = format.inner
     rows, k = x_RK.shape
     found = routed(CodecRequest, "quantize", format, x_RK.device, x_RK.dtype, rows, k, keep)
@@ -224,7 +225,8 @@ def _why_not_grid(f: FourOverSix, r: CodecRequest) -> str | None:
 
 def _why_not_random(f: Randomized, r: CodecRequest) -> str | None:
     inner = f.inner if isinstance(f, Rotated) else f
-    if type(inner) not in (MXStochastic, NVFP4Stochastic, MSEden) or r.role != "quantize":
+    known = type(inner) in (MXStochastic, NVFP4Stochastic, MSEden)
+    if r.role != "rotate" and not (known and r.role == "quantize"):
         return f"has no kernel to {r.role} {f.name}"
     if r.k % f.period:
         return f"rotates and scales {f.period} values at once, got K = {r.k}"
@@ -246,10 +248,12 @@ register(
     Backend("reference", 0, lambda r: None, _reference_decode, "decode"),
     Backend("reference", 0, lambda r: None, _reference_quantize, "quantize"),
     Backend("reference", 0, lambda r: None, _reference_transform, "transform"),
+    Backend("reference", 0, lambda r: None, lambda f, x, random: rotate(x, random.signs(f.size)), "rotate"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().encode(*a), "encode"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().decode(*a), "decode"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().quantize(*a), "quantize"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().transform(*a), "transform"),
+    Backend("triton", 10, _why_not_triton, lambda *a: _kernels().rotate(*a), "rotate"),
     Backend("cuda", 20, _why_not_cuda, lambda f, x: grids.encode(*_to_cuda(f, x)), "encode"),
     Backend("cuda", 20, _why_not_cuda, lambda f, x, *a: grids.quantize(*_to_cuda(f, x), *a), "quantize"),
 )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from aoquant import QATConfig, backend, explain, get_format, quantize_
 from aoquant.formats import Random, Randomized
+from aoquant.formats.rotated import rotate
 from aoquant.ops import CodecRequest, codec
 from aoquant.qat import RANDOM
 from aoquant.recipes import get_recipe
@@ -67,6 +68,21 @@ def test_bytes_are_the_cpus(name: str, dtype: torch.dtype) -> None:
                 assert same(e.scale, want.scale), f"{what} scales, {kind}"
                 assert same(got.alpha, want.outer), f"{what} outer, {kind}"
                 assert same(got.values, f.operand(want, dtype)), f"{what} operand, {kind}"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", ["rht16+mxfp8", "rht32+xx-mxfp4", "rht64+xx-mxfp4", "rht128+nvfp4"])
+def test_a_rotation_before_another_format_is_the_cpus(name: str, dtype: torch.dtype) -> None:
+    f = get_format(name)
+    for kind, x in inputs(dtype).items():
+        for side in (0, 3):
+            want = rotate(x, Random(STATE, side).signs(f.size))
+            request = CodecRequest("rotate", f, torch.device("cuda"), dtype, *x.shape)
+            assert dict(explain(request))["triton"] == "runs"
+            got = codec.routed(CodecRequest, "rotate", f, torch.device("cuda"), dtype, *x.shape).run(
+                f, x.cuda(), Random(STATE.cuda(), side)
+            )
+            assert same(got, want), kind
 
 
 def layer(recipe: str, dtype: torch.dtype = BF16) -> nn.Linear:

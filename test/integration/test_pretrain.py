@@ -131,6 +131,8 @@ def test_resume_refuses_other_settings(scripts: dict[str, ModuleType], text: Pat
         ({"warmup": 13}, "warmup must be in 0"),
         ({"stop_at": 13}, "stop_at must be in 1"),
         ({"resume": True}, "resume must be False"),
+        ({"graph": True}, "graph must be False on device cpu"),
+        ({"validate_every": 0}, "validate_every must be positive"),
         ({"accumulate": 3}, "accumulate must be a divisor of batch = 4"),
         ({"recipe": "quartet3"}, "no recipe is called 'quartet3'"),
         ({"recipe": "quartet", "backward": "mxfp5"}, "no format is called 'mxfp5'"),

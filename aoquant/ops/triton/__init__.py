@@ -25,6 +25,7 @@ from aoquant.formats import (
     NVFP4Dialect,
     Random,
     Randomized,
+    Rotated,
     Transformed,
 )
 from aoquant.ops.router import Quantized
@@ -109,6 +110,12 @@ def transform(format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bo
     dtype = x_RK.dtype if back or isinstance(format.inner, HighPrecision) else torch.float32
     with on(x_RK):
         return hadamard.mix(x_RK, format.transform, format.inverse, dtype, back=back)
+
+
+def rotate(format: Rotated, x_RK: Tensor, random: Random) -> Tensor:
+    """x_RK rotated as `format` does before its inner encoding."""
+    with on(x_RK):
+        return stochastic.rotate(format, x_RK, random)
 
 
 def _module(format: Format) -> ModuleType:

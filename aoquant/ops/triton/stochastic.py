@@ -9,6 +9,8 @@ what the rotation gives: a first pass rotates too, and keeps nothing but the max
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -96,6 +98,17 @@ def _absmax(
     tl.store(partial_ptr + tl.program_id(0), tl.max(largest, axis=0))
 
 
+@triton.jit(do_not_specialize=["signs_side"])
+def _rotate(
+    x_ptr, state_ptr, y_ptr, signs_side, n,
+    SIZE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    y = _load(x_ptr, state_ptr, signs_side, tile, n, SIZE, STAGES, FACTOR, TILE)
+    at = tile * TILE + tl.arange(0, TILE)
+    tl.store(y_ptr + at, y, mask=at < n)
+
+
 @triton.jit
 def _sum(x_NB, NB: tl.constexpr):
     """(NB,) sums of blocks of 16, neighbours first. Every value of a block gets the sum, as in a rotation: layouts stay what they are."""
@@ -169,6 +182,20 @@ def _draw(
         tl.store(outer_ptr, outer)
 
 
+def _rotation(size: int) -> dict[str, Any]:
+    return {"SIZE": size, "STAGES": size.bit_length() - 1 if size else 0, "FACTOR": size**-0.5 if size else 1.0}
+
+
+def rotate(format: Rotated, x_RK: Tensor, random: Random) -> Tensor:
+    """`formats.rotated.rotate(x_RK, random.signs(format.size))`: for an inner format that is not of this file."""
+    x_RK = x_RK.contiguous()
+    y = torch.empty(x_RK.shape, dtype=torch.float32, device=x_RK.device)
+    _rotate[(triton.cdiv(x_RK.numel(), TILE),)](
+        x_RK, random.state, y, SIGNS + random.side // 2, x_RK.numel(), TILE=TILE, **_rotation(format.size), **LAUNCH
+    )
+    return y
+
+
 def quantize(format: Randomized, x_RK: Tensor, dtype: torch.dtype, random: Random) -> tuple[Encoded, Tensor, Tensor]:
     """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `format.encode(x_RK, random=random)` makes them."""
     size, inner = (format.size, format.inner) if isinstance(format, Rotated) else (0, format)
@@ -179,8 +206,7 @@ def quantize(format: Randomized, x_RK: Tensor, dtype: torch.dtype, random: Rando
     scale = torch.empty(rows, k // block, dtype=torch.uint8, device=device)
     outer = torch.empty(1, 1, dtype=torch.float32, device=device)
     values = torch.empty(rows, k, dtype=dtype, device=device)
-    rotation = {"SIZE": size, "STAGES": size.bit_length() - 1 if size else 0, "FACTOR": size**-0.5 if size else 1.0}
-    signs_side, partials = SIGNS + random.side // 2, None
+    rotation, signs_side, partials = _rotation(size), SIGNS + random.side // 2, None
     amax_over_scale, largest, smallest = (
         (EDEN_MAX, EDEN_SCALE, E4M3_LEAST) if isinstance(inner, MSEden) else (SR_MAX, E4M3_MAX, E4M3_FLOOR)
     )
