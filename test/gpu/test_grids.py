@@ -29,7 +29,7 @@ BY_CUDA = (
     "fouroversix-mae", "fouroversix-absmax", "fouroversix-16x16", "fouroversix-mae-16x16",
     "gridflip-16x16", "gridflip-search-16x16", "gridflip-sided-alternating-16x16",
 )  # fmt: skip
-SEARCHES = ("nvfp4-search", "nvfp4-search-none", "nvfp4-search-static:0.001")
+SEARCHES = ("nvfp4-search", "nvfp4-search-none", "nvfp4-search-static:0.001", "hadamard16+nvfp4-search")
 ALL = (BF16, F16, F32)
 CASES = [
     *(pytest.param("cuda", n, d, id=f"cuda-{n}-{str(d)[6:]}") for n in (*BY_CUDA, *SEARCHES) for d in ALL),
