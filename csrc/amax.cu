@@ -46,8 +46,8 @@ __device__ __forceinline__ uint4 load_if(const uint4* p, bool there) {
 template <typename T>
 __global__ void __launch_bounds__(THREADS, RESIDENT) finite_absmax_kernel(const uint4* __restrict__ x, int32_t* __restrict__ partials, int64_t n) {
   using W = Word<T>;
+  let_next_begin();
   wait_for_inputs();
-  let_next_begin();  // in this order: once the next kernel has begun, x is what it will be
   uint32_t most = W::ONE;
   int64_t stride = int64_t(gridDim.x) * THREADS;
   for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < n; i += UNROLL * stride) {

@@ -216,8 +216,8 @@ __device__ __forceinline__ void encode_block(
     else if (pending) code = exact_contest<EFFORT>(o, table, x, candidates, pending, c);
     packed = any_codes<FLIPS>(table, x, code, finite, c);
   }
-  p.scale[block] = uint8_t(code);
-  reinterpret_cast<uint2*>(p.codes)[block] = packed;
+  __stcs(p.scale + block, uint8_t(code));  // the cache is for x
+  __stcs(reinterpret_cast<uint2*>(p.codes) + block, packed);
   if (p.out != NO_VALUES) write_values<FLIPS>(p, o, table, x, block, code, finite, c);
 }
 

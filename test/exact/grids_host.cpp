@@ -32,6 +32,8 @@ static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 template <typename T>
 static inline T __ldg(const T* p) { return *p; }
 template <typename T>
+static inline void __stcs(T* p, T value) { *p = value; }
+template <typename T>
 static inline T min(T a, T b) { return b < a ? b : a; }
 template <typename T>
 static inline T max(T a, T b) { return a < b ? b : a; }
