@@ -1,51 +1,66 @@
 // Largest finite magnitude of a tensor, as partial maxima that the next kernel finishes: no atomics, no cleared buffer, no sync.
 //
-// Magnitudes are compared as the bits of float32, which sort like the values; NaN and Inf, whose bits are larger than any finite
-// value's, count as 0. Two bf16 values in a word are compared as they lie there.
+// Magnitudes are compared as the integers that their bits are, in x's own dtype, which sort like the values. NaN and Inf count as 0: plus
+// one more in the exponent's last place they are negative, and no finite value is. Two values of 16 bits in a word are compared at once.
 #include "common.cuh"
 
 namespace aoquant {
 namespace {
 
-constexpr int THREADS = 256, PARTIALS = 528;  // 4 blocks on each multiprocessor of an H200
+constexpr int PARTIALS = 528, THREADS = 256, UNROLL = 4, RESIDENT = 4;  // blocks on each multiprocessor of an H200: 64 KB in flight there
 
-__device__ __forceinline__ uint32_t finite(uint32_t magnitude) { return magnitude < 0x7F800000u ? magnitude : 0u; }
-
+// The values of a word: which bits are magnitudes, and one in the exponent's last place of each.
 template <typename T>
-__device__ __forceinline__ uint32_t word_max(uint32_t w);
+struct Word {
+  static constexpr uint32_t MAGNITUDE = sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu;
+  static constexpr uint32_t ONE = sizeof(T) == 4 ? 0x00800000u : std::is_same_v<T, __half> ? 0x04000400u : 0x00800080u;
 
-template <>
-__device__ __forceinline__ uint32_t word_max<float>(uint32_t w) {
-  return finite(w & 0x7FFFFFFFu);
-}
-template <>
-__device__ __forceinline__ uint32_t word_max<__nv_bfloat16>(uint32_t w) {
-  return max(finite((w << 16) & 0x7FFFFFFFu), finite(w & 0x7FFF0000u));
-}
-template <>
-__device__ __forceinline__ uint32_t word_max<__half>(uint32_t w) {
-  float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
-  return max(finite(__float_as_uint(fabsf(v.x))), finite(__float_as_uint(fabsf(v.y))));
+  static __device__ __forceinline__ uint32_t shifted(uint32_t w) { return (w & MAGNITUDE) + ONE; }
+  static __device__ __forceinline__ uint32_t most(uint32_t a, uint32_t b, uint32_t c) {
+    if constexpr (sizeof(T) == 4) return uint32_t(max(max(int32_t(a), int32_t(b)), int32_t(c)));
+    else return __vimax3_s16x2(a, b, c);
+  }
+  // Bits of float32.
+  static __device__ __forceinline__ uint32_t magnitude(uint32_t w) {
+    w -= ONE;
+    if constexpr (sizeof(T) == 4) return w;
+    else if constexpr (std::is_same_v<T, __half>) {
+      float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
+      return max(__float_as_uint(v.x), __float_as_uint(v.y));
+    } else return max(w << 16, w & 0xFFFF0000u);
+  }
+};
+
+// A vector, or zeros. `volatile` keeps a batch of loads together: they are all in flight before the first is used.
+__device__ __forceinline__ uint4 load_if(const uint4* p, bool there) {
+  uint4 v;
+  asm volatile(
+      "{\n\t.reg .pred q;\n\tsetp.ne.b32 q, %5, 0;\n\tmov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
+      "@q ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p), "r"(int(there)));
+  return v;
 }
 
 // n is a count of 16-byte vectors.
 template <typename T>
-__global__ void __launch_bounds__(THREADS) finite_absmax_kernel(const uint4* __restrict__ x, int32_t* __restrict__ partials, int64_t n) {
-  uint32_t most = 0;
-  int64_t stride = int64_t(gridDim.x) * THREADS, i = int64_t(blockIdx.x) * THREADS + threadIdx.x;
-  for (; i + 3 * stride < n; i += 4 * stride) {
-    uint4 v[4];
+__global__ void __launch_bounds__(THREADS, RESIDENT) finite_absmax_kernel(const uint4* __restrict__ x, int32_t* __restrict__ partials, int64_t n) {
+  using W = Word<T>;
+  let_next_begin();
+  wait_for_inputs();
+  uint32_t most = W::ONE;
+  int64_t stride = int64_t(gridDim.x) * THREADS;
+  for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < n; i += UNROLL * stride) {
+    uint4 v[UNROLL];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = x[i + j * stride];
+    for (int j = 0; j < UNROLL; ++j) v[j] = load_if(x + i + j * stride, i + j * stride < n);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      most = max(max(max(most, word_max<T>(v[j].x)), max(word_max<T>(v[j].y), word_max<T>(v[j].z))), word_max<T>(v[j].w));
+    for (int j = 0; j < UNROLL; ++j) {
+      most = W::most(most, W::shifted(v[j].x), W::shifted(v[j].y));
+      most = W::most(most, W::shifted(v[j].z), W::shifted(v[j].w));
+    }
   }
-  for (; i < n; i += stride) {
-    uint4 v = x[i];
-    most = max(max(max(most, word_max<T>(v.x)), max(word_max<T>(v.y), word_max<T>(v.z))), word_max<T>(v.w));
-  }
-  most = __reduce_max_sync(0xFFFFFFFFu, most);
+  most = __reduce_max_sync(0xFFFFFFFFu, W::magnitude(most));
   __shared__ uint32_t warps[THREADS / 32];
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
   __syncthreads();
@@ -66,8 +81,8 @@ Tensor finite_absmax(const Tensor& x) {
   int64_t size[] = {PARTIALS};
   Tensor partials = torch::stable::new_empty(x, {size, 1}, ScalarType::Int);
   auto launch = [&](auto kernel) {
-    kernel<<<PARTIALS, THREADS, 0, current_stream(x)>>>(
-        static_cast<const uint4*>(x.data_ptr()), static_cast<int32_t*>(partials.data_ptr()), bytes / 16);
+    launch_early(kernel, PARTIALS, THREADS, current_stream(x), static_cast<const uint4*>(x.data_ptr()), static_cast<int32_t*>(partials.data_ptr()),
+                 bytes / 16);
   };
   if (type == ScalarType::BFloat16) launch(finite_absmax_kernel<__nv_bfloat16>);
   else if (type == ScalarType::Half) launch(finite_absmax_kernel<__half>);

@@ -36,6 +36,40 @@ inline void check_launch() {
   STD_TORCH_CHECK(error == cudaSuccess, "CUDA launch failed: ", cudaGetErrorString(error));
 }
 
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+// Programmatic dependent launch: a kernel launched by `launch_early` may begin while the one before it in its stream ends. Every one of its
+// threads calls `wait_for_inputs` before it touches global memory, and all that came before has then happened; what precedes it overlaps.
+__device__ __forceinline__ void wait_for_inputs() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+template <typename... Parameters>
+void launch_early(void (*kernel)(Parameters...), int grid, int threads, cudaStream_t stream, Parameters... arguments) {
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.stream = stream;
+  config.attrs = &early, config.numAttrs = major >= 9 ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 inline void check_floats(const Tensor& x) {
   auto t = x.scalar_type();
   STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous(), "x must be contiguous and on a CUDA device");

@@ -25,7 +25,6 @@ struct Args {
   int groups;    // blocks in a row
   int effort, metric, tile;
   Shift shift;
-  uint32_t sixteen;
 };
 
 // What is known of a scale: its inverse, its value, the value squared, and the rough error's floor under it.
@@ -46,14 +45,18 @@ __device__ __forceinline__ Entry make_entry(uint32_t code, float down) {
   return {inverse_of(s, down), s * s, s, FLOOR * (s * s)};
 }
 
+// Whether rough errors are within their margin, for a whole tensor.
+__device__ __forceinline__ bool can_be_rough(const Outer& o, const Shift& h) {
+  return o.amax >= 0x1p-44f && fabsf(h.c) <= 0.29f && o.t < 0x1p100f;
+}
+
 // Rough error of a candidate in units of its scale squared. m: +-inverse, shift: c of a flipped candidate, else 0.
 template <bool SATURATE>
 __device__ __forceinline__ float rough_error(const float (&x)[16], float m, float shift) {
   float total = 0.0f;
 #pragma unroll
   for (int k = 0; k < 16; ++k) {
-    float z = __fmaf_rn(x[k], m, -shift);
-    float e = octave(z), t = __fmaf_rn(e, ROUND, fabsf(z)), r = __fmaf_rn(e, -ROUND, t);
+    float z = __fmaf_rn(x[k], m, -shift), r = nearest_magnitude(z);
     if (SATURATE) r = fminf(r, 6.0f);
     float d = __fsub_rn(r, fabsf(z));
     total = __fmaf_rn(d, d, total);
@@ -61,18 +64,20 @@ __device__ __forceinline__ float rough_error(const float (&x)[16], float m, floa
   return total;
 }
 
-// Codes and values of 16 values under a scale code, 0x80 with it where the grid is flipped. plain: none saturates.
+// The same, of two values that are not flipped, added to `total`; their magnitudes.
+__device__ __forceinline__ uint32_t rough_pair(float low, float high, float inverse, float& total) {
+  float y = __fmul_rn(low, inverse), z = __fmul_rn(high, inverse), q = nearest_magnitude(y), r = nearest_magnitude(z);
+  float d = __fsub_rn(q, fabsf(y)), e = __fsub_rn(r, fabsf(z));
+  total = __fmaf_rn(e, e, __fmaf_rn(d, d, total));
+  return pair_up(q, r);
+}
+
+// Values of 16 codes under a scale code, 0x80 with it where the grid is flipped.
 template <bool FLIPS>
-__device__ __forceinline__ void finish(
-    const Args& p, const Outer& o, const Entry* table, const float (&x)[16], int64_t block, uint32_t code, bool finite, float c, bool plain) {
+__device__ __forceinline__ void write_values(
+    const Args& p, const Outer& o, const Entry* table, const float (&x)[16], int64_t block, uint32_t code, bool finite, float c) {
   bool flipped = code & 0x80u;
   float inverse = table[code & 0x7Fu].inverse, sign = flipped ? -1.0f : 1.0f, shift = flipped ? c : 0.0f;
-  uint2 packed;
-  if (plain) packed = encode16<FLIPS, false>(x, inverse, sign, shift, p.sixteen);
-  else packed = encode16<FLIPS, true>(x, inverse, sign, shift, p.sixteen);
-  if (!finite) packed = make_uint2(0, 0);
-  reinterpret_cast<uint2*>(p.codes)[block] = packed;
-  if (p.out == NO_VALUES) return;
   float s = finite ? sign * table[code & 0x7Fu].s : NAN, t = p.operand ? 1.0f : o.t, v[16];
   float cs = p.effort == FOUR_OVER_SIX ? -0.0f : __fmul_rn(c, flipped ? s : 0.0f);  // the signs of zeros are the format's
 #pragma unroll
@@ -83,31 +88,66 @@ __device__ __forceinline__ void finish(
   store_values(p.values, block * 16, v, p.out);
 }
 
-// One block, whose largest magnitude is a: its scale, its codes and, if somebody wants them, its values.
+// Codes of 16 values under any scale.
+template <bool FLIPS>
+__device__ __forceinline__ uint2 any_codes(const Entry* table, const float (&x)[16], uint32_t code, bool finite, float c) {
+  bool flipped = code & 0x80u;
+  uint2 packed = encode16<FLIPS, true>(x, table[code & 0x7Fu].inverse, flipped ? -1.0f : 1.0f, flipped ? c : 0.0f);
+  return finite ? packed : make_uint2(0, 0);
+}
+
+// The exact contest among the candidates whose bits are set.
 template <int EFFORT>
-__device__ __forceinline__ void encode_block(const Args& p, const Outer& o, const Entry* table, float (&x)[16], float a, int64_t block) {
+__device__ __forceinline__ uint32_t exact_contest(
+    const Outer& o, const Entry* table, const float (&x)[16], const Candidates& candidates, uint32_t pending, float c) {
+  uint32_t code = 0;
+  float least = 0.0f;
+  bool first = true;
+#pragma unroll 1
+  while (pending) {
+    int i = __ffs(pending) - 1;
+    pending &= pending - 1;
+    uint32_t mine = candidates.get<EFFORT>(i);
+    Entry entry = table[mine & 0x7Fu];
+    float s = mine & 0x80u ? -entry.s : entry.s, error = 0.0f, most = 0.0f;
+    float cs = mine & 0x80u ? __fmul_rn(c, s) : 0.0f;
+    exact_error(x, entry.inverse, s, cs, c, flips<EFFORT>(i), o.amax, MSE, error, most);
+    if (first || (error < least && !isinf(most * o.t))) least = error, code = mine;
+    first = false;
+  }
+  return code;
+}
+
+// One block: its scale, its codes and, if somebody wants them, its values. rough: `can_be_rough`.
+//
+// A scale that is normal and not clipped, for every candidate, says more than that the rough error knows it: the block is finite and not of zeros.
+template <int EFFORT, typename T>
+__device__ __forceinline__ void encode_block(
+    const Args& p, const Outer& o, bool rough, const Entry* table, const Packed<T>& in, int64_t block) {
   constexpr int N = COUNT<EFFORT>;
-  bool rough = o.amax >= 0x1p-44f && fabsf(p.shift.c) <= 0.29f && o.t < 0x1p100f;
+  constexpr uint32_t ALL = (1u << N) - 1;
+  constexpr bool FLIPS = EFFORT > FOUR_OVER_SIX;
+  float x[16], a = in.amax(), pos = 0.0f, neg = 0.0f, c = 0.0f;
+  in.unpack(x);
   bool finite = a < INFINITY;
   if (o.power != 1.0f) {
 #pragma unroll
     for (int k = 0; k < 16; ++k) x[k] = __fmul_rn(x[k], o.power);
     a *= o.power;
   }
-  float c = p.shift.alternating && (block % p.groups) % 2 ? -p.shift.c : p.shift.c;
-  float pos = 0.0f, neg = 0.0f;
+  if constexpr (FLIPS) c = p.shift.alternating && (block % p.groups) % 2 ? -p.shift.c : p.shift.c;
   if constexpr (EFFORT == SIDED) {
 #pragma unroll
     for (int k = 0; k < 16; ++k) pos = fmaxf(pos, x[k]), neg = fmaxf(neg, -x[k]);
     if (c < 0.0f) { float swap = pos; pos = neg, neg = swap; }
   }
   Candidates candidates = make_candidates<EFFORT>(a, pos, neg, o, p.shift);
+  const uint32_t* codes = candidates.codes;
+  uint32_t code = 0, pending = ALL;
+  uint2 packed;
 
   // the rough contest
-  uint32_t code = 0, pending = 0;
-  bool plain = rough;  // no candidate saturates
   if constexpr (EFFORT == SEARCH) {
-    plain = plain && candidates.codes[0] >= 12 && candidates.codes[0] <= 0x7Du;
     float best = INFINITY, lower = INFINITY, upper = INFINITY, others = INFINITY;  // of the best so far; the lowest of all others
     uint32_t last = 0x7Fu, reach = 0;  // who was in reach of winning when it came
 #pragma unroll 1
@@ -122,49 +162,63 @@ __device__ __forceinline__ void encode_block(const Args& p, const Outer& o, cons
       others = fminf(others, error < best ? lower : low);
       if (error < best) best = error, lower = low, upper = high, code = mine;
     }
-    if (!plain) pending = (1u << N) - 1;
-    else if (!(others > upper)) pending = reach;
+    if (rough && codes[0] >= 12 && codes[0] <= 0x7Du) pending = others > upper ? 0 : reach;
   } else {
     // the rough error knows no saturation: every scale has to be normal, and not clipped
-    const uint32_t* codes = candidates.codes;
-    plain = plain && codes[EFFORT == FOUR_OVER_SIX ? 0 : 2] >= 8 && codes[1] <= 0x7Du && (EFFORT != SIDED || codes[5] <= 0x7Du);
-    float best = INFINITY, second = INFINITY, largest = 0.0f;
+    bool plain = rough && codes[EFFORT == FOUR_OVER_SIX ? 0 : 2] >= 8 && codes[1] <= 0x7Du && (EFFORT != SIDED || codes[5] <= 0x7Du);
+    float best, second, largest = table[codes[1]].square;
+    uint32_t six[8], four[8];
+    if constexpr (EFFORT == FOUR_OVER_SIX) {
+      float inverse6 = table[codes[0]].inverse, inverse4 = table[codes[1]].inverse, error6 = 0.0f, error4 = 0.0f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const Entry& entry = table[codes[i]];
-      float inverse = entry.inverse, square = entry.square;
-      float error = rough_error<false>(x, flips<EFFORT>(i) ? -inverse : inverse, flips<EFFORT>(i) ? c : 0.0f) * square;
-      if (EFFORT == SIDED && i >= 4) {  // often one of the others again
-        bool again = codes[i] == codes[2] || codes[i] == codes[3] || (i == 5 && codes[5] == codes[4]);
-        error = again ? INFINITY : error;
+      for (int i = 0; i < 8; ++i) {
+        int k = i / 4 * 8 + i % 4;
+        six[i] = rough_pair(x[k], x[k + 4], inverse6, error6);
+        four[i] = rough_pair(x[k], x[k + 4], inverse4, error4);
       }
-      second = fminf(second, fmaxf(best, error));
-      code = error < best ? codes[i] | (flips<EFFORT>(i) ? 0x80u : 0u) : code;
-      best = fminf(best, error);
-      if (i == 1 || i == 5) largest = fmaxf(largest, square);  // no other can be larger
+      error6 *= table[codes[0]].square, error4 *= largest;
+      bool better = error4 < error6;
+      best = fminf(error4, error6), second = fmaxf(error4, error6);
+      code = better ? codes[1] : codes[0];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) pairs[k] = better ? four[4 * h + k] : six[4 * h + k];
+        (h ? packed.y : packed.x) = encode8(pairs, in.negative4(2 * h), in.negative4(2 * h + 1));
+      }
+    } else {
+      best = INFINITY, second = INFINITY;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const Entry& entry = table[codes[i]];
+        float inverse = entry.inverse, square = entry.square;
+        float error = rough_error<false>(x, flips<EFFORT>(i) ? -inverse : inverse, flips<EFFORT>(i) ? c : 0.0f) * square;
+        if (EFFORT == SIDED && i >= 4) {  // often one of the others again
+          bool again = codes[i] == codes[2] || codes[i] == codes[3] || (i == 5 && codes[5] == codes[4]);
+          error = again ? INFINITY : error;
+        }
+        second = fminf(second, fmaxf(best, error));
+        code = error < best ? codes[i] | (flips<EFFORT>(i) ? 0x80u : 0u) : code;
+        best = fminf(best, error);
+        if (i == 5) largest = fmaxf(largest, square);  // no other can be larger
+      }
+      packed = encode16<FLIPS, false>(x, table[code & 0x7Fu].inverse, code & 0x80u ? -1.0f : 1.0f, code & 0x80u ? c : 0.0f);
     }
     bool sure = __fmaf_rn(second, 1.0f - KAPPA, -2.0f * FLOOR * largest) > best * (1.0f + KAPPA);
-    if (!(plain && sure)) pending = (1u << N) - 1;
+    if (plain && sure) pending = 0;
   }
-  if (a == 0.0f) pending = 0, code = 0;  // every candidate is exact, the first one stays
-  if (!finite) pending = 0, code = 0x7Fu;
 
   // the exact one, where it is needed
-  float least = 0.0f;
-  bool first = true;
-  while (pending) {
-    int i = __ffs(pending) - 1;
-    pending &= pending - 1;
-    uint32_t mine = candidates.get<EFFORT>(i);
-    Entry entry = table[mine & 0x7Fu];
-    float s = mine & 0x80u ? -entry.s : entry.s, error = 0.0f, most = 0.0f;
-    float cs = mine & 0x80u ? __fmul_rn(c, s) : 0.0f;
-    exact_error(x, entry.inverse, s, cs, c, flips<EFFORT>(i), o.amax, MSE, error, most);
-    if (first || (error < least && !isinf(most * o.t))) least = error, code = mine;
-    first = false;
+  if (EFFORT == SEARCH || pending) {
+    if (!finite) code = 0x7Fu;
+    else if (a == 0.0f) code = 0;  // every candidate is exact, the first one stays
+    else if (pending) code = exact_contest<EFFORT>(o, table, x, candidates, pending, c);
+    packed = any_codes<FLIPS>(table, x, code, finite, c);
   }
-  p.scale[block] = uint8_t(code);
-  finish<(EFFORT > FOUR_OVER_SIX)>(p, o, table, x, block, code, finite, c, plain && finite && EFFORT != SEARCH);
+  __stcs(p.scale + block, uint8_t(code));  // the cache is for x
+  __stcs(reinterpret_cast<uint2*>(p.codes) + block, packed);
+  if (p.out != NO_VALUES) write_values<FLIPS>(p, o, table, x, block, code, finite, c);
 }
 
 template <int N>
@@ -226,7 +280,9 @@ __device__ __forceinline__ void encode_tile(const Args& p, const Outer& o, const
     load(r);
 #pragma unroll
     for (int k = 0; k < 16; ++k) x[k] = __fmul_rn(x[k], o.power);
-    finish<true>(p, o, table, x, (row + r) * p.groups + group, code, finite, c, false);
+    int64_t block = (row + r) * p.groups + group;
+    reinterpret_cast<uint2*>(p.codes)[block] = any_codes<true>(table, x, code, finite, c);
+    if (p.out != NO_VALUES) write_values<true>(p, o, table, x, block, code, finite, c);
   }
 }
 

@@ -9,99 +9,95 @@
 namespace aoquant {
 namespace {
 
-constexpr int THREADS = 256;
+// Blocks of threads on a multiprocessor: float32 wants more registers than 64 for a thread, and wants them more than threads.
+template <typename T>
+constexpr int THREADS = sizeof(T) == 4 ? 256 : 512;
+template <typename T>
+constexpr int RESIDENT = sizeof(T) == 4 ? 3 : 2;
 
 struct Shared {
   Entry table[128];
-  Outer outer;
-  uint32_t warps[THREADS / 32];
+  uint32_t warps[32];
 };
 
-// All threads: the tensor's numbers and the table of scales.
+// All threads: the tensor's numbers and the table of scales. What a caller knows needs no memory, and is ready before the kernel before this one.
+template <int THREADS>
 __device__ __forceinline__ Outer prepare(const Args& p, Shared& shared) {
   uint32_t most = p.known;
-  for (int i = threadIdx.x; i < p.n_partials; i += THREADS) most = max(most, uint32_t(p.partials[i]));
-  most = __reduce_max_sync(0xFFFFFFFFu, most);
-  if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = most;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    most = __reduce_max_sync(0xFFFFFFFFu, threadIdx.x < THREADS / 32 ? shared.warps[threadIdx.x] : 0u);
-    if (threadIdx.x == 0) {
-      shared.outer = make_outer(most);
-      if (blockIdx.x == 0) *p.outer = shared.outer.t;
-    }
+  let_next_begin();
+  if (p.n_partials) {
+    wait_for_inputs();
+#pragma unroll 2
+    for (int i = threadIdx.x; i < p.n_partials; i += THREADS) most = max(most, uint32_t(p.partials[i]));
+    most = __reduce_max_sync(0xFFFFFFFFu, most);
+    if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = most;
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < THREADS / 32; ++j) most = max(most, shared.warps[j]);
   }
+  Outer o = make_outer(most);
+  if (threadIdx.x < 128) shared.table[threadIdx.x] = make_entry(threadIdx.x, o.down);
+  wait_for_inputs();
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.outer = o.t;
   __syncthreads();
-  if (threadIdx.x < 128) shared.table[threadIdx.x] = make_entry(threadIdx.x, shared.outer.down);
-  __syncthreads();
-  return shared.outer;
+  return o;
 }
 
-// One-dimensional blocks, squared errors.
+// One-dimensional blocks, squared errors. From the end to the beginning: what the amax was found in last is still in the cache.
 template <typename T, int EFFORT>
-__global__ void __launch_bounds__(THREADS) encode_kernel(const Args p) {
+__global__ void __launch_bounds__(THREADS<T>, RESIDENT<T>) encode_kernel(const Args p) {
   __shared__ Shared shared;
-  int64_t blocks = p.rows * p.groups, stride = int64_t(gridDim.x) * THREADS;
-  int64_t block = int64_t(blockIdx.x) * THREADS + threadIdx.x;
+  Outer o = prepare<THREADS<T>>(p, shared);
+  bool rough = can_be_rough(o, p.shift);
+  int blocks = int(p.rows * p.groups), stride = gridDim.x * THREADS<T>;
+  int block = ((blocks + THREADS<T> - 1) / THREADS<T> - 1 - int(blockIdx.x)) * THREADS<T> + threadIdx.x;
+  if (block >= blocks) block -= stride;
   const T* from = static_cast<const T*>(p.x);
   Packed<T> next;
-  if (block < blocks) next.load(from + block * 16);
-  Outer o = prepare(p, shared);
-
-  for (; block < blocks; block += stride) {
-    float x[16];
-    next.unpack(x);
-    float a = next.amax();
-    if (block + stride < blocks) next.load(from + (block + stride) * 16);
-    encode_block<EFFORT>(p, o, shared.table, x, a, block);
+  if (block >= 0) next.load(from + int64_t(block) * 16);
+  for (; block >= 0; block -= stride) {
+    Packed<T> x = next;
+    if (block >= stride) next.load(from + int64_t(block - stride) * 16);
+    encode_block<EFFORT>(p, o, rough, shared.table, x, block);
   }
 }
 
 // Every option, the exact contest alone: tiles of 16 x 16 and other metrics. A thread holds a tile, 16 values at a time.
 template <typename T>
-__global__ void __launch_bounds__(THREADS) exact_kernel(const Args p) {
+__global__ void __launch_bounds__(THREADS<float>) exact_kernel(const Args p) {
   __shared__ Shared shared;
-  Outer o = prepare(p, shared);
-  int64_t tiles = (p.rows + p.tile - 1) / p.tile * p.groups, stride = int64_t(gridDim.x) * THREADS;
-  for (int64_t tile = int64_t(blockIdx.x) * THREADS + threadIdx.x; tile < tiles; tile += stride) {
+  Outer o = prepare<THREADS<float>>(p, shared);
+  int64_t tiles = (p.rows + p.tile - 1) / p.tile * p.groups, stride = int64_t(gridDim.x) * THREADS<float>;
+  for (int64_t tile = int64_t(blockIdx.x) * THREADS<float> + threadIdx.x; tile < tiles; tile += stride) {
     encode_tile<T>(p, o, shared.table, tile);
   }
 }
 
-// How a call's x is laid out over threads: `waves` blocks of threads on each multiprocessor, or one thread for each block of values.
-int grid_for(int64_t threads, int waves) {
-  int64_t wanted = (threads + THREADS - 1) / THREADS;
-  int device = 0, processors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  int64_t most = waves > 0 ? int64_t(processors) * waves : int64_t(1) << 30;
-  return int(wanted < most ? wanted : most);
-}
-
 template <typename T>
-void launch(const Args& p, cudaStream_t stream, int waves) {
-  int64_t blocks = p.rows * p.groups;
+void launch(Args p, cudaStream_t stream) {
+  auto blocks_for = [](int64_t work, int threads) { return (work + threads - 1) / threads; };
   if (p.tile > 1 || p.metric != MSE) {
-    exact_kernel<T><<<grid_for((p.rows + p.tile - 1) / p.tile * p.groups, 0), THREADS, 0, stream>>>(p);
+    launch_early(exact_kernel<T>, int(blocks_for((p.rows + p.tile - 1) / p.tile * p.groups, THREADS<float>)), THREADS<float>, stream, p);
     return;
   }
-  int grid = grid_for(blocks, waves);
-  if (p.effort == FOUR_OVER_SIX) encode_kernel<T, FOUR_OVER_SIX><<<grid, THREADS, 0, stream>>>(p);
-  else if (p.effort == BASE) encode_kernel<T, BASE><<<grid, THREADS, 0, stream>>>(p);
-  else if (p.effort == SIDED) encode_kernel<T, SIDED><<<grid, THREADS, 0, stream>>>(p);
-  else encode_kernel<T, SEARCH><<<grid, THREADS, 0, stream>>>(p);
+  auto kernel = p.effort == FOUR_OVER_SIX ? encode_kernel<T, FOUR_OVER_SIX>
+              : p.effort == BASE ? encode_kernel<T, BASE>
+              : p.effort == SIDED ? encode_kernel<T, SIDED> : encode_kernel<T, SEARCH>;
+  int64_t wanted = blocks_for(p.rows * p.groups, THREADS<T>), most = int64_t(multiprocessors()) * RESIDENT<T>;
+  launch_early(kernel, int(wanted < most ? wanted : most), THREADS<T>, stream, p);
 }
 
 // The contest of `formats/contest.py` over x (R, K): codes (R, K / 2), scale (ceil(R / tile), K / 16) bytes, outer (1, 1), and
 // values (R, K), or (0, 0) for out = 0. amax: int32 bits of float32 magnitudes whose largest counts (finite_absmax's), and known one more, or 0.
 std::tuple<Tensor, Tensor, Tensor, Tensor> encode_grids(
     const Tensor& x, const Tensor& amax, double known, int64_t effort, int64_t metric, int64_t tile, double c, bool alternating, int64_t out,
-    bool operand, int64_t waves) {
+    bool operand) {
   check_floats(x);
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16");
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must start on a multiple of 16 bytes");
   STD_TORCH_CHECK(amax.is_cuda() && amax.scalar_type() == ScalarType::Int && amax.is_contiguous(), "amax must be int32 on x's device");
   int64_t rows = x.size(0), k = x.size(1);
+  STD_TORCH_CHECK(rows * k / 16 < int64_t(1) << 30, "x must hold fewer than 2^34 values");
   DeviceGuard guard(x.get_device_index());
   auto make = [&](int64_t r, int64_t n, ScalarType type) {
     int64_t size[] = {r, n};
@@ -114,12 +110,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_grids(
 
   Args p{static_cast<const int32_t*>(amax.data_ptr()), int(amax.numel()), float_bits(float(known)), x.data_ptr(),
          static_cast<uint8_t*>(codes.data_ptr()), static_cast<uint8_t*>(scale.data_ptr()), static_cast<float*>(outer.data_ptr()),
-         values.data_ptr(), int(out), int(operand), rows, int(k / 16), int(effort), int(metric), int(tile), make_shift(c, alternating), 16};
+         values.data_ptr(), int(out), int(operand), rows, int(k / 16), int(effort), int(metric), int(tile), make_shift(c, alternating)};
   auto type = x.scalar_type();
   auto stream = current_stream(x);
-  if (type == ScalarType::BFloat16) launch<__nv_bfloat16>(p, stream, int(waves));
-  else if (type == ScalarType::Half) launch<__half>(p, stream, int(waves));
-  else launch<float>(p, stream, int(waves));
+  if (type == ScalarType::BFloat16) launch<__nv_bfloat16>(p, stream);
+  else if (type == ScalarType::Half) launch<__half>(p, stream);
+  else launch<float>(p, stream);
   check_launch();
   return {codes, scale, outer, values};
 }
@@ -128,8 +124,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_grids(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) {
   m.def(
-      "encode_grids(Tensor x, Tensor amax, float known, int effort, int metric, int tile, float c, bool alternating, int out, bool operand, "
-      "int waves) -> (Tensor, Tensor, Tensor, Tensor)");
+      "encode_grids(Tensor x, Tensor amax, float known, int effort, int metric, int tile, float c, bool alternating, int out, bool operand) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CUDA, m) { m.impl("encode_grids", TORCH_BOX(&encode_grids)); }
 

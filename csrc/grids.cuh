@@ -169,6 +169,28 @@ __device__ __forceinline__ void unpack2<__half>(uint32_t w, float& low, float& h
   low = v.x, high = v.y;
 }
 
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+  uint32_t picked;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(a), "r"(b), "r"(selector));
+  return picked;
+#else
+  uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t at = selector >> (4 * i), byte = uint32_t(both >> (8 * (at & 7))) & 0xFF;
+    picked |= (at & 8 ? (byte & 0x80 ? 0xFFu : 0u) : byte) << (8 * i);
+  }
+  return picked;
+#endif
+}
+
+// Bytes of ones where one of four values is negative: of float32, and of two words that hold two values each.
+__device__ __forceinline__ uint32_t negative(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return permute(permute(a, b, 0x00FB), permute(c, d, 0x00FB), 0x5410);
+}
+__device__ __forceinline__ uint32_t negative(uint32_t a, uint32_t b) { return permute(a, b, 0xFDB9); }
+
 // 16 values as they lie in memory.
 template <typename T>
 struct Packed {
@@ -201,6 +223,12 @@ struct Packed {
 #endif
     }
     return most;
+  }
+  // `negative` of four values from 4 i on.
+  __device__ __forceinline__ uint32_t negative4(int i) const {
+    const uint32_t* w = reinterpret_cast<const uint32_t*>(v);
+    if constexpr (sizeof(T) == 4) return negative(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+    else return negative(w[2 * i], w[2 * i + 1]);
   }
   __device__ __forceinline__ void unpack(float (&x)[16]) const {
     const uint32_t* w = reinterpret_cast<const uint32_t*>(v);
@@ -254,31 +282,50 @@ __device__ __forceinline__ float scaled(float x, float inverse, float sign, floa
   return FLIPS ? __fmaf_rn(y, sign, -c) : y;  // the product is exact
 }
 
-// Codes of 16 values under the scale that won, packed, low nibble = even k.
+// Nearest e2m1 magnitude to |z|, half to even; from 7 on it is not 6 but what follows, 8 and more.
 //
-// The index of a code falls out of the rounding addition. With E = 2^e, T = E * INDEX + |z| ends in 214 + |z| / (E / 2), rounded, and
-// has 2 e + 298 in front of bit 22. The last eight bits of their sum are 2 e + |z| / (E / 2): the index.
-// sixteen is 16, from memory: what the compiler does not know it multiplies by, on a pipe that has nothing else to do.
+// e is |z| itself, 1 at least, and e * 2^22 a whole multiple of e2m1's step there, whatever |z|'s last bits are. So subtracting |z| from it rounds
+// |z| to that step, and no power of two below |z| has to be found. Just above 2 and 4 it rounds to half the step, to the same value.
+// 1 + 2^-20 and not 1 keeps 2^22 e - |z| above 2^22. Compared with `nearest_e2m1` at every float32.
+__device__ __forceinline__ float nearest_magnitude(float z) {
+  float magnitude = fabsf(z), e = fmaxf(magnitude, 0x1.00001p0f);
+  return __fmaf_rn(e, 0x1p22f, -__fmaf_rn(e, 0x1p22f, -magnitude));
+}
+
+// Two e2m1 magnitudes in a word, as float16.
+__device__ __forceinline__ uint32_t pair_up(float low, float high) { return pack_values(low, high, __half{}); }
+
+// Codes of 8 values, low nibble = first. pairs: magnitudes k and k + 4; first, last: `negative` of the first and the last four.
+//
+// Times 2^-14, where the exponents of float16 end, a magnitude's bits are its index << 9.
+__device__ __forceinline__ uint32_t encode8(const uint32_t (&pairs)[4], uint32_t first, uint32_t last) {
+  uint32_t index[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    __half2 tiny = __hmul2(*reinterpret_cast<const __half2*>(&pairs[k]), __half2half2(__ushort_as_half(0x0400)));
+    index[k] = *reinterpret_cast<uint32_t*>(&tiny);
+  }
+  uint32_t codes = ((index[0] + index[1] * 16) >> 9) + ((index[2] + index[3] * 16) >> 1);
+  return codes | (permute(first, last, 0x6420) & 0x08080808u) | (permute(first, last, 0x7531) & 0x80808080u);
+}
+
+// Codes of 16 values under the scale that won.
 template <bool FLIPS, bool SATURATE>
-__device__ __forceinline__ uint2 encode16(const float (&x)[16], float inverse, float sign, float c, uint32_t sixteen) {
-  constexpr float INDEX = 4194411.0f;
+__device__ __forceinline__ uint2 encode16(const float (&x)[16], float inverse, float sign, float c) {
   uint2 packed;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    uint32_t n[8], s[8];
+    uint32_t z[8], pairs[4];
+    float r[8];
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      float z = scaled<FLIPS>(x[8 * h + k], inverse, sign, c), magnitude = fabsf(z), e = octave(z);
-      if (SATURATE) magnitude = fminf(magnitude, 6.0f), e = fminf(e, 4.0f);
-      uint32_t t = __float_as_uint(__fmaf_rn(e, INDEX, magnitude));
-      s[k] = __float_as_uint(z);
-      n[k] = t + (t >> 22);
+      float w = scaled<FLIPS>(x[8 * h + k], inverse, sign, c);
+      z[k] = __float_as_uint(w);
+      r[k] = nearest_magnitude(SATURATE ? fminf(fabsf(w), 6.0f) : w);
     }
-    uint32_t codes = __byte_perm(__byte_perm(n[0] + n[1] * sixteen, n[2] + n[3] * sixteen, 0x0040),
-                                 __byte_perm(n[4] + n[5] * sixteen, n[6] + n[7] * sixteen, 0x0040), 0x5410);
-    uint32_t even = __byte_perm(__byte_perm(s[0], s[2], 0x0073), __byte_perm(s[4], s[6], 0x0073), 0x5410);
-    uint32_t odd = __byte_perm(__byte_perm(s[1], s[3], 0x0073), __byte_perm(s[5], s[7], 0x0073), 0x5410);
-    (h ? packed.y : packed.x) = codes | ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) pairs[k] = pair_up(r[k], r[k + 4]);
+    (h ? packed.y : packed.x) = encode8(pairs, negative(z[0], z[1], z[2], z[3]), negative(z[4], z[5], z[6], z[7]));
   }
   return packed;
 }

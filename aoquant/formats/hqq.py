@@ -22,6 +22,7 @@ Source: torchao 0.18 `quant_primitives`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,9 @@ from .base import Encoded, Scales
 from .integer import Affine
 from .scales import absmax
 
+TILE = (
+    1 << 23
+)  # values of which there are intermediates at once, three of 16 MB in float16; fewer, and a GPU waits for Python
 ITERATIONS = 20
 BETA, GROWTH, POWER = 1e1, 1.01, 0.7 - 1
 LARGEST_INVERSE = 2e4
@@ -41,36 +45,59 @@ EPS = torch.finfo(torch.float32).eps
 NOT_HELD = "{}: HQQ fits scales and codes to each other, so its scales cannot be held apart: choose scales='dynamic'"
 
 
-def affine(x_RGB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q (R, G, group) in -8..7 as floats, scale and zero (R, G) in x's dtype; the iterations run in `dtype`."""
-    w = x_RGB.float().flatten(0, 1)  # (R G, group): the order of a sum depends on the shape
-    if w.numel() == 0:
-        return x_RGB.float(), x_RGB.new_zeros(x_RGB.shape[:2]), x_RGB.new_zeros(x_RGB.shape[:2])
-    low, high = w.amin(1, keepdim=True), w.amax(1, keepdim=True)
+def affine(x_RGB: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For some rows r after others: q (r, G, group) in -8..7 as floats, scale and zero (r, G) in x's dtype; the iterations run in `dtype`.
+
+    What is in between is there for some rows at a time too, but for |w - v|, whose mean is taken over the matrix in the device's order.
+    """
+    rows = max(1, TILE // max(1, x_RGB.shape[1] * x_RGB.shape[2]))
+    inverse_RG, zero_RG = _start(x_RGB, dtype)
+    if x_RGB.numel():
+        _iterate([x.flatten(0, 1) for x in x_RGB.split(rows)], inverse_RG.view(-1, 1), zero_RG.view(-1, 1))
+    for x, inverse, zero in zip(*(t.split(rows) for t in (x_RGB, inverse_RG, zero_RG)), strict=True):
+        q = (x.float() * inverse.unsqueeze(-1)).add_(zero.unsqueeze(-1)).round_().clamp_(0, 15).sub_(8)
+        scale = inverse.reciprocal()
+        shift = ((8 - zero.float()) * scale.float()).to(dtype)
+        yield q, scale.to(x.dtype), shift.to(x.dtype)
+
+
+def _start(x_RGB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """r and b of the extremes (R, G) in `dtype`."""
+    if x_RGB.numel() == 0:
+        zeros = x_RGB.new_zeros(x_RGB.shape[:2], dtype=dtype)
+        return zeros, zeros
+    low, high = x_RGB.amin(-1).float(), x_RGB.amax(-1).float()
     inverse = ((high - low).reciprocal() * 15).clamp(max=LARGEST_INVERSE)
-    zero = (-low * inverse).round()
-    inverse, zero, v = inverse.to(dtype), zero.to(dtype), w.to(dtype)
-    beta, best = BETA, torch.full((), WORST_ERROR, dtype=dtype, device=w.device)
-    running = torch.ones((), dtype=torch.bool, device=w.device)
+    return inverse.to(dtype), (-low * inverse).round().to(dtype)
+
+
+@torch.no_grad()
+def _iterate(xs: Sequence[Tensor], inverse: Tensor, zero: Tensor) -> None:
+    """Move `zero`, in its place. xs: groups (n, group) of the rows after each other; inverse, zero: (all n, 1) in the dtype of the iterations."""
+    sizes = [len(x) for x in xs]
+    lost = inverse.new_empty(len(inverse), xs[0].shape[1])  # |w - v|
+    beta, best = BETA, torch.full((), WORST_ERROR, dtype=inverse.dtype, device=inverse.device)
+    running = torch.ones((), dtype=torch.bool, device=inverse.device)
     for _ in range(ITERATIONS):
-        q = (v * inverse + zero).round().clamp(0, 15)
-        error = v - (q - zero) / inverse
-        moved = torch.mean(q - (v - _shrink(error, beta)) * inverse, 1, keepdim=True)
-        zero = torch.where(running, moved, zero)
+        for x, r, b, magnitude in zip(xs, *(t.split(sizes) for t in (inverse, zero, lost)), strict=True):
+            w = x.to(r.dtype, copy=True)
+            q = (w * r).add_(b).round_().clamp_(0, 15)
+            error = (q - b).div_(r)
+            torch.sub(w, error, out=error)
+            torch.abs(error, out=magnitude)
+            shrunk, w = _shrink(error, magnitude, beta, w), error.copy_(x)
+            moved = q.sub_(torch.sub(w, shrunk, out=shrunk).mul_(r)).mean(1, keepdim=True)
+            torch.where(running, moved, b, out=b)
         beta *= GROWTH
-        size = error.abs().mean()
+        size = lost.mean()
         running = running & (size < best)
         best = size
-    q = (w * inverse + zero).round().clamp(0, 15) - 8
-    scale = inverse.reciprocal()
-    shift = ((8 - zero.float()) * scale.float()).to(dtype)
-    shape = x_RGB.shape[:2]
-    return q.view(x_RGB.shape), scale.to(x_RGB.dtype).view(shape), shift.to(x_RGB.dtype).view(shape)
 
 
-def _shrink(x: Tensor, beta: float) -> Tensor:
-    """The proximal operator of the 0.7-norm."""
-    return x.sign() * torch.relu(x.abs() - (1.0 / beta) * torch.pow(x.abs(), POWER))
+def _shrink(x: Tensor, magnitude: Tensor, beta: float, out: Tensor) -> Tensor:
+    """The proximal operator of the 0.7-norm, into `out`; of x its sign is left. magnitude: |x|."""
+    less = torch.pow(magnitude, POWER, out=out).mul_(1.0 / beta)
+    return torch.sub(magnitude, less, out=less).relu_().mul_(x.sign_())
 
 
 def scale_only(x_RGB: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,9 @@ class TinyGemm(Int4):
         if held is not None:
             raise ValueError(NOT_HELD.format(self.name))
         dtype = torch.float32 if self.device == "cpu" else torch.float16
-        return self._packed(*affine(self._blocks(x_RK), dtype))
+        parts = [self._packed(*some) for some in affine(self._blocks(x_RK), dtype)]
+        codes, scale, zero = (torch.cat([getattr(e, part) for e in parts]) for part in ("codes", "scale", "zero"))
+        return Encoded(codes, scale, zero, None, x_RK.shape[1])
 
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
         assert s.scale is not None and s.zero is not None

@@ -191,7 +191,7 @@ def _why_not_cuda(r: CodecRequest) -> str | None:
     if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
     if isinstance(r.format, Transformed):  # Triton transforms, csrc encodes
-        return _why_not_triton(r) or grids.why_not_encode(r.format.inner, r.device)
+        return _why_not_triton(replace(r, role="transform")) or grids.why_not_encode(r.format.inner, r.device)
     return grids.why_not_encode(r.format, r.device)
 
 

@@ -83,13 +83,21 @@ def _encode_grids(
     alternating: bool,
     out: int,
     operand: bool,
-    waves: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (rows, k), dtypes = x.shape, (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
     return (
         x.new_empty(rows, k // 2, dtype=torch.uint8),
         x.new_empty(-(-rows // tile), k // 16, dtype=torch.uint8),
         x.new_empty(1, 1, dtype=torch.float32),
+        x.new_empty((rows, k) if out else (0, 0), dtype=dtypes[out]),
+    )
+
+
+def _encode_search(x: Tensor, outer: Tensor, out: int, operand: bool) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, k), dtypes = x.shape, (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+    return (
+        x.new_empty(rows, k // 2, dtype=torch.uint8),
+        x.new_empty(rows, k // 16, dtype=torch.uint8),
         x.new_empty((rows, k) if out else (0, 0), dtype=dtypes[out]),
     )
 
@@ -101,5 +109,6 @@ def _decode_mm(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
 _FAKES: dict[str, Callable[..., Any]] = {
     "finite_absmax": _finite_absmax,
     "encode_grids": _encode_grids,
+    "encode_search": _encode_search,
     "decode_mm": _decode_mm,
 }

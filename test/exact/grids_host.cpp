@@ -32,12 +32,15 @@ static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 template <typename T>
 static inline T __ldg(const T* p) { return *p; }
 template <typename T>
+static inline void __stcs(T* p, T value) { *p = value; }
+template <typename T>
 static inline T min(T a, T b) { return b < a ? b : a; }
 template <typename T>
 static inline T max(T a, T b) { return a < b ? b : a; }
 using std::isinf;
 
 #include "contest.cuh"
+#include "search.cuh"
 
 using namespace aoquant;
 
@@ -47,16 +50,14 @@ static void encode(const Args& p, const Outer& o, const Entry* table) {
     for (int64_t i = 0; i < (p.rows + p.tile - 1) / p.tile * p.groups; ++i) encode_tile<T>(p, o, table, i);
     return;
   }
+  bool rough = can_be_rough(o, p.shift);
   for (int64_t i = 0; i < p.rows * p.groups; ++i) {
     Packed<T> packed;
-    float x[16];
     packed.load(static_cast<const T*>(p.x) + 16 * i);
-    packed.unpack(x);
-    float a = packed.amax();
-    if (p.effort == FOUR_OVER_SIX) encode_block<FOUR_OVER_SIX>(p, o, table, x, a, i);
-    else if (p.effort == BASE) encode_block<BASE>(p, o, table, x, a, i);
-    else if (p.effort == SIDED) encode_block<SIDED>(p, o, table, x, a, i);
-    else encode_block<SEARCH>(p, o, table, x, a, i);
+    if (p.effort == FOUR_OVER_SIX) encode_block<FOUR_OVER_SIX>(p, o, rough, table, packed, i);
+    else if (p.effort == BASE) encode_block<BASE>(p, o, rough, table, packed, i);
+    else if (p.effort == SIDED) encode_block<SIDED>(p, o, rough, table, packed, i);
+    else encode_block<SEARCH>(p, o, rough, table, packed, i);
   }
 }
 
@@ -67,10 +68,39 @@ extern "C" void encode_grids(
   *outer = o.t;
   Entry table[128];
   for (uint32_t code = 0; code < 128; ++code) table[code] = make_entry(code, o.down);
-  Args p{nullptr, 0, 0, x, codes, scale, outer, values, out, operand, rows, groups, effort, metric, tile, make_shift(c, alternating), 16};
+  Args p{nullptr, 0, 0, x, codes, scale, outer, values, out, operand, rows, groups, effort, metric, tile, make_shift(c, alternating)};
   if (dtype == AS_BF16) encode<__nv_bfloat16>(p, o, table);
   else if (dtype == AS_F16) encode<__half>(p, o, table);
   else encode<float>(p, o, table);
+}
+
+template <typename T>
+static void search(const SearchArgs& p) {
+  float t = p.outer ? *p.outer : 1.0f, inverse = 1.0f / t;
+  SearchEntry table[128];
+  for (uint32_t code = 0; code < 128; ++code) table[code] = make_search_entry(code, inverse);
+  for (int i = 0; i < p.blocks; ++i) {
+    Packed<T> packed;
+    packed.load(static_cast<const T*>(p.x) + 16 * i);
+    search_block(p, t, inverse, table, packed, i);
+  }
+}
+
+extern "C" void encode_search(
+    const void* x, int dtype, int blocks, const float* outer, int out, int operand, uint8_t* codes, uint8_t* scale, void* values) {
+  SearchArgs p{x, outer, codes, scale, values, out, operand, blocks};
+  if (dtype == AS_BF16) search<__nv_bfloat16>(p);
+  else if (dtype == AS_F16) search<__half>(p);
+  else search<float>(p);
+}
+
+// A positive float32, by its bits, whose nearest magnitude is not that of e2m1, or -1; from 7 on it has to be more than 6.
+extern "C" int64_t wrong_magnitude(int64_t first, int64_t last, int64_t step) {
+  for (int64_t i = first; i < last; i += step) {
+    float z = bits<float>(uint32_t(i)), r = nearest_magnitude(z), want = nearest_e2m1(z);
+    if (std::fmin(r, 6.0f) != want || (z < 7.0f && r != want) || nearest_magnitude(-z) != r) return i;
+  }
+  return -1;
 }
 
 // Largest distance between the rough error of a candidate and the exact one, in units of the margin that decides between candidates.

@@ -8,7 +8,7 @@ from linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
-from aoquant.formats import Encoded, FourOverSix
+from aoquant.formats import Encoded, Format
 from aoquant.ops import CodecRequest, codec, grids, router, tiles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -117,12 +117,15 @@ def test_floored_blocks_are_counted_in_tiles(monkeypatch: pytest.MonkeyPatch, na
     assert torch.isclose(tiles.floored(fmt, e), want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fouroversix", "gridflip"])
+@pytest.mark.parametrize("name", ["fouroversix", "gridflip", "nvfp4-search"])
 def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands in for its library: what is tested is how it is called, in every role."""
 
-    def library(f: FourOverSix, x: Tensor, dtype: torch.dtype | None, operand: bool) -> tuple[Encoded, Tensor | None]:
+    def library(
+        f: Format, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None
+    ) -> tuple[Encoded, Tensor | None]:
         e = f.encode(x)
+        assert measured is None or (e.outer is not None and torch.equal(measured, e.outer))
         return e, None if dtype is None else (f.operand if operand else f.decode)(e, dtype)
 
     monkeypatch.setattr(grids, "_run", library)

@@ -119,6 +119,48 @@ def test_values_of_the_same_pass(encode: Callable[..., Any], name: str) -> None:
                 assert values is not None and same(values, expected), f"{name} {kind} {out} operand={operand}"
 
 
+SEARCHES = [
+    pytest.param(
+        name, dtype, id=f"{name}-{str(dtype)[6:]}", marks=[] if (i, dtype) == (0, BF16) else [pytest.mark.slow]
+    )
+    for i, name in enumerate(("nvfp4-search", "nvfp4-search-none", "nvfp4-search-static:0.001"))
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), SEARCHES)
+def test_searched_scales(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> None:
+    """Bytes, and the values of the same pass, operand and decoded."""
+    fmt = get_format(name)
+    for kind, x in inputs(dtype, 2).items():
+        want, (rows, k) = fmt.encode(x), x.shape
+        for out, operand in ((None, False), (BF16, True), (F16, False), (F32, False)):
+            codes, scale = torch.empty(rows, k // 2, dtype=torch.uint8), torch.empty(rows, k // 16, dtype=torch.uint8)
+            values = None if out is None else torch.empty(rows, k, dtype=out)
+            pointers = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (want.outer, codes, scale, values)]
+            library.encode_search(
+                ctypes.c_void_p(x.data_ptr()), DTYPES[dtype], rows * k // 16, pointers[0], 0 if out is None else DTYPES[out],
+                int(operand), *pointers[1:],
+            )  # fmt: skip
+            assert want.scale is not None
+            # a NaN made by arithmetic is negative on x86
+            assert same(scale.view(torch.float8_e4m3fn).float(), want.scale.float()), f"{name} {kind} scale"
+            assert same(codes, want.codes), f"{name} {kind} codes"
+            if out is not None:
+                expected = fmt.operand(want, out) if operand else fmt.decode(want, out)
+                assert values is not None and same(values, expected), f"{name} {kind} {out} operand={operand}"
+
+
+def test_nearest_magnitudes(library: ctypes.CDLL) -> None:
+    """Without looking for an octave: around every tie and every power of two, and one float32 of each 101 (all of them were compared once)."""
+    wrong = library.wrong_magnitude
+    wrong.restype = ctypes.c_int64
+    spots = torch.tensor([0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0])
+    ranges = [(at - 70000, at + 70000, 1) for at in spots.view(torch.int32).tolist()]
+    for first, last, step in (*ranges, (0, 0x70000000, 101)):
+        assert wrong(ctypes.c_int64(first), ctypes.c_int64(last), ctypes.c_int64(step)) == -1
+
+
 @pytest.mark.parametrize("factor", [0.01, 0.5, 3.0, 1000.0])
 def test_an_amax_that_is_not_the_tensors(encode: Callable[..., Any], factor: float) -> None:
     x = torch.randn(64, 256)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,9 +18,12 @@ import torch
 from golden_inputs import DATA, data_set
 from rational import rounded
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from aoquant import backend, ops
-from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, get_format, layout
+from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, get_format, hqq, layout
 from aoquant.ops.tinygemm import pack_cpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -157,6 +161,40 @@ def test_mslk_rows_of_zeros_are_zeros_and_small_rows_are_floored() -> None:
 
 
 # tinygemm: torchao's quantiser, and the operator itself
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the storages that operations made and somebody holds, at the worst moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given -= {t.untyped_storage().data_ptr() for t in self.made}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.made[t] = None
+        alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.made}
+        self.bytes = max(self.bytes, sum(alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("name", ["int4-tinygemm-hqq-g64", "int4-tinygemm-cpu-hqq-g32"])
+def test_hqq_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes some rows at a time, with one intermediate of the whole matrix and not seven."""
+    x = torch.cat([DATA[kind](64, 512, BF16, 9) for kind in ("heavy", "normal", "weights")])
+    whole = get_format(name).encode(x)
+    monkeypatch.setattr(hqq, "TILE", 4096)
+    with Peak() as peak:
+        tiled = get_format(name).encode(x)
+    for a, b in zip(whole[:3], tiled[:3], strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+    lost = x.numel() * (4 if "cpu" in name else 2)  # |w - v| in the dtype of the iterations
+    assert lost < peak.bytes < 1.5 * lost, peak.bytes / lost
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""Four-over-six and GridFlip on the device, by csrc's encoders and by Triton, against the formats: to the last bit.
+"""Four-over-six, GridFlip and NVFP4's search on the device, by csrc's encoders and by Triton, against the formats: to the last bit.
 
     python setup.py build_ext --inplace && AOQUANT_REQUIRE_GPU=1 python -m pytest -m gpu test/gpu/test_grids.py
 
@@ -29,9 +29,10 @@ BY_CUDA = (
     "fouroversix-mae", "fouroversix-absmax", "fouroversix-16x16", "fouroversix-mae-16x16",
     "gridflip-16x16", "gridflip-search-16x16", "gridflip-sided-alternating-16x16",
 )  # fmt: skip
+SEARCHES = ("nvfp4-search", "nvfp4-search-none", "nvfp4-search-static:0.001", "hadamard16+nvfp4-search")
 ALL = (BF16, F16, F32)
 CASES = [
-    *(pytest.param("cuda", n, d, id=f"cuda-{n}-{str(d)[6:]}") for n in BY_CUDA for d in ALL),
+    *(pytest.param("cuda", n, d, id=f"cuda-{n}-{str(d)[6:]}") for n in (*BY_CUDA, *SEARCHES) for d in ALL),
     # one dtype each, and every option once: Triton compiles each combination for seconds
     *(
         pytest.param("triton", n, d, id=f"triton-{n}-{str(d)[6:]}")
@@ -64,6 +65,9 @@ def differing(a: Tensor | None, b: Tensor | None) -> int:
 def compare(got: Encoded | None, want: Encoded, what: str) -> None:
     assert got is not None
     for part in ("outer", "scale", "codes"):
+        if getattr(want, part) is None:
+            assert getattr(got, part) is None
+            continue
         n = differing(getattr(got, part), getattr(want, part))
         assert n == 0, f"{what}: {n} of {getattr(want, part).numel()} {part} differ"
 
@@ -79,11 +83,11 @@ def test_bytes_and_values(which: str, name: str, dtype: torch.dtype) -> None:
         want = fmt.encode(x)
         if dtype == BF16:
             on_cpu = fmt.encode(x_cpu)
-            assert all(
-                differing(a, b.cpu()) == 0
-                for a, b in zip(on_cpu[:2], want[:2], strict=True)
-                if a is not None and b is not None
-            )
+            assert (
+                want.scale is not None and on_cpu.scale is not None and differing(on_cpu.codes, want.codes.cpu()) == 0
+            ), what
+            # a NaN made by arithmetic is negative on x86
+            assert differing(on_cpu.scale.float(), want.scale.cpu().float()) == 0, what
         with backend(which):
             compare(codec.encode(fmt, x), want, what)
             for out, operand, keep in (
@@ -94,7 +98,8 @@ def test_bytes_and_values(which: str, name: str, dtype: torch.dtype) -> None:
             ):
                 expected = fmt.operand(want, out) if operand else fmt.decode(want, out)
                 e, values, alpha = codec.quantize(fmt, x, out, operand=operand, keep=keep)
-                assert (e is not None) == keep and differing(alpha, want.outer) == 0, f"{what} alpha"
+                assert (e is not None) == keep
+                assert alpha is want.outer is None or differing(alpha, want.outer) == 0, f"{what} alpha"
                 assert differing(values, expected) == 0, f"{what} -> {out}, operand={operand}"
                 if e is not None:
                     compare(e, want, f"{what} with values")
@@ -103,8 +108,14 @@ def test_bytes_and_values(which: str, name: str, dtype: torch.dtype) -> None:
                 assert differing(decoded, expected) == 0, f"{what} decoded -> {out}, operand={operand}"
 
 
-@pytest.mark.parametrize("which", ["cuda", "triton"])
-@pytest.mark.parametrize("name", ["fouroversix", "gridflip", "gridflip-search"])
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [
+        *((w, n) for w in ("cuda", "triton") for n in ("fouroversix", "gridflip", "gridflip-search")),
+        ("cuda", "gridflip-sided"),
+        ("cuda", "nvfp4-search"),
+    ],
+)
 def test_many_random_blocks(which: str, name: str) -> None:
     """Enough for blocks whose candidates are nearer than the rough error can tell: one in a thousand or so."""
     need(which)
@@ -117,8 +128,10 @@ def test_many_random_blocks(which: str, name: str) -> None:
                 compare(codec.encode(fmt, x.to(dtype)), fmt.encode(x.to(dtype)), f"{name} {spread} {dtype}")
 
 
-@pytest.mark.parametrize("which", ["cuda", "triton"])
-@pytest.mark.parametrize("name", ["fouroversix", "gridflip"])
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [*((w, n) for w in ("cuda", "triton") for n in ("fouroversix", "gridflip")), ("cuda", "nvfp4-search")],
+)
 def test_strides_shapes_and_offsets(which: str, name: str) -> None:
     need(which)
     fmt: Format = get_format(name)
@@ -137,8 +150,13 @@ def test_strides_shapes_and_offsets(which: str, name: str) -> None:
             compare(codec.encode(fmt, view), fmt.encode(view), f"{name} {tuple(view.shape)} {view.stride()}")
 
 
-@pytest.mark.parametrize("which", ["cuda", "triton"])
-@pytest.mark.parametrize("name", ["fouroversix", "gridflip", "gridflip-static:4.0"])
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [
+        *((w, n) for w in ("cuda", "triton") for n in ("fouroversix", "gridflip", "gridflip-static:4.0")),
+        ("cuda", "nvfp4-search"),
+    ],
+)
 def test_captured_in_a_graph_on_a_stream_without_sync(which: str, name: str) -> None:
     need(which)
     fmt = get_format(name)
@@ -163,6 +181,27 @@ def test_captured_in_a_graph_on_a_stream_without_sync(which: str, name: str) -> 
         assert differing(values, fmt.decode(want, BF16)) == 0
 
 
+@pytest.mark.parametrize("name", ["fouroversix", "gridflip-static:4.0", "nvfp4-search"])
+def test_inputs_that_the_kernel_before_writes(name: str) -> None:
+    """The encoders may begin while the kernel before them ends, and read nothing of it before: in a chain, each reads what the last one wrote."""
+    need("cuda")
+    fmt = get_format(name)
+    torch.manual_seed(5)
+    xs = [torch.randn(2048, 4096, device=CUDA, dtype=BF16) * 2.0**i for i in range(6)]
+    wants = [fmt.encode(x) for x in xs]
+    x = torch.empty_like(xs[0])
+    with backend("cuda"):
+        for _ in range(20):
+            got = []
+            for source in xs:
+                x.copy_(source)
+                got.append(codec.quantize(fmt, x, BF16, keep=True))
+                x.zero_()
+            for (e, values, _), want in zip(got, wants, strict=True):
+                compare(e, want, name)
+                assert differing(values, fmt.decode(want, BF16)) == 0
+
+
 def test_cuda_goes_first_and_says_why_not() -> None:
     request = CodecRequest("encode", get_format("gridflip"), CUDA, BF16, 16, 64)
     chosen = dict(explain(request))
@@ -179,11 +218,15 @@ def test_cuda_goes_first_and_says_why_not() -> None:
 def test_operators_by_themselves() -> None:
     need("cuda")
     x = torch.randn(32, 64, device=CUDA, dtype=BF16)
-    arguments = (x, native.operator("finite_absmax")(x), 0.0, 1, 0, 1, 0.25, False, 1, True, 4)
+    arguments = (x, native.operator("finite_absmax")(x), 0.0, 1, 0, 1, 0.25, False, 1, True)
     torch.library.opcheck(torch.ops.aoquant_native.finite_absmax.default, (x,))
     torch.library.opcheck(torch.ops.aoquant_native.encode_grids.default, arguments)
+    searched = (x, torch.ones(1, 1, device=CUDA), 2, False)
+    torch.library.opcheck(torch.ops.aoquant_native.encode_search.default, searched)
     with pytest.raises(RuntimeError, match="K a multiple of 16"):
         native.operator("encode_grids")(x[:, :8].contiguous(), *arguments[1:])
+    with pytest.raises(RuntimeError, match="K a multiple of 16"):
+        native.operator("encode_search")(x[:, :8].contiguous(), *searched[1:])
     x[3, 5], x[0, 0] = float("nan"), float("-inf")
     finite = torch.where(x.isfinite(), x, 0.0)
     assert native.operator("finite_absmax")(x).view(torch.float32).max() == finite.abs().max()
