@@ -111,24 +111,25 @@ struct Scale {
   uint32_t s[2], z[2];
 };
 
-// row: the row's first scale. A lane outside K gets zeros: its codes are another lane's, and its x is zero. Plain loads: the compiler may
-// move others (__ldg) before the wait for the kernel that wrote what they read.
+// A number of 1 or 2 bytes, or 0. Predicated, because a selection after the load would wait for it; volatile, so that it stays behind the
+// wait for the kernel that wrote what it reads.
+template <int BYTES>
+__device__ __forceinline__ uint32_t load_if(const void* p, bool there) {
+  uint32_t v;
+  if constexpr (BYTES == 1)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.u8 %0, [%1];\n}" : "=r"(v) : "l"(p), "r"(int(there)));
+  else
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.u16 %0, [%1];\n}" : "=r"(v) : "l"(p), "r"(int(there)));
+  return v;
+}
+
+// row: the row's first scale. A lane outside K gets zeros: its codes are another lane's, and its x is zero.
 template <int F>
 __device__ __forceinline__ RawScale load_scale(const DecodeArgs& a, uint32_t row, int at, bool inside) {
   RawScale r;
-  if constexpr (F == INT4) {
-    const uint32_t i = row + (uint32_t(at) >> a.group_log2);
-    r.s = static_cast<const uint16_t*>(a.scale)[i];
-    r.z = static_cast<const uint16_t*>(a.zero)[i];
-    r.z = inside ? r.z : 0;
-  } else if constexpr (F == MXFP4) {
-    r.s = static_cast<const uint8_t*>(a.scale)[row + at / 32];
-    r.z = 0;
-  } else {
-    r.s = static_cast<const uint16_t*>(a.scale)[row + at / 32];
-    r.z = 0;
-  }
-  r.s = inside ? r.s : 0;
+  const uint32_t i = row + (F == INT4 ? uint32_t(at) >> a.group_log2 : uint32_t(at) / 32);
+  r.s = load_if<F == MXFP4 ? 1 : 2>(static_cast<const uint8_t*>(a.scale) + uint64_t(i) * (F == MXFP4 ? 1 : 2), inside);
+  r.z = F == INT4 ? load_if<2>(static_cast<const uint8_t*>(a.zero) + uint64_t(i) * 2, inside) : 0;
   return r;
 }
 
