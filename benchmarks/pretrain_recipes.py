@@ -48,7 +48,7 @@ PAIRS = [
     ("quartet2, nearest", "quartet2"),
 ]
 MODEL = {"vocab": 4096, "hidden": 256, "intermediate": 768, "layers": 6, "heads": 4, "kv_heads": 2, "window": 256}
-TRAINING = {"batch": 128, "lr": 3e-3, "decay_fraction": 0.6, "anneal_fraction": 0.0, "log_every": 10}
+TRAINING = {"batch": 64, "lr": 3e-3, "decay_fraction": 0.6, "anneal_fraction": 0.0, "log_every": 10}
 VALIDATIONS = 4  # of a run, the last one at its end
 
 
@@ -118,21 +118,23 @@ def run_all(o: argparse.Namespace, runs: list[Run]) -> None:
     ends = time.monotonic() + (o.limit or math.inf)
     waiting = [run for run in runs if not (run.folder(o) / "row.json").exists()]
     running: dict[Run, subprocess.Popen[bytes]] = {}
-    while (waiting or running) and time.monotonic() < ends:
-        while waiting and len(running) < o.jobs:
-            run = waiting.pop(0)
-            run.folder(o).mkdir(parents=True, exist_ok=True)
-            worker = [*sys.argv, "--worker", run.variant, str(run.seed)]
-            with (run.folder(o) / "log.txt").open("a") as log:
-                running[run] = subprocess.Popen([sys.executable, *worker], stdout=log, stderr=log)
-        for run in [run for run, process in running.items() if process.poll() is not None]:
-            if running.pop(run).returncode:
-                print(f"{run.variant}, seed {run.seed} failed; see {run.folder(o) / 'log.txt'}", file=sys.stderr)
-            write(o, runs)
-        time.sleep(0.1)
-    for process in running.values():
-        process.kill()
-        process.wait()
+    try:
+        while (waiting or running) and time.monotonic() < ends:
+            while waiting and len(running) < o.jobs:
+                run = waiting.pop(0)
+                run.folder(o).mkdir(parents=True, exist_ok=True)
+                worker = [*sys.argv, "--worker", run.variant, str(run.seed)]
+                with (run.folder(o) / "log.txt").open("a") as log:
+                    running[run] = subprocess.Popen([sys.executable, *worker], stdout=log, stderr=log)
+            for run in [run for run, process in running.items() if process.poll() is not None]:
+                if running.pop(run).returncode:
+                    print(f"{run.variant}, seed {run.seed} failed; see {run.folder(o) / 'log.txt'}", file=sys.stderr)
+                write(o, runs)
+            time.sleep(0.1)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
     write(o, runs)
 
 

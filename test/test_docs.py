@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from aoquant.ops import backend_names
 from aoquant.targets import REASONS, supported
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +66,12 @@ def test_the_index_lists_every_page() -> None:
 def test_the_pages_name_every_torchao_config() -> None:
     page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     assert [name for name in (*supported(), *REASONS) if f"`{name}`" not in page] == []
+
+
+def test_the_table_of_backends_has_every_one() -> None:
+    page = (ROOT / "docs" / "exactness.md").read_text(encoding="utf-8")
+    table = "".join(line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    assert [name for name in backend_names() if f"`{name.removesuffix('_for_cpu')}`" not in table] == []
 
 
 def test_the_versions_are_those_that_ci_installs() -> None:
