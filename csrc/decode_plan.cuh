@@ -17,13 +17,15 @@ cudaError_t run(const DecodeCall& c) {
   const bool wide = n > 8192, deep = k > 8192;
   if (m <= 4) {
     if (wide) return m == 1 ? decode::launch<F, T, 1, 2, 1, 4, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 4, 1, 2>(a, c.stream);
+    if (n > 6144) return m == 1 ? decode::launch<F, T, 1, 2, 1, 8, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 8, 1, 2>(a, c.stream);
     if (n > 2048 && n <= 132 * 32)  // a block of 32 rows on each multiprocessor, with as many warps as it holds
       return m == 1 ? decode::launch<F, T, 1, 2, 1, 16, 1, 2>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 16, 1, 2>(a, c.stream);
-    return m == 1 ? decode::launch<F, T, 1, 1, 1, 8, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 1, 8, 1, 2>(a, c.stream);
+    return m == 1 ? decode::launch<F, T, 1, 1, 1, 8, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 1, 8, 1, 3>(a, c.stream);
   }
   if (decode_is_few(m)) {
     if (wide) return decode::launch<F, T, 16, 2, 2, 4, 1, 2>(a, c.stream);
-    return deep || n <= 2048 ? decode::launch<F, T, 16, 2, 1, 8, 2, 2>(a, c.stream) : decode::launch<F, T, 16, 2, 1, 8, 1, 2>(a, c.stream);
+    if (n <= 2048) return decode::launch<F, T, 16, 1, 1, 8, 1, 3>(a, c.stream);
+    return deep ? decode::launch<F, T, 16, 2, 1, 8, 2, 2>(a, c.stream) : decode::launch<F, T, 16, 2, 1, 8, 1, 2>(a, c.stream);
   }
   if (m <= 64)
     return wide ? decode::launch_tiles<F, T, 64, 2, 4>(a, c.image, c.stream) : decode::launch_tiles<F, T, 64, 4, 4>(a, c.image, c.stream);
