@@ -9,25 +9,24 @@
 namespace aoquant {
 namespace {
 
-// Blocks of threads on a multiprocessor: float32 wants more registers than 64 for a thread, and wants them more than threads.
+constexpr int THREADS = 256;
+
+// Blocks of threads on a multiprocessor: float32 wants more than 64 registers for a thread.
 template <typename T>
-constexpr int THREADS = sizeof(T) == 4 ? 256 : 512;
-template <typename T>
-constexpr int RESIDENT = sizeof(T) == 4 ? 3 : 2;
+constexpr int RESIDENT = sizeof(T) == 4 ? 3 : 4;
 
 struct Shared {
   Entry table[128];
-  uint32_t warps[32];
+  uint32_t warps[THREADS / 32];
 };
 
 // All threads: the tensor's numbers and the table of scales. What a caller knows needs no memory, and is ready before the kernel before this one.
-template <int THREADS>
 __device__ __forceinline__ Outer prepare(const Args& p, Shared& shared) {
   uint32_t most = p.known;
   let_next_begin();
   if (p.n_partials) {
     wait_for_inputs();
-#pragma unroll 2
+#pragma unroll 3
     for (int i = threadIdx.x; i < p.n_partials; i += THREADS) most = max(most, uint32_t(p.partials[i]));
     most = __reduce_max_sync(0xFFFFFFFFu, most);
     if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = most;
@@ -45,12 +44,12 @@ __device__ __forceinline__ Outer prepare(const Args& p, Shared& shared) {
 
 // One-dimensional blocks, squared errors. From the end to the beginning: what the amax was found in last is still in the cache.
 template <typename T, int EFFORT>
-__global__ void __launch_bounds__(THREADS<T>, RESIDENT<T>) encode_kernel(const Args p) {
+__global__ void __launch_bounds__(THREADS, RESIDENT<T>) encode_kernel(const Args p) {
   __shared__ Shared shared;
-  Outer o = prepare<THREADS<T>>(p, shared);
+  Outer o = prepare(p, shared);
   bool rough = can_be_rough(o, p.shift);
-  int blocks = int(p.rows * p.groups), stride = gridDim.x * THREADS<T>;
-  int block = ((blocks + THREADS<T> - 1) / THREADS<T> - 1 - int(blockIdx.x)) * THREADS<T> + threadIdx.x;
+  int blocks = int(p.rows * p.groups), stride = gridDim.x * THREADS;
+  int block = ((blocks + THREADS - 1) / THREADS - 1 - int(blockIdx.x)) * THREADS + threadIdx.x;
   if (block >= blocks) block -= stride;
   const T* from = static_cast<const T*>(p.x);
   Packed<T> next;
@@ -64,27 +63,27 @@ __global__ void __launch_bounds__(THREADS<T>, RESIDENT<T>) encode_kernel(const A
 
 // Every option, the exact contest alone: tiles of 16 x 16 and other metrics. A thread holds a tile, 16 values at a time.
 template <typename T>
-__global__ void __launch_bounds__(THREADS<float>) exact_kernel(const Args p) {
+__global__ void __launch_bounds__(THREADS) exact_kernel(const Args p) {
   __shared__ Shared shared;
-  Outer o = prepare<THREADS<float>>(p, shared);
-  int64_t tiles = (p.rows + p.tile - 1) / p.tile * p.groups, stride = int64_t(gridDim.x) * THREADS<float>;
-  for (int64_t tile = int64_t(blockIdx.x) * THREADS<float> + threadIdx.x; tile < tiles; tile += stride) {
+  Outer o = prepare(p, shared);
+  int64_t tiles = (p.rows + p.tile - 1) / p.tile * p.groups, stride = int64_t(gridDim.x) * THREADS;
+  for (int64_t tile = int64_t(blockIdx.x) * THREADS + threadIdx.x; tile < tiles; tile += stride) {
     encode_tile<T>(p, o, shared.table, tile);
   }
 }
 
 template <typename T>
 void launch(Args p, cudaStream_t stream) {
-  auto blocks_for = [](int64_t work, int threads) { return (work + threads - 1) / threads; };
+  auto blocks_for = [](int64_t work) { return (work + THREADS - 1) / THREADS; };
   if (p.tile > 1 || p.metric != MSE) {
-    launch_early(exact_kernel<T>, int(blocks_for((p.rows + p.tile - 1) / p.tile * p.groups, THREADS<float>)), THREADS<float>, stream, p);
+    launch_early(exact_kernel<T>, int(blocks_for((p.rows + p.tile - 1) / p.tile * p.groups)), THREADS, stream, p);
     return;
   }
   auto kernel = p.effort == FOUR_OVER_SIX ? encode_kernel<T, FOUR_OVER_SIX>
               : p.effort == BASE ? encode_kernel<T, BASE>
               : p.effort == SIDED ? encode_kernel<T, SIDED> : encode_kernel<T, SEARCH>;
-  int64_t wanted = blocks_for(p.rows * p.groups, THREADS<T>), most = int64_t(multiprocessors()) * RESIDENT<T>;
-  launch_early(kernel, int(wanted < most ? wanted : most), THREADS<T>, stream, p);
+  int64_t wanted = blocks_for(p.rows * p.groups), most = int64_t(multiprocessors()) * RESIDENT<T>;
+  launch_early(kernel, int(wanted < most ? wanted : most), THREADS, stream, p);
 }
 
 // The contest of `formats/contest.py` over x (R, K): codes (R, K / 2), scale (ceil(R / tile), K / 16) bytes, outer (1, 1), and

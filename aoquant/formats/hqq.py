@@ -50,7 +50,8 @@ def affine(x_RGB: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, 
 
     What is in between is there for some rows at a time too, but for |w - v|, whose mean is taken over the matrix in the device's order.
     """
-    rows = max(1, TILE // max(1, x_RGB.shape[1] * x_RGB.shape[2]))
+    tiles = max(1, -(-x_RGB.numel() // TILE))
+    rows = max(1, -(-len(x_RGB) // tiles))  # of one size, so that sums over a group are taken in one order
     inverse_RG, zero_RG = _start(x_RGB, dtype)
     if x_RGB.numel():
         _iterate([x.flatten(0, 1) for x in x_RGB.split(rows)], inverse_RG.view(-1, 1), zero_RG.view(-1, 1))
