@@ -81,18 +81,22 @@ def _iterate(xs: Sequence[Tensor], inverse: Tensor, zero: Tensor) -> None:
     running = torch.ones((), dtype=torch.bool, device=inverse.device)
     for _ in range(ITERATIONS):
         for x, r, b, magnitude in zip(xs, *(t.split(sizes) for t in (inverse, zero, lost)), strict=True):
-            w = x.to(r.dtype, copy=True)
-            q = (w * r).add_(b).round_().clamp_(0, 15)
-            error = (q - b).div_(r)
-            torch.sub(w, error, out=error)
-            torch.abs(error, out=magnitude)
-            shrunk, w = _shrink(error, magnitude, beta, w), error.copy_(x)
-            moved = q.sub_(torch.sub(w, shrunk, out=shrunk).mul_(r)).mean(1, keepdim=True)
-            torch.where(running, moved, b, out=b)
+            torch.where(running, _moved(x, r, b, magnitude, beta), b, out=b)
         beta *= GROWTH
         size = lost.mean()
         running = running & (size < best)
         best = size
+
+
+def _moved(x: Tensor, r: Tensor, b: Tensor, magnitude: Tensor, beta: float) -> Tensor:
+    """The next zero points of some rows, three intermediates at once. magnitude: where |w - v| goes."""
+    w = x.to(r.dtype, copy=True)
+    q = (w * r).add_(b).round_().clamp_(0, 15)
+    error = (q - b).div_(r)
+    torch.sub(w, error, out=error)
+    torch.abs(error, out=magnitude)
+    shrunk, w = _shrink(error, magnitude, beta, w), error.copy_(x)
+    return q.sub_(torch.sub(w, shrunk, out=shrunk).mul_(r)).mean(1, keepdim=True)
 
 
 def _shrink(x: Tensor, magnitude: Tensor, beta: float, out: Tensor) -> Tensor:

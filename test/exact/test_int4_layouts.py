@@ -185,7 +185,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["int4-tinygemm-hqq-g64", "int4-tinygemm-cpu-hqq-g32"])
 def test_hqq_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bytes some rows at a time, with one intermediate of the whole matrix and not seven."""
+    """The same bytes some rows at a time, with one intermediate of the whole matrix, |w - v|, beside three of some rows."""
     x = torch.cat([DATA[kind](64, 512, BF16, 9) for kind in ("heavy", "normal", "weights")])
     whole = get_format(name).encode(x)
     monkeypatch.setattr(hqq, "TILE", 4096)
