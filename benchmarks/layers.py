@@ -15,7 +15,7 @@ where it runs; elsewhere the row says what it raised. Its MX formats have an emu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,8 +107,12 @@ def results(model: nn.Module, x: Tensor, g: Tensor) -> list[Any]:
     return [step(model, x, g), x.grad, *(p.grad for p in model.parameters())]
 
 
-def variants(group: str, k: int, n: int, x: Tensor, g: Tensor) -> tuple[dict[tuple[str, str], nn.Module], list[Row]]:
+def variants(
+    group: str, k: int, n: int, x: Tensor, g: Tensor, peers: Sequence[str]
+) -> tuple[dict[tuple[str, str], nn.Module], list[Row]]:
     """(what is timed in a group: by name and "eager" or "compiled", compiled and warm already; rows of what raised).
+
+    peers: how torchao's QAT runs, "eager" or "compiled" or both.
 
     Raises:
         RuntimeError: a compiled step of ours is not its eager step.
@@ -127,7 +131,7 @@ def variants(group: str, k: int, n: int, x: Tensor, g: Tensor) -> tuple[dict[tup
         for got, value in zip(results(found[name, "compiled"], x, g), want, strict=True):
             if not same(got, value):
                 raise RuntimeError(f"the exactness gate is red: {name}, K{k} N{n}: compiled is not eager")
-    for how in ("eager", "compiled") if peer else ():
+    for how in peers if peer else ():
         name = f"torchao's QAT, {group}"
         assert peer is not None
         try:
@@ -182,14 +186,15 @@ def peak_mib(run: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(rounds: int) -> list[Row]:
-    """Every group and shape; ratio to the eager nn.Linear of the same rounds."""
+def measure(rounds: int, quick: bool = False) -> list[Row]:
+    """Every group and shape; ratio to the eager nn.Linear of the same rounds. quick: torchao's layers are compiled for one shape."""
     rows: list[Row] = []
     for k, n in SHAPES:
         x = torch.randn(TOKENS, k, device=CUDA, dtype=BF16).requires_grad_()
         g = torch.randn(TOKENS, n, device=CUDA, dtype=BF16)
         for group in GROUPS:
-            models, failed = variants(group, k, n, x, g)
+            peers = ("eager",) if quick and (k, n) != SHAPES[0] else ("eager", "compiled")
+            models, failed = variants(group, k, n, x, g, peers)
             runs = {" ".join(key): (lambda m=m: step(m, x, g)) for key, m in models.items()}  # type: ignore[misc]  # noqa: B023
             times = interleaved(runs, rounds)
             reference = percentiles(times["nn.Linear eager"])[1]
@@ -199,6 +204,9 @@ def measure(rounds: int) -> list[Row]:
                 rows.append({**same_everywhere, "variant": name, "how": how, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80,
                              "ratio": p50 / reference, "isolated_ms": isolated_ms(run, 15), "cpu_ms": host_ms(run),
                              "peak_MiB": peak_mib(run), "note": ""})  # fmt: skip
+                print(
+                    f"  K{k} N{n} {name} {how}: {p50:.3f} ms, {p50 / reference:.3f}", flush=True
+                )  # if a time limit ends the rest
             nothing = dict.fromkeys(rows[0], "")
             rows += [{**nothing, **same_everywhere, **row} for row in failed]
     return rows

@@ -219,7 +219,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", choices=[[], "encode", "layer", "decode"], help="default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds, and torchao's layers compiled for one shape"
+    )
     args = parser.parse_args()
     suites = args.suites or ["encode", "layer", "decode"]
     if not torch.cuda.is_available():
@@ -243,7 +245,7 @@ def main() -> int:
         rows += measure_encode(20 if args.quick else 100)
         rows += measure_grids(20 if args.quick else 100)
     if "layer" in suites:
-        rows += layers.measure(20 if args.quick else 60)
+        rows += layers.measure(20 if args.quick else 60, args.quick)
     if "decode" in suites:
         rows += decode.measure(10 if args.quick else 40)
     for row in rows:
