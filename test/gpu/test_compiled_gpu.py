@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -42,14 +43,16 @@ def step(run: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def kernels(run: Any, model: nn.Module, x: Tensor) -> Counter[str]:
-    """Names of the kernels of a step."""
+    """Names of the kernels of a step. cuBLAS may take another GEMM of its own in each mode; what it clears for one is not counted."""
     for _ in range(3):
         step(run, model, x)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step(run, model, x)
         torch.cuda.synchronize()
-    return Counter(e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    names = [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    gemm = re.compile("nvjet|gemm|cutlass|cublas")
+    return Counter("GEMM" if gemm.search(n) else n for n in names if not n.startswith("Memset"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
