@@ -214,15 +214,19 @@ __device__ __forceinline__ float cluster_sum(const float* mine) {
   return v[0];
 }
 
-// The epilogue: one output, scaled, biased and rounded once.
+// One output, scaled and biased, before its rounding.
 template <typename T>
-__device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n) {
-  if (n >= a.n) return;
+__device__ __forceinline__ float finished(const DecodeArgs& a, float v, int m, int n) {
   v *= a.times;
   if (a.alpha_x) v *= a.alpha_x[m * a.alpha_x_stride];
   if (a.alpha_w) v *= a.alpha_w[n * a.alpha_w_stride];
   if (a.bias) v += a.bias_is_float ? static_cast<const float*>(a.bias)[n] : float(static_cast<const T*>(a.bias)[n]);
-  static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(v);
+  return v;
+}
+
+template <typename T>
+__device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n) {
+  if (n < a.n) static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(finished<T>(a, v, m, n));
 }
 
 // TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a warp. WN, WK: warps of a block along N and K.

@@ -28,8 +28,8 @@ cudaError_t run(const DecodeCall& c) {
     return deep ? decode::launch<F, T, 16, 2, 1, 8, 2, 2>(a, c.stream) : decode::launch<F, T, 16, 2, 1, 8, 1, 2>(a, c.stream);
   }
   if (m <= 64)
-    return wide ? decode::launch_tiles<F, T, 64, 2, 4>(a, c.image, c.stream) : decode::launch_tiles<F, T, 64, 4, 4>(a, c.image, c.stream);
-  return wide ? decode::launch_tiles<F, T, 256, 1, 3>(a, c.image, c.stream) : decode::launch_tiles<F, T, 128, 2, 3>(a, c.image, c.stream);
+    return wide ? decode::launch_tiles<F, T, 1, 64, 2, 4, 4>(a, c.image, c.stream) : decode::launch_tiles<F, T, 1, 64, 4, 4, 4>(a, c.image, c.stream);
+  return wide ? decode::launch_tiles<F, T, 2, 128, 1, 3, 6>(a, c.image, c.stream) : decode::launch_tiles<F, T, 1, 128, 2, 4, 8>(a, c.image, c.stream);
 }
 
 }  // namespace aoquant

@@ -1,0 +1,70 @@
+// Hopper's copy engine: bytes, or boxes of a matrix, into shared memory while nobody waits, and the barriers that say when they are there.
+//
+// A ring of places is filled and emptied in turns. A barrier counts arrivals and bytes, and each time that both are complete its parity
+// flips: who waits names the parity of the turn that it waits for.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace aoquant {
+
+// A place in a ring and the parity of its turn.
+template <int D>
+struct Turn {
+  int at = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++at == D) at = 0, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\ndone:\n}" ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+// An arrival, and bytes that are still to come.
+__device__ __forceinline__ void expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_box(const CUtensorMap& map, uint32_t to, int column, int row, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map),
+               "r"(column), "r"(row), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_bytes(const uint8_t* from, uint32_t to, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// A matrix of bytes of which the copy engine takes boxes; what a box has beyond the matrix's edges is zero.
+inline cudaError_t map_bytes(CUtensorMap* map, const uint8_t* from, int rows, int columns, int box_rows, int box_columns) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                              const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static const Encode encode = [] {  // through the runtime, so that nothing is linked with the driver's library
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
+  }();
+  if (!encode) return cudaErrorNotSupported;
+  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, pitches[1] = {cuuint64_t(columns)};
+  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, strides[2] = {1, 1};
+  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(from), sizes, pitches, box, strides,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace aoquant
