@@ -16,8 +16,8 @@ cudaError_t run(const DecodeCall& c) {
   const int m = a.m, n = a.n, k = a.k;
   const bool wide = n > 8192, deep = k > 8192;
   if (m <= 4) {
-    if (wide) return m == 1 ? decode::launch<F, T, 1, 2, 1, 4, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 4, 1, 2>(a, c.stream);
-    if (n > 6144) return m == 1 ? decode::launch<F, T, 1, 2, 1, 8, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 8, 1, 2>(a, c.stream);
+    if (wide && F == INT4) return m == 1 ? decode::launch<F, T, 1, 2, 1, 4, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 4, 1, 2>(a, c.stream);
+    if (n > 6144 && !wide) return m == 1 ? decode::launch<F, T, 1, 2, 1, 8, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 8, 1, 2>(a, c.stream);
     if (n > 2048 && n <= 132 * 32)  // a block of 32 rows on each multiprocessor, with as many warps as it holds
       return m == 1 ? decode::launch<F, T, 1, 2, 1, 16, 1, 2>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 16, 1, 2>(a, c.stream);
     return m == 1 ? decode::launch<F, T, 1, 1, 1, 8, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 1, 8, 1, 3>(a, c.stream);
