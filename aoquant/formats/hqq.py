@@ -33,9 +33,8 @@ from .base import Encoded, Scales
 from .integer import Affine
 from .scales import absmax
 
-TILE = (
-    1 << 23
-)  # values of which there are intermediates at once, three of 16 MB in float16; fewer, and a GPU waits for Python
+# Values of which there are intermediates at once, three of 16 MB in float16. Fewer, and a GPU waits for Python.
+TILE = 1 << 23
 ITERATIONS = 20
 BETA, GROWTH, POWER = 1e1, 1.01, 0.7 - 1
 LARGEST_INVERSE = 2e4
