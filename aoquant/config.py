@@ -257,7 +257,7 @@ class GridFlipFP4WeightConfig(WeightConfig):
     transform: Transform | None = None
 
     def weight_format(self) -> Format:
-        if (self.activation or "").startswith("gridflip"):
+        if self.activation and isinstance(get_format(self.activation.removesuffix("-static")).base, GridFlip):
             raise ValueError(
                 f"GridFlipFP4WeightConfig: GridFlip is for weights, got activation={self.activation!r}: use 'nvfp4' or 'fouroversix'"
             )

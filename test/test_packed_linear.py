@@ -225,6 +225,15 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda value: monkeypatch.setenv("AOQUANT_BACKEND", value)
 
 
+def test_the_environment_names_roles_that_there_are(no_environment: Callable[[str], None]) -> None:
+    layer, x = layer_and_input("nvfp4")
+    no_environment("gem=reference")
+    with pytest.raises(
+        ValueError, match=r"AOQUANT_BACKEND: no role is called 'gem', in gem=reference; roles are decode, encode, gemm"
+    ):
+        layer(x)
+
+
 def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
     """In a block, in the environment, nested; a name that a role does not have is an error."""
     layer, x = layer_and_input("nvfp4")

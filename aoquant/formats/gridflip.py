@@ -39,6 +39,7 @@ from .elements import E2M1_MAX, FLOAT8, from_float8, to_float8
 from .fixed import fixed_name
 from .four_over_six import FourOverSix, absmax_of
 
+_LEAST = 0.0001  # smaller shifts are not written without an exponent, and would round away
 _NAME = re.compile(r"gridflip(?:-(sided|search))?(?:-c(\d+\.\d+))?(-alternating)?(-16x16)?")
 EFFORTS = ("base", "sided", "search")
 _FOUR = 4.0
@@ -55,11 +56,13 @@ class GridFlip(FourOverSix):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.effort not in EFFORTS or not 0.0 < self.c < 2.0:
+        number = isinstance(self.c, int | float) and not isinstance(self.c, bool)
+        if self.effort not in EFFORTS or not number or not _LEAST <= self.c < 2.0:
             raise ValueError(
-                f"gridflip: effort is one of {', '.join(EFFORTS)} and c a shift between 0 and 2, "
+                f"gridflip: effort is one of {', '.join(EFFORTS)} and c a shift of at least {_LEAST} and less than 2, "
                 f"got effort={self.effort!r}, c={self.c!r}"
             )
+        object.__setattr__(self, "c", float(self.c))  # as the name says it
         if self.metric != "mse":
             raise ValueError(f"gridflip: blocks are compared by their squared error alone, got metric={self.metric!r}")
 
@@ -69,7 +72,7 @@ class GridFlip(FourOverSix):
         if (match := _NAME.fullmatch(name)) is None:
             return None
         effort, c, alternating, tile = match.groups()
-        if c is not None and not 0.0 < float(c) < 2.0:
+        if c is not None and not _LEAST <= float(c) < 2.0:
             return None
         return cls(
             tile=16 if tile else 1,

@@ -12,6 +12,7 @@ role that is named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=ge
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -140,10 +141,24 @@ def forced(role: str) -> tuple[str | None, bool]:
     for of, name in reversed(_forced.get()):
         if of is None or of in named:
             return name, of is not None
-    entries = (e.strip().rpartition("=") for e in os.environ.get(_ENVIRONMENT, "").split(","))
-    by_role = {of: name for of, _, name in entries if name}
+    by_role = _by_role(os.environ.get(_ENVIRONMENT, ""))
     alone = next((by_role[of] for of in named if of in by_role), None)
     return (by_role.get(""), False) if alone is None else (alone, True)
+
+
+@functools.lru_cache
+def _by_role(text: str) -> dict[str, str]:
+    """What the environment forces: a name for each role, "" for all of them.
+
+    Raises:
+        ValueError: it names a role that there is not.
+    """
+    entries = [e.strip().rpartition("=") for e in text.split(",")]
+    roles = sorted({b.role for b in _backends})
+    for of, _, name in entries:
+        if of and of not in roles:
+            raise ValueError(f"{_ENVIRONMENT}: no role is called {of!r}, in {of}={name}; roles are {', '.join(roles)}")
+    return {of: name for of, _, name in entries if name}
 
 
 def explain(request: Asks) -> list[tuple[str, str]]:

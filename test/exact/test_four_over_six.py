@@ -294,7 +294,8 @@ def test_options_that_there_are_not() -> None:
             make()
     for make in (lambda: GridFlip(effort="hard"), lambda: GridFlip(c=2.0), lambda: GridFlip(c=0.0)):
         with pytest.raises(
-            ValueError, match=r"effort is one of base, sided, search and c a shift between 0 and 2, got"
+            ValueError,
+            match=r"effort is one of base, sided, search and c a shift of at least 0.0001 and less than 2, got",
         ):
             make()
     with pytest.raises(ValueError, match=r"squared error alone, got metric='mae'"):

@@ -288,12 +288,23 @@ def test_configs_say_what_goes_together() -> None:
         r"takes outer='dynamic' and no pts, got outer='none'": lambda: NVFP4WeightConfig("none", rule="four_over_six"),
         r"metric belongs to rule='four_over_six', .*got metric='mae'": lambda: NVFP4WeightConfig(metric="mae"),
         r"metric is one of mse, mae, absmax": lambda: NVFP4WeightConfig(rule="four_over_six", metric="max"),
+        r"GridFlip is for weights, got activation='hadamard16\+gridflip'": lambda: GridFlipFP4WeightConfig(
+            activation="hadamard16+gridflip"
+        ),
+        "c a shift of at least 0.0001 and less than 2, got effort='base', c=True": lambda: GridFlipFP4WeightConfig(
+            c=True
+        ),
+        "got effort='base', c=1e-05": lambda: GridFlipFP4WeightConfig(c=1e-5),
+        "got effort='base', c='a'": lambda: GridFlipFP4WeightConfig(c="a"),
         r"GridFlip is for weights, got activation='gridflip'": lambda: GridFlipFP4WeightConfig(activation="gridflip"),
         r"effort is one of base, sided, search": lambda: GridFlipFP4WeightConfig("more"),
     }
     for message, make in wrong.items():
         with pytest.raises(ValueError, match=message):
             make()
+    assert (
+        get_format(GridFlipFP4WeightConfig(c=1).weight_format().name) == GridFlipFP4WeightConfig(c=1.0).weight_format()
+    )
     ragged = nn.Sequential(nn.Linear(40, 16))
     with pytest.raises(ValueError, match=r"gridflip needs K to be a multiple of 16, got K = 40"):
         quantize_(ragged, GridFlipFP4WeightConfig())
