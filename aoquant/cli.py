@@ -88,7 +88,7 @@ def convert() -> Callable[..., None]:
 
         Args:
             model: folder with config.json and safetensors files, of a model that transformers knows.
-            recipe: a name from `aoquant recipes`, for every linear layer but the head.
+            recipe: a name from `aoquant recipes`, or two from `aoquant formats` as WEIGHT/ACTIVATION, for every linear layer but the head.
             out: folder to write; must not exist, or be empty.
             layers: other recipes for some layers, as NAME=RECIPE; NAME is a layer's name, or re: and a pattern for all of it, such as
                 're:.*down_proj=int8-weight'.

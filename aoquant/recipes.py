@@ -36,8 +36,11 @@ from aoquant.config import (
     MXFP4WeightConfig,
     MXFP8WeightConfig,
     NVFP4WeightConfig,
+    Packed4WeightConfig,
+    PackedWeightConfig,
     QATConfig,
 )
+from aoquant.formats import get_format
 from aoquant.transforms import WUSH, Hadamard
 
 
@@ -208,16 +211,30 @@ _RECIPES = (
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe called `name`.
+    """The recipe called `name`, or of two formats: "WEIGHT/ACTIVATION", and "WEIGHT/" for high-precision activations.
 
     Raises:
         ValueError: there is none; the message lists the nearest.
     """
+    weight, slash, activation = name.partition("/")
+    if slash:
+        return _of_formats(name, weight, activation)
     table = {r.name: r for r in _RECIPES}
     if name not in table:
         near = difflib.get_close_matches(name, table, 4, 0.3) or sorted(table)
-        raise ValueError(f"no recipe is called {name!r}; near it: {', '.join(near)}. `aoquant recipes` lists them all")
+        raise ValueError(
+            f"no recipe is called {name!r}; near it: {', '.join(near)}. `aoquant recipes` lists them all; "
+            "a recipe of two formats is WEIGHT/ACTIVATION, such as gridflip-sided/nvfp4"
+        )
     return table[name]
+
+
+def _of_formats(name: str, weight: str, activation: str) -> Recipe:
+    kind = Packed4WeightConfig if get_format(weight).bits <= 4 else PackedWeightConfig
+    if activation:
+        get_format(activation.removesuffix("-static"))
+    about = f"{weight} weights, {activation or 'high-precision'} activations"
+    return Recipe(name, lambda: kind(weight=weight, activation=activation or None), about)
 
 
 def mixed(recipe: str, layers: Sequence[str] = (), skip: Sequence[str] = ()) -> AOBaseConfig:

@@ -24,6 +24,7 @@ from aoquant import (
     quantize_,
 )
 from aoquant.formats import Encoded, layout
+from aoquant.recipes import get_recipe
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = ("nvfp4", "nvfp4-none", "nvfp4-search", "fouroversix", "xx-nvfp4", "xx-nvfp4-static:0.1", "qutlass-nvfp4",
@@ -297,3 +298,26 @@ def test_what_was_silently_something_else_is_refused() -> None:
         aoquant.QATConfig(aoquant.NVFP4WeightConfig(), backward="quartet3")
     with pytest.raises(ValueError, match=r"size must be one of .* got 16\.0"):
         aoquant.Hadamard(16.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["te-nvfp4/te-nvfp4", "gridflip-sided/nvfp4", "hadamard16+nvfp4/hadamard16+nvfp4", "xx-mxfp4/"]
+)
+def test_a_recipe_of_two_formats(name: str) -> None:
+    recipe = get_recipe(name)
+    model, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(5, 64)
+    quantize_(model, recipe.prepare())
+    y = model(x)
+    quantize_(model, aoquant.QATConfig(recipe.make(), step="convert"))
+    assert torch.equal(model(x), y)
+    assert model[0].weight.format == name.partition("/")[0]  # type: ignore[attr-defined]
+
+
+def test_a_recipe_of_formats_that_there_are_not() -> None:
+    for name in ("te-nvfp5/nvfp4", "nvfp4/nix"):
+        with pytest.raises(ValueError, match="no format is called"):
+            get_recipe(name)
+    with pytest.raises(
+        ValueError, match=r"no recipe is called 'te-nvfp4'.*a recipe of two formats is WEIGHT/ACTIVATION"
+    ):
+        get_recipe("te-nvfp4")
