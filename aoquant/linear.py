@@ -96,19 +96,10 @@ class LinearRecipe:
         for side, format, scales in self._sides():
             if reason := self._why_not(side, format, scales):
                 raise ValueError(reason)
-        clips, slots = (
-            [self.straight_through == "clipped" or s == "learned" for _, _, s in self._sides()],
-            self.backward_names,
-        )
-        told = (
-            self.input_name,
-            self.fprop_weight.name,
-            self.contract,
-            *clips,
-            *slots,
-            ops.finds_outer(self.fprop_weight),
-        )
-        object.__setattr__(self, "words", told)
+        clips = [self.straight_through == "clipped" or scales == "learned" for _, _, scales in self._sides()]
+        forward = self.input_name, self.fprop_weight.name, self.contract
+        words = *forward, *clips, *self.backward_names, ops.finds_outer(self.fprop_weight)
+        object.__setattr__(self, "words", words)
         holds = self.fitted or (self.input_scales, self.weight_scales) != ("dynamic", "dynamic")
         object.__setattr__(self, "holds", holds)
 

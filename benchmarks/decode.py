@@ -1,14 +1,15 @@
 """The packed layer's GEMM from one token to thousands, beside cuBLAS in bf16 and the kernels of others: `run.py`'s suite "decode".
 
-A variant is one CUDA graph of some `CALLS` calls, so that launching the graph does not count, over copies of the weight, rotated beyond the
-L2 cache; the variants of a cell (shape, rows of x) are
-interleaved, and a ratio is cuBLAS's time over theirs. Nothing is timed before the gate: one-hot rows must return the operand to the bit,
-in every range of rows, and random ones lie within the bound of `test/gpu/test_decode.py`.
+A variant is one CUDA graph of some `CALLS` calls, so that launching the graph does not count, over copies of the weight, rotated beyond
+the L2 cache; the variants of a cell (shape, rows of x) are interleaved, and a ratio is cuBLAS's time over theirs. Nothing is timed before
+the gate: one-hot rows must return the operand to the bit, in every range of rows, and random ones lie within the bound of
+`test/gpu/test_decode.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ GATE_ROWS = (1, 16, 64, 256, 1024)
 def multiply(name: str, e: Encoded, x: Tensor) -> Tensor:
     """The packed layer's GEMM, bf16 activations, no bias."""
     return scaled_mm([x], to_parts(e), None, "", name, "aoquant", [x.shape[0]], e.k, BF16)
+
+
+def multiply_one(name: str, es: list[Encoded], x: Tensor, i: int) -> Tensor:
+    """`multiply` by the next of some copies of a weight."""
+    return multiply(name, es[i % len(es)], x)
 
 
 def gate(name: str) -> bool:
@@ -94,7 +100,7 @@ def measure(rounds: int) -> list[Row]:
             }
             for name, es in encoded.items():
                 backend = route(Request("aoquant", None, get_format(name), CUDA, BF16, m, n, k)).name
-                run = lambda i, x=x, es=es, name=name: multiply(name, es[i % len(es)], x)  # type: ignore[misc]  # noqa: E731
+                run = partial(multiply_one, name, es, x)
                 calls[name] = (run, backend, nbytes(es[0]))
             for name, call in peers(m, x, encoded["int4-g128"], ws).items():
                 calls[name] = (call, "peer", nbytes(encoded["int4-g128"][0]))

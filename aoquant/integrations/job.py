@@ -46,7 +46,7 @@ class Options:
     """What `aoquant run` takes.
 
     model: a folder or hub id of a causal language model; the embedded demo model by default.
-    recipe: a name from `aoquant recipes`.
+    recipe: a name from `aoquant recipes`, or two from `aoquant formats` as WEIGHT/ACTIVATION.
     embeddings: quantise embeddings and the output head too; a tied pair keeps one weight.
     steps, batch_size, block, learning_rate, loss, seed: the fine-tune; block is tokens in a sequence, loss "kl" or "ce".
     train_text: files of text (.txt, .jsonl, .xz); by default text that the embedded model generated.
