@@ -52,7 +52,8 @@ def _cpu_row_scales() -> bool:
 
 def _scaled_mm(c: Call) -> Tensor:
     assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
-    shape = (*c.x.codes.shape, *c.w.codes.shape, c.bias is None, c.dtype, c.contract)
+    parts = c.x.codes, c.w.codes, c.x.scale, c.w.scale
+    shape = (*((p.shape, p.dtype) for p in parts), parts[0].device, c.bias is None, c.dtype, c.contract)
     if shape not in _refused:
         try:
             return c.shaped(_multiply(c, c.x.codes, c.x.scale))
@@ -64,7 +65,7 @@ def _scaled_mm(c: Call) -> Tensor:
     return rescale(c, _accumulated(c.x.codes, c.w.codes, c.contract == "fp8_scaled_mm"))
 
 
-_refused: set[tuple[object, ...]] = set()  # shapes for which cuBLAS has no kernel
+_refused: set[tuple[object, ...]] = set()  # operands, by shapes and dtypes, for which cuBLAS has no kernel
 
 
 def _accumulated(x_MK: Tensor, w_NK: Tensor, fast: bool) -> Tensor:

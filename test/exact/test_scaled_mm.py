@@ -60,3 +60,21 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RuntimeError, match="illegal memory"):
             call("fp8-row", torch.randn(rows, K).bfloat16(), torch.randn(N, K).bfloat16(), None)
     assert calls == [5, 64]
+
+
+def test_rows_without_a_kernel_leave_one_scale_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal shapes, other scales: what cuBLAS refused for rows it still does for tensors, in the order of sums that torchao's layer has."""
+    x, w, bias = torch.randn(3, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N).bfloat16()
+    real, asked = torch._scaled_mm, []
+
+    def picky(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
+        if kwargs["scale_a"].numel() > 1:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic")
+        asked.append(kwargs["out_dtype"])
+        return real(a, b, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", picky)
+    monkeypatch.setattr(external, "_refused", set())
+    call("fp8-row", x, w, bias)
+    call("fp8-tensor", x, w, bias)
+    assert asked == [torch.float32, torch.bfloat16]
