@@ -61,7 +61,9 @@ def from_fp_quant(config: Any = None, **options: Any) -> tuple[QATConfig | Weigh
     Raises:
         ValueError: an unknown option, a value that FP-Quant does not have either, or one that has no equal here.
     """
-    given = dict(config) if isinstance(config, Mapping) else {} if config is None else dict(vars(config))
+    if config is not None and not isinstance(config, Mapping):
+        config = getattr(config, "__dict__", {"quant_method": config})  # a string is no config, and its name is wrong
+    given = dict(config or {})
     method = given.pop("quant_method", "fp_quant")
     if getattr(method, "value", method) != "fp_quant":
         raise ValueError(

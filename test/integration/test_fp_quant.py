@@ -231,6 +231,12 @@ def test_outputs_stay_close() -> None:
         assert sqnr(y, model(x)) > 9
 
 
+@pytest.mark.parametrize("config", ["quest", 4])
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(ValueError, match=rf"from_fp_quant takes .* its options, got quant_method {config!r}"):
+        from_fp_quant(config)
+
+
 @pytest.mark.parametrize("names", ["q_proj", 5, ["a", 1]])
 def test_names_that_are_no_list_are_refused(names: object) -> None:
     with pytest.raises(ValueError, match="modules_to_not_convert must be a list of layers' names"):
