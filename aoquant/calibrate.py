@@ -14,7 +14,7 @@ is written unless all layers have been reached and everything is usable; a secon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,9 +42,17 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
         transforms from all of its input values.
 
     Raises:
-        ValueError: no layer holds scales; or naming each layer that the loop did not reach, or that saw nothing but zeros, NaN or
-            Inf, or the first that got an input of a wrong width. The scales are what they were then.
+        ValueError: forward_loop is neither; no layer holds scales; or naming each layer that the loop did not reach, or that saw nothing but zeros,
+            NaN or Inf, or the first that got an input of a wrong width. The scales are what they were then.
     """
+    one = isinstance(forward_loop, Tensor | Mapping | str)  # iterating over these gives no batches
+    if not callable(forward_loop) and (
+        one or not (isinstance(forward_loop, Iterable) or hasattr(forward_loop, "__getitem__"))
+    ):
+        raise ValueError(
+            "calibrate: forward_loop must be a function that runs the model it is given, or an iterable of batches, "
+            f"got {type(forward_loop).__name__}{': put one batch into a list, [batch]' if one else ''}"
+        )
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, QATLinear) and m.prepared.recipe.holds}
     if not layers:
         raise ValueError(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aoquant.formats import get_format, list_formats
+from aoquant.formats import COMPOSED, get_format, list_formats
 
 
 def run() -> Callable[..., None]:
@@ -116,13 +116,14 @@ def formats() -> Callable[..., None]:
     """list the number formats"""
 
     def command() -> None:
-        """List the number formats with their bits per weight."""
+        """List the number formats with their bits per weight, and how other names are put together."""
         rows = []
         for name in list_formats():
             f = get_format(name)
             rows.append((name, f.bits, f.block or "-", round(f.bits_per_weight(4096, 4096), 3)))
         _print_table(rows, ("format", "bits", "block", "bits per weight (4096 x 4096)"))
-        print('\nother group sizes and outer scales are names too: "int4-g512", "intx3-g64", "nvfp4-static:0.002"')
+        print()
+        _print_table(list(COMPOSED.items()), ("names that are put together, such as", "what it is"))
 
     return command
 

@@ -11,8 +11,10 @@ that number is the checkpoint schema: an aoquant that is too old for a checkpoin
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 from torchao.core.config import AOBaseConfig
 
@@ -34,6 +36,16 @@ from aoquant.transforms import Transform
 STEPS = ("prepare", "convert")
 BACKWARD = {"quartet": "rht32+mxfp4-sr", "quartet2": "rht128+ms-eden"}  # named methods; any format's name will do
 SCHEMA = 1  # of checkpoints: raise it when older versions could not read what is written
+MX_RULES = ("rceil", "floor", "ceil", "even")  # torchao's
+# how messages call a type
+KINDS: dict[type, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Transform: "aoquant.Hadamard(size) or aoquant.WUSH(size)",
+    NoneType: "None",
+}
 
 
 @dataclass
@@ -55,18 +67,19 @@ class WeightConfig(AOBaseConfig):
         """The recipe that prepare trains and convert packs."""
         activation: str | None = getattr(self, "activation", None)
         transform: Transform | None = getattr(self, "transform", None)
-        if transform is not None and not isinstance(transform, Transform):
-            raise ValueError(
-                f"{type(self).__name__}: transform must be aoquant.Hadamard(size), aoquant.WUSH(size) or None, got {transform!r}"
-            )
         return activated(LinearRecipe(None, self.weight_format(), transform=transform), activation)
 
+    def complete(self) -> None:
+        """Replace the defaults that depend on other fields."""
+
     def __post_init__(self) -> None:
+        check_types(type(self).__name__, get_type_hints(type(self)), vars(self))
         if self.version > SCHEMA:
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint has schema {self.version}, and this aoquant reads schemas up to "
                 f"{SCHEMA}: upgrade aoquant, or save the checkpoint again with this version"
             )
+        self.complete()
         self.recipe()  # a wrong name or number is an error here, not in the middle of a model
 
 
@@ -126,10 +139,9 @@ class FP8WeightConfig(WeightConfig):
     granularity: str = "row"
     activation: str | None = "default"
 
-    def __post_init__(self) -> None:
+    def complete(self) -> None:
         if self.activation == "default":
             self.activation = "fp8-1x128" if self.granularity == "block" else "fp8-row"
-        super().__post_init__()
 
     def weight_format(self) -> Format:
         element = _choice("element", self.element, "e4m3", "e5m2")
@@ -152,21 +164,19 @@ class MXFP4WeightConfig(WeightConfig):
     transform: Transform | None = None
     numerics: str = "ao"
 
-    def __post_init__(self) -> None:
+    def complete(self) -> None:
         if self.rule == "default":
             self.rule = "rceil" if self.numerics == "ao" else "absmax"
         format = self.weight_format()
         if self.activation == "default":
             self.activation = "mxfp4" if isinstance(format, MX) else format.name
-        super().__post_init__()
 
     def weight_format(self) -> Format:
         numerics = _choice("numerics", self.numerics, "ao", "xx", "qutlass")
-        if numerics == "ao" and self.rule != "quest":
-            return MX("e2m1", _choice("rule", self.rule, "rceil", "floor", "ceil", "even", "quest"))
-        rule = _choice(
-            "rule", self.rule, *{"ao": ["quest"], "xx": ["absmax"], "qutlass": ["absmax", "quest"]}[numerics]
-        )
+        rules = {"ao": (*MX_RULES, "quest"), "xx": ("absmax",), "qutlass": ("absmax", "quest")}
+        rule = _rule("MXFP4WeightConfig", rules, numerics, self.rule)
+        if rule in MX_RULES:
+            return MX("e2m1", rule)
         return get_format("mxfp4-quest" if rule == "quest" else f"{numerics}-mxfp4")
 
 
@@ -181,7 +191,7 @@ class MXFP8WeightConfig(WeightConfig):
 
     def weight_format(self) -> Format:
         element = _choice("element", self.element, "e4m3", "e5m2")
-        return MX(element, _choice("rule", self.rule, "rceil", "floor", "ceil", "even"))
+        return MX(element, _choice("rule", self.rule, *MX_RULES))
 
 
 @dataclass
@@ -205,18 +215,18 @@ class NVFP4WeightConfig(WeightConfig):
     transform: Transform | None = None
     numerics: str = "ao"
 
-    def __post_init__(self) -> None:
+    def complete(self) -> None:
         if self.numerics == "xx" and self.outer == "static" and self.pts is None:
             self.pts = 0.1
         format = self.weight_format()
         if self.activation == "default":
             same = dataclasses.replace(format, tile=1) if isinstance(format, NVFP4Dialect) else None
             self.activation = "nvfp4" if same is None else same.name
-        super().__post_init__()
 
     def weight_format(self) -> Format:
         numerics = _choice("numerics", self.numerics, "ao", "te", "xx", "qutlass")
-        rule = _choice("rule", self.rule, *(["absmax", "search", "four_over_six"] if numerics == "ao" else ["absmax"]))
+        rules = {"ao": ("absmax", "search", "four_over_six"), **dict.fromkeys(("te", "xx", "qutlass"), ("absmax",))}
+        rule = _rule("NVFP4WeightConfig", rules, numerics, self.rule)
         if rule == "four_over_six":
             if (self.outer, self.pts) != ("dynamic", None):
                 raise ValueError(
@@ -304,9 +314,35 @@ def backward_slots(backward: str | None) -> dict[str, Format]:
     return dict.fromkeys(("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"), format)
 
 
+def check_types(owner: str, kinds: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ValueError unless each of the given values has its kind, which is among `KINDS` or a union of them; others are not checked.
+
+    True and False are no numbers here, though Python counts them as integers; an integer is a number.
+    """
+    for name, kind in kinds.items():
+        allowed = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if not KINDS.keys() >= set(allowed):
+            continue
+        got = given[name]
+        wide = (*allowed, int) if float in allowed else allowed
+        if not (bool in allowed if isinstance(got, bool) else isinstance(got, wide)):
+            raise ValueError(f"{owner}: {name} takes {' or '.join(KINDS[k] for k in allowed)}, got {got!r}")
+
+
 def _group(config: str, got: int) -> int:
-    if isinstance(got, bool) or not isinstance(got, int) or got < 1:
+    if got < 1:
         raise ValueError(f"{config}: group_size must be an integer of at least 1, got {got!r}")
+    return got
+
+
+def _rule(config: str, rules: Mapping[str, tuple[str, ...]], numerics: str, got: str) -> str:
+    """`got`, which has to be one of the rules of those numerics."""
+    if got not in rules[numerics]:
+        homes = [repr(n) for n, found in rules.items() if got in found]
+        raise ValueError(
+            f"{config}: with numerics={numerics!r}, rule must be one of {', '.join(rules[numerics])}, got {got!r}"
+            + (f", which goes with numerics={' or '.join(homes)}" if homes else "")
+        )
     return got
 
 

@@ -33,7 +33,7 @@ from aoquant.qat import Prepared, QATLayer, QATLinear
 from aoquant.sharding import all_finite
 from aoquant.targets import Target, fake_target, resolve, supported
 
-Filter = Callable[[nn.Module, str], bool]
+Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 Layer = nn.Linear | nn.Embedding
 LAYERS = (nn.Linear, QATLinear, nn.Embedding, QATEmbedding)  # exactly: the forward of a subclass may differ
 
@@ -277,10 +277,14 @@ def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator
             stacklevel=4,
         )
     every = [fqn for names, _ in layers for fqn in names]
-    for key in [k for k in by_name or () if k not in used and k != "_default"]:
+    unmet = [k for k in by_name or () if k not in used and k != "_default"]
+    if filter_fn is not None:  # its names may be parts of names
+        unmet = list(getattr(filter_fn, "unmet", ()))
+        every = sorted({part for fqn in every for part in (fqn, *fqn.split("."))})
+    for key in unmet:
         near = difflib.get_close_matches(key.removeprefix("re:"), every, 3, 0.3)
         warnings.warn(
-            f"FqnToConfig pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}", stacklevel=4
+            f"the name or pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}", stacklevel=4
         )
 
 

@@ -23,7 +23,7 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant import fsdp, ops, sharded
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.embedding import QATEmbedding
-from aoquant.formats import Encoded, Format, Scales
+from aoquant.formats import MX, Encoded, Format, MXFP4Dialect, Scales
 from aoquant.ops import tiles
 from aoquant.plan import Filter, Step, plan
 from aoquant.progress import track
@@ -187,9 +187,19 @@ def _warn_of_floors(fqn: str, format: Format, e: Encoded, weight: Tensor) -> Non
     if share > HEALTHY:
         warnings.warn(
             f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {format.name} stores, and lose "
-            "precision or become zero: give the weight an outer scale that fits it (outer='dynamic', or a smaller pts), or leave it out",
+            f"precision or become zero: {_instead(format)}leave it out",
             stacklevel=2,
         )
+
+
+def _instead(format: Format) -> str:
+    """What to do, before leaving it out, about a weight that is too small for the scales of `format`."""
+    base = format.base
+    if isinstance(base, MXFP4Dialect) and base.tiny:
+        return "use MXFP4WeightConfig() as it is, whose scales follow the largest value of a block down to 2^-127, or "
+    if isinstance(base, MX | MXFP4Dialect) or base.reach == "tensor":  # MX has no outer scale, and a dynamic one fits
+        return ""
+    return "give the weight an outer scale that fits it (outer='dynamic', or a smaller pts), or "
 
 
 def _extra_repr(self: Any) -> str:

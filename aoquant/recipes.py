@@ -221,9 +221,9 @@ def get_recipe(name: str) -> Recipe:
         return _of_formats(name, weight, activation)
     table = {r.name: r for r in _RECIPES}
     if name not in table:
-        near = difflib.get_close_matches(name, table, 4, 0.3) or sorted(table)
+        near = difflib.get_close_matches(name, table, 4, 0.3)
         raise ValueError(
-            f"no recipe is called {name!r}; near it: {', '.join(near)}. `aoquant recipes` lists them all; "
+            f"no recipe is called {name!r}; near it: {', '.join(near) or 'none'}. `aoquant recipes` lists them all; "
             "a recipe of two formats is WEIGHT/ACTIVATION, such as gridflip-sided/nvfp4"
         )
     return table[name]

@@ -28,6 +28,7 @@ a harder measure than lm-eval's only in that pages are not aligned to windows.
 import hashlib
 import json
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -259,9 +260,15 @@ def train(config: Config, data: Corpus, model: LlamaForCausalLM) -> dict[str, An
     first = 0
     if config.resume:
         state = torch.load(config.checkpoint, map_location=config.device, weights_only=True)
-        changed = [k for k, v in plain(asdict(config)).items() if k not in MAY_CHANGE and state["config"][k] != v]
+        now, before = plain(asdict(config)), state["config"]
+        changed = [
+            f"{k} from {before.get(k)!r} to {now[k]!r}" for k in now.keys() - MAY_CHANGE if before.get(k) != now[k]
+        ]
         if changed or state["text_hash"] != text_hash:
-            raise ValueError(f"resume needs the run's own settings and text; changed: {changed or 'the text'}")
+            raise ValueError(
+                f"resume needs the settings and the text of the run in {config.out}; changed: {', '.join(sorted(changed)) or 'the text'}. "
+                "Give them as they were, or another out without resume"
+            )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"].cpu())
@@ -363,4 +370,7 @@ def main(config: Config) -> None:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except ValueError as error:  # what a user can mend is one line
+        sys.exit(f"pretrain.py: {error}")

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torchao.sparsity.sparse_api import SemiSparseWeightConfig
 
 import aoquant
 from aoquant import Int4WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant.formats import Format, get_format
 from aoquant.qat import QATLinear
 
 BASES = {
@@ -425,14 +427,48 @@ def test_bad_qat_configs(arguments: dict[str, Any], message: str) -> None:
         (lambda: MXFP4WeightConfig(rule="up"), "rule must be one of"),
         (lambda: aoquant.IntxWeightConfig(9), "bits must be 2 to 8"),
         (lambda: aoquant.IntxWeightConfig(4, 0), "group_size must be an integer of at least 1, got 0"),
-        (lambda: Int4WeightConfig("32"), "group_size must be an integer of at least 1, got '32'"),
+        (lambda: Int4WeightConfig("32"), "Int4WeightConfig: group_size takes an integer, got '32'"),
+        (lambda: aoquant.IntxWeightConfig(4, "32"), "group_size takes an integer or None, got '32'"),
+        (lambda: aoquant.IntxWeightConfig(True, mapping="asymmetric"), "bits takes an integer, got True"),
+        (lambda: NVFP4WeightConfig(rule="four_over_six", tile=True), "tile takes an integer, got True"),
+        (lambda: NVFP4WeightConfig("static", "0.1"), "pts takes a number or None, got '0.1'"),
+        (lambda: NVFP4WeightConfig(activation=False), "activation takes a string or None, got False"),
+        (lambda: NVFP4WeightConfig(rule=["search"]), "rule takes a string, got"),
+        (lambda: MXFP4WeightConfig(version="1"), "version takes an integer, got '1'"),
+        (
+            lambda: aoquant.GridFlipFP4WeightConfig(alternating="no"),
+            "GridFlipFP4WeightConfig: alternating takes True or False, got 'no'",
+        ),
+        (lambda: aoquant.GridFlipFP4WeightConfig(alternating=1), "alternating takes True or False, got 1"),
+        (lambda: aoquant.GridFlipFP4WeightConfig(tile=8), "GridFlip: tile must be 1 or 16 rows, got 8"),
+        (
+            lambda: NVFP4WeightConfig(numerics="te", rule="four_over_six"),
+            "with numerics='te', rule must be one of absmax, got 'four_over_six', which goes with numerics='ao'",
+        ),
+        (
+            lambda: MXFP4WeightConfig("quest", numerics="xx"),
+            "rule must be one of absmax, got 'quest', which goes with numerics='ao' or 'qutlass'",
+        ),
         (lambda: aoquant.FP8WeightConfig(granularity="column"), "granularity must be one of"),
     ],
-    ids=["format", "static", "rule", "bits", "group", "group type", "granularity"],
+    ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_bad_ptq_configs(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_number_may_be_an_integer_and_a_config_of_ones_own_may_have_other_fields() -> None:
+    assert aoquant.GridFlipFP4WeightConfig(c=1).recipe().fprop_weight.name == "gridflip-c1.0"
+
+    @dataclass
+    class Mine(aoquant.config.WeightConfig):
+        steps: list[int] = field(default_factory=list)
+
+        def weight_format(self) -> Format:
+            return get_format("int8-row")
+
+    assert Mine([1]).steps == [1]
 
 
 def test_wrong_inputs_name_the_layer() -> None:

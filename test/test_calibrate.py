@@ -165,6 +165,24 @@ def test_unusable_ranges_are_named(x: Tensor, says: str) -> None:
     assert float(model[0].input_scale) == pytest.approx(1 / 127.5)
 
 
+@pytest.mark.parametrize(
+    ("loop", "says"),
+    [
+        (None, "got NoneType$"),
+        (3, "got int$"),
+        (torch.ones(4, 64), r"got Tensor: put one batch into a list, \[batch\]$"),
+        ({"x": torch.ones(4, 64)}, r"got dict: put one batch into a list, \[batch\]$"),
+        ("text", "got str: put"),
+    ],
+    ids=["none", "number", "tensor", "dict", "string"],
+)
+def test_what_is_no_loop_is_refused(loop: Any, says: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 32))
+    quantize_(model, QATConfig(Int8WeightConfig(activation="int8-tensor-static")))
+    with pytest.raises(ValueError, match=f"forward_loop must be a function .* or an iterable of batches, {says}"):
+        calibrate(model, loop)
+
+
 def test_nothing_to_calibrate() -> None:
     model = Model()
     quantize_(model, QATConfig(Int8WeightConfig()))

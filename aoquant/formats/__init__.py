@@ -32,6 +32,7 @@ from .tinygemm import TinyGemm
 from .transformed import Transformed
 
 __all__ = [
+    "COMPOSED",
     "FLOAT_DTYPES",
     "MX",
     "NVFP4",
@@ -99,6 +100,24 @@ _STANDARD: tuple[Format, ...] = (
 _FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=True))
 # second names for the same numerics
 _ALIASES = {"qutlass-mxfp4-quest": "mxfp4-quest"}
+# names that are put together, by an example of each, and what its parts mean
+COMPOSED = {
+    "hadamard16+nvfp4": "any format behind a Hadamard transform of 16, 32, 64 or 128 values: transform=aoquant.Hadamard(16) of a config",
+    "hadamard32-s1f+mxfp4": "the same with random signs, a hexadecimal mask: aoquant.Hadamard(32, signs=0x1f)",
+    "hadamard32-inverse+mxfp4": "the weight side of 32 and 128, where the two sides differ",
+    "wush16+nvfp4": "any format behind a transform that calibration fits: aoquant.WUSH(16)",
+    "mxfp4-sr": "for gradients, rounded at random: QATConfig(backward='mxfp4-sr')",
+    "nvfp4-sr": "the same in NVFP4",
+    "ms-eden": "the same in NVFP4, rounded to nearest under random scales",
+    "rht32+mxfp4-sr": "for gradients, any format behind a random rotation of 16, 32, 64 or 128 values: backward='quartet'",
+    "rht128+ms-eden": "backward='quartet2'",
+    "int8-tensor-static:0.02": "any format of one scale with a constant in its place; without the number, as activation=, calibration finds it",
+    "int4-g512": "other groups of integers; intx3-g64-asym, -noclip, -hqq (scales by HQQ), -sfloat32 (float32 scales)",
+    "stretched2-g32": "integers without a zero",
+    "gridflip-search-c0.2-alternating-16x16": "GridFlip's effort, shift, alternating sign and tile",
+    "fouroversix-mae-16x16": "four-over-six's metric and tile",
+    "high-precision": "values as they are",
+}
 
 
 @cache
@@ -114,7 +133,6 @@ def get_format(name: str) -> Format:
     that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs. For gradients
     there are "mxfp4-sr", "nvfp4-sr" and "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random.
     FP4 as other libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of "mxfp4-quest".
-    For gradients there are "mxfp4-sr", "nvfp4-sr" and "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random.
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -151,9 +169,9 @@ def get_format(name: str) -> Format:
     if name.endswith("-hqq") and (plain := Affine.parse(name.removesuffix("-hqq"))):
         found = AffineHQQ(plain.width, plain.per, plain.group)
     if found is None or found.name != name:
-        near = difflib.get_close_matches(name, table, 5, 0.4) or sorted(table)
+        near = difflib.get_close_matches(name.lower(), [*table, *COMPOSED], 5, 0.4)
         raise ValueError(
-            f"no format is called {name!r}; near it: {', '.join(near)}. aoquant.list_formats() names them all"
+            f"no format is called {name!r}; near it: {', '.join(near) or 'none'}. `aoquant formats` lists them, and how names are put together"
         )
     return found
 
@@ -170,5 +188,5 @@ def _numbers(name: str, numbers: str) -> list[float]:
 
 
 def list_formats() -> list[str]:
-    """Names of the standard formats; other group sizes and static outer scales are names too (see `get_format`)."""
+    """Names of the standard formats; names that are put together are formats too, see `get_format`, and `COMPOSED` for examples."""
     return [f.name for f in _STANDARD]

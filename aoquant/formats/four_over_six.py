@@ -48,11 +48,10 @@ class FourOverSix(OneScale):
     tile: int = 1
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS or self.tile not in (1, 16):
-            raise ValueError(
-                f"four-over-six: metric is one of {', '.join(METRICS)} and tile 1 or 16 rows, "
-                f"got metric={self.metric!r}, tile={self.tile!r}"
-            )
+        if self.tile not in (1, 16):
+            raise ValueError(f"{type(self).__name__}: tile must be 1 or 16 rows, got {self.tile!r}")
+        if self.metric not in METRICS:
+            raise ValueError(f"FourOverSix: metric is one of {', '.join(METRICS)}, got {self.metric!r}")
 
     @classmethod
     def parse(cls, name: str) -> FourOverSix | None:

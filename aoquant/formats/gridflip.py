@@ -55,6 +55,8 @@ class GridFlip(FourOverSix):
     alternating: bool = False
 
     def __post_init__(self) -> None:
+        if self.metric != "mse":
+            raise ValueError(f"gridflip: blocks are compared by their squared error alone, got metric={self.metric!r}")
         super().__post_init__()
         number = isinstance(self.c, int | float) and not isinstance(self.c, bool)
         if self.effort not in EFFORTS or not number or not _LEAST <= self.c < 2.0:
@@ -63,8 +65,6 @@ class GridFlip(FourOverSix):
                 f"got effort={self.effort!r}, c={self.c!r}"
             )
         object.__setattr__(self, "c", float(self.c))  # as the name says it
-        if self.metric != "mse":
-            raise ValueError(f"gridflip: blocks are compared by their squared error alone, got metric={self.metric!r}")
 
     @classmethod
     def parse(cls, name: str) -> GridFlip | None:

@@ -12,12 +12,12 @@ the router takes the fastest kernel that has them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from aoquant.config import MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, WeightConfig
+from aoquant.config import MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, WeightConfig, check_types
 from aoquant.transforms import Hadamard
 
 # FPQuantConfig's defaults
@@ -35,9 +35,23 @@ GROUPS = {"nvfp4": 16, "mxfp4": 32}  # values that share a scale
 BACKWARD = {"bf16": None, "mxfp8": "mxfp8", "mxfp4": "quartet"}
 
 
-def from_fp_quant(
-    config: Any = None, **options: Any
-) -> tuple[QATConfig | WeightConfig, Callable[[nn.Module, str], bool]]:
+class LeaveOut:
+    """filter_fn: every nn.Linear but those whose name is one of `names`, ends with one, or lies inside one.
+
+    unmet: the names that no layer has had so far; `quantize_` warns of them.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.patterns = {name: re.compile(rf"(.*\.)?{re.escape(name)}(\..*)?") for name in names}
+        self.unmet = [name for name in names if name != "lm_head"]  # the default, which nobody named
+
+    def __call__(self, module: nn.Module, fqn: str) -> bool:
+        met = [name for name, pattern in self.patterns.items() if pattern.fullmatch(fqn)]
+        self.unmet = [name for name in self.unmet if name not in met]
+        return isinstance(module, nn.Linear) and not met
+
+
+def from_fp_quant(config: Any = None, **options: Any) -> tuple[QATConfig | WeightConfig, LeaveOut]:
     """(config, filter_fn) for `aoquant.quantize_`.
 
     config: transformers' `FPQuantConfig`, or the dictionary that it left in a config.json. options: the same by name, over the config's.
@@ -47,7 +61,9 @@ def from_fp_quant(
     Raises:
         ValueError: an unknown option, a value that FP-Quant does not have either, or one that has no equal here.
     """
-    given = dict(config) if isinstance(config, Mapping) else {} if config is None else dict(vars(config))
+    if config is not None and not isinstance(config, Mapping):
+        config = getattr(config, "__dict__", {"quant_method": config})  # a string is no config, and its name is wrong
+    given = dict(config or {})
     method = given.pop("quant_method", "fp_quant")
     if getattr(method, "value", method) != "fp_quant":
         raise ValueError(
@@ -57,6 +73,7 @@ def from_fp_quant(
     if unknown := sorted(given.keys() - OPTIONS.keys()):
         raise ValueError(f"FP-Quant has no option {', '.join(unknown)}; there are: {', '.join(OPTIONS)}")
     o = OPTIONS | given
+    check_types("from_fp_quant", dict.fromkeys(("store_master_weights", "pseudoquantization"), bool), o)
     dtype, rule = _choice(o, "forward_dtype", *GROUPS), _choice(o, "forward_method", "abs_max", "quest")
     backward, init = (
         _choice(o, "backward_dtype", *BACKWARD),
@@ -98,13 +115,12 @@ def _transform(init: str, size: Any, dtype: str) -> Hadamard | None:
     return None if init == "identity" else Hadamard(size)
 
 
-def _leave_out(names: Any) -> Callable[[nn.Module, str], bool]:
-    """filter_fn: every nn.Linear but those whose name is one of `names`, ends with one, or lies inside one; by default the head."""
+def _leave_out(names: Any) -> LeaveOut:
+    """The filter of `modules_to_not_convert`; by default the head, where there is one."""
     names = ["lm_head"] if names is None else names
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"modules_to_not_convert must be a list of layers' names, such as ['lm_head'], got {names!r}")
-    patterns = [re.compile(rf"(.*\.)?{re.escape(name)}(\..*)?") for name in names]
-    return lambda module, fqn: isinstance(module, nn.Linear) and not any(p.fullmatch(fqn) for p in patterns)
+    return LeaveOut(list(names))
 
 
 def _choice(options: dict[str, Any], name: str, *allowed: str) -> str:

@@ -240,7 +240,7 @@ def _check_slot(name: str, slot: Slot | None, expected: Tensor) -> None:
 def _plan(model: PreTrainedModel, config: Any) -> list[Step]:
     """The plan, with a pattern that matches nothing as an error: an hour's conversion is no place for a warning."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="FqnToConfig pattern .* matches no linear layer")
+        warnings.filterwarnings("error", message="the name or pattern .* matches no linear layer")
         try:
             steps = plan(model, config, None)
         except UserWarning as warning:

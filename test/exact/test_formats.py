@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from aoquant.formats import (
+    COMPOSED,
     MX,
     NVFP4,
     Affine,
@@ -112,6 +113,7 @@ def test_names_are_unique_and_numerics_differ_by_name() -> None:
     assert get_format("stretched2-g32") == Stretched(2, 32)
     assert get_format("te-nvfp4-16x16") == NVFP4Dialect("te", tile=16)
     assert get_format("nvfp4-search-static:0.5") == NVFP4Search("static", 0.5)
+    assert [get_format(name).name for name in COMPOSED] == list(COMPOSED)
     assert get_format("qutlass-mxfp4-quest") is get_format("mxfp4-quest")  # one numerics, two names
 
 
@@ -134,7 +136,11 @@ def test_names_are_unique_and_numerics_differ_by_name() -> None:
         ("gridflip-c0.25", "gridflip"),
         ("gridflip-c2.5", "gridflip"),
         ("fouroversix-32x32", "fouroversix-16x16"),
-        ("", "nvfp4"),
+        ("wush16", "near it: wush16+nvfp4."),
+        ("hadamard24+nvfp4", "hadamard16+nvfp4"),
+        ("mxfp4-stochastic", "mxfp4-sr"),
+        ("NVFP4", "nvfp4"),
+        ("", "near it: none. `aoquant formats` lists them"),
     ],
 )
 def test_unknown_names_list_the_nearest(wrong: str, near: str) -> None:

@@ -289,10 +289,17 @@ def test_tiles_and_the_whole_have_the_same_bytes(name: str, monkeypatch: pytest.
 
 
 def test_options_that_there_are_not() -> None:
-    for make in (lambda: FourOverSix("huber"), lambda: FourOverSix(tile=4)):
-        with pytest.raises(ValueError, match=r"metric is one of mse, mae, absmax and tile 1 or 16 rows, got"):
-            make()
-    for make in (lambda: GridFlip(effort="hard"), lambda: GridFlip(c=2.0), lambda: GridFlip(c=0.0)):
+    with pytest.raises(ValueError, match=r"FourOverSix: metric is one of mse, mae, absmax, got 'huber'"):
+        FourOverSix("huber")
+    for kind in (FourOverSix, GridFlip):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}: tile must be 1 or 16 rows, got 4"):
+            kind(tile=4)
+    for make in (
+        lambda: GridFlip(effort="hard"),
+        lambda: GridFlip(c=2.0),
+        lambda: GridFlip(c=0.0),
+        lambda: GridFlip(c=True),
+    ):
         with pytest.raises(
             ValueError,
             match=r"effort is one of base, sided, search and c a shift of at least 0.0001 and less than 2, got",

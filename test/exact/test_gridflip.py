@@ -291,11 +291,9 @@ def test_configs_say_what_goes_together() -> None:
         r"GridFlip is for weights, got activation='hadamard16\+gridflip'": lambda: GridFlipFP4WeightConfig(
             activation="hadamard16+gridflip"
         ),
-        "c a shift of at least 0.0001 and less than 2, got effort='base', c=True": lambda: GridFlipFP4WeightConfig(
-            c=True
-        ),
+        "c takes a number, got True": lambda: GridFlipFP4WeightConfig(c=True),
         "got effort='base', c=1e-05": lambda: GridFlipFP4WeightConfig(c=1e-5),
-        "got effort='base', c='a'": lambda: GridFlipFP4WeightConfig(c="a"),
+        "c takes a number, got 'a'": lambda: GridFlipFP4WeightConfig(c="a"),
         r"GridFlip is for weights, got activation='gridflip'": lambda: GridFlipFP4WeightConfig(activation="gridflip"),
         r"effort is one of base, sided, search": lambda: GridFlipFP4WeightConfig("more"),
     }

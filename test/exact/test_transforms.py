@@ -265,7 +265,7 @@ def test_configs_keep_the_transform_as_json() -> None:
     ):
         text = json.dumps(config_to_dict(config))
         assert config_from_dict(json.loads(text)) == config
-    with pytest.raises(ValueError, match=r"transform must be aoquant.Hadamard\(size\)"):
+    with pytest.raises(ValueError, match=r"transform takes aoquant.Hadamard\(size\)"):
         NVFP4WeightConfig(transform=16)  # type: ignore[arg-type]
 
 

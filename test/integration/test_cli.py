@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from aoquant import cli
+from aoquant.formats import COMPOSED
 from aoquant.integrations import job
 from aoquant.integrations.lm_eval import Perplexity
 
@@ -128,7 +129,7 @@ def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("formats", "recipes", "doctor"):
         cli.main([command])
     printed = capsys.readouterr().out
-    for word in ("nvfp4-none", "int8-int4", "torch._scaled_mm", "bit-equal"):
+    for word in ("nvfp4-none", "int8-int4", "torch._scaled_mm", "bit-equal", *COMPOSED):
         assert word in printed
     assert "DIFFERENT" not in printed
 

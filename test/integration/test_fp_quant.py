@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 import weakref
 from typing import Any
 
@@ -99,6 +100,8 @@ def test_every_combination_is_taken_or_refused_with_a_reason() -> None:
         ({"transform_init": "gsr", "hadamard_group_size": 64}, "orders the rows of the Hadamard matrix by sequency"),
         ({"forward_dtype": "mxfp4", "backward_dtype": "mxfp4"}, "store_master_weights=False leaves none to train"),
         ({"forward_type": "mxfp4"}, "FP-Quant has no option forward_type"),
+        ({"store_master_weights": "false"}, "store_master_weights takes True or False, got 'false'"),
+        ({"pseudoquantization": 1}, "pseudoquantization takes True or False, got 1"),
         ({"quant_method": "gptq"}, "got quant_method 'gptq'"),
     ],
 )
@@ -176,14 +179,33 @@ def test_the_bias_is_in_high_precision() -> None:
         (["down"], {"block.down"}),
         (["block"], {"block.up", "block.down"}),
         (["block.up", "lm_head"], {"block.up", "lm_head"}),
-        (["own"], set()),
     ],
 )
 def test_modules_to_not_convert(names: list[str] | None, left: set[str]) -> None:
     model = Model()
-    quantize_(model, *from_fp_quant(modules_to_not_convert=names))
+    with warnings.catch_warnings(action="error"):
+        quantize_(model, *from_fp_quant(modules_to_not_convert=names))
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     assert {n for n, m in linears.items() if not isinstance(m.weight.data, PackedTensor)} == left
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_name_that_no_layer_has_warns_with_near_names(store: bool) -> None:
+    options = {"store_master_weights": store, "modules_to_not_convert": ["lm_head", "dwon", "own"]}
+    model = Model()
+    with pytest.warns(UserWarning, match="matches no linear layer") as seen:
+        quantize_(model, *from_fp_quant(**options))
+    assert [str(w.message) for w in seen] == [
+        "the name or pattern 'dwon' matches no linear layer; near it: down",
+        "the name or pattern 'own' matches no linear layer; near it: down, block.down",
+    ]
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_a_model_without_a_head_does_not_warn_of_the_default() -> None:
+    for config in (None, FPQuantConfig()):
+        with warnings.catch_warnings(action="error"):
+            quantize_(nn.Sequential(nn.Linear(64, 64, dtype=BF16)), *from_fp_quant(config))
 
 
 def test_packing_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +229,12 @@ def test_outputs_stay_close() -> None:
         y = model(x)
         quantize_(model, *from_fp_quant(**options))
         assert sqnr(y, model(x)) > 9
+
+
+@pytest.mark.parametrize("config", ["quest", 4])
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(ValueError, match=rf"from_fp_quant takes .* its options, got quant_method {config!r}"):
+        from_fp_quant(config)
 
 
 @pytest.mark.parametrize("names", ["q_proj", 5, ["a", 1]])

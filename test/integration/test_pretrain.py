@@ -6,6 +6,8 @@ Text here is a sentence drawn at random a few thousand times: enough to train a 
 import importlib
 import json
 import random
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -111,11 +113,20 @@ def test_micro_batches_are_the_batch(scripts: dict[str, ModuleType], text: Path,
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-def test_resume_refuses_other_settings(scripts: dict[str, ModuleType], text: Path, model: Path) -> None:
+def test_resume_refuses_other_settings(
+    scripts: dict[str, ModuleType], text: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretrain = scripts["pretrain"]
     settings = {"text": (text,), "anneal": (text,), "validation": (text,), "out": model.parent} | SMALL | {"lr": 2e-2}
-    with pytest.raises(ValueError, match="changed: \\['lr'\\]"):
-        pretrain.main(pretrain.Config(**settings, resume=True))
+    with pytest.raises(
+        ValueError, match=r"changed: lr from 0\.01 to 0\.02, recipe from 'bf16' to 'quartet'\. Give them"
+    ):
+        pretrain.main(pretrain.Config(**settings, resume=True, recipe="quartet"))
+    arguments = {"text": text, "anneal": text, "validation": text, "out": model.parent} | SMALL | {"lr": 2e-2}
+    typed = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *typed, "--resume"])
+    with pytest.raises(SystemExit, match=r"^pretrain\.py: resume needs .*changed: lr from"):
+        runpy.run_path(str(EVAL / "pretrain.py"), run_name="__main__")
     with pytest.raises(ValueError, match="without a checkpoint"):
         pretrain.Config(**settings)
 
