@@ -5,7 +5,7 @@
 // permuted freely, if x is permuted alike. Four lanes cover 128 values, a "step". The nibbles come out in pairs (k, k + 4), four k
 // apart, because one mask takes both halves of a word; x, natural in memory, is paired in registers.
 //
-// Warps share out K: the step s belongs to slice s % SLICES, a warp sums its slice in order, and slices are added in order. So a row
+// Warps share out K: the step s belongs to warp s % WARPS, which sums its steps in order, and warps are added in order. So a row
 // of y is a function of that row of x and W alone, and the same on every run.
 //
 // Operands are the formats' own (aoquant/formats): int4 rn(q * s + z) by one fused multiply-add; e2m1 times its block scale, exact;
@@ -198,20 +198,10 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The value that lies at the same place of every block's shared memory, summed in the order of the blocks.
-template <int CK>
-__device__ __forceinline__ float cluster_sum(const float* mine) {
-  const uint32_t at = uint32_t(__cvta_generic_to_shared(mine));
-  float v[CK];
-#pragma unroll
-  for (int c = 0; c < CK; ++c) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(c));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v[c]) : "r"(there) : "memory");
-  }
-#pragma unroll
-  for (int c = 1; c < CK; ++c) v[0] += v[c];
-  return v[0];
+// Into the shared memory of the first block of the cluster, at the place that it has in this one's.
+__device__ __forceinline__ void send_to_first(const float* place, float v) {
+  asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, 0;\nst.shared::cluster.f32 [r], %1;\n}" ::"r"(uint32_t(__cvta_generic_to_shared(place))), "f"(v)
+               : "memory");
 }
 
 // One output, scaled and biased, before its rounding.
@@ -229,19 +219,16 @@ __device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n
   if (n < a.n) static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(finished<T>(a, v, m, n));
 }
 
-// TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a warp. WN, WK: warps of a block along N and K.
-// CK: blocks of a cluster along K. D: steps in flight a warp.
-template <int F, typename T, int TOKENS, int RT, int WN, int WK, int CK, int D>
-__global__ void __launch_bounds__(32 * WN * WK) kernel(const DecodeArgs a) {
+// TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a block. WARPS: of a
+// block, along K. D: steps in flight a warp.
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D>
+__global__ void __launch_bounds__(32 * WARPS) kernel(const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
   extern __shared__ __align__(128) uint8_t shared[];
-  constexpr int THREADS = 32 * WN * WK, SLICES = WK * CK, ROWS = 16 * RT * WN, MT = (TOKENS + 7) / 8;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wk = warp % WK, wn = warp / WK;
-  const int g = lane / 4, t = lane % 4;
-  const int rank = CK > 1 ? blockIdx.x % CK : 0, tile = blockIdx.x / CK;
-  const int first_row = tile * ROWS + wn * 16 * RT;
-  const int steps = (a.k + 127) / 128, slice = rank * WK + wk;
-  const int mine = steps > slice ? (steps - slice + SLICES - 1) / SLICES : 0;
+  constexpr int THREADS = 32 * WARPS, ROWS = 16 * RT, MT = (TOKENS + 7) / 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int first_row = blockIdx.x * ROWS;
+  const int steps = (a.k + 127) / 128, mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS : 0;
   const int tokens = min(a.m, TOKENS);
 
   const uint8_t* rows[RT][2];
@@ -255,10 +242,10 @@ __global__ void __launch_bounds__(32 * WN * WK) kernel(const DecodeArgs a) {
       scales[r][h] = (row >> a.tile_log2) * (F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32);
     }
 
-  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the WN warps that multiply it. Chunk c of a token holds
+  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the warp that multiplies it. Chunk c of a token holds
   // k = 8 c ...; lane t wants chunks 4 t + j, and at 4 j + t what a warp reads at once is contiguous.
-  uint8_t* ring = shared + wk * D * TOKENS * 256;
-  const int helper = wn * 32 + lane, chunk = helper % 16, helped = helper / 16;
+  uint8_t* ring = shared + warp * D * TOKENS * 256;
+  const int chunk = lane % 16, helped = lane / 16;
   const uint32_t to = uint32_t(__cvta_generic_to_shared(ring)) + helped * 256 + (((chunk % 4) * 4 + chunk / 4) ^ ((helped & 1) * 4)) * 16;
   const T* from = static_cast<const T*>(a.x) + (helped < tokens ? int64_t(helped) * a.k : 0) + chunk * 8;
 
@@ -274,7 +261,7 @@ __global__ void __launch_bounds__(32 * WN * WK) kernel(const DecodeArgs a) {
 
   auto fetch = [&](int stage, int i) {  // stage is a constant
     if (i < mine) {
-      const int start = (slice + i * SLICES) * 128, lane_start = start + 32 * t, at = min(lane_start, a.k - 32);
+      const int start = (warp + i * WARPS) * 128, lane_start = start + 32 * t, at = min(lane_start, a.k - 32);
 #pragma unroll
       for (int r = 0; r < RT; ++r)
 #pragma unroll
@@ -284,19 +271,14 @@ __global__ void __launch_bounds__(32 * WN * WK) kernel(const DecodeArgs a) {
         }
       const bool inside = start + chunk * 8 < a.k;
 #pragma unroll
-      for (int u = 0; u < (TOKENS * 16 + 32 * WN - 1) / (32 * WN); ++u)
-        if (TOKENS % (2 * WN) == 0 || helped + 2 * WN * u < TOKENS) {
-          const bool there = inside && helped + 2 * WN * u < tokens;  // what is not there is zero
-          copy_async(to + (stage * TOKENS + 2 * WN * u) * 256, there ? from + int64_t(2 * WN * u) * a.k + start : from, there);
+      for (int u = 0; u < (TOKENS + 1) / 2; ++u)
+        if (TOKENS % 2 == 0 || helped + 2 * u < TOKENS) {
+          const bool there = inside && helped + 2 * u < tokens;  // what is not there is zero
+          copy_async(to + (stage * TOKENS + 2 * u) * 256, there ? from + int64_t(2 * u) * a.k + start : from, there);
         }
     }
     asm volatile("cp.async.commit_group;");
   };
-  auto together = [&]() {
-    if constexpr (WN == 1) __syncwarp();
-    else asm volatile("bar.sync %0, %1;" ::"r"(wk + 1), "n"(32 * WN) : "memory");
-  };
-
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
@@ -308,7 +290,7 @@ __global__ void __launch_bounds__(32 * WN * WK) kernel(const DecodeArgs a) {
       const int i = base + d;
       if (i >= mine) break;
       asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
-      together();  // everybody's copies of this step are there, and nobody reads the stage that is filled next
+      __syncwarp();  // everybody's copies of this step are there, and nobody reads the stage that is filled next
       fetch((d + D - 1) % D, i + D - 1);
       Scale<T> scale[RT][2];
 #pragma unroll
@@ -343,10 +325,10 @@ __global__ void __launch_bounds__(32 * WN * WK) kernel(const DecodeArgs a) {
     }
   }
 
-  // slices are added in order: warps of the block, then blocks of the cluster
+  // slices are added in order
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
-  float* partial = reinterpret_cast<float*>(shared);  // (WK, TOKENS, ROWS + 4): a pad, for the banks
+  float* partial = reinterpret_cast<float*>(shared);  // (WARPS, TOKENS, ROWS + 4): a pad, for the banks
   constexpr int PITCH = ROWS + 4;
 #pragma unroll
   for (int r = 0; r < RT; ++r)
@@ -354,55 +336,48 @@ __global__ void __launch_bounds__(32 * WN * WK) kernel(const DecodeArgs a) {
     for (int m = 0; m < MT; ++m)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = wn * 16 * RT + 16 * r + g + 8 * (i / 2), token = 8 * m + 2 * t + i % 2;
-        if (TOKENS >= 8 || token < TOKENS) partial[(wk * TOKENS + token) * PITCH + row] = acc[r][m][i];
+        const int row = 16 * r + g + 8 * (i / 2), token = 8 * m + 2 * t + i % 2;
+        if (TOKENS >= 8 || token < TOKENS) partial[(warp * TOKENS + token) * PITCH + row] = acc[r][m][i];
       }
   __syncthreads();
   const int outputs = tokens * ROWS;
-  auto sum = [&](int token, int row) {
+  for (int o = threadIdx.x; o < outputs; o += THREADS) {
+    const int token = o / ROWS, row = o % ROWS;
     float v = partial[token * PITCH + row];
 #pragma unroll
-    for (int w = 1; w < WK; ++w) v += partial[(w * TOKENS + token) * PITCH + row];
-    return v;
-  };
-  if constexpr (CK == 1) {
-    for (int o = threadIdx.x; o < outputs; o += THREADS) store<T>(a, sum(o / ROWS, o % ROWS), o / ROWS, tile * ROWS + o % ROWS);
-  } else {
-    for (int o = threadIdx.x; o < outputs; o += THREADS) partial[(o / ROWS) * PITCH + o % ROWS] = sum(o / ROWS, o % ROWS);
-    cluster_sync();
-    for (int o = rank * THREADS + threadIdx.x; o < outputs; o += CK * THREADS)
-      store<T>(a, cluster_sum<CK>(partial + o / ROWS * PITCH + o % ROWS), o / ROWS, tile * ROWS + o % ROWS);
-    cluster_sync();  // nobody leaves while others read
+    for (int w = 1; w < WARPS; ++w) v += partial[(w * TOKENS + token) * PITCH + row];
+    store<T>(a, v, token, first_row + row);
   }
 #endif
 }
 
-template <int F, typename T, int TOKENS, int RT, int WN, int WK, int CK, int D>
-cudaError_t launch(const DecodeArgs& a, cudaStream_t stream, bool programmatic = true) {
-  constexpr int ROWS = 16 * RT * WN;
-  constexpr int ring = WK * D * TOKENS * 256, partial = WK * TOKENS * (ROWS + 4) * 4, bytes = ring > partial ? ring : partial;
-  static_assert(D >= 2 && bytes <= 227 * 1024);
-  auto* function = kernel<F, T, TOKENS, RT, WN, WK, CK, D>;
-  if constexpr (bytes > 48 * 1024) {
-    cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+// Blocks of a kernel that may start before the one before it has ended, in clusters of CK.
+template <int CK, typename K>
+cudaError_t launch_kernel(K* kernel, const DecodeArgs& a, int blocks, int threads, int bytes, cudaStream_t stream) {
+  if (bytes > 48 * 1024) {
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = (a.n + ROWS - 1) / ROWS * CK;
-  config.blockDim = 32 * WN * WK;
+  config.gridDim = blocks;
+  config.blockDim = threads;
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   cudaLaunchAttribute attributes[2];
-  if (programmatic) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (CK > 1) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attributes[config.numAttrs++].val.clusterDim = {CK, 1, 1};
-  }
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {CK, 1, 1};
   config.attrs = attributes;
-  return cudaLaunchKernelEx(&config, function, a);
+  config.numAttrs = CK > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, a);
+}
+
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D>
+cudaError_t launch(const DecodeArgs& a, cudaStream_t stream) {
+  constexpr int ROWS = 16 * RT, ring = WARPS * D * TOKENS * 256, partial = WARPS * TOKENS * (ROWS + 4) * 4;
+  static_assert(D >= 2);
+  return launch_kernel<1>(kernel<F, T, TOKENS, RT, WARPS, D>, a, (a.n + ROWS - 1) / ROWS, 32 * WARPS, ring > partial ? ring : partial, stream);
 }
 
 }  // namespace decode

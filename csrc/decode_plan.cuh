@@ -1,32 +1,50 @@
-// Which of the kernels of decode.cuh and decode_tiles.cuh runs, and how it cuts K: by (n, k) and by the range that m lies in, never by m
+// Which of the kernels of decode.cuh, decode_rows.cuh and decode_tiles.cuh runs, and how it cuts K: by (n, k) and by the range that m lies in, never by m
 // inside a range, so that rows of y do not depend on how many there are. Ranges end at 4, 16, 64 and 256. The cuts were measured on an
 // H200: enough blocks for its 132 multiprocessors, without more sums to add than that takes.
 #pragma once
 
 #include "decode.cuh"
 #include "decode_call.cuh"
+#include "decode_rows.cuh"
 #include "decode_tiles.cuh"
 
 namespace aoquant {
+
+// Up to TOKENS rows of x, 8 or 16, of a W for which decode_rows.cuh pays; or false.
+template <int F, typename T, int TOKENS>
+bool run_large(const DecodeArgs& a, cudaStream_t stream, cudaError_t& error) {
+  constexpr int MULTIPROCESSORS = 132, WARPS = 8, AHEAD = F == INT4 && TOKENS == 8 ? 2 : 1;
+  if (a.n <= 2048 || int64_t(a.n) * a.k < (1 << 25)) return false;
+  auto rows = [&](int block) { return ((a.n + block - 1) / block + MULTIPROCESSORS - 1) / MULTIPROCESSORS * block; };  // of the busiest multiprocessor
+  if (a.n <= 32 * MULTIPROCESSORS && decode::RowsLayout<F, TOKENS, 4, WARPS, AHEAD, 2>::fits(a))
+    error = decode::launch_rows<F, T, TOKENS, 4, WARPS, AHEAD, 2>(a, stream);
+  else if (a.n > 64 * MULTIPROCESSORS && rows(112) <= rows(64) && decode::RowsLayout<F, TOKENS, 7, WARPS, 1, 1>::fits(a))
+    error = decode::launch_rows<F, T, TOKENS, 7, WARPS, 1, 1>(a, stream);
+  else if ((TOKENS == 8 || a.n <= 64 * MULTIPROCESSORS) && decode::RowsLayout<F, TOKENS, 4, WARPS, 1, 1>::fits(a))
+    error = decode::launch_rows<F, T, TOKENS, 4, WARPS, 1, 1>(a, stream);
+  else
+    return false;
+  return true;
+}
 
 template <int F, typename T>
 cudaError_t run(const DecodeCall& c) {
   DecodeArgs a = c.args;
   a.times = decode::Folded<F, T>::TIMES;
-  const int m = a.m, n = a.n, k = a.k;
-  const bool wide = n > 8192, deep = k > 8192;
+  const int m = a.m, n = a.n;
+  cudaError_t error = cudaSuccess;
   if (m <= 4) {
-    if (wide && F == INT4) return m == 1 ? decode::launch<F, T, 1, 2, 1, 4, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 4, 1, 2>(a, c.stream);
-    if (n > 6144 && !wide) return m == 1 ? decode::launch<F, T, 1, 2, 1, 8, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 8, 1, 2>(a, c.stream);
+    if (run_large<F, T, 8>(a, c.stream, error)) return error;
+    if (n > 6144) return m == 1 ? decode::launch<F, T, 1, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 8, 2>(a, c.stream);
     if (n > 2048 && n <= 132 * 32)  // a block of 32 rows on each multiprocessor, with as many warps as it holds
-      return m == 1 ? decode::launch<F, T, 1, 2, 1, 16, 1, 2>(a, c.stream) : decode::launch<F, T, 4, 2, 1, 16, 1, 2>(a, c.stream);
-    return m == 1 ? decode::launch<F, T, 1, 1, 1, 8, 1, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 1, 8, 1, 3>(a, c.stream);
+      return m == 1 ? decode::launch<F, T, 1, 2, 16, 2>(a, c.stream) : decode::launch<F, T, 4, 2, 16, 2>(a, c.stream);
+    return m == 1 ? decode::launch<F, T, 1, 1, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 8, 3>(a, c.stream);
   }
   if (decode_is_few(m)) {
-    if (wide) return decode::launch<F, T, 16, 2, 2, 4, 1, 2>(a, c.stream);
-    if (n <= 2048) return decode::launch<F, T, 16, 1, 1, 8, 1, 3>(a, c.stream);
-    return deep ? decode::launch<F, T, 16, 2, 1, 8, 2, 2>(a, c.stream) : decode::launch<F, T, 16, 2, 1, 8, 1, 2>(a, c.stream);
+    if (run_large<F, T, 16>(a, c.stream, error)) return error;
+    return n <= 2048 ? decode::launch<F, T, 16, 1, 8, 3>(a, c.stream) : decode::launch<F, T, 16, 2, 8, 2>(a, c.stream);
   }
+  const bool wide = n > 8192;
   if (m <= 64)
     return wide ? decode::launch_tiles<F, T, 1, 64, 2, 4, 4>(a, c.image, c.stream) : decode::launch_tiles<F, T, 1, 64, 4, 4, 4>(a, c.image, c.stream);
   return wide ? decode::launch_tiles<F, T, 2, 128, 1, 3, 6>(a, c.image, c.stream) : decode::launch_tiles<F, T, 1, 128, 2, 4, 8>(a, c.image, c.stream);

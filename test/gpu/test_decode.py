@@ -31,6 +31,8 @@ FORMATS = (
 )
 RANGES = {"cuda-decode": ((1, 4), (5, 16), (17, 64), (65, 256)), "triton-decode": ((1, 16), (17, 32), (33, 64))}
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (200, 1152), (1000, 160), (56, 32), (333, 8224))  # N, K
+# csrc's kernel for large weights: scales copied by 16, 4 and 1 bytes, a K that steps of 128 do not divide, a last block that overlaps
+LARGE = ((3100, 11008), (5001, 8224), (12001, 4224), (2100, 28672))
 
 
 def skip_without(name: str, format: Format, dtype: torch.dtype = BF16) -> None:
@@ -75,7 +77,7 @@ def test_within_the_bound_of_float64(format_name: str, name: str) -> None:
         if cuda and dtype == F16 and few_rows.kind(format) == "e8m0":
             continue  # refused: test_what_is_refused
         skip_without(name, format, dtype)
-        for n, k in SHAPES:
+        for n, k in SHAPES + LARGE if cuda else SHAPES:
             if k % (format.period or 32):
                 continue
             _, e = packed(format_name, n, k, dtype)
@@ -104,6 +106,24 @@ def test_identity_gives_the_operand(format_name: str, name: str, m: int) -> None
         with backend(name):
             y = few_rows_call(format, plain, x)
         assert torch.equal(y, operand[:, start : start + m].t())
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(("n", "k"), LARGE)
+def test_a_large_weight_s_operand(format_name: str, n: int, k: int) -> None:
+    """One-hot rows at both ends of K, in every lane's place of a step, and in the last, where it is short."""
+    if k % (get_format(format_name).period or 32):
+        pytest.skip("its blocks do not divide K")
+    format, e = packed(format_name, n, k)
+    skip_without("cuda-decode", format)
+    operand, plain = format.operand(e, BF16), e._replace(outer=None)
+    places = torch.tensor([*range(0, 128, 8), *range(k - 144, k, 9)], device=CUDA)
+    x = torch.zeros(len(places), k, device=CUDA, dtype=BF16).scatter_(1, places[:, None], 1.0)
+    for rows in (3, 16):
+        for start in range(0, len(places), rows):
+            with backend("cuda-decode"):
+                y = few_rows_call(format, plain, x[start : start + rows])
+            assert torch.equal(y, operand[:, places[start : start + rows]].t())
 
 
 def few_rows_call(format: Format, e: Encoded, x: Tensor) -> Tensor:
@@ -159,7 +179,7 @@ def test_every_scale_byte_of_fp4(format_name: str, name: str) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("format_name", ["int4-g128", "nvfp4", "mxfp4", "gridflip"])
 def test_rows_do_not_depend_on_their_number(format_name: str, name: str) -> None:
-    for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (1000, 1152)):
+    for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (1000, 1152), *LARGE[:2]):
         format, e = packed(format_name, n, k)
         skip_without(name, format)
         for first, last in RANGES[name]:
