@@ -94,8 +94,8 @@ def corpus(o: argparse.Namespace) -> None:
     torch.save({"ids": ids, "validation": validation, "bytes": data.validation_bytes}, o.out / "corpus.pt")
 
 
-def work(o: argparse.Namespace, variant: str) -> None:
-    """Train a variant's runs, each from its checkpoint if it has one; writes their row.json."""
+def work(o: argparse.Namespace, run: Run, model: torch.nn.Module | None = None) -> torch.nn.Module:
+    """Train one run, from its checkpoint if it has one; writes row.json. Returns the model; one that was given is trained again."""
     sys.path.insert(0, str(EVAL))
     import pretrain
     from corpus import Corpus
@@ -103,29 +103,37 @@ def work(o: argparse.Namespace, variant: str) -> None:
     torch.set_float32_matmul_precision("high")
     stored = torch.load(o.out / "corpus.pt", weights_only=True)
     ids, validation = (stored[key].int().to(o.device) for key in ("ids", "validation"))
-    every, cuda, model = max(1, o.steps // VALIDATIONS), o.device.startswith("cuda"), None
-    for run in [run for run in (Run(variant, seed) for seed in range(o.seeds)) if not run.ended(o)]:
-        folder = run.folder(o)
-        folder.mkdir(parents=True, exist_ok=True)
-        config = pretrain.Config(
-            text=(Path(__file__),), out=folder, seed=run.seed, steps=o.steps, warmup=max(1, o.steps // 10), device=o.device,
-            graph=cuda, compile=cuda, checkpoint_every=every, validate_every=every, resume=(folder / "checkpoint.pt").exists(),
-            **settings(o), **VARIANTS[variant],
-        )  # fmt: skip
-        fresh = pretrain.build_model(config)
-        if model is None:
-            model = fresh
-        else:  # what is compiled for a model serves that model alone
-            model.load_state_dict(fresh.state_dict())
-        result = pretrain.train(config, Corpus(None, ids, len(ids), validation, stored["bytes"]), model)  # type: ignore[arg-type]
-        losses = result["losses"]
-        row = {
-            "step": o.steps,
-            "bits_per_byte": result["validation_bits_per_byte"],
-            "train_loss": mean(losses[-max(1, len(losses) // 10) :]),
-            "seconds": result["train_seconds"],
-        }
-        (folder / "row.json").write_text(json.dumps(row))
+    every, cuda, folder = max(1, o.steps // VALIDATIONS), o.device.startswith("cuda"), run.folder(o)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = pretrain.Config(
+        text=(Path(__file__),), out=folder, seed=run.seed, steps=o.steps, warmup=max(1, o.steps // 10), device=o.device,
+        graph=cuda, compile=cuda, checkpoint_every=every, validate_every=every, resume=(folder / "checkpoint.pt").exists(),
+        **settings(o), **VARIANTS[run.variant],
+    )  # fmt: skip
+    fresh: Any = pretrain.build_model(config)
+    if model is None:
+        model = fresh
+    else:  # what is compiled for a model serves that model alone
+        model.load_state_dict(fresh.state_dict())
+    data = Corpus(None, ids, len(ids), validation, stored["bytes"])  # type: ignore[arg-type]
+    result = pretrain.train(config, data, model)  # type: ignore[arg-type]
+    losses = result["losses"]
+    row = {
+        "step": o.steps,
+        "bits_per_byte": result["validation_bits_per_byte"],
+        "train_loss": mean(losses[-max(1, len(losses) // 10) :]),
+        "seconds": result["train_seconds"],
+    }
+    (folder / "row.json").write_text(json.dumps(row))
+    return model
+
+
+def work_all(o: argparse.Namespace, variant: str) -> None:
+    """Train what has not ended of a variant, seed by seed."""
+    model = None
+    for run in (Run(variant, seed) for seed in range(o.seeds)):
+        if not run.ended(o):
+            model = work(o, run, model)
 
 
 def run_all(o: argparse.Namespace, runs: list[Run]) -> None:
@@ -251,7 +259,7 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     o = parser.parse_args()
     if o.worker:
-        work(o, o.worker)
+        work_all(o, o.worker)
         return
     o.out.mkdir(parents=True, exist_ok=True)
     corpus(o)
