@@ -48,7 +48,7 @@ PAIRS = [
     ("quartet2, nearest", "quartet2"),
 ]
 MODEL = {"vocab": 4096, "hidden": 256, "intermediate": 768, "layers": 6, "heads": 4, "kv_heads": 2, "window": 256}
-TRAINING = {"batch": 32, "lr": 2e-3, "decay_fraction": 1.0, "anneal_fraction": 0.0, "log_every": 50}
+TRAINING = {"batch": 32, "lr": 1e-3, "decay_fraction": 1.0, "anneal_fraction": 0.0, "log_every": 50}
 VALIDATIONS = 4  # of a run, the last one at its end
 
 

@@ -1,6 +1,6 @@
 """The Hadamard transform in registers: `transforms.Hadamard`, bit for bit, before an encoder or by itself.
 
-A lane holds whole blocks: it loads eight values at a time, the lanes of a warp side by side on 32 blocks, so that every butterfly is
+A lane holds whole blocks: it loads 16 bytes at a time, the lanes of a warp side by side on 32 blocks, so that every butterfly is
 an addition of two registers of one lane. No shuffle, no shared memory; the additions are those of the reference, in its order.
 Tiles are therefore 32 blocks for each warp (`WARP`); another shape is right too, and up to five times slower. How many warps is measured:
 with 128 values in registers a second warp costs more than it hides.
@@ -23,16 +23,16 @@ AMAX_WARPS = {16: 8, 32: 4, 64: 2, 128: 2}
 
 
 @triton.jit
-def _near(x, T: tl.constexpr, DISTANCE: tl.constexpr):
-    """Butterflies within eights: (T, 8) -> (T, 8)."""
-    a, b = tl.split(tl.permute(tl.reshape(x, (T, 4 // DISTANCE, 2, DISTANCE)), (0, 1, 3, 2)))
-    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (T, 8))
+def _near(x, T: tl.constexpr, WIDTH: tl.constexpr, DISTANCE: tl.constexpr):
+    """Butterflies within what a lane loads at once: (T, WIDTH) -> (T, WIDTH)."""
+    a, b = tl.split(tl.permute(tl.reshape(x, (T, WIDTH // 2 // DISTANCE, 2, DISTANCE)), (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (T, WIDTH))
 
 
 @triton.jit
-def _signs(BITS: tl.constexpr):
-    """(1, 8) float32: -1 where the bit is set."""
-    return tl.where(((BITS >> tl.arange(0, 8)) & 1) == 1, -1.0, 1.0)[None, :]
+def _signs(BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """(1, WIDTH) float32: -1 where the bit is set."""
+    return tl.where(((BITS >> tl.arange(0, WIDTH)) & 1) == 1, -1.0, 1.0)[None, :]
 
 
 @triton.jit
@@ -45,16 +45,19 @@ def butterflies(
     origin: (T, 1), where a block begins, counted from x_ptr; its values are `step` apart. inside: (T, 1), which to load. bits_ptr: a bit for
     each value of blocks that lie side by side, 1 where it counts as zero; or None. Signs are SIGNS, or, when they are drawn, bits of word, (T, 1).
     """
-    if SIZE == 8:
-        x = tl.load(x_ptr + origin + (START + tl.arange(0, 8)[None, :]) * step, mask=inside, other=0.0).to(tl.float32)
+    WIDTH: tl.constexpr = 4 if x_ptr.dtype.element_ty == tl.float32 else 8
+    if SIZE == WIDTH:
+        k = START + tl.arange(0, WIDTH)[None, :]
+        x = tl.load(x_ptr + origin + k * step, mask=inside, other=0.0).to(tl.float32)
         if bits_ptr is not None:
             byte = tl.load(bits_ptr + origin // 8 + START // 8, mask=inside, other=0)
-            x = tl.where(((byte.to(tl.int32) >> tl.arange(0, 8)[None, :]) & 1) == 1, 0.0, x)
+            x = tl.where(((byte.to(tl.int32) >> (k % 8)) & 1) == 1, 0.0, x)
         if word is not None:
-            x = x * (1.0 - 2.0 * ((word >> (START + tl.arange(0, 8)[None, :])) & 1).to(tl.float32))
-        elif (SIGNS >> START) & 0xFF:
-            x = x * _signs((SIGNS >> START) & 0xFF)
-        return _near(_near(_near(x, T, 1), T, 2), T, 4)
+            x = x * (1.0 - 2.0 * ((word >> k) & 1).to(tl.float32))
+        elif (SIGNS >> START) & ((1 << WIDTH) - 1):
+            x = x * _signs((SIGNS >> START) & ((1 << WIDTH) - 1), WIDTH)
+        x = _near(_near(x, T, WIDTH, 1), T, WIDTH, 2)
+        return x if WIDTH == 4 else _near(x, T, WIDTH, 4)
     else:
         a = butterflies(x_ptr, origin, step, bits_ptr, word, inside, START, SIZE // 2, SIGNS, T)
         b = butterflies(x_ptr, origin, step, bits_ptr, word, inside, START + SIZE // 2, SIZE // 2, SIGNS, T)
