@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import ops
-from aoquant.linear import check_device, masked
+from aoquant.linear import check_device
 from aoquant.qat import QATLayer
 from aoquant.sharding import is_sharded
 
@@ -60,7 +60,7 @@ class _QuantizedEmbedding(torch.autograd.Function):
         ids, *w = ctx.saved_tensors
         if w:
             bits = ops.saturated(w[0], ctx.format, ids=ids.reshape(-1))
-            grad = masked(grad.reshape(-1, grad.shape[-1]), bits).view_as(grad)
+            grad = ops.masked(grad.reshape(-1, grad.shape[-1]), bits).view_as(grad)
         if ctx.sparse:
             dw = torch.ops.aten.embedding_sparse_backward(grad, ids, ctx.rows, *ctx.options)
         else:

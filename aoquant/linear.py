@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from aoquant import ops, sharding, siblings
-from aoquant.formats import FLOAT_DTYPES, Affine, Format, HighPrecision, Int4, Randomized, Scales, Transformed, layout
+from aoquant.formats import FLOAT_DTYPES, Affine, Format, HighPrecision, Int4, Randomized, Scales, Transformed
 from aoquant.transforms import Transform
 
 STRAIGHT_THROUGH = ("identity", "clipped")
@@ -381,9 +381,7 @@ class _QuantizedLinear(torch.autograd.Function):
             if needs_xs:
                 dxs = ops.scale_grad(dx, x[0], ctx.x_name, ctx.k, *x_held[:2])
                 mask = (ops.saturated(x[0], ctx.x_name, *x_held),)
-            dx = (
-                pulled_back(masked(dx, *mask) if mask else dx, ctx.x_name, xt).reshape(ctx.x_shape) if needs_x else None
-            )
+            dx = pulled_back(dx, ctx.x_name, xt, *mask).reshape(ctx.x_shape) if needs_x else None
         if needs_w or needs_ws:
             if not ctx.x_name:
                 x = (x[0].reshape(-1, ctx.k),)
@@ -397,8 +395,8 @@ class _QuantizedLinear(torch.autograd.Function):
                 dws = ops.scale_grad(dw, w[0], ctx.w_name, w[0].numel() // w_held[0].numel(), *w_held[:2])
             dw = dw.to(ctx.w_dtype) if needs_w else None
             if dw is not None:
-                clipped = masked(dw, ops.saturated(w[0], ctx.w_name, *w_held)) if ctx.w_clip else dw
-                dw = pulled_back(clipped, ctx.w_name, wt)
+                mask = (ops.saturated(w[0], ctx.w_name, *w_held),) if ctx.w_clip else ()
+                dw = pulled_back(dw, ctx.w_name, wt, *mask)
         if needs_bias:
             db = ops.run(direct, ops.bgrad, grad_MN, ctx.bias_dtype)
         if ctx.random is not None:
@@ -429,14 +427,9 @@ def _dense_strides(x: Tensor) -> list[int]:
     return list(torch.empty_like(x, device="meta").stride())
 
 
-def pulled_back(grad_RK: Tensor, name: str, matrix: Tensor | None) -> Tensor:
-    """The gradient of an operand from that of its transformed values; itself where there is no transform."""
+def pulled_back(grad_RK: Tensor, name: str, matrix: Tensor | None, clipped: Tensor | None = None) -> Tensor:
+    """The gradient of an operand from that of its values, zero where they were `clipped`; through the transform, if there is one."""
     if not Transformed.named(name):
-        return grad_RK
-    pulled: Tensor = ops.run(ops.direct(grad_RK, matrix), ops.pull_back, grad_RK, name, matrix)
+        return grad_RK if clipped is None else ops.masked(grad_RK, clipped)
+    pulled: Tensor = ops.run(ops.direct(grad_RK, matrix), ops.pull_back, grad_RK, name, matrix, clipped)
     return pulled
-
-
-def masked(grad_RK: Tensor, saturated_bits: Tensor) -> Tensor:
-    """Zero the gradient of clipped values."""
-    return grad_RK.masked_fill(layout.unpack(saturated_bits, 1, grad_RK.shape[1]).bool(), 0)

@@ -1,6 +1,6 @@
 """One small Llama trained from scratch under several recipes: held-out losses, compared run by run.
 
-    python benchmarks/pretrain_recipes.py --text mix.txt.xz --validation held_out.txt --out DIR --steps 1000 --seeds 3 --jobs 9
+    python benchmarks/pretrain_recipes.py --text mix.txt.xz --validation held_out.txt --out DIR --steps 3000 --seeds 3 --jobs 6
 
 The model and its training are `eval/pretrain.py`'s. The text is encoded once and kept in DIR/corpus.pt, which a later call takes as it is.
 
@@ -8,9 +8,9 @@ A seed fixes initial weights and the order of the data, for every variant alike.
 all of them drops out of the differences, whose standard error is that of the mean over seeds. Differences between seeds are several times
 larger than those between recipes.
 
-Every run is a process, `--jobs` of them at once, first all variants of one seed. DIR/pretrain_recipes.csv has a row for each validation of
-each run, and is rewritten with pretrain_recipes.txt whenever a run ends and when `--limit` seconds are over. The same call then goes on
-where the runs stopped.
+Every variant is a process, `--jobs` of them at once, which trains one seed after the other, so that it is compiled once. A step is one CUDA
+graph; what a recipe does not quantise is fused by torch.compile. DIR/pretrain_recipes.csv has a row for each validation of each run, and is
+rewritten with pretrain_recipes.txt every ten seconds and when `--limit` seconds are over. The same call then goes on where the runs stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PAIRS = [
     ("quartet2, nearest", "quartet2"),
 ]
 MODEL = {"vocab": 4096, "hidden": 256, "intermediate": 768, "layers": 6, "heads": 4, "kv_heads": 2, "window": 256}
-TRAINING = {"batch": 64, "lr": 3e-3, "decay_fraction": 0.6, "anneal_fraction": 0.0, "log_every": 10}
+TRAINING = {"batch": 32, "lr": 1e-3, "decay_fraction": 1.0, "anneal_fraction": 0.0, "log_every": 50}
 VALIDATIONS = 4  # of a run, the last one at its end
 
 
@@ -61,6 +61,14 @@ class Run(NamedTuple):
     def folder(self, o: argparse.Namespace) -> Path:
         path: Path = o.out / f"{self.variant.replace(', ', '-')}-{self.seed}-{o.steps}"
         return path
+
+    def ended(self, o: argparse.Namespace) -> bool:
+        return (self.folder(o) / "row.json").exists()
+
+
+def log_of(o: argparse.Namespace, variant: str) -> Path:
+    path: Path = o.out / f"{variant.replace(', ', '-')}.log"
+    return path
 
 
 def settings(o: argparse.Namespace) -> dict[str, Any]:
@@ -86,8 +94,8 @@ def corpus(o: argparse.Namespace) -> None:
     torch.save({"ids": ids, "validation": validation, "bytes": data.validation_bytes}, o.out / "corpus.pt")
 
 
-def work(o: argparse.Namespace, run: Run) -> None:
-    """Train one run, from its checkpoint if it has one; writes row.json."""
+def work(o: argparse.Namespace, run: Run, model: torch.nn.Module | None = None) -> torch.nn.Module:
+    """Train one run, from its checkpoint if it has one; writes row.json. Returns the model; one that was given is trained again."""
     sys.path.insert(0, str(EVAL))
     import pretrain
     from corpus import Corpus
@@ -95,14 +103,20 @@ def work(o: argparse.Namespace, run: Run) -> None:
     torch.set_float32_matmul_precision("high")
     stored = torch.load(o.out / "corpus.pt", weights_only=True)
     ids, validation = (stored[key].int().to(o.device) for key in ("ids", "validation"))
-    every, folder = max(1, o.steps // VALIDATIONS), run.folder(o)
+    every, cuda, folder = max(1, o.steps // VALIDATIONS), o.device.startswith("cuda"), run.folder(o)
+    folder.mkdir(parents=True, exist_ok=True)
     config = pretrain.Config(
-        text=(Path(__file__),), out=folder, seed=run.seed, steps=o.steps, warmup=max(1, o.steps // 15), device=o.device,
-        graph=o.device.startswith("cuda"), checkpoint_every=every, validate_every=every,
-        resume=(folder / "checkpoint.pt").exists(), **settings(o), **VARIANTS[run.variant],
+        text=(Path(__file__),), out=folder, seed=run.seed, steps=o.steps, warmup=max(1, o.steps // 10), device=o.device,
+        graph=cuda, compile=cuda, checkpoint_every=every, validate_every=every, resume=(folder / "checkpoint.pt").exists(),
+        **settings(o), **VARIANTS[run.variant],
     )  # fmt: skip
-    model = pretrain.build_model(config)
-    result = pretrain.train(config, Corpus(None, ids, len(ids), validation, stored["bytes"]), model)  # type: ignore[arg-type]
+    fresh: Any = pretrain.build_model(config)
+    if model is None:
+        model = fresh
+    else:  # what is compiled for a model serves that model alone
+        model.load_state_dict(fresh.state_dict())
+    data = Corpus(None, ids, len(ids), validation, stored["bytes"])  # type: ignore[arg-type]
+    result = pretrain.train(config, data, model)  # type: ignore[arg-type]
     losses = result["losses"]
     row = {
         "step": o.steps,
@@ -111,25 +125,36 @@ def work(o: argparse.Namespace, run: Run) -> None:
         "seconds": result["train_seconds"],
     }
     (folder / "row.json").write_text(json.dumps(row))
+    return model
+
+
+def work_all(o: argparse.Namespace, variant: str) -> None:
+    """Train what has not ended of a variant, seed by seed."""
+    model = None
+    for run in (Run(variant, seed) for seed in range(o.seeds)):
+        if not run.ended(o):
+            model = work(o, run, model)
 
 
 def run_all(o: argparse.Namespace, runs: list[Run]) -> None:
-    """Run what has not ended yet, `o.jobs` at once; write the tables as they come."""
-    ends = time.monotonic() + (o.limit or math.inf)
-    waiting = [run for run in runs if not (run.folder(o) / "row.json").exists()]
-    running: dict[Run, subprocess.Popen[bytes]] = {}
+    """Run what has not ended yet, `o.jobs` variants at once; write the tables as they come."""
+    written = time.monotonic()
+    ends = written + (o.limit or math.inf)
+    waiting = [v for v in o.variants if not all(run.ended(o) for run in runs if run.variant == v)]
+    running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         while (waiting or running) and time.monotonic() < ends:
             while waiting and len(running) < o.jobs:
-                run = waiting.pop(0)
-                run.folder(o).mkdir(parents=True, exist_ok=True)
-                worker = [*sys.argv, "--worker", run.variant, str(run.seed)]
-                with (run.folder(o) / "log.txt").open("a") as log:
-                    running[run] = subprocess.Popen([sys.executable, *worker], stdout=log, stderr=log)
-            for run in [run for run, process in running.items() if process.poll() is not None]:
-                if running.pop(run).returncode:
-                    print(f"{run.variant}, seed {run.seed} failed; see {run.folder(o) / 'log.txt'}", file=sys.stderr)
+                variant = waiting.pop(0)
+                with log_of(o, variant).open("a") as log:
+                    worker = [sys.executable, *sys.argv, "--worker", variant]
+                    running[variant] = subprocess.Popen(worker, stdout=log, stderr=log)
+            for variant in [variant for variant, process in running.items() if process.poll() is not None]:
+                if running.pop(variant).returncode:
+                    print(f"{variant} failed; see {log_of(o, variant)}", file=sys.stderr)
+            if time.monotonic() > written + 10:
                 write(o, runs)
+                written = time.monotonic()
             time.sleep(0.1)
     finally:
         for process in running.values():
@@ -227,14 +252,14 @@ def main() -> None:
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, on one device")
+    parser.add_argument("--jobs", type=int, default=1, help="variants at once, on one device")
     parser.add_argument("--limit", type=float, help="seconds after which no run is waited for")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of the model or its training")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     o = parser.parse_args()
     if o.worker:
-        work(o, Run(o.worker[0], int(o.worker[1])))
+        work_all(o, o.worker)
         return
     o.out.mkdir(parents=True, exist_ok=True)
     corpus(o)

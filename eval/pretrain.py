@@ -30,7 +30,9 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +95,7 @@ class Config:
     seed: int = 0
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     compile: bool = False
+    """Fuse what is not quantised; with `graph` too."""
     graph: bool = False
     """A step is one CUDA graph."""
     deterministic: bool = False
@@ -194,13 +197,26 @@ def build_model(config: Config) -> LlamaForCausalLM:
     return model
 
 
-def window_loss(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def window_loss(
+    model: LlamaForCausalLM, windows: torch.Tensor, loss: Callable[..., torch.Tensor] = token_loss
+) -> torch.Tensor:
     """Mean next-token loss (nats) of windows_B,T+1, under bf16 autocast on CUDA."""
     windows = windows.long()
     with torch.autocast(windows.device.type, torch.bfloat16, enabled=windows.is_cuda):
         hidden = model.model(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
         logits = model.lm_head(hidden)
-    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+    return loss(logits, windows[:, 1:])
+
+
+def compiled(model: LlamaForCausalLM) -> Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]:
+    """`window_loss` with compiled decoder layers, which take their weights as inputs: one of them is compiled, and serves all."""
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+    return partial(window_loss, loss=torch.compile(token_loss, dynamic=False))
 
 
 def batch_at(config: Config, data: Corpus, step: int) -> torch.Tensor:
@@ -231,7 +247,8 @@ def validate(config: Config, model: LlamaForCausalLM, data: Corpus) -> float:
     """Bits per byte of the validation text in consecutive windows, each without a past; eager, as it runs seldom."""
     windows = data.validation.unfold(0, config.window + 1, config.window)
     parts = windows.split(config.batch)
-    nats = sum(float(window_loss(model, part)) * part[:, 1:].numel() for part in parts)
+    with torch.compiler.set_stance("force_eager"):
+        nats = sum(float(window_loss(model, part)) * part[:, 1:].numel() for part in parts)
     read = data.validation_bytes * windows[:, 1:].numel() / len(data.validation)
     return nats / math.log(2) / read
 
@@ -282,7 +299,7 @@ def train(config: Config, data: Corpus, model: LlamaForCausalLM) -> dict[str, An
         trained = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
         return {"step": step, "config": plain(asdict(config)), "text_hash": text_hash, **trained, **rng}
 
-    loss_of = torch.compile(window_loss, dynamic=False) if config.compile else window_loss
+    loss_of = compiled(model) if config.compile else window_loss
 
     def one_step(batch: torch.Tensor) -> torch.Tensor:
         loss = torch.zeros((), device=config.device)

@@ -291,7 +291,7 @@ def test_what_was_silently_something_else_is_refused() -> None:
     with pytest.raises(ValueError, match=r"transform must be of floats, got torch\.int32"):
         aoquant.packed_linear(e.codes, e.scale, e.outer, format="nvfp4", transform=torch.eye(16).int())
     with pytest.raises(
-        ValueError, match="there are: none; roles are decode, encode, gemm, quantize, rotate, transform"
+        ValueError, match="there are: none; roles are decode, encode, gemm, quantize, rotate, saturate, transform"
     ):
         aoquant.backend("reference", role="matmul").__enter__()
     with pytest.raises(ValueError, match="backward is quartet, quartet2, or a format for gradients"):

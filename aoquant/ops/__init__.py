@@ -29,7 +29,7 @@ from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 from . import backward, codec, reference
 from .blackwell import BLACKWELL
 from .call import Call
-from .codec import CodecRequest
+from .codec import CodecRequest, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import body, fake, op
 from .external import TORCH
@@ -62,6 +62,7 @@ __all__ = [
     "finds_outer",
     "from_parts",
     "input_error",
+    "masked",
     "pull_back",
     "quantize",
     "reads",
@@ -394,15 +395,20 @@ def _(
 
 
 @op
-def pull_back(grad_RK: Tensor, format: str, transform: Tensor | None = None) -> Tensor:
-    """The gradient of a transformed format's input from that of its values, in grad's dtype: an op because compilers round elsewhere."""
+def pull_back(grad_RK: Tensor, format: str, transform: Tensor | None = None, clipped: Tensor | None = None) -> Tensor:
+    """The gradient of a transformed format's input from that of its values, in grad's dtype: an op because compilers round elsewhere.
+
+    clipped: what `saturated` gave, of values that get no gradient.
+    """
     with _as_it_is(grad_RK.device):
         f = get_format(format)
-        return codec.transform(f, grad_RK, transform, back=True) if isinstance(f, Transformed) else grad_RK.clone()
+        if isinstance(f, Transformed):
+            return codec.transform(f, grad_RK, transform, back=True, clipped=clipped)
+        return grad_RK.clone() if clipped is None else codec.masked(grad_RK, clipped)
 
 
 @fake(pull_back)
-def _(grad_RK: Tensor, format: str, transform: Tensor | None = None) -> Tensor:
+def _(grad_RK: Tensor, format: str, transform: Tensor | None = None, clipped: Tensor | None = None) -> Tensor:
     return torch.empty_like(grad_RK, memory_format=torch.contiguous_format)
 
 
@@ -432,9 +438,12 @@ def saturated(
     if ids is not None and f.by_rows:
         x, ids = x.index_select(0, ids), None
     with _as_it_is(x.device):
-        y = codec.transform(f, x, transform) if isinstance(f, Transformed) else x
-    clipped = f.base.saturated(y, _encoded([y], f.base.name, x.shape[1], scale, zero, outer))
-    bits = layout.pack(clipped.to(torch.uint8), 1)
+        if scale is None and zero is None and outer is None:
+            bits = codec.saturated(f, x, transform)
+        else:
+            y = codec.transform(f, x, transform) if isinstance(f, Transformed) else x
+            clipped = f.base.saturated(y, _encoded([y], f.base.name, x.shape[1], scale, zero, outer))
+            bits = layout.pack(clipped.to(torch.uint8), 1)
     return bits if ids is None else bits.index_select(0, ids)
 
 

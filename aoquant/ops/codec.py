@@ -4,6 +4,8 @@
     decode    codes and scales -> the operand, or the values, of a GEMM
     quantize  x -> the operand or the values, and the codes too if somebody will read them: both roles, one pass over x
     transform x -> what a transformed format rounds of it, or a gradient back
+    rotate    x -> x after a random rotation
+    saturate  x -> which of its values are clipped, a bit each
 
 The reference is `Format` itself, some rows at a time on a CPU (`tiles.py`). A forced backend rules the roles that it has; the others choose freely.
 """
@@ -39,9 +41,11 @@ from aoquant.formats import (
     Randomized,
     Rotated,
     Transformed,
+    layout,
 )
 from aoquant.formats.rotated import rotate
 from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
+from aoquant.transforms import Hadamard
 
 from . import grids, tiles
 from .router import Backend, Quantized, register, routed
@@ -107,15 +111,37 @@ def quantize(
     return found.run(format, x_RK, dtype, operand, keep, measured, *(() if random is None else (random,)))
 
 
-def transform(format: Transformed, x_RK: Tensor, matrix: Tensor | None, *, back: bool = False) -> Tensor:
-    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(x_RK, matrix)`."""
+def transform(
+    format: Transformed, x_RK: Tensor, matrix: Tensor | None, *, back: bool = False, clipped: Tensor | None = None
+) -> Tensor:
+    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(masked(x_RK, clipped), matrix)`."""
     rows, k = x_RK.shape
     found = routed(CodecRequest, "transform", format, x_RK.device, x_RK.dtype, rows, k)
-    return found.run(format, x_RK, matrix, back)
+    return found.run(format, x_RK, matrix, back, clipped)
 
 
-def _reference_transform(format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bool) -> Tensor:
-    return format.pull_back(x_RK, matrix) if back else format.transformed(x_RK, matrix)
+def _reference_transform(
+    format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bool, clipped: Tensor | None
+) -> Tensor:
+    if not back:
+        return format.transformed(x_RK, matrix)
+    return format.pull_back(x_RK if clipped is None else masked(x_RK, clipped), matrix)
+
+
+def saturated(format: Format, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
+    """(R, ceil(K / 8)) uint8: bits of the values that the format clips when it encodes x_RK; matrix: of a fitted transform."""
+    rows, k = x_RK.shape
+    return routed(CodecRequest, "saturate", format, x_RK.device, x_RK.dtype, rows, k).run(format, x_RK, matrix)
+
+
+def _reference_saturated(format: Format, x_RK: Tensor, matrix: Tensor | None) -> Tensor:
+    y_RK = transform(format, x_RK, matrix) if isinstance(format, Transformed) else x_RK
+    return layout.pack(format.base.saturated(y_RK, encode(format.base, y_RK)).to(torch.uint8), 1)
+
+
+def masked(grad_RK: Tensor, clipped: Tensor) -> Tensor:
+    """Zero the gradient of clipped values, which `saturated` names."""
+    return grad_RK.masked_fill(layout.unpack(clipped, 1, grad_RK.shape[1]).bool(), 0)
 
 
 def _reference_decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
@@ -165,6 +191,8 @@ def _why_not_triton(r: CodecRequest) -> str | None:
     if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
     f = r.format
+    if r.role == "saturate":
+        return _why_not_saturate(f)
     if isinstance(f, Transformed):
         alone = r.role == "transform" or (r.role != "decode" and isinstance(f.inner, HighPrecision))
         if alone and f.fitted:
@@ -233,6 +261,11 @@ def _why_not_random(f: Randomized, r: CodecRequest) -> str | None:
     return None
 
 
+def _why_not_saturate(f: Format) -> str | None:
+    behind = not isinstance(f, Transformed) or isinstance(f.transform, Hadamard)
+    return None if behind and isinstance(f.base, MXFP4Dialect) else f"has no kernel for {f.name}"
+
+
 def _why_not_integer(f: Affine | Int4, r: CodecRequest) -> str | None:
     if f.bits not in (4, 8) and r.codes:
         return f"packs codes of 4 and 8 bits, not {f.bits}"
@@ -254,6 +287,8 @@ register(
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().quantize(*a), "quantize"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().transform(*a), "transform"),
     Backend("triton", 10, _why_not_triton, lambda *a: _kernels().rotate(*a), "rotate"),
+    Backend("reference", 0, lambda r: None, _reference_saturated, "saturate"),
+    Backend("triton", 10, _why_not_triton, lambda *a: _kernels().saturated(*a), "saturate"),
     Backend("cuda", 20, _why_not_cuda, lambda f, x: grids.encode(*_to_cuda(f, x)), "encode"),
     Backend("cuda", 20, _why_not_cuda, lambda f, x, *a: grids.quantize(*_to_cuda(f, x), *a), "quantize"),
 )

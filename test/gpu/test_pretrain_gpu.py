@@ -24,10 +24,12 @@ def test_a_graph_trains_as_eager_does(recipe: str, tmp_path: Path, monkeypatch: 
     ids = torch.randint(320, (5000,), generator=torch.Generator().manual_seed(0)).int().cuda()
     data = corpus.Corpus(None, ids, len(ids), ids[:0], 0)
     losses, states = {}, {}
+    compiled = {"compiled": [{"graph": True, "compile": True}]} if recipe == "quartet" else {}
     for name, calls in {
         "eager": [{}],
         "graph": [{"graph": True}],
         "halves": [{"graph": True, "stop_at": 3}, {"graph": True, "resume": True}],
+        **compiled,
     }.items():
         out = tmp_path / name
         out.mkdir()
@@ -38,6 +40,7 @@ def test_a_graph_trains_as_eager_does(recipe: str, tmp_path: Path, monkeypatch: 
     assert losses["eager"][-1] < losses["eager"][0]
     assert losses["graph"] == pytest.approx(losses["eager"], rel=2e-3)
     assert losses["halves"] == pytest.approx(losses["eager"], rel=2e-3)
+    assert losses.get("compiled", losses["eager"]) == pytest.approx(losses["eager"], rel=2e-3)
     for state in states.values():
         assert {float(s["step"]) for s in state["optimizer"]["state"].values()} == {6.0}
         drawn = [value.tolist()[2] for key, value in state["model"].items() if key.endswith("backward_random")]

@@ -48,9 +48,17 @@ def same(a: Tensor, b: Tensor) -> bool:
     return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+def laid_out(x: Tensor, across: bool) -> Tensor:
+    """x on the GPU; across: as a transposed view of what is contiguous."""
+    x = x.cuda()
+    return x.t().contiguous().t() if across else x
+
+
+@pytest.mark.parametrize(
+    ("dtype", "across"), [(BF16, False), (F32, False), (BF16, True)], ids=["bf16", "f32", "bf16-across"]
+)
 @pytest.mark.parametrize("name", ALL)
-def test_bytes_are_the_cpus(name: str, dtype: torch.dtype) -> None:
+def test_bytes_are_the_cpus(name: str, dtype: torch.dtype, across: bool) -> None:
     f = get_format(name)
     assert isinstance(f, Randomized)
     for kind, x in inputs(dtype).items():
@@ -59,7 +67,7 @@ def test_bytes_are_the_cpus(name: str, dtype: torch.dtype) -> None:
             random = Random(STATE.cuda(), side)
             request = CodecRequest("quantize", f, torch.device("cuda"), dtype, *x.shape)
             assert dict(explain(request))["triton"] == "runs"
-            triton = codec.quantize(f, x.cuda(), dtype, operand=True, keep=True, random=random)
+            triton = codec.quantize(f, laid_out(x, across), dtype, operand=True, keep=True, random=random)
             with backend("reference"):
                 reference = codec.quantize(f, x.cuda(), dtype, operand=True, keep=True, random=random)
             for what, got in (("triton", triton), ("reference", reference)):
@@ -70,9 +78,11 @@ def test_bytes_are_the_cpus(name: str, dtype: torch.dtype) -> None:
                 assert same(got.values, f.operand(want, dtype)), f"{what} operand, {kind}"
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(
+    ("dtype", "across"), [(BF16, False), (F32, False), (BF16, True)], ids=["bf16", "f32", "bf16-across"]
+)
 @pytest.mark.parametrize("name", ["rht16+mxfp8", "rht32+xx-mxfp4", "rht64+xx-mxfp4", "rht128+nvfp4"])
-def test_a_rotation_before_another_format_is_the_cpus(name: str, dtype: torch.dtype) -> None:
+def test_a_rotation_before_another_format_is_the_cpus(name: str, dtype: torch.dtype, across: bool) -> None:
     f = get_format(name)
     for kind, x in inputs(dtype).items():
         for side in (0, 3):
@@ -80,7 +90,7 @@ def test_a_rotation_before_another_format_is_the_cpus(name: str, dtype: torch.dt
             request = CodecRequest("rotate", f, torch.device("cuda"), dtype, *x.shape)
             assert dict(explain(request))["triton"] == "runs"
             got = codec.routed(CodecRequest, "rotate", f, torch.device("cuda"), dtype, *x.shape).run(
-                f, x.cuda(), Random(STATE.cuda(), side)
+                f, laid_out(x, across), Random(STATE.cuda(), side)
             )
             assert same(got, want), kind
 

@@ -43,7 +43,8 @@ KINDS = ("every", "exponents", "large", "minus-zeros")
 ENCODED = [(size, inner, BF16) for size in SIZES for inner in FUSED] + [
     (size, inner, dtype) for size, inner in ((16, "nvfp4"), (32, "mxfp4")) for dtype in (F16, F32)
 ]
-ONE_PASS = [(16, "nvfp4", True), (32, "mxfp4", True), (128, "nvfp4", False)]
+ENCODED += [(32, "mxfp4-quest", BF16), (128, "mxfp4-quest", F32), (16, "qutlass-mxfp4", BF16)]
+ONE_PASS = [(16, "nvfp4", True), (32, "mxfp4", True), (128, "nvfp4", False), (32, "mxfp4-quest", True)]
 
 
 def data(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -104,6 +105,20 @@ def test_pulled_back_gradients(size: int, dtype: torch.dtype) -> None:
         assert differing(got, fmt.pull_back(g)) == 0, kind
         assert differing(there, fmt.transformed(g)) == 0, kind
         assert differing(got, fmt.pull_back(g_cpu)) == 0, kind
+
+
+@pytest.mark.parametrize("name", ["mxfp4-quest", *names(32, "mxfp4-quest"), names(128, "xx-mxfp4")[1]])
+def test_what_is_clipped_gets_no_gradient(name: str) -> None:
+    for kind, x_cpu in data(BF16).items():
+        x, g = x_cpu.to(CUDA), torch.randn(x_cpu.shape, generator=torch.Generator().manual_seed(3)).to(CUDA, BF16)
+        with backend("reference"):
+            want = ops.saturated(x, name)
+            pulled = ops.pull_back(g, name, None, want)
+        assert torch.equal(want.cpu(), ops.saturated(x_cpu, name)), f"{kind}, CUDA against CPU"
+        with backend("triton"):
+            assert torch.equal(ops.saturated(x, name), want), kind
+            assert differing(ops.pull_back(g, name, None, want), pulled) == 0, kind
+    assert "quest" not in name or want.any()
 
 
 @pytest.mark.parametrize(

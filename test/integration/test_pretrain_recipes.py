@@ -86,7 +86,6 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
     for name, halves in (("straight", [{}]), ("halves", [{"stop_at": 5}, {}])):
         o = options(text, tmp_path / name)
         recipes.corpus(o)
-        run.folder(o).mkdir()
         for change in halves:
             monkeypatch.setitem(recipes.VARIANTS, "quartet2", {"recipe": "quartet2"} | change)
             recipes.work(o, run)
@@ -95,6 +94,19 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
         assert (run.folder(o) / "checkpoint.pt").exists()
     assert [r["step"] for r in rows[0]] == [2, 4, 6, 8]
     assert str(rows[0]) == str(rows[1])  # nan is nan
+
+
+@pytest.mark.parametrize("variant", ["bf16", "quartet"])
+def test_a_model_trained_again_is_as_good_as_new(recipes: ModuleType, text: Path, tmp_path: Path, variant: str) -> None:
+    """A process trains all seeds of a variant with one model: nothing of the seed before is left in it."""
+    ends = []
+    for name, before in (("new", None), ("again", recipes.Run(variant, 0))):
+        o = options(text, tmp_path / name)
+        recipes.corpus(o)
+        model = None if before is None else recipes.work(o, before)
+        ends.append(dict(recipes.work(o, recipes.Run(variant, 1), model).state_dict()))
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(value, ends[1][key]) for key, value in ends[0].items())
 
 
 def test_variants_of_a_seed_begin_with_the_same_weights_and_read_the_same_text(

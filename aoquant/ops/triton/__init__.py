@@ -85,6 +85,9 @@ def _quantize(
     if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4):
         with on(x_RK):
             return blockscaled.quantize(inner, x_RK, dtype, operand, keep, measured, t, format.inverse)
+    if isinstance(t, Hadamard) and isinstance(inner, MXFP4Dialect):
+        with on(x_RK):
+            return dialects.quantize(inner, x_RK, dtype, operand, keep, t, format.inverse)
     if isinstance(inner, HighPrecision):
         y_RK = transform(format, x_RK, None)
         return inner.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
@@ -103,13 +106,25 @@ def _encoded(
     return found
 
 
-def transform(format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bool = False) -> Tensor:
-    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(x_RK, matrix)`; in one pass where there is a kernel."""
-    if not isinstance(format.transform, Hadamard):
-        return format.pull_back(x_RK, matrix) if back else format.transformed(x_RK, matrix)
+def transform(
+    format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bool = False, clipped: Tensor | None = None
+) -> Tensor:
+    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(x_RK, matrix)`, zero where it is `clipped`; in one pass."""
+    assert isinstance(format.transform, Hadamard)
     dtype = x_RK.dtype if back or isinstance(format.inner, HighPrecision) else torch.float32
     with on(x_RK):
-        return hadamard.mix(x_RK, format.transform, format.inverse, dtype, back=back)
+        return hadamard.mix(x_RK, format.transform, format.inverse, dtype, back=back, clipped=clipped)
+
+
+def saturated(format: Format, x_RK: Tensor, matrix: Tensor | None) -> Tensor:
+    """Bit-packed mask of the values that an MXFP4 dialect clips, of transformed ones if `format` is transformed."""
+    inner, t, inverse = format.base, None, False
+    if isinstance(format, Transformed):
+        assert isinstance(format.transform, Hadamard)
+        t, inverse = format.transform, format.inverse
+    assert isinstance(inner, MXFP4Dialect)
+    with on(x_RK):
+        return dialects.saturated(inner, x_RK, t, inverse)
 
 
 def rotate(format: Rotated, x_RK: Tensor, random: Random) -> Tensor:

@@ -38,7 +38,7 @@ from .elements import (
     pack_e2m1,
     unpack4,
 )
-from .hadamard import ENCODE_WARPS, WARP, butterflies
+from .hadamard import ENCODE_WARPS, WARP, beside
 from .hadamard import absmax_partials as mixed_partials
 from .launch import PLANS, Launch
 
@@ -93,7 +93,7 @@ def _encode(
         if G:
             T: tl.constexpr = NB * B // G
             whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
-            mixed = butterflies(x_ptr + tile * (NB * B), whole, 0, G, SIGNS, G, T) * FACTOR
+            mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * FACTOR
             x = float_bits(tl.reshape(mixed, (NB, B)))
         else:
             x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))

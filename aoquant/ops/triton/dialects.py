@@ -2,6 +2,8 @@
 
 The frame is blockscaled.py's: a stream of blocks, the absmax of the tensor from a pass before, the encoder walking backwards. What differs is
 how a block gets its scale and what its values are multiplied or divided by. A value that 0 / 0 or a NaN scale made NaN has code 0.
+
+The same kernel, writing nothing else, is what says which values an e8m0 block clips: QuEST's trust mask.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from aoquant.formats import Encoded, MXFP4Dialect, NVFP4Dialect
 from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.dialects import FLT_MAX, QUEST
 from aoquant.formats.scales import reciprocal
+from aoquant.transforms import Hadamard
 
 from .amax import PARTIALS, absmax_partials
 from .elements import (
@@ -32,6 +35,7 @@ from .elements import (
     pack_e2m1,
     unpack4,
 )
+from .hadamard import ENCODE_WARPS, WARP, beside
 
 TILE = 1024
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
@@ -62,12 +66,16 @@ def _deviation(x, amax_bits, NB: tl.constexpr):
 
 @triton.jit
 def _encode(
-    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, fixed,
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, clipped_ptr, n_blocks, fixed,
     DIALECT: tl.constexpr, DYNAMIC: tl.constexpr, GAIN: tl.constexpr, TINY: tl.constexpr, POST: tl.constexpr,
     SIXTH: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, SMALLEST_PTS: tl.constexpr, LARGEST: tl.constexpr, FACTOR: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
+    G: tl.constexpr, SIGNS: tl.constexpr, MIX: tl.constexpr,
 ):  # fmt: skip
-    """DIALECT: "absmax" or "quest" (e8m0), or "xx", "qutlass", "te" (e4m3). VALUES: "" none, "operand" without, "decode" with the outer scale."""
+    """DIALECT: "absmax" or "quest" (e8m0), or "xx", "qutlass", "te" (e4m3). VALUES: "" none, "operand" without, "decode" with the outer scale.
+
+    clipped_ptr: for a bit of each value, 1 where an e8m0 block's largest code clips; or None. G, SIGNS, MIX: a Hadamard transform's, or 0.
+    """
     one = tl.full([], 1.0, tl.float32)
     outer = one
     encode = one
@@ -91,7 +99,13 @@ def _encode(
         block = tile * NB + tl.arange(0, NB)
         at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
         inside = (block < n_blocks)[:, None]
-        x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        if G:
+            T: tl.constexpr = NB * B // G
+            whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
+            mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * MIX
+            x = float_bits(tl.reshape(mixed, (NB, B)))
+        else:
+            x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
         ones = tl.full([NB], 1.0, tl.float32)
@@ -104,6 +118,10 @@ def _encode(
             y = bits_float(magnitude) * inverse[:, None] * GAIN
             step = e8m0_value(byte)
             stored = byte.to(tl.uint8)
+            if clipped_ptr is not None:
+                bit = tl.reshape((y >= 6.0).to(tl.int32), (NB, B // 8, 8)) << tl.arange(0, 8)[None, None, :]
+                eighth = tile * (NB * B // 8) + (tl.arange(0, NB)[:, None] * (B // 8) + tl.arange(0, B // 8)[None, :])
+                tl.store(clipped_ptr + eighth, tl.sum(bit, axis=2).to(tl.uint8), mask=inside)
         else:
             top = bits_float(tl.where(amax == INF_BITS, NAN_BITS, amax))
             if DIALECT == "xx":
@@ -166,34 +184,68 @@ def _post(format: MXFP4Dialect | NVFP4Dialect) -> float:
 
 
 def quantize(
-    format: MXFP4Dialect | NVFP4Dialect, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: MXFP4Dialect | NVFP4Dialect,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
+    transform: Hadamard | None = None,
+    inverse: bool = False,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha).
+
+    transform, inverse: to be applied first, in the same pass, before an e8m0 format.
+    """
     x_RK = x_RK.contiguous()
-    (rows, k), device, mx = x_RK.shape, x_RK.device, isinstance(format, MXFP4Dialect)
+    (rows, k), device = x_RK.shape, x_RK.device
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    outer = partials = None
-    kind: dict[str, Any] = {"DIALECT": "", "GAIN": 1.0, "TINY": 0.0, "DYNAMIC": False}
-    fixed = 0.0
+    outer = None if isinstance(format, MXFP4Dialect) else torch.empty(1, 1, dtype=torch.float32, device=device)
+    made = "" if dtype is None else "operand" if operand else "decode"
+    _launch(format, x_RK, (codes, scale, outer, values, None), made, transform, inverse)
+    native = torch.float8_e8m0fnu if isinstance(format, MXFP4Dialect) else torch.float8_e4m3fn
+    codes = x_RK.new_empty(0, k // 2, dtype=torch.uint8) if codes is None else codes
+    e = Encoded(codes, None if scale is None else scale.view(native), None, outer, k)
+    return (e if keep else None), values, format.alpha(e)
+
+
+def saturated(format: MXFP4Dialect, x_RK: Tensor, transform: Hadamard | None, inverse: bool) -> Tensor:
+    """(R, K / 8) uint8: bits of `format.saturated(x_RK, format.encode(x_RK))`, of transformed values if there is a transform."""
+    x_RK = x_RK.contiguous()
+    clipped = torch.empty(x_RK.shape[0], x_RK.shape[1] // 8, dtype=torch.uint8, device=x_RK.device)
+    _launch(format, x_RK, (None, None, None, None, clipped), "", transform, inverse)
+    return clipped
+
+
+def _launch(
+    format: MXFP4Dialect | NVFP4Dialect,
+    x_RK: Tensor,
+    out: tuple[Tensor | None, ...],
+    made: str,
+    transform: Hadamard | None,
+    inverse: bool,
+) -> None:
+    """The encoder; out: codes, scale, outer, values and the mask of clipped values, those that are wanted."""
+    partials, fixed, warps, tile = None, 0.0, 1, TILE
+    kind: dict[str, Any] = {"DIALECT": "", "GAIN": 1.0, "TINY": 0.0, "DYNAMIC": False, "G": 0, "SIGNS": 0, "MIX": 1.0}
     if isinstance(format, MXFP4Dialect):
         kind |= {"DIALECT": format.statistic, "GAIN": format.gain, "TINY": format.tiny}
     else:
-        outer = torch.empty(1, 1, dtype=torch.float32, device=device)
         fixed = format.fixed[0] if format.fixed else 0.0
         kind |= {"DIALECT": format.dialect, "DYNAMIC": not format.fixed}
         partials = None if format.fixed else absmax_partials(x_RK)
-    _encode[(triton.cdiv(rows * k, TILE),)](
-        x_RK, partials, codes, scale, outer, values, rows * k // format.block, fixed,
+    if transform is not None:
+        kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(inverse)}
+        warps = ENCODE_WARPS[transform.size]
+        tile = WARP * warps * transform.size  # a block of the transform for each lane
+    codes, scale, outer, values, clipped = out
+    _encode[(triton.cdiv(x_RK.numel(), tile),)](
+        x_RK, partials, codes, scale, outer, values, clipped, x_RK.numel() // format.block, fixed,
         POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(2688.0), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLT_MAX,
-        FACTOR=QUEST, CODES=keep, VALUES="" if dtype is None else "operand" if operand else "decode",
-        NB=TILE // format.block, B=format.block, N_PARTIALS=PARTIALS, **kind, **LAUNCH,
+        FACTOR=QUEST, CODES=codes is not None, VALUES=made,
+        NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS, **kind, **LAUNCH | {"num_warps": warps},
     )  # fmt: skip
-    native = torch.float8_e8m0fnu if mx else torch.float8_e4m3fn
-    made = x_RK.new_empty(0, k // 2, dtype=torch.uint8) if codes is None else codes
-    e = Encoded(made, None if scale is None else scale.view(native), None, outer, k)
-    return (e if keep else None), values, format.alpha(e)
 
 
 def decode(format: MXFP4Dialect | NVFP4Dialect, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:

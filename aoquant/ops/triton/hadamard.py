@@ -1,6 +1,6 @@
 """The Hadamard transform in registers: `transforms.Hadamard`, bit for bit, before an encoder or by itself.
 
-A lane holds whole blocks: it loads eight values at a time, the lanes of a warp side by side on 32 blocks, so that every butterfly is
+A lane holds whole blocks: it loads 16 bytes at a time, the lanes of a warp side by side on 32 blocks, so that every butterfly is
 an addition of two registers of one lane. No shuffle, no shared memory; the additions are those of the reference, in its order.
 Tiles are therefore 32 blocks for each warp (`WARP`); another shape is right too, and up to five times slower. How many warps is measured:
 with 128 values in registers a second warp costs more than it hides.
@@ -23,33 +23,51 @@ AMAX_WARPS = {16: 8, 32: 4, 64: 2, 128: 2}
 
 
 @triton.jit
-def _near(x, T: tl.constexpr, DISTANCE: tl.constexpr):
-    """Butterflies within eights: (T, 8) -> (T, 8)."""
-    a, b = tl.split(tl.permute(tl.reshape(x, (T, 4 // DISTANCE, 2, DISTANCE)), (0, 1, 3, 2)))
-    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (T, 8))
+def _near(x, T: tl.constexpr, WIDTH: tl.constexpr, DISTANCE: tl.constexpr):
+    """Butterflies within what a lane loads at once: (T, WIDTH) -> (T, WIDTH)."""
+    a, b = tl.split(tl.permute(tl.reshape(x, (T, WIDTH // 2 // DISTANCE, 2, DISTANCE)), (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (T, WIDTH))
 
 
 @triton.jit
-def _signs(BITS: tl.constexpr):
-    """(1, 8) float32: -1 where the bit is set."""
-    return tl.where(((BITS >> tl.arange(0, 8)) & 1) == 1, -1.0, 1.0)[None, :]
+def _signs(BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """(1, WIDTH) float32: -1 where the bit is set."""
+    return tl.where(((BITS >> tl.arange(0, WIDTH)) & 1) == 1, -1.0, 1.0)[None, :]
 
 
 @triton.jit
 def butterflies(
-    x_ptr, inside, START: tl.constexpr, SIZE: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, T: tl.constexpr
-):
-    """(T, SIZE) float32: values START.. of T blocks of G from x_ptr on, signed and mixed among themselves; inside: (T, 1), which to load."""
-    if SIZE == 8:
-        at = tl.arange(0, T)[:, None] * G + (START + tl.arange(0, 8)[None, :])
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if (SIGNS >> START) & 0xFF:
-            x = x * _signs((SIGNS >> START) & 0xFF)
-        return _near(_near(_near(x, T, 1), T, 2), T, 4)
+    x_ptr, origin, step, bits_ptr, word, inside,
+    START: tl.constexpr, SIZE: tl.constexpr, SIGNS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """(T, SIZE) float32: values START.. of T blocks, signed and mixed among themselves.
+
+    origin: (T, 1), where a block begins, counted from x_ptr; its values are `step` apart. inside: (T, 1), which to load. bits_ptr: a bit for
+    each value of blocks that lie side by side, 1 where it counts as zero; or None. Signs are SIGNS, or, when they are drawn, bits of word, (T, 1).
+    """
+    WIDTH: tl.constexpr = 4 if x_ptr.dtype.element_ty == tl.float32 else 8
+    if SIZE == WIDTH:
+        k = START + tl.arange(0, WIDTH)[None, :]
+        x = tl.load(x_ptr + origin + k * step, mask=inside, other=0.0).to(tl.float32)
+        if bits_ptr is not None:
+            byte = tl.load(bits_ptr + origin // 8 + START // 8, mask=inside, other=0)
+            x = tl.where(((byte.to(tl.int32) >> (k % 8)) & 1) == 1, 0.0, x)
+        if word is not None:
+            x = x * (1.0 - 2.0 * ((word >> k) & 1).to(tl.float32))
+        elif (SIGNS >> START) & ((1 << WIDTH) - 1):
+            x = x * _signs((SIGNS >> START) & ((1 << WIDTH) - 1), WIDTH)
+        x = _near(_near(x, T, WIDTH, 1), T, WIDTH, 2)
+        return x if WIDTH == 4 else _near(x, T, WIDTH, 4)
     else:
-        a = butterflies(x_ptr, inside, START, SIZE // 2, SIGNS, G, T)
-        b = butterflies(x_ptr, inside, START + SIZE // 2, SIZE // 2, SIGNS, G, T)
+        a = butterflies(x_ptr, origin, step, bits_ptr, word, inside, START, SIZE // 2, SIGNS, T)
+        b = butterflies(x_ptr, origin, step, bits_ptr, word, inside, START + SIZE // 2, SIZE // 2, SIGNS, T)
         return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (T, SIZE))
+
+
+@triton.jit
+def beside(x_ptr, bits_ptr, inside, SIGNS: tl.constexpr, G: tl.constexpr, T: tl.constexpr):
+    """(T, G) float32: T blocks of G that lie side by side from x_ptr on."""
+    return butterflies(x_ptr, tl.arange(0, T)[:, None] * G, 1, bits_ptr, None, inside, 0, G, SIGNS, T)
 
 
 @triton.jit
@@ -58,19 +76,21 @@ def _absmax(x_ptr, partial_ptr, n_groups, FACTOR: tl.constexpr, SIGNS: tl.conste
     for i in range(tl.program_id(0), tl.cdiv(n_groups, T), tl.num_programs(0)):
         tile = tl.cast(i, tl.int64)
         inside = (tile * T + tl.arange(0, T) < n_groups)[:, None]
-        y = butterflies(x_ptr + tile * (T * G), inside, 0, G, SIGNS, G, T) * FACTOR
+        y = beside(x_ptr + tile * (T * G), None, inside, SIGNS, G, T) * FACTOR
         most = tl.maximum(most, float_bits(y) & 0x7FFFFFFF)
     tl.store(partial_ptr + tl.program_id(0), tl.max(tl.max(most, axis=1), axis=0))
 
 
 @triton.jit
 def _mix(
-    x_ptr, y_ptr, n_groups, FACTOR: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, G: tl.constexpr, T: tl.constexpr
+    x_ptr, bits_ptr, y_ptr, n_groups, FACTOR: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, G: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """BEFORE, AFTER: masks of the signs that go before and after the mixing."""
+    """BEFORE, AFTER: masks of the signs that go before and after the mixing. bits_ptr: what counts as zero, or None."""
     tile = tl.program_id(0).to(tl.int64)
     inside = (tile * T + tl.arange(0, T) < n_groups)[:, None]
-    y = butterflies(x_ptr + tile * (T * G), inside, 0, G, BEFORE, G, T) * FACTOR
+    if bits_ptr is not None:
+        bits_ptr += tile * (T * G // 8)
+    y = beside(x_ptr + tile * (T * G), bits_ptr, inside, BEFORE, G, T) * FACTOR
     if AFTER:
         k = tl.arange(0, G)
         bits = tl.zeros([G], tl.int32)
@@ -91,12 +111,14 @@ def absmax_partials(x: Tensor, t: Hadamard, inverse: bool, partials: int) -> Ten
     return found
 
 
-def mix(x: Tensor, t: Hadamard, inverse: bool, dtype: torch.dtype, *, back: bool = False) -> Tensor:
-    """`t.apply(x, inverse)`, or back: `t.pull_back(x, inverse)`, rounded to `dtype`."""
+def mix(
+    x: Tensor, t: Hadamard, inverse: bool, dtype: torch.dtype, *, back: bool = False, clipped: Tensor | None = None
+) -> Tensor:
+    """`t.apply(x, inverse)`, or back: `t.pull_back(x, inverse)`, rounded to `dtype`. clipped: bit-packed mask of values that count as zero."""
     x, y = x.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device)
     groups = x.numel() // t.size
     _mix[(triton.cdiv(groups, WARP),)](
-        x, y, groups, FACTOR=t.factor(inverse), BEFORE=0 if back else t.signs, AFTER=t.signs if back else 0, G=t.size, T=WARP,
+        x, clipped, y, groups, FACTOR=t.factor(inverse), BEFORE=0 if back else t.signs, AFTER=t.signs if back else 0, G=t.size, T=WARP,
         enable_fp_fusion=False, num_warps=1,
     )  # fmt: skip
     return y

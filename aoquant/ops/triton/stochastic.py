@@ -1,10 +1,14 @@
 """The formats for gradients in one pass: rotate, scale, draw, and write codes, scales and the GEMM's operand.
 
 Numbers are made where they are used: Philox's counter is the element's place, its key the layer's state, which is read on the device. Bytes
-are `formats/stochastic.py`'s, so the rotation's butterflies and the sums over a block add in its order, neighbours first.
+are `formats/stochastic.py`'s, so the rotation's butterflies and the sums over a block add in its order, neighbours first. A rotation's
+butterflies are hadamard.py's, a lane for 32 values and two exchanges between lanes for longer ones; signs are bits of two integers, which
+every program draws once.
 
-A contiguous (R, K) matrix whose groups divide K is a stream of groups, as in `blockscaled.py`. An NVFP4 outer scale needs the absmax of
-what the rotation gives: a first pass rotates too, and keeps nothing but the maximum.
+A matrix is a stream of groups, of the rotation or else of the scales. wgrad's operands are transposed views, of what is contiguous: their groups
+lie across memory, those of neighbouring rows side by side, which is as good for lanes that hold one group each, and spares a copy.
+
+An NVFP4 outer scale needs the absmax of what the rotation gives: a first pass rotates, in float32, and leaves the maximum, and a second draws.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from aoquant.formats.random import SIGNS
 from aoquant.formats.scales import reciprocal
 from aoquant.formats.stochastic import E4M3_LEAST, E4M3_MAX, EDEN_MAX, EDEN_SCALE, SR_MAX, THIRDS, MSEden, MXStochastic
 
-from .amax import PARTIALS
+from .amax import PARTIALS, absmax_partials
 from .blockscaled import LAUNCH
 from .elements import (
     INF_BITS,
@@ -38,27 +42,29 @@ from .elements import (
     most,
     pack_e2m1,
 )
+from .hadamard import WARP, butterflies
 
 TILE = 1024
+PART = 32  # of a rotation's values, those that a lane holds: more of them and registers spill
 
 
 @triton.jit
-def _words(state_ptr, side, first, N: tl.constexpr):
-    """(N,) int32: the words of elements `first`, a multiple of 4, and the N - 1 after it."""
+def _philox(state_ptr, side, counter):
+    """The four words of each counter, an int64 tensor: of elements 4 * counter .. 4 * counter + 3."""
     seed = tl.load(state_ptr) & 0xFFFFFFFF
     module = ((tl.load(state_ptr + 1) << 3) | side) & 0xFFFFFFFF
-    step = tl.load(state_ptr + 2)
-    counter = first // 4 + tl.arange(0, N // 4)
-    zero = tl.zeros_like(counter)
-    w0, w1, w2, w3 = tl.philox(
-        (module << 32) | seed,
-        counter.to(tl.int32),
-        (counter >> 32).to(tl.int32),
-        (step + zero).to(tl.int32),
-        ((step + zero) >> 32).to(tl.int32),
-        10,
+    step = tl.load(state_ptr + 2) + tl.zeros_like(counter)
+    key = (module << 32) | seed
+    return tl.philox(
+        key, counter.to(tl.int32), (counter >> 32).to(tl.int32), step.to(tl.int32), (step >> 32).to(tl.int32), 10
     )
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (N,)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _words(state_ptr, side, first, N: tl.constexpr, M: tl.constexpr):
+    """(N, M) int32: the words of elements `first`, (N,) int64 multiples of 4, and of the M - 1 after each."""
+    w0, w1, w2, w3 = _philox(state_ptr, side, (first // 4)[:, None] + tl.arange(0, M // 4)[None, :])
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (N, M)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -68,45 +74,79 @@ def _uniform(words):
 
 
 @triton.jit
-def _load(
-    x_ptr, state_ptr, signs_side, tile, n,
-    SIZE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr,
+def _signs(state_ptr, side, SIZE: tl.constexpr):
+    """(low, high): the signs of a rotation, 1 for minus, the first 64 in low."""
+    bit = (_words(state_ptr, side, tl.zeros([1], tl.int64), 1, SIZE) & 1).to(tl.int64)
+    at = tl.arange(0, SIZE)[None, :]
+    bit = bit << (at % 64)
+    return tl.sum(tl.sum(tl.where(at < 64, bit, 0), axis=1)), tl.sum(tl.sum(tl.where(at < 64, 0, bit), axis=1))
+
+
+@triton.jit
+def _far(x, N: tl.constexpr, S: tl.constexpr, DISTANCE: tl.constexpr):
+    """Butterflies between rows of (N, S) that are DISTANCE apart."""
+    x = tl.permute(tl.reshape(x, (N // DISTANCE // 2, 2, DISTANCE, S)), (0, 2, 3, 1))
+    a, b = tl.split(x)
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 3, 1, 2)), (N, S))
+
+
+@triton.jit
+def _tile(
+    x_ptr, low, high, tile, rows, columns,
+    ACROSS: tl.constexpr, ROTATED: tl.constexpr, FACTOR: tl.constexpr, G: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """TILE values in float32, rotated in groups of SIZE = 2^STAGES; as they are with SIZE 0."""
-    at = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    if SIZE > 0:
-        signs = 1.0 - 2.0 * (_words(state_ptr, signs_side, tl.zeros([], tl.int64), SIZE) & 1).to(tl.float32)
-        x = tl.reshape(tl.reshape(x, (TILE // SIZE, SIZE)) * signs[None, :], (TILE,))
-        for stage in tl.static_range(0, STAGES):
-            a, b = tl.split(tl.permute(tl.reshape(x, (TILE >> (stage + 1), 2, 1 << stage)), (0, 2, 1)))
-            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (TILE,))
+    """T groups of G values in parts of S: ((T * G / S, S) float32, rotated if ROTATED; place of each part's first; which there are).
+
+    Parts are sorted by their place in the group: the T first ones, the T second ones, and so on. ACROSS: the memory of x is that of its
+    transpose, (columns, rows).
+    """
+    N: tl.constexpr = T * G // S
+    n = tl.arange(0, N)
+    group = n % T if S < G else n
+    part = n // T * S if S < G else tl.zeros_like(n)
+    if ACROSS:
+        wide = tl.cdiv(rows, T)
+        row, column = (tile % wide) * T, (tile // wide) * G
+        inside = row + group < rows
+        place = (row + group) * columns + column + part
+        x_ptr += column * rows + row
+        origin, step = (group + part * rows)[:, None], rows
+    else:
+        inside = tile * T + group < rows * columns // G
+        place = (tile * T + group) * G + part
+        x_ptr += tile * (T * G)
+        origin, step = (group * G + part)[:, None], 1
+    if ROTATED:
+        word = (tl.where(part < 64, low, high) >> (part % 64))[:, None]
+        x = butterflies(x_ptr, origin, step, None, word, inside[:, None], 0, S, 0, N)
+        if S < G:
+            x = _far(x, N, S, T)
+        if 2 * S < G:
+            x = _far(x, N, S, 2 * T)
         x = x * FACTOR
-    return x
+    else:
+        x = tl.load(x_ptr + origin + tl.arange(0, S)[None, :] * step, mask=inside[:, None], other=0.0).to(tl.float32)
+    return x, place, inside
 
 
-@triton.jit(do_not_specialize=["signs_side"])
-def _absmax(
-    x_ptr, state_ptr, partial_ptr, signs_side, n,
-    SIZE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Each program's largest magnitude among the rotated values, as bits, so that NaN is on top."""
-    largest = tl.zeros([TILE], tl.int32)
-    for tile in range(tl.program_id(0), tl.cdiv(n, TILE), tl.num_programs(0)):
-        x = _load(x_ptr, state_ptr, signs_side, tl.cast(tile, tl.int64), n, SIZE, STAGES, FACTOR, TILE)
-        largest = tl.maximum(largest, float_bits(x) & 0x7FFFFFFF)
-    tl.store(partial_ptr + tl.program_id(0), tl.max(largest, axis=0))
-
-
-@triton.jit(do_not_specialize=["signs_side"])
+# `rows` unspecialised: across memory a lane reads its own group's values, and not eight of neighbours' at once
+@triton.jit(do_not_specialize=["signs_side", "rows"])
 def _rotate(
-    x_ptr, state_ptr, y_ptr, signs_side, n,
-    SIZE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, state_ptr, y_ptr, partial_ptr, signs_side, rows, columns, tiles,
+    ACROSS: tl.constexpr, ROTATED: tl.constexpr, FACTOR: tl.constexpr, G: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0).to(tl.int64)
-    y = _load(x_ptr, state_ptr, signs_side, tile, n, SIZE, STAGES, FACTOR, TILE)
-    at = tile * TILE + tl.arange(0, TILE)
-    tl.store(y_ptr + at, y, mask=at < n)
+    """y: x rotated; each program's largest magnitude, as bits, so that NaN is on top, if there is a partial_ptr."""
+    low, high = _signs(state_ptr, signs_side, G)
+    largest = tl.zeros([T * G // S], tl.int32)
+    for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        y, place, inside = _tile(
+            x_ptr, low, high, tl.cast(i, tl.int64), rows, columns, ACROSS, ROTATED, FACTOR, G, S, T
+        )
+        tl.store(y_ptr + place[:, None] + tl.arange(0, S)[None, :], y, mask=inside[:, None])
+        if partial_ptr is not None:
+            largest = tl.maximum(largest, tl.max(float_bits(y) & 0x7FFFFFFF, axis=1))
+    if partial_ptr is not None:
+        tl.store(partial_ptr + tl.program_id(0), tl.max(largest, axis=0))
 
 
 @triton.jit
@@ -119,21 +159,23 @@ def _sum(x_NB, NB: tl.constexpr):
     return tl.max(tl.reshape(x, (NB, 16)), axis=1)
 
 
-@triton.jit(do_not_specialize=["side", "signs_side"])
+@triton.jit(do_not_specialize=["side", "signs_side", "rows"])
 def _draw(
-    x_ptr, state_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, side, signs_side, n,
-    KIND: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
-    PTS_RECIPROCAL: tl.constexpr, RECIPROCAL: tl.constexpr, LEAST: tl.constexpr, SMALLEST_PTS: tl.constexpr, NORMAL: tl.constexpr,
-    THIRDS: tl.constexpr, N_PARTIALS: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
+    x_ptr, state_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, side, signs_side, rows, columns,
+    ACROSS: tl.constexpr, ROTATED: tl.constexpr, FACTOR: tl.constexpr, G: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
+    KIND: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, RECIPROCAL: tl.constexpr, LEAST: tl.constexpr, SMALLEST_PTS: tl.constexpr,
+    NORMAL: tl.constexpr, THIRDS: tl.constexpr, N_PARTIALS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """KIND: "mxfp4-sr", "nvfp4-sr" or "ms-eden"."""
+    """KIND: "mxfp4-sr", "nvfp4-sr" or "ms-eden". Parts are blocks, S = B."""
+    low, high = _signs(state_ptr, signs_side, G) if ROTATED else (None, None)
     tile = tl.program_id(0).to(tl.int64)
-    x = tl.reshape(_load(x_ptr, state_ptr, signs_side, tile, n, SIZE, STAGES, FACTOR, NB * B), (NB, B))
+    x, place, inside = _tile(x_ptr, low, high, tile, rows, columns, ACROSS, ROTATED, FACTOR, G, S, T)
+    NB: tl.constexpr = T * G // S
+    block = place // B
+    place = block * B
     bits = float_bits(x)
     magnitude = bits & 0x7FFFFFFF
     amax = tl.max(magnitude, axis=1)
-    block = tile * NB + tl.arange(0, NB)
-    inside = block < n // B
     if KIND == "mxfp4-sr":
         byte = e8m0_byte(amax, "floor", 2, 1.0, 1)
         inverse, scale_value, stored = e8m0_inverse(byte, "floor"), e8m0_value(byte), byte.to(tl.uint8)
@@ -158,7 +200,9 @@ def _draw(
         step = bits_float(float_bits(most(grown, NORMAL)) & 0x7F800000) * 0.125
         t = tl.div_rn(grown, step)
         down = tl.floor(t)
-        u = _uniform(_words(state_ptr, side, tile * NB, NB))
+        w0, w1, w2, w3 = _philox(state_ptr, side, block // 4)
+        word = tl.where(block % 2 == 0, tl.where(block % 4 == 0, w0, w2), tl.where(block % 4 == 1, w1, w3))
+        u = _uniform(word.to(tl.int32, bitcast=True))
         rounded = least((down + (u < t - down).to(tl.float32)) * step, 448.0).to(tl.float8e4nv)
         scale_value = rounded.to(tl.float32)
         stored = rounded.to(tl.uint8, bitcast=True)
@@ -167,57 +211,78 @@ def _draw(
         p = float_bits(tl.maximum(v, 1.0)) & 0x7F800000
         t = v * bits_float(0x7F800000 - p)  # v / p * 2
         down = tl.floor(t)
-        u = tl.reshape(_uniform(_words(state_ptr, side, tile * (NB * B), NB * B)), (NB, B))
+        u = _uniform(_words(state_ptr, side, place, NB, B))
         index = (down + (u < t - down).to(tl.float32)).to(tl.int32) + ((p - (127 << 23)) >> 22)
 
     keep = tl.where(inverse == inverse, 255, 0)  # NaN has no code, and no sign
     codes = pack_e2m1(index, bits, NB, B) & keep[:, None]
-    half = tile * (NB * B // 2) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
+    half = (block * (B // 2))[:, None] + tl.arange(0, B // 2)[None, :]
     tl.store(codes_ptr + half, codes.to(tl.uint8), mask=inside[:, None])
     tl.store(scale_ptr + block, stored, mask=inside)
-    at = tile * (NB * B) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
+    at = place[:, None] + tl.arange(0, B)[None, :]
     value = e2m1_value(index, bits ^ magnitude) * scale_value[:, None]
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
     if tl.program_id(0) == 0:
         tl.store(outer_ptr, outer)
 
 
-def _rotation(size: int) -> dict[str, Any]:
-    return {"SIZE": size, "STAGES": size.bit_length() - 1 if size else 0, "FACTOR": size**-0.5 if size else 1.0}
+def _memory(x_RK: Tensor) -> tuple[Tensor, bool]:
+    """(x_RK, whether its memory is that of its transpose); copied if it is neither contiguous nor that."""
+    across = x_RK.t().is_contiguous() and not x_RK.is_contiguous()
+    return (x_RK if across else x_RK.contiguous()), across
+
+
+def _tiling(x_RK: Tensor, across: bool, size: int, part: int) -> tuple[int, dict[str, Any]]:
+    """(number of tiles, arguments that say how a kernel goes through x_RK). size: of the rotation, or 0; part: values of a lane."""
+    (rows, columns), group = x_RK.shape, size or part
+    warps = max(2, group // part) if size else 1  # a part for each lane, and 32 groups side by side
+    t = WARP * warps * part // group if size else TILE // part
+    tiles = triton.cdiv(rows, t) * (columns // group) if across else triton.cdiv(rows * columns // group, t)
+    how = {"ACROSS": across, "ROTATED": size > 0, "FACTOR": size**-0.5 if size else 1.0, "G": group, "S": part, "T": t}
+    return tiles, {"rows": rows, "columns": columns, **how, **LAUNCH | {"num_warps": warps}}
+
+
+def _rotated(x_RK: Tensor, across: bool, size: int, random: Random, partials: Tensor | None) -> Tensor:
+    """(R, K) float32: x_RK rotated; partials: for maxima of the bits of its magnitudes."""
+    y = torch.empty(x_RK.shape, dtype=torch.float32, device=x_RK.device)
+    tiles, how = _tiling(x_RK, across, size, min(size, PART))
+    programs = tiles if partials is None else PARTIALS
+    _rotate[(programs,)](x_RK, random.state, y, partials, SIGNS + random.side // 2, tiles=tiles, **how)
+    return y
 
 
 def rotate(format: Rotated, x_RK: Tensor, random: Random) -> Tensor:
     """`formats.rotated.rotate(x_RK, random.signs(format.size))`: for an inner format that is not of this file."""
-    x_RK = x_RK.contiguous()
-    y = torch.empty(x_RK.shape, dtype=torch.float32, device=x_RK.device)
-    _rotate[(triton.cdiv(x_RK.numel(), TILE),)](
-        x_RK, random.state, y, SIGNS + random.side // 2, x_RK.numel(), TILE=TILE, **_rotation(format.size), **LAUNCH
-    )
-    return y
+    return _rotated(*_memory(x_RK), format.size, random, None)
 
 
 def quantize(format: Randomized, x_RK: Tensor, dtype: torch.dtype, random: Random) -> tuple[Encoded, Tensor, Tensor]:
     """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `format.encode(x_RK, random=random)` makes them."""
     size, inner = (format.size, format.inner) if isinstance(format, Rotated) else (0, format)
-    x_RK = x_RK.contiguous()
+    x_RK, across = _memory(x_RK)
     (rows, k), device, block = x_RK.shape, x_RK.device, inner.block
     assert block is not None
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device)
     scale = torch.empty(rows, k // block, dtype=torch.uint8, device=device)
     outer = torch.empty(1, 1, dtype=torch.float32, device=device)
     values = torch.empty(rows, k, dtype=dtype, device=device)
-    rotation, signs_side, partials = _rotation(size), SIGNS + random.side // 2, None
+    partials = None
+    if not isinstance(inner, MXStochastic):
+        partials = (
+            torch.empty(PARTIALS, dtype=torch.int32, device=device)
+            if size
+            else absmax_partials(x_RK.t() if across else x_RK)
+        )
+    if size and (partials is not None or size < block):
+        x_RK, across, size = _rotated(x_RK, across, size, random, partials), False, 0
     amax_over_scale, largest, smallest = (
         (EDEN_MAX, EDEN_SCALE, E4M3_LEAST) if isinstance(inner, MSEden) else (SR_MAX, E4M3_MAX, E4M3_FLOOR)
     )
-    if not isinstance(inner, MXStochastic):
-        partials = torch.empty(PARTIALS, dtype=torch.int32, device=device)
-        _absmax[(PARTIALS,)](x_RK, random.state, partials, signs_side, x_RK.numel(), TILE=TILE, **rotation, **LAUNCH)
-    _draw[(triton.cdiv(x_RK.numel(), TILE),)](
-        x_RK, random.state, partials, codes, scale, outer, values, random.side, signs_side, x_RK.numel(), KIND=inner.name,
+    tiles, how = _tiling(x_RK, across, size, block)
+    _draw[(tiles,)](
+        x_RK, random.state, partials, codes, scale, outer, values, random.side, SIGNS + random.side // 2, KIND=inner.name,
         PTS_RECIPROCAL=reciprocal(amax_over_scale * largest), RECIPROCAL=reciprocal(amax_over_scale), LEAST=smallest,
-        SMALLEST_PTS=8 * PTS_FLOOR, NORMAL=E4M3_FLOOR, THIRDS=THIRDS, N_PARTIALS=PARTIALS,
-        NB=TILE // block, B=block, **rotation, **LAUNCH,
+        SMALLEST_PTS=8 * PTS_FLOOR, NORMAL=E4M3_FLOOR, THIRDS=THIRDS, N_PARTIALS=PARTIALS, B=block, **how,
     )  # fmt: skip
     native = torch.float8_e8m0fnu if isinstance(inner, MXStochastic) else torch.float8_e4m3fn
     return Encoded(codes, scale.view(native), None, outer, k), values, outer
