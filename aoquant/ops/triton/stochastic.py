@@ -112,7 +112,7 @@ def _tile(
         x_ptr += column * rows + row
         origin, step = (group + part * rows)[:, None], rows
     else:
-        inside = tile * T + group < rows * columns // G
+        inside = tile * T + group < tl.cast(rows, tl.int64) * columns // G
         place = (tile * T + group) * G + part
         x_ptr += tile * (T * G)
         origin, step = (group * G + part)[:, None], 1
