@@ -325,7 +325,7 @@ class _QuantizedLinear(torch.autograd.Function):
             if shared and not direct:  # a sibling may have left out what is missing, where an op wants tensors
                 x_parts = ops.filled(shared)
         w_parts: Sequence[Tensor | None] = w
-        if len(w) == 1 and not (_one_pass(w[0]) and all(t is None for t in w_held)):
+        if len(w) == 1 and not (_one_pass(w[0]) and ws is wz is wo is wt is None):
             w_parts = _encoded(
                 direct, w[0], w_name, w_held, "codes"
             )  # elsewhere the GEMM makes its operand of W itself

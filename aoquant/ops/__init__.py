@@ -327,7 +327,7 @@ def dgrad(
     """
     format, dtype, held = get_format(w_format), grad_MN.dtype, (scale, zero, outer, transform)
     with _as_it_is(grad_MN.device):
-        if len(w) == 1 and all(t is None for t in held):
+        if len(w) == 1 and scale is zero is outer is transform is None:
             w_NK = codec.quantize(format, w[0], dtype, measured=measured).values
         else:
             w_NK = codec.decode(format, _encoded(w, w_format, k, *held), dtype)

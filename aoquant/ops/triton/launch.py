@@ -59,7 +59,7 @@ class Launch:
         self._fn, self._constants = fn, constants
         self._grid = (*grid, *(1,) * (3 - len(grid)))
         self._rest = [constants[name] for name in fn.arg_names if name in constants]
-        self._ready: dict[tuple[Any, ...], Callable[..., None] | None] = {}  # None: the long way
+        self._ready: dict[tuple[Any, ...], Callable[[Sequence[Any]], None] | None] = {}  # None: the long way
 
     def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
         """Launch on the tensors' device, in its current stream. None: a kernel without this tensor."""
@@ -81,20 +81,17 @@ class Launch:
                 key.append(t.dtype)
         assert some is not None
         device = some.get_device()
+        if device >= 0 and device != torch.cuda.current_device():  # a layer that a device map placed on another GPU
+            with torch.cuda.device(device):
+                return self(*tensors)
         key.append(device)
         if low % 16:  # Triton compiles another kernel for a tensor that does not start at a multiple of 16
             key += [type(a) is int and a % 16 != 0 for a in addresses]
         kind = tuple(key)
-        if device >= 0 and device != torch.cuda.current_device():  # a layer that a device map placed on another GPU
-            with torch.cuda.device(device):
-                return self._launch(kind, tensors, addresses)
-        return self._launch(kind, tensors, addresses)
-
-    def _launch(self, kind: tuple[Any, ...], tensors: Sequence[Any], addresses: Sequence[Any]) -> None:
-        run = self._ready.get(kind)
-        if run is not None:
+        again = self._ready.get(kind)
+        if again is not None:
             try:
-                return run(*addresses)
+                return again(addresses)
             except (AttributeError, TypeError):  # not the arguments that this Triton's launcher takes
                 self._ready[kind] = None
         kernel = self._fn[self._grid](*tensors, **self._constants)
@@ -102,15 +99,15 @@ class Launch:
             self._ready[kind] = _again(kernel, self._grid, self._rest)
 
 
-def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[..., None] | None:
-    """`kernel[grid](*addresses, *rest)` on the device that is current now; None if the kernel is none that we know."""
+def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
+    """What launches `kernel[grid](*addresses, *rest)` on the device that is current now; None if the kernel is none that we know."""
     try:
         launch, constant = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
     except AttributeError:
         return None
     device, stream = driver.active.get_current_device(), driver.active.get_current_stream
 
-    def run(*addresses: Any) -> None:
+    def run(addresses: Sequence[Any]) -> None:
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
             kernel[grid](*addresses, *rest)
         else:

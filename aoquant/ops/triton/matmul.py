@@ -73,8 +73,8 @@ def matmul(x_MK: Tensor, w_NK: Tensor, alpha_x: Tensor | None, alpha_w: Tensor |
     (m, k), n = x_MK.shape, w_NK.shape[0]
     y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device)
     x_desc, w_desc = described(x_MK, TILE_M, TILE_K), described(w_NK, TILE_N, TILE_K)
-    x_scales, w_scales = (0 if a is None else a.numel() for a in (alpha_x, alpha_w))
-    launch = _matmul_of(m, n, k, x_scales > 1, w_scales > 1, _multiprocessors(x_MK.device))
+    x_rows, w_rows = [a is not None and a.numel() > 1 for a in (alpha_x, alpha_w)]
+    launch = _matmul_of(m, n, k, x_rows, w_rows, _multiprocessors(x_MK.device))
     launch(x_desc, w_desc, described(y_MN, TILE_M, TILE_N), alpha_x, alpha_w, bias)
     return y_MN
 
