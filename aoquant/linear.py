@@ -260,7 +260,8 @@ def quantized_linear(
         raise ValueError(
             f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
         )
-    x_name, _, contract, *_ = words = recipe.words
+    words = recipe.words
+    x_name, contract = words[0], words[2]
     reason = ops.input_error(contract, x.dtype, w[0].dtype if len(w) == 1 else w[1].dtype)
     if reason is not None:
         raise ValueError(reason)
@@ -268,7 +269,7 @@ def quantized_linear(
     slot = None
     if x_name and x_scales is None and len(w) == 1:
         slot = siblings.slot(given, x.dtype, x_name, w[0])
-    return _applied(x, bias, *scales, k, *words, random, slot, *w)
+    return _applied(x, bias, *scales, k, words, random, slot, *w)
 
 
 @torch.compiler.allow_in_graph
@@ -291,7 +292,7 @@ class _QuantizedLinear(torch.autograd.Function):
     """Forward under the recipe's contract; backward straight through the rounding. Arguments as in `quantized_linear`.
 
     xs, xz, xo, xt, ws, wz, wo, wt: held scale, zero, outer and transform of input and weight, where there are any.
-    random: advanced by one in backward. slot: see siblings.py.
+    words: see `LinearRecipe`. random: advanced by one in backward. slot: see siblings.py.
     """
 
     @staticmethod
@@ -308,18 +309,12 @@ class _QuantizedLinear(torch.autograd.Function):
         wo: Tensor | None,
         wt: Tensor | None,
         k: int,
-        x_name: str,
-        w_name: str,
-        contract: str,
-        x_clip: bool,
-        w_clip: bool,
-        dgrad: str,
-        wgrad: str,
-        finds_outer: bool,
+        words: tuple[str, str, str, bool, bool, str, str, bool],
         random: Tensor | None,
         slot: siblings.Slot | None,
         *w: Tensor,
     ) -> Tensor:
+        x_name, w_name, contract, x_clip, w_clip, dgrad, wgrad, finds_outer = words
         x_held, w_held = (xs, xz, xo, xt), (ws, wz, wo, wt)
         lead, direct = list(x.shape[:-1]), ops.direct(x, bias, *w)
         x_MK = x if x.dim() == 2 else x.reshape(-1, k)
@@ -330,7 +325,7 @@ class _QuantizedLinear(torch.autograd.Function):
             if shared and not direct:  # a sibling may have left out what is missing, where an op wants tensors
                 x_parts = ops.filled(shared)
         w_parts: Sequence[Tensor | None] = w
-        if len(w) == 1 and not (_one_pass(w[0]) and all(t is None for t in w_held)):
+        if len(w) == 1 and not (_one_pass(w[0]) and ws is wz is wo is wt is None):
             w_parts = _encoded(
                 direct, w[0], w_name, w_held, "codes"
             )  # elsewhere the GEMM makes its operand of W itself
@@ -381,7 +376,8 @@ class _QuantizedLinear(torch.autograd.Function):
             if needs_xs:
                 dxs = ops.scale_grad(dx, x[0], ctx.x_name, ctx.k, *x_held[:2])
                 mask = (ops.saturated(x[0], ctx.x_name, *x_held),)
-            dx = pulled_back(dx, ctx.x_name, xt, *mask).reshape(ctx.x_shape) if needs_x else None
+            dx = pulled_back(dx, ctx.x_name, xt, *mask) if needs_x else None
+            dx = dx if dx is None or len(ctx.x_shape) == 2 else dx.reshape(ctx.x_shape)
         if needs_w or needs_ws:
             if not ctx.x_name:
                 x = (x[0].reshape(-1, ctx.k),)
@@ -405,7 +401,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return dx, db, dxs, None, None, None, dws, *[None] * (_FIXED - 8), dw, *others
 
 
-_FIXED = 22  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
+_FIXED = 15  # arguments of `_QuantizedLinear.forward` up to the weight, or the first part of a packed one
 
 
 def _one_pass(x_RK: Tensor) -> bool:

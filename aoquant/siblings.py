@@ -104,7 +104,7 @@ def slot(x: Tensor, dtype: torch.dtype, format: str, w: Tensor) -> Slot | None:
     if x.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             return None
-        stream = torch.cuda.current_stream(x.device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     whole = x if x._base is None else x._base
     key = id(whole)
     found = _inputs.get(key)

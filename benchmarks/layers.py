@@ -2,11 +2,13 @@
 
 A step is forward and backward of one linear layer, 8192 tokens. The variants of a group (what computes the same format) are interleaved
 with nn.Linear, so that a ratio is taken within the rounds that it is about. "compiled" is `torch.compile` in its default mode, and for
-our layers as one graph. Three numbers beside the time:
+our layers as one graph. More numbers beside the time:
 
     cpu_ms        what the host needs to issue a step while the GPU is behind: a step cannot be faster than that without CUDA graphs
     isolated_ms   a step that starts on an idle GPU and waits for it: the time with a part of cpu_ms in it
     peak_MiB      what a step allocates at most, beyond what lived before it
+    one_thread_*  time, ratio and cpu_ms again, with backward in the thread that calls it (`torch.autograd.set_multithreading_enabled(False)`)
+                  instead of PyTorch's own, for nn.Linear too
 
 Nothing is timed unless prepared layers equal converted ones, and compiled steps eager ones, bit for bit: y, dx and dW. torchao's QAT runs
 where it runs; elsewhere the row says what it raised. Its MX formats have an emulation, which is what trains on Hopper.
@@ -198,14 +200,20 @@ def measure(rounds: int, quick: bool = False) -> list[Row]:
             runs = {" ".join(key): (lambda m=m: step(m, x, g)) for key, m in models.items()}  # type: ignore[misc]  # noqa: B023
             times = interleaved(runs, rounds)
             reference = percentiles(times["nn.Linear eager"])[1]
+            with torch.autograd.set_multithreading_enabled(False):
+                alone = {name: percentiles(t)[1] for name, t in interleaved(runs, rounds).items()}
+                alone_cpu = {name: host_ms(run) for name, run in runs.items()}
             same_everywhere = {"suite": "layer", "shape": f"K{k} N{n}", "group": group}
             for name, how in models:
-                run, (p20, p50, p80) = runs[f"{name} {how}"], percentiles(times[f"{name} {how}"])
+                key = f"{name} {how}"
+                run, (p20, p50, p80) = runs[key], percentiles(times[key])
                 rows.append({**same_everywhere, "variant": name, "how": how, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80,
                              "ratio": p50 / reference, "isolated_ms": isolated_ms(run, 15), "cpu_ms": host_ms(run),
-                             "peak_MiB": peak_mib(run), "note": ""})  # fmt: skip
+                             "peak_MiB": peak_mib(run), "one_thread_ms": alone[key], "one_thread_ratio": alone[key] / alone["nn.Linear eager"],
+                             "one_thread_cpu_ms": alone_cpu[key], "note": ""})  # fmt: skip
                 print(
-                    f"  K{k} N{n} {name} {how}: {p50:.3f} ms, {p50 / reference:.3f}", flush=True
+                    f"  K{k} N{n} {name} {how}: {p50:.3f} ms, {p50 / reference:.3f}; one thread {alone[key]:.3f} ms",
+                    flush=True,
                 )  # if a time limit ends the rest
             nothing = dict.fromkeys(rows[0], "")
             rows += [{**nothing, **same_everywhere, **row} for row in failed]

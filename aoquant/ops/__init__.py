@@ -31,7 +31,7 @@ from .blackwell import BLACKWELL
 from .call import Call
 from .codec import CodecRequest, masked
 from .contracts import CONTRACTS, input_error, reads
-from .define import body, fake, op
+from .define import fake, op
 from .external import TORCH
 from .few_rows import FEW_ROWS
 from .lookup import embedding, embedding_grad
@@ -104,7 +104,7 @@ def direct(*tensors: Tensor | None) -> bool:
 
 def run(direct: bool, op: Any, *args: Any) -> Any:
     """`op(*args)`; or its body, where a missing part of an encoded matrix is None."""
-    return (_BODIES.get(op) or body(op))(*args) if direct else op(*args)
+    return op.body(*args) if direct else op(*args)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -327,7 +327,7 @@ def dgrad(
     """
     format, dtype, held = get_format(w_format), grad_MN.dtype, (scale, zero, outer, transform)
     with _as_it_is(grad_MN.device):
-        if len(w) == 1 and all(t is None for t in held):
+        if len(w) == 1 and scale is zero is outer is transform is None:
             w_NK = codec.quantize(format, w[0], dtype, measured=measured).values
         else:
             w_NK = codec.decode(format, _encoded(w, w_format, k, *held), dtype)
@@ -478,4 +478,5 @@ def _(grad_RK: Tensor, x: Tensor, format: str, count: int, scale: Tensor, zero: 
     return torch.empty_like(scale, dtype=torch.float32)
 
 
-_BODIES: dict[Any, Callable[..., Any]] = {encode: _encode, quantize: _quantize, scaled_mm_measuring: _scaled_mm}
+# where a missing part is None
+encode.body, quantize.body, scaled_mm_measuring.body = _encode, _quantize, _scaled_mm

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("aoquant", "FRAGMENT")
-_bodies: dict[Any, Callable[..., Any]] = {}
 
 
 def op(body: Callable[..., Any]) -> Any:
-    """The op "aoquant::NAME" of a typed function called NAME, which mutates nothing: an `OpOverload`."""
+    """The op "aoquant::NAME" of a typed function called NAME, which mutates nothing: an `OpOverload`, whose `body` is that function."""
     name = body.__name__
     schema = torch.library.infer_schema(body, mutates_args=())
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, torch.compiler.disable(body), "CompositeExplicitAutograd")
     overload = getattr(torch.ops.aoquant, name).default
-    _bodies[overload] = body
+    overload.body = body
     return overload
 
 
@@ -36,8 +35,3 @@ def fake(overload: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return function
 
     return register
-
-
-def body(overload: Any) -> Callable[..., Any]:
-    """The function that an op runs."""
-    return _bodies[overload]

@@ -8,6 +8,9 @@ cuBLAS splits K, and might sum bf16 partial results; there it hands over float32
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,6 +37,14 @@ def _why_not(r: Request) -> str | None:
     return None
 
 
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """The modules of the GEMM and of the epilogue alone: an import statement in a function costs as much as what follows it there."""
+    from .triton import epilogue, matmul
+
+    return matmul, epilogue
+
+
 def _run(c: Call) -> Tensor:
     x_MK, w_NK = c.x_operand(), c.w_operand()
     large = x_MK.shape[0] * w_NK.shape[0] >= _FULL
@@ -43,11 +54,10 @@ def _run(c: Call) -> Tensor:
         return c.shaped(torch.mm(x_MK, w_NK.t()))
     if not codec.has_triton(x_MK.device):
         return rescale(c, accumulate(x_MK, w_NK, False))
-    from .triton import epilogue, matmul
-
-    if large and matmul.why_not(x_MK, w_NK) is None:
-        return c.shaped(matmul.matmul(x_MK, w_NK, c.alpha_x, c.alpha_w, c.bias))
-    return c.shaped(epilogue.rescale(accumulate(x_MK, w_NK, False), c.alpha_x, c.alpha_w, c.bias, c.dtype))
+    multiply, rescaled = _kernels()
+    if large and multiply.why_not(x_MK, w_NK) is None:
+        return c.shaped(multiply.matmul(x_MK, w_NK, c.alpha_x, c.alpha_w, c.bias))
+    return c.shaped(rescaled.rescale(accumulate(x_MK, w_NK, False), c.alpha_x, c.alpha_w, c.bias, c.dtype))
 
 
 def accumulate(x_MK: Tensor, w_NK: Tensor, rounded: bool) -> Tensor:

@@ -31,6 +31,6 @@ def filled(parts: Sequence[Part]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def from_parts(parts: Sequence[Part], k: int) -> Encoded:
     """Inverse of `to_parts`; a missing part may be None too."""
-    codes, scale, zero, outer = (None if t is None or t.dim() == 1 else t for t in parts)
+    codes, scale, zero, outer = [None if t is None or t.dim() == 1 else t for t in parts]
     assert codes is not None
     return Encoded(codes, scale, zero, outer, k)

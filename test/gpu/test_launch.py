@@ -53,6 +53,42 @@ def test_later_launches_read_the_tensors_they_are_given(name: str) -> None:
                 assert same(again.values, values) and same(again.alpha, alpha)
 
 
+def test_a_profilers_hooks_hear_of_later_launches() -> None:
+    """Triton's hooks, which profilers add, are called before and after each launch, with the kernel's name, and no longer once they are gone."""
+    from triton import knobs
+
+    fmt, x = get_format("nvfp4"), torch.randn(64, 512, device=CUDA, dtype=BF16)
+    heard: list[str] = []
+    with backend("triton"):
+        quantized = [codec.quantize(fmt, x, BF16, operand=True, keep=True) for _ in range(2)]
+        hooks = (lambda m: heard.append(f"enter {m.get()['name']}"), lambda m: heard.append("exit"))
+        knobs.runtime.launch_enter_hook.add(hooks[0])
+        knobs.runtime.launch_exit_hook.add(hooks[1])
+        try:
+            quantized.append(codec.quantize(fmt, x, BF16, operand=True, keep=True))
+        finally:
+            knobs.runtime.launch_enter_hook.remove(hooks[0])
+            knobs.runtime.launch_exit_hook.remove(hooks[1])
+        assert heard == ["enter _absmax", "exit", "enter _encode", "exit"]
+        quantized.append(codec.quantize(fmt, x, BF16, operand=True, keep=True))
+    assert len(heard) == 4
+    assert all(same(q.values, quantized[0].values) for q in quantized)
+
+
+def test_a_descriptor_is_the_one_that_its_constructor_makes() -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from aoquant.ops.triton.launch import described
+
+    store = torch.randn(2 * 256 * 512 + 1, device=CUDA).to(BF16)
+    for _ in range(3):  # the second is not checked again
+        for t in (store[: 256 * 512].view(256, 512), store[256 * 512 : -1].view(256, 512)):
+            assert described(t, 128, 64) == TensorDescriptor(t, [256, 512], [512, 1], [128, 64])
+            assert described(t, 128, 64).base is t
+    with pytest.raises(AssertionError, match="16-byte aligned"):
+        described(store[1 : 256 * 512 + 1].view(256, 512), 128, 64)
+
+
 @pytest.mark.parametrize("special", ["normal", "zeros", "inf", "nan", "tiny", "huge"])
 def test_a_measured_outer_scale_gives_the_same_bits(special: str) -> None:
     x = torch.randn(128, 1024, device=CUDA)

@@ -17,12 +17,15 @@ from aoquant.formats import (
     Affine,
     Encoded,
     Float8,
+    Float8Mslk,
     Format,
     FourOverSix,
+    GridFlip,
     HighPrecision,
     Int4,
     MXFP4Dialect,
     NVFP4Dialect,
+    NVFP4Search,
     Random,
     Randomized,
     Rotated,
@@ -34,10 +37,15 @@ from aoquant.transforms import Hadamard
 from . import blockscaled, dialects, float8, grids, hadamard, integer, stochastic
 from .launch import on
 
+_Made = tuple[Encoded | None, Tensor | None, Tensor | None]
+
 
 def encode(format: Format, x_RK: Tensor) -> Encoded:
     """`format.encode(x_RK)`."""
-    encoded, *_ = _quantize(format, x_RK, None, True, True)
+    if type(format) is Transformed:
+        encoded, *_ = _mixed(format, x_RK, None, True, True, None)
+    else:
+        encoded, *_ = _plain(format, x_RK, None, True, True, None)
     assert encoded is not None
     return encoded
 
@@ -55,32 +63,38 @@ def quantize(
 
     At random, codes and operand alike.
     """
-    if isinstance(format, Randomized):
-        assert operand and random is not None
+    if random is not None:
+        assert isinstance(format, Randomized) and operand
         with on(x_RK):
             return Quantized(*stochastic.quantize(format, x_RK, dtype, random))
-    encoded, values, alpha = _quantize(format, x_RK, dtype, operand, keep, measured)
+    if type(format) is Transformed:
+        encoded, values, alpha = _mixed(format, x_RK, dtype, operand, keep, measured)
+    else:
+        encoded, values, alpha = _plain(format, x_RK, dtype, operand, keep, measured)
     assert values is not None
     return Quantized(encoded, values, alpha)
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
     """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
-    with on(e.codes):
-        values: Tensor = _module(format).decode(format, e, dtype, operand)
-    return values.to(out)
+    values: Tensor = _MODULES[type(format)].decode(format, e, dtype, operand)
+    return values if out is dtype else values.to(out)
 
 
-def _quantize(
-    format: Format,
-    x_RK: Tensor,
-    dtype: torch.dtype | None,
-    operand: bool,
-    keep: bool,
-    measured: Tensor | None = None,
-) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    if not isinstance(format, Transformed):
-        return _encoded(format, x_RK, dtype, operand, keep, measured)
+def _plain(
+    format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
+) -> _Made:
+    """(codes and scales if `keep`, values in `dtype` unless it is None, the operand's alpha); `measured` saves a pass where that is one."""
+    module = _MODULES[type(format)]
+    known = (measured,) if module is blockscaled else ()
+    made: _Made = module.quantize(format, x_RK, dtype, operand, keep, *known)
+    return made
+
+
+def _mixed(
+    format: Transformed, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
+) -> _Made:
+    """The same behind a transform."""
     inner, t = format.inner, format.transform
     if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4):
         with on(x_RK):
@@ -88,22 +102,10 @@ def _quantize(
     if isinstance(t, Hadamard) and isinstance(inner, MXFP4Dialect):
         with on(x_RK):
             return dialects.quantize(inner, x_RK, dtype, operand, keep, t, format.inverse)
+    y_RK = transform(format, x_RK, None)
     if isinstance(inner, HighPrecision):
-        y_RK = transform(format, x_RK, None)
         return inner.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
-    return _encoded(inner, transform(format, x_RK, None), dtype, operand, keep, measured)
-
-
-def _encoded(
-    format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
-) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """`_quantize` of a format without transform; `measured` saves a pass where that is one."""
-    if isinstance(format, MX | NVFP4):
-        return blockscaled.quantize(format, x_RK, dtype, operand, keep, measured)
-    found: tuple[Encoded | None, Tensor | None, Tensor | None]
-    with on(x_RK):
-        found = _module(format).quantize(format, x_RK, dtype, operand, keep)
-    return found
+    return _plain(inner, y_RK, dtype, operand, keep, measured)
 
 
 def transform(
@@ -133,14 +135,10 @@ def rotate(format: Rotated, x_RK: Tensor, random: Random) -> Tensor:
         return stochastic.rotate(format, x_RK, random)
 
 
-def _module(format: Format) -> ModuleType:
-    if isinstance(format, MX | NVFP4):
-        return blockscaled
-    if isinstance(format, MXFP4Dialect | NVFP4Dialect):
-        return dialects
-    if isinstance(format, FourOverSix):
-        return grids
-    if isinstance(format, Int4 | Affine):
-        return integer
-    assert isinstance(format, Float8)
-    return float8
+_MODULES: dict[type[Format], ModuleType] = {
+    **dict.fromkeys((MX, NVFP4, NVFP4Search), blockscaled),
+    **dict.fromkeys((MXFP4Dialect, NVFP4Dialect), dialects),
+    **dict.fromkeys((FourOverSix, GridFlip), grids),
+    **dict.fromkeys((Int4, Affine), integer),
+    **dict.fromkeys((Float8, Float8Mslk), float8),
+}  # those that `codec._has_kernel` knows

@@ -36,6 +36,7 @@ from .elements import (
     unpack4,
 )
 from .hadamard import ENCODE_WARPS, WARP, beside
+from .launch import on
 
 TILE = 1024
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
@@ -240,12 +241,13 @@ def _launch(
         warps = ENCODE_WARPS[transform.size]
         tile = WARP * warps * transform.size  # a block of the transform for each lane
     codes, scale, outer, values, clipped = out
-    _encode[(triton.cdiv(x_RK.numel(), tile),)](
-        x_RK, partials, codes, scale, outer, values, clipped, x_RK.numel() // format.block, fixed,
-        POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(2688.0), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLT_MAX,
-        FACTOR=QUEST, CODES=codes is not None, VALUES=made,
-        NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS, **kind, **LAUNCH | {"num_warps": warps},
-    )  # fmt: skip
+    with on(x_RK):
+        _encode[(triton.cdiv(x_RK.numel(), tile),)](
+            x_RK, partials, codes, scale, outer, values, clipped, x_RK.numel() // format.block, fixed,
+            POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(2688.0), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLT_MAX,
+            FACTOR=QUEST, CODES=codes is not None, VALUES=made,
+            NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS, **kind, **LAUNCH | {"num_warps": warps},
+        )  # fmt: skip
 
 
 def decode(format: MXFP4Dialect | NVFP4Dialect, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
@@ -253,10 +255,11 @@ def decode(format: MXFP4Dialect | NVFP4Dialect, e: Encoded, dtype: torch.dtype, 
     assert e.scale is not None
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    _decode[(triton.cdiv(rows * e.k, TILE),)](
-        e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8), e.outer, values,
-        rows * e.k // format.block, e.k // format.block, 1 if e.outer is not None and e.outer.shape[0] > 1 else 0,
-        OUTER=not operand and e.outer is not None, POST=1.0 if operand else _post(format),
-        NB=TILE // format.block, B=format.block, **LAUNCH,
-    )  # fmt: skip
+    with on(e.codes):
+        _decode[(triton.cdiv(rows * e.k, TILE),)](
+            e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8), e.outer, values,
+            rows * e.k // format.block, e.k // format.block, 1 if e.outer is not None and e.outer.shape[0] > 1 else 0,
+            OUTER=not operand and e.outer is not None, POST=1.0 if operand else _post(format),
+            NB=TILE // format.block, B=format.block, **LAUNCH,
+        )  # fmt: skip
     return values

@@ -23,6 +23,7 @@ from aoquant.formats.scales import reciprocal
 
 from .amax import PARTIALS, absmax_partials
 from .elements import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
+from .launch import on
 
 TILE = 512
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
@@ -273,13 +274,14 @@ def quantize(
     flips = format if isinstance(format, GridFlip) else None
     c = _rounded(flips.c) if flips else 0.0
     tops = [_rounded(v) for v in (6 + c, 4 + c, 6 - c, 4 - c)]
-    _encode[(triton.cdiv(rows * k, TILE),)](
-        x_RK, None if format.fixed else absmax_partials(x_RK, finite=True), codes, scale, outer, values, rows * k // 16, k // 16,
-        format.fixed[0] if format.fixed else 0.0, c, *(n for v in tops for n in (v, reciprocal(v))),
-        EFFORT=_EFFORTS[flips.effort] if flips else 0, ALTERNATING=bool(flips and flips.alternating), ROUGH=c <= 0.29,
-        CODES=keep, VALUES="" if dtype is None else "operand" if operand else "decode",
-        NB=nb, B=format.block, N_PARTIALS=PARTIALS, **LAUNCH,
-    )  # fmt: skip
+    with on(x_RK):
+        _encode[(triton.cdiv(rows * k, TILE),)](
+            x_RK, None if format.fixed else absmax_partials(x_RK, finite=True), codes, scale, outer, values, rows * k // 16, k // 16,
+            format.fixed[0] if format.fixed else 0.0, c, *(n for v in tops for n in (v, reciprocal(v))),
+            EFFORT=_EFFORTS[flips.effort] if flips else 0, ALTERNATING=bool(flips and flips.alternating), ROUGH=c <= 0.29,
+            CODES=keep, VALUES="" if dtype is None else "operand" if operand else "decode",
+            NB=nb, B=format.block, N_PARTIALS=PARTIALS, **LAUNCH,
+        )  # fmt: skip
     if codes is None or scale is None:
         return None, values, outer
     return Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer
@@ -291,12 +293,13 @@ def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
     flips = format if isinstance(format, GridFlip) else None
-    _decode[(triton.cdiv(rows * e.k, TILE),)](
-        e.codes.contiguous(), e.scale.contiguous().view(torch.uint8), e.outer, values, rows * e.k // 16, e.k // 16,
-        1 if e.outer.shape[0] > 1 else 0, _rounded(flips.c) if flips else 0.0,
-        TILE_ROWS=format.tile, FLIPS=flips is not None, ALTERNATING=bool(flips and flips.alternating), OUTER=not operand,
-        NB=TILE // format.block, B=format.block, **LAUNCH,
-    )  # fmt: skip
+    with on(e.codes):
+        _decode[(triton.cdiv(rows * e.k, TILE),)](
+            e.codes.contiguous(), e.scale.contiguous().view(torch.uint8), e.outer, values, rows * e.k // 16, e.k // 16,
+            1 if e.outer.shape[0] > 1 else 0, _rounded(flips.c) if flips else 0.0,
+            TILE_ROWS=format.tile, FLIPS=flips is not None, ALTERNATING=bool(flips and flips.alternating), OUTER=not operand,
+            NB=TILE // format.block, B=format.block, **LAUNCH,
+        )  # fmt: skip
     return values
 
 

@@ -3,8 +3,8 @@
 `fn[grid](...)` binds arguments to parameters, reads the type and the alignment of each, writes all that down as a string and looks up the
 compiled kernel under it: twenty microseconds of Python before anything is launched, eight times in a training step of one layer. Between
 two steps none of it changes but the tensors' addresses. So a `Launch` has its grid and its numbers fixed, lets Triton do all of the
-above once for each device, dtypes and alignment, and after that hands addresses to the compiled kernel that Triton returned, by its
-own `kernel[grid](*arguments)`, which knows how this version of Triton launches.
+above once for each device, dtypes and alignment, and after that hands addresses to the compiled kernel that Triton returned: to its
+launcher, as `kernel[grid](*arguments)` does, less what that prepares for a profiler's hooks. Where there are such hooks, they are served.
 
 Where there is no such kernel (Triton's interpreter) or it wants to be called differently (a Triton that we do not know), every call takes
 the long way.
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 PLANS = 4096  # launches that a kernel's module remembers: one for each format, shape and use
@@ -27,6 +29,23 @@ def on(t: Tensor) -> AbstractContextManager[Any]:
     """What to launch kernels in by `fn[grid](...)`, which takes the current device, when t may live on another."""
     device = t.get_device()
     return torch.cuda.device(device) if device >= 0 and device != torch.cuda.current_device() else nullcontext()
+
+
+_checked: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Of a contiguous matrix that is read or written in blocks of rows x columns. What its constructor checks is checked once for a shape."""
+    key = t.shape, t.dtype, rows, columns
+    fields = _checked.get(key)
+    if fields is None or t.data_ptr() % 16:
+        descriptor = TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+        if len(_checked) < PLANS:
+            _checked[key] = {**vars(descriptor), "base": None}
+        return descriptor
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    vars(descriptor).update(fields, base=t)
+    return descriptor
 
 
 class Launch:
@@ -40,40 +59,58 @@ class Launch:
         self._fn, self._constants = fn, constants
         self._grid = (*grid, *(1,) * (3 - len(grid)))
         self._rest = [constants[name] for name in fn.arg_names if name in constants]
-        self._ready: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
+        self._ready: dict[tuple[Any, ...], Callable[[Sequence[Any]], None] | None] = {}  # None: the long way
 
     def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
         """Launch on the tensors' device, in its current stream. None: a kernel without this tensor."""
         addresses: list[Any] = []
         key: list[Any] = []
-        device = -1
+        low, some = 0, None
         for t in tensors:
             if t is None:
                 addresses.append(None)
                 key.append(None)
             elif isinstance(t, TensorDescriptor):
+                some = t.base
                 addresses.append(t)
-                key.append(t.base.dtype)
-                device = t.base.get_device()
+                key.append(some.dtype)
             else:
-                address = t.data_ptr()
+                address, some = t.data_ptr(), t
+                low |= address
                 addresses.append(address)
-                key += t.dtype, address % 16 == 0  # what Triton compiles another kernel for
-                device = t.get_device()
-        key.append(device)
+                key.append(t.dtype)
+        assert some is not None
+        device = some.get_device()
         if device >= 0 and device != torch.cuda.current_device():  # a layer that a device map placed on another GPU
             with torch.cuda.device(device):
-                return self._launch(tuple(key), tensors, addresses)
-        return self._launch(tuple(key), tensors, addresses)
-
-    def _launch(self, key: tuple[Any, ...], tensors: Sequence[Any], addresses: Sequence[Any]) -> None:
-        run = self._ready.get(key)
-        if run is not None:
+                return self(*tensors)
+        key.append(device)
+        if low % 16:  # Triton compiles another kernel for a tensor that does not start at a multiple of 16
+            key += [type(a) is int and a % 16 != 0 for a in addresses]
+        kind = tuple(key)
+        again = self._ready.get(kind)
+        if again is not None:
             try:
-                run(*addresses, *self._rest)
-                return
-            except TypeError:  # not the arguments that this Triton's launcher takes
-                self._ready[key] = None
+                return again(addresses)
+            except (AttributeError, TypeError):  # not the arguments that this Triton's launcher takes
+                self._ready[kind] = None
         kernel = self._fn[self._grid](*tensors, **self._constants)
-        if key not in self._ready:
-            self._ready[key] = kernel[self._grid] if hasattr(type(kernel), "__getitem__") else None
+        if kind not in self._ready:
+            self._ready[kind] = _again(kernel, self._grid, self._rest)
+
+
+def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
+    """What launches `kernel[grid](*addresses, *rest)` on the device that is current now; None if the kernel is none that we know."""
+    try:
+        launch, constant = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
+    except AttributeError:
+        return None
+    device, stream = driver.active.get_current_device(), driver.active.get_current_stream
+
+    def run(addresses: Sequence[Any]) -> None:
+        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            kernel[grid](*addresses, *rest)
+        else:
+            launch(*grid, stream(device), *constant, *addresses, *rest)
+
+    return run

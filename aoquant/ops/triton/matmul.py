@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import PLANS, Launch
+from .launch import PLANS, Launch, described
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
@@ -73,13 +72,10 @@ def matmul(x_MK: Tensor, w_NK: Tensor, alpha_x: Tensor | None, alpha_w: Tensor |
     """(M, N) in x's dtype, bfloat16 or float16. alpha_x: (M, 1) or (1, 1); alpha_w: (N, 1) or (1, 1); both float32."""
     (m, k), n = x_MK.shape, w_NK.shape[0]
     y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device)
-    descriptors = [
-        TensorDescriptor(t, list(t.shape), list(t.stride()), block)
-        for t, block in ((x_MK, [TILE_M, TILE_K]), (w_NK, [TILE_N, TILE_K]), (y_MN, [TILE_M, TILE_N]))
-    ]
-    x_scales, w_scales = (0 if a is None else a.numel() for a in (alpha_x, alpha_w))
-    launch = _matmul_of(m, n, k, x_scales > 1, w_scales > 1, _multiprocessors(x_MK.device))
-    launch(*descriptors, alpha_x, alpha_w, bias)
+    x_desc, w_desc = described(x_MK, TILE_M, TILE_K), described(w_NK, TILE_N, TILE_K)
+    x_rows, w_rows = [a is not None and a.numel() > 1 for a in (alpha_x, alpha_w)]
+    launch = _matmul_of(m, n, k, x_rows, w_rows, _multiprocessors(x_MK.device))
+    launch(x_desc, w_desc, described(y_MN, TILE_M, TILE_N), alpha_x, alpha_w, bias)
     return y_MN
 
 
