@@ -45,9 +45,13 @@ cudaError_t run(const DecodeCall& c) {
     return n <= 2048 ? decode::launch<F, T, 16, 1, 8, 3>(a, c.stream) : decode::launch<F, T, 16, 2, 8, 2>(a, c.stream);
   }
   const bool wide = n > 8192;
-  if (m <= 64)
-    return wide ? decode::launch_tiles<F, T, 1, 64, 2, 4, 4>(a, c.image, c.stream) : decode::launch_tiles<F, T, 1, 64, 4, 4, 4>(a, c.image, c.stream);
-  return wide ? decode::launch_tiles<F, T, 2, 128, 1, 3, 6>(a, c.image, c.stream) : decode::launch_tiles<F, T, 1, 128, 2, 4, 8>(a, c.image, c.stream);
+  // One block a multiprocessor, so the cuts are such that there are not many more of them.
+  if (m <= 64) {
+    if (n <= 132 * 32) return decode::launch_tiles<F, T, 1, 2, 64, 2, 8>(a, c.image, c.stream);
+    return wide ? decode::launch_tiles<F, T, 2, 2, 64, 1, 6>(a, c.image, c.stream) : decode::launch_tiles<F, T, 2, 2, 64, 2, 6>(a, c.image, c.stream);
+  }
+  if (!wide) return decode::launch_tiles<F, T, 2, 1, 128, 2, 4>(a, c.image, c.stream);
+  return m <= 128 ? decode::launch_tiles<F, T, 2, 1, 128, 1, 4>(a, c.image, c.stream) : decode::launch_tiles<F, T, 2, 1, 256, 1, 3>(a, c.image, c.stream);
 }
 
 }  // namespace aoquant

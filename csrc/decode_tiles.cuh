@@ -1,13 +1,17 @@
 // y = x W^T for tens to hundreds of rows of x and a packed 4-bit W: Hopper's wgmma, with W decoded into registers.
 //
-// As in decode.cuh a lane multiplies the 16 contiguous bytes of two rows of W that it holds. Here both operands come through rings in
-// shared memory, filled by the copy engine: W's codes as they lie in memory, many steps of 128 values ahead of their use, because they
-// come from far, and x, wgmma's operand there, where nothing can be paired on the way. So a first small kernel writes x once in the order
-// in which W comes, as images of shared memory. The second kernel starts while the first runs (programmatic launch), sends for W, and
-// waits for the first before it sends for x.
+// As in decode.cuh a lane multiplies the 16 contiguous bytes of two rows of W that it holds. What a step of 128 values needs lies in one
+// place of a ring in shared memory, some steps ahead of its use: W's codes as they lie in memory and x, both brought by the copy engine,
+// and a word of scales for each 32 values. x is wgmma's operand there, where nothing can be paired on the way. So a first small kernel
+// writes x once in the order in which W comes, as images of shared memory. The second kernel starts while the first runs (programmatic
+// launch), sends for W, and waits for the first before it sends for x.
 //
-// A block is RT x 128 rows of W, two groups of four warps that multiply, a warp that copies, and TM rows of x; blocks of a cluster share
-// out K, each a run of steps, and their sums are added in order. So here too a row of y is a function of that row of x and W alone.
+// A block is RG x KG groups of four warps that multiply, another that fills the ring, 64 x RG rows of W and TM rows of x. Blocks of a
+// cluster share out K, each a run of steps, KG groups take its steps in turn, and all sums are added in order. So here too a row of y is a
+// function of that row of x and W alone, whatever TM is.
+//
+// Scales are two bytes where memory gives 32, and too many rows want theirs for the first level of cache to keep the rest until the next
+// step. So a warp reads four of a row at a time, a lane each, and lanes get theirs from one another.
 #pragma once
 
 #include "copy_engine.cuh"
@@ -16,165 +20,202 @@
 
 namespace aoquant::decode {
 
-// Thread: a token, a step and a j. It reads k = 32 t + 8 j + 0..7 for t = 0..3 and writes, for p = 0..3, the pairs (k + p, k + p + 4) of all t.
+// A block: 16 tokens of one step. A thread reads k = 32 t + 8 j + 0..7 for t = 0..3 and pairs (k + p, k + p + 4) of all t, for p = 0..3.
 template <typename T, int TM>
-__global__ void __launch_bounds__(64) arrange(const T* __restrict__ x, uint4* __restrict__ image, int m, int k, int steps) {
+__global__ void __launch_bounds__(64) arrange(const T* __restrict__ x, uint4* __restrict__ image, int m, int k) {
 #ifdef AOQUANT_HOPPER
+  __shared__ uint4 tile[2][16][8];  // two halves of a step, rows of 128 bytes
   asm volatile("griddepcontrol.launch_dependents;");
-  const int i = blockIdx.x * 64 + threadIdx.x, j = i % 4, step = i / 4 % steps, token = i / 4 / steps;
-  if (token >= (m + TM - 1) / TM * TM) return;
+  const int j = threadIdx.x % 4, row = threadIdx.x / 4, step = blockIdx.x, first = blockIdx.y * 16, token = first + row;
   uint4 v[4];
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     const int at = step * 128 + 32 * t + 8 * j;
     v[t] = token < m && at < k ? *reinterpret_cast<const uint4*>(x + int64_t(token) * k + at) : make_uint4(0, 0, 0, 0);
   }
-  const int row = token % TM;
-  uint4* tile = image + (int64_t(token / TM) * steps + step) * TM * 16;  // (2, TM, 8) chunks of 16 bytes
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
     uint32_t pair[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) pair[t] = __byte_perm(p < 2 ? v[t].x : v[t].y, p < 2 ? v[t].z : v[t].w, p % 2 ? 0x7632 : 0x5410);
     const int product = 2 * j + p / 2, chunk = product % 4 * 2 + p % 2;  // which wgmma of the step; which 16 bytes of a row of 128
-    tile[(product / 4 * TM + row) * 8 + (chunk ^ (row % 8))] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    tile[product / 4][row][chunk ^ (row % 8)] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  }
+  __syncthreads();
+  uint4* to = image + (int64_t(first / TM) * gridDim.x + step) * TM * 16 + first % TM * 8;  // (2, TM, 8) chunks of 16 bytes
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const int i = q * 64 + threadIdx.x;
+    to[i / 128 * TM * 8 + i % 128] = (&tile[0][0][0])[i];
   }
 #endif
 }
 
-// Four values that lie at the same place of every block's shared memory, summed in the order of the blocks.
-template <int CK>
-__device__ __forceinline__ float4 cluster_sum4(const float* mine) {
-  if constexpr (CK == 1) return *reinterpret_cast<const float4*>(mine);
-  const uint32_t at = uint32_t(__cvta_generic_to_shared(mine));
-  float4 v[CK];
+// Four values that lie at the same KG places of every block's shared memory, summed in order.
+template <int CK, int KG>
+__device__ __forceinline__ float4 cluster_sum4(const float* mine, int pitch) {
+  float4 v[CK * KG];
 #pragma unroll
-  for (int c = 0; c < CK; ++c) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(c));
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v[c].x), "=f"(v[c].y), "=f"(v[c].z), "=f"(v[c].w) : "r"(there) : "memory");
+  for (int i = 0; i < CK * KG; ++i) {
+    const float* from = mine + i % KG * pitch;
+    if constexpr (CK == 1) {
+      v[i] = *reinterpret_cast<const float4*>(from);
+    } else {
+      uint32_t there;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(from))), "r"(i / KG));
+      asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v[i].x), "=f"(v[i].y), "=f"(v[i].z), "=f"(v[i].w) : "r"(there) : "memory");
+    }
   }
 #pragma unroll
-  for (int c = 1; c < CK; ++c) v[0].x += v[c].x, v[0].y += v[c].y, v[0].z += v[c].z, v[0].w += v[c].w;
+  for (int i = 1; i < CK * KG; ++i) v[0].x += v[i].x, v[0].y += v[i].y, v[0].z += v[i].z, v[0].w += v[i].w;
   return v[0];
 }
 
-// Outputs n .. n + 3 of row m, as one word where that is aligned.
+// What `finished` of decode.cuh multiplies and adds for columns n .. n + 3 of y, read once for all rows. Where there is nothing, times 1 and
+// plus -0 leave a value as it is.
 template <typename T>
-__device__ __forceinline__ void store4(const DecodeArgs& a, float4 v, int m, int n) {
-  if (a.n % 4) {
+struct Columns {
+  float alpha[4], bias[4];
+  __device__ __forceinline__ Columns(const DecodeArgs& a, int n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) store<T>(a, (&v.x)[e], m, n + e);
-  } else if (n < a.n) {
+    for (int e = 0; e < 4; ++e) {
+      const int at = min(n + e, a.n - 1);
+      alpha[e] = a.alpha_w ? a.alpha_w[at * a.alpha_w_stride] : 1.0f;
+      bias[e] = !a.bias ? -0.0f : a.bias_is_float ? static_cast<const float*>(a.bias)[at] : float(static_cast<const T*>(a.bias)[at]);
+    }
+  }
+  __device__ __forceinline__ void store(const DecodeArgs& a, float4 v, int m, int n) const {
+    const float alpha_x = a.alpha_x ? a.alpha_x[m * a.alpha_x_stride] : 1.0f;
     T y[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) y[e] = T(finished<T>(a, (&v.x)[e], m, n + e));
-    *reinterpret_cast<uint2*>(static_cast<T*>(a.y) + int64_t(m) * a.n + n) = *reinterpret_cast<uint2*>(y);
+    for (int e = 0; e < 4; ++e) y[e] = T((&v.x)[e] * a.times * alpha_x * alpha[e] + bias[e]);
+    T* to = static_cast<T*>(a.y) + int64_t(m) * a.n + n;
+    if (a.n % 4) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (n + e < a.n) to[e] = y[e];
+    } else if (n < a.n) {
+      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(y);
+    }
   }
-}
+};
 
-// RT: tiles of 128 rows of W a block. TM: rows of x. DX, DW: steps of x and of W in flight.
-template <int RT, int TM, int DX, int DW>
+// D: steps in flight, a multiple of KG. A place of the ring: x, W, scales.
+template <int RG, int KG, int TM, int D>
 struct TileLayout {
-  static constexpr bool TRADE = RT * TM > 128;  // registers, between groups of four warps: those that multiply need more than an even share
-  static constexpr int THREADS = TRADE ? 384 : 288;  // 8 warps multiply, one copies
-  static constexpr int ROWS = 128 * RT, X = TM * 256, W = ROWS * 64, PITCH = ROWS + 4, PARTIAL = TM * PITCH * 4, RINGS = DX * X + DW * W;
-  static constexpr int BARRIERS = RINGS > PARTIAL ? RINGS : PARTIAL;
-  static constexpr int BYTES = BARRIERS + 8 * (2 * DX + DW);
+  static constexpr int ROWS = 64 * RG, MULTIPLY = 128 * RG * KG, THREADS = MULTIPLY + 128;
+  static constexpr int X = TM * 256, W = ROWS * 64, S = ROWS * 16, PLACE = X + W + S, PITCH = ROWS + 4, PARTIAL = TM * PITCH * 4;
+  static constexpr int BARRIERS = D * PLACE > KG * PARTIAL ? D * PLACE : KG * PARTIAL, BYTES = BARRIERS + 16 * D;
+  // Registers: an even share, and, traded between groups of four warps, those of the group that fills the ring and of those that multiply.
+  static constexpr int EVEN = 65536 / THREADS / 8 * 8, FILLS = 56, MULTIPLIES = (EVEN * THREADS - FILLS * 128) / MULTIPLY / 8 * 8;
+  static_assert(D % KG == 0 && PLACE % 1024 == 0);
+  // More than half of a multiprocessor's: blocks of a cluster would share one while others have nothing to do.
+  static_assert(BYTES > 114 * 1024);
   static_assert(BYTES <= 227 * 1024);
 };
 
-template <int F, typename T, int RT, int TM, int CK, int DX, int DW>
-__global__ void __launch_bounds__(TileLayout<RT, TM, DX, DW>::THREADS, RT * TM > 64 ? 1 : 2)
+template <int F, typename T, int RG, int KG, int TM, int CK, int D>
+__global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
     tiles(const __grid_constant__ CUtensorMap codes_map, const DecodeArgs a, const uint8_t* __restrict__ image) {
 #ifdef AOQUANT_HOPPER
-  extern __shared__ __align__(1024) uint8_t rings[];  // what wgmma reads repeats every 1024 bytes
-  using Layout = TileLayout<RT, TM, DX, DW>;
-  constexpr int ROWS = Layout::ROWS;
-  const uint32_t base = uint32_t(__cvta_generic_to_shared(rings));
-  const uint32_t full_x = base + Layout::BARRIERS, empty_x = full_x + 8 * DX, full_w = empty_x + 8 * DX;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  extern __shared__ __align__(1024) uint8_t ring[];  // what wgmma reads repeats every 1024 bytes
+  using Layout = TileLayout<RG, KG, TM, D>;
+  constexpr int ROWS = Layout::ROWS, PLACE = Layout::PLACE, X = Layout::X, W = Layout::W, WARPS = Layout::MULTIPLY / 32;
+  uint32_t base = uint32_t(__cvta_generic_to_shared(ring)), thread = threadIdx.x;
+  asm volatile("" : "+r"(base), "+r"(thread));  // what it cannot see through, the compiler does not make again inside the loop
+  const uint32_t full = base + Layout::BARRIERS, empty = full + 8 * D;
+  const int lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   const int rank = CK > 1 ? blockIdx.x % CK : 0, first_row = blockIdx.x / CK * ROWS, first_token = blockIdx.y * TM;
   const int steps = (a.k + 127) / 128, from = steps * rank / CK, mine = steps * (rank + 1) / CK - from;
+  const bool copies = thread == Layout::MULTIPLY;
 
-  if (threadIdx.x == 256) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&codes_map) : "memory");
-    for (int d = 0; d < DX; ++d) {
-      init_barrier(full_x + 8 * d, 1);
-      init_barrier(empty_x + 8 * d, 8);
+  auto copy_w = [&](int i, int place) {
+    expect(full + 8 * place, X + W);
+    copy_box(codes_map, base + place * PLACE + X, (from + i) * 64, first_row, full + 8 * place);
+  };
+  if (copies) {
+    for (int d = 0; d < D; ++d) {
+      init_barrier(full + 8 * d, 1 + 4);  // the copies, and the warps that bring scales
+      init_barrier(empty + 8 * d, 4 * RG);
     }
-    for (int d = 0; d < DW; ++d) init_barrier(full_w + 8 * d, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    for (int i = 0; i < D && i < mine; ++i) copy_w(i, i);
   }
   __syncthreads();
 
-  if (warp >= 8) {  // the copies
-    if constexpr (Layout::TRADE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 256) {
-      const uint8_t* source = image + (int64_t(blockIdx.y) * steps + from) * Layout::X;
-      auto copy_w = [&](int i, int d) {
-        if (i >= mine) return;
-        expect(full_w + 8 * d, Layout::W);
-        copy_box(codes_map, base + DX * Layout::X + d * Layout::W, (from + i) * 64, first_row, full_w + 8 * d);
-      };
-#pragma unroll 1
-      for (int i = 0; i < DW; ++i) copy_w(i, i);
-      asm volatile("griddepcontrol.wait;" ::: "memory");  // for `image`; all else is older than the kernel that makes it
-      Turn<DX> turn;
-      Turn<DW> turn_w;
-      turn.parity = 1;  // the first time a place is free
-#pragma unroll 1
-      for (int i = 0; i < mine; ++i, turn.next()) {
-        wait(empty_x + 8 * turn.at, turn.parity);
-        if (i >= DX) {  // step i - DX is done with: its place in W's ring is free too
-          copy_w(i - DX + DW, turn_w.at);
-          turn_w.next();
-        }
-        expect(full_x + 8 * turn.at, Layout::X);
-        copy_bytes(source + int64_t(i) * Layout::X, base + turn.at * Layout::X, Layout::X, full_x + 8 * turn.at);
-      }
-    }
-  } else {
-    if constexpr (Layout::TRADE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const int g = lane / 4, t = lane % 4;
-    float acc[RT][TM / 2];
+  if (warp >= WARPS) {  // the ring
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Layout::FILLS));
+    constexpr int AHEAD = 2, U = 2 * RG;
+    const int first = (warp - WARPS) * 16 * RG + lane / 4, t = lane % 4;
+    const int log2_steps = F == INT4 ? a.group_log2 - 5 : 0;  // steps that four scales of a row last for
+    const uint32_t scales = F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32;  // of a row, those of 32 values as one
+    uint32_t rows[U];
 #pragma unroll
-    for (int r = 0; r < RT; ++r)
+    for (int u = 0; u < U; ++u) rows[u] = (uint32_t(min(first_row + first + 8 * u, a.n - 1)) >> a.tile_log2) * scales;
+    RawScale raw[AHEAD][U];
+    const int first_four = from >> log2_steps, last_four = (from + mine - 1) >> log2_steps;
+    auto fetch = [&](int four, RawScale (&to)[U]) {
 #pragma unroll
-      for (int i = 0; i < TM / 2; ++i)  // what it cannot see through, the compiler does not make again inside the loop
-        asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[r][i]));
-    uint32_t scales[RT][2];
-#pragma unroll
-    for (int r = 0; r < RT; ++r)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t row = min(first_row + 128 * r + 16 * warp + 8 * h + g, a.n - 1);
-        scales[r][h] = (row >> a.tile_log2) * (F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32);
-      }
-    RawScale raw[RT][2];
-    auto fetch = [&](int i, int r) {
-      const int start = (from + i) * 128 + 32 * t;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) raw[r][h] = load_scale<F>(a, scales[r][h], start, i < mine && start < a.k);
+      for (int u = 0; u < U; ++u) to[u] = load_scale<F>(a, rows[u] + 4 * four + t, 0, four <= last_four && 4 * four + t < scales);
     };
 #pragma unroll
-    for (int r = 0; r < RT; ++r) fetch(0, r);
-    const uint8_t* codes_at = rings + DX * Layout::X + (16 * warp + g) * 64 + 16 * t;
-    Turn<DX> turn, before;
-    Turn<DW> turn_w;
+    for (int p = 0; p < AHEAD; ++p) fetch(first_four + p, raw[p]);
+    const uint8_t* source = image + (int64_t(blockIdx.y) * steps + from) * X;
+    if (copies) asm volatile("griddepcontrol.wait;" ::: "memory");  // for `image`; all else is older than the kernel that makes it
+    Turn<D> turn;
+    turn.parity = 1;  // the first time a place is free
+    int i = 0;
 #pragma unroll 1
-    for (int i = 0; i < mine; ++i) {
-      wait(full_w + 8 * turn_w.at, turn_w.parity);
+    for (int four0 = first_four; four0 <= last_four; four0 += AHEAD)
 #pragma unroll
-      for (int r = 0; r < RT; ++r) {
+      for (int p = 0; p < AHEAD; ++p) {
+        const int end = min(mine, ((four0 + p + 1) << log2_steps) - from);
+#pragma unroll 1
+        for (; i < end; ++i, turn.next()) {
+          wait(empty + 8 * turn.at, turn.parity);
+          if (copies) {
+            if (i >= D) copy_w(i, turn.at);
+            copy_bytes(source + int64_t(i) * X, base + turn.at * PLACE, X, full + 8 * turn.at);
+          }
+          uint32_t* to = reinterpret_cast<uint32_t*>(ring + turn.at * PLACE + X + W) + first * 4 + t;
+          const int holder = (lane & 28) | (((4 * (from + i) + t) >> log2_steps) & 3);
+#pragma unroll
+          for (int u = 0; u < U; ++u) to[32 * u] = F == INT4 ? __shfl_sync(~0u, raw[p][u].s | raw[p][u].z << 16, holder) : raw[p][u].s;
+          __syncwarp();
+          if (lane == 0) arrive(full + 8 * turn.at);
+        }
+        fetch(four0 + p + AHEAD, raw[p]);
+      }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Layout::MULTIPLIES));
+    constexpr int TN = TM < 128 ? TM : 128;  // tokens of one wgmma
+    const int g = lane / 4, t = lane % 4, row = warp % (4 * RG) * 16 + g, turn = warp / (4 * RG);
+    float acc[TM / TN][TN / 2];
+#pragma unroll
+    for (int r = 0; r < TM / TN; ++r)
+#pragma unroll
+      for (int i = 0; i < TN / 2; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[r][i]));
+    const uint8_t* codes_at = ring + turn * PLACE + X + row * 64 + 16 * t;
+    const uint8_t* scales_at = ring + turn * PLACE + X + W + row * 16 + 4 * t;
+    asm volatile("" : "+l"(codes_at), "+l"(scales_at));
+    const uint32_t tiles_at = base + turn * PLACE, my_full = full + 8 * turn, my_empty = empty + 8 * turn;
+    int parity = 0;
+#pragma unroll 1
+    for (int i0 = turn; i0 < mine; i0 += D, parity ^= 1)
+#pragma unroll
+      for (int d = 0; d < D; d += KG) {  // a constant, and so are all addresses
+        if (i0 + d >= mine) break;
+        wait(my_full + 8 * d, parity);
         uint4 codes[2];
+        Scale<T> scale[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) codes[h] = *reinterpret_cast<const uint4*>(codes_at + turn_w.at * Layout::W + (128 * r + 8 * h) * 64);
-        const Scale<T> scale[2] = {scale_pairs<F, T>(raw[r][0], a), scale_pairs<F, T>(raw[r][1], a)};
-        fetch(i + 1, r);
-        if (r == 0) wait(full_x + 8 * turn.at, turn.parity);
+        for (int h = 0; h < 2; ++h) {
+          codes[h] = *reinterpret_cast<const uint4*>(codes_at + d * PLACE + 8 * h * 64);
+          const uint32_t raw = *reinterpret_cast<const uint32_t*>(scales_at + d * PLACE + 8 * h * 16);
+          scale[h] = scale_pairs<F, T>(RawScale{raw, raw >> 16}, a);
+        }
         // x's tile for wgmma: its address in 16 bytes, rows of 128 swizzled bytes, 1024 bytes from 8 rows to the next 8
-        const uint64_t tile = ((base + turn.at * Layout::X) >> 4 & 0x3FFF) | uint64_t(0x40000040) << 32 | 1 << 16;
+        const uint64_t tile = ((tiles_at + d * PLACE) >> 4 & 0x3FFF) | uint64_t(0x40000040) << 32 | 1 << 16;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           uint32_t lower[4], upper[4];
@@ -185,35 +226,39 @@ __global__ void __launch_bounds__(TileLayout<RT, TM, DX, DW>::THREADS, RT * TM >
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int product = 2 * j + h;
-            Wgmma<TM>::template run<T>(acc[r], h ? second : first, tile + (product / 4 * TM * 128 + product % 4 * 32) / 16);
+#pragma unroll
+            for (int r = 0; r < TM / TN; ++r)
+              Wgmma<TN>::template run<T>(acc[r], h ? second : first, tile + (product / 4 * TM * 128 + r * TN * 128 + product % 4 * 32) / 16);
           }
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-          if (r == 0 && j == 0) {  // the wait ended the previous step's last products
-            if (i > 0 && lane == 0) arrive(empty_x + 8 * before.at);
-            before = turn;
-          }
+          // the first wait of a step ends the products of the step before
+          if (j == 0 && (d > 0 || i0 > turn) && lane == 0) arrive(my_empty + 8 * (d > 0 ? d - KG : D - KG));
         }
       }
-      turn.next();
-      turn_w.next();
-    }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    asm volatile("bar.sync 1, 256;" ::: "memory");  // all products are made, and the rings are free
-    float* partial = reinterpret_cast<float*>(rings);
+    asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");  // all products are made, and the ring is free
+    float* partial = reinterpret_cast<float*>(ring);
 #pragma unroll
-    for (int r = 0; r < RT; ++r)
+    for (int r = 0; r < TM / TN; ++r)
 #pragma unroll
-      for (int i = 0; i < TM / 2; ++i) {
-        const int row = 128 * r + 16 * warp + g + 8 * (i / 2 % 2), token = i / 4 * 8 + 2 * t + i % 2;
-        partial[token * Layout::PITCH + row] = acc[r][i];
+      for (int i = 0; i < TN / 2; ++i) {
+        const int token = r * TN + i / 4 * 8 + 2 * t + i % 2;
+        partial[(turn * TM + token) * Layout::PITCH + row + 8 * (i / 2 % 2)] = acc[r][i];
       }
     if constexpr (CK > 1) cluster_sync();
-    else asm volatile("bar.sync 1, 256;" ::: "memory");
-    const int outputs = min(TM, a.m - first_token) * (ROWS / 4);
-    for (int o = rank * 256 + threadIdx.x; o < outputs; o += CK * 256) {
-      const int token = o / (ROWS / 4), row = o % (ROWS / 4) * 4;
-      store4<T>(a, cluster_sum4<CK>(partial + token * Layout::PITCH + row), first_token + token, first_row + row);
+    else asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");
+    constexpr int QUADS = ROWS / 4, EACH = Layout::MULTIPLY / QUADS, STRIDE = EACH * CK, ALL = TM / STRIDE, BATCH = ALL < 8 / CK / KG ? ALL : 8 / CK / KG;
+    const int column = thread % QUADS * 4, tokens = min(TM, a.m - first_token);
+    const Columns<T> columns(a, first_row + column);
+#pragma unroll 1
+    for (int token = rank * EACH + thread / QUADS; token < tokens; token += STRIDE * BATCH) {
+      float4 v[BATCH];  // several sums at once, because each waits for shared memory
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) v[b] = cluster_sum4<CK, KG>(partial + (token + b * STRIDE) * Layout::PITCH + column, TM * Layout::PITCH);
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b)
+        if (token + b * STRIDE < tokens) columns.store(a, v[b], first_token + token + b * STRIDE, first_row + column);
     }
     if constexpr (CK > 1)  // nobody leaves while others read
       asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
@@ -222,17 +267,16 @@ __global__ void __launch_bounds__(TileLayout<RT, TM, DX, DW>::THREADS, RT * TM >
 }
 
 // image: workspace of ceil(m / TM) * TM * steps * 256 bytes
-template <int F, typename T, int RT, int TM, int CK, int DX, int DW>
+template <int F, typename T, int RG, int KG, int TM, int CK, int D>
 cudaError_t launch_tiles(const DecodeArgs& a, uint8_t* image, cudaStream_t stream) {
-  using Layout = TileLayout<RT, TM, DX, DW>;
-  auto* function = tiles<F, T, RT, TM, CK, DX, DW>;
+  using Layout = TileLayout<RG, KG, TM, D>;
+  auto* function = tiles<F, T, RG, KG, TM, CK, D>;
   const int steps = (a.k + 127) / 128, tiles_m = (a.m + TM - 1) / TM;
   CUtensorMap codes;
   cudaError_t error = map_bytes(&codes, a.codes, a.n, a.k / 2, Layout::ROWS, 64);
   if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout::BYTES);
   if (error != cudaSuccess) return error;
-  const int64_t threads = int64_t(tiles_m) * TM * steps * 4;
-  arrange<T, TM><<<unsigned((threads + 63) / 64), 64, 0, stream>>>(static_cast<const T*>(a.x), reinterpret_cast<uint4*>(image), a.m, a.k, steps);
+  arrange<T, TM><<<dim3(steps, tiles_m * TM / 16), 64, 0, stream>>>(static_cast<const T*>(a.x), reinterpret_cast<uint4*>(image), a.m, a.k);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3((a.n + Layout::ROWS - 1) / Layout::ROWS * CK, tiles_m);
   config.blockDim = Layout::THREADS;
