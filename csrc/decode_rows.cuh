@@ -74,7 +74,9 @@ struct RowsLayout {
   static __host__ __device__ int inbox_at(const DecodeArgs& a, int tokens) {
     return max(scales_at(tokens) + (F == INT4 ? 2 : 1) * scales(a), WARPS * tokens * PITCH * 4);
   }
-  static int bytes(const DecodeArgs& a, int tokens) { return inbox_at(a, tokens) + (CK - 1) * tokens * ROWS * 4; }
+  // Blocks of a cluster that need less than half of a multiprocessor would be put there two at a time, and leave others idle.
+  static constexpr int LEAST = CK > 1 ? 115 * 1024 : 0;
+  static int bytes(const DecodeArgs& a, int tokens) { return max(inbox_at(a, tokens) + (CK - 1) * tokens * ROWS * 4, LEAST); }
   static bool fits(const DecodeArgs& a) { return a.n >= ROWS && bytes(a, TOKENS) <= 227 * 1024; }  // whatever m is
 };
 
