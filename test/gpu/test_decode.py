@@ -30,7 +30,16 @@ FORMATS = (
     "xx-mxfp4",
 )
 RANGES = {"cuda-decode": ((1, 4), (5, 16), (17, 64), (65, 256)), "triton-decode": ((1, 16), (17, 32), (33, 64))}
-SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (200, 1152), (1000, 160), (56, 32), (333, 8224))  # N, K
+SHAPES = (
+    (4096, 4096),
+    (4096, 14336),
+    (14336, 4096),
+    (5000, 1152),
+    (200, 1152),
+    (1000, 160),
+    (56, 32),
+    (333, 8224),
+)  # N, K
 # csrc's kernel for large weights: scales copied by 16, 4 and 1 bytes, a K that steps of 128 do not divide, a last block that overlaps
 LARGE = ((3100, 11008), (5001, 8224), (12001, 4224), (2100, 28672))
 
