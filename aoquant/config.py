@@ -108,7 +108,7 @@ class IntxWeightConfig(WeightConfig):
     mapping: str = "symmetric"
 
     def weight_format(self) -> Format:
-        mapping = _choice("mapping", self.mapping, "symmetric", "noclip", "asymmetric")
+        mapping = _choice(self, "mapping", "symmetric", "noclip", "asymmetric")
         least = 1 if mapping == "asymmetric" else 2
         if not least <= self.bits <= 8:
             raise ValueError(f"IntxWeightConfig: bits must be {least} to 8 with mapping={mapping!r}, got {self.bits}")
@@ -125,7 +125,7 @@ class Int8WeightConfig(WeightConfig):
     activation: str | None = None
 
     def weight_format(self) -> Format:
-        return Affine(8, _choice("granularity", self.granularity, "row", "tensor"), scales="float32")
+        return Affine(8, _choice(self, "granularity", "row", "tensor"), scales="float32")
 
 
 @dataclass
@@ -144,8 +144,8 @@ class FP8WeightConfig(WeightConfig):
             self.activation = "fp8-1x128" if self.granularity == "block" else "fp8-row"
 
     def weight_format(self) -> Format:
-        element = _choice("element", self.element, "e4m3", "e5m2")
-        if _choice("granularity", self.granularity, "row", "tensor", "block") == "block":
+        element = _choice(self, "element", "e4m3", "e5m2")
+        if _choice(self, "granularity", "row", "tensor", "block") == "block":
             return Float8(element, "block", rows=128, cols=128)
         return Float8(element, self.granularity)
 
@@ -172,7 +172,7 @@ class MXFP4WeightConfig(WeightConfig):
             self.activation = "mxfp4" if isinstance(format, MX) else format.name
 
     def weight_format(self) -> Format:
-        numerics = _choice("numerics", self.numerics, "ao", "xx", "qutlass")
+        numerics = _choice(self, "numerics", "ao", "xx", "qutlass")
         rules = {"ao": (*MX_RULES, "quest"), "xx": ("absmax",), "qutlass": ("absmax", "quest")}
         rule = _rule("MXFP4WeightConfig", rules, numerics, self.rule)
         if rule in MX_RULES:
@@ -190,8 +190,8 @@ class MXFP8WeightConfig(WeightConfig):
     transform: Transform | None = None
 
     def weight_format(self) -> Format:
-        element = _choice("element", self.element, "e4m3", "e5m2")
-        return MX(element, _choice("rule", self.rule, *MX_RULES))
+        element = _choice(self, "element", "e4m3", "e5m2")
+        return MX(element, _choice(self, "rule", *MX_RULES))
 
 
 @dataclass
@@ -224,7 +224,7 @@ class NVFP4WeightConfig(WeightConfig):
             self.activation = "nvfp4" if same is None else same.name
 
     def weight_format(self) -> Format:
-        numerics = _choice("numerics", self.numerics, "ao", "te", "xx", "qutlass")
+        numerics = _choice(self, "numerics", "ao", "te", "xx", "qutlass")
         rules = {"ao": ("absmax", "search", "four_over_six"), **dict.fromkeys(("te", "xx", "qutlass"), ("absmax",))}
         rule = _rule("NVFP4WeightConfig", rules, numerics, self.rule)
         if rule == "four_over_six":
@@ -240,7 +240,7 @@ class NVFP4WeightConfig(WeightConfig):
                 f"got metric={self.metric!r}, tile={self.tile!r} with rule={rule!r}, numerics={numerics!r}"
             )
         outers = {"ao": ["dynamic", "static", "none"], "te": ["dynamic"]}.get(numerics, ["dynamic", "static"])
-        outer = _choice("outer", self.outer, *outers)
+        outer = _choice(self, "outer", *outers)
         if numerics == "ao":
             return (NVFP4Search if rule == "search" else NVFP4)(outer, self.pts)
         if (outer == "static") != (self.pts is not None):
@@ -346,9 +346,11 @@ def _rule(config: str, rules: Mapping[str, tuple[str, ...]], numerics: str, got:
     return got
 
 
-def _choice(argument: str, got: str, *allowed: str) -> str:
+def _choice(config: WeightConfig, name: str, *allowed: str) -> str:
+    """A config's value of that name, which has to be one of `allowed`."""
+    got: str = getattr(config, name)
     if got not in allowed:
-        raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {got!r}")
+        raise ValueError(f"{type(config).__name__}: {name} must be one of {', '.join(allowed)}, got {got!r}")
     return got
 
 

@@ -14,7 +14,6 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from aoquant import ops
 from aoquant.formats import Format, Int4
@@ -68,7 +67,7 @@ def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
     Raises:
         ValueError: anything else, such as a whole model or a layer with a torchao tensor, which calls its own kernel.
     """
-    if not isinstance(what, nn.Module):
+    if isinstance(what, (ops.Request, ops.CodecRequest)):
         return ops.explain(what)
     weight = getattr(what, "weight", None)
     if isinstance(what, QATLinear):

@@ -19,6 +19,7 @@ import argparse
 import csv
 import json
 import math
+import shlex
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import torch
+from record_golden import versions
 
 EVAL = Path(__file__).resolve().parents[1] / "eval"
 # name -> recipe and backward of eval/pretrain.py
@@ -73,6 +75,8 @@ def log_of(o: argparse.Namespace, variant: str) -> Path:
 
 def settings(o: argparse.Namespace) -> dict[str, Any]:
     """MODEL and TRAINING with the changes of --set."""
+    if wrong := [pair for pair in o.set if pair.count("=") != 1]:
+        raise SystemExit(f"--set takes NAME=VALUE, got {', '.join(wrong)}")
     changes = dict(pair.split("=") for pair in o.set)
     found = {**MODEL, **TRAINING}
     if unknown := changes.keys() - found.keys():
@@ -84,6 +88,8 @@ def corpus(o: argparse.Namespace) -> None:
     """Encode the text, once."""
     if (o.out / "corpus.pt").exists():
         return
+    if not (o.text and o.validation):
+        raise SystemExit(f"--text and --validation are needed: {o.out} has no corpus.pt of an earlier call")
     sys.path.insert(0, str(EVAL))
     from corpus import Sources, prepare
 
@@ -228,6 +234,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def command(o: argparse.Namespace) -> str:
+    """What a reader would type; folders of this machine left out."""
+    words = ["python", "benchmarks/pretrain_recipes.py", "--out", "DIR", "--steps", o.steps, "--seeds", o.seeds]
+    words += ["--text", *(path.name for path in o.text)] if o.text else []
+    words += ["--validation", *(path.name for path in o.validation)] if o.validation else []
+    words += ["--variants", *o.variants] if o.variants != list(VARIANTS) else []
+    words += ["--set", *o.set] if o.set else []
+    return shlex.join([*map(str, words), "--jobs", str(o.jobs)])
+
+
 def write(o: argparse.Namespace, runs: list[Run]) -> None:
     """pretrain_recipes.csv and .txt, of what there is."""
     if not (rows := read(o, runs)):
@@ -236,11 +252,8 @@ def write(o: argparse.Namespace, runs: list[Run]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    where = torch.cuda.get_device_name() if o.device.startswith("cuda") else "CPU"
-    called = (
-        f"python benchmarks/pretrain_recipes.py --steps {o.steps} --seeds {o.seeds} --jobs {o.jobs} {' '.join(o.set)}"
-    )
-    head = f"{where}, torch {torch.__version__}; {called}\n{settings(o)}; losses in nats a token"
+    meta = versions(torch.device(o.device)) | {"command": command(o)}
+    head = "\n".join(f"{key:12}{value}" for key, value in meta.items()) + f"\n\n{settings(o)}; losses in nats a token"
     (o.out / "pretrain_recipes.txt").write_text(f"{head}\n\n{table(rows)}\n")
 
 

@@ -27,6 +27,10 @@ struct DecodeArgs {
   float shift, odd_shift;  // GridFlip's c of even and odd blocks; times a scale it is exact in x's type
 };
 
+// Bytes of shared memory that are more than half of a multiprocessor's. Blocks of a cluster that need less are put there two at a time, while
+// others have nothing to do.
+constexpr int MORE_THAN_HALF = 115 * 1024;
+
 struct DecodeCall {
   DecodeArgs args;
   uint8_t* image;  // workspace of decode_tiles.cuh: ceil(m / TM) * TM rows of ceil(k / 128) * 256 bytes

@@ -74,9 +74,9 @@ struct RowsLayout {
   static __host__ __device__ int inbox_at(const DecodeArgs& a, int tokens) {
     return max(scales_at(tokens) + (F == INT4 ? 2 : 1) * scales(a), WARPS * tokens * PITCH * 4);
   }
-  // Blocks of a cluster that need less than half of a multiprocessor would be put there two at a time, and leave others idle.
-  static constexpr int LEAST = CK > 1 ? 115 * 1024 : 0;
-  static int bytes(const DecodeArgs& a, int tokens) { return max(inbox_at(a, tokens) + (CK - 1) * tokens * ROWS * 4, LEAST); }
+  static int bytes(const DecodeArgs& a, int tokens) {
+    return max(inbox_at(a, tokens) + (CK - 1) * tokens * ROWS * 4, CK > 1 ? MORE_THAN_HALF : 0);
+  }
   static bool fits(const DecodeArgs& a) { return a.n >= ROWS && bytes(a, TOKENS) <= 227 * 1024; }  // whatever m is
 };
 
@@ -255,8 +255,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
 template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
 cudaError_t launch_rows(const DecodeArgs& a, cudaStream_t stream) {
   using Layout = RowsLayout<F, TOKENS, RT, WARPS, S, CK>;
-  return launch_kernel<CK>(rows_kernel<F, T, TOKENS, RT, WARPS, S, CK>, a, (a.n + Layout::ROWS - 1) / Layout::ROWS * CK, 32 * WARPS, Layout::bytes(a, min(a.m, TOKENS)),
-                           stream);
+  const int blocks = (a.n + Layout::ROWS - 1) / Layout::ROWS * CK;
+  return launch_kernel<CK>(rows_kernel<F, T, TOKENS, RT, WARPS, S, CK>, a, blocks, 32 * WARPS, Layout::bytes(a, min(a.m, TOKENS)), stream);
 }
 
 }  // namespace decode

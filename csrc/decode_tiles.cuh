@@ -109,9 +109,7 @@ struct TileLayout {
   // Registers: an even share, and, traded between groups of four warps, those of the group that fills the ring and of those that multiply.
   static constexpr int EVEN = 65536 / THREADS / 8 * 8, FILLS = 56, MULTIPLIES = (EVEN * THREADS - FILLS * 128) / MULTIPLY / 8 * 8;
   static_assert(D % KG == 0 && PLACE % 1024 == 0);
-  // More than half of a multiprocessor's: blocks of a cluster would share one while others have nothing to do.
-  static_assert(BYTES > 114 * 1024);
-  static_assert(BYTES <= 227 * 1024);
+  static_assert(BYTES >= MORE_THAN_HALF && BYTES <= 227 * 1024);
 };
 
 template <int F, typename T, int RG, int KG, int TM, int CK, int D>

@@ -142,6 +142,8 @@ def test_what_has_no_router_is_refused() -> None:
     quantize_(model, Int8DynamicActivationInt8WeightConfig())
     with pytest.raises(ValueError, match="got Int8Tensor"):
         explain(model[0])
+    with pytest.raises(ValueError, match=r"explain takes a request, a prepared linear layer .*, got str"):
+        explain("nvfp4")
 
 
 def test_int4_behind_a_transform_asks_what_the_layer_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,11 +122,13 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
     Raises:
         ValueError: no backend has that name, or none in that role; and inside the block, when it cannot run a request, with its reason.
     """
+    roles = sorted({b.role for b in _backends})
+    if role is not None and role not in roles:
+        raise ValueError(f"there is no role {role!r}; roles are {', '.join(roles)}")
     known = _all_names() if role is None else backend_names(role)
     if name not in known:
-        roles = f"; roles are {', '.join(sorted({b.role for b in _backends}))}"
         raise ValueError(
-            f"no backend is called {name!r}{f' in role {role!r}' if role else ''}; there are: {', '.join(known) or 'none' + roles}"
+            f"no backend is called {name!r}{f' in role {role!r}' if role else ''}; there are: {', '.join(known)}"
         )
     token = _forced.set((*_forced.get(), (role, name)))
     try:

@@ -68,7 +68,9 @@ def test_a_call_leaves_a_row_for_each_validation_and_a_second_call_has_nothing_t
     command += ["--out", str(out), "--variants", "bf16", "bf16, again", "--seeds", "1", "--steps", "8", "--jobs", "2"]
     command += ["--device", "cpu", "--set", *SMALL]
     printed = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)]
-    assert printed[0] == printed[1]
+    lines = [[line for line in text.splitlines() if not line.startswith("date ")] for text in printed]
+    assert lines[0] == lines[1]
+    assert f"--variants bf16 'bf16, again' --set {SMALL[0]}" in printed[0] and str(tmp_path) not in printed[0]
     with (out / "pretrain_recipes.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(r["variant"], r["step"], r["tokens"]) for r in rows] == [
