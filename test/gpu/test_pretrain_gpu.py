@@ -40,8 +40,8 @@ def test_a_graph_trains_as_eager_does(recipe: str, tmp_path: Path, monkeypatch: 
     assert losses["eager"][-1] < losses["eager"][0]
     assert losses["graph"] == pytest.approx(losses["eager"], rel=2e-3)
     assert losses["halves"] == pytest.approx(losses["eager"], rel=2e-3)
-    # fused kernels round elsewhere
-    assert losses.get("compiled", losses["eager"]) == pytest.approx(losses["eager"], rel=1e-2)
+    if compiled:  # fused kernels round elsewhere
+        assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-2)
     for state in states.values():
         assert {float(s["step"]) for s in state["optimizer"]["state"].values()} == {6.0}
         drawn = [value.tolist()[2] for key, value in state["model"].items() if key.endswith("backward_random")]
