@@ -24,14 +24,14 @@ from aoquant.config import (
     QATConfig,
 )
 from aoquant.formats import get_format, list_formats
-from aoquant.linear import LinearRecipe
+from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.qat import set_fake_quant, unprepare
 from aoquant.ops import backend
-from aoquant.packed import packed_linear
-from aoquant.qat import set_fake_quant, unprepare
 from aoquant.quantize import quantize_
 from aoquant.report import Report, report, verify
-from aoquant.routes import explain
 from aoquant.tensor import PackedTensor
+from aoquant.tools.explain import explain
+from aoquant.tools.packed_linear import packed_linear
 from aoquant.transforms import WUSH, Hadamard
 
 if TYPE_CHECKING:

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from aoquant import _moved as _moved  # old import paths
+
 TORCHAO = ">=0.17"
 _LORA = "peft.tuners.lora.model"
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
@@ -31,7 +33,7 @@ def register() -> None:
     try:
         from torchao.core.config import ALLOWED_AO_MODULES
 
-        from aoquant import handlers
+        from aoquant.planning import handlers
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"aoquant builds on torchao {TORCHAO}, and torchao {version('torchao')} with torch {version('torch')} lacks "

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant import held
 from aoquant.formats import Format, Scales
-from aoquant.linear import cast, check_width
-from aoquant.progress import track
-from aoquant.qat import QATLayer, QATLinear
+from aoquant.layers import held
+from aoquant.layers.linear import cast, check_width
+from aoquant.layers.qat import QATLayer, QATLinear
+from aoquant.planning.progress import track
 from aoquant.report.measure import run, undisturbed
 from aoquant.transforms import wush
 

@@ -54,8 +54,8 @@ def evaluate() -> Callable[..., None]:
             limit: score the first documents only.
             device: where to run.
         """
-        from aoquant import checks
         from aoquant.integrations import job, lm_eval
+        from aoquant.tools import doctor as checks
 
         checks.check_device(device)
         tokenizer, model = job.load_checkpoint(checkpoint, device)
@@ -147,7 +147,7 @@ def doctor() -> Callable[..., None]:
 
     def command() -> None:
         """Show versions, devices, and which recipes and backends run here, with reasons."""
-        from aoquant import checks
+        from aoquant.tools import doctor as checks
 
         _print_table(checks.versions(), ("what", "found"))
         print()

@@ -30,7 +30,7 @@ from aoquant.formats import (
     NVFP4Search,
     get_format,
 )
-from aoquant.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
+from aoquant.layers.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 
 STEPS = ("prepare", "convert")

@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant import fsdp, ops, sharded
+from aoquant import ops
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
-from aoquant.embedding import QATEmbedding
 from aoquant.formats import MX, Encoded, Format, MXFP4Dialect, Scales
+from aoquant.layers.embedding import QATEmbedding
+from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
-from aoquant.plan import Filter, Step, plan
-from aoquant.progress import track
-from aoquant.qat import Prepared, QATLayer, QATLinear
+from aoquant.parallel import fsdp
+from aoquant.parallel import packed as sharded
+from aoquant.planning.plan import Filter, Step, plan
+from aoquant.planning.progress import track
 from aoquant.report.rows import HEALTHY
 from aoquant.tensor import PackedTensor
 

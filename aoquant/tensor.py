@@ -21,7 +21,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Scales, get_format
-from aoquant.linear import LinearRecipe, check_device, quantized_linear
+from aoquant.layers.linear import LinearRecipe, check_device, quantized_linear
 
 aten = torch.ops.aten
 

@@ -28,7 +28,7 @@ from record_golden import versions
 from torch import Tensor, nn
 
 from aoquant import QATConfig, backend, calibrate, quantize_
-from aoquant.qat import QATLinear
+from aoquant.layers.qat import QATLinear
 from aoquant.recipes import list_recipes
 from aoquant.targets import resolve
 from aoquant.tensor import same_bits

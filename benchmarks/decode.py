@@ -18,7 +18,8 @@ from torch import Tensor
 
 from aoquant import get_format
 from aoquant.formats import Encoded
-from aoquant.ops import Request, codec, mslk, scaled_mm, to_parts
+from aoquant.ops import Request, codec, scaled_mm, to_parts
+from aoquant.ops.gemm import mslk
 from aoquant.ops.router import route
 
 FORMATS = ("int4-g128", "nvfp4", "mxfp4", "gridflip")

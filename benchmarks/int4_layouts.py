@@ -3,7 +3,7 @@
     python benchmarks/int4_layouts.py [--out DIR]
 
 Needs torch, torchao, safetensors, one Hopper GPU and `mslk-cuda`. Takes a minute or two. Writes `test/golden/int4/<gpu>.safetensors`,
-which `test/exact/test_int4_golden.py` checks on every CPU, and `benchmarks/results/int4_<gpu>.txt`; with `--out`, both go to DIR.
+which `test/formats/test_int4_golden.py` checks on every CPU, and `benchmarks/results/int4_<gpu>.txt`; with `--out`, both go to DIR.
 
 1. bytes: the packed tensors of torchao's own `quantize_` equal ours, and their codes and scales equal our CPU encoding.
 2. operands: a kernel times the identity matrix is its operand tile.
@@ -28,18 +28,19 @@ import torch
 import torchao.quantization as ao
 from record_golden import ROOT, Outcome, Report, verdict, versions
 
-from golden_inputs import golden_input, normal, weights  # isort: skip  # record_golden puts it on the path
+from support.golden_inputs import golden_input, normal, weights  # isort: skip  # record_golden puts it on the path
 from torch import Tensor, nn
 from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows import IntxChooseQParamsAlgorithm, IntxUnpackedToInt8Tensor
 
-from aoquant import QATConfig, backend, checks, get_format, quantize_
+from aoquant import QATConfig, backend, get_format, quantize_
 from aoquant.formats import Float8Mslk, TinyGemm
 from aoquant.formats.elements import fma
-from aoquant.ops import mslk
+from aoquant.ops.gemm import mslk
 from aoquant.report.measure import sqnr
 from aoquant.targets import resolve
+from aoquant.tools import doctor as checks
 
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 CUDA = torch.device("cuda")

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant import QATConfig, calibrate, explain, quantize_
-from aoquant.checks import MISSING_KERNEL
 from aoquant.ops import Request
 from aoquant.recipes import get_recipe, list_recipes
 from aoquant.report.measure import is_packed, sqnr
+from aoquant.tools.doctor import MISSING_KERNEL
 
 BF16, N, K, M_GRAD, MS = torch.bfloat16, 1024, 2048, 128, (1, 16, 128, 2048)
 BOUND, COSINE = 50.0, 0.9  # bf16 outputs of other sums agree to about 55 dB; two-bit weights turn dx to 0.94

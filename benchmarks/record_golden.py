@@ -3,9 +3,9 @@
     python benchmarks/record_golden.py [--device cuda|cpu] [--out DIR]
 
 Needs torch, torchao, safetensors and one NVIDIA GPU; without MSLK (`mslk-cuda`) the int4 part is skipped, and said so.
-Takes less than a minute. Writes `test/golden/<gpu>.safetensors`, which `test/exact/test_golden.py` checks on every CPU,
+Takes less than a minute. Writes `test/golden/<gpu>.safetensors`, which `test/formats/test_golden.py` checks on every CPU,
 and `benchmarks/results/golden_<gpu>.txt`; with `--out`, both go to DIR. `--device cpu` is a dry run, written only with
-`--out`, in which torchao is given CUDA's rule for dividing by a constant (see `test/golden/torchao_oracle.py`).
+`--out`, in which torchao is given CUDA's rule for dividing by a constant (see `test/support/torchao_oracle.py`).
 
 Report lines: OK; DIFF, torchao differs from aoquant (counted, no failure); SKIP with the reason; FAIL, which makes the
 exit code 1: an exception, other bytes on the device than on the CPU, or golden bytes that our CPU does not reproduce.
@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "test" / "golden")]
+sys.path[:0] = [str(ROOT), str(ROOT / "test")]
 if not torch.cuda.is_available():
     os.environ.setdefault("MSLK_PYTHON_ONLY", "1")  # else mslk's import breaks torchao's
 
-from golden_inputs import DATA, SCALED_MM, data_set, golden_input, weights  # noqa: E402
-from torchao_oracle import Refused, Theirs, cuda_division, differing, ours, same, torchao_encode  # noqa: E402
+from support.golden_inputs import DATA, SCALED_MM, data_set, golden_input, weights  # noqa: E402
+from support.torchao_oracle import Refused, Theirs, cuda_division, differing, ours, same, torchao_encode  # noqa: E402
 
 from aoquant.formats import Affine, Encoded, Float8, Format, Int4, get_format, list_formats  # noqa: E402
 from aoquant.formats.scales import divide  # noqa: E402

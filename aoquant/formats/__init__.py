@@ -1,7 +1,7 @@
 """Number formats: the one place where numerics live. QAT and PTQ both call these frozen instances.
 
 `get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row in
-`test/exact/test_formats.py`; training, packing, reports, checkpoints and the command line follow.
+`test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant.fsdp import reshard
-from aoquant.sharded import ShardedLinear, gather
+from aoquant.parallel.fsdp import reshard
+from aoquant.parallel.packed import ShardedLinear, gather
 from aoquant.targets import resolve
 
 

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from aoquant import _register, fsdp
+from aoquant import _register
 from aoquant.config import PackedWeightConfig
-from aoquant.plan import Layer, _key
-from aoquant.qat import QATLayer
+from aoquant.layers.qat import QATLayer
+from aoquant.parallel import fsdp
+from aoquant.planning.plan import Layer, _key
 from aoquant.quantize import config_of
 from aoquant.tensor import PackedTensor
 

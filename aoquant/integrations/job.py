@@ -25,17 +25,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from aoquant import QATConfig, calibrate, quantize_
 from aoquant.calibrate import uncalibrated
-from aoquant.checks import MISSING_KERNEL, check_device
 from aoquant.config import WeightConfig
 from aoquant.integrations.finetune import LOSSES, finetune
 from aoquant.integrations.hf import check_storable, load_pretrained, save_pretrained
 from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
-from aoquant.plan import Filter, Layer
+from aoquant.planning.plan import Filter, Layer
 from aoquant.recipes import get_recipe
 from aoquant.report import Report, report, verify
 from aoquant.report.measure import stored_bytes
 from aoquant.targets import resolve
+from aoquant.tools.doctor import MISSING_KERNEL, check_device
 
 RESULTS = "aoquant_run.json"
 CALIBRATION_BATCHES = 8  # training batches that static activation scales are found on

@@ -32,15 +32,16 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from aoquant import held, ops
+from aoquant import ops
 from aoquant.formats import Scales
 from aoquant.integrations import peft_gradients
-from aoquant.linear import pulled_back
-from aoquant.plan import plan_layer
-from aoquant.qat import QATLayer, QATLinear
+from aoquant.layers import held
+from aoquant.layers.linear import pulled_back
+from aoquant.layers.qat import QATLayer, QATLinear
+from aoquant.parallel.linear import is_sharded
+from aoquant.planning.plan import plan_layer
 from aoquant.quantize import apply, config_of
 from aoquant.report.measure import weight_value
-from aoquant.sharding import is_sharded
 
 
 def install(module: ModuleType) -> None:

@@ -29,7 +29,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, hf
 from aoquant.integrations.slots import Slot, reading
-from aoquant.plan import Step, plan
+from aoquant.planning.plan import Step, plan
 from aoquant.quantize import apply
 
 _COMPUTED = (

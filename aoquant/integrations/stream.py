@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 
-from aoquant.checks import check_device
 from aoquant.integrations import checkpoint
 from aoquant.integrations.skeleton import Layer, Skeleton, build
 from aoquant.integrations.slots import Slot, flush, header, reading, reserve
-from aoquant.plan import not_finite
-from aoquant.progress import bar
+from aoquant.planning.plan import not_finite
+from aoquant.planning.progress import bar
 from aoquant.quantize import pack
+from aoquant.tools.doctor import check_device
 
 # weights, in any format, and what is written anew; all other files (tokenizer, chat template, licence) are copied
 _NOT_COPIED = re.compile(

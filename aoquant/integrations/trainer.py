@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from aoquant.qat import QATLayer, set_fake_quant
+from aoquant.layers.qat import QATLayer, set_fake_quant
 from aoquant.report.measure import logits_of, run, sqnr, undisturbed
 
 MIN, MEAN, OUTPUT = "qat/weight_sqnr_min_db", "qat/weight_sqnr_mean_db", "qat/output_sqnr_db"

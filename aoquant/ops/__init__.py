@@ -26,22 +26,23 @@ from torch._C import _len_torch_dispatch_stack
 from aoquant.formats import NVFP4, Affine, Encoded, Format, Scales, Transformed, get_format, layout
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 
-from . import backward, codec, reference
-from .blackwell import BLACKWELL
+from . import backward, codec
 from .call import Call
 from .codec import CodecRequest, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import fake, op
-from .external import TORCH
-from .few_rows import FEW_ROWS
+from .gemm import reference
+from .gemm.blackwell import BLACKWELL
+from .gemm.few_rows import FEW_ROWS
+from .gemm.mslk import MSLK
+from .gemm.packed_fp4 import PACKED
+from .gemm.qutlass import QUTLASS
+from .gemm.tensor_cores import TENSOR_CORES
+from .gemm.tinygemm import TINYGEMM
+from .gemm.torch_kernels import TORCH
 from .lookup import embedding, embedding_grad
-from .matmul import TENSOR_CORES
-from .mslk import MSLK
-from .packed import PACKED
 from .parts import Part, filled, from_parts, to_parts
-from .qutlass import QUTLASS
 from .router import Backend, Request, backend, backend_names, code_readers, explain, register
-from .tinygemm import TINYGEMM
 
 __all__ = [
     "CONTRACTS",

@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aoquant import fsdp
-from aoquant.progress import track
+from aoquant.parallel import fsdp
+from aoquant.planning.progress import track
 from aoquant.report import render
 from aoquant.report.compare import compare, pairs_of
 from aoquant.report.measure import stored_bytes, undisturbed, weight_of

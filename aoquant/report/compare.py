@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aoquant.layers.qat import QATLayer
 from aoquant.ops import Request
 from aoquant.ops.router import route
-from aoquant.qat import QATLayer
 from aoquant.report.measure import (
     decibels,
     energies,

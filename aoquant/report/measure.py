@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aoquant.formats import Encoded, Format, Int4, Int4Float8, Scales, Transformed
-from aoquant.linear import LinearRecipe
-from aoquant.qat import QATLayer
+from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.qat import QATLayer
 from aoquant.tensor import PackedTensor
 
 CHUNK = 1 << 22  # values that are in float64 at a time

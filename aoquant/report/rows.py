@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from aoquant.formats import Format
-from aoquant.qat import QATLayer
+from aoquant.layers.qat import QATLayer
 from aoquant.report.compare import Pair, why
 from aoquant.report.measure import (
     is_packed,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.formats import Encoded, Format, Scales
-from aoquant.linear import LinearRecipe
+from aoquant.layers.linear import LinearRecipe
 from aoquant.tensor import PackedTensor
 
 

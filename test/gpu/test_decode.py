@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import aoquant
 from aoquant import QATConfig, backend, get_format, quantize_
 from aoquant.formats import Encoded, Format
-from aoquant.ops import Request, code_readers, codec, explain, few_rows, from_parts, scaled_mm, to_parts
+from aoquant.ops import Request, code_readers, codec, explain, from_parts, scaled_mm, to_parts
+from aoquant.ops.gemm import few_rows
 from aoquant.ops.router import route
 from aoquant.recipes import get_recipe
 

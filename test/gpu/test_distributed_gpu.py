@@ -1,13 +1,8 @@
 """FSDP2, DDP and tensor parallelism over NCCL: the checks of `distributed_checks`, on two GPUs."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "integration"))
-import distributed_checks
+from support import distributed_checks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,11 +10,11 @@ import copy
 
 import pytest
 import torch
-from accumulation import KINDS, adversarial, bound
+from support.accumulation import KINDS, adversarial, bound
 from torch import Tensor, nn
 
 from aoquant import QATConfig, quantize_
-from aoquant.qat import QATLinear
+from aoquant.layers.qat import QATLinear
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grid_inputs import inputs
+from support.grid_inputs import inputs
 from torch import Tensor
 
 from aoquant import backend, explain, get_format

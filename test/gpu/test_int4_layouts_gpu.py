@@ -23,7 +23,7 @@ from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant import QATConfig, backend, quantize_
-from aoquant.ops import mslk
+from aoquant.ops.gemm import mslk
 from aoquant.report.measure import sqnr
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import QATConfig, backend, quantize_
-from aoquant.ops.matmul import accumulate
+from aoquant.ops.gemm.tensor_cores import accumulate
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu

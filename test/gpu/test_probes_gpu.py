@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from golden_inputs import golden_input, weights
+from support.golden_inputs import golden_input, weights
 from torch import Tensor
 
 from aoquant import get_format
 from aoquant.formats import Encoded, Format
-from aoquant.ops import mslk, tinygemm
+from aoquant.ops.gemm import mslk, tinygemm
 
 pytestmark = pytest.mark.gpu
 

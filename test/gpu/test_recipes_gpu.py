@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import QATConfig, calibrate, quantize_
-from aoquant.qat import RANDOM
+from aoquant.layers.qat import RANDOM
 from aoquant.recipes import get_recipe, list_recipes
 
 pytestmark = pytest.mark.gpu

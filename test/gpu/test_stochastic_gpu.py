@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from aoquant import QATConfig, backend, explain, get_format, quantize_
 from aoquant.formats import Random, Randomized
 from aoquant.formats.rotated import rotate
+from aoquant.layers.qat import RANDOM
 from aoquant.ops import CodecRequest, codec
-from aoquant.qat import RANDOM
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu

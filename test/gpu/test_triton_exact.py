@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from golden_inputs import DATA
+from support.golden_inputs import DATA
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops

@@ -1,0 +1,207 @@
+"""The modules that prepare swaps in, and what can be done to them: switch fake quantisation off and on, and swap them back.
+
+A prepared layer is the layer that was there, under another class. Nothing is wrapped and nothing is copied, so whoever holds the
+module, its parameters, its hooks or its name still holds the right thing: optimizers, FSDP, adapters, checkpoints, tied layers. Static
+and learned scales are the only things that a layer gains (held.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from aoquant.formats import Encoded, Scales
+from aoquant.formats.random import fresh_state
+from aoquant.layers import held
+from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
+from aoquant.parallel.fsdp import swap_class
+
+RANDOM = "backward_random"  # buffer of a layer whose backward draws: seed, module, step
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What prepare leaves on a module: the recipe, the config that convert must be given, and the layer's name for errors."""
+
+    recipe: LinearRecipe
+    config: Any
+    fqn: str
+
+
+class QATLayer(nn.Module):
+    """A layer that computes what its converted form will compute.
+
+    Made by swapping the class of an existing `plain` layer in place, so parameters, state_dict keys, hooks, attributes, mode and
+    tying stay as they were. `fake_quant = False` switches it back to a plain layer for as long as you like.
+    """
+
+    plain: ClassVar[type[nn.Module]]
+    prepared: Prepared
+    fake_quant: bool
+    weight: Tensor
+
+    @classmethod
+    def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
+        """Swap `layer`'s class in place."""
+        swap_class(layer, cls)
+        assert isinstance(layer, cls)
+        layer.prepared, layer.fake_quant = prepared, True
+        _rebind(layer)
+        return layer
+
+    def unprepare(self) -> nn.Module:
+        """Swap back to the plain layer in place."""
+        del self.prepared, self.fake_quant
+        swap_class(self, self.plain)
+        _rebind(self)
+        return self
+
+    def held_scales(self, side: str) -> Scales | None:
+        """Static or learned scales of side "input" or "weight", 2-D, and a fitted transform; None where there is neither."""
+        return None
+
+    @torch.no_grad()
+    def encode_weight(self) -> Encoded:
+        """The weight's codes and scales as forward multiplies them and convert stores them."""
+        return self.prepared.recipe.fprop_weight.encode(self.weight.detach(), self.held_scales("weight"))
+
+    @torch.no_grad()
+    def quantised_weight(self) -> Tensor:
+        """(N, K) values that the layer multiplies its input by, in the weight's dtype; W' T where a transform stands before both."""
+        recipe, e = self.prepared.recipe, self.encode_weight()
+        if recipe.transform is None:
+            return recipe.fprop_weight.decode(e, self.weight.dtype)
+        assert recipe.fprop_input is not None
+        matrix = getattr(self, "input_transform", None)
+        return recipe.fprop_input.pull_back(recipe.fprop_weight.decode(e, torch.float32), matrix).to(self.weight.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.prepared.recipe}{'' if self.fake_quant else ', fake_quant=False'}"
+
+
+class QATLinear(QATLayer, nn.Linear):
+    """nn.Linear whose forward computes what the converted layer will compute.
+
+    Static and learned scales are added to its buffers and parameters, and so is the state of the random numbers of a backward that
+    draws. calibrated: whether the scales that it holds have values.
+    """
+
+    plain = nn.Linear
+    calibrated: bool
+
+    @classmethod
+    def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
+        """Swap `layer`'s class in place. Held weight scales are measured now, held input scales and fitted transforms wait for `calibrate`."""
+        linear = super().prepare(layer, prepared)
+        recipe = prepared.recipe
+        if recipe.weight_scales != "dynamic":
+            measured = recipe.fprop_weight.measure(linear.weight.detach())
+            held.register(linear, "weight", measured, learned=recipe.weight_scales == "learned")
+        if recipe.input_scales != "dynamic":
+            assert recipe.fprop_input is not None
+            unknown = recipe.fprop_input.base.measure(linear.weight.detach().new_full((1, 1), torch.nan))
+            held.register(linear, "input", unknown, learned=recipe.input_scales == "learned")
+        if recipe.fitted:
+            assert recipe.transform is not None
+            size = recipe.transform.size
+            unknown = Scales(
+                transform=torch.full((linear.in_features // size, size, size), torch.nan, device=linear.weight.device)
+            )
+            held.register(linear, "input", unknown, learned=False)
+            held.register(linear, "weight", unknown, learned=False)
+        linear.calibrated = held.present(linear)
+        if recipe.draws:
+            linear.register_buffer(RANDOM, fresh_state(prepared.config.seed, prepared.fqn, linear.weight.device))
+        return linear
+
+    def unprepare(self) -> nn.Module:
+        """Swap back to a plain nn.Linear in place."""
+        held.forget(self)
+        self._buffers.pop(RANDOM, None)
+        del self.calibrated
+        return super().unprepare()
+
+    def held_scales(self, side: str) -> Scales | None:
+        recipe = self.prepared.recipe
+        scales = recipe.input_scales if side == "input" else recipe.weight_scales
+        return None if scales == "dynamic" and not recipe.fitted else held.matrices(held.read(self, side))
+
+    @torch.no_grad()
+    def deployed_input_scales(self) -> Scales | None:
+        """The held input scales as the kernel uses them, a learned one at least eps, and a fitted transform; None where there is neither."""
+        scales, format = self.held_scales("input"), self.prepared.recipe.fprop_input
+        if scales is None or format is None or scales.dynamic:
+            return scales
+        e = format.encode(self.weight.new_zeros(1, format.block or 1, dtype=torch.float32), scales)
+        # as many dimensions as the input had
+        shapes = [None if t is None else t.shape for t in held.read(self, "input")[:3]]
+        used = (e.scale, e.zero, scales.outer)
+        return Scales(*(t.view(s) if s and t is not None else None for t, s in zip(used, shapes, strict=True)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fake_quant:
+            return F.linear(x, self.weight, self.bias)
+        try:
+            if not self.calibrated:
+                raise ValueError(NOT_CALIBRATED)
+            recipe = self.prepared.recipe
+            scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
+            random = self._buffers.get(RANDOM)
+            return quantized_linear(x, [self.weight], self.bias, recipe, self.in_features, *scales, random)
+        except ValueError as error:
+            raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = {name: getattr(self, name).data for name in held.names(self)}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        held.keep_dtype(self, before)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        held.take_shape(self, prefix, state_dict)
+        if self.prepared.recipe.draws:  # a checkpoint from before this training knows no state: it begins at step 0
+            fresh = fresh_state(self.prepared.config.seed, self.prepared.fqn)
+            state_dict.setdefault(prefix + RANDOM, fresh)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if prefix + "weight" in state_dict:  # held scales that did not come along are those of another weight
+            self.calibrated = all(prefix + n in state_dict for n in held.names(self)) and held.present(self)
+
+
+def set_fake_quant(model: nn.Module, enabled: bool) -> int:
+    """Switch fake quantisation of every prepared layer in `model`; returns how many there are."""
+    layers = [m for m in model.modules() if isinstance(m, QATLayer)]
+    for layer in layers:
+        layer.fake_quant = enabled
+    return len(layers)
+
+
+def unprepare(model: nn.Module) -> int:
+    """Make every prepared layer of `model` a plain nn.Linear or nn.Embedding again, in place; returns how many there were.
+
+    Weights, state_dict, hooks, attributes, mode and tying stay as they are; what training did to the weights stays too.
+
+    Raises:
+        ValueError: no layer is prepared, or one has an adapter.
+    """
+    for name, module in model.named_modules():  # peft's tuner layers
+        if isinstance(getattr(module, "base_layer", None), QATLayer) and hasattr(module, "merged"):
+            raise ValueError(
+                f"{name}.base_layer: is under an adapter that trains the merged weight: call merge_and_unload(), or unload(), first"
+            )
+    layers = [m for m in model.modules() if isinstance(m, QATLayer)]
+    if not layers:
+        raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")
+    for layer in layers:
+        layer.unprepare()
+    return len(layers)
+
+
+def _rebind(module: nn.Module) -> None:
+    """Let accelerate's hooks (device_map, offload) call the new class: they keep the bound forward of the one they found."""
+    if "_old_forward" in vars(module):
+        vars(module)["_old_forward"] = MethodType(type(module).forward, module)

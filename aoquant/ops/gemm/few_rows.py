@@ -1,0 +1,143 @@
+"""GEMMs of few rows of x with a 4-bit W, decoded on the way to the tensor core: what serving a model spends its time on.
+
+Two backends keep the contract "aoquant" from the packed tensor's own bytes, without a second copy of W: "cuda-decode", kernels of
+`csrc/`, and "triton-decode", for an aoquant that was installed without them. Above `rows` rows of x it is cheaper to decode W once and
+to leave the GEMM to `matmul.py`.
+
+Both choose how they cut K by N, K and a range of M, so within a range a row of y does not depend on how many rows there are; between two ranges,
+and between backends, the order of additions differs. A prepared layer asks for the same (M, N, K) as the converted one, so it gets the same kernel.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import MX, NVFP4, Format, FourOverSix, GridFlip, Int4, MXFP4Dialect, NVFP4Dialect, NVFP4Search
+
+from .. import codec, native
+from ..call import Call
+from ..router import Backend, Request
+
+CUDA_ROWS, TRITON_ROWS = 256, 64
+_CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3}  # `Format` of csrc/decode_call.cuh
+_KINDS: dict[type[Format], str] = {
+    Int4: "int4",
+    NVFP4: "e4m3",
+    NVFP4Search: "e4m3",
+    NVFP4Dialect: "e4m3",
+    FourOverSix: "e4m3",
+    MX: "e8m0",
+    MXFP4Dialect: "e8m0",
+    GridFlip: "gridflip",
+}
+
+
+def kind(f: Format) -> str | None:
+    """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip"; None: otherwise."""
+    f = f.base  # what a transform does to values is done before they are codes
+    return _KINDS.get(type(f)) if f.bits == 4 else None  # a subclass is another format
+
+
+def _why_not(r: Request) -> str | None:
+    if r.contract != "aoquant":
+        return f"computes aoquant, not {r.contract}"
+    how = kind(r.w_format)
+    if how is None:
+        return f"decodes int4 and FP4 weights, not {r.w_format.name}"
+    if r.device.type != "cuda":
+        return "needs a CUDA device"
+    if r.dtype not in (torch.bfloat16, torch.float16):
+        return f"multiplies bfloat16 or float16, got {r.dtype}"
+    scales = r.scale_dtype
+    if isinstance(r.w_format.base, Int4) and r.w_format.base.scales == "bfloat16":
+        scales = torch.bfloat16
+    if how == "int4" and scales not in (None, r.dtype):
+        return f"makes int4's operands in one type, got scales in {scales} and activations in {r.dtype}"
+    block = r.w_format.base.block or 0
+    if r.k % 32 or block < 16 or block & (block - 1):
+        return f"needs K % 32 == 0 and blocks of 16, 32, 64, ..., got K = {r.k} and blocks of {block}"
+    return None
+
+
+def _why_not_cuda(r: Request) -> str | None:
+    if (reason := _why_not(r)) is not None:
+        return reason
+    if torch.cuda.get_device_capability(r.device) != (9, 0):
+        return "its kernels are for Hopper (compute capability 9.0)"
+    if (reason := native.why_not("decode_mm")) is not None:
+        return reason
+    f, how = r.w_format.base, kind(r.w_format)
+    if how == "e8m0" and r.dtype != torch.bfloat16:
+        return f"needs bfloat16 activations for e8m0 scales, which leave the range of {r.dtype}"
+    if isinstance(f, GridFlip) and math.frexp(f.c)[0] * 16 % 1:
+        return f"needs a shift of at most 4 bits, so that it is exact times a scale, got c = {f.c}"
+    if how == "int4" and (f.block or 0) < 32:
+        return f"needs groups of at least 32, got {f.block}"
+    return _too_many(r, CUDA_ROWS)
+
+
+def _why_not_triton(r: Request) -> str | None:
+    if (reason := _why_not(r)) is not None:
+        return reason
+    if not codec.has_triton(r.device):
+        return "needs Triton and compute capability 8.9 (Ada, Hopper) or later"
+    return _too_many(r, TRITON_ROWS)
+
+
+def _too_many(r: Request, most: int) -> str | None:
+    return None if r.m <= most else f"is for up to {most} rows: with more it is faster to decode W once"
+
+
+def _cuda(c: Call) -> Tensor:
+    f, w, x_MK = c.w_format, c.w, c.x_operand()
+    assert w.scale is not None and f.block is not None
+    how = kind(f)
+    assert how is not None
+    scale = w.scale if how == "int4" else w.scale.view(torch.uint8)
+    bias = c.bias if c.bias is None or c.bias.dtype in (x_MK.dtype, torch.float32) else c.bias.float()
+    y_MN: Tensor = native.operator("decode_mm")(
+        _aligned(x_MK),
+        _aligned(w.codes),
+        _aligned(scale),
+        None if w.zero is None else _aligned(w.zero),
+        c.alpha_x,
+        c.alpha_w,
+        None if bias is None else bias.contiguous(),
+        _CUDA_FORMATS[how],
+        f.block,
+        f.tile_rows,
+        *shifts(f),
+    )
+    return c.shaped(y_MN)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Contiguous, from an address that is a multiple of 16: itself, but for some views."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def shifts(f: Format) -> tuple[float, float]:
+    """What GridFlip's flagged blocks are shifted by, even and odd ones along K; zeros for other formats."""
+    if not isinstance(f, GridFlip):
+        return 0.0, 0.0
+    return f.c, -f.c if f.alternating else f.c
+
+
+def _triton(c: Call) -> Tensor:
+    from ..triton import few_rows, launch
+
+    how, x_MK = kind(c.w_format), c.x_operand()
+    assert how is not None
+    with launch.on(x_MK):
+        y_MN = few_rows.decode_mm(c.w_format, how, shifts(c.w_format), c.w, x_MK, c.alpha_x, c.alpha_w, c.bias)
+    return c.shaped(y_MN)
+
+
+FEW_ROWS = (
+    Backend("cuda-decode", 8, _why_not_cuda, _cuda, reads_codes=True),
+    Backend("triton-decode", 7, _why_not_triton, _triton, reads_codes=True),
+)

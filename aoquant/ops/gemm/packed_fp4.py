@@ -1,0 +1,51 @@
+"""GEMMs of two packed FP4 matrices: which formats can be multiplied code by code, and our own kernel for them.
+
+Any two FP4 formats can, whatever their scale rules and dialects: codes are e2m1, block scales e8m0 of 32 values or e4m3 of 16, and what is left
+of a format is its `alpha`. GridFlip's signed scales and tiles of 16 rows are other layouts.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from aoquant.formats import MX, NVFP4, Encoded, Format, FourOverSix, GridFlip, MXFP4Dialect, NVFP4Dialect
+
+from .. import codec
+from ..call import Call
+from ..router import Backend, Request
+
+
+def why_not_packed(f: Format | None) -> str | None:
+    """Why a format's codes and scales are no FP4 operand; None when they are."""
+    if isinstance(f, MXFP4Dialect) or (type(f) is MX and f.element == "e2m1"):
+        return None
+    if isinstance(f, NVFP4 | NVFP4Dialect | FourOverSix) and not isinstance(f, GridFlip) and f.tile_rows == 1:
+        return None
+    return f"multiplies packed FP4 with a scale per row and block, got {f.name if f else 'high precision'}"
+
+
+def parts(e: Encoded) -> tuple[Tensor, Tensor]:
+    """Codes and block scales."""
+    assert e.scale is not None
+    return e.codes, e.scale
+
+
+def _why_not(r: Request) -> str | None:
+    if r.contract != "aoquant":
+        return f"computes aoquant, not {r.contract}"
+    if reason := why_not_packed(r.x_format) or why_not_packed(r.w_format):
+        return reason
+    return codec.lacks_triton(r.device)
+
+
+def _run(c: Call) -> Tensor:
+    from ..triton import launch, packed
+
+    assert c.x is not None
+    with launch.on(c.x.codes):
+        y_MN = packed.multiply(parts(c.x), parts(c.w), c.k, c.alpha_x, c.alpha_w, c.bias, c.dtype)
+    return c.shaped(y_MN)
+
+
+# below "tensor-cores", which is faster wherever a bf16 operand of the weight has room
+PACKED = Backend("triton", 4, _why_not, _run, reads_codes=True)

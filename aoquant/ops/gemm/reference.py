@@ -1,0 +1,163 @@
+"""The reference backend: every contract in plain PyTorch. The oracle for other backends, and what runs where none of them does.
+
+Operands are exact in the compute dtype, so a float32 matmul of them sums the products that a tensor core sums; only the order of
+the additions is free. On the CPU and on the GPU these functions compute the same contract, to the last bit of each addition.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aoquant.formats import Affine, Encoded, Float8
+from aoquant.formats.elements import fma
+
+from ..call import Call
+from . import tinygemm
+
+
+def scaled_mm(c: Call) -> Tensor:
+    """y = x W^T under c.contract, shaped (*lead, N) in c.dtype."""
+    return {
+        "aoquant": _single_rounding,
+        "bias_after": _bias_after,
+        "fp8_bias_after": _fp8_bias_after,
+        "tinygemm_cuda": tinygemm.cuda_reference,
+        "tinygemm_cpu": tinygemm.cpu_reference,
+        "dequantize": _dequantize,
+        "dequantize_flat": _dequantize_flat,
+        "matmul_bias": _matmul_bias,
+        "int8_rescale": _int8_rescale,
+        "int8_dynamic": _int8_dynamic,
+        "fp8_scaled_mm": _single_rounding,
+        "fp8_scaled_mm_precise": _single_rounding,
+        "fp8_mslk": _fp8_bias_after,
+        "fp8_mslk_precise": _fp8_bias_after,
+        "fp8_blocks": _bias_after,
+        "nvfp4_rescale": _nvfp4_rescale,
+    }[c.contract](c)
+
+
+def accumulate(c: Call) -> Tensor:
+    """(M, N) float32 sum of products of operands."""
+    if c.x is not None and isinstance(c.x_format, Float8) and isinstance(c.w_format, Float8):
+        block = c.x_format.block
+        if block is not None and block == c.w_format.block:
+            return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, block)
+    return c.x_operand(torch.float32) @ c.w_operand(torch.float32).t()
+
+
+def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float8, block: int) -> Tensor:
+    """(M, N): each block's products summed, times both scales, added in K's order."""
+    assert x.scale is not None and w.scale is not None
+    x_GMB, w_GNB = (e.codes.float().unflatten(1, (-1, block)).transpose(0, 1) for e in (x, w))
+    sx_GM, sw_GN = x_format.spread(x.scale, len(x.codes)).t(), w_format.spread(w.scale, len(w.codes)).t()
+    acc_MN = x_GMB.new_zeros(len(x.codes), len(w.codes))
+    for x_MB, w_NB, sx_M, sw_N in zip(x_GMB, w_GNB, sx_GM, sw_GN, strict=True):
+        acc_MN += (x_MB @ w_NB.t()) * sx_M.unsqueeze(1) * sw_N
+    return acc_MN
+
+
+def _single_rounding(c: Call) -> Tensor:
+    return rescale(c, accumulate(c))
+
+
+def rescale(c: Call, acc_MN: Tensor) -> Tensor:
+    """The epilogue of "aoquant": float32 accumulators times alpha_x, times alpha_w, plus bias, and one rounding."""
+    y_MN = _scaled(c, acc_MN)
+    if c.bias is not None:
+        y_MN = y_MN + c.bias.float()
+    return c.shaped(y_MN.to(c.dtype))
+
+
+def _bias_after(c: Call) -> Tensor:
+    return c.plus_bias(accumulate(c).to(c.dtype))
+
+
+def _fp8_bias_after(c: Call) -> Tensor:
+    return fp8_epilogue(c, accumulate(c))
+
+
+def fp8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
+    """The scales on the float32 accumulator, one rounding, the bias and its rounding; MSLK's fp8 GEMM fuses a float32 bias."""
+    if c.contract.startswith("fp8_mslk") and c.bias is not None and c.bias.dtype == torch.float32:
+        assert c.alpha_x is not None and c.alpha_w is not None
+        return c.shaped(fma(acc_MN * c.alpha_x, c.alpha_w.t(), c.bias).to(c.dtype))
+    return c.plus_bias(_scaled(c, acc_MN).to(c.dtype))
+
+
+def _scaled(c: Call, acc_MN: Tensor) -> Tensor:
+    """acc * alpha_x * alpha_w, in this order."""
+    for alpha in (c.alpha_x, None if c.alpha_w is None else c.alpha_w.t()):
+        if alpha is not None:
+            acc_MN = acc_MN * alpha
+    return acc_MN
+
+
+def _dequantize(c: Call) -> Tensor:
+    return F.linear(_decoded_x(c), c.w_decoded(), _cast(c.bias, c.dtype))
+
+
+def _dequantize_flat(c: Call) -> Tensor:
+    x_MK = _decoded_x(c).reshape(-1, c.k)
+    return c.shaped(F.linear(x_MK, c.w_decoded(), _cast(c.bias, c.dtype)))
+
+
+def _matmul_bias(c: Call) -> Tensor:
+    return _plus(torch.matmul(_decoded_x(c), c.w_decoded().t()), c.bias)
+
+
+def _int8_rescale(c: Call) -> Tensor:
+    assert isinstance(c.w_format, Affine) and c.w.scale is not None
+    x_MK = c.x_hp.reshape(-1, c.k)
+    if c.w_format.per == "group":
+        y_MN = torch.mm(x_MK, c.w_decoded().t())
+    else:
+        y_MN = torch.mm(x_MK, c.w_format.integers(c.w).t().to(c.dtype)) * c.w.scale.to(c.dtype).flatten()
+    return c.shaped(_plus(y_MN, c.bias))
+
+
+def _int8_dynamic(c: Call) -> Tensor:
+    # float64 holds every int32 sum exactly, so this is the integer product whatever K is
+    x_MK, w_NK = c.integers()
+    return int8_epilogue(c, (x_MK.double() @ w_NK.double().t()).to(torch.int32))
+
+
+def int8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
+    """torchao's order: int32 * alpha_x rounded, minus the zero point's share, times alpha_w in float32, plus bias, rounded."""
+    assert c.x is not None and c.x.scale is not None and c.w.scale is not None
+    y_MN = (acc_MN.float() * c.x.scale).to(c.dtype)
+    if c.x.zero is not None:
+        row_sums = c.integers()[1].sum(-1).float()
+        y_MN = y_MN - ((c.x.zero.float() * c.x.scale) * row_sums).to(c.dtype)
+    return c.shaped(_plus(y_MN * c.w.scale.flatten(), c.bias).to(c.dtype))
+
+
+def _nvfp4_rescale(c: Call) -> Tensor:
+    return nvfp4_epilogue(c, accumulate(c).to(c.dtype))
+
+
+def nvfp4_epilogue(c: Call, rounded_MN: Tensor) -> Tensor:
+    """torchao's order: the rounded sum times the rounded product of the outer scales, plus bias."""
+    assert c.alpha_x is not None and c.alpha_w is not None
+    y_MN = rounded_MN * (c.alpha_x * c.alpha_w.t()).to(c.dtype)
+    return c.shaped(_plus(y_MN, _cast(c.bias, c.dtype)))
+
+
+def _decoded_x(c: Call) -> Tensor:
+    if c.x is None:
+        return c.x_hp
+    x = c.x_decoded().reshape(*c.lead, c.k)
+    # F.linear rounds twice, product and bias, when a 3-D input is not contiguous, so the layout is part of the contract
+    return (
+        torch.empty_strided(x.shape, c.strides, dtype=x.dtype, device=x.device).copy_(x) if c.strides is not None else x
+    )
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else (y + bias).to(y.dtype)
+
+
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)

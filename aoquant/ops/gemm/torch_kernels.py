@@ -1,0 +1,184 @@
+"""Kernels that other people ship. Each adapter probes the symbol it calls and says why when it cannot run.
+
+Here: PyTorch's own. `torch._scaled_mm` is the fp8 GEMM that torchao's Float8Tensor calls; `torch._int_mm` the int8 one.
+Both take the codes that our formats made, so a prepared linear and a converted torchao tensor call one kernel with equal inputs.
+torchao's own Triton kernel multiplies float8 blocks. It tunes its tiles by shape, once a process, so two processes may add in
+different orders; within one, prepared and converted agree.
+`torch.mm` on CUDA multiplies MSLK's int4 operand tile by cuBLAS, which equals MSLK's own kernel bit for bit unless it splits K, and
+`torch._scaled_mm` with unit scales does the same for the kernels with fp8 activations, whose epilogues follow it. MSLK's own
+operators have higher priority where they are installed (mslk.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aoquant.formats import Float8
+
+from ..call import Call
+from ..router import Backend, Request
+from .reference import fp8_epilogue, int8_epilogue, rescale
+
+
+def _why_not_scaled_mm(r: Request) -> str | None:
+    if not r.contract.startswith("fp8_scaled_mm"):
+        return f"computes fp8_scaled_mm, not {r.contract}"
+    if not hasattr(torch, "_scaled_mm"):
+        return "this torch has no torch._scaled_mm"
+    if r.device.type == "cuda" and torch.cuda.get_device_capability(r.device) < (8, 9):
+        return "torch._scaled_mm needs compute capability 8.9 (Ada, Hopper) or later"
+    if r.device.type == "cpu" and isinstance(r.w_format, Float8) and r.w_format.per == "row" and not _cpu_row_scales():
+        return f"torch._scaled_mm of torch {torch.__version__} takes per-tensor scales only on a CPU (2.13 takes rows)"
+    if r.k % 16 or r.n % 16:
+        return f"torch._scaled_mm needs K and N to be multiples of 16, got K = {r.k}, N = {r.n}"
+    return None
+
+
+@cache
+def _cpu_row_scales() -> bool:
+    """Whether this torch's CPU kernel takes a scale per row: 2.11's does not, 2.13's does."""
+    codes, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _scaled_mm(c: Call) -> Tensor:
+    assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
+    parts = c.x.codes, c.w.codes, c.x.scale, c.w.scale
+    shape = (*((p.shape, p.dtype) for p in parts), parts[0].device, c.bias is None, c.dtype, c.contract)
+    if shape not in _refused:
+        try:
+            return c.shaped(_multiply(c, c.x.codes, c.x.scale))
+        except RuntimeError as error:
+            if "NOT_SUPPORTED" not in str(error):
+                raise
+        _refused.add(shape)  # an exception costs more than the GEMM
+    # torchao's layer raises here: with a bias and a scale per row cuBLAS has no kernel that splits K; with one scale it has, and the same sums
+    return rescale(c, _accumulated(c.x.codes, c.w.codes, c.contract == "fp8_scaled_mm"))
+
+
+_refused: set[tuple[object, ...]] = set()  # operands, by shapes and dtypes, for which cuBLAS has no kernel
+
+
+def _accumulated(x_MK: Tensor, w_NK: Tensor, fast: bool) -> Tensor:
+    """(M, N) float32 sums of fp8 products, by the GEMM that has one scale for each side."""
+    one = torch.ones((), device=w_NK.device)
+    return torch._scaled_mm(x_MK, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
+
+
+def _multiply(c: Call, x_MK: Tensor, scale: Tensor) -> Tensor:
+    assert c.w.scale is not None
+    # cuBLAS takes no bias with a float32 output; torchao adds it afterwards there, as we do
+    late = c.bias if c.dtype == torch.float32 else None
+    y_MN = torch._scaled_mm(
+        x_MK,
+        c.w.codes.t(),
+        scale_a=scale,
+        scale_b=c.w.scale.t(),
+        bias=None if late is not None else c.bias,
+        out_dtype=c.dtype,
+        use_fast_accum=c.contract == "fp8_scaled_mm",
+    )
+    return y_MN if late is None else y_MN + late
+
+
+FEWEST_ROWS = (
+    64  # below it cuBLAS splits K in many layers, and sums in another order than MSLK's kernels; above, in narrow ones
+)
+_FP8_EPILOGUES = ("fp8_bias_after", "fp8_mslk", "fp8_mslk_precise")
+
+
+def _why_not_fp8_operands(r: Request) -> str | None:
+    if r.contract not in _FP8_EPILOGUES:
+        return f"computes {', '.join(_FP8_EPILOGUES)}, not {r.contract}"
+    if r.device.type != "cuda" or torch.cuda.get_device_capability(r.device) < (8, 9):
+        return (
+            f"computes {r.contract} on fp8 tensor cores alone: needs a CUDA device of compute capability 8.9 or later"
+        )
+    if r.k % 16 or r.n % 16:
+        return f"torch._scaled_mm needs K and N to be multiples of 16, got K = {r.k}, N = {r.n}"
+    return None
+
+
+def _fp8_operands(c: Call) -> Tensor:
+    assert c.x is not None
+    w_NK = c.w_format.operand(c.w, torch.float8_e4m3fn)  # exact: e4m3 is what the kernel's operand is rounded to
+    rows = c.x.codes.shape[0]
+    short = max(0, FEWEST_ROWS - rows)
+    x_MK = F.pad(c.x.codes.view(torch.uint8), (0, 0, 0, short)).view(c.x.codes.dtype)
+    acc_MN = _accumulated(x_MK, w_NK, not c.contract.endswith("_precise"))
+    return fp8_epilogue(c, acc_MN[:rows])
+
+
+def _why_not_int_mm(r: Request) -> str | None:
+    if r.contract != "int8_dynamic":
+        return f"computes int8_dynamic, not {r.contract}"
+    if not hasattr(torch, "_int_mm"):
+        return "this torch has no torch._int_mm"
+    if r.device.type == "cuda" and (r.k % 8 or r.n % 8):
+        return f"cuBLAS int8 needs K and N to be multiples of 8, got K = {r.k}, N = {r.n}"
+    if r.k == 1:
+        return "torch._int_mm leaves its output unwritten on a CPU when K = 1"
+    return None
+
+
+def _int_mm(c: Call) -> Tensor:
+    x_MK, w_NK = c.integers()
+    short = 17 - x_MK.shape[0] if x_MK.is_cuda else 0  # cuBLAS int8 wants more than 16 rows; zero rows change nothing
+    acc_MN = torch._int_mm(F.pad(x_MK, (0, 0, 0, short)) if short > 0 else x_MK, w_NK.t())
+    return int8_epilogue(c, acc_MN[: x_MK.shape[0]])
+
+
+def _why_not_mm(r: Request) -> str | None:
+    if r.contract not in ("bias_after", "tinygemm_cpu"):
+        return f"computes bias_after and tinygemm_cpu, not {r.contract}"
+    if r.device.type != "cuda" or (r.contract == "bias_after" and r.dtype != torch.bfloat16):
+        return f"computes {r.contract} by cuBLAS alone: needs a CUDA device and, for bias_after, bfloat16 activations"
+    return None
+
+
+def _mm(c: Call) -> Tensor:
+    if (
+        c.contract == "tinygemm_cpu"
+    ):  # its operand is float32; one chain of additions is what only the CPU's kernel keeps
+        y_MN = c.x_hp.reshape(-1, c.k).float() @ c.w_format.operand(c.w, torch.float32).t()
+        return c.plus_bias(y_MN.to(c.dtype))
+    # the operand tile is what MSLK's kernel builds; cuBLAS then adds in K's order wherever it does not split K
+    return c.plus_bias(c.x_operand() @ c.w_operand().t())
+
+
+def _why_not_blockwise(r: Request) -> str | None:
+    if r.contract != "fp8_blocks":
+        return f"computes fp8_blocks, not {r.contract}"
+    if r.device.type != "cuda" or r.dtype != torch.bfloat16:
+        return "torchao's blockwise fp8 kernel needs a CUDA device and bfloat16 activations"
+    if torch.cuda.get_device_capability(r.device) < (8, 9):
+        return "torchao's blockwise fp8 kernel needs compute capability 8.9 (Ada, Hopper) or later"
+    if importlib.util.find_spec("triton") is None:
+        return "torchao's blockwise fp8 kernel needs triton"
+    return None
+
+
+def _blockwise(c: Call) -> Tensor:
+    from torchao.kernel.blockwise_quantization import blockwise_fp8_gemm
+
+    assert c.x is not None and c.x.scale is not None and c.w.scale is not None
+    y_MN: Tensor = blockwise_fp8_gemm(c.x.codes, c.x.scale, c.w.codes.contiguous(), c.w.scale.contiguous(), 128)
+    return c.shaped(y_MN if c.bias is None else (y_MN + c.bias).to(c.dtype))
+
+
+TORCH = (
+    Backend("torch.mm", 10, _why_not_mm, _mm),
+    Backend("torchao.blockwise", 10, _why_not_blockwise, _blockwise, reads_codes=True),
+    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm, reads_codes=True),
+    Backend("torch._scaled_mm.operands", 10, _why_not_fp8_operands, _fp8_operands, reads_codes=True),
+    Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm, reads_codes=True),
+)

@@ -1,0 +1,96 @@
+"""torchao's own `quantize_` takes our configs through these handlers.
+
+A handler sees one module and no name, so its errors give shapes only, and what was done before an error stays done; the numerics
+are those of `aoquant.quantize_`. A weight that two layers share stays shared when both are given the same config, one after the
+other; that only one of them was given any is not seen here.
+
+torchao's `QATConfig` refuses foreign bases in a closed chain of isinstance checks; its handler is registered again, chained: our
+configs, and layers that we prepared, come to us, everything else goes where it went before.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from torchao.quantization.qat import QATConfig as TorchaoQATConfig
+from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, register_quantize_module_handler
+
+from aoquant import config as configs
+from aoquant.config import QATConfig, WeightConfig
+from aoquant.formats import Format
+from aoquant.layers.qat import QATLayer
+from aoquant.parallel.fsdp import layer_class
+from aoquant.planning.plan import LAYERS, Layer, plan_layer
+from aoquant.quantize import apply
+from aoquant.tensor import same_bits
+
+OWN_CONFIGS = tuple(
+    c for c in vars(configs).values() if isinstance(c, type) and issubclass(c, WeightConfig) and c is not WeightConfig
+)
+
+
+# the packed weight that a float one became, for as long as another layer still holds the float one
+_packed: MutableMapping[Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
+
+
+def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") -> nn.Module:
+    """Apply `config` to one linear layer or embedding, in place.
+
+    Raises:
+        ValueError: the layer cannot take the config.
+    """
+    if parameter_name == "bias" and isinstance(module, nn.Linear):
+        return module  # HF, quantising on the fly with FqnToConfig, offers every parameter of a layer that a key names
+    if parameter_name != "weight":
+        raise ValueError(
+            f"aoquant quantises the weight of a layer, not {parameter_name!r}: name the layer, not the parameter"
+        )
+    if not isinstance(module, Layer):
+        raise ValueError(
+            f"aoquant quantises nn.Linear and nn.Embedding, got {type(module).__name__}: choose layers with filter_fn"
+        )
+    if layer_class(module) not in LAYERS:
+        warnings.warn(
+            f"{type(module).__name__} is left alone: it subclasses nn.Linear or nn.Embedding and its forward may differ",
+            stacklevel=2,
+        )
+        return module
+    step = plan_layer(module, config)
+    if step is None:
+        return module
+    if step.kind == "prepare":
+        if not module.weight.requires_grad:
+            warnings.warn(
+                "a layer with a frozen weight was prepared and will not train: right for adapters; HF's TorchAoConfig(QATConfig) "
+                "freezes every weight, so load the model first and call aoquant.quantize_(model, QATConfig(...)) on it",
+                stacklevel=2,
+            )
+        return apply(step)
+    weight = module.weight
+    earlier = _packed[weight]() if weight in _packed else None
+    apply(step)
+    if earlier is not None and same_bits(earlier, module.weight):
+        module.weight = earlier
+    else:
+        _packed[weight] = weakref.ref(module.weight)
+    return module
+
+
+def register() -> None:
+    """Enter the handlers into torchao's table."""
+    for config_type in (QATConfig, *OWN_CONFIGS):
+        register_quantize_module_handler(config_type)(handle)
+    before = _QUANTIZE_CONFIG_HANDLER[TorchaoQATConfig]
+
+    def chained(module: nn.Module, config: Any) -> nn.Module:
+        own = isinstance(config.base_config, WeightConfig) or any(
+            isinstance(c, Format | str) for c in (config.weight_config, config.activation_config)
+        )
+        return handle(module, config) if own or isinstance(module, QATLayer) else before(module, config)
+
+    register_quantize_module_handler(TorchaoQATConfig)(chained)

@@ -1,0 +1,74 @@
+"""Sharing: one module under several names, and one weight in several modules.
+
+Both are common: a block called twice, an output head that is the input embedding. Quantising one user of a shared thing quantises it
+for all, or silently makes two of it. So every module is planned once, with all its names, and a shared weight is quantised for all
+of its users, with one config and into one packed tensor, or for none. An embedding and the head tied to it fit one encoding:
+a row is a token in both, and scales run along K, the hidden size, in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from aoquant.layers.linear import LinearRecipe
+
+
+def modules(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
+    """(all fully qualified names, module) for every module, once."""
+    found: dict[int, tuple[list[str], nn.Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), ([], module))[0].append(name)
+    yield from found.values()
+
+
+def problems(model: nn.Module, chosen: dict[int, LinearRecipe]) -> list[str]:
+    """What is wrong with the weights that several modules hold: a user left out, or two different configs.
+
+    chosen: by the id of each module whose weight is to be quantised, its recipe.
+    """
+    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    for names, module in modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                user = ", ".join(f"{n}.{name}" if n else name for n in names)
+                users.setdefault(id(parameter), []).append((user, module))
+    found = []
+    for sharers in users.values():
+        if len(sharers) < 2 or not (recipes := {chosen[id(m)] for _, m in sharers if id(m) in chosen}):
+            continue
+        label = f"{_names(sharers, chosen, True)}: its weight is tied ({', '.join(u for u, _ in sharers)})"
+        if any(id(m) not in chosen for _, m in sharers):
+            left = _names(sharers, chosen, False)
+            found.append(
+                f"{label}, and the config leaves out {left}, so converting would untie it: choose both, with one config, by "
+                f"filter_fn or FqnToConfig; or leave both out; or untie first, {left}.weight = nn.Parameter({left}.weight.detach().clone())"
+            )
+        elif len(recipes) > 1:
+            found.append(f"{label}, but the layers have different configs: give them one")
+    return found
+
+
+def _names(sharers: list[tuple[str, nn.Module]], chosen: dict[int, LinearRecipe], wanted: bool) -> str:
+    """The modules among `sharers` that are chosen, or not."""
+    return ", ".join(u.removesuffix(".weight") for u, m in sharers if (id(m) in chosen) == wanted)
+
+
+def adapter_problem(model: nn.Module, module: nn.Module, fqn: str, kind: str) -> str | None:
+    """Why a layer under an adapter (peft's tuner layers: `base_layer`, `merged`) cannot be quantised now; None when it can.
+
+    The adapter itself is never quantised; its base is before the adapter is put on, or once it is merged.
+    """
+    parts = fqn.partition(", ")[0].split(".")
+    for i in range(len(parts)):
+        parent = model.get_submodule(".".join(parts[:i]))
+        if parent is module or not (hasattr(parent, "base_layer") and hasattr(parent, "merged")):
+            continue
+        if kind != "convert":
+            return (
+                f"{fqn}: is part of an adapted layer: quantise or prepare the model first, and add adapters to it then"
+            )
+        if not parent.merged:
+            return f"{fqn}: its adapter is not merged, and training computed the merged weight: call merge_and_unload() first"
+    return None

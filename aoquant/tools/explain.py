@@ -1,0 +1,138 @@
+"""`explain`: which backend runs a layer, for which M, and why the others do not.
+
+The router decides call by call, from a request that holds no data, so asking it costs nothing: `explain` asks for every M that a
+threshold is likely at, and bisects between two that differ. A threshold and its opposite between two neighbours of `_PROBES` would be
+missed; up to 64 every M is asked. What is made of the weight depends on the GEMM that reads it: a backend that multiplies codes wants those of
+a prepared layer encoded, and takes a packed layer's as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+
+from aoquant import ops
+from aoquant.formats import Format, Int4
+from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.qat import QATLinear
+from aoquant.ops import CodecRequest, Request
+from aoquant.tensor import PackedTensor
+
+Rows = list[tuple[str, str]]
+_PROBES = (*range(1, 65), *(m + d for e in range(7, 21) for m in (1 << e,) for d in (-1, 0, 1)))
+
+
+@dataclass(frozen=True)
+class Route:
+    """One step of a layer's forward for first <= M <= last (None: without end). rows: (backend, what the router says), by falling priority."""
+
+    step: str
+    first: int
+    last: int | None
+    rows: Rows
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that runs it; None when the one that is forced cannot."""
+        return next((name for name, said in self.rows if said == "runs"), None)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What `explain` found for a layer; print it, or read `routes`."""
+
+    layer: str
+    routes: tuple[Route, ...]
+
+    def __str__(self) -> str:
+        lines = [self.layer]
+        for r in self.routes:
+            until = "" if r.last == r.first else " and above" if r.last is None else f" to {r.last}"
+            lines.append(f"  {r.step}, M = {r.first}{until}: {r.backend or 'an error'}")
+            lines += [f"    not {name}: {said}" for name, said in r.rows if said != "runs"]
+        return "\n".join(lines)
+
+
+def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
+    """Which backend runs, and why the others do not.
+
+    what: a prepared layer, or a converted one: `Routes`, for every M. Or a request (`ops.Request`, `ops.CodecRequest`): a list of
+        (backend, "runs" | "willing, lower priority" | reason why not).
+    dtype: of the activations, by default the weight's.
+
+    Raises:
+        ValueError: anything else, such as a whole model or a layer with a torchao tensor, which calls its own kernel.
+    """
+    if isinstance(what, (ops.Request, ops.CodecRequest)):
+        return ops.explain(what)
+    weight = getattr(what, "weight", None)
+    if isinstance(what, QATLinear):
+        recipe, kind = what.prepared.recipe, "prepared"
+    elif isinstance(weight, PackedTensor):
+        recipe, kind = weight.recipe, "converted"
+    else:
+        name = type(weight.data).__name__ if isinstance(weight, torch.Tensor) else type(what).__name__
+        raise ValueError(
+            f"explain takes a request, a prepared linear layer or one with a PackedTensor, got {name}: for a model, choose a layer with "
+            "model.get_submodule(name); torchao's tensors call their own kernels, without this router"
+        )
+    assert isinstance(weight, torch.Tensor)
+    n, k = weight.shape
+    return Routes(f"{n} x {k} {kind} layer, {recipe}", _routes(recipe, weight, dtype or weight.dtype, kind))
+
+
+def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str) -> tuple[Route, ...]:
+    (n, k), device, found = weight.shape, weight.device, list[Route]()
+    if (x := recipe.fprop_input) is not None:
+        role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
+        found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k)))
+    w, scales = recipe.fprop_weight, _scale_dtype(weight, recipe.fprop_weight)
+    gemms = _ranges(
+        "multiply",
+        lambda m: ops.explain(Request(recipe.contract, recipe.fprop_input, w.base, device, dtype, m, n, k, scales)),
+    )
+    codes = ops.code_readers()
+    whole = ops.reads(recipe.contract) == "codes" or device.type != "cuda"
+
+    def made_of_weight(gemm: Route) -> str:
+        if kind == "converted":
+            return "" if gemm.backend in codes else "decode"
+        return (
+            "encode" if whole or gemm.backend in codes else "quantize"
+        )  # codes, or in one pass what the GEMM reads of them
+
+    for role, same in groupby(gemms, made_of_weight):
+        first, *rest = same
+        if role:
+            rows = ops.explain(CodecRequest(role, w, device, dtype, n, k, role != "quantize"))
+            found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
+    return (*found, *gemms)
+
+
+def _scale_dtype(weight: torch.Tensor, w: Format) -> torch.dtype | None:
+    """As `ops.call.Call.asks` says it of the layer's GEMM."""
+    if type(w.base) is not Int4 or w.base.scales != "input":
+        return None
+    if isinstance(weight, PackedTensor):
+        assert weight.scale is not None
+        return weight.scale.dtype
+    return weight.dtype if w.base is w else torch.float32
+
+
+def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:
+    """One route for each run of M's that get the same answer."""
+    starts = [(1, ask(1))]
+    for low, high in pairwise(_PROBES):
+        rows = ask(high)
+        while rows != starts[-1][1]:  # the first M whose answer is another; then again, for what lies behind it
+            before, after = max(low, starts[-1][0]), high
+            while after - before > 1:
+                middle = (before + after) // 2
+                before, after = (middle, after) if ask(middle) == starts[-1][1] else (before, middle)
+            starts.append((after, ask(after)))
+    ends: list[int | None] = [first - 1 for first, _ in starts[1:]]
+    return [Route(step, first, last, rows) for (first, rows), last in zip(starts, [*ends, None], strict=True)]

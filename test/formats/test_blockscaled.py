@@ -1,0 +1,141 @@
+"""MX and NVFP4: error bars, zero tensors, extremes, and the exactness of their operands."""
+
+import pytest
+import torch
+from support.golden_inputs import DATA, data_set
+from support.torchao_oracle import torchao_encode
+
+from aoquant.formats import MX, NVFP4, MXFP4Dialect, NVFP4Dialect, get_format, list_formats
+from aoquant.formats.scales import reciprocal
+
+NAMES = [n for n in list_formats() if isinstance(get_format(n), MX | NVFP4 | MXFP4Dialect | NVFP4Dialect)]
+MX_NAMES = [n for n in NAMES if isinstance(get_format(n), MX)]
+
+# relative mean squared error on N(0, 1)
+BARS = {"mxfp4-floor": 0.0132, "mxfp4-ceil": 0.0208, "mxfp4-even": 0.0125, "mxfp4": 0.0133, "nvfp4": 0.0091}
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_relative_error_of_normal_values(name: str) -> None:
+    x = torch.randn(1024, 1024)
+    error = get_format(name).fake_quantize(x) - x
+    assert (error.square().mean() / x.square().mean()).item() == pytest.approx(BARS[name], rel=0.015)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_operands_are_exact_in_bfloat16(name: str, dtype: torch.dtype) -> None:
+    """The claim that a bf16 GEMM sums the very products of the FP4 tensor core."""
+    fmt = get_format(name)
+    for data in ("normal", "weights", "heavy", "special", "bits", "bits_in_rows"):
+        e = fmt.encode(data_set(data, 24, 256, dtype))
+        exact = fmt.operand(e, torch.float32)
+        # below 2^-126 bfloat16 has fewer bits than 6
+        normal = (exact.abs() >= 2.0**-126) | (exact == 0)
+        assert torch.equal(fmt.operand(e, torch.bfloat16).float()[normal], exact[normal]), data
+        assert normal.float().mean() > 0.8, data
+
+
+def test_the_outer_scale_would_spoil_the_operand() -> None:
+    fmt = get_format("nvfp4")
+    e = fmt.encode(data_set("weights", 24, 256, torch.bfloat16))
+    folded = fmt.decode(e, torch.float32)
+    assert (folded.bfloat16().float() == folded).float().mean() < 0.4
+    assert e.outer is not None
+    assert torch.equal(fmt.alpha(e), e.outer)
+    # torchao's order, code * (outer * scale), is within an ulp of operand * alpha
+    torch.testing.assert_close(fmt.operand(e, torch.float32) * e.outer, folded, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_nvfp4_zero_and_tiny_tensors_are_zeros_where_torchao_gives_nan(dtype: torch.dtype) -> None:
+    fmt = get_format("nvfp4")
+    for value in (0.0, -0.0, 1e-44, 1e-37, 6e-8):
+        x = torch.full((2, 32), value, dtype=dtype)
+        # outer scale 2^-121, block scale 2^-6, code .5: the smallest step is 2^-128
+        torch.testing.assert_close(fmt.fake_quantize(x), x, rtol=0.05, atol=2.0**-129)
+        assert torch.equal(fmt.encode(x * 0).codes & 0x77, torch.zeros(2, 16, dtype=torch.uint8))
+        assert (fmt.encode(x.abs() * 0).codes == 0).all()  # no sign of a NaN on the way
+    # nor an infinite inverse of the scales, which would make the largest code of the smallest value
+    assert (fmt.fake_quantize(torch.full((2, 32), 1e-44, dtype=dtype)) == 0).all()
+    if dtype != torch.float16:
+        x = torch.zeros(2, 32, dtype=dtype)
+        theirs = torchao_encode(fmt, x)
+        assert (theirs.outer == 0).all()
+        assert theirs.scale.float().isnan().all()
+
+
+def test_nvfp4_block_of_zeros_is_torchaos() -> None:
+    x = torch.zeros(2, 32, dtype=torch.bfloat16)
+    x[0, :16], x[1, 16:] = 3.0, -0.0
+    e = NVFP4().encode(x)
+    assert e.scale is not None
+    assert e.scale[0, 1].view(torch.uint8) == 0x08  # 2^-6, not 0
+    assert torch.equal(e.codes[1, 8:], torch.full((8,), 0x88, dtype=torch.uint8))  # -0.0 keeps its sign
+    assert torch.equal(NVFP4().decode(e, torch.bfloat16), x)
+
+
+def test_mx_block_of_zeros_has_byte_zero() -> None:
+    for name in MX_NAMES:
+        fmt = get_format(name)
+        e = fmt.encode(torch.zeros(1, 64))
+        assert e.scale is not None
+        assert (e.scale.view(torch.uint8) == 0).all()
+        assert (fmt.decode(e, torch.float32) == 0).all()
+        assert not fmt.floored(e).any()
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor", "ceil", "even"])
+def test_only_floor_and_even_clip(rule: str) -> None:
+    fmt = MX("e2m1", rule)
+    x = DATA["heavy"](64, 256, torch.float32)
+    e = fmt.encode(x)
+    clipped = fmt.saturated(x, e)
+    assert clipped.any() == (rule == "floor")
+    # 6 < absmax / scale < 7 still rounds to 6; floor lets it reach 8
+    assert (fmt.decode(e, torch.float32)[clipped].abs() < x[clipped].abs()).all()
+
+
+@pytest.mark.parametrize("name", MX_NAMES)
+def test_mx_values_are_idempotent(name: str) -> None:
+    """What a power-of-two scale represents, it represents again, though with a smaller scale at times."""
+    fmt = get_format(name)
+    for data in ("normal", "heavy", "special", "weights"):
+        once = fmt.fake_quantize(data_set(data, 24, 256, torch.bfloat16).float())
+        assert torch.equal(fmt.fake_quantize(once), once), data
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_largest_values(dtype: torch.dtype) -> None:
+    """Up to the largest finite value nothing becomes NaN; floor clips, the others may round up to Inf, as in torchao."""
+    x = torch.full((1, 32), torch.finfo(dtype).max, dtype=dtype)
+    for name in NAMES:
+        got = get_format(name).fake_quantize(x)
+        assert not got.isnan().any(), name
+    assert get_format("mxfp4-floor").fake_quantize(x).isfinite().all()
+
+
+def test_static_outer_scale() -> None:
+    fmt = get_format("nvfp4-static:0.001")
+    e = fmt.encode(data_set("normal", 24, 256, torch.bfloat16))
+    assert e.outer is not None
+    assert e.outer.item() == pytest.approx(0.001)
+    # 448 * 6 * pts is the largest value; weights of 1e-5 sit on the floor of the block scales
+    assert fmt.saturated(torch.full((1, 16), 4.0), fmt.encode(torch.full((1, 16), 4.0))).all()
+    assert fmt.floored(fmt.encode(torch.full((1, 16), 1e-5))).all()
+    for outer, pts in (
+        ("static", None),
+        ("dynamic", 1.0),
+        ("static", 0.0),
+        ("static", 1e-40),
+        ("static", float("nan")),
+    ):
+        with pytest.raises(ValueError, match="finite pts of at least"):
+            NVFP4(outer, pts)
+
+
+def test_none_puts_small_weights_on_the_floor_and_an_outer_scale_does_not() -> None:
+    x = data_set("weights", 24, 256, torch.bfloat16)
+    assert NVFP4("none").floored(NVFP4("none").encode(x)).float().mean() > 0.9
+    assert not NVFP4().floored(NVFP4().encode(x)).any()
+    assert reciprocal(2688.0) * 2688 == pytest.approx(1)

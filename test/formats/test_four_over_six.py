@@ -1,0 +1,312 @@
+"""Four-over-six and GridFlip against their definition: bytes of an independent oracle, the published errors, and blocks at the edges."""
+
+import numpy as np
+import pytest
+import torch
+from support import grids_oracle as oracle
+from support.golden_inputs import DATA, data_set
+from torch import Tensor
+
+from aoquant.formats import Encoded, FourOverSix, GridFlip, Scales, get_format, layout
+from aoquant.formats.contest import Contest, Outer
+from aoquant.formats.elements import from_e2m1, nearest_e2m1, to_e2m1
+from aoquant.ops import tiles
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CASES: dict[str, dict[str, object]] = {
+    "fouroversix": {},
+    "fouroversix-mae": {"metric": "mae"},
+    "fouroversix-absmax": {"metric": "absmax"},
+    "fouroversix-16x16": {"tile": 16},
+    "gridflip": {"effort": "base"},
+    "gridflip-sided": {"effort": "sided"},
+    "gridflip-search": {"effort": "search"},
+    "gridflip-c0.2": {"effort": "base", "c": 0.2},
+    "gridflip-sided-alternating": {"effort": "sided", "alternating": True},
+    "gridflip-sided-c0.3-16x16": {"effort": "sided", "c": 0.3, "tile": 16},
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def unpacked(e: Encoded) -> tuple[np.ndarray, np.ndarray]:
+    """(scale bytes, codes)."""
+    assert e.scale is not None
+    return e.scale.view(torch.uint8).numpy(), layout.unpack(e.codes, 4, e.k).numpy()
+
+
+def check(name: str, x: Tensor, what: str) -> None:
+    """Bytes of t, scales and codes; below scale 0 codes mean nothing, and far from 1 they depend on the power that x is multiplied by."""
+    e = get_format(name).encode(x)
+    want = oracle.encode(x.float().numpy(), **CASES[name])  # type: ignore[arg-type]
+    scales, codes = unpacked(e)
+    assert e.outer is not None
+    assert e.outer.shape == (1, 1)
+    assert e.outer.item() == want.t, what
+    assert (scales == want.scales).all(), what
+    tile = get_format(name).tile_rows
+    spread = want.scales.repeat(tile, 0)[: x.shape[0]].repeat(16, 1)
+    compared = np.ones_like(spread, bool) if 2.0**-70 < want.t < 2.0**50 else spread != 0
+    assert (codes == want.codes)[compared].all(), what
+    assert compared.any(), what
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@every_case
+def test_bytes_are_the_oracles(name: str, dtype: torch.dtype) -> None:
+    for kind in DATA:
+        check(name, data_set(kind, 20, 64, dtype), kind)
+    for power in (-120, -61, -60, 59, 60, 61, 110) if dtype != F16 else ():
+        check(name, (data_set("normal", 20, 64, F32) * 2.0**power).to(dtype), f"times 2^{power}")
+
+
+@pytest.mark.parametrize("name", ["fouroversix", "gridflip-sided"])
+def test_an_amax_from_elsewhere(name: str) -> None:
+    """Larger than the tensor's: coarser. Smaller, by any factor: saturated, never NaN."""
+    fmt, x = get_format(name), data_set("normal", 20, 64, BF16)
+    for amax in (8.0, 1.0, 1e-3, 1e-20, 1e30):
+        e = fmt.encode(x, Scales(outer=torch.full((1, 1), amax)))
+        want = oracle.encode(x.float().numpy(), amax=amax, **CASES[name])  # type: ignore[arg-type]
+        scales, codes = unpacked(e)
+        assert (scales == want.scales).all()
+        assert (codes == want.codes).all()
+        got = fmt.decode(e, F32)
+        assert got.isfinite().all()
+        clipped = fmt.saturated(x, e)
+        assert clipped.any() == (amax < 2.0)
+        assert (got[clipped].abs() < x[clipped].abs()).all()
+    fixed = fmt.fix(1.0)
+    assert fixed.name == f"{name}-static:1.0"
+    held = fmt.encode(x, Scales(outer=torch.ones(1, 1)))
+    for one, two in zip(unpacked(fixed.encode(x)), unpacked(held), strict=True):
+        assert (one == two).all()
+
+
+def test_rounding_to_values_is_rounding_to_codes() -> None:
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    y = torch.tensor([*ties, *(-t for t in ties)])
+    want = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0])
+    assert torch.equal(nearest_e2m1(y), torch.cat((want, -want)))
+    bits = torch.arange(-(1 << 31), 1 << 31, 65537, dtype=torch.int64).to(torch.int32).view(F32)
+    wide = torch.cat((bits, torch.linspace(-8, 8, 100001), y))
+    wide = wide[~wide.isnan()]
+    assert torch.equal(nearest_e2m1(wide), from_e2m1(to_e2m1(wide)))
+    assert nearest_e2m1(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_ties_after_the_shift() -> None:
+    """A flipped candidate rounds -y - c, half to even, here under t = 1 and scale 1."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    want = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0])
+    x_EB = torch.cat((-ties - 0.25, ties - 0.25)).unsqueeze(1)
+    contest = Contest(x_EB, Outer(torch.tensor(1536.0)), shift=0.25)
+    contest.enter(torch.ones(1), flipped=True)
+    scale, codes = contest.result(torch.ones(1, dtype=torch.bool))
+    assert scale.float().item() == -1.0
+    assert torch.equal(from_e2m1(codes).flatten(), torch.cat((want, -want)))
+
+
+MILLION = (1024, 1024)
+DISTRIBUTIONS = {
+    "normal": lambda: torch.randn(*MILLION),
+    "laplace": lambda: torch.distributions.Laplace(0.0, 1.0).sample(MILLION),
+    "t5": lambda: torch.distributions.StudentT(5.0).sample(MILLION),
+}
+BARS = {
+    "mxfp4-floor": (13.2, 16.0, 15.9),
+    "mxfp4": (13.3, 17.5, 17.6),
+    "nvfp4": (9.04, 8.59, 8.52),
+    "fouroversix": (7.57, 7.60, 7.52),
+    "gridflip": (6.65, 6.67, 6.60),
+    "gridflip-sided": (6.27, 6.27, 6.21),
+    "gridflip-search": (5.75, 5.86, 5.82),
+    "gridflip-alternating": (6.65, 6.67, 6.60),
+    "fouroversix-16x16": (12.39,),
+    "gridflip-16x16": (11.83,),
+    "gridflip-c0.1": (6.85,),
+    "gridflip-c0.15": (6.71,),
+    "gridflip-c0.2": (6.65,),
+    "gridflip-c0.3": (6.68,),
+    "gridflip-c0.4": (6.78,),
+    "gridflip-c0.5": (6.87,),
+}
+
+
+def relative_error(x: Tensor, name: str) -> tuple[float, Encoded]:
+    fmt = get_format(name)
+    e = tiles.encode(fmt, x)
+    error = tiles.decode(fmt, e, F32) - x.float()
+    return float(error.double().square().sum() / x.double().square().sum()), e
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_relative_mean_squared_errors(name: str) -> None:
+    for kind, bar in zip(DISTRIBUTIONS, BARS[name], strict=False):
+        torch.manual_seed(1)
+        error, e = relative_error(DISTRIBUTIONS[kind]().to(BF16), name)
+        assert 1e3 * error == pytest.approx(bar, rel=0.015), kind
+        if name == "gridflip" and kind == "normal":
+            assert e.scale is not None
+            assert 0.37 <= (e.scale.view(torch.uint8) > 127).float().mean().item() <= 0.42
+
+
+def test_alternating_removes_the_mean() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(*MILLION).to(BF16)
+    bias = {}
+    for name in ("gridflip", "gridflip-alternating"):
+        error = get_format(name).decode(get_format(name).encode(x), F32) - x.float()
+        bias[name] = float(error.double().mean().abs() / error.double().square().mean().sqrt())
+    assert 0.012 < bias["gridflip"] < 0.022
+    assert bias["gridflip-alternating"] < 0.004  # four sigma of a mean of a million
+
+
+def block_errors(name: str, x: Tensor) -> Tensor:
+    """(R, G) float32: squared errors of every block as the encoder sums them, for an amax within range."""
+    fmt = get_format(name)
+    e = fmt.encode(x)
+    amax = x.float().abs().max()
+    d = (fmt.operand(e, F32) * amax / torch.full((), 1536.0) - x.float()).square().unflatten(1, (-1, 16))
+    total = torch.zeros(d.shape[:2])
+    for k in range(16):
+        total = total + d[..., k]
+    return total
+
+
+@pytest.mark.parametrize("kind", ["normal", "weights", "heavy", "special"])
+def test_more_effort_never_errs_more_in_any_block(kind: str) -> None:
+    names = ("fouroversix", "gridflip", "gridflip-sided", "gridflip-search")
+    for x in (data_set(kind, 256, 512, F32), data_set(kind, 64, 512, BF16)):
+        one, two, three, four = (block_errors(n, x) for n in names)
+        assert (one >= two).all()
+        assert (two >= three).all()
+        assert (three >= four).all()
+        if kind == "normal":
+            assert (one > two).float().mean() > 0.3
+            assert (two > three).float().mean() > 0.1
+            assert (three > four).float().mean() > 0.1
+
+
+class Unflipped(GridFlip):
+    """GridFlip whose flipped candidates are switched off."""
+
+    def _enter(self, contest: Contest) -> None:
+        FourOverSix._enter(self, contest)
+
+
+@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_without_flipped_candidates_it_is_four_over_six(dtype: torch.dtype, tile: int) -> None:
+    for kind in DATA:
+        x = data_set(kind, 24, 512, dtype)
+        one, two = Unflipped(tile=tile).encode(x), FourOverSix(tile=tile).encode(x)
+        assert torch.equal(one.codes, two.codes)
+        for field in ("scale", "outer"):
+            assert torch.equal(getattr(one, field).view(torch.uint8), getattr(two, field).view(torch.uint8))
+
+
+def edges(dtype: torch.dtype) -> dict[str, Tensor]:
+    """name -> (4, 32)."""
+    made = {name: torch.zeros(4, 32, dtype=dtype) for name in ("zero", "one-hot", "mixed")}
+    made["one-hot"][1, 5] = -3.0
+    made["mixed"][0], made["mixed"][1, 0] = 1e-8, 448.0
+    top = torch.finfo(BF16).max if dtype != F16 else torch.finfo(F16).max
+    made["largest"] = torch.full((4, 32), top, dtype=dtype)
+    made["around the largest"] = (
+        (torch.rand(4, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1).mul(top).to(dtype)
+    )
+    made["around the largest"][0, 0], made["around the largest"][2, 30] = top, -top
+    made["constant"], made["negative"] = torch.full((4, 32), 0.3, dtype=dtype), -torch.rand(4, 32).to(dtype) - 0.1
+    made["subnormal"] = (
+        (torch.randn(4, 32) * 1e-39).to(dtype) if dtype != F16 else (torch.randn(4, 32) * 1e-7).to(dtype)
+    )
+    made["smallest"] = torch.full((4, 32), 2.0**-133 if dtype != F16 else 2.0**-24, dtype=dtype)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@every_case
+def test_blocks_at_the_edges(name: str, dtype: torch.dtype) -> None:
+    fmt = get_format(name)
+    for kind, x in edges(dtype).items():
+        e = fmt.encode(x)
+        got = fmt.decode(e, F32)
+        assert got.isfinite().all(), kind
+        scales, _ = unpacked(e)
+        assert (scales != 0x80).all(), kind
+        blocks = x.unflatten(1, (-1, 16)) if fmt.tile_rows == 1 else x.unflatten(1, (-1, 16)).transpose(0, 1).flatten(1)
+        empty = (blocks.reshape(*scales.shape, -1) == 0).all(-1).numpy()
+        assert (scales[empty] == 0).all(), kind
+        if kind == "zero":
+            assert (got == 0).all()
+            assert e.outer is not None
+            assert e.outer.item() == 1.0
+        elif kind in ("one-hot", "constant", "largest", "smallest"):
+            # the scale of the largest block is exact, so all that is left is the rounding of t
+            torch.testing.assert_close(got, x.float(), rtol=0.02 if kind == "smallest" else 1e-6, atol=0)
+        elif kind != "mixed":
+            assert (got - x.float()).double().square().sum() < 0.03 * x.double().square().sum(), kind
+    mixed = edges(dtype)["mixed"]
+    floored = fmt.floored(fmt.encode(mixed))
+    assert floored.any() == (dtype != F16)  # 1e-8 is 0 in float16
+    assert not fmt.floored(fmt.encode(torch.zeros(4, 32, dtype=dtype))).any()
+
+
+@every_case
+def test_nan_and_inf_stay_in_their_block(name: str) -> None:
+    fmt, x = get_format(name), data_set("normal", 32, 64, BF16).clone()
+    clean = fmt.encode(x.clone())
+    x[3, 20], x[20, 40], x[21, 41] = torch.nan, torch.inf, -torch.inf
+    whole = x.abs() == data_set("normal", 32, 64, BF16).abs().max()
+    assert whole.any()  # the tensor's absmax is still there
+    e = fmt.encode(x)
+    scales, before = unpacked(e)[0], unpacked(clean)[0]
+    hit = np.zeros_like(scales, bool)
+    for row, k in ((3, 20), (20, 40), (21, 41)):
+        hit[row // fmt.tile_rows, k // 16] = True
+    assert (scales[hit] == 0x7F).all()
+    assert (scales[~hit] == before[~hit]).all()
+    decoded = fmt.decode(e, BF16)
+    spread = torch.from_numpy(hit).repeat_interleave(fmt.tile_rows, 0).repeat_interleave(16, 1)
+    assert decoded[spread].isnan().all()
+    assert torch.equal(decoded[~spread], fmt.decode(clean, BF16)[~spread])
+    assert (fmt.fake_quantize(torch.full((16, 16), torch.nan)).isnan()).all()
+
+
+@every_case
+def test_tiles_and_the_whole_have_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are encoded and decoded some at a time on a CPU; the last tile of 16 rows may be short."""
+    monkeypatch.setattr(tiles, "TILE", 4096)
+    fmt, x = get_format(name), data_set("heavy", 205, 128, BF16)
+    want, got = fmt.encode(x), tiles.encode(fmt, x)
+    for a, b in zip(want[:4], got[:4], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.shape == b.shape
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    for out in (BF16, F32):
+        assert torch.equal(fmt.decode(want, out), tiles.decode(fmt, got, out))
+        assert torch.equal(fmt.operand(want, out), tiles.operand(fmt, got, out))
+
+
+def test_options_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match=r"FourOverSix: metric is one of mse, mae, absmax, got 'huber'"):
+        FourOverSix("huber")
+    for kind in (FourOverSix, GridFlip):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}: tile must be 1 or 16 rows, got 4"):
+            kind(tile=4)
+    for make in (
+        lambda: GridFlip(effort="hard"),
+        lambda: GridFlip(c=2.0),
+        lambda: GridFlip(c=0.0),
+        lambda: GridFlip(c=True),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"effort is one of base, sided, search and c a shift of at least 0.0001 and less than 2, got",
+        ):
+            make()
+    with pytest.raises(ValueError, match=r"squared error alone, got metric='mae'"):
+        GridFlip("mae")
+    with pytest.raises(ValueError, match=r"under stochastic rounding that choice is biased: use 'nvfp4-sr'"):
+        get_format("fouroversix-sr")
+    assert "multiple of 16, got K = 40" in (get_format("gridflip").why_not(40, BF16) or "")

@@ -1,0 +1,309 @@
+"""GridFlip's decode, its three ways to be multiplied, and its life in a layer."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from support.golden_inputs import data_set
+from support.linear_cases import same_bytes
+from support.rational import rounded
+from torch import Tensor, nn
+
+from aoquant import GridFlipFP4WeightConfig, Hadamard, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant.formats import Encoded, GridFlip, get_format, layout
+from aoquant.formats.elements import from_e2m1
+from aoquant.ops import Request, from_parts, to_parts
+from aoquant.ops.call import Call
+from aoquant.ops.gemm import reference, two_gemms
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+E2M1 = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)]
+
+
+def every_byte(blocks: int = 1) -> Encoded:
+    """(256, 16 * blocks): row b has the scale byte b in every block, and all codes."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(256, blocks)
+    scale = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1).expand(-1, blocks).contiguous()
+    return Encoded(layout.pack(codes, 4), scale, None, torch.tensor([[0.75]]), 16 * blocks)
+
+
+def scale_of(byte: int) -> Fraction | None:
+    """e4m3 from its bits; None for NaN."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    if byte & 127 == 127:
+        return None
+    value = Fraction(8 + mantissa, 8) * Fraction(2) ** (exponent - 7) if exponent else Fraction(mantissa, 8 * 64)
+    return -value if byte & 128 else value
+
+
+def table(byte: int, c: Fraction) -> list[Fraction] | None:
+    """What the 16 codes mean under a scale byte, before t."""
+    s = scale_of(byte)
+    return None if s is None else [s * q + c * min(s, Fraction(0)) for q in E2M1]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("name", ["gridflip", "gridflip-search", "gridflip-alternating", "gridflip-c0.5"])
+def test_every_scale_byte_with_every_code(name: str, dtype: torch.dtype) -> None:
+    """256 x 16, operands and values; 0x80 is 0, 0x7F and 0xFF are NaN. A bf16 operand is rounded where it has 9 bits."""
+    fmt, e = get_format(name), every_byte(2)
+    assert isinstance(fmt, GridFlip)
+    operand, values = fmt.operand(e, dtype).tolist(), fmt.decode(e, F32).tolist()
+    inexact = set()
+    for byte in range(256):
+        for b, sign in enumerate((1, -1 if fmt.alternating else 1)):
+            want = table(byte, Fraction(fmt.c) * sign)
+            for code in range(16):
+                got, value = operand[byte][16 * b + code], values[byte][16 * b + code]
+                if want is None:
+                    assert got != got
+                    assert value != value
+                    continue
+                exact = want[code]
+                assert Fraction(got) == rounded(exact, dtype)
+                assert Fraction(value) == rounded(exact * Fraction(0.75), F32)
+                if Fraction(got) != exact and b == 0:
+                    inexact.add((code, 8 + (byte & 7)))
+    assert all(v == 0 for v in values[128])
+    expected = {(7, 11), (7, 13), (7, 15), (15, 13), (15, 15)}
+    assert inexact == (expected if dtype == BF16 and fmt.c == 0.25 else set())
+
+
+def test_a_shift_that_is_no_power_of_two_decodes_as_written() -> None:
+    """One product, one product and one sum, each rounded to float32, and t."""
+    c = torch.tensor(0.2, dtype=F32)
+    e = every_byte()
+    assert e.scale is not None
+    assert e.outer is not None
+    s = e.scale.float()
+    want = e.outer * (s * from_e2m1(torch.arange(16, dtype=torch.uint8)) + c * s.clamp(max=0))
+    torch.testing.assert_close(get_format("gridflip-c0.2").decode(e, F32), want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_how_many_operands_are_rounded() -> None:
+    fmt = get_format("gridflip")
+    for kind, share in (("normal", 0.012), ("heavy", 0.012)):
+        e = fmt.encode(data_set(kind, 256, 512, BF16))
+        wrong = fmt.operand(e, BF16).float() != fmt.operand(e, F32)
+        assert 0 < wrong.float().mean() < share
+        error = (fmt.operand(e, BF16).float() - fmt.operand(e, F32)).square().sum() / fmt.operand(e, F32).square().sum()
+        assert error < 10**-6.3  # 64 dB: hundreds of times below the quantisation error
+
+
+@pytest.mark.parametrize(
+    "name", ["gridflip", "gridflip-search", "gridflip-c0.2", "gridflip-alternating", "gridflip-16x16", "gridflip-sided"]
+)
+def test_the_identity_of_two_gemms(name: str) -> None:
+    fmt = get_format(name)
+    assert isinstance(fmt, GridFlip)
+    w, x = data_set("normal", 48, 256, BF16), data_set("heavy", 24, 256, F32).double()
+    e = fmt.encode(w)
+    plain, shift_NG = fmt.split(e)
+    assert e.scale is not None
+    assert plain.scale is not None
+    assert (e.scale.view(torch.uint8) > 0x80).any()
+    assert (plain.scale.view(torch.uint8) < 0x80).all()
+    xbar_MG = x.unflatten(1, (-1, 16)).sum(-1)
+    got = x @ fmt.plain.operand(plain, F32).double().t() + xbar_MG @ shift_NG.double().t()
+    want = x @ fmt.operand(e, F32).double().t()
+    assert (got - want).norm() / want.norm() < (1e-14 if fmt.c == 0.25 else 1e-6)
+    # codes are turned in flagged blocks alone, and everything that the tensor core reads is NVFP4
+    flagged = (e.scale.view(torch.uint8) > 0x80).repeat_interleave(fmt.tile_rows, 0)[:48].repeat_interleave(16, 1)
+    turned = layout.unpack(plain.codes, 4, 256) ^ layout.unpack(e.codes, 4, 256)
+    assert (turned == torch.where(flagged, 8, 0)).all()
+    if fmt.c == 0.25:
+        assert torch.equal(shift_NG.bfloat16().float(), shift_NG)
+        assert torch.equal(fmt.plain.operand(plain, BF16).float(), fmt.plain.operand(plain, F32))
+
+
+def call(x: Tensor, w: Tensor, x_name: str, w_name: str, bias: Tensor | None) -> Call:
+    x_format, w_format = get_format(x_name), get_format(w_name)
+    encoded = x_format.encode(x) if x_name else None
+    return Call("aoquant", x, encoded, x_format, w_format.encode(w), w_format, bias, [len(x)], x.shape[1], x.dtype)
+
+
+@pytest.mark.parametrize("x_name", ["nvfp4", "fouroversix"])
+@pytest.mark.parametrize("w_name", ["gridflip-search", "gridflip-16x16"])
+def test_two_gemms_are_the_layer(x_name: str, w_name: str) -> None:
+    """The same product as the reference's one GEMM, but for the order of additions, and for operands that bf16 rounds."""
+    for dtype, bound in ((F32, 1e-6), (BF16, 4e-3)):
+        x, w = data_set("normal", 24, 256, dtype), data_set("heavy", 48, 256, dtype)
+        c = call(x, w, x_name, w_name, torch.linspace(-1, 1, 48).to(dtype))
+        got, want = two_gemms.scaled_mm(c), reference.scaled_mm(c)
+        assert got.dtype == want.dtype == dtype
+        assert ((got - want).float().norm() / want.float().norm()) < bound
+        exact = c.x_operand(F32).double() @ c.w_format.operand(c.w, F32).double().t()
+        acc = two_gemms.accumulate(c).double()
+        assert (acc - exact).norm() / exact.norm() < 1e-6
+    assert Request(*c.asks()).w_format == c.w_format
+
+
+def layer(config: object, dtype: torch.dtype = BF16, n: int = 48, k: int = 128) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(k, n)).to(dtype)
+    quantize_(model, QATConfig(config))  # type: ignore[arg-type]
+    return model
+
+
+CONFIGS = {
+    "4/6": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+    "4/6 tiles": NVFP4WeightConfig(rule="four_over_six", metric="mae", tile=16),
+    "base": GridFlipFP4WeightConfig(),
+    "search": GridFlipFP4WeightConfig("search", activation="fouroversix"),
+    "options": GridFlipFP4WeightConfig("sided", c=0.2, alternating=True, activation=None),
+    "tiles": GridFlipFP4WeightConfig(tile=16),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+@every_config
+def test_one_weight_forward_and_backward(config: NVFP4WeightConfig | GridFlipFP4WeightConfig) -> None:
+    """dx is dy times the very w^ of the forward pass; dW passes straight through."""
+    model = layer(config, F32)
+    w = model[0].weight
+    w_hat = config.weight_format().fake_quantize(w.detach())
+    x = data_set("normal", 24, 128, F32).clone().requires_grad_()
+    y = model(x)
+    grad = torch.randn(y.shape)
+    y.backward(grad)
+    x_format = get_format(config.activation) if config.activation else None
+    x_hat = x_format.fake_quantize(x.detach()) if x_format else x.detach()
+    torch.testing.assert_close(y.detach(), x_hat @ w_hat.t() + model[0].bias.detach(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(x.grad, grad @ w_hat)
+    torch.testing.assert_close(w.grad, grad.t() @ x_hat, rtol=1e-5, atol=1e-5)
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(x), y)
+    assert torch.equal(model[0].weight.dequantize(), w_hat)
+
+
+@pytest.mark.parametrize("scales", ["dynamic", "static"])
+@every_config
+def test_gradients_accumulate_over_micro_batches(config: object, scales: str) -> None:
+    """Also under a held amax: each micro-batch has its own graph, the sum is the sum, and the amax follows the weight when it should."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(128, 48))
+    quantize_(model, QATConfig(config, scales=scales))  # type: ignore[arg-type]
+    w = model[0].weight
+    batches = [data_set("normal", 24, 128, F32)[i : i + 8] for i in (0, 8, 16)]
+    alone = []
+    for x in batches:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        alone.append(w.grad.clone())
+    model.zero_grad()
+    for x in batches:
+        model(x).square().mean().backward()
+    torch.testing.assert_close(w.grad, alone[0] + alone[1] + alone[2], rtol=1e-6, atol=1e-7)
+    with torch.no_grad():
+        w.mul_(4.0)  # an optimizer's step, of a kind that a stale amax would clip
+        model[0].bias.zero_()
+    small, large = model(batches[0] / 4), model(batches[0])
+    fmt = config.weight_format()  # type: ignore[attr-defined]
+    dynamic = batches[0] @ fmt.fake_quantize(w.detach()).t()
+    clipped = (large.detach().norm() / dynamic.norm()).item()
+    assert (0.3 < clipped < 0.9) if scales == "static" else clipped > 0.97
+    assert small.isfinite().all()
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(batches[0]), large)
+
+
+@pytest.mark.parametrize("config", [CONFIGS["base"], CONFIGS["4/6"]], ids=["gridflip", "4/6"])
+def test_the_amax_is_that_of_the_transformed_tensor(config: NVFP4WeightConfig | GridFlipFP4WeightConfig) -> None:
+    """Ones become 4, 0, 0, ... under a Hadamard transform of 16: with the amax from before it they would be clipped to 1."""
+    behind = replace(config, transform=Hadamard(16))
+    fmt = behind.recipe().fprop_weight
+    assert fmt.name == f"hadamard16+{config.weight_format().name}"
+    e = fmt.encode(torch.ones(4, 64))
+    assert e.outer is not None
+    assert e.outer.item() == torch.tensor(4.0).div(torch.tensor(1536.0)).item()
+    assert torch.equal(fmt.decode(e, F32)[:, ::16], torch.full((4, 4), 4.0))
+    model = layer(behind, F32)
+    x = data_set("normal", 24, 128, F32)
+    with torch.no_grad():
+        model[0].weight.mul_(4.0)
+    y = model(x)
+    exact = x @ model[0].weight.detach().t() + model[0].bias.detach()
+    assert (y.detach() - exact).norm() / exact.norm() < 0.16
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(x), y)
+
+
+def test_saturated_values_are_those_beyond_the_grid() -> None:
+    """Half a step beyond the last code, on either side of a grid that is longer on one."""
+    fmt = get_format("gridflip")
+    scale = torch.tensor([[1.0, -1.0]]).to(torch.float8_e4m3fn)
+    e = Encoded(torch.zeros(1, 16, dtype=torch.uint8), scale, None, torch.ones(1, 1), 32)
+    x = torch.zeros(1, 32)
+    x[0, [0, 1, 2, 3]] = torch.tensor([6.9, 7.1, -6.9, -7.1])
+    x[0, [16, 17, 18, 19]] = torch.tensor([6.7, 6.8, -7.2, -7.3])
+    assert fmt.saturated(x, e).nonzero()[:, 1].tolist() == [1, 3, 17, 19]
+
+
+def test_packed_weights_are_cut_where_codes_and_scales_are() -> None:
+    for config, rows, columns in (
+        (CONFIGS["base"], 1, 16),
+        (CONFIGS["options"], 1, 32),
+        (CONFIGS["tiles"], 16, 16),
+        (CONFIGS["4/6 tiles"], 16, 16),
+    ):
+        model = layer(config)
+        quantize_(model, QATConfig(step="convert"))
+        w = model[0].weight.data
+        assert isinstance(w, PackedTensor)
+        assert w.per_tensor_scale is not None
+        assert w.per_tensor_scale.shape == (48, 1)
+        whole = w.dequantize()
+        assert torch.equal(w[16:32].dequantize(), whole[16:32])
+        assert torch.equal(w[:, 32:96].dequantize(), whole[:, 32:96])
+        assert torch.equal(w[32:, 96:].dequantize(), whole[32:, 96:])
+        with pytest.raises(ValueError, match=f"weights are cut along K at multiples of {columns}"):
+            w[:, columns // 2 :]
+        if rows > 1:
+            with pytest.raises(ValueError, match=f"weights are cut along N at multiples of {rows}"):
+                w[rows // 2 :]
+
+
+@every_config
+def test_c_and_everything_else_are_in_the_checkpoint(config: object, tmp_path: object) -> None:
+    """state_dict through torch.save, into a skeleton; safetensors and HF are in test_state_dict.py and test_hf.py."""
+    model = layer(config)
+    quantize_(model, QATConfig(step="convert"))
+    path = f"{tmp_path}/w.pt"
+    torch.save(model.state_dict(), path)
+    other = nn.Sequential(nn.Linear(128, 48, dtype=BF16))
+    other.load_state_dict(torch.load(path), assign=True)
+    mine, theirs = model[0].weight, other[0].weight
+    assert theirs.format == config.weight_format().name  # type: ignore[attr-defined]
+    assert same_bytes(mine.qdata, theirs.qdata)
+    assert same_bytes(mine.scale, theirs.scale)
+    x = data_set("normal", 24, 128, BF16)
+    assert torch.equal(model(x), other(x))
+    parts = to_parts(theirs.encoded)
+    assert torch.equal(get_format(theirs.format).decode(from_parts(parts, 128), BF16), mine.dequantize())
+
+
+def test_configs_say_what_goes_together() -> None:
+    wrong = {
+        r"rule must be one of absmax, .*four_over_six.*, got 'six'": lambda: NVFP4WeightConfig(rule="six"),
+        r"takes outer='dynamic' and no pts, got outer='none'": lambda: NVFP4WeightConfig("none", rule="four_over_six"),
+        r"metric belongs to rule='four_over_six', .*got metric='mae'": lambda: NVFP4WeightConfig(metric="mae"),
+        r"metric is one of mse, mae, absmax": lambda: NVFP4WeightConfig(rule="four_over_six", metric="max"),
+        r"GridFlip is for weights, got activation='hadamard16\+gridflip'": lambda: GridFlipFP4WeightConfig(
+            activation="hadamard16+gridflip"
+        ),
+        "c takes a number, got True": lambda: GridFlipFP4WeightConfig(c=True),
+        "got effort='base', c=1e-05": lambda: GridFlipFP4WeightConfig(c=1e-5),
+        "c takes a number, got 'a'": lambda: GridFlipFP4WeightConfig(c="a"),
+        r"GridFlip is for weights, got activation='gridflip'": lambda: GridFlipFP4WeightConfig(activation="gridflip"),
+        r"effort is one of base, sided, search": lambda: GridFlipFP4WeightConfig("more"),
+    }
+    for message, make in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            make()
+    assert (
+        get_format(GridFlipFP4WeightConfig(c=1).weight_format().name) == GridFlipFP4WeightConfig(c=1.0).weight_format()
+    )
+    ragged = nn.Sequential(nn.Linear(40, 16))
+    with pytest.raises(ValueError, match=r"gridflip needs K to be a multiple of 16, got K = 40"):
+        quantize_(ragged, GridFlipFP4WeightConfig())

@@ -1,0 +1,124 @@
+"""int4 in MSLK's dialect, against an oracle written from its definition in rational arithmetic. Tolerance 0.
+
+MSLK needs a GPU, so here the definition is the oracle; `test_golden.py` holds MSLK's own bytes. The affine formats are
+compared with torchao in `test_torchao.py`.
+"""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from support.golden_inputs import DATA, data_set
+from support.rational import rounded
+from torch import Tensor
+
+from aoquant.formats import Affine, Encoded, Int4, get_format, layout
+from aoquant.formats.scales import reciprocal
+
+F32 = torch.float32
+EPS = Fraction(float(np.float32(1e-6)))
+FIFTEENTH = Fraction(reciprocal(15.0))
+
+
+def unpacked(e: Encoded) -> Tensor:
+    """int8 codes -8..7 out of two's complement nibbles."""
+    low, high = e.codes & 15, e.codes >> 4
+    nibbles = torch.stack((low, high), -1).flatten(1).to(torch.int8)
+    return torch.where(nibbles > 7, nibbles - 16, nibbles)
+
+
+def rational_int4(group: list[float], dtype: torch.dtype) -> tuple[Fraction, Fraction, list[int]]:
+    """Scale and zero in dtype, codes: spec of `int4_row_quantize_zp`, every float32 operation rounded once."""
+    w = [Fraction(v) for v in group]
+    low, high = min(w), max(w)
+    scale = rounded(max(rounded(high - low, F32), EPS) * FIFTEENTH, F32)
+    zero = rounded(low + 8 * scale, F32)
+    codes = [max(0, min(15, round(rounded(rounded(v - low, F32) / scale, F32)))) - 8 for v in w]
+    return rounded(scale, dtype), rounded(zero, dtype), codes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("data", ["weights", "heavy", "special"])
+def test_int4_is_its_definition(data: str, dtype: torch.dtype) -> None:
+    fmt = Int4(32)
+    x = data_set(data, 24, 128, dtype)
+    e = fmt.encode(x)
+    assert e.scale is not None
+    assert e.zero is not None
+    operand = fmt.operand(e, torch.bfloat16)
+    codes = unpacked(e)
+    for r in range(24):
+        for g in range(4):
+            columns = slice(32 * g, 32 * g + 32)
+            scale, zero, q = rational_int4(x[r, columns].tolist(), dtype)
+            assert (e.scale[r, g].item(), e.zero[r, g].item()) == (float(scale), float(zero)), (r, g)
+            assert codes[r, columns].tolist() == q, (r, g)
+            for c, got in zip(q, operand[r, columns].tolist(), strict=True):
+                value = c * scale + zero
+                if dtype == F32:  # the fused multiply-add rounds to float32 before the tensor core's bf16
+                    value = rounded(value, F32)
+                assert got == float(rounded(value, torch.bfloat16)), (r, g, c)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_int4_of_many_values_in_numpy(dtype: torch.dtype) -> None:
+    """numpy's float32 operations are single IEEE operations too."""
+    x = DATA["weights"](1024, 256, dtype, 77)
+    e = Int4(64).encode(x)
+    assert e.scale is not None
+    assert e.zero is not None
+    w = x.float().numpy().reshape(1024, 4, 64)
+    low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
+    scale = np.maximum(high - low, np.float32(1e-6)) * np.float32(1 / 15)
+    zero = low + np.float32(8) * scale
+    codes = np.clip(np.rint((w - low) / scale), 0, 15).astype(np.int8) - 8
+    assert torch.equal(unpacked(e), torch.from_numpy(codes.reshape(1024, 256)))
+    assert torch.equal(e.scale, torch.from_numpy(scale[..., 0]).to(dtype))
+    assert torch.equal(e.zero, torch.from_numpy(zero[..., 0]).to(dtype))
+    # not vacuous: a true division, which the CPU of torchao and MSLK computes, gives other scales
+    assert (scale != np.maximum(high - low, np.float32(1e-6)) / np.float32(15)).mean() > 0.3
+
+
+def test_int4_operand_at_a_false_midpoint() -> None:
+    e = Encoded(
+        layout.pack(torch.full((1, 32), 3, dtype=torch.uint8), 4),
+        torch.tensor([[129 / 128]]).bfloat16(),
+        torch.tensor([[-1e-9]]).bfloat16(),
+        None,
+        32,
+    )
+    assert (Int4(32).operand(e, torch.bfloat16) == 3.015625).all()
+
+
+def test_int4_of_a_constant_group_is_exact() -> None:
+    for value in (0.0, 0.75, -0.75, 448.0, -0.099609375):
+        x = torch.full((2, 64), value, dtype=torch.bfloat16)
+        assert torch.equal(Int4(64).fake_quantize(x), x)
+        assert Int4(64).floored(Int4(64).encode(x)).all()
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_symmetric_codes_clip_at_the_highest_alone(bits: int) -> None:
+    """absmax / ((2^b - 1) / 2) puts absmax on a half: at code top - 1 or, clipped, at top; -absmax at -top or -top + 1."""
+    fmt = get_format(f"intx{bits}-row")
+    assert isinstance(fmt, Affine)
+    top = 2 ** (bits - 1)
+    x = torch.randn(64, 32)
+    x[:, 0] = torch.where(torch.arange(64) % 2 == 0, 5.0, -5.0)
+    e = fmt.encode(x)
+    q = fmt.integers(e)
+    assert q.min() >= -top
+    assert (q[::2, 0] == top - 1).all()
+    assert ((q[1::2, 0] == -top) | (q[1::2, 0] == -top + 1)).all()
+    saturated = fmt.saturated(x, e)
+    assert not saturated[q < top - 1].any()
+    assert e.scale is not None
+    assert torch.equal(saturated, (x * (1.0 / e.scale)).round() > top - 1)
+
+
+def test_asymmetric_zero_point_by_hand() -> None:
+    e = get_format("intx8-row-asym").encode(torch.tensor([[0.0, 2.55], [-2.55, 0.0], [-1.0, 1.55]]))
+    assert e.zero is not None
+    assert e.zero.flatten().tolist() == [-128, 127, -28]
+    assert e.codes.tolist() == [[-128, 127], [-128, 127], [-128, 127]]

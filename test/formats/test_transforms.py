@@ -1,0 +1,283 @@
+"""Transforms: the Hadamard transform against its dense matrix, the formats behind it, and layers that train through it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.linear_cases import ALL, BF16, F32, assert_equal, data, dtype_name
+from support.transform_cases import MASKS, SIZES, blocks, dense
+from torch import nn
+from torchao.core.config import config_from_dict, config_to_dict
+
+from aoquant import (
+    Hadamard,
+    MXFP4WeightConfig,
+    NVFP4WeightConfig,
+    get_format,
+    quantize_,
+)
+from aoquant.formats import MX, NVFP4, HighPrecision, Transformed
+from aoquant.layers.linear import LinearRecipe
+from aoquant.report.measure import sqnr
+from aoquant.transforms import WUSH, parse
+
+sizes = pytest.mark.parametrize("size", SIZES)
+
+
+def each(transform: Hadamard) -> list[Hadamard]:
+    return [transform, Hadamard(transform.size, MASKS[transform.size])]
+
+
+# The transform
+
+
+@sizes
+def test_hadamard_is_its_dense_matrix(size: int) -> None:
+    """Exactly on integers, where float32 sums are exact; within float32's rounding on everything else."""
+    for t in each(Hadamard(size)):
+        forward, back = dense(t).t(), torch.linalg.inv(dense(t))
+        integers = torch.randint(-64, 64, (7, 3 * size)).float()
+        for inverse, matrix in ((False, forward), (True, back)):
+            scale = torch.tensor(t.factor(inverse)).double()  # float32's
+            exact = (blocks(integers, matrix) / abs(matrix[0, 0])).round() * scale
+            assert torch.equal(t.apply(integers, inverse).double(), exact.float().double())
+            x = torch.randn(7, 3 * size)
+            for got, want in (
+                (t.apply(x, inverse), blocks(x, matrix)),
+                (t.pull_back(x, inverse), blocks(x, matrix.t())),
+            ):
+                assert got.dtype == torch.float32
+                bound = 2.0**-23 * math.log2(size) * x.abs().view(7, 3, size).sum(-1, keepdim=True).expand(7, 3, size)
+                assert ((got.double() - want).abs() <= bound.reshape(7, -1)).all()
+
+
+@sizes
+def test_the_two_sides_leave_the_product_alone(size: int) -> None:
+    """T has bf16 entries: its own inverse is the weight side, and T on both sides would be off by twice 1.1e-4 for 32 and 128."""
+    t = Hadamard(size, MASKS[size])
+    x, w = torch.randn(4, 2 * size), torch.randn(5, 2 * size)
+    y = x.double() @ w.double().t()
+    inverse = t.apply(x, False).double() @ t.apply(w, True).double().t()
+    assert (inverse - y).norm() / y.norm() < 3e-7
+    rounded = t.apply(x, False).double() @ t.apply(w, False).double().t()
+    gain = float((rounded * y).sum() / (y * y).sum()) - 1
+    assert t.sided == (size in (32, 128))
+    assert gain == pytest.approx(-2.13e-4 if t.sided else 0, abs=2e-6)
+    once = float(t.apply(torch.eye(size), False).double().square().mean() * size) ** 0.5 - 1
+    assert once == pytest.approx(-1.07e-4 if t.sided else 0, abs=2e-6)
+
+
+def test_all_ones_become_four_and_outliers_spread() -> None:
+    t = Hadamard(16)
+    y = t.apply(torch.ones(1, 16), False)
+    assert y[0, 0] == 4 and not y[0, 1:].any()
+    x = torch.randn(1, 16)
+    x[0, 5] = 176
+    assert x.abs().max() == 176
+    assert t.apply(x, False).abs().max() < 50
+
+
+def test_signs_matter_before_the_mixing_and_not_after() -> None:
+    plain, signed = Hadamard(32), Hadamard(32, MASKS[32])
+    x = torch.randn(64, 64).add_(1)
+    fmt = get_format("mxfp4")
+    a, b = (fmt.encode(t.apply(x, False)) for t in (plain, signed))
+    assert not torch.equal(a.codes & 0x77, b.codes & 0x77)
+    signs = torch.where(torch.arange(64) % 3 == 0, -1.0, 1.0)
+    after = fmt.encode(plain.apply(x, False) * signs)
+    assert torch.equal(a.codes & 0x77, after.codes & 0x77) and torch.equal(
+        a.scale.view(torch.uint8), after.scale.view(torch.uint8)
+    )
+
+
+@sizes
+def test_rows_are_independent_and_strides_do_not_matter(size: int) -> None:
+    t = Hadamard(size, MASKS[size])
+    x = torch.randn(9, 2 * size)
+    y = t.apply(x, False)
+    assert torch.equal(t.apply(x[3:4], False), y[3:4])
+    assert torch.equal(t.apply(x.t().contiguous().t(), False), y)
+    assert t.apply(x[:0], False).shape == (0, 2 * size)
+
+
+def test_nan_and_inf_are_seen() -> None:
+    x = torch.randn(2, 32)
+    x[0, 3], x[1, 20] = torch.nan, torch.inf
+    f = get_format("hadamard16+nvfp4-none")
+    values = f.decode(f.encode(x), F32)
+    assert values[0, :16].isnan().all() and values[1, 16:].isnan().all()
+    assert values[0, 16:].isfinite().all() and values[1, :16].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [0, 8, 24, 256, True, "16", 16.5])
+def test_sizes_that_are_refused(size: Any) -> None:
+    for make in (Hadamard, WUSH):
+        with pytest.raises(ValueError, match="size must be one of 16, 32, 64, 128"):
+            make(size)
+
+
+@pytest.mark.parametrize("signs", [-1, 1 << 16, 0.5, True, "ff"])
+def test_signs_that_are_refused(signs: Any) -> None:
+    with pytest.raises(ValueError, match="a mask of 16 bits"):
+        Hadamard(16, signs)
+
+
+# Names and formats
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("hadamard16+nvfp4", Transformed(NVFP4(), Hadamard(16))),
+        ("hadamard32+mxfp4", Transformed(MX(), Hadamard(32))),
+        ("hadamard32-inverse+mxfp4", Transformed(MX(), Hadamard(32), inverse=True)),
+        ("hadamard16-sa5c3+nvfp4-static:0.5", Transformed(NVFP4("static", 0.5), Hadamard(16, 0xA5C3))),
+        ("hadamard128-s1-inverse+nvfp4-static:1e+20", Transformed(NVFP4("static", 1e20), Hadamard(128, 1), inverse=True)),
+        ("hadamard16+high-precision", Transformed(HighPrecision(), Hadamard(16))),
+        ("wush16+nvfp4", Transformed(NVFP4(), WUSH(16))),
+    ],
+)  # fmt: skip
+def test_names_round_trip(name: str, want: Transformed) -> None:
+    assert get_format(name) == want
+    assert want.name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hadamard16-inverse+nvfp4",
+        "hadamard24+nvfp4",
+        "hadamard16-s0+nvfp4",
+        "hadamard16+hadamard16+nvfp4",
+        "wush16-s1+nvfp4",
+        "hadamard16+",
+        "hadamard16",
+        "hadamard16+nvfp5",
+        "hadamard016+nvfp4",
+    ],
+)
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(ValueError, match="format"):
+        get_format(name)
+
+
+def test_signs_that_are_too_many_for_the_size() -> None:
+    with pytest.raises(ValueError, match="mask of 16 bits"):
+        get_format("hadamard16-s10000+nvfp4")
+
+
+def test_parse_leaves_other_names_alone() -> None:
+    assert parse("nvfp4") is None and parse("hadamard") is None
+    assert get_format("nvfp4-static:1e+20") == NVFP4("static", 1e20)  # a plus, and no transform
+
+
+@sizes
+@pytest.mark.parametrize(
+    "inner", ["mxfp4", "nvfp4", "mxfp8", "nvfp4-static:0.01", "int4-g32", "fp8-row", "int8-tensor"]
+)
+@pytest.mark.parametrize("dtype", ALL, ids=dtype_name)
+def test_encode_quantises_the_float32_transform(size: int, inner: str, dtype: torch.dtype) -> None:
+    name = f"hadamard{size}-s{MASKS[size]:x}"
+    f, base = get_format(f"{name}+{inner}"), get_format(inner)
+    x = data("mixed", 6, 2 * size, dtype)
+    y = f.transform.apply(x, False)
+    got, want = f.encode(x), base.encode(y)
+    for a, b in zip(got[:4], want[:4], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert_equal(a, b)
+    assert torch.equal(f.saturated(x, got), base.saturated(y, want))
+    assert_equal(f.decode(got, dtype), base.decode(want, dtype))
+    assert_equal(f.operand(got, dtype), base.operand(want, dtype))
+    assert f.bits_per_weight(6, 2 * size) == base.bits_per_weight(6, 2 * size) or inner.startswith("int4")
+
+
+def test_rounding_the_transform_to_bf16_first_is_another_quantiser() -> None:
+    """Measured: .8 to 1.1 % of the codes."""
+    x = torch.randn(512, 1024).to(BF16)
+    for name in ("hadamard16+nvfp4", "hadamard32+mxfp4"):
+        f = get_format(name)
+        ours, other = f.encode(x), f.base.encode(f.transform.apply(x, False).to(BF16))
+        a, b = (torch.cat((e.codes & 15, e.codes >> 4)) for e in (ours, other))
+        assert 0.006 < float((a != b).double().mean()) < 0.013
+
+
+def test_the_scale_is_found_after_the_transform() -> None:
+    """All-ones: 1 before, 4 after. A scale of the untransformed values would clip it, or waste two bits."""
+    f = get_format("hadamard16+nvfp4")
+    e = f.encode(torch.ones(1, 16))
+    assert float(f.measure(torch.ones(1, 16)).outer) == pytest.approx(4 / 2688)
+    assert f.decode(e, F32)[0, 0] == pytest.approx(4, rel=1e-6)
+    assert torch.equal(f.fake_quantize(torch.ones(1, 16)).round(decimals=5), torch.ones(1, 16))
+
+
+@sizes
+@pytest.mark.parametrize("inner", ["nvfp4", "mxfp4", "int4-g128", "intx4-g64"])
+def test_transform_and_quantiser_may_have_different_groups(size: int, inner: str) -> None:
+    f = get_format(f"hadamard{size}+{inner}")
+    assert f.block == max(size, f.inner.block)
+    assert f.why_not(f.block, BF16) is None
+    assert f.why_not(f.block + 8, BF16) is not None
+    x = torch.randn(64, 512)
+    assert sqnr(x, f.fake_quantize(x)) > 14
+
+
+def test_groups_that_do_not_divide_each_other() -> None:
+    assert "one must divide the other" in (get_format("hadamard32+int4-g48").why_not(96, BF16) or "")
+    with pytest.raises(ValueError, match="hadamard64 needs K to be a multiple of 64, got K = 96"):
+        quantize_(nn.Sequential(nn.Linear(96, 8)), NVFP4WeightConfig(transform=Hadamard(64)))
+
+
+def test_an_outlier_costs_a_row_less_behind_it() -> None:
+    """One scale a row: the outlier takes all codes but two for itself, unless it is spread first."""
+    x, w = torch.randn(256, 512), torch.randn(64, 512)
+    x[:, 7] = 60
+    w[:, 7] = 0.01
+    plain, behind = (get_format(name).fake_quantize(x) for name in ("intx4-row", "hadamard64+intx4-row"))
+    assert sqnr(x @ w.t(), behind @ w.t()) > sqnr(x @ w.t(), plain @ w.t()) + 6
+
+
+# Recipes and configs
+
+
+def test_recipes_put_both_sides_behind_one_transform() -> None:
+    t = Hadamard(32)
+    recipe = LinearRecipe(MX(), MX(), transform=t)
+    assert recipe.fprop_input == Transformed(MX(), t) and recipe.fprop_weight == Transformed(MX(), t, inverse=True)
+    assert LinearRecipe(recipe.fprop_input, MX()) == recipe == LinearRecipe(Transformed(MX(), t, inverse=True), MX())
+    assert LinearRecipe(None, MX(), transform=t).fprop_input == Transformed(HighPrecision(), t)
+    assert recipe.deployed == recipe
+    with pytest.raises(ValueError, match="one transform stands before both operands"):
+        LinearRecipe(Transformed(MX(), Hadamard(16)), MX(), transform=t)
+    with pytest.raises(ValueError, match="the contract dequantize"):
+        LinearRecipe(MX(), MX(), "dequantize", transform=t)
+
+
+def test_configs_keep_the_transform_as_json() -> None:
+    for config in (
+        NVFP4WeightConfig(transform=Hadamard(64, MASKS[64])),
+        MXFP4WeightConfig(transform=WUSH(32)),
+        NVFP4WeightConfig(),
+    ):
+        text = json.dumps(config_to_dict(config))
+        assert config_from_dict(json.loads(text)) == config
+    with pytest.raises(ValueError, match=r"transform takes aoquant.Hadamard\(size\)"):
+        NVFP4WeightConfig(transform=16)  # type: ignore[arg-type]
+
+
+def test_embeddings_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(32, 64))
+    for config in (
+        NVFP4WeightConfig(activation=None, transform=Hadamard(16)),
+        NVFP4WeightConfig(transform=Hadamard(16)),
+    ):
+        with pytest.raises(ValueError, match="the config transforms the weight"):
+            quantize_(model, config, lambda m, n: isinstance(m, nn.Embedding))
+    linear = nn.Sequential(nn.Linear(64, 32))
+    quantize_(linear, NVFP4WeightConfig(transform=Hadamard(16)))
+    with pytest.raises(ValueError, match="cannot be read behind a transform"):
+        nn.functional.embedding(torch.tensor([1]), linear[0].weight)

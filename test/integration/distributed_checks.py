@@ -1,9 +1,0 @@
-"""Every check that two processes make together, see `distributed_setup`."""
-
-import checks_checkpoints
-import checks_data_parallel
-import checks_tensor_parallel
-from distributed_setup import CHECKS, SLOW, WORLD, run
-
-one_process_resumes = checks_checkpoints.one_process_resumes
-__all__ = ["CHECKS", "SLOW", "WORLD", "checks_data_parallel", "checks_tensor_parallel", "one_process_resumes", "run"]

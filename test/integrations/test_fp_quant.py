@@ -1,0 +1,243 @@
+"""FP-Quant's options, against transformers' own FPQuantConfig: every combination that it takes, and what becomes of the weights."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import FPQuantConfig
+
+import aoquant.planning.progress
+from aoquant import Hadamard, MXFP4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant.integrations.fp_quant import OPTIONS, from_fp_quant
+from aoquant.layers.qat import QATLinear
+from aoquant.report.measure import sqnr, stored_bytes
+
+BF16 = torch.bfloat16
+
+
+class Model(nn.Module):
+    def __init__(self, k: int = 128) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.ModuleDict(
+            {"up": nn.Linear(k, 256, dtype=BF16), "down": nn.Linear(256, k, bias=False, dtype=BF16)}
+        )
+        self.lm_head = nn.Linear(k, 64, bias=False, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.block["down"](torch.relu(self.block["up"](x))))
+
+
+def combinations() -> list[dict[str, Any]]:
+    """All that transformers' class accepts."""
+    choices = {
+        "forward_dtype": ("mxfp4", "nvfp4"),
+        "forward_method": ("abs_max", "quest"),
+        "backward_dtype": ("bf16", "mxfp8", "mxfp4"),
+        "store_master_weights": (False, True),
+        "hadamard_group_size": (None, 16, 32, 64, 128),
+        "transform_init": ("hadamard", "identity", "gsr"),
+    }
+    found = []
+    for values in itertools.product(*choices.values()):
+        options = dict(zip(choices, values, strict=True))
+        try:
+            FPQuantConfig(**options)
+        except ValueError:
+            continue
+        found.append(options)
+    return found
+
+
+def test_options_and_defaults_are_those_of_transformers() -> None:
+    theirs = {k: v for k, v in vars(FPQuantConfig()).items() if k != "quant_method"}
+    assert theirs.keys() == OPTIONS.keys()
+    mine = OPTIONS | {"hadamard_group_size": 16, "modules_to_not_convert": ["lm_head"]}
+    assert theirs == mine
+
+
+def test_every_combination_is_taken_or_refused_with_a_reason() -> None:
+    """And what transformers refuses is refused here too."""
+    taken = refused = 0
+    for options in combinations():
+        lonely = not options["store_master_weights"] and options["backward_dtype"] != "bf16"
+        group = {"nvfp4": 16, "mxfp4": 32}[options["forward_dtype"]]
+        odd = options["transform_init"] == "gsr" and options["hadamard_group_size"] not in (None, group)
+        if lonely or odd:
+            with pytest.raises(ValueError, match="gsr" if odd else "store_master_weights=True"):
+                from_fp_quant(FPQuantConfig(**options))
+            refused += 1
+            continue
+        config, _ = from_fp_quant(FPQuantConfig(**options))
+        taken += 1
+        assert isinstance(config, QATConfig) == options["store_master_weights"]
+        base = config.base_config if isinstance(config, QATConfig) else config
+        kind = MXFP4WeightConfig if options["forward_dtype"] == "mxfp4" else NVFP4WeightConfig
+        assert isinstance(base, kind) and base.numerics == "qutlass"
+        size = options["hadamard_group_size"] or group
+        assert base.transform == (None if options["transform_init"] == "identity" else Hadamard(size))
+        assert ("quest" in base.recipe().fprop_weight.name) == (options["forward_method"] == "quest")
+    assert taken > 40 and refused > 40
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forward_dtype": "fp8"}, "forward_dtype must be one of nvfp4, mxfp4, got 'fp8'"),
+        ({"forward_method": "mse"}, "forward_method must be one of abs_max, quest"),
+        ({"forward_method": "quest"}, "nvfp4 goes with forward_method='abs_max'"),
+        ({"backward_dtype": "mxfp8"}, "nvfp4 goes with forward_method='abs_max' and backward_dtype='bf16'"),
+        ({"hadamard_group_size": 8}, "hadamard_group_size must be 16"),
+        ({"forward_dtype": "mxfp4", "hadamard_group_size": 16}, "got 16 for mxfp4"),
+        ({"transform_init": "random"}, "transform_init must be one of hadamard, identity, gsr"),
+        ({"transform_init": "gsr", "hadamard_group_size": 64}, "orders the rows of the Hadamard matrix by sequency"),
+        ({"forward_dtype": "mxfp4", "backward_dtype": "mxfp4"}, "store_master_weights=False leaves none to train"),
+        ({"forward_type": "mxfp4"}, "FP-Quant has no option forward_type"),
+        ({"store_master_weights": "false"}, "store_master_weights takes True or False, got 'false'"),
+        ({"pseudoquantization": 1}, "pseudoquantization takes True or False, got 1"),
+        ({"quant_method": "gptq"}, "got quant_method 'gptq'"),
+    ],
+)
+def test_errors_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_fp_quant(options)
+    if "quant_method" not in options:
+        with pytest.raises(ValueError, match=message):
+            from_fp_quant(**options)
+
+
+def test_objects_dictionaries_and_names_mean_the_same() -> None:
+    options = {
+        "forward_dtype": "mxfp4",
+        "forward_method": "quest",
+        "store_master_weights": True,
+        "backward_dtype": "mxfp4",
+    }
+    config = FPQuantConfig(**options)
+    for given in (from_fp_quant(config), from_fp_quant(config.to_dict()), from_fp_quant(**options)):
+        assert given[0] == from_fp_quant(config)[0]
+    assert from_fp_quant(config, backward_dtype="bf16")[0].backward is None
+
+
+def test_without_master_weights_the_weights_are_gone() -> None:
+    """Measured: no float weight is alive after packing, and what is stored is 4.25 bits a weight, and the head."""
+    model = Model(512)
+    weights = [weakref.ref(m.weight) for m in model.block.values()]
+    before = sum(stored_bytes(m.weight) for m in model.block.values())
+    quantize_(model, *from_fp_quant(forward_dtype="mxfp4"))
+    gc.collect()
+    assert [w() for w in weights] == [None, None]
+    after = sum(stored_bytes(m.weight.data) for m in model.block.values())
+    assert after == before * 4.25 / 16
+    assert isinstance(model.block["up"].weight.data, PackedTensor) and type(model.lm_head.weight.data) is torch.Tensor
+    assert not any(p.requires_grad for p in model.block["up"].parameters() if isinstance(p.data, PackedTensor))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forward_dtype": "mxfp4", "forward_method": "quest", "backward_dtype": "mxfp4"},
+        {"forward_dtype": "mxfp4", "backward_dtype": "mxfp8", "hadamard_group_size": 128},
+        {"forward_dtype": "nvfp4", "hadamard_group_size": 64},
+        {"forward_dtype": "nvfp4", "transform_init": "identity", "pseudoquantization": True},
+    ],
+    ids=["quartet", "mxfp8-backward", "nvfp4-h64", "nvfp4-plain"],
+)
+def test_with_master_weights_it_trains_and_converts(options: dict[str, Any]) -> None:
+    model = Model()
+    quantize_(model, *from_fp_quant(store_master_weights=True, **options))
+    up = model.block["up"]
+    assert isinstance(up, QATLinear) and up.weight.dtype == BF16 and type(model.lm_head) is nn.Linear
+    x = torch.randn(32, 128, dtype=BF16)
+    model(x).float().square().mean().backward()
+    assert up.weight.grad.isfinite().all() and up.weight.grad.any()
+    assert up.bias.grad.any()  # the bias trains, in high precision
+    y = model(x)
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(x), y)
+
+
+def test_the_bias_is_in_high_precision() -> None:
+    model = Model()
+    quantize_(model, *from_fp_quant())
+    up, x = model.block["up"], torch.zeros(2, 128, dtype=BF16)
+    assert torch.equal(up(x), up.bias.expand(2, -1))
+
+
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        (None, {"lm_head"}),
+        ([], set()),
+        (["down"], {"block.down"}),
+        (["block"], {"block.up", "block.down"}),
+        (["block.up", "lm_head"], {"block.up", "lm_head"}),
+    ],
+)
+def test_modules_to_not_convert(names: list[str] | None, left: set[str]) -> None:
+    model = Model()
+    with warnings.catch_warnings(action="error"):
+        quantize_(model, *from_fp_quant(modules_to_not_convert=names))
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert {n for n, m in linears.items() if not isinstance(m.weight.data, PackedTensor)} == left
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_name_that_no_layer_has_warns_with_near_names(store: bool) -> None:
+    options = {"store_master_weights": store, "modules_to_not_convert": ["lm_head", "dwon", "own"]}
+    model = Model()
+    with pytest.warns(UserWarning, match="matches no linear layer") as seen:
+        quantize_(model, *from_fp_quant(**options))
+    assert [str(w.message) for w in seen] == [
+        "the name or pattern 'dwon' matches no linear layer; near it: down",
+        "the name or pattern 'own' matches no linear layer; near it: down, block.down",
+    ]
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_a_model_without_a_head_does_not_warn_of_the_default() -> None:
+    for config in (None, FPQuantConfig()):
+        with warnings.catch_warnings(action="error"):
+            quantize_(nn.Sequential(nn.Linear(64, 64, dtype=BF16)), *from_fp_quant(config))
+
+
+def test_packing_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, int]] = []
+    original = aoquant.planning.progress.track
+
+    def track(items: Any, label: str, unit: str = "layer") -> Any:
+        for i, item in enumerate(original(items, label, unit)):
+            shown.append((label, i))
+            yield item
+
+    monkeypatch.setattr("aoquant.quantize.track", track)
+    quantize_(Model(), *from_fp_quant())
+    assert shown == [("quantize", 0), ("quantize", 1)]
+
+
+def test_outputs_stay_close() -> None:
+    x = torch.randn(64, 128, dtype=BF16)
+    for options in ({"forward_dtype": "mxfp4"}, {"forward_dtype": "nvfp4"}):
+        model = Model()
+        y = model(x)
+        quantize_(model, *from_fp_quant(**options))
+        assert sqnr(y, model(x)) > 9
+
+
+@pytest.mark.parametrize("config", ["quest", 4])
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(ValueError, match=rf"from_fp_quant takes .* its options, got quant_method {config!r}"):
+        from_fp_quant(config)
+
+
+@pytest.mark.parametrize("names", ["q_proj", 5, ["a", 1]])
+def test_names_that_are_no_list_are_refused(names: object) -> None:
+    with pytest.raises(ValueError, match="modules_to_not_convert must be a list of layers' names"):
+        from_fp_quant(modules_to_not_convert=names)

@@ -1,0 +1,142 @@
+"""The gradient that reaches an adapter is that of the values which the base multiplies by: whoever packed them, and where scales clip them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
+from test_peft import layer, lora
+from torch import nn
+from torchao.quantization import (
+    Float8DynamicActivationFloat8WeightConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationIntxWeightConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+)
+
+from aoquant import Int4WeightConfig, Int8WeightConfig, QATConfig, quantize_
+from aoquant.layers.qat import QATLinear
+from aoquant.recipes import get_recipe
+from aoquant.report.measure import weight_value
+
+CONFIGS: dict[str, Any] = {
+    "int4": Int4WeightConfig(32),
+    "ao.int8-intx": Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),
+    "ao.int8-int8": Int8DynamicActivationInt8WeightConfig(),
+    "ao.fp8-fp8": Float8DynamicActivationFloat8WeightConfig(),
+    "ao.intx": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
+}
+
+
+def layers(config: Any, targets: list[str], **options: Any) -> Any:
+    """Two packed layers, adapters on some."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).bfloat16()
+    quantize_(model, config)
+    return get_peft_model(model, lora(target_modules=targets, **options))
+
+
+@pytest.mark.parametrize("targets", [["0", "1"], ["0"]], ids=["both", "below"])
+@pytest.mark.parametrize("config", [pytest.param(c, id=n) for n, c in CONFIGS.items()])
+def test_an_adapter_below_a_packed_layer_gets_the_gradient_of_its_values(config: Any, targets: list[str]) -> None:
+    model = layers(config, targets)
+    first, second = model.base_model.model
+    x, g = torch.randn(16, 64, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        y = model(x)
+    out = model(x)
+    assert torch.equal(out, y)
+    out.backward(g)
+    w = weight_value(getattr(second, "base_layer", second)).float()
+    if "1" in targets:
+        w = w + second.get_delta_weight("default")
+    a, b, s = first.lora_A["default"].weight, first.lora_B["default"].weight, first.scaling["default"]
+    dh = g.float() @ w
+    for got, want in (
+        (b.grad, s * dh.t() @ (x.float() @ a.t())),
+        (a.grad, s * (dh @ b).t() @ x.float()),
+    ):
+        assert float((got - want).detach().norm() / want.detach().norm()) < 0.01  # bf16
+
+
+def test_a_bias_that_trains_gets_its_gradient() -> None:
+    model = layers(CONFIGS["ao.int8-int8"], ["0", "1"], bias="all")
+    g = torch.randn(2, 3, 32, dtype=torch.bfloat16)
+    model(torch.randn(2, 3, 64, dtype=torch.bfloat16)).backward(g)
+    torch.testing.assert_close(model.base_model.model[1].base_layer.bias.grad, g.sum((0, 1)))
+
+
+def test_a_tensor_whose_values_nobody_can_tell_is_refused_by_name() -> None:
+    model = layers(dataclasses.replace(get_recipe("torchao-int4-cpu").make(), group_size=32), ["0"])
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        y = model(x)
+    with pytest.raises(ValueError, match=r"^1: a gradient has to pass through its .*, which has no dequantize"):
+        model(x)
+    assert torch.equal(model.eval().requires_grad_(False)(x), y)
+
+
+def test_injecting_twice_and_copying_leave_one_hook() -> None:
+    model = layers(CONFIGS["ao.int8-int8"], ["0"])
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["1"]))
+    first, second = copy.deepcopy(model).base_model.model
+    assert len(first.base_layer._forward_hooks) == len(second.base_layer._forward_hooks) == 1
+
+
+def test_values_that_a_learned_weight_scale_clips_give_adapters_no_gradient() -> None:
+    with pytest.warns(UserWarning, match="peft froze 1 learned scales"):
+        adapted, x, g = layer(Int8WeightConfig(), scales="learned")
+    y = adapted(x)
+    y.backward(g)
+    a, b, s = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight, adapted.scaling["default"]
+    twin = copy.deepcopy(adapted.base_layer)
+    twin.weight.data = adapted.merged_weight(adapted.value(), ["default"]).detach()
+    twin.weight.requires_grad_()
+    want = twin(x.detach())
+    want.backward(g)
+    assert torch.equal(y, want)
+    clipped = twin.weight.grad == 0
+    assert 0 < clipped.sum() < clipped.numel() / 2
+    torch.testing.assert_close(b.grad, s * twin.weight.grad @ a.t(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a.grad, s * b.t() @ twin.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_learned_scales_that_peft_froze_are_named_and_can_be_trained() -> None:
+    model = nn.Sequential(nn.Linear(64, 32))
+    quantize_(model, QATConfig(Int8WeightConfig(), step="prepare", scales="learned"))
+    with pytest.warns(UserWarning, match=r"peft froze 1 learned scales \(0.weight_scale, .*requires_grad_"):
+        adapted = get_peft_model(model, lora(target_modules=["0"]))
+    scale = adapted.base_model.model[0].base_layer.weight_scale
+    scale.requires_grad_(True)
+    adapted(torch.randn(4, 64)).sum().backward()
+    assert scale.grad.abs().sum() > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scale.requires_grad_(False)
+        adapted.add_adapter("other", lora(target_modules=["0"]))
+
+
+TUNERS = {
+    "loha": LoHaConfig(r=4, target_modules=["0"]),
+    "vera": VeraConfig(r=4, target_modules=["0"]),
+    "oft": OFTConfig(target_modules=["0"]),
+    "ia3": IA3Config(target_modules=["0"], feedforward_modules=[]),
+    "adalora": AdaLoraConfig(total_step=10, target_modules=["0"]),
+}
+
+
+@pytest.mark.parametrize("config", TUNERS.values(), ids=TUNERS)
+def test_other_tuners_on_a_prepared_layer_are_refused_and_leave_it_as_it_was(config: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 32))
+    quantize_(model, QATConfig(Int8WeightConfig(), step="prepare"))
+    with pytest.raises(ValueError, match=r"^0: .* has no exact meaning on a prepared layer"):
+        get_peft_model(model, copy.deepcopy(config))
+    assert type(model[0]) is QATLinear
+    plain = nn.Sequential(nn.Linear(64, 32))
+    assert type(get_peft_model(plain, copy.deepcopy(config)).base_model.model[0]).__module__.startswith("peft.")

@@ -1,0 +1,163 @@
+"""The Trainer's callback: which steps are fake-quantised, what is logged, and that a resumed run is where it was."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from aoquant import NVFP4WeightConfig, QATConfig, quantize_
+from aoquant.integrations.trainer import MEAN, MIN, OUTPUT, QATCallback
+from aoquant.layers.qat import QATLinear
+from aoquant.report import verify
+from aoquant.report.measure import sqnr
+
+IDS = torch.arange(12 * 8).reshape(12, 8) % 31
+LAYERS = 7  # of one Llama block
+
+
+class Seen(TrainerCallback):
+    """Whether fake quantisation was on in each forward of training, and in each evaluation."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.train: list[bool] = []
+        self.eval: list[bool] = []
+        layers = [m for m in model.modules() if isinstance(m, QATLinear)]
+        assert len(layers) == LAYERS
+        model.register_forward_pre_hook(
+            lambda m, _: (self.train if m.training else self.eval).append(layers[0].fake_quant)
+        )
+        self.layers = layers
+
+
+def llama(*, prepare: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **size))
+    if prepare:
+        quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare"))
+    return model
+
+
+def trainer(model: LlamaForCausalLM, folder: Path, steps: int = 3, **arguments: object) -> Trainer:
+    defaults = {"save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
+    options = TrainingArguments(
+        str(folder), max_steps=steps, use_cpu=True, report_to=[], disable_tqdm=True, **(defaults | arguments)
+    )
+    data = [{"input_ids": row, "labels": row} for row in IDS]
+    return Trainer(model, options, train_dataset=data, eval_dataset=data[:2])
+
+
+def logged(trainer: Trainer, key: str) -> dict[int, float]:
+    return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
+
+
+def test_fake_quant_starts_after_n_steps_and_the_converted_model_is_what_was_trained(tmp_path: Path) -> None:
+    model = llama()
+    seen, run = Seen(model), trainer(model, tmp_path, 3, eval_strategy="steps", eval_steps=1)
+    QATCallback(fake_quant_after_n_steps=2).attach(run)
+    before = copy.deepcopy(model.state_dict())
+    run.train()
+    assert seen.train == [False, False, True]
+    assert seen.eval == [False, True, True]  # the evaluation after step 2 is what step 3 trains
+    assert all(layer.fake_quant for layer in seen.layers)
+    assert any(not torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    assert len(verify(model, converted, {"input_ids": IDS[:2]}).layers) == LAYERS
+
+
+def test_steps_are_optimizer_steps_when_gradients_accumulate(tmp_path: Path) -> None:
+    model = llama()
+    seen, run = Seen(model), trainer(model, tmp_path, 2, gradient_accumulation_steps=2)
+    QATCallback(fake_quant_after_n_steps=1).attach(run)
+    run.train()
+    assert seen.train == [False, False, True, True]
+
+
+def test_by_default_every_step_is_fake_quantised(tmp_path: Path) -> None:
+    model = llama()
+    seen, run = Seen(model), trainer(model, tmp_path, 2)
+    for layer in seen.layers:
+        layer.fake_quant = False
+    QATCallback().attach(run)
+    run.train()
+    assert seen.train == [True, True]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resumed_run_is_where_it_was(step: int, tmp_path: Path) -> None:
+    def make(folder: str) -> tuple[Seen, Trainer]:
+        model = llama()
+        run = trainer(model, tmp_path / folder, 4, save_strategy="steps", save_steps=1, seed=3)
+        QATCallback(fake_quant_after_n_steps=2).attach(run)
+        return Seen(model), run
+
+    seen, whole = make("whole")
+    whole.train()
+    assert seen.train == [False, False, True, True]
+    seen_again, resumed = make("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert seen_again.train == seen.train[step:]
+    for key, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[key]), key
+
+
+def test_sqnr_is_logged_every_n_steps_with_the_loss(tmp_path: Path) -> None:
+    model = llama()
+    reached: dict[int, dict] = {}
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+            reached[state.global_step] = dict(logs)
+
+    run = trainer(model, tmp_path, 5, logging_steps=100)
+    run.add_callback(Reporter())
+    QATCallback(log_every=2, batch={"input_ids": IDS[:2]}).attach(run)
+    run.train()
+    assert sorted(logged(run, MIN)) == sorted(logged(run, MEAN)) == sorted(logged(run, OUTPUT)) == [2, 4]
+    assert sorted(logged(run, "loss")) == [2, 4]
+    assert reached[4][MIN] == logged(run, MIN)[4]  # a reporter sees it too
+    assert 15 < logged(run, MIN)[4] <= logged(run, MEAN)[4] < 25
+    assert 5 < logged(run, OUTPUT)[4] < 40
+
+
+def test_logged_numbers_are_those_of_the_weights(tmp_path: Path) -> None:
+    model = llama()
+    seen, run = Seen(model), trainer(model, tmp_path, 3)
+    run.add_callback(QATCallback(batch=(IDS[:2],), fake_quant_after_n_steps=2))
+    run.train()
+    assert seen.train == [False, False, True]  # measuring leaves the switch alone
+    layers = [m for m in model.modules() if isinstance(m, QATLinear)]
+    found = [sqnr(m.weight, m.prepared.recipe.fprop_weight.fake_quantize(m.weight)) for m in layers]
+    assert sorted(logged(run, MIN)) == [1, 2, 3]  # whenever the loss is logged
+    assert logged(run, MIN)[3] == min(found)
+    assert logged(run, MEAN)[3] == pytest.approx(sum(found) / LAYERS)
+    plain = copy.deepcopy(model).eval()
+    for m in plain.modules():
+        if isinstance(m, QATLinear):
+            m.fake_quant = False
+    model.eval()
+    with torch.no_grad():
+        assert logged(run, OUTPUT)[3] == sqnr(plain(IDS[:2]).logits, model(IDS[:2]).logits) < math.inf
+
+
+def test_errors_and_warnings(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fake_quant_after_n_steps must be 0 or more, got -1"):
+        QATCallback(-1)
+    with pytest.raises(ValueError, match="log_every must be 1 or more, or None, got 0"):
+        QATCallback(log_every=0)
+    run = trainer(llama(prepare=False), tmp_path)
+    QATCallback().attach(run)
+    with pytest.raises(ValueError, match="no prepared layer"):
+        run.train()
+    run = trainer(llama(), tmp_path, 2)
+    QATCallback(2).attach(run)
+    with pytest.warns(UserWarning, match="no step is fake-quantised"):
+        run.train()

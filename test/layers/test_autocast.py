@@ -1,0 +1,143 @@
+"""Autocast: x and the output follow it, the weight is encoded from the dtype it is stored in, and prepared still equals converted."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.linear_cases import (
+    AOQUANT_CASES,
+    BF16,
+    BY_NAME,
+    F16,
+    F32,
+    INT4,
+    Case,
+    assert_equal,
+    autocast,
+    converted,
+    counting,
+    data,
+    dtype_name,
+    layer,
+    prepared,
+)
+from torch import nn
+from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
+
+from aoquant import PackedWeightConfig, QATConfig, get_format, list_formats, quantize_
+from aoquant.formats import Randomized
+from aoquant.tensor import same_bits
+
+PAIRS = [(F32, BF16), (F32, F16), (BF16, F16), (BF16, BF16)]
+pairs = pytest.mark.parametrize(
+    ("stored", "cast"), [pytest.param(s, c, id=f"{dtype_name(s)}-in-{dtype_name(c)}") for s, c in PAIRS]
+)
+cases = pytest.mark.parametrize("case", AOQUANT_CASES, ids=repr)
+
+
+@pairs
+@cases
+def test_prepared_equals_converted(case: Case, stored: torch.dtype, cast: torch.dtype) -> None:
+    for bias in (True, False):
+        qat = prepared(case, layer(case, stored, bias=bias))
+        packed = converted(case, qat)
+        for x_dtype in (stored, cast):
+            x = data("mixed", 6, case.k, x_dtype, 1).clamp(-10, 10).view(2, 3, case.k)
+            with autocast(cast):
+                y, z = qat(x), packed(x)
+            assert y.dtype == cast
+            assert_equal(y, z)
+            # the same as handing over an input that is cast already, without autocast: nothing else is cast
+            assert_equal(y, qat(x.to(cast)))
+
+
+@pairs
+@cases
+def test_weight_is_encoded_from_its_stored_dtype(case: Case, stored: torch.dtype, cast: torch.dtype) -> None:
+    """convert sees the stored weight, so prepare must: a weight cast to bf16 first has other codes."""
+    qat = prepared(case, layer(case, stored))
+    x = data("normal", 6, case.k, stored, 1)
+    with autocast(cast), counting("encode", "scaled_mm") as calls:
+        qat(x)
+    (weight,) = [args[0] for args in calls["encode"] if args[0].data_ptr() == qat.weight.data_ptr()]
+    assert weight.dtype == stored
+    activations = [args[0] for args in calls["encode"] if args[0] is not weight]
+    assert [a.dtype for a in activations] == [cast] * bool(qat.prepared.recipe.fprop_input)
+    (gemm,) = calls["scaled_mm"]
+    want = qat.prepared.recipe.fprop_weight.encode(qat.weight.detach())
+    for got, part in zip(gemm[1], want[:4], strict=True):
+        assert part is None or torch.equal(got.view(torch.uint8), part.view(torch.uint8))
+
+
+def test_a_float32_weight_has_other_codes_than_its_bf16_cast() -> None:
+    """The test above could not fail otherwise."""
+    case = BY_NAME["int4-g32"]
+    w, f = data("normal", case.n, case.k, F32), case.config.weight_format()
+    assert not torch.equal(f.encode(w).codes, f.encode(w.bfloat16()).codes)
+
+
+@pairs
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4-act", "fp8-row-act", "int8-row-asymact", "mxfp4-act"])
+def test_gradients_have_their_parameters_dtype(name: str, stored: torch.dtype, cast: torch.dtype) -> None:
+    """dx and dW are computed in autocast's dtype from the values that forward used, db is summed in float32."""
+    case = BY_NAME[name]
+    qat = prepared(case, layer(case, stored))
+    x = data("normal", 6, case.k, stored, 1).requires_grad_()
+    g = data("normal", 6, case.n, cast, 2)
+    with autocast(cast):
+        y = qat(x)
+    y.backward(g)
+    recipe = qat.prepared.recipe
+    w_hat = recipe.fprop_weight.decode(recipe.fprop_weight.encode(qat.weight.detach()), cast)
+    x_hat = x.detach().to(cast)
+    if recipe.fprop_input:
+        x_hat = recipe.fprop_input.fake_quantize(x_hat)
+    assert_equal(x.grad, (g @ w_hat).to(stored), "dx")
+    assert_equal(qat.weight.grad, (g.t() @ x_hat).to(stored), "dW")
+    assert_equal(qat.bias.grad, g.float().sum(0).to(stored), "db")
+
+
+def test_autocast_off_inside_is_off() -> None:
+    case = BY_NAME["nvfp4-act"]
+    qat = prepared(case, layer(case, F32))
+    x = data("normal", 6, case.k, F32, 1)
+    with autocast(BF16), torch.autocast("cpu", enabled=False):
+        inside = qat(x)
+    assert_equal(inside, qat(x))
+
+
+def test_int4_kernel_layer_in_float32_runs_under_bf16_autocast() -> None:
+    """The MSLK kernel takes bf16 activations: a float32 layer has them under autocast, and says so otherwise."""
+    qat = prepared(INT4, layer(INT4, F32))
+    x: Any = data("normal", 6, INT4.k, F32, 1)
+    with autocast(BF16):
+        y = qat(x)
+    assert_equal(y, qat(x.bfloat16()))
+    with pytest.raises(ValueError, match="bfloat16"):
+        qat(x)
+
+
+def test_float16_is_refused_where_unscaled_sums_would_overflow() -> None:
+    layer = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
+    quantize_(layer, QATConfig(NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)))
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="float16 overflows there"):
+        layer(torch.randn(4, 64))
+
+
+@pytest.mark.parametrize("name", [n for n in list_formats() if not isinstance(get_format(n), Randomized)])
+def test_quantising_inside_autocast_gives_the_same_bytes(name: str) -> None:
+    for dtype, region in (
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ):
+        torch.manual_seed(0)
+        outside = nn.Sequential(nn.Linear(256, 48)).to(dtype)
+        inside = copy.deepcopy(outside)
+        quantize_(outside, PackedWeightConfig(name))
+        with torch.autocast("cpu", dtype=region):
+            quantize_(inside, PackedWeightConfig(name))
+        assert same_bits(inside[0].weight, outside[0].weight)

@@ -1,0 +1,162 @@
+"""What a compiled training step consists of: the ops of an eager one, each once, and nothing between them.
+
+The ops are opaque, so a compiled step can cost more than an eager one in two ways only: more ops, or copies around them. Both are counted
+in the graphs that PyTorch hands to its compiler, after the partitioner has chosen what to save. A GPU's graph differs from a CPU's, because
+there codes and values come of one pass; `gpu` asks for that one, on any machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from support.linear_cases import BF16, BY_NAME, assert_equal, counting, data, layer, prepared
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint
+
+from aoquant.layers import linear
+
+OPS = ("encode", "quantize", "scaled_mm", "scaled_mm_measuring", "dgrad", "wgrad", "bgrad", "pull_back")
+CASES = ["nvfp4-act", "nvfp4-h16", "mxfp8-act", "int4-int8act", "int4-g32", "fp8-row-act"]
+VIEWS = {"t", "permute", "view", "_unsafe_view", "alias", "detach"}  # of an input or of the result: no kernel runs
+either = pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend for torch.compile that keeps the graphs of forward and backward, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.made: list[GraphModule] = []
+        self.backend = aot_autograd(
+            fw_compiler=self._keep, bw_compiler=self._keep, partition_fn=min_cut_rematerialization_partition
+        )
+
+    def _keep(self, graph: GraphModule, inputs: Any) -> Any:
+        self.made.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def nodes(self) -> list[Node]:
+        return [n for g in self.made for n in g.graph.nodes if n.op == "call_function"]
+
+    def kernels(self) -> Counter[str]:
+        """Names of what runs, without views and without taking an op's results apart."""
+        names = (n.target._schema.name.partition("::")[2] for n in self.nodes() if hasattr(n.target, "_schema"))
+        return Counter(name for name in names if name not in VIEWS)
+
+
+def step(run: Any, module: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = run(leaf)
+    y.backward(g)
+    assert leaf.grad is not None
+    return [y.detach(), leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+@either
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_step_runs_the_ops_of_an_eager_one(name: str, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clone, no copy, no op twice; a GEMM in high precision, wgrad of weights alone, is the only kernel that is not ours."""
+    if gpu:
+        monkeypatch.setattr(linear, "_one_pass", lambda t: True)
+    case = BY_NAME[name]
+    qat = prepared(case, layer(case, BF16))
+    x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
+    with counting(*OPS) as calls:
+        eager = step(qat, qat, x, g)
+    graphs = Graphs()
+    compiled = step(torch.compile(qat, fullgraph=True, backend=graphs.backend), qat, x, g)
+    assert len(graphs.made) == 2
+    for got, want in zip(compiled, eager, strict=True):
+        assert_equal(got, want)
+    want_ops = Counter({op: len(found) for op, found in calls.items() if found})
+    if qat.prepared.recipe.fprop_input is None:
+        want_ops["mm"] = 1
+    assert graphs.kernels() == want_ops
+    assert want_ops["encode"] + want_ops["quantize"] <= (1 if gpu else 2), (
+        "W is encoded apart, where the GEMM does that in passing"
+    )
+
+
+@pytest.mark.parametrize("name", ["nvfp4-act", "nvfp4-h16"])
+def test_backward_is_told_the_outer_scale_of_the_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass over W that finds it is forward's alone; what is saved for that is one number, and the codes of x."""
+    monkeypatch.setattr(linear, "_one_pass", lambda t: True)
+    case = BY_NAME[name]
+    qat = prepared(case, layer(case, BF16, bias=False))
+    x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
+    graphs = Graphs()
+    step(torch.compile(qat, fullgraph=True, backend=graphs.backend), qat, x, g)
+    forward, backward = graphs.made
+    (dgrad,) = (n for n in backward.graph.nodes if n.target is torch.ops.aoquant.dgrad.default)
+    measured = dgrad.args[-1]
+    assert measured.op == "placeholder" and measured.meta["val"].shape == (1, 1)
+    (gemm,) = (n for n in forward.graph.nodes if n.target is torch.ops.aoquant.scaled_mm_measuring.default)
+    assert gemm in {n.args[0] for n in forward.graph.nodes if n.name == measured.name}
+    (outputs,) = (n.args[0] for n in forward.graph.nodes if n.op == "output")
+    kept = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in outputs[1:] if n.op != "placeholder")
+    assert kept <= 0.5625 * x.numel() + 2 * 4  # and the outer scales of x and W
+
+
+@either
+def test_layers_that_read_one_input_encode_it_once(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gpu:
+        monkeypatch.setattr(linear, "_one_pass", lambda t: True)
+    case = BY_NAME["nvfp4-act"]
+    layers = nn.ModuleList([prepared(case, layer(case, BF16, bias=False)) for _ in range(3)])
+    x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, 3 * case.n, BF16, 2)
+    graphs = Graphs()
+    run = torch.compile(lambda t: torch.cat([m(t) for m in layers], -1), fullgraph=True, backend=graphs.backend)
+    compiled, eager = step(run, layers, x, g), step(lambda t: torch.cat([m(t) for m in layers], -1), layers, x, g)
+    for got, want in zip(compiled, eager, strict=True):
+        assert_equal(got, want)
+    found = graphs.kernels()
+    assert found["quantize"] + found["encode"] == (1 if gpu else 1 + 3)
+    assert found["dgrad"] == found["wgrad"] == 3
+
+
+@pytest.mark.parametrize("name", ["nvfp4-act", "int4-g32"])
+def test_checkpointed_layers_compile_whole(name: str) -> None:
+    """What checkpointing recomputes is in the graph too, and gives the bits of an eager step."""
+    case = BY_NAME[name]
+    net = nn.Sequential(prepared(case, layer(case, BF16)), nn.ReLU())
+    x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
+
+    def run(t: Tensor) -> Tensor:
+        y: Tensor = checkpoint(net, t, use_reentrant=False)
+        return y
+
+    for got, want in zip(step(torch.compile(run, fullgraph=True), net, x, g), step(run, net, x, g), strict=True):
+        assert_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-act", "int4-g32"])
+def test_few_guards_stand_before_a_layer(name: str) -> None:
+    """A compiled step begins by looking again at whatever the compiler read while it traced; what makes the ops is not traced, but taken whole."""
+    case = BY_NAME[name]
+    read: list[str] = []
+
+    def all_of(guards: Any) -> list[bool]:
+        read.extend(guard.name for guard in guards)
+        return [True] * len(guards)
+
+    run = torch.compile(
+        prepared(case, layer(case, BF16)), fullgraph=True, backend="eager", options={"guard_filter_fn": all_of}
+    )
+    run(data("normal", 6, case.k, BF16))
+    assert any("prepared.recipe" in name for name in read)
+    assert any("_applied" in name for name in read)
+    assert not [name for name in read if "_QuantizedLinear" in name or "_encoded" in name or "scaled_mm" in name]

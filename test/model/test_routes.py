@@ -1,0 +1,163 @@
+"""`explain` of a layer: the ranges of M, the reasons, and what forcing changes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig
+
+import aoquant
+from aoquant import NVFP4WeightConfig, QATConfig, backend, explain, ops, quantize_
+from aoquant.ops import Request, codec, router
+from aoquant.ops.router import Backend
+from aoquant.tools.explain import Routes
+
+
+def layer(config: Any = None) -> nn.Linear:
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    quantize_(model, QATConfig(config or NVFP4WeightConfig()))
+    return model[0]
+
+
+@pytest.fixture
+def decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more GEMMs: one for M in 3..100, one for M in 90..5000."""
+
+    def within(low: int, high: int) -> Any:
+        return lambda r: None if low <= r.m <= high else f"for M from {low} to {high}, got M = {r.m}"[:24]
+
+    monkeypatch.setattr(router, "_backends", list(router._backends))
+    router.register(
+        Backend("narrow", 40, within(3, 100), lambda c: c), Backend("wide", 30, within(90, 5000), lambda c: c)
+    )
+
+
+def multiplied(found: Routes) -> list[tuple[int, int | None, str | None]]:
+    return [(r.first, r.last, r.backend) for r in found.routes if r.step == "multiply"]
+
+
+@pytest.mark.usefixtures("decoders")
+def test_ranges_are_exact() -> None:
+    found = explain(layer())
+    assert multiplied(found) == [
+        (1, 2, "reference"), (3, 89, "narrow"), (90, 100, "narrow"), (101, 5000, "wide"), (5001, None, "reference"),
+    ]  # fmt: skip
+    said = {r.first: dict(r.rows) for r in found.routes if r.step == "multiply"}
+    assert said[90]["wide"] == "willing, lower priority" and said[3]["wide"].startswith("for M from 90")
+    assert "needs a CUDA device" in said[1]["tensor-cores"]
+
+
+@pytest.mark.usefixtures("decoders")
+@pytest.mark.parametrize("how", ["context", "environment"])
+def test_what_is_forced_runs_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if how == "context":
+        with backend("wide"):
+            found = explain(layer())
+    else:
+        monkeypatch.setenv("AOQUANT_BACKEND", "wide")
+        found = explain(layer())
+    starts = [(first, name) for first, _, name in multiplied(found)]
+    assert starts == [(1, None), (3, None), (90, "wide"), (101, "wide"), (5001, None)]
+    said = {r.first: dict(r.rows) for r in found.routes if r.step == "multiply"}
+    assert said[90]["reference"] == "willing, but wide is forced"
+    assert "an error" in str(found)
+
+
+def test_a_forced_backend_that_cannot_run_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, x = layer(), torch.randn(2, 64, dtype=torch.bfloat16)
+    with backend("mslk"), pytest.raises(ValueError, match=r"'mslk' was forced.*not aoquant"):
+        m(x)
+    monkeypatch.setenv("AOQUANT_BACKEND", "tensor-cores")
+    with pytest.raises(ValueError, match=r"'tensor-cores' was forced.*needs a CUDA device"):
+        m(x)
+    monkeypatch.setenv("AOQUANT_BACKEND", "nonsense")
+    with pytest.raises(ValueError, match=r"'nonsense' was forced.*there is none; known: "):
+        m(x)
+
+
+def test_prepared_and_converted_layers_say_the_same_of_their_gemm() -> None:
+    m = layer()
+    packed = copy.deepcopy(m)
+    quantize_(nn.Sequential(packed), QATConfig(step="convert"))
+    assert multiplied(explain(m)) == multiplied(explain(packed)) == [(1, None, "reference")]
+    steps = [[r.step for r in explain(one).routes] for one in (m, packed)]
+    assert steps == [["encode the input", f"{verb} the weight", "multiply"] for verb in ("encode", "decode")]
+    text = str(explain(m))
+    assert re.search(
+        r"32 x 64 prepared layer, weight=nvfp4.*\n  encode the input, M = 1 and above: reference\n    not cuda: .*\n    not triton:",
+        text,
+    )
+
+
+def test_nothing_is_made_of_a_packed_weight_whose_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that says so for M up to 16; and the GEMMs of this machine that say so do not call the codec."""
+    few = Backend("few", 40, lambda r: None if r.m <= 16 else "for up to 16 rows", lambda c: c, reads_codes=True)
+    with monkeypatch.context() as m:
+        m.setattr(router, "_backends", list(router._backends))
+        router.register(few)
+        packed = layer(NVFP4WeightConfig(activation=None))
+        prepared = explain(packed)
+        quantize_(nn.Sequential(packed), QATConfig(step="convert"))
+        converted = explain(packed)
+    steps = [[(r.step, r.first, r.last) for r in found.routes] for found in (prepared, converted)]
+    gemms = [("multiply", 1, 16), ("multiply", 17, None)]
+    assert steps == [[("encode the weight", 1, None), *gemms], [("decode the weight", 17, None), *gemms]]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "int8-row", "fp8-tensor"])
+def test_backends_that_read_codes_make_no_values_of_the_weight(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    contract = {"nvfp4": "aoquant", "int8-row": "int8_dynamic", "fp8-tensor": "fp8_scaled_mm"}[name]
+    fmt = aoquant.get_format(name)
+    x, w = (ops.to_parts(fmt.encode(torch.randn(n, 64).bfloat16())) for n in (3, 32))
+    decoded = []
+    real = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda *a, **k: decoded.append(a) or real(*a, **k))
+    request = Request(contract, fmt, fmt, torch.device("cpu"), torch.bfloat16, 3, 32, 64)
+    runs = next(b for b, said in explain(request) if said == "runs")
+    ops.scaled_mm(x, w, None, name, name, contract, [3], 64, torch.bfloat16)
+    assert (runs in ops.code_readers()) == (not decoded) == (name != "nvfp4")
+
+
+def test_weight_only_layers_encode_no_input() -> None:
+    found = explain(layer(NVFP4WeightConfig(activation=None)))
+    assert [r.step for r in found.routes] == ["encode the weight", "multiply"]
+
+
+def test_requests_are_answered_as_before() -> None:
+    fmt = aoquant.get_format("nvfp4")
+    rows = explain(Request("aoquant", fmt, fmt, torch.device("cpu"), torch.bfloat16, 1, 32, 64))
+    assert ("reference", "runs") in rows
+
+
+def test_what_has_no_router_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    for what, name in ((model, "Sequential"), (model[0], "Tensor|Parameter")):
+        with pytest.raises(ValueError, match=rf"got ({name}).*get_submodule"):
+            explain(what)
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    with pytest.raises(ValueError, match="got Int8Tensor"):
+        explain(model[0])
+    with pytest.raises(ValueError, match=r"explain takes a request, a prepared linear layer .*, got str"):
+        explain("nvfp4")
+
+
+def test_int4_behind_a_transform_asks_what_the_layer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scales are float32, made from what the transform made; kernels choose by that."""
+    asked = []
+    monkeypatch.setattr(
+        aoquant.tools.explain.ops, "explain", lambda request: asked.append(request) or [("reference", "runs")]
+    )
+    for recipe, scales in (("int4-g32", torch.bfloat16), ("hadamard16+int4-g32", torch.float32)):
+        m = nn.Linear(64, 32).bfloat16()
+        quantize_(nn.Sequential(m), QATConfig(aoquant.PackedWeightConfig(recipe), step="prepare"))
+        for step in ("prepared", "converted"):
+            asked.clear()
+            explain(m)
+            gemms = [r for r in asked if isinstance(r, Request)]
+            assert gemms and all((r.scale_dtype, r.w_format.name) == (scales, "int4-g32") for r in gemms), step
+            quantize_(nn.Sequential(m), QATConfig(step="convert")) if step == "prepared" else None

@@ -1,0 +1,140 @@
+"""The codec's roles on a CPU: the reference runs and the others say why not; its values are the format's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
+from torch import Tensor
+
+from aoquant import backend, explain, get_format, list_formats, ops
+from aoquant.formats import Encoded, Format
+from aoquant.ops import CodecRequest, codec, grids, router, tiles
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ROLES = ("encode", "decode", "quantize")
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "int4-g64", "intx3-g32", "int8-row-asym", "int8-tensor", "fp8-row", "fp8-tensor")
+
+
+def request(role: str, name: str, device: torch.device = CPU) -> CodecRequest:
+    return CodecRequest(role, get_format(name), device, BF16, 6, 192)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_reference_runs_and_the_others_say_why_not(role: str) -> None:
+    rows = explain(request(role, "nvfp4"))
+    names = ("triton",) if role == "decode" else ("cuda", "triton")  # csrc has encoders alone
+    first = [*((name, "its kernels are for CUDA devices") for name in names), ("reference", "runs")]
+    assert rows[: len(first)] == first
+    # below the reference, so that only forcing runs it
+    below = [(name, "not nvfp4" in why) for name, why in rows[len(first) :]]
+    assert below == ([] if role == "decode" else [("qutlass", True)])
+
+
+def test_forcing_triton_on_a_cpu_is_an_error_with_its_reason() -> None:
+    x = data("normal", 6, 192, BF16)
+    with backend("triton"), pytest.raises(ValueError, match=r"encode \(nvfp4, 6 x 192, .*for CUDA devices.*another"):
+        codec.encode(get_format("nvfp4"), x)
+
+
+def test_a_backend_of_gemms_leaves_the_codec_free() -> None:
+    x, fmt = data("normal", 6, 192, BF16), get_format("mxfp4")
+    with backend("torch._int_mm"):
+        assert_equal(codec.encode(fmt, x).codes, fmt.encode(x).codes)
+    with (
+        backend("triton"),
+        pytest.raises(ValueError, match="CUDA"),
+    ):  # and the other way round: the GEMM is free, the codec is not
+        ops.scaled_mm(ops.to_parts(fmt.encode(x)), [x], None, "mxfp4", "mxfp4", "aoquant", [6], 192, BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
+    fmt, x = get_format(name), data("outlier", 6, 192, dtype)
+    e = fmt.encode(x)
+    for operand in (True, False):
+        want = fmt.operand(e, dtype) if operand else fmt.decode(e, dtype)
+        kept, values, alpha = codec.quantize(fmt, x, dtype, operand=operand, keep=True)
+        assert kept is not None
+        assert_equal(values, want)
+        assert_equal(kept.codes, e.codes)
+        expected = fmt.alpha(e)
+        assert (alpha is None) == (expected is None)
+        if alpha is not None and expected is not None:
+            assert_equal(alpha, expected)
+        assert_equal(codec.decode(fmt, e, dtype, operand=operand), want)
+        assert codec.quantize(fmt, x, dtype, operand=operand).encoded is None
+        *parts, again = ops.quantize(x, name, operand)
+        assert_equal(again, want)
+        for part, mine in zip(parts, ops.to_parts(e), strict=True):
+            assert_equal(part, mine)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is(name: str) -> None:
+    x, w = data("normal", 6, 192, BF16, 1), data("normal", 16, 192, BF16, 2)
+    rest = (None, name, name, "aoquant", [6], 192, BF16)
+    want: Tensor = ops.scaled_mm(ops.encode(x, name), ops.encode(w, name), *rest)
+    assert_equal(ops.scaled_mm(ops.quantize(x, name, True), [w], *rest), want)
+
+
+@pytest.mark.parametrize("name", ["intx3-g32", "intx4-g32-noclip", "fp8-64x64", "intx8-row-sfloat32", "fp8-row:lb0.5"])
+def test_options_without_a_kernel_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has Triton and a GPU, an option that the kernels do not know goes to the reference."""
+    monkeypatch.setattr(codec, "lacks_triton", lambda device: None)
+    rows = dict(explain(request("encode", name, CUDA)))
+    assert rows["reference"] == "runs"
+    assert name in rows["triton"] or "not 3" in rows["triton"]
+    assert dict(explain(request("encode", "nvfp4", CUDA)))["triton"] == "runs"
+
+
+@pytest.mark.parametrize("name", sorted(list_formats()))
+def test_tiles_are_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Some rows at a time, also where a scale spans rows and where the last tile is short."""
+    monkeypatch.setattr(tiles, "TILE", 1 << 10)
+    fmt = get_format(name)
+    x = data("outlier", 600, 2 * (fmt.block or 32), BF16)
+    want, calls = fmt.encode(x), []
+    real = type(fmt).quantize
+    monkeypatch.setattr(type(fmt), "quantize", lambda self, *a: (calls.append(1), real(self, *a))[1])
+    for got, whole in zip(tiles.encode(fmt, x)[:4], want[:4], strict=True):
+        assert (got is None) == (whole is None)
+        if got is not None and whole is not None:
+            assert got.shape == whole.shape
+            assert torch.equal(got.view(torch.uint8), whole.view(torch.uint8))
+    assert len(calls) > 2 or not (fmt.by_rows or fmt.per_tensor or fmt.tile_rows > 1)
+
+
+@pytest.mark.parametrize("name", sorted(list_formats()))
+def test_floored_blocks_are_counted_in_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fmt = get_format(name)
+    x = data("normal", 600, 2 * (fmt.block or 32), BF16)
+    x[100:300] *= 2.0**-120
+    e = fmt.encode(x)
+    want = fmt.floored(e).float().mean()
+    monkeypatch.setattr(tiles, "TILE", 1 << 10)
+    assert torch.isclose(tiles.floored(fmt, e), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fouroversix", "gridflip", "nvfp4-search"])
+def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference stands in for its library: what is tested is how it is called, in every role."""
+
+    def library(
+        f: Format, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None
+    ) -> tuple[Encoded, Tensor | None]:
+        e = f.encode(x)
+        assert measured is None or (e.outer is not None and torch.equal(measured, e.outer))
+        return e, None if dtype is None else (f.operand if operand else f.decode)(e, dtype)
+
+    monkeypatch.setattr(grids, "_run", library)
+    fmt, x = get_format(name), data("outlier", 6, 192, BF16)
+    runs = {b.role: b.run for b in router._backends if b.name == "cuda"}
+    e = fmt.encode(x)
+    assert_equal(runs["encode"](fmt, x).codes, e.codes)
+    for measured in (None, e.outer):
+        kept, values, alpha = runs["quantize"](fmt, x, BF16, True, True, measured)
+        assert_equal(kept.codes, e.codes)
+        assert_equal(values, fmt.operand(e, BF16))
+        assert_equal(alpha, fmt.alpha(e))

@@ -1,0 +1,348 @@
+"""The ops are well-formed for compilers, and the router runs what it says it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from aoquant import backend, explain, get_format, ops
+from aoquant.ops import CONTRACTS, Request, from_parts, to_parts
+
+K, N, M = 192, 16, 6  # a multiple of every block; N and K of 16 for torch._scaled_mm
+
+FORMATS = (
+    "int4-g32",
+    "int4-bf16-g64",
+    "int4-tinygemm-g64",
+    "int4-tinygemm-cpu-g64",
+    "int4-e4m3-row-g64",
+    "intx2-g32",
+    "intx3-row",
+    "intx4-g32-asym",
+    "intx8-row-asym-native",
+    "int8-row",
+    "int8-tensor",
+    "int8-row-asym",
+    "fp8-row",
+    "fp8-tensor",
+    "fp8-row-mslk",
+    "fp8-e5m2-row",
+    "fp8-1x64",
+    "fp8-8x64",
+    "stretched3-g32",
+    "high-precision",
+    "intx4-g32-asym-sfloat32",
+    "mxfp4",
+    "mxfp4-even",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4-none",
+    "nvfp4-static:0.001",
+)
+# contract -> (x format, w format): one pair that each contract is used with
+OPERANDS = {
+    "aoquant": ("nvfp4", "nvfp4"),
+    "bias_after": ("", "int4-g64"),
+    "fp8_bias_after": ("fp8-row-mslk", "int4-e4m3-row-g64"),
+    "tinygemm_cuda": ("", "int4-tinygemm-g64"),
+    "tinygemm_cpu": ("", "int4-tinygemm-cpu-g64"),
+    "dequantize": ("intx8-row-asym-native", "intx4-g32"),
+    "dequantize_flat": ("mxfp8", "mxfp8"),
+    "matmul_bias": ("", "fp8-row"),
+    "int8_rescale": ("", "int8-row"),
+    "int8_dynamic": ("int8-row-asym-native", "int8-row"),
+    "fp8_scaled_mm": ("fp8-row-native", "fp8-row"),
+    "fp8_scaled_mm_precise": ("fp8-tensor-native", "fp8-tensor"),
+    "fp8_blocks": ("fp8-1x64-native", "fp8-8x64"),
+    "fp8_mslk": ("fp8-row-mslk", "fp8-row-mslk"),
+    "fp8_mslk_precise": ("fp8-row-mslk", "fp8-row-mslk"),
+    "nvfp4_rescale": ("nvfp4", "nvfp4"),
+}
+
+
+def encoded(name: str, x: Tensor) -> tuple[Tensor, ...]:
+    return to_parts(get_format(name).encode(x))
+
+
+def gemm(
+    contract: str, dtype: torch.dtype = BF16, *, m: int = M, n: int = N, k: int = K, bias: bool = True
+) -> tuple[Any, ...]:
+    """Arguments of `ops.scaled_mm` under `contract`."""
+    x_name, w_name = OPERANDS[contract]
+    x, w = data("normal", m, k, dtype, 1), data("normal", n, k, dtype, 2)
+    x_parts = encoded(x_name, x) if x_name else (x,)
+    b = data("normal", 1, n, dtype, 3)[0] if bias else None
+    return x_parts, encoded(w_name, w), b, x_name, w_name, contract, [m], k, dtype
+
+
+def request(contract: str, **options: Any) -> Request:
+    x_name, w_name = OPERANDS[contract]
+    shape = {"m": M, "n": N, "k": K, "device": torch.device("cpu"), "dtype": BF16} | options
+    return Request(contract, get_format(x_name) if x_name else None, get_format(w_name), **shape)
+
+
+# Schemas, fakes, autograd registration and symbolic shapes
+
+
+def opcheck(op: Any, *args: Any, only: tuple[str, ...] = ()) -> None:
+    """PyTorch's checks; its schema check compares inputs with allclose, which float8 lacks, so that one is done here by bytes."""
+    tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    float8 = any(t.is_floating_point() and t.element_size() == 1 for t in tensors)
+    torch.library.opcheck(op, args, test_utils=only or [u for u in OPCHECKS if u != "test_schema" or not float8])
+    before = [t.clone() for t in tensors]
+    outputs = op(*args)
+    assert all(
+        torch.equal(t.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for t, b in zip(tensors, before, strict=True)
+    )
+    storages = [t.untyped_storage()._cdata for t in (*tensors, *tree_leaves(outputs)) if t.numel()]
+    distinct_inputs = len({t.untyped_storage()._cdata for t in tensors if t.numel()})
+    assert len(set(storages)) == distinct_inputs + sum(1 for t in tree_leaves(outputs) if t.numel()), (
+        "an output is an alias"
+    )
+
+
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("rows", [5, 0], ids=["rows", "empty"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+@pytest.mark.parametrize("name", FORMATS)
+def test_encode_is_well_formed(name: str, dtype: torch.dtype, rows: int) -> None:
+    opcheck(ops.encode, data("normal", rows, K, dtype), name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_and_scales_are_contiguous_whatever_the_input(name: str) -> None:
+    """A fake knows shapes only: a stride that followed the input's would break compiled graphs, loaders and kernels."""
+    x = data("normal", 5, K, BF16)
+    for strided in (x.t().contiguous().t(), torch.cat((x, x), 1)[:, :K]):
+        opcheck(ops.encode, strided, name, only=("test_faketensor",))
+        for part, want in zip(ops.encode(strided, name), ops.encode(x, name), strict=True):
+            assert part.is_contiguous() and torch.equal(part.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_scaled_mm_is_well_formed(contract: str, dtype: torch.dtype) -> None:
+    for bias in (True, False):
+        opcheck(ops.scaled_mm, *gemm(contract, dtype, bias=bias))
+
+
+@pytest.mark.parametrize("m", [M, 0], ids=["rows", "empty"])
+@pytest.mark.parametrize("name", ["nvfp4", "hadamard16+nvfp4"])
+@pytest.mark.parametrize("contract", ["aoquant", "nvfp4_rescale", "dequantize"])
+def test_scaled_mm_that_measures_is_well_formed(contract: str, name: str, m: int) -> None:
+    """It gives `scaled_mm`'s y, and the outer scale that W is encoded with; each is memory of its own."""
+    assert ops.finds_outer(get_format(name))
+    x, w = data("normal", m, K, BF16, 1), data("outlier", N, K, BF16, 2)
+    args = encoded(name, x), [w], None, name, name, contract, [m], K, BF16
+    opcheck(ops.scaled_mm_measuring, *args)
+    y, outer = ops.scaled_mm_measuring(*args)
+    assert_equal(y, ops.scaled_mm(*args))
+    assert_equal(outer, ops.encode(w, name)[3])
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n != "nvfp4"])
+def test_only_a_dynamic_outer_scale_is_measured(name: str) -> None:
+    assert not ops.finds_outer(get_format(name))
+
+
+def test_scaled_mm_is_well_formed_for_strided_and_nd_inputs() -> None:
+    w, name = encoded("intx4-g32", data("normal", N, K, BF16)), "intx8-row-asym-native"
+    x = data("normal", M, K, BF16, 1).view(2, 3, K).transpose(0, 1)
+    opcheck(ops.scaled_mm, (x,), w, None, "", "intx4-g32", "dequantize", [3, 2], K, BF16)
+    parts = encoded(name, x.reshape(-1, K))
+    opcheck(ops.scaled_mm, parts, w, None, name, "intx4-g32", "dequantize", [3, 2], K, BF16, list(x.stride()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradient_ops_are_well_formed(name: str) -> None:
+    x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
+    opcheck(ops.dgrad, g, [w], name, K)
+    opcheck(ops.dgrad, g, list(encoded(name, w)), name, K)
+    opcheck(ops.wgrad, g, list(encoded(name, x)), name, K)
+    opcheck(ops.saturated, x, name)
+
+
+@pytest.mark.parametrize("name", ["hadamard16+nvfp4", "hadamard32-s5-inverse+mxfp4", "wush16+nvfp4"])
+def test_ops_behind_a_transform_are_well_formed(name: str) -> None:
+    """T is an argument where it is data."""
+    x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
+    t = torch.randn(K // 16, 16, 16) if name.startswith("wush") else None
+    none = (None, None, None)
+    opcheck(ops.encode, x, name, *none, t)
+    opcheck(ops.encode, x[:0], name, *none, t)
+    opcheck(ops.dgrad, g, [w], name, K, *none, t)
+    opcheck(ops.wgrad, g, [x], name, K, *none, t)
+    opcheck(ops.saturated, x, name, *none, t)
+    opcheck(ops.pull_back, x, name, t)
+    opcheck(ops.pull_back, x.t().contiguous().t(), name, t)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+def test_bias_gradient_op_is_well_formed(dtype: torch.dtype) -> None:
+    opcheck(ops.bgrad, data("normal", M, N, BF16), dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_round_trip(name: str) -> None:
+    e = get_format(name).encode(data("normal", 5, K, BF16))
+    back = from_parts(to_parts(e), K)
+    assert back.k == K
+    for a, b in zip(e[:4], back[:4], strict=True):
+        assert (a is None and b is None) or a is b
+
+
+# The router
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_explain_gives_every_backend_a_verdict_and_one_runs(contract: str) -> None:
+    rows = explain(request(contract))
+    assert [name for name, _ in rows] == ops.backend_names() and rows[-1][0] == "reference"
+    assert [verdict for _, verdict in rows].count("runs") == 1
+    fast = {
+        "fp8_scaled_mm": "torch._scaled_mm",
+        "fp8_scaled_mm_precise": "torch._scaled_mm",
+        "int8_dynamic": "torch._int_mm",
+        "tinygemm_cpu": "torch._weight_int4pack_mm_for_cpu",
+    }
+    assert dict(rows)[fast.get(contract, "reference")] == "runs"
+    for name, verdict in rows:
+        if (
+            name.startswith("torch.")
+            and verdict != "runs"
+            and not verdict.endswith("(compute capability 10.0 or later)")
+        ):
+            assert contract in verdict, f"{name} does not say why it refuses {contract}: {verdict}"
+
+
+def test_explain_names_the_shape_that_a_kernel_refuses() -> None:
+    rows = dict(explain(request("fp8_scaled_mm", k=40)))
+    assert "K = 40" in rows["torch._scaled_mm"] and rows["reference"] == "runs"
+
+
+def test_forcing_runs_that_backend_and_only_inside_the_block() -> None:
+    args = gemm("fp8_scaled_mm", F32)
+    free = ops.scaled_mm(*args)
+    with backend("torch._scaled_mm"):
+        assert_equal(ops.scaled_mm(*args), free)
+    with backend("reference"):
+        reference = ops.scaled_mm(*args)
+        with pytest.raises(ValueError, match="there are:"), backend("cuda-dreams"):
+            pass
+        assert_equal(ops.scaled_mm(*args), reference)
+    assert_equal(ops.scaled_mm(*args), free)
+    # the reference multiplies the scales one after the other, so in float32 the two can be told apart
+    assert not torch.equal(reference, free)
+
+
+def test_forcing_a_backend_that_cannot_run_says_why() -> None:
+    with (
+        backend("torch._scaled_mm"),
+        pytest.raises(ValueError, match=r"computes fp8_scaled_mm, not aoquant.*choose another"),
+    ):
+        ops.scaled_mm(*gemm("aoquant"))
+    with backend("torch._int_mm"), pytest.raises(ValueError, match=r"M = 6, N = 16, K = 192, cpu"):
+        ops.scaled_mm(*gemm("fp8_scaled_mm"))
+
+
+def test_forcing_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = gemm("fp8_scaled_mm", F32)
+    with backend("reference"):
+        reference = ops.scaled_mm(*args)
+    monkeypatch.setenv("AOQUANT_BACKEND", "reference")
+    assert_equal(ops.scaled_mm(*args), reference)
+    monkeypatch.setenv("AOQUANT_BACKEND", "torch._int_mm")
+    with pytest.raises(ValueError, match="forced, but cannot run"):
+        ops.scaled_mm(*args)
+    with backend("reference"):  # the block is nearer than the environment
+        assert_equal(ops.scaled_mm(*args), reference)
+    monkeypatch.setenv("AOQUANT_BACKEND", "nonsense")
+    with pytest.raises(ValueError, match=r"there is none; known: .*reference"):
+        ops.scaled_mm(*args)
+
+
+def test_forcing_reaches_compiled_layers() -> None:
+    """The backend is chosen when the op runs, not when it is traced."""
+    args = gemm("fp8_scaled_mm", F32)
+    torch._dynamo.reset()
+    run = torch.compile(lambda: ops.scaled_mm(*args), backend="eager", fullgraph=True)
+    free = run()
+    with backend("reference"):
+        assert not torch.equal(run(), free)
+    assert_equal(run(), free)
+
+
+# One backend against another: the order of additions alone may differ
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+@pytest.mark.parametrize("contract", ["fp8_scaled_mm", "fp8_scaled_mm_precise"])
+def test_reference_and_scaled_mm_differ_by_the_order_of_additions(contract: str, dtype: torch.dtype) -> None:
+    """Bound, an element: K float32 roundings of the sum of absolute products and two of the scales, then one of the output."""
+    args = gemm(contract, dtype, m=64, n=32, k=512)
+    with backend("reference"):
+        reference = ops.scaled_mm(*args)
+    with backend("torch._scaled_mm"):
+        fast = ops.scaled_mm(*args)
+    x, w = from_parts(args[0], 512), from_parts(args[1], 512)
+    magnitude = (
+        get_format(args[3]).decode(x, F32).abs().double() @ get_format(args[4]).decode(w, F32).abs().double().t()
+    )
+    slack = magnitude * (512 + 4) * 2.0**-24 + reference.double().abs() * torch.finfo(dtype).eps
+    assert ((reference.double() - fast.double()).abs() <= slack).all()
+    noise = (reference.double() - fast.double()).square().sum()
+    sqnr = 10 * torch.log10(reference.double().square().sum() / noise)
+    assert sqnr > (55 if dtype == BF16 else 120), f"{sqnr:.1f} dB"
+
+
+@pytest.mark.parametrize("kind", ["normal", "outlier", "zero", "onehot", "mixed"])
+@pytest.mark.parametrize("x_name", ["int8-row-native", "int8-row-asym-native", "int8-tensor-native"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+def test_reference_int8_equals_int_mm(x_name: str, dtype: torch.dtype, kind: str) -> None:
+    """Integers have one sum: bit-equal, whatever K."""
+    for k in (53, 4096):
+        x, w, b = data(kind, 7, k, dtype, 1), data(kind, 9, k, dtype, 2), data("normal", 1, 9, dtype, 3)[0]
+        args = (encoded(x_name, x), encoded("int8-row", w), b, x_name, "int8-row", "int8_dynamic", [7], k, dtype)
+        with backend("reference"):
+            reference = ops.scaled_mm(*args)
+        with backend("torch._int_mm"):
+            assert_equal(ops.scaled_mm(*args), reference)
+
+
+def test_a_route_is_asked_for_once_and_again_when_backends_or_force_change() -> None:
+    from aoquant.ops import router
+
+    asked: list[Request] = []
+
+    def why_not(request: Request) -> str | None:
+        asked.append(request)
+        return "it only counts"
+
+    args = gemm("fp8_scaled_mm", F32)
+    free = ops.scaled_mm(*args)
+    counts = router.Backend("counts", 99, why_not, lambda call: None)
+    router.register(counts)
+    try:
+        for _ in range(3):
+            assert_equal(ops.scaled_mm(*args), free)
+        assert len(asked) == 1
+        with backend("reference"):
+            ops.scaled_mm(*args)
+        with backend("counts"), pytest.raises(ValueError, match="it only counts"):
+            ops.scaled_mm(*args)
+        with backend("counts"), pytest.raises(ValueError, match="it only counts"):  # no answer, nothing to remember
+            ops.scaled_mm(*args)
+        assert len(asked) == 3
+        assert_equal(ops.scaled_mm(*args), free)
+        assert len(asked) == 3
+    finally:
+        router._backends.remove(counts)
+        router._routes.clear()

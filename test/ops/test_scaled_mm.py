@@ -1,0 +1,80 @@
+"""torch._scaled_mm where it has no kernel with a scale per row: cuBLAS, few rows, a large K. The kernel with one scale sums the same products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aoquant import backend, get_format, ops
+from aoquant.ops.gemm import torch_kernels as external
+
+K, N = 64, 48
+
+
+def call(name: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    fmt = get_format(name)
+    parts = ops.to_parts(fmt.encode(x)), ops.to_parts(fmt.encode(w))
+    with backend("torch._scaled_mm"):
+        return ops.scaled_mm(*parts, bias, name, name, "fp8_scaled_mm", [len(x)], K, torch.bfloat16)
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("name", ["fp8-row", "fp8-tensor"])
+@pytest.mark.parametrize("rows", [1, 3, 200])
+def test_one_scale_serves_where_a_scale_per_row_has_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int, with_bias: bool
+) -> None:
+    x, w, bias = torch.randn(rows, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N).bfloat16()
+    given = bias if with_bias else None
+    want = call(name, x, w, given)
+    real, refused = torch._scaled_mm, []
+
+    def picky(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
+        if kwargs["out_dtype"] != torch.float32:
+            refused.append(len(a))
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic")
+        assert kwargs["scale_a"].numel() == kwargs["scale_b"].numel() == 1 and kwargs.get("bias") is None
+        return real(a, b, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", picky)
+    monkeypatch.setattr(external, "_refused", set())
+    y = call(name, x, w, given)
+    assert torch.equal(call(name, x, w, given), y)
+    assert refused == [rows]  # and not asked again
+    assert y.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(y, want, rtol=2**-7, atol=1e-5 * float(want.abs().max()))  # sums of another order
+
+
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def failing(a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(len(a))
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(torch, "_scaled_mm", failing)
+    for rows in (5, 64):
+        with pytest.raises(RuntimeError, match="illegal memory"):
+            call("fp8-row", torch.randn(rows, K).bfloat16(), torch.randn(N, K).bfloat16(), None)
+    assert calls == [5, 64]
+
+
+def test_rows_without_a_kernel_leave_one_scale_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal shapes, other scales: what cuBLAS refused for rows it still does for tensors, in the order of sums that torchao's layer has."""
+    x, w, bias = torch.randn(3, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N).bfloat16()
+    real, asked = torch._scaled_mm, []
+
+    def picky(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
+        if kwargs["scale_a"].numel() > 1:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic")
+        asked.append(kwargs["out_dtype"])
+        return real(a, b, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", picky)
+    monkeypatch.setattr(external, "_refused", set())
+    call("fp8-row", x, w, bias)
+    call("fp8-tensor", x, w, bias)
+    assert asked == [torch.float32, torch.bfloat16]

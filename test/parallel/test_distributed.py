@@ -1,0 +1,28 @@
+"""FSDP2, DDP and tensor parallelism on the CPU: two processes, gloo, every check of `distributed_checks`.
+
+One test, because starting the processes takes longer than most of the checks, and each worker of pytest-xdist would start its own.
+"""
+
+from pathlib import Path
+
+import pytest
+from support import distributed_checks
+
+
+def failures(results: dict[str, str], wanted: list[str]) -> str:
+    """Every check that failed or was not reached, with its traceback."""
+    found = {name: results.get(name, "was not reached") for name in wanted}
+    return "\n\n".join(f"{name}: {error}" for name, error in found.items() if error)
+
+
+def test_two_processes_and_then_one(tmp_path: Path) -> None:
+    fast = [name for name in distributed_checks.CHECKS if name not in distributed_checks.SLOW]
+    assert not (failed := failures(distributed_checks.run("gloo", "cpu", tmp_path, slow=False), fast)), failed
+    for how in ("fsdp", "tensor-parallel"):
+        distributed_checks.one_process_resumes(tmp_path, how)
+
+
+@pytest.mark.slow
+def test_wide_sweep(tmp_path: Path) -> None:
+    slow = sorted(distributed_checks.SLOW)
+    assert not (failed := failures(distributed_checks.run("gloo", "cpu", tmp_path, slow=True), slow)), failed

@@ -1,0 +1,151 @@
+"""The documentation is true: its Python runs, and the messages that it quotes are those of the source.
+
+Blocks of one page share a namespace and run in order in an empty folder. A block that cannot run in this suite has the line
+"<!-- not run: REASON -->" above it; how many there are is written down here, so that none is switched off unnoticed. In quoted messages
+"…" stands for whatever a placeholder becomes, or for words left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from aoquant.ops import backend_names
+from aoquant.targets import REASONS, supported
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>.+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+NOT_RUN = 1
+ELLIPSIS = "…"
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str, str | None]]:
+    """(line, code, why it is not run) of every Python block."""
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        yield text.count("\n", 0, match.start("code")) + 1, match["code"], match["why"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "docs"}
+    for line, code, why in blocks(page):
+        if why is None:
+            # the line numbers of the page, in tracebacks
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+        else:
+            compile(code, str(page), "exec")
+
+
+def test_few_blocks_are_not_run() -> None:
+    reasons = [why for page in PAGES for _, _, why in blocks(page) if why]
+    fences = sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
+    assert len(reasons) == NOT_RUN, reasons
+    assert fences == sum(1 for page in PAGES for _ in blocks(page)) > 12
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = set(LINK.findall((ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
+    assert {page.name for page in PAGES} - {"README.md"} <= listed
+
+
+def test_the_pages_name_every_torchao_config() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    assert [name for name in (*supported(), *REASONS) if f"`{name}`" not in page] == []
+
+
+def test_the_table_of_backends_has_every_one() -> None:
+    page = (ROOT / "docs" / "exactness.md").read_text(encoding="utf-8")
+    table = "".join(line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    assert [name for name in backend_names() if f"`{name.removesuffix('_for_cpu')}`" not in table] == []
+
+
+def test_the_versions_are_those_that_ci_installs() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines()
+    heads = next(i for i, line in enumerate(page) if line.startswith("| Python |"))
+    named = dict(zip(page[heads].split(" | ")[1:-1], page[heads + 2].split(" | ")[1:-1], strict=True))
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert {name: version.split()[0] for name, version in named.items()} == {name: pins[name] for name in named}
+
+
+def text_of(node: ast.AST) -> str | None:
+    """A string expression with its placeholders as "…"; None when it is no string."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(v.value) if isinstance(v, ast.Constant) else ELLIPSIS for v in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = text_of(node.left), text_of(node.right)
+        return None if left is None and right is None else (left or ELLIPSIS) + (right or ELLIPSIS)
+    return None
+
+
+def strings(node: ast.AST) -> Iterator[str]:
+    """The outermost strings in an expression or statement, nested functions left out; docstrings do not count."""
+    if (text := text_of(node)) is not None:
+        yield text
+        return
+    for child in ast.iter_child_nodes(node):
+        is_docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+        if not is_docstring:
+            yield from strings(child)
+
+
+def is_message(text: str) -> bool:
+    return len(text) > 20 and " " in text
+
+
+@cache
+def in_source() -> tuple[frozenset[str], frozenset[str]]:
+    """(every string of the source, those that users meet: raised, warned, or returned as the reason of a refusal)."""
+    every: set[str] = set()
+    shown: set[str] = set()
+    for path in sorted((ROOT / "aoquant").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        every.update(filter(is_message, strings(tree)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                shown.update(filter(is_message, strings(node.exc)))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                shown.update(filter(is_message, strings(node)))
+            elif isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "str | None":
+                returns = [n for n in ast.walk(node) if isinstance(n, ast.Return)]
+                shown.update(text for n in returns for text in strings(n) if is_message(text))
+    return frozenset(every), frozenset(shown)
+
+
+def pattern(quoted: str) -> re.Pattern[str]:
+    return re.compile(".*".join(re.escape(part) for part in quoted.split(ELLIPSIS)), re.DOTALL)
+
+
+@cache
+def quoted_messages() -> tuple[str, ...]:
+    """Headings that are a message, and list items that begin with one."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    return tuple(m.strip() for _, m in re.findall(r"^(?:###|-) (`+)(.+?)\1", text, re.MULTILINE))
+
+
+def test_quoted_messages_are_in_the_source() -> None:
+    every, _ = in_source()
+    assert [q for q in quoted_messages() if not any(pattern(q).fullmatch(s) for s in every)] == []
+    assert [q for q in quoted_messages() if len(q.replace(ELLIPSIS, "")) < 12] == []
+
+
+def test_messages_of_the_source_are_quoted() -> None:
+    _, shown = in_source()
+    patterns = [pattern(q) for q in quoted_messages()]
+    assert sorted(s for s in shown if not any(p.fullmatch(s) for p in patterns)) == []
