@@ -28,6 +28,7 @@ from .rotated import Rotated
 from .search import NVFP4Search
 from .stochastic import Randomized
 from .stretched import Stretched
+from .te_float8 import TEFloat8
 from .tinygemm import TinyGemm
 from .transformed import Transformed
 
@@ -56,6 +57,7 @@ __all__ = [
     "Rotated",
     "Scales",
     "Stretched",
+    "TEFloat8",
     "TinyGemm",
     "Transformed",
     "get_format",
@@ -95,6 +97,8 @@ _STANDARD: tuple[Format, ...] = (
     *(NVFP4Dialect(dialect) for dialect in ("xx", "qutlass", "te")),
     NVFP4Dialect("xx", fixed=(0.1,)),
     NVFP4Dialect("te", tile=16),
+    *(TEFloat8(element) for element in ("e4m3", "e5m2")),
+    *(TEFloat8(per="block", rows=rows, cols=128, pow2=pow2) for rows in (1, 128) for pow2 in (True, False)),
 )
 # named, but not listed: a forward costs twenty iterations
 _FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=True))
@@ -159,7 +163,7 @@ def get_format(name: str) -> Format:
         if fixed.name != name:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
-    found = Affine.parse(name) or Float8.parse(name) or Stretched.parse(name)
+    found = Affine.parse(name) or Float8.parse(name) or TEFloat8.parse(name) or Stretched.parse(name)
     found = found or FourOverSix.parse(name) or GridFlip.parse(name) or stochastic.parse(name)
     if name == "high-precision":
         found = HighPrecision()
