@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -66,13 +67,13 @@ def _text(file: File) -> str:
     return Path(file.abs_src_path).read_text(encoding="utf-8") if file.abs_src_path else ""
 
 
-def _outside_fences(markdown: str, change: object) -> str:
+def _outside_fences(markdown: str, change: Callable[[str], str]) -> str:
     """`markdown` with what is not in a fenced block changed."""
     done, end = [], 0
     for fence in FENCE.finditer(markdown):
-        done += [change(markdown[end : fence.start()]), fence[0]]  # type: ignore[operator]
+        done += [change(markdown[end : fence.start()]), fence[0]]
         end = fence.end()
-    return "".join([*done, change(markdown[end:])])  # type: ignore[operator]
+    return "".join([*done, change(markdown[end:])])
 
 
 def _outside(source: Path, text: str) -> list[Path]:
@@ -103,5 +104,4 @@ def _copy(target: Path) -> str:
         body = "\n".join(f"- `{p.name}`" for p in sorted(target.iterdir()) if not p.name.startswith(("_", ".")))
     else:
         body = f"<pre><code>{html.escape(target.read_text(encoding='utf-8'))}</code></pre>"
-        body = body.replace("\n\n", "\n&#8203;\n")  # an empty line would end the HTML block
     return f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n{body}\n"
