@@ -17,7 +17,8 @@ HERE = Path(__file__).parent
 RUNS = HERE.parents[1] / "benchmarks" / "results" / "recover_h200.csv"
 STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #1f2430 }
-.small { font-size: 12px; fill: #566 } .head { font-size: 15px; font-weight: 600 } .code { font-family: ui-monospace, monospace } .code.small { font-size: 11.5px }
+.small { font-size: 12px; fill: #566 } .head { font-size: 15px; font-weight: 600 } .code { font-family: ui-monospace, monospace }
+.code.small { font-size: 11.5px }
 .middle { text-anchor: middle } .end { text-anchor: end }
 .page { fill: #fdfdfd; stroke: #d5d8de } .box { fill: #eef1f6; stroke: #aab2c0 } .warm { fill: #fbeedd; stroke: #d3a566 }
 .cool { fill: #e3effa; stroke: #74a3cf } .line { stroke: #566; fill: none } .grid { stroke: #e1e4ea }
