@@ -8,6 +8,7 @@ switched off unnoticed. In quoted messages "…" stands for whatever a placehold
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import runpy
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 
 import aoquant
 from aoquant.ops import backend_names
+from aoquant.recipes import list_recipes
 from aoquant.targets import REASONS, supported
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +94,15 @@ def test_the_reference_has_every_public_name() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
     named = {line.removeprefix("::: ").rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
     assert set(aoquant.__all__) - named == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
+def test_the_chosen_recipes_exist(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| you serve on |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :])
+    chosen = {name for row in rows for name in re.findall(r"`(.+?)`", row.split(" | ")[2])}
+    assert len(chosen) > 5 and chosen <= {recipe.name for recipe in list_recipes()}
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
