@@ -37,7 +37,8 @@ class Worker:
 
     def __init__(self, name: str, checkout: Path, log: Path) -> None:
         self.name = name
-        path = os.pathsep.join([str(checkout), str(checkout / "benchmarks")])
+        given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        path = os.pathsep.join([str(checkout), str(checkout / "benchmarks"), *given])
         self.log = log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(HERE.with_name("compare_worker.py"))],
