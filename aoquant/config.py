@@ -198,12 +198,14 @@ class MXFP8WeightConfig(WeightConfig):
 class NVFP4WeightConfig(WeightConfig):
     """NVFP4 weights.
 
-    outer: the scale of the whole tensor: "dynamic" (absmax / 2688), "static" (`pts`; numerics "xx": .1 unless it is given) or "none".
+    outer: the scale of the whole weight: "dynamic" (absmax / 2688), "static" (`pts`; numerics "xx": .1 unless it is given) or "none".
     rule: how a block gets its scale: "absmax"; "search", of thirteen the one that loses least; or "four_over_six", by which each block chooses
         whether its largest value becomes 6 or 4: the outer scale is dynamic then (absmax / 1536) and metric what blocks compare ("mse", "mae"
         or "absmax"). tile: the rows that share a scale, 1, or 16 with "four_over_six" and with numerics "te".
     numerics: the kernel that will run: "ao" (torchao), "te" (TransformerEngine; dynamic), "xx" (QuantLinear), "qutlass"; rules are "ao"'s.
-    activation: "default" is "nvfp4" with numerics "ao", else the same numerics and outer scale.
+    activation: "default" is "nvfp4-row" with numerics "ao", an outer scale for each token, so that no token's result depends on its batch
+        ("fouroversix-row" is the like of "four_over_six"); else the same numerics and outer scale as the weight. "nvfp4", one outer scale for
+        all tokens of a call, is what torchao's layers compute; "nvfp4-none" has block scales alone.
     """
 
     outer: str = "dynamic"
@@ -221,7 +223,7 @@ class NVFP4WeightConfig(WeightConfig):
         format = self.weight_format()
         if self.activation == "default":
             same = dataclasses.replace(format, tile=1) if isinstance(format, NVFP4Dialect) else None
-            self.activation = "nvfp4" if same is None else same.name
+            self.activation = "nvfp4-row" if same is None else same.name
 
     def weight_format(self) -> Format:
         numerics = _choice(self, "numerics", "ao", "te", "xx", "qutlass")
@@ -256,20 +258,20 @@ class GridFlipFP4WeightConfig(WeightConfig):
     """GridFlip weights: four-over-six with a second grid, shifted by c, in the blocks whose scale is negative.
 
     effort: how many scales a block tries: "base" (4), "sided" (6) or "search" (26), see `formats/gridflip.py`. alternating: the shift's
-    sign alternates from block to block. tile: rows that share a scale, 1 or 16. activation: NVFP4 or four-over-six, say, but not GridFlip.
+    sign alternates from block to block. tile: rows that share a scale, 1 or 16. activation: "nvfp4-row" or "fouroversix-row", say, but not GridFlip.
     """
 
     effort: str = "base"
     c: float = 0.25
     alternating: bool = False
-    activation: str | None = "nvfp4"
+    activation: str | None = "nvfp4-row"
     tile: int = 1
     transform: Transform | None = None
 
     def weight_format(self) -> Format:
         if self.activation and isinstance(get_format(self.activation.removesuffix("-static")).base, GridFlip):
             raise ValueError(
-                f"GridFlipFP4WeightConfig: GridFlip is for weights, got activation={self.activation!r}: use 'nvfp4' or 'fouroversix'"
+                f"GridFlipFP4WeightConfig: GridFlip is for weights, got activation={self.activation!r}: use 'nvfp4-row' or 'fouroversix-row'"
             )
         return GridFlip(tile=self.tile, effort=self.effort, c=self.c, alternating=self.alternating)
 

@@ -68,17 +68,17 @@ def _int4_cpu() -> AOBaseConfig:
 
 
 _RECIPES = (
-    Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, dynamic outer scales"),
+    Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, an outer scale for each token"),
     Recipe("nvfp4-weight", lambda: NVFP4WeightConfig(activation=None), "NVFP4 weights, high-precision activations"),
     Recipe(
         "nvfp4-4over6",
-        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
         "NVFP4 weights and activations whose blocks choose between a top of 4 and of 6",
     ),
     Recipe("gridflip", GridFlipFP4WeightConfig, "GridFlip weights (two grids a block), NVFP4 activations"),
     Recipe(
         "gridflip-4over6",
-        lambda: GridFlipFP4WeightConfig(activation="fouroversix"),
+        lambda: GridFlipFP4WeightConfig(activation="fouroversix-row"),
         "GridFlip weights, four-over-six activations",
     ),
     Recipe(
@@ -127,7 +127,7 @@ _RECIPES = (
     ),
     Recipe(
         "quartet2",
-        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
         "nvfp4-4over6; trained with an NVFP4 backward",
         {"backward": "quartet2"},
     ),

@@ -99,6 +99,15 @@ class Format:
         return "block" if self.block else "row"
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's codes and scales are the same alone, in any batch of finite values, and at any place in it.
+
+        An activation's format should be: only then is a token's result its own. (A NaN makes an integer's constant scale NaN, which every
+        row shares; all other formats keep a NaN in its row too.)
+        """
+        return self.reach != "tensor" and self.tile_rows == 1
+
+    @property
     def from_extremes(self) -> bool:
         """Whether a scale that reaches beyond a block depends on the smallest and the largest value alone: `measure` finds it from them."""
         return True
@@ -189,7 +198,7 @@ class Format:
         """Whether a row's codes and scales are made of that row alone: encoding some rows then gives their part of the whole."""
         if self.reach == "tensor":
             return False
-        e = self.encode(torch.empty(2, self.block or 8, device="meta"))
+        e = self.encode(torch.empty(2, self.block or 8, dtype=torch.float32, device="meta"))
         return all(t is None or t.shape[0] == 2 for t in e[:4])
 
     def decode_rows(self, e: Encoded, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,10 @@ e2m1 x e8m0, e2m1 x e4m3 and e4m3 x e8m0 products have at most 6 significant bit
 exact in bf16, and a bf16 GEMM with float32 accumulation sums exactly the products that an FP4 tensor core sums. The outer scale
 multiplies the accumulator. With it folded into the operand only 13 % of the values are exact.
 
+An outer scale of the whole tensor ties the rows of a batch together: a row's codes then depend on its neighbours' largest value. "nvfp4-row"
+gives each row an outer scale of its own, made by the same rule, and is what activations of aoquant's own layers have by default. Since the
+outer scale waits for the accumulator, it costs the GEMM nothing: alpha is (R, 1) in place of (1, 1).
+
 Dialect "ao": torchao 0.18 `to_mx` and `nvfp4_quantize`. NVFP4 there:
 
     pts = absmax / 2688 (2688 = 448 * 6);  sf = e4m3(clamp(amax_b / 6 / pts, 2^-6, 448));  code = e2m1(y * ((1 / pts) / sf))
@@ -16,7 +20,7 @@ so that (1 / pts) / sf is finite for every sf: the first becomes zeros, the seco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e8m0
 
 E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
 PTS_FLOOR = 2.0**-121
+_NAMES = {"dynamic": "nvfp4", "row": "nvfp4-row", "none": "nvfp4-none"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,10 @@ class MX(Format):
 
 @dataclass(frozen=True)
 class NVFP4(Format):
-    """NVFP4: e2m1 codes, one e4m3 scale per 16 values; outer scale "dynamic" (absmax / 2688), "static" (`pts`) or "none"."""
+    """NVFP4: e2m1 codes, one e4m3 scale per 16 values.
+
+    outer: the scale above the blocks: "row" (of each row, its absmax / 2688), "dynamic" (of the tensor), "static" (`pts`) or "none".
+    """
 
     outer: str = "dynamic"
     pts: float | None = None
@@ -116,7 +124,7 @@ class NVFP4(Format):
 
     @property
     def name(self) -> str:
-        return {"dynamic": "nvfp4", "none": "nvfp4-none", "static": f"nvfp4-static:{self.pts!r}"}[self.outer]
+        return _NAMES[self.outer] if self.pts is None else f"nvfp4-static:{self.pts!r}"
 
     @property
     def bits(self) -> int:
@@ -132,31 +140,32 @@ class NVFP4(Format):
 
     @property
     def reach(self) -> str:
-        return "tensor" if self.outer == "dynamic" else "block"
+        return {"dynamic": "tensor", "row": "row"}.get(self.outer, "block")
+
+    @property
+    def top(self) -> float:
+        """absmax / outer scale: the largest code times the scale of the block that holds the absmax."""
+        return E2M1_MAX * ELEMENTS["e4m3"][1]
 
     def fix(self, *numbers: float) -> Format:
         if not self.per_tensor:
             return super().fix(*numbers)
-        return NVFP4("static", *check_fixed(self.name, numbers, 1))
+        return replace(self, outer="static", pts=check_fixed(self.name, numbers, 1)[0])
 
     def measure(self, x_RK: Tensor) -> Scales:
         if self.outer == "none":
             return Scales()
         if self.outer == "static":
             return Scales(outer=torch.full((1, 1), self.pts, dtype=torch.float32, device=x_RK.device))  # type: ignore[arg-type]
-        return Scales(outer=divide(absmax(x_RK.reshape(1, -1)).float(), 2688.0).clamp(min=PTS_FLOOR).unsqueeze(-1))
+        together = x_RK.unsqueeze(1) if self.outer == "row" else x_RK.reshape(1, 1, -1)
+        return Scales(outer=divide(absmax(together).float(), self.top).clamp(min=PTS_FLOOR))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB = self._blocks(x_RK).float()
-        amax = absmax(x_RGB)
-        ratio = divide(torch.where(amax.isinf(), torch.nan, amax), E2M1_MAX)  # a clamp below would hide Inf
-        pts = s.outer
-        if pts is not None:
-            ratio = ratio / pts
-        scale = ratio.clamp(E4M3_FLOOR, ELEMENTS["e4m3"][1]).to(FLOAT8["e4m3"])
-        inverse = (1.0 if pts is None else 1.0 / pts) / scale.float()
+        scale = block_scales(x_RGB, s.outer)
+        inverse = (1.0 if s.outer is None else 1.0 / s.outer) / scale.float()
         codes = to_e2m1((x_RGB * inverse.unsqueeze(-1)).flatten(1))
-        return Encoded(layout.pack(codes, 4), scale, None, pts, x_RK.shape[1])
+        return Encoded(layout.pack(codes, 4), scale, None, s.outer, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         assert e.scale is not None
@@ -180,6 +189,18 @@ class NVFP4(Format):
 
     def _times(self, e: Encoded, scale: Tensor) -> Tensor:
         return self._blocks(e2m1_values(e)).mul_(scale.unsqueeze(-1)).flatten(1)
+
+
+def block_scales(x_RGB: Tensor, outer: Tensor | None, largest: float = E2M1_MAX, least: float = E4M3_FLOOR) -> Tensor:
+    """(R, G) e4m3: amax_b / largest / outer, within `least` .. 448; NaN for blocks that hold NaN or Inf.
+
+    x_RGB: float32. outer: (1, 1) or (R, 1) float32, or None for 1. largest: what a block's amax becomes under its scale.
+    """
+    amax = absmax(x_RGB)
+    ratio = divide(torch.where(amax.isinf(), torch.nan, amax), largest)  # the clamp would hide Inf
+    if outer is not None:
+        ratio = ratio / outer
+    return ratio.clamp(least, ELEMENTS["e4m3"][1]).to(FLOAT8["e4m3"])
 
 
 def e2m1_values(e: Encoded) -> Tensor:

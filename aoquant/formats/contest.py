@@ -23,27 +23,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .elements import from_float8, nearest_e2m1, to_e2m1, to_float8
+from .elements import FLOAT32_MAX, from_float8, nearest_e2m1, to_e2m1, to_float8
 from .scales import quotient
 
 TOP = 1536.0  # 6 * 256: the largest block's scale for a top of 4 is then 384, which e4m3 holds
 AMAX_FLOOR = 2.0**-133  # smallest bfloat16: below it amax / 1536 would have hardly a bit left
-FLOAT32_MAX = torch.finfo(torch.float32).max
-_SMALL, _LARGE, _POWER = (
-    2.0**-60,
-    2.0**60,
-    2.0**100,
-)  # where squared errors would leave float32's range, and what brings them back
+# where squared errors would leave float32's range, and what brings them back
+_SMALL, _LARGE, _POWER = 2.0**-60, 2.0**60, 2.0**100
 
 METRICS = ("mse", "mae", "absmax")
 
 
 @dataclass
 class Outer:
-    """The scales of a whole tensor, made from its absmax (one value, float32).
+    """The scales of a whole tensor, made from its absmax (), or of the row of each block, made from its row's absmax (B,); float32.
 
     amax, up, down: absmax, 1536 / absmax and its inverse, of the tensor as the contest sees it, multiplied by `power`. t: what
-    decoding multiplies by.
+    decoding multiplies by. All have amax's shape.
     """
 
     amax: Tensor
@@ -53,10 +49,10 @@ class Outer:
     t: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        amax = self.amax.reshape(()).float()
-        amax = torch.where(amax == 0, TOP, amax.clamp(min=AMAX_FLOOR))  # zeros alone: t = 1
-        self.t = quotient(amax, TOP).view(1, 1)
-        self.power = torch.where(amax < _SMALL, _POWER, torch.where(amax > _LARGE, 1 / _POWER, 1.0))
+        amax = self.amax.float()
+        amax = amax.clamp(min=AMAX_FLOOR).masked_fill(amax == 0, TOP)  # zeros alone: t = 1
+        self.t = quotient(amax, TOP)
+        self.power = torch.ones_like(amax).masked_fill(amax < _SMALL, _POWER).masked_fill(amax > _LARGE, 1 / _POWER)
         self.amax = amax * self.power
         self.up = torch.full_like(amax, TOP) / self.amax
         self.down = self.up.reciprocal()
@@ -87,7 +83,7 @@ class Contest:
         if self._scale is None or self._error is None:
             self._scale, self._error = signed, self._errors(v_EB)
             return
-        overflows = (v_EB.abs().amax(0) * self.outer.t.view(())).isinf()
+        overflows = (v_EB.abs().amax(0) * self.outer.t).isinf()
         error = self._errors(v_EB)
         better = (error < self._error) & ~overflows
         self._scale = torch.where(better, signed, self._scale)

@@ -32,14 +32,13 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales
-from .blockscaled import PTS_FLOOR
-from .elements import E2M1_MAX, from_e2m1, to_e2m1, to_float8
+from .blockscaled import PTS_FLOOR, e2m1_values
+from .elements import E2M1_MAX, FLOAT32_MAX, to_e2m1, to_float8
 from .fixed import OneScale, constants, fixed_name
-from .scales import absmax, divide, e8m0_values, reciprocal, visible_e8m0
+from .scales import absmax, divide, e8m0_values, reciprocal, sum_by_pairs, visible_e8m0
 
 QUEST = 2.92247856 / 6
 _HUGE = 2.0**60  # a block above it is scaled down before its values are squared
-FLT_MAX = torch.finfo(torch.float32).max
 
 
 class _E2M1(Format):
@@ -57,8 +56,7 @@ class _E2M1(Format):
         return self._times(e, self.scales(e)).to(dtype)
 
     def _times(self, e: Encoded, scale_RG: Tensor) -> Tensor:
-        table = from_e2m1(torch.arange(16, dtype=torch.uint8, device=e.codes.device))
-        return self._blocks(layout.lookup(e.codes, table, e.k)).mul_(scale_RG.unsqueeze(-1)).flatten(1)
+        return self._blocks(e2m1_values(e)).mul_(scale_RG.unsqueeze(-1)).flatten(1)
 
     def _any_code(self, e: Encoded) -> Tensor:
         """(R, G) bool: whether a block has a code other than zero."""
@@ -149,17 +147,10 @@ class MXFP4Dialect(_E2M1):
 
 def deviation(x_RGB: Tensor, amax_RG: Tensor) -> Tensor:
     """(R, G) float32 standard deviations of blocks of 32, E[x^2] - E[x]^2 clamped at 0; NaN where a block holds NaN or Inf."""
-    down = torch.where(amax_RG > _HUGE, 2.0**-96, 1.0)
-    x_RGB = x_RGB * down.unsqueeze(-1)
-    mean, square = _mean(x_RGB), _mean(x_RGB * x_RGB)
+    down = torch.ones_like(amax_RG).masked_fill(amax_RG > _HUGE, 2.0**-96)
+    x_RGB, each = x_RGB * down.unsqueeze(-1), 1 / x_RGB.shape[-1]
+    mean, square = sum_by_pairs(x_RGB) * each, sum_by_pairs(x_RGB * x_RGB) * each
     return (square - mean * mean).clamp(min=0).sqrt() / down
-
-
-def _mean(x_RGB: Tensor) -> Tensor:
-    width = x_RGB.shape[-1]
-    while x_RGB.shape[-1] > 1:
-        x_RGB = x_RGB[..., 0::2] + x_RGB[..., 1::2]
-    return x_RGB.squeeze(-1) * (1 / width)
 
 
 @dataclass(frozen=True)
@@ -204,10 +195,10 @@ class NVFP4Dialect(_E2M1, OneScale):
                 scale = to_float8(encode * (amax * reciprocal(E2M1_MAX)), "e4m3")
                 inverse = (scale.float() * encode.reciprocal()).reciprocal()
             else:
-                encode = (torch.full_like(s.outer, 2688.0) / s.outer).clamp(max=FLT_MAX)
+                encode = (torch.full_like(s.outer, 2688.0) / s.outer).clamp(max=FLOAT32_MAX)
                 encode = torch.where(s.outer == 0, 1.0, encode)
                 scale = to_float8(amax * (encode * reciprocal(E2M1_MAX)), "e4m3")
-                inverse = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FLT_MAX)
+                inverse = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FLOAT32_MAX)
             y_RGB = x_RGB * self._spread(inverse, rows).unsqueeze(-1)
         return Encoded(layout.pack(to_e2m1(y_RGB.flatten(1)), 4), scale, None, s.outer, x_RK.shape[1])
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 E2M1_MAX = 6.0
+FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # element -> (largest power of two, largest value, mantissa bits): the constants of the e8m0 rules
 ELEMENTS = {"e2m1": (2, E2M1_MAX, 1), "e4m3": (8, 448.0, 3), "e5m2": (15, 57344.0, 2)}
@@ -20,14 +21,22 @@ ELEMENTS = {"e2m1": (2, E2M1_MAX, 1), "e4m3": (8, 448.0, 3), "e5m2": (15, 57344.
 
 def to_e2m1(x: Tensor) -> Tensor:
     """float32 -> uint8 codes 0..15, half to even, saturating. NaN has no code; the block's scale carries it."""
-    v = x.nan_to_num(0.0).clamp_(-E2M1_MAX, E2M1_MAX)  # a NaN made by arithmetic is negative on x86, positive on CUDA
-    sign = (v.view(torch.int32) >> 28).to(torch.uint8) & 8
+    steps, below, sign = e2m1_steps(x)
+    return steps.round_().to(torch.int8).view(torch.uint8).add_(below).bitwise_or_(sign)
+
+
+def e2m1_steps(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 -> (|x| in steps of its octave, float32; what to add to a whole number of steps to get the index, uint8; sign bit, uint8).
+
+    Codes step by p / 2 from p = 1, 2 and 4 on, below 1 too, and an even multiple is an even code: one rounding of the steps serves
+    every octave. NaN counts as 0, since a NaN that arithmetic made is negative on x86 and positive on CUDA; larger values count as 6.
+    """
+    v = x.nan_to_num(0.0).clamp_(-E2M1_MAX, E2M1_MAX)
+    sign = (v.view(torch.int32) >> 28).to(torch.uint8).bitwise_and_(8)
     v.abs_()
-    # codes step by p / 2 from p = 1, 2 and 4 on, below 1 too, and an even multiple is an even code: one rounding serves them all
     p = v.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
-    index = v.div_(p.view(torch.float32)).mul_(2.0).round_().to(torch.int8).view(torch.uint8)
-    index += p.sub_(127 << 23).bitwise_right_shift_(22).to(torch.uint8)  # 2 log2 p
-    return index | sign
+    steps = v.div_(p.view(torch.float32)).mul_(2.0)
+    return steps, p.sub_(127 << 23).bitwise_right_shift_(22).to(torch.uint8), sign  # 2 log2 p
 
 
 def nearest_e2m1(x: Tensor) -> Tensor:

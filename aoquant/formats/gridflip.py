@@ -26,7 +26,6 @@ any transform.
 from __future__ import annotations
 
 import re
-import struct
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +37,10 @@ from .contest import Contest, Outer, e4m3
 from .elements import E2M1_MAX, FLOAT8, from_float8, to_float8
 from .fixed import fixed_name
 from .four_over_six import FourOverSix, absmax_of
+from .scales import float32
 
 _LEAST = 0.0001  # smaller shifts are not written without an exponent, and would round away
-_NAME = re.compile(r"gridflip(?:-(sided|search))?(?:-c(\d+\.\d+))?(-alternating)?(-16x16)?")
+_NAME = re.compile(r"gridflip(?:-(sided|search))?(?:-c(\d+\.\d+))?(-alternating)?(-16x16)?(-row)?")
 EFFORTS = ("base", "sided", "search")
 _FOUR = 4.0
 _BELOW, _ABOVE, _LAST = 4, 8, 126  # e4m3 codes around that of a / 6; 127 is NaN
@@ -71,14 +71,15 @@ class GridFlip(FourOverSix):
         """The format called `name`; None when it is no GridFlip format's name."""
         if (match := _NAME.fullmatch(name)) is None:
             return None
-        effort, c, alternating, tile = match.groups()
-        if c is not None and not _LEAST <= float(c) < 2.0:
+        effort, c, alternating, tile, row = match.groups()
+        if (c is not None and not _LEAST <= float(c) < 2.0) or (tile and row):
             return None
         return cls(
             tile=16 if tile else 1,
             effort=effort or "base",
             c=0.25 if c is None else float(c),
             alternating=bool(alternating),
+            outer="row" if row else "dynamic",
         )
 
     @property
@@ -88,6 +89,7 @@ class GridFlip(FourOverSix):
             "" if self.c == 0.25 else f"-c{self.c!r}",
             "-alternating" if self.alternating else "",
             "-16x16" if self.tile > 1 else "",
+            "-row" if self.outer == "row" else "",
         )
         return f"gridflip{''.join(parts)}{fixed_name(self.fixed)}"
 
@@ -120,7 +122,7 @@ class GridFlip(FourOverSix):
     @property
     def plain(self) -> FourOverSix:
         """The format of what `split` returns."""
-        return FourOverSix(tile=self.tile)
+        return FourOverSix(tile=self.tile, outer=self.outer)
 
     def _enter(self, contest: Contest) -> None:
         outer, a_B = contest.outer, absmax_of(contest.x_EB)
@@ -133,7 +135,7 @@ class GridFlip(FourOverSix):
                     contest.enter(from_float8(code.view(FLOAT8["e4m3"]), torch.float32), flipped=flipped)
             return
         super()._enter(contest)
-        c = _float32(self.c)
+        c = float32(self.c)
         for v in (E2M1_MAX, _FOUR):
             contest.enter(e4m3(self._ratio(a_B, v + c, outer)), flipped=True)
         if self.effort == "sided":
@@ -152,17 +154,13 @@ class GridFlip(FourOverSix):
 
     def _shift(self, s_RG: Tensor) -> float | Tensor:
         """c, or c and -c in turn for the blocks of a row (1, G)."""
-        c = _float32(self.c)
+        c = float32(self.c)
         if not self.alternating:
             return c
-        even = torch.arange(s_RG.shape[1], device=s_RG.device) % 2 == 0
-        return torch.where(even, c, -c).float().unsqueeze(0)
+        odd = torch.arange(s_RG.shape[1], device=s_RG.device) % 2 == 1
+        return torch.full((1, s_RG.shape[1]), c, dtype=torch.float32, device=s_RG.device).masked_fill(odd, -c)
 
     def _off_centre(self, x_RGB: Tensor, step: Tensor, s_RG1: Tensor) -> Tensor:
         shift = self._shift(s_RG1.squeeze(-1))
         shift = shift.unsqueeze(-1) if isinstance(shift, Tensor) else shift
         return torch.where(s_RG1 < 0, x_RGB + shift * step, x_RGB)
-
-
-def _float32(c: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", c))[0])

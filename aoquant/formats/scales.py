@@ -22,10 +22,15 @@ _MANTISSA = 23  # float32
 _LONG = 1 << 14  # values of a row, or of a tensor as one row, that are not copied to find the largest
 
 
+def float32(c: float) -> float:
+    """c rounded to float32."""
+    return float(struct.unpack("f", struct.pack("f", c))[0])
+
+
 @cache
 def reciprocal(c: float) -> float:
     """1 / c rounded to float32."""
-    return float(struct.unpack("f", struct.pack("f", 1.0 / c))[0])
+    return float32(1.0 / c)
 
 
 def divide(x: Tensor, c: float, *, native: bool = False) -> Tensor:
@@ -37,7 +42,7 @@ def divide(x: Tensor, c: float, *, native: bool = False) -> Tensor:
 
 def quotient(x: Tensor, c: float) -> Tensor:
     """x / c in float32, correctly rounded on every device: for formats that are defined by IEEE divisions."""
-    return x / torch.full((), c, device=x.device)
+    return x / torch.full((), c, dtype=torch.float32, device=x.device)
 
 
 def absmax(x_RGB: Tensor) -> Tensor:
@@ -48,6 +53,13 @@ def absmax(x_RGB: Tensor) -> Tensor:
         return torch.maximum(x_RGB.amax(-1), -x_RGB.amin(-1)).abs()  # two readings, and no copy
     # magnitudes are ordered as float32's bits are, NaN on top; PyTorch reduces short rows of integers far faster than of floats
     return (x_RGB.float().view(torch.int32) & 0x7FFFFFFF).amax(-1).view(torch.float32).to(x_RGB.dtype)
+
+
+def sum_by_pairs(x_RGB: Tensor) -> Tensor:
+    """(R, G) sums of blocks of 2^n values, neighbours first, then neighbouring sums: the same additions on every device."""
+    while x_RGB.shape[-1] > 1:
+        x_RGB = x_RGB[..., 0::2] + x_RGB[..., 1::2]
+    return x_RGB.squeeze(-1)
 
 
 def visible(x_RGB: Tensor, scale: Tensor) -> Tensor:

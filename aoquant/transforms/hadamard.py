@@ -77,7 +77,7 @@ class Hadamard(Transform):
             return x_RK
         signs = [-1.0 if self.signs >> i & 1 else 1.0 for i in range(self.size)]
         blocks = x_RK.reshape(x_RK.numel() // self.size, self.size)
-        return (blocks * torch.tensor(signs, device=x_RK.device)).view(x_RK.shape)
+        return (blocks * torch.tensor(signs, dtype=torch.float32, device=x_RK.device)).view(x_RK.shape)
 
 
 def butterflies(x_RK: Tensor, size: int) -> Tensor:

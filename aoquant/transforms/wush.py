@@ -114,4 +114,4 @@ def _sylvester(like: Tensor) -> Tensor:
     odd = i[:, None] & i
     for shift in (4, 2, 1):
         odd = odd ^ (odd >> shift)
-    return (1.0 - 2.0 * (odd & 1)).to(like.dtype) / like.shape[-1] ** 0.5
+    return (1 - 2 * (odd & 1)).to(like.dtype) / like.shape[-1] ** 0.5

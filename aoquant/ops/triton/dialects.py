@@ -17,7 +17,8 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, MXFP4Dialect, NVFP4Dialect
 from aoquant.formats.blockscaled import PTS_FLOOR
-from aoquant.formats.dialects import FLT_MAX, QUEST
+from aoquant.formats.dialects import QUEST
+from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
@@ -244,7 +245,7 @@ def _launch(
     with on(x_RK):
         _encode[(triton.cdiv(x_RK.numel(), tile),)](
             x_RK, partials, codes, scale, outer, values, clipped, x_RK.numel() // format.block, fixed,
-            POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(2688.0), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLT_MAX,
+            POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(2688.0), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
             FACTOR=QUEST, CODES=codes is not None, VALUES=made,
             NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS, **kind, **LAUNCH | {"num_warps": warps},
         )  # fmt: skip

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from aoquant.formats import Encoded, FourOverSix, GridFlip
-from aoquant.formats.contest import AMAX_FLOOR, FLOAT32_MAX
-from aoquant.formats.scales import reciprocal
+from aoquant.formats.contest import AMAX_FLOOR
+from aoquant.formats.elements import FLOAT32_MAX
+from aoquant.formats.scales import float32, reciprocal
 
 from .amax import PARTIALS, absmax_partials
 from .elements import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
@@ -272,8 +273,8 @@ def quantize(
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = torch.empty(1, 1, dtype=torch.float32, device=device)
     flips = format if isinstance(format, GridFlip) else None
-    c = _rounded(flips.c) if flips else 0.0
-    tops = [_rounded(v) for v in (6 + c, 4 + c, 6 - c, 4 - c)]
+    c = float32(flips.c) if flips else 0.0
+    tops = [float32(v) for v in (6 + c, 4 + c, 6 - c, 4 - c)]
     with on(x_RK):
         _encode[(triton.cdiv(rows * k, TILE),)](
             x_RK, None if format.fixed else absmax_partials(x_RK, finite=True), codes, scale, outer, values, rows * k // 16, k // 16,
@@ -296,13 +297,8 @@ def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -
     with on(e.codes):
         _decode[(triton.cdiv(rows * e.k, TILE),)](
             e.codes.contiguous(), e.scale.contiguous().view(torch.uint8), e.outer, values, rows * e.k // 16, e.k // 16,
-            1 if e.outer.shape[0] > 1 else 0, _rounded(flips.c) if flips else 0.0,
+            1 if e.outer.shape[0] > 1 else 0, float32(flips.c) if flips else 0.0,
             TILE_ROWS=format.tile, FLIPS=flips is not None, ALTERNATING=bool(flips and flips.alternating), OUTER=not operand,
             NB=TILE // format.block, B=format.block, **LAUNCH,
         )  # fmt: skip
     return values
-
-
-def _rounded(c: float) -> float:
-    """c as float32."""
-    return float(struct.unpack("f", struct.pack("f", c))[0])
