@@ -34,7 +34,7 @@ from aoquant.formats import (
 from aoquant.ops.router import Quantized
 from aoquant.transforms import Hadamard
 
-from . import blockscaled, dialects, float8, grids, hadamard, integer, stochastic
+from . import blockscaled, dialects, float8, grids, hadamard, integer, nvfp4_rows, stochastic
 from .launch import on
 
 _Made = tuple[Encoded | None, Tensor | None, Tensor | None]
@@ -85,6 +85,8 @@ def _plain(
     format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
 ) -> _Made:
     """(codes and scales if `keep`, values in `dtype` unless it is None, the operand's alpha); `measured` saves a pass where that is one."""
+    if isinstance(format, NVFP4) and format.outer == "row":
+        return nvfp4_rows.quantize(format, x_RK, dtype, operand, keep)
     module = _MODULES[type(format)]
     known = (measured,) if module is blockscaled else ()
     made: _Made = module.quantize(format, x_RK, dtype, operand, keep, *known)
@@ -96,6 +98,8 @@ def _mixed(
 ) -> _Made:
     """The same behind a transform."""
     inner, t = format.inner, format.transform
+    if isinstance(t, Hadamard) and isinstance(inner, NVFP4) and inner.outer == "row":
+        return nvfp4_rows.quantize(inner, x_RK, dtype, operand, keep, t, format.inverse)
     if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4):
         with on(x_RK):
             return blockscaled.quantize(inner, x_RK, dtype, operand, keep, measured, t, format.inverse)

@@ -40,6 +40,32 @@ def absmax_partials(x: Tensor, finite: bool = False) -> Tensor:
     return partials
 
 
+@triton.jit
+def _row_absmax(x_ptr, found_ptr, k, FINITE: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    x_ptr += tl.cast(row, tl.int64) * k
+    most = tl.zeros([TILE], tl.int32)
+    for start in range(0, k, TILE):
+        at = start + tl.arange(0, TILE)
+        bits = float_bits(tl.load(x_ptr + at, mask=at < k, other=0.0).to(tl.float32)) & 0x7FFFFFFF
+        if FINITE:
+            bits = tl.where(bits < INF_BITS, bits, 0)
+        most = tl.maximum(most, bits)
+    tl.store(found_ptr + row, tl.max(most, axis=0))
+
+
+def row_absmax(x_RK: Tensor, finite: bool = False) -> Tensor:
+    """(R,) int32: the same maximum for each row of a contiguous matrix."""
+    found = torch.empty(x_RK.shape[0], dtype=torch.int32, device=x_RK.device)
+    _row_absmax_of(*x_RK.shape, finite)(x_RK, found)
+    return found
+
+
+@lru_cache(PLANS)
+def _row_absmax_of(rows: int, k: int, finite: bool) -> Launch:
+    return Launch(_row_absmax, (rows,), k=k, FINITE=finite, TILE=min(triton.next_power_of_2(k), 4096), num_warps=4)
+
+
 @lru_cache(PLANS)
 def _absmax_of(n: int, finite: bool) -> Launch:
     return Launch(_absmax, (PARTIALS,), n=n, FINITE=finite, TILE=_TILE, num_warps=_WARPS)

@@ -47,8 +47,24 @@ LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
 
 
 @triton.jit
-def _nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.constexpr):
-    """amax of each block -> (e4m3 scale, what x is multiplied by)."""
+def load_blocks(
+    x_ptr, tile, n_blocks, NB: tl.constexpr, B: tl.constexpr, G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr
+):  # fmt: skip
+    """(NB, B) int32: bits of the float32 values of a tile's blocks, transformed in blocks of G if that is not 0; 0 behind the last block."""
+    if G:
+        T: tl.constexpr = NB * B // G
+        whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
+        mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * FACTOR
+        return float_bits(tl.reshape(mixed, (NB, B)))
+    else:
+        inside = (tile * NB + tl.arange(0, NB) < n_blocks)[:, None]
+        at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
+        return float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.constexpr):
+    """amax of each block -> (e4m3 scale, what x is multiplied by). pts, inverse_pts: one for all, or one a block; pts may be None."""
     amax = bits_float(tl.where(amax_bits == INF_BITS, NAN_BITS, amax_bits))
     ratio = amax * SIXTH
     if pts is not None:
@@ -56,6 +72,13 @@ def _nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.con
     ratio = most(ratio, FLOOR)
     scale = least(ratio, 448.0).to(tl.float8e4nv)
     return scale, tl.div_rn(inverse_pts + tl.zeros_like(ratio), scale.to(tl.float32))
+
+
+@triton.jit
+def masked_codes(rounded, x, inverse, NB: tl.constexpr, B: tl.constexpr):
+    """(NB, B / 2) uint8 codes of `e2m1_rounded` magnitudes with the signs of x's bits; of a block whose inverse is NaN, zeros without a sign."""
+    keep = tl.where(inverse == inverse, 255, 0)
+    return (pack_e2m1(float_bits(rounded), x, NB, B) & keep[:, None]).to(tl.uint8)
 
 
 @triton.jit
@@ -90,13 +113,7 @@ def _encode(
         block = tile * NB + tl.arange(0, NB)
         at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
         inside = (block < n_blocks)[:, None]
-        if G:
-            T: tl.constexpr = NB * B // G
-            whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
-            mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * FACTOR
-            x = float_bits(tl.reshape(mixed, (NB, B)))
-        else:
-            x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        x = load_blocks(x_ptr, tile, n_blocks, NB, B, G, SIGNS, FACTOR)
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
         if OUTER == "":
@@ -105,7 +122,7 @@ def _encode(
             if CODES:
                 tl.store(scale_ptr + block, byte.to(tl.uint8), mask=block < n_blocks)
         else:
-            scale, inverse = _nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
+            scale, inverse = nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
             scale_value = scale.to(tl.float32)
             if CODES:
                 tl.store(scale_ptr + block, scale.to(tl.uint8, bitcast=True), mask=block < n_blocks)
@@ -115,10 +132,8 @@ def _encode(
         if ELEMENT == "e2m1":
             rounded = e2m1_rounded(bits_float(magnitude) * inverse[:, None])
             if CODES:
-                keep = tl.where(inverse == inverse, 255, 0)  # NaN has no code, and no sign
-                codes = pack_e2m1(float_bits(rounded), x, NB, B) & keep[:, None]
                 half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
-                tl.store(codes_ptr + half, codes.to(tl.uint8), mask=inside)
+                tl.store(codes_ptr + half, masked_codes(rounded, x, inverse, NB, B), mask=inside)
             if VALUES != "":
                 value = e2m1_value(float_bits(rounded), x ^ magnitude)
         else:

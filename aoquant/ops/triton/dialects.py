@@ -23,6 +23,7 @@ from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
 from .amax import PARTIALS, absmax_partials
+from .blockscaled import LAUNCH, TILE, load_blocks
 from .elements import (
     INF_BITS,
     NAN_BITS,
@@ -36,11 +37,9 @@ from .elements import (
     pack_e2m1,
     unpack4,
 )
-from .hadamard import ENCODE_WARPS, WARP, beside
+from .hadamard import ENCODE_WARPS, WARP
 from .launch import on
 
-TILE = 1024
-LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
 HUGE_BITS = tl.constexpr(0x5D800000)  # 2^60
 
 
@@ -101,13 +100,7 @@ def _encode(
         block = tile * NB + tl.arange(0, NB)
         at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
         inside = (block < n_blocks)[:, None]
-        if G:
-            T: tl.constexpr = NB * B // G
-            whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
-            mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * MIX
-            x = float_bits(tl.reshape(mixed, (NB, B)))
-        else:
-            x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        x = load_blocks(x_ptr, tile, n_blocks, NB, B, G, SIGNS, MIX)
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
         ones = tl.full([NB], 1.0, tl.float32)
