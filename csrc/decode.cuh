@@ -204,14 +204,19 @@ __device__ __forceinline__ void send_to_first(const float* place, float v) {
                : "memory");
 }
 
+// What outputs of row m and of column n are multiplied by, and what is added to those of column n. Where there is nothing, times 1 and plus
+// -0 leave a value as it is.
+__device__ __forceinline__ float alpha_x_of(const DecodeArgs& a, int m) { return a.alpha_x ? a.alpha_x[m * a.alpha_x_stride] : 1.0f; }
+__device__ __forceinline__ float alpha_w_of(const DecodeArgs& a, int n) { return a.alpha_w ? a.alpha_w[n * a.alpha_w_stride] : 1.0f; }
+template <typename T>
+__device__ __forceinline__ float bias_of(const DecodeArgs& a, int n) {
+  return !a.bias ? -0.0f : a.bias_is_float ? static_cast<const float*>(a.bias)[n] : float(static_cast<const T*>(a.bias)[n]);
+}
+
 // One output, scaled and biased, before its rounding.
 template <typename T>
 __device__ __forceinline__ float finished(const DecodeArgs& a, float v, int m, int n) {
-  v *= a.times;
-  if (a.alpha_x) v *= a.alpha_x[m * a.alpha_x_stride];
-  if (a.alpha_w) v *= a.alpha_w[n * a.alpha_w_stride];
-  if (a.bias) v += a.bias_is_float ? static_cast<const float*>(a.bias)[n] : float(static_cast<const T*>(a.bias)[n]);
-  return v;
+  return v * a.times * alpha_x_of(a, m) * alpha_w_of(a, n) + bias_of<T>(a, n);
 }
 
 template <typename T>

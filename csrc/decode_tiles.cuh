@@ -71,8 +71,7 @@ __device__ __forceinline__ float4 cluster_sum4(const float* mine, int pitch) {
   return v[0];
 }
 
-// What `finished` of decode.cuh multiplies and adds for columns n .. n + 3 of y, read once for all rows. Where there is nothing, times 1 and
-// plus -0 leave a value as it is.
+// What `finished` of decode.cuh multiplies and adds for columns n .. n + 3 of y, read once for all rows.
 template <typename T>
 struct Columns {
   float alpha[4], bias[4];
@@ -80,12 +79,12 @@ struct Columns {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int at = min(n + e, a.n - 1);
-      alpha[e] = a.alpha_w ? a.alpha_w[at * a.alpha_w_stride] : 1.0f;
-      bias[e] = !a.bias ? -0.0f : a.bias_is_float ? static_cast<const float*>(a.bias)[at] : float(static_cast<const T*>(a.bias)[at]);
+      alpha[e] = alpha_w_of(a, at);
+      bias[e] = bias_of<T>(a, at);
     }
   }
   __device__ __forceinline__ void store(const DecodeArgs& a, float4 v, int m, int n) const {
-    const float alpha_x = a.alpha_x ? a.alpha_x[m * a.alpha_x_stride] : 1.0f;
+    const float alpha_x = alpha_x_of(a, m);
     T y[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) y[e] = T((&v.x)[e] * a.times * alpha_x * alpha[e] + bias[e]);

@@ -116,9 +116,7 @@ def leaks(model: LlamaForCausalLM, device: torch.device) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(
-XX
-)
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-4over6", "nvfp4-h16", "mxfp4", "fp8", "int8-int4"])
 def test_a_model(name: str, device: torch.device) -> None:
     """A prompt at once, in a batch, behind padding, and as prefill and decode."""
     found = leaks(llama(CONFIGS[name], device), device)

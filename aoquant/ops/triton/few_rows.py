@@ -20,6 +20,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format
 
 from .elements import e2m1_value, e8m0_value
+from .epilogue import finished
 from .integer import _int4_values
 
 ROWS = 64  # of x, at most
@@ -101,12 +102,7 @@ def _finish(
     y = tl.load(partial_ptr + at, mask=inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
         y += tl.load(partial_ptr + at + tl.cast(m, tl.int64) * n * split, mask=inside, other=0.0)
-    if alpha_x_ptr is not None:
-        y = y * tl.load(alpha_x_ptr + row * X_STRIDE)
-    if alpha_w_ptr is not None:
-        y = y * tl.load(alpha_w_ptr + column * W_STRIDE, mask=inside, other=0.0)
-    if bias_ptr is not None:
-        y = y + tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    y = finished(y, row, column, inside, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 

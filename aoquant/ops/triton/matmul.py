@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .epilogue import finished_tile
 from .launch import PLANS, Launch, described
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
@@ -38,12 +39,7 @@ def _matmul(
             w = w_desc.load([column, step * BK])
             acc = tl.dot(x, w.T, acc)
         at_m, at_n = row + tl.arange(0, BM), column + tl.arange(0, BN)
-        if alpha_x_ptr is not None:
-            acc = acc * tl.load(alpha_x_ptr + at_m * X_STRIDE, mask=at_m < m, other=0.0)[:, None]
-        if alpha_w_ptr is not None:
-            acc = acc * tl.load(alpha_w_ptr + at_n * W_STRIDE, mask=at_n < n, other=0.0)[None, :]
-        if bias_ptr is not None:
-            acc = acc + tl.load(bias_ptr + at_n, mask=at_n < n, other=0.0).to(tl.float32)[None, :]
+        acc = finished_tile(acc, at_m, at_n, at_m < m, at_n < n, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE)
         y_desc.store([row, column], acc.to(y_desc.dtype))
 
 
