@@ -1,7 +1,7 @@
 """Recipes: names for configs that people actually deploy, for the command line and for tables.
 
-A recipe is a PTQ config and one line that says which layer it leaves. Everything else (QAT, evaluation, saving) follows from the
-config, so a new recipe is a new row here.
+A recipe is a PTQ config and one line that says which layer it leaves. Everything else (QAT, evaluation, saving) follows
+from the config, so a new recipe is a new row here.
 """
 
 from __future__ import annotations
@@ -240,8 +240,10 @@ def _of_formats(name: str, weight: str, activation: str) -> Recipe:
 def mixed(recipe: str, layers: Sequence[str] = (), skip: Sequence[str] = ()) -> AOBaseConfig:
     """The config of a recipe, with other recipes for some layers and some layers left out.
 
-    layers: "NAME=RECIPE". skip: names. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names come first, then
-    patterns: `skip`, then `layers`, each in order. Without both it is the recipe's own config, otherwise torchao's `FqnToConfig`.
+    layers: "NAME=RECIPE". skip: names. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names
+        come first, then
+    patterns: `skip`, then `layers`, each in order. Without both it is the recipe's own config, otherwise torchao's
+        `FqnToConfig`.
 
     Raises:
         ValueError: no such recipe, an entry that is no "NAME=RECIPE", or a name given twice.

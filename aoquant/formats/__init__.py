@@ -1,7 +1,7 @@
 """Number formats: the one place where numerics live. QAT and PTQ both call these frozen instances.
 
-`get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row in
-`test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow.
+`get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row
+in `test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow.
 """
 
 from __future__ import annotations
@@ -129,15 +129,17 @@ COMPOSED = {
 def get_format(name: str) -> Format:
     """The format called `name`.
 
-    Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with a zero point
-    "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym", "intx4-g32-noclip",
-    "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax); "-native" makes an integer or
-    float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
-    "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip, "fouroversix-mae-16x16" of four-over-six.
-    "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are. "hadamard16+nvfp4" is nvfp4 of values
-    that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs. For gradients
-    there are "mxfp4-sr", "nvfp4-sr" and "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random.
-    FP4 as other libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of "mxfp4-quest".
+    Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with
+    a zero point "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym",
+    "intx4-g32-noclip", "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax);
+    "-native" makes an integer or float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales
+    of symmetric intx weights. "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip,
+    "fouroversix-mae-16x16" of four-over-six. "stretched2-g32" is an integer grid without zero, "high-precision" leaves
+    values as they are. "hadamard16+nvfp4" is nvfp4 of values that a transform has mixed, "hadamard32-inverse+mxfp4" the
+    weight side where the sides differ, "-s1f" a mask of signs. For gradients there are "mxfp4-sr", "nvfp4-sr" and
+    "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random. FP4 as other
+    libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of
+    "mxfp4-quest".
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -193,5 +195,7 @@ def _numbers(name: str, numbers: str) -> list[float]:
 
 
 def list_formats() -> list[str]:
-    """Names of the standard formats; names that are put together are formats too, see `get_format`, and `COMPOSED` for examples."""
+    """Names of the standard formats; names that are put together are formats too, see `get_format`, and `COMPOSED` for
+    examples.
+    """
     return [f.name for f in _STANDARD]

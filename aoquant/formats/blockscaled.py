@@ -1,21 +1,25 @@
-"""Block-scaled formats: MX (blocks of 32, power-of-two scales) and NVFP4 (blocks of 16, e4m3 scales, an outer float32 scale).
+"""Block-scaled formats: MX (blocks of 32, power-of-two scales) and NVFP4 (blocks of 16, e4m3 scales, an outer float32
+scale).
 
-e2m1 x e8m0, e2m1 x e4m3 and e4m3 x e8m0 products have at most 6 significant bits, so an operand decoded WITHOUT the outer scale is
-exact in bf16, and a bf16 GEMM with float32 accumulation sums exactly the products that an FP4 tensor core sums. The outer scale
-multiplies the accumulator. With it folded into the operand only 13 % of the values are exact.
+e2m1 x e8m0, e2m1 x e4m3 and e4m3 x e8m0 products have at most 6 significant bits, so an operand decoded WITHOUT the
+outer scale is exact in bf16, and a bf16 GEMM with float32 accumulation sums exactly the products that an FP4 tensor
+core sums. The outer scale multiplies the accumulator. With it folded into the operand only 13 % of the values are
+exact.
 
-An outer scale of the whole tensor ties the rows of a batch together: a row's codes then depend on its neighbours' largest value. "nvfp4-row"
-gives each row an outer scale of its own, made by the same rule, and is what activations of aoquant's own layers have by default. Since the
-outer scale waits for the accumulator, it costs the GEMM nothing: alpha is (R, 1) in place of (1, 1).
+An outer scale of the whole tensor ties the rows of a batch together: a row's codes then depend on its neighbours'
+largest value. "nvfp4-row" gives each row an outer scale of its own, made by the same rule, and is what activations of
+aoquant's own layers have by default. Since the outer scale waits for the accumulator, it costs the GEMM nothing: alpha
+is (R, 1) in place of (1, 1).
 
 Dialect "ao": torchao 0.18 `to_mx` and `nvfp4_quantize`. NVFP4 there:
 
     pts = absmax / 2688 (2688 = 448 * 6);  sf = e4m3(clamp(amax_b / 6 / pts, 2^-6, 448));  code = e2m1(y * ((1 / pts) / sf))
     value = code * (pts * sf), in this order
 
-torchao turns an all-zero tensor (pts = 0) and an absmax below 7.9e-36 (1 / pts overflows) into NaN. Here pts is at least 2^-121,
-so that (1 / pts) / sf is finite for every sf: the first becomes zeros, the second is coded like any other tensor, in steps of
-2^-128. Bytes therefore differ from torchao's below an absmax of 1.01e-33. Inf becomes NaN; torchao clips it unless pts is dynamic.
+torchao turns an all-zero tensor (pts = 0) and an absmax below 7.9e-36 (1 / pts overflows) into NaN. Here pts is at
+least 2^-121, so that (1 / pts) / sf is finite for every sf: the first becomes zeros, the second is coded like any other
+tensor, in steps of 2^-128. Bytes therefore differ from torchao's below an absmax of 1.01e-33. Inf becomes NaN; torchao
+clips it unless pts is dynamic.
 """
 
 from __future__ import annotations
@@ -89,7 +93,7 @@ class MX(Format):
         return (e.scale.view(torch.uint8) == 0) & (self._blocks(self._values(e)) != 0).any(-1)
 
     def _inverse(self, byte: Tensor) -> Tensor:
-        """What x is multiplied by: exact powers of two, NaN for byte 255. torchao's two rules differ at byte 0 alone."""
+        """The factor of x: exact powers of two, NaN for byte 255. torchao's two rules differ at byte 0 alone."""
         if self.rule == "rceil":
             inverse = e8m0_values((254 - byte.int()).clamp(min=0).to(torch.uint8))
             return torch.where(byte == 255, float("nan"), torch.where(byte == 0, 1.0, inverse))
@@ -107,7 +111,8 @@ class MX(Format):
 class NVFP4(Format):
     """NVFP4: e2m1 codes, one e4m3 scale per 16 values.
 
-    outer: the scale above the blocks: "row" (of each row, its absmax / 2688), "dynamic" (of the tensor), "static" (`pts`) or "none".
+    outer: the scale above the blocks: "row" (of each row, its absmax / 2688), "dynamic" (of the tensor), "static"
+        (`pts`) or "none".
     """
 
     outer: str = "dynamic"
@@ -194,7 +199,8 @@ class NVFP4(Format):
 def block_scales(x_RGB: Tensor, outer: Tensor | None, largest: float = E2M1_MAX, least: float = E4M3_FLOOR) -> Tensor:
     """(R, G) e4m3: amax_b / largest / outer, within `least` .. 448; NaN for blocks that hold NaN or Inf.
 
-    x_RGB: float32. outer: (1, 1) or (R, 1) float32, or None for 1. largest: what a block's amax becomes under its scale.
+    x_RGB: float32. outer: (1, 1) or (R, 1) float32, or None for 1. largest: what a block's amax becomes under its
+        scale.
     """
     amax = absmax(x_RGB)
     ratio = divide(torch.where(amax.isinf(), torch.nan, amax), largest)  # the clamp would hide Inf

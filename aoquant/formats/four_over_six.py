@@ -1,19 +1,23 @@
 """Four-over-six: NVFP4 whose blocks choose whether their largest value is coded as 6 or as 4.
 
-e2m1's largest step is the one from 4 to 6. A block scaled so that its largest value becomes 4 never uses it, and pays with coarser
-steps below; the encoder tries both and keeps the smaller error ("4/6": Cook et al., "Four Over Six: More Accurate NVFP4 Quantization
-with Adaptive Block Scaling", 2025). The bytes are NVFP4's: nothing is stored but the scale that won.
+e2m1's largest step is the one from 4 to 6. A block scaled so that its largest value becomes 4 never uses it, and pays
+with coarser steps below; the encoder tries both and keeps the smaller error ("4/6": Cook et al., "Four Over Six: More
+Accurate NVFP4 Quantization with Adaptive Block Scaling", 2025). The bytes are NVFP4's: nothing is stored but the scale
+that won.
 
     T = 1536 / amax;  b = a / 6 * T;  s6 = e4m3(b);  s4 = e4m3(1.5 * b);  the contest of `contest.py`, s6 first
     value = (amax / 1536) * (s * code)
 
-amax is the largest finite magnitude of the tensor, 1536 = 6 * 256: with NVFP4's 448 the scale for 4 of the largest block would not
-fit into e4m3. Divisions are IEEE's. Blocks are 16 values along K, or tiles of 16 x 16 (the last may be short),
-whose error is summed row by row. A block that holds NaN or Inf has the scale NaN (0x7F), and the others do not notice.
+amax is the largest finite magnitude of the tensor, 1536 = 6 * 256: with NVFP4's 448 the scale for 4 of the largest
+block would not fit into e4m3. Divisions are IEEE's. Blocks are 16 values along K, or tiles of 16 x 16 (the last may be
+short), whose error is summed row by row. A block that holds NaN or Inf has the scale NaN (0x7F), and the others do not
+notice.
 
-With stochastic rounding a choice by the error that was realised is biased; there is no such format, and its name is refused.
+With stochastic rounding a choice by the error that was realised is biased; there is no such format, and its name is
+refused.
 
-"fouroversix-row" takes amax of each row: a row's codes then do not depend on the rows beside it, which an activation's should not.
+"fouroversix-row" takes amax of each row: a row's codes then do not depend on the rows beside it, which an activation's
+should not.
 
 `Scales.outer` is amax itself, not amax / 1536: the rounding of one cannot be undone to the last bit of the other.
 """
@@ -41,9 +45,11 @@ _SMALLEST = 2.0**-9  # positive e4m3
 
 @dataclass(frozen=True)
 class FourOverSix(OneScale):
-    """e2m1 codes, an e4m3 scale per 16 values or per `tile` x 16, an outer float32 scale; metric "mse", "mae" or "absmax".
+    """e2m1 codes, an e4m3 scale per 16 values or per `tile` x 16, an outer float32 scale; metric "mse", "mae" or
+    "absmax".
 
-    outer: "dynamic", from the absmax of the tensor, or "row", from that of each row. fixed: (amax,), a constant instead of the tensor's own.
+    outer: "dynamic", from the absmax of the tensor, or "row", from that of each row. fixed: (amax,), a constant instead
+        of the tensor's own.
     """
 
     metric: str = "mse"
@@ -103,7 +109,7 @@ class FourOverSix(OneScale):
     def measure(self, x_RK: Tensor) -> Scales:
         if self.fixed:
             return Scales(outer=constants(self.fixed, x_RK.device)[0])
-        # some rows at a time: what is not finite is taken out of a copy
+        # some rows at a time: a copy, in which zeros replace NaN and Inf
         finite = (x.nan_to_num(0.0, 0.0, 0.0) for x in x_RK.split(_rows(x_RK)))
         if self.outer == "row":
             return Scales(outer=torch.cat([absmax(x.unsqueeze(1)).float() for x in finite]))
@@ -130,7 +136,9 @@ class FourOverSix(OneScale):
         return e.outer
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        """Beyond the largest code by half a step and more; a block too small for a scale is flushed to zeros, not clipped."""
+        """Beyond the largest code by half a step and more; a block too small for a scale is flushed to zeros, not
+        clipped.
+        """
         assert e.outer is not None
         s_RG1 = self._signed(e).unsqueeze(-1)
         step = s_RG1.abs() * e.outer.unsqueeze(-1)

@@ -1,7 +1,7 @@
 """GridFlip: four-over-six with a second grid, marked by the sign of the block's scale.
 
-An e4m3 scale has a sign bit, and NVFP4 never uses it. Here a negative scale says that the block's grid is Q - c instead of Q, with
-c = 1/4: finer around zero, and longer on one side. It costs nothing: 4.5 bits a weight, as before.
+An e4m3 scale has a sign bit, and NVFP4 never uses it. Here a negative scale says that the block's grid is Q - c instead
+of Q, with c = 1/4: finer around zero, and longer on one side. It costs nothing: 4.5 bits a weight, as before.
 
     value = t * (s~ * q + c * min(s~, 0))            t = amax / 1536, s~ the signed scale
 
@@ -12,15 +12,17 @@ so a flagged block decodes q to -(q + c) * |s| * t. The candidates of the contes
               positive and negative magnitude, for the grid's short and its long side
     "search"  instead, every e4m3 scale from 4 codes below to 8 above s6's, at most 126: Q with all of them, then flipped with all
 
-Ties stay with the earlier candidate, so an unflipped block wins them. All efforts share one decode. "alternating" turns the sign of c in
-every other block along K, which removes the mean that the shifted grid adds; a matrix is then cut along K at multiples of 32.
+Ties stay with the earlier candidate, so an unflipped block wins them. All efforts share one decode. "alternating" turns
+the sign of c in every other block along K, which removes the mean that the shifted grid adds; a matrix is then cut
+along K at multiples of 32.
 
-How exact is an operand? q + c is an odd multiple of 1/4, up to 25/4 = 5 bits, and s has 4: of 9 bits bfloat16 keeps 8. Codes +6 with the
-significands 11, 13, 15 (of 8..15) and -6 with 13 and 15 are rounded in a bfloat16 operand, half to even; everything else is exact, and in
-float16 and float32 all is. That rounding belongs to the format's operand. `decode` rounds once, from float32.
+How exact is an operand? q + c is an odd multiple of 1/4, up to 25/4 = 5 bits, and s has 4: of 9 bits bfloat16 keeps 8.
+Codes +6 with the significands 11, 13, 15 (of 8..15) and -6 with 13 and 15 are rounded in a bfloat16 operand, half to
+even; everything else is exact, and in float16 and float32 all is. That rounding belongs to the format's operand.
+`decode` rounds once, from float32.
 
-The byte 0x80 is never written and decodes to 0; 0x7F and 0xFF decode to NaN. The amax is that of the tensor which is quantised, after
-any transform.
+The byte 0x80 is never written and decodes to 0; 0x7F and 0xFF decode to NaN. The amax is that of the tensor which is
+quantised, after any transform.
 """
 
 from __future__ import annotations
@@ -103,10 +105,10 @@ class GridFlip(FourOverSix):
         return v_RGB.add_((self._shift(s_RG) * s_RG.clamp(max=0)).unsqueeze(-1)).flatten(1).to(dtype)
 
     def split(self, e: Encoded) -> tuple[Encoded, Tensor]:
-        """What an FP4 tensor core can multiply, and what it leaves to add.
+        """The part that an FP4 tensor core can multiply, and the rest, which is added.
 
-        Returns an `Encoded` of plain four-over-six codes with unsigned scales (in flagged blocks the codes' sign bit is turned), and
-        C (R, G) float32, -c |s| in flagged blocks and 0 elsewhere: operand = operand(plain) + C, so that
+        Returns an `Encoded` of plain four-over-six codes with unsigned scales (in flagged blocks the codes' sign bit is
+        turned), and C (R, G) float32, -c |s| in flagged blocks and 0 elsewhere: operand = operand(plain) + C, so that
 
             X W^T = t * (X plain^T + Xbar C^T),  Xbar (M, G) the sums of X over each block: K / 16 more columns.
 

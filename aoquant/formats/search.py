@@ -3,9 +3,10 @@
     t = absmax / 1536;  b = e4m3 byte of clamp(amax_b / 6 / t, 2^-6, 448);  candidates: b, then b - 4 .. b + 8 in order, within 2^-6 .. 448
     y = x (1 / t);  code = e2m1(x ((1 / t) / s));  error = sum of (code s - y)^2 in float32, k = 0..15 in order;  keep the smallest, strict <
 
-1536 = 6 * 256 and not 6 * 448, as in four-over-six: the block that holds the tensor's absmax may then be given a larger scale too, one
-under which its absmax becomes 4. Codes, scales and decoding are NVFP4's, so every NVFP4 kernel runs what this makes; only encoding costs
-more, which is why it is for weights. "nvfp4-search-row" has an outer scale for each row.
+1536 = 6 * 256 and not 6 * 448, as in four-over-six: the block that holds the tensor's absmax may then be given a larger
+scale too, one under which its absmax becomes 4. Codes, scales and decoding are NVFP4's, so every NVFP4 kernel runs what
+this makes; only encoding costs more, which is why it is for weights. "nvfp4-search-row" has an outer scale for each
+row.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _NAMES = {"dynamic": "nvfp4-search", "row": "nvfp4-search-row", "none": "nvfp4-s
 
 @dataclass(frozen=True)
 class NVFP4Search(NVFP4):
-    """NVFP4 whose block scales are searched; outer scale "dynamic" or "row" (absmax / 1536), "static" (`pts`) or "none"."""
+    """NVFP4 whose block scales are searched; outer scale "dynamic" or "row" (absmax / 1536), "static" (`pts`) or
+    "none".
+    """
 
     @property
     def name(self) -> str:
@@ -55,7 +58,9 @@ class NVFP4Search(NVFP4):
 
 
 def _coded(x_RGB: Tensor, y_RGB: Tensor, byte_RG: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (R, G, 16) under the scales of these bytes, and their summed squared errors (R, G) in units of the outer scale."""
+    """Codes (R, G, 16) under the scales of these bytes, and their summed squared errors (R, G) in units of the outer
+    scale.
+    """
     scale = byte_RG.view(FLOAT8["e4m3"]).float()
     codes = to_e2m1(x_RGB * (inverse / scale).unsqueeze(-1))
     lost = (from_e2m1(codes) * scale.unsqueeze(-1) - y_RGB).square()

@@ -1,7 +1,7 @@
 """Triton kernels for the codec: encode, decode, and both in one pass. Imported when a CUDA device first asks for them.
 
-`formats/` stays the truth. Every kernel here reproduces `Format.encode`, `operand` and `decode` bit for bit, NaN, Inf, zeros and
-subnormals included (`test/gpu/test_triton_exact.py`), and `why_not` says what has no kernel yet.
+`formats/` stays the truth. Every kernel here reproduces `Format.encode`, `operand` and `decode` bit for bit, NaN, Inf,
+zeros and subnormals included (`test/gpu/test_triton_exact.py`), and `why_not` says what has no kernel yet.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def quantize(
     measured: Tensor | None = None,
     random: Random | None = None,
 ) -> Quantized:
-    """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured` yet.
+    """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured`
+    yet.
 
     At random, codes and operand alike.
     """
@@ -84,7 +85,9 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
 def _plain(
     format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
 ) -> _Made:
-    """(codes and scales if `keep`, values in `dtype` unless it is None, the operand's alpha); `measured` saves a pass where that is one."""
+    """(codes and scales if `keep`, values in `dtype` unless it is None, the operand's alpha); `measured` saves a pass
+    where that is one.
+    """
     if isinstance(format, NVFP4) and format.outer == "row":
         return nvfp4_rows.quantize(format, x_RK, dtype, operand, keep)
     module = _MODULES[type(format)]
@@ -115,7 +118,9 @@ def _mixed(
 def transform(
     format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bool = False, clipped: Tensor | None = None
 ) -> Tensor:
-    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(x_RK, matrix)`, zero where it is `clipped`; in one pass."""
+    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(x_RK, matrix)`, zero where it is `clipped`; in one
+    pass.
+    """
     assert isinstance(format.transform, Hadamard)
     dtype = x_RK.dtype if back or isinstance(format.inner, HighPrecision) else torch.float32
     with on(x_RK):

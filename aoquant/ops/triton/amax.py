@@ -1,7 +1,8 @@
 """The range of a whole tensor, as partial results that the next kernel finishes.
 
-An atomic maximum would need a cleared buffer, one more launch. Instead each of PARTIALS programs stores the range of what it read,
-and every program of the kernel that follows reduces those few kilobytes, which sit in the L2 cache. Deterministic, like any maximum.
+An atomic maximum would need a cleared buffer, one more launch. Instead each of PARTIALS programs stores the range of
+what it read, and every program of the kernel that follows reduces those few kilobytes, which sit in the L2 cache.
+Deterministic, like any maximum.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def _absmax(x_ptr, partial_ptr, n, FINITE: tl.constexpr, TILE: tl.constexpr):
 
 
 def absmax_partials(x: Tensor, finite: bool = False) -> Tensor:
-    """(PARTIALS,) int32: maxima of the bits of |x| as float32, so that NaN is larger than everything; or of what is finite. x is contiguous."""
+    """(PARTIALS,) int32: maxima of the bits of |x| as float32, so that NaN is larger than everything; or of what is
+    finite. x is contiguous.
+    """
     partials = torch.empty(PARTIALS, dtype=torch.int32, device=x.device)
     _absmax_of(x.numel(), finite)(x, partials)
     return partials

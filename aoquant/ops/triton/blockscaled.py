@@ -1,9 +1,9 @@
 """MX and NVFP4 in one pass: read x once, write codes and scales, and the values that a GEMM will multiply, as asked.
 
-A contiguous (R, K) matrix whose blocks divide K is a stream of blocks, and codes, scales and values are streams in the same order,
-so the kernels are one-dimensional. NVFP4's dynamic outer scale needs an absmax of the whole tensor first: `amax.absmax_partials`
-leaves one per program, and every program of the encoder takes their maximum. The encoder then walks backwards, because what the
-first pass read last is what the L2 cache still holds.
+A contiguous (R, K) matrix whose blocks divide K is a stream of blocks, and codes, scales and values are streams in the
+same order, so the kernels are one-dimensional. NVFP4's dynamic outer scale needs an absmax of the whole tensor first:
+`amax.absmax_partials` leaves one per program, and every program of the encoder takes their maximum. The encoder then
+walks backwards, because what the first pass read last is what the L2 cache still holds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
 def load_blocks(
     x_ptr, tile, n_blocks, NB: tl.constexpr, B: tl.constexpr, G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr
 ):  # fmt: skip
-    """(NB, B) int32: bits of the float32 values of a tile's blocks, transformed in blocks of G if that is not 0; 0 behind the last block."""
+    """(NB, B) int32: bits of the float32 values of a tile's blocks, transformed in blocks of G if that is not 0; 0
+    behind the last block.
+    """
     if G:
         T: tl.constexpr = NB * B // G
         whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
@@ -64,7 +66,9 @@ def load_blocks(
 
 @triton.jit
 def nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.constexpr):
-    """amax of each block -> (e4m3 scale, what x is multiplied by). pts, inverse_pts: one for all, or one a block; pts may be None."""
+    """amax of each block -> (e4m3 scale, what x is multiplied by). pts, inverse_pts: one for all, or one a block; pts
+    may be None.
+    """
     amax = bits_float(tl.where(amax_bits == INF_BITS, NAN_BITS, amax_bits))
     ratio = amax * SIXTH
     if pts is not None:
@@ -76,7 +80,9 @@ def nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.cons
 
 @triton.jit
 def masked_codes(rounded, x, inverse, NB: tl.constexpr, B: tl.constexpr):
-    """(NB, B / 2) uint8 codes of `e2m1_rounded` magnitudes with the signs of x's bits; of a block whose inverse is NaN, zeros without a sign."""
+    """(NB, B / 2) uint8 codes of `e2m1_rounded` magnitudes with the signs of x's bits; of a block whose inverse is NaN,
+    zeros without a sign.
+    """
     keep = tl.where(inverse == inverse, 255, 0)
     return (pack_e2m1(float_bits(rounded), x, NB, B) & keep[:, None]).to(tl.uint8)
 
@@ -89,7 +95,8 @@ def _encode(
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
     G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr. VALUES: "" none, "operand" without, "decode" with the outer scale.
+    """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr. VALUES: "" none, "operand" without, "decode"
+    with the outer scale.
 
     G: of a Hadamard transform, or 0.
     """
@@ -153,7 +160,7 @@ def _decode(
     codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, blocks_per_row, OUTER_STRIDE,
     ELEMENT: tl.constexpr, MX_SCALE: tl.constexpr, OUTER: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether the outer scale multiplies the scale; it has one value a row (OUTER_STRIDE 1) or one in all (0)."""
+    """OUTER: whether the outer scale multiplies the scale; one a row (OUTER_STRIDE 1), or one in all (0)."""
     tile = tl.program_id(0).to(tl.int64)
     block = tile * NB + tl.arange(0, NB)
     at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
@@ -211,9 +218,11 @@ def quantize(
     transform: Hadamard | None = None,
     inverse: bool = False,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha).
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
+    operand's alpha).
 
-    measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer scale.
+    measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer
+        scale.
     transform, inverse: to be applied first, in the same pass.
     """
     x_RK = x_RK.contiguous()

@@ -1,7 +1,8 @@
-"""The epilogue of the "aoquant" contract: rn(acc * alpha_x * alpha_w + bias), in the reference's order, each step in float32.
+"""The epilogue of the "aoquant" contract: rn(acc * alpha_x * alpha_w + bias), in the reference's order, each step in
+float32.
 
-GEMMs that end in it call `finished`, for a part of one row of y, or `finished_tile`. alpha_x and alpha_w are one number (stride 0) or one a
-row of x and of W (stride 1), float32; what is None is left out when the kernel is compiled.
+GEMMs that end in it call `finished`, for a part of one row of y, or `finished_tile`. alpha_x and alpha_w are one number
+(stride 0) or one a row of x and of W (stride 1), float32; what is None is left out when the kernel is compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _B = 2048  # outputs of a program
 
 @triton.jit
 def finished(y, row, column, inside, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE):
-    """(B,) float32 sums of one row -> outputs, not yet rounded. row: a scalar; column, inside: (B,), places in the row, and which there are."""
+    """(B,) float32 sums of one row -> outputs, not yet rounded. row: a scalar; column, inside: (B,), places in the row,
+    and which there are.
+    """
     if alpha_x_ptr is not None:
         y = y * tl.load(alpha_x_ptr + row * X_STRIDE)
     if alpha_w_ptr is not None:
@@ -32,7 +35,9 @@ def finished(y, row, column, inside, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRID
 
 @triton.jit
 def finished_tile(acc, at_m, at_n, in_m, in_n, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE):
-    """(BM, BN) float32 sums -> outputs, not yet rounded. at_m, in_m: (BM,), rows, and which there are; at_n, in_n: (BN,), columns."""
+    """(BM, BN) float32 sums -> outputs, not yet rounded. at_m, in_m: (BM,), rows, and which there are; at_n, in_n:
+    (BN,), columns.
+    """
     if alpha_x_ptr is not None:
         acc = acc * tl.load(alpha_x_ptr + at_m * X_STRIDE, mask=in_m, other=0.0)[:, None]
     if alpha_w_ptr is not None:

@@ -1,10 +1,12 @@
 """Four-over-six and GridFlip: encode, and decode with the sign of the scale that marks a shifted grid.
 
-The encoder is the one of `csrc/contest.cuh`, whose essay and proof hold here too: candidates are compared by a rough error, seven
-instructions for each value, and by the exact one of `formats/contest.py` only where two of them are closer than the rough one errs.
-Exact means in order: Triton adds along an axis in whatever order suits the layout, so the exact sum takes one column after the other.
+The encoder is the one of `csrc/contest.cuh`, whose essay and proof hold here too: candidates are compared by a rough
+error, seven instructions for each value, and by the exact one of `formats/contest.py` only where two of them are closer
+than the rough one errs. Exact means in order: Triton adds along an axis in whatever order suits the layout, so the
+exact sum takes one column after the other.
 
-It serves where the library of csrc was not built. That one is faster: a thread there holds a whole block, here two share it.
+It serves where the library of csrc was not built. That one is faster: a thread there holds a whole block, here two
+share it.
 """
 
 from __future__ import annotations
@@ -141,7 +143,8 @@ def _encode(
     EFFORT: tl.constexpr, ALTERNATING: tl.constexpr, ROUGH: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
     NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """EFFORT: 0 four-over-six, 1 base, 2 sided, 3 search. VALUES: "" none, "operand" without, "decode" with the outer scale.
+    """EFFORT: 0 four-over-six, 1 base, 2 sided, 3 search. VALUES: "" none, "operand" without, "decode" with the outer
+    scale.
 
     partial_ptr: bits of the absmax in parts; or, with ROWS, of each row's; or None, where it is `known`.
     """
@@ -262,7 +265,7 @@ def _decode(
     codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, groups, OUTER_STRIDE, shift,
     TILE_ROWS: tl.constexpr, FLIPS: tl.constexpr, ALTERNATING: tl.constexpr, OUTER: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether the outer scale multiplies the values; it has one value a row (OUTER_STRIDE 1) or one in all (0)."""
+    """OUTER: whether the outer scale multiplies the values; one a row (OUTER_STRIDE 1), or one in all (0)."""
     tile = tl.program_id(0).to(tl.int64)
     block = tile * NB + tl.arange(0, NB)
     inside = block < n_blocks
@@ -286,7 +289,9 @@ def _decode(
 def quantize(
     format: FourOverSix, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
+    operand's alpha).
+    """
     x_RK = x_RK.contiguous()
     (rows, k), device, nb = x_RK.shape, x_RK.device, TILE // format.block
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None

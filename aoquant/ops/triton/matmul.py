@@ -1,8 +1,10 @@
-"""A GEMM whose epilogue is the "aoquant" contract: rn(acc * alpha_x * alpha_w + bias), without a float32 matrix in memory.
+"""A GEMM whose epilogue is the "aoquant" contract: rn(acc * alpha_x * alpha_w + bias), without a float32 matrix in
+memory.
 
-One program per multiprocessor walks over 128 x 256 tiles of y, eight tile rows at a time so that W stays in the L2 cache; tiles come
-through the bulk tensor copy engine, and K is summed in order, so a row of y does not depend on how many rows there are. On an H200
-it runs within 3 % of cuBLAS's bf16 GEMM, which has no epilogue with scales that live on the device.
+One program per multiprocessor walks over 128 x 256 tiles of y, eight tile rows at a time so that W stays in the L2
+cache; tiles come through the bulk tensor copy engine, and K is summed in order, so a row of y does not depend on how
+many rows there are. On an H200 it runs within 3 % of cuBLAS's bf16 GEMM, which has no epilogue with scales that live on
+the device.
 Schedule: Triton's tutorial 09, "Persistent Matmul".
 """
 

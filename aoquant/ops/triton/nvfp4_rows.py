@@ -1,10 +1,12 @@
 """NVFP4 with an outer scale for each row, "nvfp4-row", in one pass: a program holds whole rows in registers.
 
-It finds the absmax of a row, makes the outer scale of it, and encodes the row from where it is: x is read once, where a scale for the
-tensor takes two passes. Rows longer than LONGEST are walked through twice by their program, the second time out of the L2 cache.
-Blocks are those of blockscaled.py, so are their scales and codes; only the place that the outer scale comes from is another.
+It finds the absmax of a row, makes the outer scale of it, and encodes the row from where it is: x is read once, where a
+scale for the tensor takes two passes. Rows longer than LONGEST are walked through twice by their program, the second
+time out of the L2 cache. Blocks are those of blockscaled.py, so are their scales and codes; only the place that the
+outer scale comes from is another.
 
-Short rows share a program, as many as make a tile of one warp. Behind a Hadamard transform a lane holds whole blocks of it (hadamard.py).
+Short rows share a program, as many as make a tile of one warp. Behind a Hadamard transform a lane holds whole blocks of
+it (hadamard.py).
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def _blocks(
     x_ptr, rows, k, chunk, R: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
     G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """(R * NB, B) int32: bits of the float32 values of blocks chunk * NB .. of each of R rows, transformed if G is not 0; 0 outside."""
+    """(R * NB, B) int32: bits of the float32 values of blocks chunk * NB .. of each of R rows, transformed if G is not
+    0; 0 outside.
+    """
     if G:
         T: tl.constexpr = NB * B // G
         t = tl.arange(0, R * T)
@@ -58,7 +62,9 @@ def _encode_rows(
     CODES: tl.constexpr, VALUES: tl.constexpr, CHUNKS: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
     G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """R rows of `groups` blocks of B, NB blocks of each at a time. VALUES: "" none, "operand" without, "decode" with the outer scale."""
+    """R rows of `groups` blocks of B, NB blocks of each at a time. VALUES: "" none, "operand" without, "decode" with
+    the outer scale.
+    """
     k = groups * B
     first = tl.program_id(0).to(tl.int64) * R
     x_ptr += first * k
@@ -125,7 +131,8 @@ def quantize(
     transform: Hadamard | None = None,
     inverse: bool = False,
 ) -> tuple[Encoded | None, Tensor | None, Tensor]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha (R, 1)).
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
+    operand's alpha (R, 1)).
 
     transform, inverse: to be applied first, in the same pass.
     """

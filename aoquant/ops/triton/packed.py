@@ -1,10 +1,10 @@
 """A GEMM of two packed FP4 matrices: codes and block scales are read, and become bf16 operands in registers.
 
-Products of e2m1 codes and block scales are exact in bf16, so a bf16 tensor core sums what an FP4 one sums. Nothing but codes and scales comes
-from memory, a quarter of the bytes of bf16 operands, and no operand is ever written: the GEMM for a device without room for one. Low and high
-nibbles (even and odd k) make two half tiles, multiplied one after the other; every launch adds K in that order, 64 rows or more
-to an instruction, so a row's result does not depend on how many rows there are. The epilogue is the contract "aoquant":
-rn(acc * alpha_x * alpha_w + bias).
+Products of e2m1 codes and block scales are exact in bf16, so a bf16 tensor core sums what an FP4 one sums. Nothing but
+codes and scales comes from memory, a quarter of the bytes of bf16 operands, and no operand is ever written: the GEMM
+for a device without room for one. Low and high nibbles (even and odd k) make two half tiles, multiplied one after the
+other; every launch adds K in that order, 64 rows or more to an instruction, so a row's result does not depend on how
+many rows there are. The epilogue is the contract "aoquant": rn(acc * alpha_x * alpha_w + bias).
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(M, N) in `dtype`. x, w: codes (rows, K / 2) uint8 and block scales (rows, K / 32) e8m0 or (rows, K / 16) e4m3; alphas as in matmul.py."""
+    """(M, N) in `dtype`. x, w: codes (rows, K / 2) uint8 and block scales (rows, K / 32) e8m0 or (rows, K / 16) e4m3;
+    alphas as in matmul.py.
+    """
     (x_codes, x_scale), (w_codes, w_scale) = ((c.contiguous(), s.contiguous()) for c, s in (x, w))
     m, n = x_codes.shape[0], w_codes.shape[0]
     y_MN = torch.empty(m, n, dtype=dtype, device=x_codes.device)
