@@ -76,7 +76,7 @@ def _why_not(r: Request) -> str | None:
     assert r.x_format is not None
     if r.x_format.block != r.w_format.block:
         return f"multiplies MX by MX and NVFP4 by NVFP4, got {r.x_format.name} by {r.w_format.name}"
-    if r.x_format.reach == "row" and r.m > 1:
+    if r.x_format.reach == "row":
         return f"has one alpha for the whole product, got one a row of x: choose activations with one for all, not {r.x_format.name}"
     return _lacks(r.device, r.dtype, _symbol(r.w_format))
 
