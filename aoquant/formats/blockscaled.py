@@ -37,6 +37,7 @@ from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e8m0
 
 E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
 PTS_FLOOR = 2.0**-121
+NVFP4_TOP = E2M1_MAX * ELEMENTS["e4m3"][1]  # 2688
 _NAMES = {"dynamic": "nvfp4", "row": "nvfp4-row", "none": "nvfp4-none"}
 
 
@@ -150,7 +151,7 @@ class NVFP4(Format):
     @property
     def top(self) -> float:
         """absmax / outer scale: the largest code times the scale of the block that holds the absmax."""
-        return E2M1_MAX * ELEMENTS["e4m3"][1]
+        return NVFP4_TOP
 
     def fix(self, *numbers: float) -> Format:
         if not self.per_tensor:

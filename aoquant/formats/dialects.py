@@ -37,7 +37,7 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales
-from .blockscaled import PTS_FLOOR, e2m1_values
+from .blockscaled import NVFP4_TOP, PTS_FLOOR, e2m1_values
 from .elements import E2M1_MAX, FLOAT32_MAX, to_e2m1, to_float8
 from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, divide, e8m0_values, reciprocal, sum_by_pairs, visible_e8m0
@@ -187,7 +187,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         if self.fixed:
             return Scales(outer=constants(self.fixed, x_RK.device)[0])
         amax = absmax(x_RK.reshape(1, -1)).float().unsqueeze(-1)
-        return Scales(outer=amax if self.dialect == "te" else divide(amax, 2688.0).clamp(min=PTS_FLOOR))
+        return Scales(outer=amax if self.dialect == "te" else divide(amax, NVFP4_TOP).clamp(min=PTS_FLOOR))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.outer is not None
@@ -203,7 +203,7 @@ class NVFP4Dialect(_E2M1, OneScale):
                 scale = to_float8(encode * (amax * reciprocal(E2M1_MAX)), "e4m3")
                 inverse = (scale.float() * encode.reciprocal()).reciprocal()
             else:
-                encode = (torch.full_like(s.outer, 2688.0) / s.outer).clamp(max=FLOAT32_MAX)
+                encode = (torch.full_like(s.outer, NVFP4_TOP) / s.outer).clamp(max=FLOAT32_MAX)
                 encode = torch.where(s.outer == 0, 1.0, encode)
                 scale = to_float8(amax * (encode * reciprocal(E2M1_MAX)), "e4m3")
                 inverse = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FLOAT32_MAX)
@@ -216,7 +216,7 @@ class NVFP4Dialect(_E2M1, OneScale):
 
     def alpha(self, e: Encoded) -> Tensor | None:
         assert e.outer is not None
-        return e.outer * reciprocal(2688.0) if self.dialect == "te" else e.outer
+        return e.outer * reciprocal(NVFP4_TOP) if self.dialect == "te" else e.outer
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         return self._times(e, self._steps(e)).to(dtype)
@@ -233,7 +233,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         """(R, G) float32: the value of code 1."""
         assert e.outer is not None
         step = self.scales(e) * e.outer
-        return step * reciprocal(2688.0) if self.dialect == "te" else step
+        return step * reciprocal(NVFP4_TOP) if self.dialect == "te" else step
 
     def _tiles(self, v_RG: Tensor) -> Tensor:
         """The largest of each tile's rows."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import COMPOSED, Affine, Encoded, Format, Randomized, get_format, list_formats
+from aoquant.ops import codec
 from aoquant.transforms.wush import fit, gram
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -21,13 +22,10 @@ NAMES = sorted({*list_formats(), *COMPOSED, *EXTRA})
 ROW_NAMES = ("nvfp4-row", "nvfp4-search-row", "fouroversix-row", "gridflip-row", "gridflip-alternating-row")
 
 
-def takes_matrices(name: str) -> bool:
-    return get_format(name).fitted
-
-
 def encode(format: Format, x: Tensor) -> Encoded:
+    """By the kernel that serves x's device."""
     if not format.fitted:
-        return format.encode(x)
+        return codec.encode(format, x)
     matrix, _ = fit(gram(FITTED.to(x.device), 16) / 64, gram(FITTED.flip(1).to(x.device), 16) / 64)
     return format.encode(x, SCALES._replace(transform=matrix))
 

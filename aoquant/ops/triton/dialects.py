@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aoquant.formats import Encoded, MXFP4Dialect, NVFP4Dialect
-from aoquant.formats.blockscaled import PTS_FLOOR
+from aoquant.formats.blockscaled import NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.dialects import QUEST
 from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
@@ -181,7 +181,7 @@ def _post(format: MXFP4Dialect | NVFP4Dialect) -> float:
     """The factor of a decoded block's scale, after the outer scale."""
     if isinstance(format, MXFP4Dialect):
         return reciprocal(format.gain)
-    return reciprocal(2688.0) if format.dialect == "te" else 1.0
+    return reciprocal(NVFP4_TOP) if format.dialect == "te" else 1.0
 
 
 def quantize(
@@ -247,7 +247,7 @@ def _launch(
     with on(x_RK):
         _encode[(triton.cdiv(x_RK.numel(), tile),)](
             x_RK, partials, codes, scale, outer, values, clipped, x_RK.numel() // format.block, fixed,
-            POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(2688.0), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
+            POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(NVFP4_TOP), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
             FACTOR=QUEST, CODES=codes is not None, VALUES=made,
             NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS, **kind, **LAUNCH | {"num_warps": warps},
         )  # fmt: skip

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aoquant.formats import Encoded, FourOverSix, GridFlip
-from aoquant.formats.contest import AMAX_FLOOR
+from aoquant.formats.contest import AMAX_FLOOR, TOP
 from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import float32, reciprocal
 
@@ -35,7 +35,7 @@ KAPPA, FLOOR = tl.constexpr(5.2e-5), tl.constexpr(1.3e-5)  # as csrc/contest.cuh
 STEP = tl.constexpr(6291456.0)  # 1.5 * 2^22: E * STEP has half of E for a unit in the last place, whatever E = 2^e
 LARGE = tl.constexpr(2.0**100)
 SIXTH, SIXTH_REST = tl.constexpr(reciprocal(6.0)), tl.constexpr(1.0 / 6.0 - reciprocal(6.0))
-TOP, TOP_REST = tl.constexpr(reciprocal(1536.0)), tl.constexpr(1.0 / 1536.0 - reciprocal(1536.0))
+TOP_RECIPROCAL, TOP_REST = tl.constexpr(reciprocal(TOP)), tl.constexpr(1.0 / TOP - reciprocal(TOP))
 MOST = tl.constexpr(FLOAT32_MAX)
 AMAX_LEAST = tl.constexpr(struct.unpack("i", struct.pack("f", AMAX_FLOOR))[0])  # its bits
 
@@ -127,7 +127,7 @@ def _exact(x, s, c, down, amax, FLIPPED, EACH: tl.constexpr, NB: tl.constexpr, B
     v = q * signed[:, None]
     v = v + tl.where(FLIPPED, c * signed, 0.0)[:, None]
     p = v * _beside(amax, EACH)
-    d = tl.fma(p, TOP, p * TOP_REST) - x
+    d = tl.fma(p, TOP_RECIPROCAL, p * TOP_REST) - x
     squares = d * d
     k = tl.arange(0, B)[None, :]
     total = tl.zeros([NB], tl.float32)

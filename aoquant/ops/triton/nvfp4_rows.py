@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aoquant.formats import NVFP4, Encoded
-from aoquant.formats.blockscaled import E4M3_FLOOR, PTS_FLOOR
+from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
@@ -116,7 +116,7 @@ def _encoder(rows: int, k: int, codes: bool, values: str, transform: Hadamard | 
     if transform is not None:
         mixing = {"G": size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
     return Launch(
-        _encode_rows, (triton.cdiv(rows, height),), rows=rows, groups=k // 16, SIXTH=reciprocal(6.0), TOP_RECIPROCAL=reciprocal(2688.0),
+        _encode_rows, (triton.cdiv(rows, height),), rows=rows, groups=k // 16, SIXTH=reciprocal(6.0), TOP_RECIPROCAL=reciprocal(NVFP4_TOP),
         FLOOR=E4M3_FLOOR, SMALLEST=PTS_FLOOR, CODES=codes, VALUES=values, CHUNKS=triton.cdiv(k, width), R=height, NB=width // 16, B=16,
         **mixing, enable_fp_fusion=False, num_warps=max(1, min(warps, _WARPS if transform is None else 2 * _WARPS)),
     )  # fmt: skip
