@@ -116,12 +116,23 @@ def formats() -> Callable[..., None]:
     """list the number formats"""
 
     def command() -> None:
-        """List the number formats with their bits per weight, and how other names are put together."""
+        """List the number formats with their bits per weight, and how other names are put together.
+
+        Batch-invariant: as an activation's format, it gives a token the same codes and scales whatever else is in the batch.
+        """
         rows = []
         for name in list_formats():
             f = get_format(name)
-            rows.append((name, f.bits, f.block or "-", round(f.bits_per_weight(4096, 4096), 3)))
-        _print_table(rows, ("format", "bits", "block", "bits per weight (4096 x 4096)"))
+            rows.append(
+                (
+                    name,
+                    f.bits,
+                    f.block or "-",
+                    round(f.bits_per_weight(4096, 4096), 3),
+                    "yes" if f.batch_invariant else "no",
+                )
+            )
+        _print_table(rows, ("format", "bits", "block", "bits per weight (4096 x 4096)", "batch-invariant"))
         print()
         _print_table(list(COMPOSED.items()), ("names that are put together, such as", "what it is"))
 

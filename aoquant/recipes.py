@@ -1,7 +1,7 @@
 """Recipes: names for configs that people actually deploy, for the command line and for tables.
 
-A recipe is a PTQ config and one line that says which layer it leaves. Everything else (QAT, evaluation, saving) follows from the
-config, so a new recipe is a new row here.
+A recipe is a PTQ config and one line that says which layer it leaves. Everything else (QAT, evaluation, saving) follows
+from the config, so a new recipe is a new row here.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def _int4_cpu() -> AOBaseConfig:
 
 
 _RECIPES = (
-    Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, dynamic outer scales"),
+    Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, an outer scale for each token"),
     Recipe("nvfp4-weight", lambda: NVFP4WeightConfig(activation=None), "NVFP4 weights, high-precision activations"),
     Recipe(
         "nvfp4-4over6",
-        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
         "NVFP4 weights and activations whose blocks choose between a top of 4 and of 6",
     ),
     Recipe("gridflip", GridFlipFP4WeightConfig, "GridFlip weights (two grids a block), NVFP4 activations"),
     Recipe(
         "gridflip-4over6",
-        lambda: GridFlipFP4WeightConfig(activation="fouroversix"),
+        lambda: GridFlipFP4WeightConfig(activation="fouroversix-row"),
         "GridFlip weights, four-over-six activations",
     ),
     Recipe(
@@ -127,7 +127,7 @@ _RECIPES = (
     ),
     Recipe(
         "quartet2",
-        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
         "nvfp4-4over6; trained with an NVFP4 backward",
         {"backward": "quartet2"},
     ),
@@ -240,8 +240,10 @@ def _of_formats(name: str, weight: str, activation: str) -> Recipe:
 def mixed(recipe: str, layers: Sequence[str] = (), skip: Sequence[str] = ()) -> AOBaseConfig:
     """The config of a recipe, with other recipes for some layers and some layers left out.
 
-    layers: "NAME=RECIPE". skip: names. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names come first, then
-    patterns: `skip`, then `layers`, each in order. Without both it is the recipe's own config, otherwise torchao's `FqnToConfig`.
+    layers: "NAME=RECIPE". skip: names. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names
+        come first, then
+    patterns: `skip`, then `layers`, each in order. Without both it is the recipe's own config, otherwise torchao's
+        `FqnToConfig`.
 
     Raises:
         ValueError: no such recipe, an entry that is no "NAME=RECIPE", or a name given twice.

@@ -1,8 +1,8 @@
 """Number formats: the one place where numerics live. QAT and PTQ both call these frozen instances.
 
-`get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row in
-`test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow. A format defined in another package
-is known here by `register_format(instance)`.
+`get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row
+in `test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow. A format defined
+in another package is known here by `register_format(instance)`.
 """
 
 from __future__ import annotations
@@ -84,14 +84,18 @@ _STANDARD: tuple[Format, ...] = (
     *(MX("e2m1", rule) for rule in ("rceil", "floor", "ceil", "even")),
     *(MX(element, rule) for element in ("e4m3", "e5m2") for rule in ("rceil", "floor", "ceil", "even")),
     NVFP4(),
+    NVFP4("row"),
     NVFP4("none"),
     NVFP4("static", 0.001),
     *(FourOverSix(metric) for metric in ("mse", "mae", "absmax")),
+    FourOverSix(outer="row"),
     FourOverSix(tile=16),
     *(GridFlip(effort=effort) for effort in ("base", "sided", "search")),
     GridFlip(alternating=True),
+    GridFlip(outer="row"),
     GridFlip(tile=16),
     NVFP4Search(),
+    NVFP4Search("row"),
     NVFP4Search("none"),
     *(MXFP4Dialect(name) for name in ("mxfp4-quest", "xx-mxfp4", "qutlass-mxfp4")),
     *(NVFP4Dialect(dialect) for dialect in ("xx", "qutlass", "te")),
@@ -118,6 +122,7 @@ COMPOSED = {
     "stretched2-g32": "integers without a zero",
     "gridflip-search-c0.2-alternating-16x16": "GridFlip's effort, shift, alternating sign and tile",
     "fouroversix-mae-16x16": "four-over-six's metric and tile",
+    "gridflip-sided-row": "an outer scale for each row, in place of one for the tensor and its tiles",
     "high-precision": "values as they are",
 }
 
@@ -151,15 +156,17 @@ def register_format(format: Format) -> Format:
 def get_format(name: str) -> Format:
     """The format called `name`.
 
-    Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with a zero point
-    "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym", "intx4-g32-noclip",
-    "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax); "-native" makes an integer or
-    float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
-    "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip, "fouroversix-mae-16x16" of four-over-six.
-    "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are. "hadamard16+nvfp4" is nvfp4 of values
-    that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs. For gradients
-    there are "mxfp4-sr", "nvfp4-sr" and "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random.
-    FP4 as other libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of "mxfp4-quest".
+    Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with
+    a zero point "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym",
+    "intx4-g32-noclip", "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax);
+    "-native" makes an integer or float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales
+    of symmetric intx weights. "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip,
+    "fouroversix-mae-16x16" of four-over-six. "stretched2-g32" is an integer grid without zero, "high-precision" leaves
+    values as they are. "hadamard16+nvfp4" is nvfp4 of values that a transform has mixed, "hadamard32-inverse+mxfp4" the
+    weight side where the sides differ, "-s1f" a mask of signs. For gradients there are "mxfp4-sr", "nvfp4-sr" and
+    "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random. FP4 as other
+    libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of
+    "mxfp4-quest".
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
@@ -215,5 +222,7 @@ def _numbers(name: str, numbers: str) -> list[float]:
 
 
 def list_formats() -> list[str]:
-    """Names of the standard and registered formats; names put together are formats too: `get_format`, examples in `COMPOSED`."""
+    """Names of the standard and registered formats; names put together are formats too: `get_format`, examples in
+    `COMPOSED`.
+    """
     return [*(f.name for f in _STANDARD), *_REGISTERED]

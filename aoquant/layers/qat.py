@@ -110,7 +110,12 @@ class QATLinear(QATLayer, nn.Linear):
             assert recipe.transform is not None
             size = recipe.transform.size
             unknown = Scales(
-                transform=torch.full((linear.in_features // size, size, size), torch.nan, device=linear.weight.device)
+                transform=torch.full(
+                    (linear.in_features // size, size, size),
+                    torch.nan,
+                    dtype=torch.float32,
+                    device=linear.weight.device,
+                )
             )
             held.register(linear, "input", unknown, learned=False)
             held.register(linear, "weight", unknown, learned=False)

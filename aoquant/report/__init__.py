@@ -139,7 +139,7 @@ def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool
         decibels, problem = compare(a, b, pairs, batch, lambda: next(bar, None))
         rows = tuple(row_of(pair) for pair in (track(pairs, "weights") if progress else pairs))
     output = Row(
-        MODEL_OUTPUT, (), "", "", None, None, decibels, "", None, None, None, problem and f"not run: {problem}"
+        MODEL_OUTPUT, (), "", "", None, None, None, decibels, "", None, None, None, problem and f"not run: {problem}"
     )
     weights = [weight_of(pair.b) for pair in pairs]
     once = {id(w): (w.dtype.itemsize, row) for w, row in zip(weights, rows, strict=True)}.values()

@@ -22,6 +22,7 @@ _HEADS = {
     "shape": "N×K",
     "format": "format",
     "activation": "activation",
+    "batch_invariant": "own row",
     "bits_per_weight": "bits",
     "weight_sqnr_db": "weight dB",
     "output_sqnr_db": "output dB",
@@ -48,7 +49,7 @@ def markdown(rows: Sequence[Row], totals: dict[str, Any]) -> str:
     """A table, a blank line and a line of totals."""
     tabulate = _need("tabulate", "cli").tabulate
     cells = [[_cell(name, getattr(row, name)) for name in _HEADS] for row in rows]
-    align = ["left", "left", "left", "left", *["right"] * 3, "left", *["right"] * 3, "left"]
+    align = ["left", "left", "left", "left", "left", *["right"] * 3, "left", *["right"] * 3, "left"]
     table = tabulate(cells, list(_HEADS.values()), tablefmt="github", colalign=align, disable_numparse=True)
     before, after = totals["model_bytes"]
     return (
@@ -68,6 +69,8 @@ def _cell(name: str, value: Any) -> str:
         return f"{value:.1f}"
     if name.endswith("_share"):
         return f"{value:.2%}"
+    if name == "batch_invariant":
+        return "yes" if value else "no"
     if name == "bits_per_weight":
         return f"{value:.2f}"
     return f"{value:,}" if name == "bytes" else str(value).replace("|", "\\|")

@@ -37,13 +37,15 @@ class Row:
 
     shape: (N, K). format, activation: names, or the class of a torchao tensor; "" is high precision. bits_per_weight, bytes: of
     the quantised weight as it is stored, or as convert will store it. *_sqnr_db: of b against a. backend: what ran the GEMMs.
-    saturated_share: of the weight's values. floored_share: of its blocks.
+    batch_invariant: whether a token's codes are the same in any batch; None for torchao's tensors. saturated_share: of the weight's
+    values. floored_share: of its blocks.
     """
 
     fqn: str
     shape: tuple[int, ...]
     format: str
     activation: str
+    batch_invariant: bool | None
     bits_per_weight: float | None
     weight_sqnr_db: float | None
     output_sqnr_db: float | None
@@ -88,6 +90,7 @@ def row_of(pair: Pair) -> Row:
         (n, k),
         " → ".join(dict.fromkeys(names)),
         "" if isinstance(pair.b, nn.Embedding) else " → ".join(dict.fromkeys(r.input_name for r in recipes)),
+        all(r.batch_invariant for r in recipes) if recipes else None,
         8 * size / (n * k),
         weight_db,
         pair.output_sqnr,

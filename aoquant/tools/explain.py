@@ -82,7 +82,8 @@ def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
         )
     assert isinstance(weight, torch.Tensor)
     n, k = weight.shape
-    return Routes(f"{n} x {k} {kind} layer, {recipe}", _routes(recipe, weight, dtype or weight.dtype, kind))
+    rows = "a token's codes are its own" if recipe.batch_invariant else "a token's codes depend on its batch"
+    return Routes(f"{n} x {k} {kind} layer, {recipe}; {rows}", _routes(recipe, weight, dtype or weight.dtype, kind))
 
 
 def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str) -> tuple[Route, ...]:

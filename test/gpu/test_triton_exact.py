@@ -137,15 +137,23 @@ RAGGED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "k"), [*RAGGED, *((name, k) for name in ("fp8-row", "fp8-tensor") for k in (16, 1008, 20000))]
+    ("name", "k"),
+    [
+        *RAGGED,
+        *((name, k) for name in ("fp8-row", "fp8-tensor") for k in (16, 1008, 20000)),
+        *(("nvfp4-row", k) for k in (16, 1040, 4096, 16384, 20000)),
+        *(("hadamard16+nvfp4-row", k) for k in (16, 11008, 16400)),
+        ("hadamard128+nvfp4-row", 20096),
+    ],
 )
 def test_ragged_rows(name: str, k: int) -> None:
     fmt, x = get_format(name), DATA["heavy"](5, k, BF16, 3).to(CUDA)
     want = fmt.encode(x)
     with backend("triton"):
-        e, values, _ = codec.quantize(fmt, x, BF16, keep=True)
+        e, values, alpha = codec.quantize(fmt, x, BF16, keep=True)
         assert e is not None
         compare(e, want, name)
+        assert differing(alpha, fmt.alpha(want)) == 0
         assert differing(values, fmt.decode(want, BF16)) == 0
         assert differing(codec.decode(fmt, want, F32), fmt.decode(want, F32)) == 0
 
@@ -154,6 +162,7 @@ def test_ragged_rows(name: str, k: int) -> None:
     "name",
     [
         "nvfp4",
+        "nvfp4-row",
         "mxfp4",
         "mxfp8",
         "int4-g128",
@@ -198,7 +207,7 @@ def test_explain_and_force() -> None:
 
 def test_no_host_sync() -> None:
     x, w = torch.randn(256, 512, device=CUDA, dtype=BF16), torch.randn(128, 512, device=CUDA, dtype=BF16)
-    for name in ("nvfp4", "mxfp8", "int8-row", "fp8-tensor"):
+    for name in ("nvfp4", "nvfp4-row", "mxfp8", "int8-row", "fp8-tensor"):
         fmt: Format = get_format(name)
         for _ in range(2):  # the first call compiles
             torch.cuda.set_sync_debug_mode("error")

@@ -71,7 +71,8 @@ def test_shapes_dtypes_and_defaults(name: str) -> None:
     assert layer.weight.dtype == layer.bias.dtype == BF16 and (layer.in_features, layer.out_features) == (96, 24)
     if name != "gridflip":
         both = packed_linear(e.codes, e.scale.view(torch.uint8), e.outer, format=name)  # bytes of scales will do
-        assert both.weight.activation == {"nvfp4-search": "nvfp4", "te-nvfp4-16x16": "te-nvfp4"}.get(name, name)
+        by_row = {"nvfp4": "nvfp4-row", "nvfp4-search": "nvfp4-row", "fouroversix": "fouroversix-row"}
+        assert both.weight.activation == {**by_row, "te-nvfp4-16x16": "te-nvfp4"}.get(name, name)
         assert both(x).isfinite().all()
     assert torch.equal(packed_linear(e.codes.view(torch.float4_e2m1fn_x2), e.scale, e.outer, format=name, activation=None)
                        .weight.qdata, e.codes)  # fmt: skip
