@@ -14,7 +14,8 @@ accelerate and peft do between products pass.
 
 The watch is a forward pre-hook of the model and of its children, a plain function, so that modules can be copied and pickled. The first of them
 that is called starts the watch and takes all of them away, and an error in that forward puts them back. So later steps pay nothing. Nothing is
-watched while a compiler or a tracer runs, nor in a model with compiled parts, whose guards would see the mode.
+watched while a compiler or a tracer runs, nor in a model with compiled parts, whose guards would see the mode. nn.MultiheadAttention, too, sees
+the mode, and leaves its fused path for another with other roundings: a model that has one is watched when it trains.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def watch(model: nn.Module) -> None:
     """Watch the next forward of `model`, or of one of its children, whichever is called first."""
     forget(model)
     for module in (model, *model.children()):
-        if not isinstance(module, QATLayer):
+        if not isinstance(module, QATLayer) and any(isinstance(m, QATLayer) for m in module.modules()):
             module.register_forward_pre_hook(_begin)
 
 
@@ -80,6 +81,10 @@ def forget(model: nn.Module) -> None:
 def _begin(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: start to watch this forward."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return
+    if not (module.training or torch.is_grad_enabled()) and any(
+        isinstance(m, nn.MultiheadAttention) for m in module.modules()
+    ):
         return
     while _running.watches and _running.watches[-1].root() in (None, module):  # of a forward that was interrupted
         _running.watches.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -202,6 +202,9 @@ def unprepare(model: nn.Module) -> int:
         raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")
     for layer in layers:
         layer.unprepare()
+    from aoquant.layers import fast_path  # which imports this module
+
+    fast_path.sync(model)
     return len(layers)
 
 

@@ -171,10 +171,13 @@ def inventory(
 
 
 def listed(weights: Collection[Weight], count: int = 5) -> str:
-    """Names, shapes and reasons, the first `count`, for messages."""
-    groups = _grouped(weights)
-    shown = [f"{names} {shape}: {group[0].about}" for names, shape, group in groups[:count]]
-    return "; ".join(shown) + (f"; and {len(groups) - count} more" if len(groups) > count else "")
+    """Names and shapes by reason, the first `count` of each, for messages."""
+    said = []
+    for about in dict.fromkeys(w.about for w in weights):
+        names = [f"{names} {shape}" for names, shape, _ in _grouped(w for w in weights if w.about == about)]
+        more = f" and {len(names) - count} more" if len(names) > count else ""
+        said.append(f"{', '.join(names[:count])}{more}: {about}")
+    return "; ".join(said)
 
 
 def _grouped(weights: Iterable[Weight]) -> list[tuple[str, str, list[Weight]]]:

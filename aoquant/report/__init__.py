@@ -95,7 +95,7 @@ class Report:
         }
 
     def to_markdown(self) -> str:
-        """A table, a line of totals, and what stays float. Needs tabulate."""
+        """A table, what stays float, and a line of totals. Needs tabulate."""
         return render.markdown(self.rows, self.totals, self.coverage)
 
     def to_csv(self) -> str:

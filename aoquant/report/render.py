@@ -46,28 +46,26 @@ def first(lines: Sequence[str], count: int = 10) -> str:
 
 
 def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) -> str:
-    """A table, a line of totals, and what stays float."""
+    """A table, what stays float, and a line of totals."""
     tabulate = _need("tabulate", "cli").tabulate
     cells = [[_cell(name, getattr(row, name)) for name in _HEADS] for row in rows]
     align = ["left", "left", "left", "left", *["right"] * 3, "left", *["right"] * 3, "left"]
     table = tabulate(cells, list(_HEADS.values()), tablefmt="github", colalign=align, disable_numparse=True)
     before, after = totals["model_bytes"]
     return (
-        f"{table}\n\n{totals['layers']} layers, {len(totals['not_run'])} of them not run; output SQNR min "
+        f"{table}\n\n{coverage}.{_float(coverage)}\n\n"
+        f"{totals['layers']} layers, {len(totals['not_run'])} of them not run; output SQNR min "
         f"{totals['min_sqnr_db']:.1f} dB, mean {totals['mean_sqnr_db']:.1f} dB; {totals['mean_bits_per_weight']:.2f} bits per "
         f"weight; quantised layers {totals['bytes_before']:,} → {totals['bytes_after']:,} bytes; whole model {before:,} → "
-        f"{after:,} bytes\n\n{coverage}.{_float(coverage)}"
+        f"{after:,} bytes"
     )
 
 
 def _float(coverage: Coverage) -> str:
-    """The matrices that stay float, as a list."""
-    groups = [listed([w for w in coverage.float_weights if w.about == about], 5) for about in _reasons(coverage)]
-    return "".join(["\n\nMatrices that stay float:\n", *(f"\n- {text}" for text in groups)]) if groups else ""
-
-
-def _reasons(coverage: Coverage) -> list[str]:
-    return list(dict.fromkeys(w.about for w in coverage.float_weights))
+    """The matrices that stay float, as a list: one line for each reason."""
+    reasons = dict.fromkeys(w.about for w in coverage.float_weights)
+    lines = [listed([w for w in coverage.float_weights if w.about == reason]) for reason in reasons]
+    return "".join([" Matrices that stay float:\n", *(f"\n- {line}" for line in lines)]) if lines else ""
 
 
 def _cell(name: str, value: Any) -> str:
