@@ -71,7 +71,7 @@ def borrowed(model: nn.Module) -> str | None:
                 return (
                     f"{where} of this {type(module).__name__} is a replacement that calls another {type(module).__name__}: the model is a "
                     "copy (copy.deepcopy) of one whose forward a trainer or a wrapper replaced on the instance, and would run the "
-                    f"original's layers. Remove the replacement from the copy, `del {'.'.join(filter(None, ('model', fqn)))}.forward`, or "
+                    f"original's layers. Remove the replacement from the copy (del {'.'.join(filter(None, ('model', fqn)))}.forward), or "
                     "copy the model before it is given to the trainer"
                 )
     return None

@@ -91,7 +91,7 @@ def test_a_copy_whose_forward_runs_the_original_is_refused_with_what_to_do(wrap:
     model.forward = wrap(model.forward)
     model(x)
     copied = copy.deepcopy(model)
-    message = r"forward of this Model is a replacement that calls another Model.*`del model.forward`"
+    message = r"forward of this Model is a replacement that calls another Model.*\(del model.forward\)"
     with pytest.raises(ValueError, match=message):
         quantize_(copied, QATConfig(step="convert"))
     with pytest.raises(ValueError, match=f"model_b: {message}"):
