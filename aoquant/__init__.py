@@ -27,6 +27,7 @@ from aoquant.formats import get_format, list_formats
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import set_fake_quant, unprepare
 from aoquant.ops import backend
+from aoquant.planning.coverage import Coverage, coverage
 from aoquant.quantize import quantize_
 from aoquant.report import Report, report, verify
 from aoquant.tensor import PackedTensor
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "WUSH",
+    "Coverage",
     "FP8WeightConfig",
     "GridFlipFP4WeightConfig",
     "Hadamard",
@@ -60,6 +62,7 @@ __all__ = [
     "backend",
     "calibrate",
     "convert_checkpoint",
+    "coverage",
     "explain",
     "get_format",
     "list_formats",

@@ -1,9 +1,9 @@
 """What has to be told to torchao once, when aoquant is imported.
 
 torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of tensor classes.
-The second list lives in a prototype module that nothing imports until a checkpoint is saved or loaded, so it is extended when
-somebody imports it; peft's LoRA is told of our layers in the same way. Every private name is probed here, and before aoquant imports
-anything else of itself, so that another torchao fails with one sentence instead of halfway.
+The second list lives in a prototype module that is imported when a checkpoint is saved or loaded. It is extended at that moment. In the
+same way peft's LoRA is told of our layers, and transformers' Conv1D of quantised weights. Every private name is probed here, and before
+aoquant imports anything else of itself, so that another torchao fails with one sentence instead of halfway.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aoquant import _moved as _moved  # old import paths
 
 TORCHAO = ">=0.17"
 _LORA = "peft.tuners.lora.model"
+_CONV1D = "transformers.pytorch_utils"
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
 
 
@@ -43,6 +44,7 @@ def register() -> None:
     handlers.register()
     _when_imported(_SAFETENSORS, _allow_packed_tensor)
     _when_imported(_LORA, _teach_adapters)
+    _when_imported(_CONV1D, _teach_conv1d)
 
 
 def version(package: str) -> str:
@@ -76,6 +78,10 @@ def _teach_adapters(module: ModuleType) -> None:
         raise ImportError(
             f"aoquant cannot put adapters on its layers with peft {version('peft')} ({error}); it supports peft >=0.21"
         ) from error
+
+
+def _teach_conv1d(module: ModuleType) -> None:
+    importlib.import_module("aoquant.integrations.conv1d")
 
 
 def _when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:

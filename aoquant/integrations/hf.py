@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,10 @@ from torch import nn
 
 from aoquant import _register
 from aoquant.config import PackedWeightConfig
+from aoquant.layers.kinds import is_layer, is_linear, kind_of, matrix_of
 from aoquant.layers.qat import QATLayer
 from aoquant.parallel import fsdp
-from aoquant.planning.plan import Layer, _key
+from aoquant.planning.choose import key_of
 from aoquant.quantize import config_of
 from aoquant.tensor import PackedTensor
 
@@ -112,11 +114,11 @@ def load_pretrained(
         if type(weights.get(name)).__name__ != kind:
             problems.append(f"{name} is stored as {kind} and loaded as {type(weights.get(name)).__name__}")
     with torch.device("meta"):  # HF compares no shapes once a quantizer is there
-        expected = dict(type(model)(model.config).named_parameters(remove_duplicate=False))
+        expected = _shapes(type(model)(model.config), quantised)
     problems += [
-        f"{name} is {tuple(w.shape)} in the checkpoint and {tuple(expected[name].shape)} in the model"
+        f"{name} is {tuple(w.shape)} in the checkpoint and {tuple(expected[name])} in the model"
         for name, w in weights.items()
-        if w.shape != expected[name].shape
+        if w.shape != expected[name]
     ]
     if problems:
         raise ValueError(
@@ -124,6 +126,16 @@ def load_pretrained(
         )
     _make_savable(model)
     return model
+
+
+def _shapes(model: nn.Module, quantised: Collection[str]) -> dict[str, torch.Size]:
+    """The shapes of a model's parameters, those of `quantised` weights as (N, K)."""
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        kind = kind_of(module)
+        if kind is not None and kind.transposed and f"{fqn}.weight" in quantised:
+            shapes[f"{fqn}.weight"] = matrix_of(module).shape
+    return shapes
 
 
 def _check_class(directory: Path, model_class: Any, error: Exception) -> None:
@@ -167,13 +179,14 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
             "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float checkpoint"
         )
     _check_tie(model)
-    left_out = [fqn for fqn, m in model.named_modules() if isinstance(m, Layer) and not _is_quantised(m)]
+    left_out = [fqn for fqn, m in model.named_modules() if is_layer(m) and not _is_quantised(m)]
     embeds = any(isinstance(m, nn.Embedding) and _is_quantised(m) for m in model.modules())
     if not embeds:
-        left_out = [fqn for fqn in left_out if isinstance(model.get_submodule(fqn), nn.Linear)]
+        left_out = [fqn for fqn in left_out if is_linear(model.get_submodule(fqn))]
     one, *others = configs.values()
-    # given one config, HF quantises linear layers only; embeddings have to be named
-    same = not embeds and all(config_to_dict(c) == config_to_dict(one) for c in others)
+    # given one config, HF quantises nn.Linear only; embeddings and Conv1D have to be named
+    linear = all(isinstance(model.get_submodule(fqn), nn.Linear) for fqn in configs)
+    same = linear and all(config_to_dict(c) == config_to_dict(one) for c in others)
     config = TorchAoConfig(
         one if same else FqnToConfig(configs),
         modules_to_not_convert=left_out,
@@ -257,7 +270,7 @@ def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
     if config is None and before is not None:
         config = before.quant_type
         if isinstance(config, FqnToConfig):
-            key = _key(config.fqn_to_config, fqn, default=True)
+            key = key_of(config.fqn_to_config, fqn, default=True)
             config = config.fqn_to_config[key] if key else None
     if config is None:
         raise ValueError(

@@ -30,10 +30,11 @@ from aoquant.integrations.finetune import LOSSES, finetune
 from aoquant.integrations.hf import check_storable, load_pretrained, save_pretrained
 from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
-from aoquant.planning.plan import Filter, Layer
+from aoquant.layers.kinds import is_layer
+from aoquant.planning.choose import Filter
+from aoquant.planning.sizes import stored_bytes
 from aoquant.recipes import get_recipe
 from aoquant.report import Report, report, verify
-from aoquant.report.measure import stored_bytes
 from aoquant.targets import resolve
 from aoquant.tools.doctor import MISSING_KERNEL, check_device
 
@@ -255,7 +256,7 @@ def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerB
 
 
 def _every_layer(module: torch.nn.Module, fqn: str) -> bool:
-    return isinstance(module, Layer)
+    return is_layer(module)
 
 
 def _score_deployed(

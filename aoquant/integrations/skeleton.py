@@ -13,7 +13,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, hf
 from aoquant.integrations.slots import Slot, reading
+from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.plan import Step, plan
+from aoquant.planning.tied import identity
 from aoquant.quantize import apply
 
 _COMPUTED = (
@@ -55,7 +57,8 @@ class Skeleton:
     model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every file's
     header, under the model's own names. index: content of the index file, None for a single file. layers: to encode. parts: where
     their codes and scales are written, name in the model to name in the files (transformers renames some architectures' tensors).
-    copies: where tensors that stay float are read. twins: pairs that the config ties and the source holds twice: must be equal.
+    copies: where tensors that stay float are read. twins: pairs that the config ties and the source holds twice: must be equal. coverage: what
+    is quantised, and what stays float.
     """
 
     model: PreTrainedModel
@@ -66,6 +69,7 @@ class Skeleton:
     parts: dict[str, str]
     copies: dict[str, Slot]
     twins: list[tuple[Slot, Slot]]
+    coverage: Coverage
 
     @property
     def size(self) -> int:
@@ -112,10 +116,10 @@ def build(
     for name, slot in sources.items():
         _check_slot(name, slot, expected[name])
 
-    layers, packed = [], dict[int, nn.Parameter]()
+    layers, packed = [], dict[Hashable, nn.Parameter]()
     for step in _plan(model, config):
         weight = step.module.weight
-        if id(weight) not in packed:
+        if identity(weight) not in packed:
             layers.append(_layer(step, model, stored, tied))
         apply(step, packed)
     hf.attach(model)
@@ -138,7 +142,7 @@ def build(
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
     files = {file: {n: tensors[n] for n in names} for file, names in split.filename_to_tensors.items()}
     copies = {name: slot for name in tensors if (slot := sources.get(name)) is not None}
-    return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, parts, copies, twins)
+    return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, parts, copies, twins, coverage(model))
 
 
 def _layer(step: Step, model: PreTrainedModel, stored: Mapping[str, Slot], tied: Mapping[str, list[str]]) -> Layer:
@@ -242,7 +246,7 @@ def _plan(model: PreTrainedModel, config: Any) -> list[Step]:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the name or pattern .* matches no linear layer")
         try:
-            steps = plan(model, config, None)
+            steps = plan(model, config, None).steps
         except UserWarning as warning:
             raise ValueError(str(warning)) from None
     if any(step.kind != "quantize" for step in steps):

@@ -29,6 +29,7 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from aoquant.integrations import checkpoint
 from aoquant.integrations.skeleton import Layer, Skeleton, build
 from aoquant.integrations.slots import Slot, flush, header, reading, reserve
+from aoquant.planning.coverage import Coverage
 from aoquant.planning.plan import not_finite
 from aoquant.planning.progress import bar
 from aoquant.quantize import pack
@@ -42,7 +43,9 @@ _NOT_COPIED = re.compile(
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and compared."""
+    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and compared. coverage: what is
+    quantised in `out`, and what stays float.
+    """
 
     out: Path
     layers: int
@@ -51,11 +54,13 @@ class Converted:
     written: int
     verified: int
     seconds: float
+    coverage: Coverage
 
     def __str__(self) -> str:
         return (
             f"{self.layers} layers quantised, {self.read / 1e6:.1f} MB -> {self.written / 1e6:.1f} MB in {self.files} file(s), "
-            f"{self.seconds:.1f} s; {self.verified} layer(s) read back, bit-equal; written to {self.out}/"
+            f"{self.seconds:.1f} s; {self.verified} layer(s) read back, bit-equal; written to {self.out}/\n"
+            f"{self.coverage.problem or self.coverage}"
         )
 
 
@@ -110,7 +115,8 @@ def convert_checkpoint(
         skeleton.save_configs(folder, source)
         checkpoint.check(folder)
     seconds = time.monotonic() - began
-    return Converted(out, len(skeleton.layers), len(skeleton.files), read, skeleton.size, n, seconds)
+    counts = len(skeleton.layers), len(skeleton.files), read, skeleton.size, n
+    return Converted(out, *counts, seconds, skeleton.coverage)
 
 
 def _stored(source: Path) -> dict[str, Slot]:

@@ -71,7 +71,7 @@ def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
         return ops.explain(what)
     weight = getattr(what, "weight", None)
     if isinstance(what, QATLinear):
-        recipe, kind = what.prepared.recipe, "prepared"
+        recipe, kind, weight = what.prepared.recipe, "prepared", what.matrix()
     elif isinstance(weight, PackedTensor):
         recipe, kind = weight.recipe, "converted"
     else:
