@@ -133,6 +133,20 @@ def test_mx_dialects_equal_the_definition(name: str, dtype: torch.dtype) -> None
         assert same(code_values(e).reshape(-1, 32), codes), data
 
 
+def test_quests_deviation_is_a_difference_of_two_means() -> None:
+    """E[x^2] - E[x]^2 in float32, clamped at 0, as published: far from zero it is mostly its own rounding, and often negative."""
+    for offset, size in ((1.0, 1e-4), (100.0, 1e-2), (-3.0, 1e-3), (1.0, 0.1)):
+        x = offset + size * data_set("normal", 24, 256, torch.float32)
+        e = get_format("mxfp4-quest").encode(x)
+        assert e.scale is not None
+        byte, codes = mx_oracle(x.numpy().reshape(-1, 32), "mxfp4-quest")
+        assert (e.scale.view(torch.uint8).numpy().reshape(-1) == byte).all(), offset
+        assert same(code_values(e).reshape(-1, 32), codes), offset
+        if size < 0.01 or offset == 100.0:  # not vacuous: the mean of (x - mean)^2 has other bytes
+            deviation = x.double().reshape(-1, 32).std(1, correction=0) * (2.92247856 / 6)
+            assert (torch.frexp(deviation + 1e-8)[1] + 126 != torch.from_numpy(byte)).float().mean() > 0.5
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", NV_NAMES)
 def test_nvfp4_dialects_equal_the_definition(name: str, dtype: torch.dtype) -> None:

@@ -467,6 +467,23 @@ def test_checkpoint_that_does_not_fit_the_model(copied: Path) -> None:
         load_pretrained(copied, quantization_config=None)
 
 
+def test_weights_that_were_loaded_as_something_else_are_named(copied: Path) -> None:
+    """A loader that fills in floats gives a model that answers, in the wrong numerics."""
+
+    class Careless:
+        @staticmethod
+        def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+            model, info = LlamaForCausalLM.from_pretrained(*args, **kwargs)
+            layer = model.model.layers[1].mlp.up_proj
+            layer.weight = torch.nn.Parameter(layer.weight.data.dequantize())
+            return model, info
+
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is stored as PackedTensor and loaded as Parameter"
+    ):
+        load_pretrained(copied, Careless)
+
+
 def test_model_class_of_choice(tmp_path: Path) -> None:
     model = trained(NVFP4WeightConfig()).model
     save_pretrained(model, tmp_path)

@@ -46,7 +46,7 @@ from torchao.quantization.quantize_.workflows.float8 import float8_tensor
 from aoquant import PackedTensor
 from aoquant.formats import layout
 
-NOT_CONTIGUOUS = ("transposed", "strided", "sliced", "permuted", "expanded")
+NOT_CONTIGUOUS = ("transposed", "strided", "sliced", "sliced3d", "permuted", "expanded")
 # torchao: MXTensor.to_mx asserts contiguity; F.linear of a permuted 3-D input calls ops that its wrappers do not implement
 TORCHAO_STRIDES = {"MXTensor": NOT_CONTIGUOUS, "NVFP4Tensor": ("permuted",)}
 

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from aoquant import backend, ops
 from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, get_format, hqq, layout
+from aoquant.ops.gemm import tinygemm
 from aoquant.ops.gemm.tinygemm import pack_cpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -195,6 +196,42 @@ def test_hqq_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert a is not None and b is not None and torch.equal(a, b)
     lost = x.numel() * (4 if "cpu" in name else 2)  # |w - v| in the dtype of the iterations
     assert lost < peak.bytes < 1.5 * lost, peak.bytes / lost
+
+
+def hqq_by_definition(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """(scale, zero point) of the groups, and after how many iterations the error fell no more; a loop that breaks."""
+    w = x.unflatten(1, (-1, group)).flatten(0, 1)
+    low, high = w.amin(1, keepdim=True).float(), w.amax(1, keepdim=True).float()
+    r = ((high - low).reciprocal() * 15).clamp(max=2e4)
+    w, r, b = w.to(dtype), r.to(dtype), (-low * r).round().to(dtype)
+    beta, best, iterations = 10.0, 1e4, 0
+    while iterations < 20:
+        iterations += 1
+        q = (w * r + b).round().clamp(0, 15)
+        error = w - (q - b) / r
+        shrunk = error.sign() * torch.relu(error.abs() - error.abs().pow(-0.3) * (1 / beta))
+        b = (q - (w - shrunk) * r).mean(1, keepdim=True)
+        beta *= 1.01
+        size = float(error.abs().mean())
+        if size >= best:
+            break
+        best = size
+    scale = r.reciprocal()
+    return scale.to(x.dtype), ((8 - b.float()) * scale.float()).to(dtype).to(x.dtype), iterations
+
+
+@pytest.mark.parametrize(("name", "inner"), [("int4-tinygemm-hqq-g32", F16), ("int4-tinygemm-cpu-hqq-g32", F32)])
+def test_hqq_stops_for_good_when_the_error_falls_no_more(name: str, inner: torch.dtype) -> None:
+    """At equal errors too, which float16 has; and an error that falls again later does not start it anew."""
+    found = set()
+    for x in (torch.randn(8, 256), DATA["normal"](24, 256, BF16, 1), DATA["heavy"](24, 256, BF16, 1)):
+        scale, zero, iterations = hqq_by_definition(x, 32, inner)
+        found.add(iterations)
+        e = get_format(name).encode(x)
+        assert e.scale is not None and e.zero is not None
+        assert torch.equal(e.scale.flatten(), scale.flatten())
+        assert torch.equal(e.zero.flatten(), zero.flatten()), iterations
+    assert len(found) > 1 and min(found) < 20
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -389,3 +426,19 @@ def test_hqq_lowers_the_error_and_traces() -> None:
         assert error[0] < error[1]
         e = get_format(fitted).encode(x.to("meta"))
         assert e.codes.shape == (32, 128) and e.scale is not None and e.scale.shape[0] == 32
+
+
+def test_what_the_cuda_operator_gets_is_padded_with_zeros_to_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N to a multiple of 8, or of what is asked for, K to one of 1024; the operator itself needs a GPU, so here it is left out."""
+    monkeypatch.setattr(tinygemm._aten, "_convert_weight_to_int4pack", lambda pairs, tiles: pairs, raising=False)
+    fmt = TinyGemm(64)
+    e = fmt.encode(DATA["weights"](13, 192, BF16, 1))
+    for given, n in (((), 16), ((16,), 16), ((32,), 32)):
+        pairs, scales = tinygemm.pack_cuda(fmt, e, *given)
+        assert pairs.shape == (n, 512) and scales.shape == (16, n, 2)
+        q = torch.stack((pairs >> 4, pairs & 15), -1).flatten(1).int() - 8
+        s, z = (t.t().repeat_interleave(64, 1).double() for t in scales.double().unbind(-1))
+        values = q * s + z
+        assert torch.equal(values[:13, :192].bfloat16(), fmt.decode(e, BF16))
+        values[:13, :192] = 0
+        assert (values == 0).all()

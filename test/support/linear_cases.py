@@ -354,6 +354,7 @@ def inputs(kind: str, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
         "transposed": rows.t().contiguous().t(),
         "strided": wide[:, ::2],
         "sliced": wide[:, 1 : k + 1],
+        "sliced3d": wide.view(2, 3, 2 * k)[..., 1 : k + 1],
         "permuted": rows.view(2, 3, k).transpose(0, 1),
         "expanded": rows[:1].expand(4, k),
     }
