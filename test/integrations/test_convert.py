@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import big_checkpoint
-from support.convert_cases import SMALL, assert_same_files, edit, left_behind, llama, rewritten, write_floats
+from support.convert_cases import assert_same_files, edit, left_behind, llama, rewritten, write_floats
+from support.models import SMALL, logits
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
@@ -48,7 +49,6 @@ from aoquant.integrations.slots import reserve
 from aoquant.planning.progress import bar
 from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
-IDS = torch.arange(24).view(2, 12)
 MIXED = FqnToConfig(
     {
         r"re:.*\.self_attn\..*": NVFP4WeightConfig(),
@@ -89,11 +89,6 @@ def whole(source: Path, config: Any, out: Path, shards: str = "5GB", **kwargs: A
     quantize_(model, config)
     save_pretrained(model, out, max_shard_size=shards)
     return model
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(IDS).logits
 
 
 # ---- the same files

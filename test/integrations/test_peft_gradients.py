@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
-from test_peft import layer, lora
+from support.adapters import layer, lora
 from torch import nn
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,

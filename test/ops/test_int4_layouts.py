@@ -17,13 +17,13 @@ import pytest
 import torch
 from support.golden_inputs import DATA, data_set
 from support.rational import rounded
+from support.tinygemm_cases import cpu_case, linear
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from aoquant import backend, ops
-from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, get_format, hqq, layout
+from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, get_format, hqq
 from aoquant.ops.gemm import tinygemm
 from aoquant.ops.gemm.tinygemm import pack_cpu
 
@@ -292,31 +292,6 @@ def test_the_two_tinygemm_layouts_differ_in_their_floors_alone() -> None:
     assert (cpu.scale[8] == torch.tensor(1e-6).bfloat16()).all()
 
 
-def cpu_case(
-    dtype: torch.dtype, m: int = 5, n: int = 80, k: int = 128, size: float = 2.0**-20
-) -> tuple[Tensor, Encoded, TinyGemm]:
-    """Inputs whose outputs show a rounding of the operand: groups of nearly equal values, multiplied by 1 and -1. size: of scales."""
-    fmt = TinyGemm(32, device="cpu")
-    g = torch.Generator().manual_seed(7)
-    codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
-    scale = ((1 + torch.rand(n, k // 32, generator=g)) * size).to(dtype)
-    scale[:, 1::2] = 0
-    zero = (1 + torch.rand(n, k // 32, generator=g)).to(dtype)
-    zero[:, 1], zero[:, 3] = zero[:, 0], zero[:, 2]
-    x = torch.randn(m, k, generator=g).to(dtype)
-    x[:2] = 0
-    x[0, 3], x[0, 40] = 1, -1  # one value of a group less one of another, with nearly the same zero point
-    x[1, 70], x[1, 100] = -1, 1
-    return x, Encoded(layout.pack(codes ^ 8, 4), scale, zero, None, k), fmt
-
-
-def linear(backend_name: str, x: Tensor, e: Encoded, fmt: TinyGemm, bias: Tensor | None = None) -> Tensor:
-    with backend(backend_name):
-        return ops.scaled_mm(
-            (x,), ops.to_parts(e), bias, "", fmt.name, "tinygemm_cpu", list(x.shape[:-1]), e.k, x.dtype
-        )
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reference_is_the_operator_to_the_last_bit(dtype: torch.dtype) -> None:
     """One chain of fused multiply-adds in k's order, over an operand that no 16-bit rounding touched."""
@@ -355,9 +330,9 @@ def test_operand_rules_in_rational_arithmetic(monkeypatch: pytest.MonkeyPatch) -
 SUBPROCESS = """
 import sys, torch
 sys.path[:0] = [p for p in sys.argv[2].split(":") if p]
-from test_int4_layouts import BF16, F16, F32, cpu_case, linear
+from support.tinygemm_cases import cpu_case, linear
 assert torch.backends.cpu.get_cpu_capability() == sys.argv[1].upper(), torch.backends.cpu.get_cpu_capability()
-for dtype in (BF16, F16, F32):
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
     x, e, fmt = cpu_case(dtype)
     real = linear("torch._weight_int4pack_mm_for_cpu", x, e, fmt)
     print(dtype, int((linear("reference", x, e, fmt) != real).sum()), real.float().numpy().tobytes().hex()[:2000])
