@@ -23,7 +23,7 @@ import hashlib
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,11 @@ def main() -> None:
         print(f"{len(sample) - len(rows)} mutants left: run it again")
 
 
-def draw(number: int, seed: int, only: str = "") -> list[Mutant]:
+def draw(number: int, seed: int, only: Sequence[str] = ("",)) -> list[Mutant]:
     """The sample, in an order that has nothing to do with files."""
     package = ROOT / "aoquant"
     files = sorted(p.relative_to(package).as_posix() for p in package.rglob("*.py"))
-    sources = {f: (package / f).read_bytes() for f in files if tests_near(f) and f.startswith(only)}
+    sources = {f: (package / f).read_bytes() for f in files if tests_near(f) and f.startswith(tuple(only))}
     found = sorted((m for f, source in sources.items() for m in mutants(f, source)), key=lambda m: identity(m, seed))
     unique = {
         identity(m): m for m in reversed(found)
@@ -202,7 +202,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--number", type=int, default=400, help="mutants in the sample")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="a path below aoquant/ that files start with")
+    parser.add_argument("--only", nargs="*", default=[""], help="paths below aoquant/ that files start with")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th mutant from the i-th on")
     parser.add_argument("--minutes", type=float, default=600, help="start no mutant after this time")

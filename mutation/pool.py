@@ -61,6 +61,7 @@ class _Running(NamedTuple, Generic[T]):
 
 def prepare() -> None:
     """Import what is heavy and not ours, under the environment of the tests, with one thread."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a run that is ended ends its forks too
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.dont_write_bytecode = True  # a mutant of the same size within a second would be taken for the file it replaced
@@ -83,15 +84,17 @@ class Pool(Generic[T]):
     def __init__(self, folder: Path, workers: int) -> None:
         self.cores = sorted(os.sched_getaffinity(0))
         self.slots = [folder / f"slot{i}" for i in range(workers)]
-        for slot in self.slots:
-            slot.mkdir(parents=True)
-            for name in COPIED:
-                source = ROOT / name
-                if source.is_dir():
-                    shutil.copytree(source, slot / name, ignore=shutil.ignore_patterns("__pycache__"))
-                elif source.exists():
-                    shutil.copy2(source, slot / name)
-            compileall.compile_dir(slot / "aoquant", quiet=2)
+        first, *others = self.slots
+        first.mkdir(parents=True)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, first / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy2(source, first / name)
+        compileall.compile_dir(first / "aoquant", quiet=2)
+        for slot in others:
+            shutil.copytree(first, slot)
 
     def run(self, jobs: Iterable[Job[T]]) -> Iterator[Done[T]]:
         """Run all jobs, as many at a time as there are slots; yields each as it ends."""
@@ -121,6 +124,7 @@ class Pool(Generic[T]):
         if process := os.fork():
             return process
         try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os._exit(self._test(job, slot))
         finally:
             os._exit(70)
