@@ -1,7 +1,8 @@
 """Mutation testing: how many plausible mistakes in the source do the tests near them notice?
 
     python -m mutation --workers 16 --minutes 8      # or `make mutate`; run it again and it goes on where it stopped
-    python -m mutation --shard 1/4                   # every fourth mutant, for one of four machines
+    python -m mutation --again                       # the survivors too, after new tests
+    python -m mutation --shard 1/4                   # every fourth mutant, for one of four machines; then once without, for all
     python -m mutation --list                        # the tests, how long each takes unmutated, and what is drawn
 
 A sample of `--number` mutants is drawn from the files of `near.py`. A mutant's place in the sample depends on `--seed` and on its own
@@ -44,9 +45,13 @@ def main() -> None:
     part, parts = (int(n) for n in options.shard.split("/"))
     sample = sample[part - 1 :: parts]
     results = options.out / f"mutation{'' if parts == 1 else f'_{part}of{parts}'}.csv"
-    rows = [] if options.list else _read(results)
-    kept = {identity(m) for m in sample}
-    rows = [row for row in rows if row["id"] in kept]  # of an older source, a row says nothing any more
+    known = [
+        results,
+        *([] if parts > 1 else options.out.glob("mutation_[0-9]*of*[0-9].csv")),
+    ]  # all of them together, after the shards
+    rows = [] if options.list else [row for path in known for row in _read(path)]
+    wanted = {identity(m) for m in sample}  # a row of an older source says nothing any more
+    rows = list({row["id"]: row for row in rows if row["id"] in wanted and _stands(row, options)}.values())
     left = _settle(rows, [m for m in sample if identity(m) not in {row["id"] for row in rows}])
     print(f"{len(sample)} mutants, {len(rows)} known, {len(left)} to run, {options.workers} workers", flush=True)
     if left or options.list:
@@ -91,6 +96,10 @@ def identity(mutant: Mutant, seed: int = 0) -> str:
     """A name that depends on the mutant's own line, not on its number."""
     text = "|".join((str(seed), mutant.file, mutant.operator, mutant.before, mutant.after))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stands(row: dict[str, str], options: argparse.Namespace) -> bool:
+    return not (options.again and row["outcome"] == SURVIVED)
 
 
 def _settle(rows: list[dict[str, str]], left: list[Mutant]) -> list[Mutant]:
@@ -207,6 +216,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shard", default="1/1", help="i/n: every n-th mutant from the i-th on")
     parser.add_argument("--minutes", type=float, default=600, help="start no mutant after this time")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--again", action="store_true", help="run the survivors again, after new tests")
     parser.add_argument("--list", action="store_true", help="run the tests without mutants, print the sample, and stop")
     return parser.parse_args()
 
