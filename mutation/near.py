@@ -71,7 +71,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ops/backward.py": ("layers/test_quantized_backward.py",),
     "layers/": ("layers/test_prepared_converted.py::test_ragged_shapes", "layers/test_autocast.py", "layers/test_saved_bytes.py"),
     "layers/linear.py": (
-        "layers/test_prepared_converted.py::test_ragged_shapes", "layers/test_quantized_backward.py",
+        "layers/test_prepared_converted.py::test_ragged_shapes",
+        "layers/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract", "layers/test_quantized_backward.py",
         "layers/test_autocast.py", "layers/test_saved_bytes.py", "layers/test_siblings.py",
     ),
     "layers/shared_inputs.py": ("layers/test_siblings.py",),

@@ -100,10 +100,8 @@ def search_oracle(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.
             best: tuple[np.float32, int, np.ndarray] | None = None
             for byte in (usual, *(min(max(usual + d, 0x08), 0x7E) for d in range(-4, 9))):
                 code = element(block * (inverse / table[byte]), "e2m1")
-                error = F32(0)
-                for c, v in zip(code, block, strict=True):
-                    lost = c * table[byte] - v * inverse
-                    error = error + lost * lost
+                lost = code * table[byte] - block * inverse
+                error = np.add.accumulate(lost * lost)[-1]  # one after the other
                 if best is None or error < best[0]:
                     best = error, byte, code
             assert best is not None

@@ -188,6 +188,17 @@ def test_after_optimizer_steps(case: Case, dtype: torch.dtype) -> None:
     assert_equal(after, converted(case, qat)(x))
 
 
+@pytest.mark.parametrize("shape", ["permuted", "sliced3d"])
+def test_the_layout_of_an_input_is_part_of_the_contract(shape: str) -> None:
+    """F.linear rounds the product and the sum with the bias of a 3-D input that is not contiguous; quantising makes it dense first."""
+    case = BY_NAME["ao.int8act-intx4-g32"]
+    qat = prepared(case, layer(case, BF16))
+    x = inputs("normal", case.k, BF16)[shape]
+    y = qat(x)
+    assert_equal(y, converted(case, qat)(x))
+    assert torch.equal(y, qat(x.contiguous())) == (shape == "sliced3d")
+
+
 @pytest.mark.parametrize("k", [2, 7, 53])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(
