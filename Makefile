@@ -13,7 +13,7 @@ STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup kernels demo test gpu-test gpu-bench nightly mutate bench lint format types imports check clean
+.PHONY: setup kernels demo test gpu-test gpu-bench nightly mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -56,6 +56,10 @@ bench: setup
 	$(BIN)/python benchmarks/parity.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cpu.py
 
+# The documentation site, into site/; a broken link or anchor is an error. Nothing is fetched.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,7 +75,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 # The tests come last, so that pytest's closing line is the last word.
-check: lint imports types test
+check: lint imports types docs test
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

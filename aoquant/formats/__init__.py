@@ -1,7 +1,8 @@
 """Number formats: the one place where numerics live. QAT and PTQ both call these frozen instances.
 
 `get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row in
-`test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow.
+`test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow. A format defined in another package
+is known here by `register_format(instance)`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ __all__ = [
     "get_format",
     "layout",
     "list_formats",
+    "register_format",
 ]
 
 _STANDARD: tuple[Format, ...] = (
@@ -119,6 +121,31 @@ COMPOSED = {
     "high-precision": "values as they are",
 }
 
+_REGISTERED: dict[str, Format] = {}
+
+
+def register_format(format: Format) -> Format:
+    """Make a format that is defined elsewhere known by its name, as ops, recipes, checkpoints and the command line look formats up.
+
+    Call it where the format is defined: a process that loads a checkpoint of it has to import that module first. Names are lower-case
+    letters, digits, dots and hyphens. Returns the format.
+
+    Raises:
+        ValueError: the name has another form, or belongs to a format with other numerics.
+    """
+    name = format.name
+    try:
+        known: Format | None = get_format(name)
+    except ValueError:
+        known = None
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or known not in (None, format):
+        raise ValueError(
+            f"a registered format needs a name of its own, in lower-case letters, digits, dots and hyphens, got {name!r} for {format!r}"
+            + (f", which names {known!r}" if known else "")
+        )
+    _REGISTERED[name] = format
+    return format
+
 
 @cache
 def get_format(name: str) -> Format:
@@ -139,7 +166,7 @@ def get_format(name: str) -> Format:
     """
     if not isinstance(name, str):
         raise ValueError(f"a format is named by a string, such as 'nvfp4', got {name!r}")
-    table = {f.name: f for f in _STANDARD}
+    table = {f.name: f for f in _STANDARD} | _REGISTERED
     found: Format | None = table.get(_ALIASES.get(name, name))
     if found is not None:
         return found
@@ -188,5 +215,5 @@ def _numbers(name: str, numbers: str) -> list[float]:
 
 
 def list_formats() -> list[str]:
-    """Names of the standard formats; names that are put together are formats too, see `get_format`, and `COMPOSED` for examples."""
-    return [f.name for f in _STANDARD]
+    """Names of the standard and registered formats; names put together are formats too: `get_format`, examples in `COMPOSED`."""
+    return [*(f.name for f in _STANDARD), *_REGISTERED]

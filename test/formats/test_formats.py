@@ -10,6 +10,7 @@ from support.formats import EXTRA, NATIVE, OTHERS
 from support.golden_inputs import DATA, data_set
 from torch import Tensor
 
+from aoquant import formats
 from aoquant.formats import (
     COMPOSED,
     MX,
@@ -335,3 +336,31 @@ def test_mx_scales_bound_the_largest_value(name: str, row: list[float], exponent
 def test_rows_without_values_are_refused(name: str) -> None:
     reason = get_format(name).why_not(0, torch.bfloat16)
     assert reason is not None and reason.endswith("got K = 0: leave the layer out")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own(Float8):
+    """A format of another package: float8 per row under another name."""
+
+    called: str = "own.row-1"
+
+    @property
+    def name(self) -> str:
+        return self.called
+
+
+def test_a_registered_format_is_found_by_name_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_REGISTERED", {})
+    own = _Own()
+    with pytest.raises(ValueError, match="no format is called"):
+        get_format("own.row-1")
+    assert formats.register_format(own) is own and formats.register_format(_Own()) == own
+    assert get_format("own.row-1") is own and "own.row-1" in list_formats()
+    assert get_format("hadamard16+own.row-1").base is own
+    for taken in ("nvfp4", "int4-g48", "hadamard16+nvfp4"):  # listed, parsed, put together
+        with pytest.raises(ValueError, match="needs a name of its own"):
+            formats.register_format(_Own(called=taken))
+    for odd in ("Own", "own+own", "own-static:1", ""):
+        with pytest.raises(ValueError, match="lower-case letters"):
+            formats.register_format(_Own(called=odd))
+    get_format.cache_clear()
