@@ -76,6 +76,7 @@ def test_every_equivalent_mutant_is_of_a_line_that_is_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_tells_survivors_from_killed_goes_on_and_leaves_the_checkout_alone(tmp_path: Path) -> None:
     file = ROOT / "aoquant" / "formats" / "layout.py"
     before = file.read_bytes()
