@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from support.formats import EXTRA, NATIVE, OTHERS
 from support.golden_inputs import DATA, data_set
 from torch import Tensor
 
@@ -28,48 +29,6 @@ from aoquant.formats import (
 )
 from aoquant.formats.elements import ELEMENTS, FLOAT8, from_e2m1
 
-EXTRA = [
-    "int4-g512",
-    "intx3-g128",
-    "intx4-g64-asym",
-    "intx4-row-asym",
-    "int8-tensor-asym",
-    "nvfp4-static:0.0001",
-    "intx1-g32-asym",
-    "intx3-g32-noclip",
-    "intx4-g32-sfloat32",
-    "intx4-row-asym-sfloat32",
-    "int7-row",
-    "fp8-1x32",
-    "fp8-e5m2-2x128",
-    "fouroversix-mae-16x16",
-    "gridflip-c0.2",
-    "gridflip-search-c0.125-alternating-16x16",
-    "fouroversix-static:3.5",
-    "gridflip-sided-static:5.0",
-    "nvfp4-search-static:0.0001",
-    "qutlass-nvfp4-static:0.001",
-    "te-nvfp4-static:4.5",
-]
-NATIVE = [
-    "intx8-row-asym-native",
-    "int8-row-native",
-    "fp8-row-native",
-    "intx4-g64-asym-native",
-    "int8-tensor-asym-native",
-    "intx8-row-asym-sfloat32-native",
-    "fp8-1x128-native",
-]
-OTHERS = [  # bounds clip on purpose, float16 scales underflow, a stretched grid has no zero: their promises are tested by themselves
-    "fp8-row:lb0.5",
-    "fp8-row:ub10.0",
-    "fp8-1x128-native:lb1e-05:ub10.0",
-    "intx4-g32-noclip-sfloat16",
-    "intx4-g32-sbfloat16-native",
-    "stretched1-g32",
-    "stretched3-row",
-    "high-precision",
-]
 NAMES = [*list_formats(), *EXTRA]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_format = pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_triton_exact import BF16, CUDA, F16, F32, compare, differing, inputs
+from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
 from torch import nn
 
 from aoquant import (

@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 import lm_eval.tasks._yaml_loader  # noqa: E402
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer  # noqa: E402
+from support.models import llama_config  # noqa: E402
 
 from aoquant.integrations import text  # noqa: E402
 from aoquant.integrations.lm_eval import TASK, Perplexity, evaluate, write_task  # noqa: E402
@@ -82,13 +83,8 @@ def tokenizer() -> Any:
 
 
 def build_model(dtype: torch.dtype = torch.float32, tied: bool = False) -> Any:
-    config = transformers.LlamaConfig(
+    config = llama_config(
         vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=tied,
         initializer_range=0.2,  # far from uniform predictions: the context matters

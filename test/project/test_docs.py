@@ -60,11 +60,11 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from support.models import llama
 
     monkeypatch.chdir(tmp_path)
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM._from_config(LlamaConfig(**size, vocab_size=96), dtype=torch.bfloat16).eval()
+    model = llama(attention_bias=False, num_key_value_heads=2, vocab_size=96, **size)
     ids, trained = torch.arange(12).view(2, 6), []
     namespace = {"model": model, "tokenizer": None, "train": lambda m: trained.append(m(ids).logits)}
     run(ROOT / "README.md", namespace)

@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from support.models import llama_config
+from transformers import AutoModelForCausalLM
 
 from aoquant import cli
 from aoquant.integrations.slots import reserve
@@ -22,14 +23,13 @@ from aoquant.integrations.slots import reserve
 
 def write(folder: Path, *, hidden: int, inner: int, layers: int, vocab: int) -> int:
     """Write a bf16 Llama with a shard per layer; returns its bytes."""
-    config = LlamaConfig(
+    config = llama_config(
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=8,
         vocab_size=vocab,
-        max_position_embeddings=64,
         tie_word_embeddings=True,
         dtype="bfloat16",
         architectures=["LlamaForCausalLM"],
