@@ -30,6 +30,7 @@ from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
 from aoquant.planning.plan import Filter, Step, plan
 from aoquant.planning.progress import track
+from aoquant.recipes import named
 from aoquant.report.rows import HEALTHY
 from aoquant.tensor import PackedTensor
 
@@ -44,8 +45,8 @@ def quantize_(
 ) -> None:
     """Prepare, convert or quantise the linear layers, and embeddings where asked for, of `model` in place.
 
-    config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of either, whose
-        keys are layer names, "re:" patterns and "_default".
+    config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of either,
+        whose keys are layer names, "re:" patterns and "_default". The name of a recipe (`list_recipes`) is a PTQ config.
     filter_fn: (module, fully qualified name) -> bool; by default every nn.Linear but the output head, and no nn.Embedding.
     device: where weights are quantised, moved there one at a time, and where the model is afterwards.
     undo: keep the float weights until the last one is packed, so that any error or interrupt leaves the model as it was. False lets each
@@ -58,8 +59,12 @@ def quantize_(
     On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a load), and
     convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is loaded in the same way.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise ValueError(f"filter_fn must be a function (module, name) -> bool, got {type(filter_fn).__name__}")
     fsdp.reshard(model)
-    steps = plan(model, config, filter_fn)
+    steps = plan(model, named(config), filter_fn)
     if device is not None and any(isinstance(s.module.weight, DTensor) for s in steps):
         raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
     converted = {id(s.module.weight) for s in steps if s.kind != "prepare"}

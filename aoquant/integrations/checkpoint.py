@@ -21,7 +21,7 @@ from typing import Any
 from torchao.core.config import config_from_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 
-from aoquant.integrations.slots import header, reading
+from aoquant.integrations.safetensors_file import header, reading
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,14 +37,14 @@ def check(directory: Path) -> dict[str, str]:
     metadata: dict[str, str] = {}
     stored: set[str] = set()
     for path in files(directory):
-        described, slots = header(path)
+        described, inside = header(path)
         if not is_metadata_torchao(described):
             raise ValueError(
                 f"{path}: holds no torchao metadata, so its quantised weights cannot be rebuilt: it was written by another "
                 "library, or without a quantizer; write it with aoquant.save_pretrained"
             )
         metadata |= described
-        stored |= slots.keys()
+        stored |= inside.keys()
     tensors = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +35,15 @@ if TYPE_CHECKING:
 
 try:
     from torchao.core.config import config_to_dict
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.prototype.safetensors.safetensors_utils import ALLOWED_TENSORS_SUBCLASSES
     from torchao.quantization import FqnToConfig
     from torchao.utils import TorchAOBaseTensor
     from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
-    from transformers.integrations.torchao import TorchAoDeserialize
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-    from aoquant.integrations import checkpoint
+    from aoquant.integrations import checkpoint, checksums
+    from aoquant.integrations.hf_quantizer import NotedConfig, Quantizer, forget_rebuilding, needs_aoquant
 
     # HF's loader collects a tensor's parts by these suffixes and knows no others
     _known = TorchAoHfQuantizer(TorchAoConfig(PackedWeightConfig("nvfp4"))).get_weight_conversions()[0].source_patterns
@@ -80,6 +80,7 @@ def save_pretrained(
             )
     checkpoint.check_shard_size(kwargs.get("max_shard_size", 1))
     attach(model)
+    model.hf_quantizer.original_names = kwargs.get("save_original_format", True)
     model.save_pretrained(directory, **kwargs)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
@@ -88,11 +89,17 @@ def save_pretrained(
 
 
 def load_pretrained(
-    directory: str | os.PathLike[str], model_class: Any = AutoModelForCausalLM, **kwargs: Any
+    directory: str | os.PathLike[str],
+    model_class: Any = AutoModelForCausalLM,
+    *,
+    verify_checksums: bool = True,
+    **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a quantised checkpoint and check that it is whole: files, schema, every key, every quantised weight.
+    """Load a quantised checkpoint and check that it is whole: files, schema, every key, every quantised weight, every byte.
 
-    model_class: a HF model class or AutoModel class; models that are no causal LM need it. kwargs: for its `from_pretrained`, such as `device_map`.
+    model_class: a transformers model class or AutoModel class; models that are no causal LM need it.
+    verify_checksums: compare every tensor with the checksum that was written beside it, which reads the files once more.
+    kwargs: for the class's `from_pretrained`, such as `device_map`.
 
     Raises:
         ValueError: the checkpoint is damaged, foreign, too new, or does not fit the model; says which file or weight and what to do.
@@ -102,7 +109,8 @@ def load_pretrained(
             raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
     quantised = checkpoint.check(Path(directory))
     try:
-        model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
+        with nullcontext() if verify_checksums else checksums.not_verified():
+            model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
     except (ValueError, RuntimeError) as error:
         _check_class(Path(directory), model_class, error)
         raise
@@ -122,7 +130,6 @@ def load_pretrained(
         raise ValueError(
             f"{directory}: does not fit {type(model).__name__}: {'; '.join(problems[:10])}. Load it with the model class that saved it"
         )
-    _make_savable(model)
     return model
 
 
@@ -179,9 +186,11 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
         modules_to_not_convert=left_out,
         include_input_output_embeddings=embeds,
     )
+    if needs_aoquant(config):
+        config.__class__ = NotedConfig
     model.config.quantization_config = config
-    model.hf_quantizer = TorchAoHfQuantizer(config, pre_quantized=True)
-    _make_savable(model)
+    model.hf_quantizer = Quantizer(config, pre_quantized=True)
+    forget_rebuilding(model)
     return config
 
 
@@ -196,21 +205,6 @@ def _check_tie(model: PreTrainedModel) -> None:
             "to the other, so no loader could rebuild both: quantise both together while they are tied, or set "
             "model.config.tie_word_embeddings = False to save them apart"
         )
-
-
-class _Quantizer(TorchAoHfQuantizer):
-    """HF's, but a packed weight that the head and the input embedding share is written once, as HF writes a float one, and adapters train
-    beside codes of any width: HF knows of 8 bits only.
-    """
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        weights = dict(model.named_parameters(remove_duplicate=False))
-        again = {to for to, source in model.all_tied_weights_keys.items() if weights.get(to) is weights.get(source)}
-        return flatten_tensor_state_dict({n: t for n, t in model.state_dict().items() if n not in again})
 
 
 def check_storable(kind: str, fqn: str) -> None:
@@ -232,17 +226,6 @@ def _check_storable(fqn: str, weight: Any) -> None:
             "use aoquant's own config instead, for static activations such as Int8WeightConfig(activation='int8-tensor-static'), or "
             "torch.save(model.state_dict())"
         )
-
-
-def _make_savable(model: PreTrainedModel) -> None:
-    """Forget how HF rebuilt the tensors: saving would run that step backwards, and it has no reverse (transformers 5.17)."""
-    model.hf_quantizer.__class__ = _Quantizer
-    if conversions := getattr(model, "_weight_conversions", None):
-
-        def reads(conversion: Any) -> bool:
-            return any(isinstance(op, TorchAoDeserialize) for op in getattr(conversion, "operations", ()))
-
-        model._weight_conversions = [c for c in conversions if not reads(c)]
 
 
 def _is_quantised(module: nn.Module) -> bool:

@@ -27,8 +27,8 @@ from transformers.core_model_loading import build_glob_alternation, dot_natural_
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant.formats import FLOAT_DTYPES
-from aoquant.integrations import checkpoint, hf
-from aoquant.integrations.slots import Slot, reading
+from aoquant.integrations import checkpoint, checksums, hf
+from aoquant.integrations.safetensors_file import StoredTensor, reading
 from aoquant.planning.plan import Step, plan
 from aoquant.quantize import apply
 
@@ -44,7 +44,7 @@ class Layer:
 
     step: Step
     names: list[str]
-    slot: Slot
+    source: StoredTensor
     dtype: torch.dtype
 
 
@@ -64,8 +64,8 @@ class Skeleton:
     index: dict[str, Any] | None
     layers: list[Layer]
     parts: dict[str, str]
-    copies: dict[str, Slot]
-    twins: list[tuple[Slot, Slot]]
+    copies: dict[str, StoredTensor]
+    twins: list[tuple[StoredTensor, StoredTensor]]
 
     @property
     def size(self) -> int:
@@ -88,7 +88,7 @@ class Skeleton:
 
 
 def build(
-    source: Path, stored: Mapping[str, Slot], config: Any, max_shard_size: int | str, dtype: torch.dtype | str
+    source: Path, stored: Mapping[str, StoredTensor], config: Any, max_shard_size: int | str, dtype: torch.dtype | str
 ) -> Skeleton:
     """The skeleton of what `config` makes of the checkpoint in `source`, whose tensors are `stored`.
 
@@ -109,8 +109,8 @@ def build(
         if {a, b} <= stored.keys() and b in kept
     ]
     _check_keys(source, stored, model, sources, tied)
-    for name, slot in sources.items():
-        _check_slot(name, slot, expected[name])
+    for name, found in sources.items():
+        _check_stored(name, found, expected[name])
 
     layers, packed = [], dict[int, nn.Parameter]()
     for step in _plan(model, config):
@@ -137,24 +137,25 @@ def build(
         total = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
     files = {file: {n: tensors[n] for n in names} for file, names in split.filename_to_tensors.items()}
-    copies = {name: slot for name in tensors if (slot := sources.get(name)) is not None}
+    copies = {name: found for name in tensors if (found := sources.get(name)) is not None}
+    metadata[checksums.KEY] = checksums.table(tensors, metadata)  # placeholders: there are no values yet
     return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, parts, copies, twins)
 
 
-def _layer(step: Step, model: PreTrainedModel, stored: Mapping[str, Slot], tied: Mapping[str, list[str]]) -> Layer:
+def _layer(step: Step, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]) -> Layer:
     weight = step.module.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
     origin = revert_weight_conversion(model, {names[0]: weight})
-    slot = _home(next(iter(origin)), stored, tied)
-    if len(origin) > 1 or slot is None or slot.shape != weight.shape:
+    found = _home(next(iter(origin)), stored, tied)
+    if len(origin) > 1 or found is None or found.shape != weight.shape:
         raise ValueError(
             f"{step.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: leave it out, "
             "or load the model whole and use aoquant.quantize_"
         )
-    return Layer(step, names, slot, weight.dtype)
+    return Layer(step, names, found, weight.dtype)
 
 
-def empty_model(source: Path, stored: Mapping[str, Slot], dtype: torch.dtype | str) -> PreTrainedModel:
+def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | str) -> PreTrainedModel:
     """The model of a float checkpoint on the meta device, in the dtypes that `from_pretrained(dtype=dtype)` would give it.
 
     Raises:
@@ -171,7 +172,7 @@ def empty_model(source: Path, stored: Mapping[str, Slot], dtype: torch.dtype | s
             f"{source}: is quantised already ({method}): convert the float checkpoint that it was made from"
         )
     if dtype == "auto":
-        floats = (slot.dtype for slot in stored.values() if slot.dtype in FLOAT_DTYPES)
+        floats = (found.dtype for found in stored.values() if found.dtype in FLOAT_DTYPES)
         dtype = config.dtype or next(floats, torch.get_default_dtype())
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if chosen not in FLOAT_DTYPES:
@@ -197,22 +198,22 @@ def _tied(model: PreTrainedModel) -> dict[str, list[str]]:
     return {name: [n for n in group if n != name] for group in names.values() for name in group}
 
 
-def _home(name: str, stored: Mapping[str, Slot], tied: Mapping[str, list[str]]) -> Slot | None:
+def _home(name: str, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]) -> StoredTensor | None:
     """Where the source keeps a tensor: under its name, or under one that the model ties to it."""
     return next((stored[n] for n in (name, *tied.get(name, ())) if n in stored), None)
 
 
 def _check_keys(
     source: Path,
-    stored: Mapping[str, Slot],
+    stored: Mapping[str, StoredTensor],
     model: PreTrainedModel,
-    sources: Mapping[str, Slot | None],
+    sources: Mapping[str, StoredTensor | None],
     tied: Mapping[str, list[str]],
 ) -> None:
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_COMPUTED]
     ignored = [re.compile(pattern) for pattern in patterns]
     known = {*sources, *(n for name in sources for n in tied.get(name, ()))}
-    missing = sorted(name for name, slot in sources.items() if slot is None)
+    missing = sorted(name for name, found in sources.items() if found is None)
     strange = sorted(n for n in stored if n not in known and not any(p.search(n) for p in ignored))
     problems = [
         f"{checkpoint.some(names)} {what}" for names, what in ((missing, "missing"), (strange, "unexpected")) if names
@@ -224,15 +225,15 @@ def _check_keys(
         )
 
 
-def _check_slot(name: str, slot: Slot | None, expected: Tensor) -> None:
-    assert slot is not None
-    if slot.shape != expected.shape:
+def _check_stored(name: str, found: StoredTensor | None, expected: Tensor) -> None:
+    assert found is not None
+    if found.shape != expected.shape:
         raise ValueError(
-            f"{slot.path}: {name} is {slot.shape} and the model that config.json describes wants {tuple(expected.shape)}"
+            f"{found.path}: {name} is {found.shape} and the model that config.json describes wants {tuple(expected.shape)}"
         )
-    if slot.dtype != expected.dtype and not {slot.dtype, expected.dtype} <= {*FLOAT_DTYPES}:
+    if found.dtype != expected.dtype and not {found.dtype, expected.dtype} <= {*FLOAT_DTYPES}:
         raise ValueError(
-            f"{slot.path}: {name} is stored as {str(slot.dtype).removeprefix('torch.')}, and float32, bfloat16 or float16 was expected: "
+            f"{found.path}: {name} is stored as {str(found.dtype).removeprefix('torch.')}, and float32, bfloat16 or float16 was expected: "
             "convert the float checkpoint"
         )
 

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 
-from aoquant.integrations import checkpoint
+from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.skeleton import Layer, Skeleton, build
-from aoquant.integrations.slots import Slot, flush, header, reading, reserve
+from aoquant.integrations.safetensors_file import StoredTensor, flush, header, reading, replace_metadata, reserve
 from aoquant.planning.plan import not_finite
 from aoquant.planning.progress import bar
 from aoquant.quantize import pack
+from aoquant.recipes import named
 from aoquant.tools.doctor import check_device
 
 # weights, in any format, and what is written anew; all other files (tokenizer, chat template, licence) are copied
@@ -71,7 +72,7 @@ def convert_checkpoint(
 ) -> Converted:
     """Quantise the float checkpoint in folder `model` into folder `out`, with one layer in memory at a time.
 
-    config: a PTQ config of torchao's or ours, or torchao's `FqnToConfig` of them.
+    config: a PTQ config of torchao's or ours, the name of a recipe, or torchao's `FqnToConfig` of them.
     max_shard_size: of the files that are written, in bytes or like "5GB".
     device: where layers are quantised, one at a time.
     dtype: of the model, as in `from_pretrained`: "auto" is config.json's, or the stored one.
@@ -92,13 +93,17 @@ def convert_checkpoint(
     check_device(device)
     if torch.device(device).type == "meta":
         raise ValueError("device must hold values, got 'meta'")
-    skeleton = build(source, stored, config, max_shard_size, dtype)
+    skeleton = build(source, stored, named(config), max_shard_size, dtype)
     with _appearing(out, skeleton.size) as folder:
-        places: dict[str, Slot] = {}
+        places: dict[str, StoredTensor] = {}
         for file, tensors in skeleton.files.items():
             places |= reserve(folder / file, tensors, skeleton.metadata)
         places |= {name: places[written] for name, written in skeleton.parts.items()}
-        read = _fill(skeleton, places, device)
+        sums: dict[str, int] = {}
+        read = _fill(skeleton, places, sums, device)
+        checked = {**skeleton.metadata, checksums.KEY: checksums.encoded(sums, skeleton.metadata)}
+        for file in skeleton.files:
+            replace_metadata(folder / file, checked)
         n = min(verify, len(skeleton.layers))
         for layer in [skeleton.layers[i * (len(skeleton.layers) - 1) // max(1, n - 1)] for i in range(n)]:
             _verify(layer, skeleton, places, device)
@@ -113,16 +118,16 @@ def convert_checkpoint(
     return Converted(out, len(skeleton.layers), len(skeleton.files), read, skeleton.size, n, seconds)
 
 
-def _stored(source: Path) -> dict[str, Slot]:
+def _stored(source: Path) -> dict[str, StoredTensor]:
     """Every tensor of the source."""
     if not (source / "config.json").is_file():
         raise ValueError(f"{source}: not a model folder, it has no config.json")
-    stored: dict[str, Slot] = {}
+    stored: dict[str, StoredTensor] = {}
     for path in checkpoint.files(source):
-        slots = header(path)[1]
-        if twice := sorted(stored.keys() & slots.keys()):
+        tensors = header(path)[1]
+        if twice := sorted(stored.keys() & tensors.keys()):
             raise ValueError(f"{path}: {twice[0]} is in {stored[twice[0]].path.name} too: copy the checkpoint again")
-        stored |= slots
+        stored |= tensors
     return stored
 
 
@@ -148,41 +153,53 @@ def _appearing(out: Path, size: int) -> Iterator[Path]:
         raise ValueError(f"{out}: cannot be written: {error}") from error
 
 
-def _fill(skeleton: Skeleton, places: dict[str, Slot], device: torch.device | str) -> int:
-    """Read every tensor in the order in which it is stored, and write what becomes of it; returns the bytes read."""
+def _fill(
+    skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, int], device: torch.device | str
+) -> int:
+    """Read every tensor in the order in which it is stored, and write what becomes of it; returns the bytes read.
+
+    sums: gets the checksum of every tensor, by its name in the files, of the values as they leave memory.
+    """
     for a, b in skeleton.twins:
         if not all(torch.equal(x, y) for x, y in zip(a.pieces(), b.pieces(), strict=True)):
             raise ValueError(
                 f"{a.path.parent}: config.json ties two weights that are stored with different values ({a.path.name} and {b.path.name}): "
                 "set tie_word_embeddings to false"
             )
-    work: list[tuple[Slot, str, Layer | None]] = [(slot, name, None) for name, slot in skeleton.copies.items()]
-    work += [(layer.slot, layer.names[0], layer) for layer in skeleton.layers]
+    work: list[tuple[StoredTensor, str, Layer | None]] = [(source, name, None) for name, source in skeleton.copies.items()]
+    work += [(layer.source, layer.names[0], layer) for layer in skeleton.layers]
     work.sort(key=lambda w: (w[0].path, w[0].start))
-    total = sum(slot.size for slot, _, _ in work)
+    total = sum(source.size for source, _, _ in work)
     with bar(total, "convert") as advance:
-        for slot, name, layer in work:
+        for source, name, layer in work:
             if layer is None:
-                _copy(slot, places[name])
+                _copy(source, places[name], sums)
             else:
                 for part, values in _encode(layer, device).items():
                     assert values.shape == places[part].shape
-                    places[part].write(values)
-            advance(slot.size, name)
+                    _write(values, places[part], 0, sums)
+            advance(source.size, name)
     return total
 
 
-def _copy(slot: Slot, place: Slot) -> None:
+def _copy(source: StoredTensor, place: StoredTensor, sums: dict[str, int]) -> None:
     """Copy a tensor piece by piece, in the dtype that the model would load it in."""
-    done = 0
-    for piece in slot.pieces():
-        done += place.write(piece.to(place.dtype), done)
+    done = _write(torch.empty(0, dtype=place.dtype), place, 0, sums)  # a tensor without values has a checksum too
+    for piece in source.pieces():
+        done += _write(piece.to(place.dtype), place, done, sums)
+
+
+def _write(values: Tensor, place: StoredTensor, offset: int, sums: dict[str, int]) -> int:
+    """Write the next values of a tensor and extend its checksum; returns how many bytes they are."""
+    before = sums.get(place.name, checksums.start(place.dtype, place.shape))
+    sums[place.name] = checksums.extend(before, values)
+    return place.write(values, offset)
 
 
 @torch.no_grad()
 def _encode(layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
     """The stored parts of a layer's deployed weight, by name."""
-    weight = layer.slot.read().to(layer.dtype)
+    weight = layer.source.read().to(layer.dtype)
     if reason := not_finite(weight):
         raise ValueError(f"{layer.step.fqn} {tuple(weight.shape)}: {reason}")
     packed = pack(layer.step, weight, device)
@@ -190,7 +207,7 @@ def _encode(layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
     return parts
 
 
-def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, Slot], device: torch.device | str) -> None:
+def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, StoredTensor], device: torch.device | str) -> None:
     """Read a layer back, rebuild it with the loaders' code, and compare its bytes with a new encoding."""
     wanted = _encode(layer, device)
     found = {part: places[part].read() for part in wanted}

@@ -66,6 +66,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
         raise ValueError(f"config must be a QATConfig, a PTQ config or an FqnToConfig, got {got}")
     steps, problems = [], []
     assigned = list(_assign(model, config, filter_fn))
+    _refuse_adapted(model, assigned)
     dtypes = compute_dtypes(model)
     gemms = {id(module.weight) for _, module, _ in assigned if isinstance(module, nn.Linear)}
     for fqn, module, layer_config in assigned:
@@ -88,6 +89,21 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
     if not steps:
         raise ValueError(_nothing(model, config))
     return steps
+
+
+def _refuse_adapted(model: nn.Module, assigned: list[tuple[str, Layer, Any]]) -> None:
+    """Raise one ValueError for all layers of adapters, before any of them is found to be too small for its config."""
+    kinds = [(fqn, module, ours(config)) for fqn, module, config in assigned]
+    adapted = [
+        fqn
+        for fqn, module, config in kinds
+        if getattr(config, "step", None) != "convert" and sharing.adapter_problem(model, module, fqn, "prepare")
+    ]
+    if adapted:
+        raise ValueError(
+            f"{len(adapted)} layer(s) are parts of adapted layers, such as {adapted[0]}; the model is unchanged: quantise or "
+            "prepare the model first, and add adapters to it then; or merge these adapters (merge_and_unload) and then prepare"
+        )
 
 
 def plan_layer(

@@ -42,7 +42,7 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant.integrations import checkpoint, slots, stream
+from aoquant.integrations import checkpoint, safetensors_file, stream
 from aoquant.planning.progress import bar
 from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
@@ -261,7 +261,7 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
 def test_a_failed_write_is_noticed_before_the_result_appears(
     floats: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = slots.Slot.write
+    real = safetensors_file.StoredTensor.write
 
     def write(self: Any, values: torch.Tensor, offset: int = 0) -> int:
         if values.dtype == torch.uint8:
@@ -269,7 +269,7 @@ def test_a_failed_write_is_noticed_before_the_result_appears(
             values.view(-1)[7] ^= 1
         return real(self, values, offset)
 
-    monkeypatch.setattr(slots.Slot, "write", write)
+    monkeypatch.setattr(safetensors_file.StoredTensor, "write", write)
     with pytest.raises(ValueError, match=r"q_proj.weight: reads back different from what was written"):
         convert_checkpoint(floats[True], NVFP4WeightConfig(), tmp_path / "out", verify=1)
     assert list(tmp_path.iterdir()) == []
