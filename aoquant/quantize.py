@@ -42,6 +42,7 @@ def quantize_(
     device: torch.device | str | None = None,
     *,
     undo: bool | None = None,
+    skip_incompatible: bool = False,
 ) -> None:
     """Prepare, convert or quantise the linear layers, and embeddings where asked for, of `model` in place.
 
@@ -52,6 +53,7 @@ def quantize_(
     undo: keep the float weights until the last one is packed, so that any error or interrupt leaves the model as it was. False lets each
         go as soon as it is packed: extra memory for one layer, and after an interrupt some layers are packed and some are not. By
         default only weights on a GPU go.
+    skip_incompatible: leave out layers that cannot take their config, instead of raising.
 
     Raises:
         ValueError: naming every layer that cannot take its config. The model is unchanged then, whatever `undo` is.
@@ -64,7 +66,7 @@ def quantize_(
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function (module, name) -> bool, got {type(filter_fn).__name__}")
     fsdp.reshard(model)
-    steps = plan(model, named(config), filter_fn)
+    steps = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible).steps
     if device is not None and any(isinstance(s.module.weight, DTensor) for s in steps):
         raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
     converted = {id(s.module.weight) for s in steps if s.kind != "prepare"}

@@ -70,8 +70,6 @@ def _int4_cpu() -> AOBaseConfig:
     return PrototypeInt4WeightOnlyConfig()
 
 
-EVERY_LAYER = "re:.*"  # a key of FqnToConfig: all linear layers and embeddings, the output head included
-
 _RECIPES = (
     Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, dynamic outer scales"),
     Recipe("nvfp4-weight", lambda: NVFP4WeightConfig(activation=None), "NVFP4 weights, high-precision activations"),
@@ -262,23 +260,22 @@ def mixed(
     layers: Sequence[str] = (),
     skip: Sequence[str] = (),
     *,
-    embeddings: bool = False,
     make: Callable[[Recipe], AOBaseConfig] = lambda recipe: recipe.make(),
 ) -> AOBaseConfig:
     """The config of a recipe, for some layers, with other recipes for others, and some layers left out.
 
     layers: "NAME" quantises this layer and leaves out all that are not named; "NAME=RECIPE" gives it another recipe. skip:
     names of layers to leave out. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names come
-    first, then patterns: `skip`, then `layers`, each in order. embeddings: what is not named includes embeddings and
-    the output head. make: the config of a recipe, by default for PTQ; `Recipe.prepare` is that of training.
+    first, then patterns: `skip`, then `layers`, each in order. make: the config of a recipe, by default for PTQ;
+    `Recipe.prepare` is that of training.
 
-    Without all of them it is the recipe's own config, otherwise torchao's `FqnToConfig`.
+    Without layers and skip it is the recipe's own config, otherwise torchao's `FqnToConfig`.
 
     Raises:
         ValueError: no such recipe, an empty name, or a name given twice.
     """
     default = make(get_recipe(recipe))
-    if not layers and not skip and not embeddings:
+    if not layers and not skip:
         return default
     by_name: dict[str, AOBaseConfig | None] = dict.fromkeys(skip)
     for entry in layers:
@@ -289,7 +286,7 @@ def mixed(
             raise ValueError(f"{name!r} is given twice: once is enough, in layers or in skip")
         by_name[name] = make(get_recipe(other)) if equals else default
     if all("=" in entry for entry in layers):
-        by_name[EVERY_LAYER if embeddings else "_default"] = default
+        by_name["_default"] = default
     return _by_layer(by_name)
 
 

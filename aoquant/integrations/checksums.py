@@ -119,7 +119,9 @@ def _read(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
     except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
-        raise ValueError(f"{path}: its header is damaged, the metadata's checksum differs: copy or save the checkpoint again")
+        raise ValueError(
+            f"{path}: its header is damaged, the metadata's checksum differs: copy or save the checkpoint again"
+        )
     return wanted
 
 

@@ -106,7 +106,5 @@ def forget_rebuilding(model: Any) -> None:
     """Drop the step that rebuilt tensor subclasses on loading: saving would run it backwards, and it has no reverse."""
     if conversions := getattr(model, "_weight_conversions", None):
         model._weight_conversions = [
-            c
-            for c in conversions
-            if not any(isinstance(op, TorchAoDeserialize) for op in getattr(c, "operations", ()))
+            c for c in conversions if not any(isinstance(op, TorchAoDeserialize) for op in getattr(c, "operations", ()))
         ]

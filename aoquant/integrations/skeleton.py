@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, checksums, hf
+from aoquant.integrations.plans import ptq_plan
 from aoquant.integrations.safetensors_file import StoredTensor, reading
-from aoquant.planning.plan import Step, plan
+from aoquant.planning.plan import Step
 from aoquant.quantize import apply
 
 _COMPUTED = (
@@ -66,6 +66,7 @@ class Skeleton:
     parts: dict[str, str]
     copies: dict[str, StoredTensor]
     twins: list[tuple[StoredTensor, StoredTensor]]
+    skipped: Mapping[str, str]
 
     @property
     def size(self) -> int:
@@ -88,7 +89,13 @@ class Skeleton:
 
 
 def build(
-    source: Path, stored: Mapping[str, StoredTensor], config: Any, max_shard_size: int | str, dtype: torch.dtype | str
+    source: Path,
+    stored: Mapping[str, StoredTensor],
+    config: Any,
+    max_shard_size: int | str,
+    dtype: torch.dtype | str,
+    *,
+    skip_incompatible: bool = False,
 ) -> Skeleton:
     """The skeleton of what `config` makes of the checkpoint in `source`, whose tensors are `stored`.
 
@@ -113,7 +120,8 @@ def build(
         _check_stored(name, found, expected[name])
 
     layers, packed = [], dict[int, nn.Parameter]()
-    for step in _plan(model, config):
+    planned = ptq_plan(model, config, skip_incompatible=skip_incompatible)
+    for step in planned.steps:
         weight = step.module.weight
         if id(weight) not in packed:
             layers.append(_layer(step, model, stored, tied))
@@ -139,10 +147,12 @@ def build(
     files = {file: {n: tensors[n] for n in names} for file, names in split.filename_to_tensors.items()}
     copies = {name: found for name in tensors if (found := sources.get(name)) is not None}
     metadata[checksums.KEY] = checksums.table(tensors, metadata)  # placeholders: there are no values yet
-    return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, parts, copies, twins)
+    return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, parts, copies, twins, planned.skipped)
 
 
-def _layer(step: Step, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]) -> Layer:
+def _layer(
+    step: Step, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
+) -> Layer:
     weight = step.module.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
     origin = revert_weight_conversion(model, {names[0]: weight})
@@ -236,16 +246,3 @@ def _check_stored(name: str, found: StoredTensor | None, expected: Tensor) -> No
             f"{found.path}: {name} is stored as {str(found.dtype).removeprefix('torch.')}, and float32, bfloat16 or float16 was expected: "
             "convert the float checkpoint"
         )
-
-
-def _plan(model: PreTrainedModel, config: Any) -> list[Step]:
-    """The plan, with a pattern that matches nothing as an error: an hour's conversion is no place for a warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the name or pattern .* matches no linear layer")
-        try:
-            steps = plan(model, config, None)
-        except UserWarning as warning:
-            raise ValueError(str(warning)) from None
-    if any(step.kind != "quantize" for step in steps):
-        raise ValueError("a checkpoint is converted with a PTQ config, not with a QATConfig: give its base")
-    return steps

@@ -15,7 +15,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,10 @@ from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 
 from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.skeleton import Layer, Skeleton, build
+from aoquant.integrations.progress import progress
 from aoquant.integrations.safetensors_file import StoredTensor, flush, header, reading, replace_metadata, reserve
+from aoquant.integrations.skeleton import Layer, Skeleton, build
 from aoquant.planning.plan import not_finite
-from aoquant.planning.progress import bar
 from aoquant.quantize import pack
 from aoquant.recipes import named
 from aoquant.tools.doctor import check_device
@@ -43,7 +43,10 @@ _NOT_COPIED = re.compile(
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and compared."""
+    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and compared.
+
+    skipped: layers that stay float because they cannot take their config, and why.
+    """
 
     out: Path
     layers: int
@@ -52,9 +55,11 @@ class Converted:
     written: int
     verified: int
     seconds: float
+    skipped: Mapping[str, str]
 
     def __str__(self) -> str:
-        return (
+        left = "".join(f"left out: {reason}\n" for reason in self.skipped.values())
+        return left + (
             f"{self.layers} layers quantised, {self.read / 1e6:.1f} MB -> {self.written / 1e6:.1f} MB in {self.files} file(s), "
             f"{self.seconds:.1f} s; {self.verified} layer(s) read back, bit-equal; written to {self.out}/"
         )
@@ -69,6 +74,7 @@ def convert_checkpoint(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = "auto",
     verify: int = 4,
+    skip_incompatible: bool = False,
 ) -> Converted:
     """Quantise the float checkpoint in folder `model` into folder `out`, with one layer in memory at a time.
 
@@ -77,6 +83,7 @@ def convert_checkpoint(
     device: where layers are quantised, one at a time.
     dtype: of the model, as in `from_pretrained`: "auto" is config.json's, or the stored one.
     verify: how many layers, spread over the model, are read back from the finished files and compared with a new encoding.
+    skip_incompatible: leave layers float that cannot take their config, instead of raising; `Converted.skipped` lists them.
 
     Raises:
         ValueError: `model` is no complete float checkpoint of a model that transformers knows, a layer cannot take its config or
@@ -93,7 +100,7 @@ def convert_checkpoint(
     check_device(device)
     if torch.device(device).type == "meta":
         raise ValueError("device must hold values, got 'meta'")
-    skeleton = build(source, stored, named(config), max_shard_size, dtype)
+    skeleton = build(source, stored, named(config), max_shard_size, dtype, skip_incompatible=skip_incompatible)
     with _appearing(out, skeleton.size) as folder:
         places: dict[str, StoredTensor] = {}
         for file, tensors in skeleton.files.items():
@@ -115,7 +122,7 @@ def convert_checkpoint(
         skeleton.save_configs(folder, source)
         checkpoint.check(folder)
     seconds = time.monotonic() - began
-    return Converted(out, len(skeleton.layers), len(skeleton.files), read, skeleton.size, n, seconds)
+    return Converted(out, len(skeleton.layers), len(skeleton.files), read, skeleton.size, n, seconds, skeleton.skipped)
 
 
 def _stored(source: Path) -> dict[str, StoredTensor]:
@@ -153,9 +160,7 @@ def _appearing(out: Path, size: int) -> Iterator[Path]:
         raise ValueError(f"{out}: cannot be written: {error}") from error
 
 
-def _fill(
-    skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, int], device: torch.device | str
-) -> int:
+def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, int], device: torch.device | str) -> int:
     """Read every tensor in the order in which it is stored, and write what becomes of it; returns the bytes read.
 
     sums: gets the checksum of every tensor, by its name in the files, of the values as they leave memory.
@@ -166,11 +171,13 @@ def _fill(
                 f"{a.path.parent}: config.json ties two weights that are stored with different values ({a.path.name} and {b.path.name}): "
                 "set tie_word_embeddings to false"
             )
-    work: list[tuple[StoredTensor, str, Layer | None]] = [(source, name, None) for name, source in skeleton.copies.items()]
+    work: list[tuple[StoredTensor, str, Layer | None]] = [
+        (source, name, None) for name, source in skeleton.copies.items()
+    ]
     work += [(layer.source, layer.names[0], layer) for layer in skeleton.layers]
     work.sort(key=lambda w: (w[0].path, w[0].start))
     total = sum(source.size for source, _, _ in work)
-    with bar(total, "convert") as advance:
+    with progress(total, "convert", "byte") as bar:
         for source, name, layer in work:
             if layer is None:
                 _copy(source, places[name], sums)
@@ -178,7 +185,8 @@ def _fill(
                 for part, values in _encode(layer, device).items():
                     assert values.shape == places[part].shape
                     _write(values, places[part], 0, sums)
-            advance(source.size, name)
+            bar.set_postfix(tensor=name)
+            bar.update(source.size)
     return total
 
 

@@ -55,8 +55,16 @@ class Step:
     dtype: torch.dtype
 
 
-def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
-    """Every layer's step, checked.
+@dataclass(frozen=True)
+class Plan:
+    """The steps for a model. skipped: why layers that cannot take their config are left out, by name."""
+
+    steps: list[Step]
+    skipped: dict[str, str]
+
+
+def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incompatible: bool = False) -> Plan:
+    """Every layer's step, checked. skip_incompatible: leave out layers that cannot take their config, instead of raising.
 
     Raises:
         ValueError: naming each layer that cannot take its config, or saying that there is nothing to do.
@@ -64,7 +72,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
     if not isinstance(config, AOBaseConfig):
         got = f"the class {config.__name__}: call it" if isinstance(config, type) else repr(config)
         raise ValueError(f"config must be a QATConfig, a PTQ config or an FqnToConfig, got {got}")
-    steps, problems = [], []
+    steps, problems, skipped = [], [], dict[str, str]()
     assigned = list(_assign(model, config, filter_fn))
     _refuse_adapted(model, assigned)
     dtypes = compute_dtypes(model)
@@ -75,7 +83,10 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
                 module, layer_config, fqn, has_gemm=id(module.weight) in gemms, dtype=dtypes.get(id(module.weight))
             )
         except ValueError as error:
-            problems.append(str(error))
+            if skip_incompatible:
+                skipped[fqn] = str(error)
+            else:
+                problems.append(str(error))
             continue
         if step is not None:
             steps.append(step)
@@ -86,9 +97,11 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
         shown = "\n  ".join(problems[:10])
         more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ValueError(f"{len(problems)} layer(s) cannot be quantised; the model is unchanged:\n  {shown}{more}")
+    if not steps and skipped:
+        raise ValueError(f"nothing to quantise: none of the {len(skipped)} chosen layer(s) can take its config")
     if not steps:
         raise ValueError(_nothing(model, config))
-    return steps
+    return Plan(steps, skipped)
 
 
 def _refuse_adapted(model: nn.Module, assigned: list[tuple[str, Layer, Any]]) -> None:
