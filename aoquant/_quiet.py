@@ -15,7 +15,7 @@ _LINES = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum su
 
 
 def quiet_the_command() -> None:
-    """Filter those lines, if this process is the `aoquant` command or `python -m aoquant`. Called before torch is imported."""
+    """Filter those lines in a process of `aoquant` or `python -m aoquant`; called before torch is imported."""
     if _is_command():
         for logger, line in _LINES.items():
             logging.getLogger(logger).addFilter(_without(line))

@@ -214,7 +214,8 @@ _RECIPES = (
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe called `name`, or one of two formats: "WEIGHT/ACTIVATION"; "WEIGHT/" keeps activations in high precision.
+    """The recipe called `name`, or one of two formats: "WEIGHT/ACTIVATION"; "WEIGHT/" keeps activations in high
+    precision.
 
     Example: `get_recipe("nvfp4").make()` is the PTQ config, `get_recipe("quartet").prepare()` the config to train with.
 
@@ -264,9 +265,9 @@ def mixed(
 ) -> AOBaseConfig:
     """The config of a recipe, for some layers, with other recipes for others, and some layers left out.
 
-    layers: "NAME" quantises this layer and leaves out all that are not named; "NAME=RECIPE" gives it another recipe. skip:
-    names of layers to leave out. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names come
-    first, then patterns: `skip`, then `layers`, each in order. make: the config of a recipe, by default for PTQ;
+    layers: "NAME" quantises this layer and leaves out all that are not named; "NAME=RECIPE" gives it another recipe.
+    skip: names of layers to leave out. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names
+    come first, then patterns: `skip`, then `layers`, each in order. make: the config of a recipe, by default for PTQ;
     `Recipe.prepare` is that of training.
 
     Without layers and skip it is the recipe's own config, otherwise torchao's `FqnToConfig`.

@@ -7,7 +7,8 @@ Float32 masters: a bf16 weight near 0.02 has an ulp of 1e-4, and most AdamW upda
 dtype that is deployed, while AdamW steps float32 copies and writes them back rounded. The copies are part of the
 optimizer's state, so a fine-tune that goes on from a checkpoint takes the same steps as one that was never stopped.
 
-Checkpoints, where a folder for them is given: every five minutes, at the end, and on Ctrl-C, which lets the step finish.
+Checkpoints, where a folder for them is given: every five minutes, at the end, and on Ctrl-C, which lets the step
+finish.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def finetune(
     """Train `model` in place on token blocks for `steps` steps of `batch_size` blocks; returns the loss of every step.
 
     blocks_BT: int64 token ids (B, T). loss: "ce", or "kl" to `teacher`'s distribution, in nats per token. Blocks are
-    drawn by a generator seeded with `seed`, so runs with equal arguments see equal batches. checkpoints: a folder to keep
-    the newest checkpoint in; training goes on from the one that is there, and is not repeated when it was complete.
+    drawn by a generator seeded with `seed`, so runs with equal arguments see equal batches. checkpoints: a folder to
+    keep the newest checkpoint in; training goes on from the one that is there, and is not repeated when it was
+    complete.
 
     Raises:
         ValueError: unknown loss, or "kl" without a teacher, or no steps or blocks.

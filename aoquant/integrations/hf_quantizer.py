@@ -1,8 +1,9 @@
 """transformers' quantizer for torchao's tensors, with what saving and loading them safely needs.
 
-`from_pretrained` and `save_pretrained` ask a quantizer how tensor subclasses become plain tensors and back. transformers
-keeps one for each quantisation method; importing aoquant puts this subclass of its torchao quantizer in that place (see
-`_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds four things and changes no tensor:
+`from_pretrained` and `save_pretrained` ask a quantizer how tensor subclasses become plain tensors and back.
+transformers keeps one for each quantisation method; importing aoquant puts this subclass of its torchao quantizer in
+that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds four things and
+changes no tensor:
 
 - a checksum for each tensor on saving, compared on loading (`checksums.py`);
 - a packed weight that the head and the input embedding share is written once, as transformers writes a float one;
@@ -11,8 +12,8 @@ keeps one for each quantisation method; importing aoquant puts this subclass of 
 - config.json says that the checkpoint needs `import aoquant`.
 
 A quantisation method of our own, through transformers' `register_quantizer("aoquant")`, would be worse: without `import
-aoquant` transformers skips a method that it does not know, with a log line, and goes on with random weights. The torchao
-method stops there with an error.
+aoquant` transformers skips a method that it does not know, with a log line, and goes on with random weights. The
+torchao method stops there with an error.
 """
 
 from __future__ import annotations

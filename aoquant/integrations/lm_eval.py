@@ -71,8 +71,8 @@ class Perplexity:
 
     def __str__(self) -> str:
         return (
-            f"word perplexity {self.word_perplexity:.4f}, byte perplexity {self.byte_perplexity:.4f}, {self.bits_per_byte:.4f} bits/byte "
-            f"(window {self.window}, {self.documents} documents of {self.source})"
+            f"word perplexity {self.word_perplexity:.4f}, byte perplexity {self.byte_perplexity:.4f}, "
+            f"{self.bits_per_byte:.4f} bits/byte (window {self.window}, {self.documents} documents of {self.source})"
         )
 
 

@@ -1,7 +1,7 @@
 """Plans for work that takes long: what would be a warning in an interactive session is an error here.
 
-A name or pattern that matches no layer is a slip of the pen. Where the result is seen at once a warning is enough; before
-an hour of conversion or training it stops the work.
+A name or pattern that matches no layer is a slip of the pen. Where the result is seen at once a warning is enough;
+before an hour of conversion or training it stops the work.
 """
 
 from __future__ import annotations

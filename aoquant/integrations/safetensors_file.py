@@ -69,7 +69,7 @@ class StoredTensor:
             yield _read(self, offset, min(PIECE, self.size - offset)).view(self.dtype)
 
     def write(self, values: Tensor, offset: int = 0) -> int:
-        """Write values of this dtype, from `offset` bytes behind the tensor's start; returns how many bytes they are."""
+        """Write values of this dtype, `offset` bytes behind the tensor's start; returns how many bytes they are."""
         raw = raw_bytes(values)
         assert values.dtype == self.dtype and offset + len(raw) <= self.size
         with open(self.path, "r+b") as file:
@@ -92,7 +92,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn a failed read into a ValueError that names the file: an OSError further out is about the file being written."""
+    """Turn a failed read into a ValueError with the file's name: an OSError outside is about the file being written."""
     try:
         yield
     except OSError as error:
@@ -148,7 +148,7 @@ def header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
 
 
 def reserve(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Write a file's header, with room for `tensors` (dtypes and shapes count, values do not); returns what to fill in."""
+    """Write a file's header, with room for `tensors` (by dtype and shape); returns what to fill in."""
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # every tensor lies aligned
     content: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0

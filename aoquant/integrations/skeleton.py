@@ -1,10 +1,11 @@
 """What a converted checkpoint will look like, file by file, before a single weight is read.
 
-The model is built on the meta device from config.json; planned and quantised there by the code that quantises real models; and taken
-through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and dtypes, so a model without
-values gives the files that `save_pretrained` would write. Reading runs the same rules backwards: every tensor that will be written
-has one tensor of the source behind it, copied as it is or, for a quantised layer, encoded. Whatever does not fit (missing keys, keys
-too many, shapes, dtypes, layers that cannot take their config, tensors that no safetensors loader knows) is an error here.
+The model is built on the meta device from config.json; planned and quantised there by the code that quantises real
+models; and taken through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and
+dtypes, so a model without values gives the files that `save_pretrained` would write. Reading runs the same rules
+backwards: every tensor that will be written has one tensor of the source behind it, copied as it is or, for a quantised
+layer, encoded. Whatever does not fit (missing keys, keys too many, shapes, dtypes, layers that cannot take their
+config, tensors that no safetensors loader knows) is an error here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _COMPUTED = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight to quantise: its step, its names (several when layers share it), where it is stored, and in what dtype to load it."""
+    """A weight to quantise: its step, its names (several when layers share it), where it is stored, and in what dtype
+    to load it.
+    """
 
     step: Step
     names: list[str]
@@ -52,10 +55,11 @@ class Layer:
 class Skeleton:
     """A converted checkpoint without its values.
 
-    model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every file's
-    header, under the model's own names. index: content of the index file, None for a single file. layers: to encode. parts: where
-    their codes and scales are written, name in the model to name in the files (transformers renames some architectures' tensors).
-    copies: where tensors that stay float are read. twins: pairs that the config ties and the source holds twice: must be equal.
+    model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every
+    file's header, under the model's own names. index: content of the index file, None for a single file. layers: to
+    encode. parts: where their codes and scales are written, name in the model to name in the files (transformers
+    renames some architectures' tensors). copies: where tensors that stay float are read. twins: pairs that the config
+    ties and the source holds twice: must be equal.
     """
 
     model: PreTrainedModel
@@ -159,14 +163,15 @@ def _layer(
     found = _home(next(iter(origin)), stored, tied)
     if len(origin) > 1 or found is None or found.shape != weight.shape:
         raise ValueError(
-            f"{step.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: leave it out, "
-            "or load the model whole and use aoquant.quantize_"
+            f"{step.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: "
+            "leave it out, or load the model whole and use aoquant.quantize_"
         )
     return Layer(step, names, found, weight.dtype)
 
 
 def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | str) -> PreTrainedModel:
-    """The model of a float checkpoint on the meta device, in the dtypes that `from_pretrained(dtype=dtype)` would give it.
+    """The model of a float checkpoint on the meta device, in the dtypes that `from_pretrained(dtype=dtype)` would give
+    it.
 
     Raises:
         ValueError: the checkpoint is quantised, or transformers has no class for it.
@@ -230,7 +235,8 @@ def _check_keys(
     ]
     if problems:
         raise ValueError(
-            f"{source}: does not hold the weights of {type(model).__name__} under their names: {'; '.join(sorted(problems))}. Load it with "
+            f"{source}: does not hold the weights of {type(model).__name__} under their names: "
+            f"{'; '.join(sorted(problems))}. Load it with "
             "transformers, save it again, and convert that; or copy the checkpoint again if files were lost"
         )
 
@@ -239,10 +245,11 @@ def _check_stored(name: str, found: StoredTensor | None, expected: Tensor) -> No
     assert found is not None
     if found.shape != expected.shape:
         raise ValueError(
-            f"{found.path}: {name} is {found.shape} and the model that config.json describes wants {tuple(expected.shape)}"
+            f"{found.path}: {name} is {found.shape} and the model that config.json describes wants "
+            f"{tuple(expected.shape)}"
         )
     if found.dtype != expected.dtype and not {found.dtype, expected.dtype} <= {*FLOAT_DTYPES}:
         raise ValueError(
-            f"{found.path}: {name} is stored as {str(found.dtype).removeprefix('torch.')}, and float32, bfloat16 or float16 was expected: "
-            "convert the float checkpoint"
+            f"{found.path}: {name} is stored as {str(found.dtype).removeprefix('torch.')}, and float32, bfloat16 or "
+            "float16 was expected: convert the float checkpoint"
         )

@@ -1,12 +1,13 @@
 """Convert a checkpoint on disk, with one layer in memory at a time.
 
-`skeleton` knows every tensor that will be written and where, so what is left is to fill in: read a layer's weight, encode it, write
-codes and scales into their places, forget it. Neither the model nor a shard is ever in memory, and codes and scales are those of
-loading the model whole, `aoquant.quantize_` and `aoquant.save_pretrained`, bit for bit, because they come from the same plan and the
-same `Format.encode`.
+`skeleton` knows every tensor that will be written and where, so what is left is to fill in: read a layer's weight,
+encode it, write codes and scales into their places, forget it. Neither the model nor a shard is ever in memory, and
+codes and scales are those of loading the model whole, `aoquant.quantize_` and `aoquant.save_pretrained`, bit for bit,
+because they come from the same plan and the same `Format.encode`.
 
-The result appears under its name only when it is complete, checked and on the disk. Until then it is a folder ".NAME.partial-*",
-without config.json so that nobody loads it by mistake, and removed on any error; a killed process can leave one behind.
+The result appears under its name only when it is complete, checked and on the disk. Until then it is a folder
+".NAME.partial-*", without config.json so that nobody loads it by mistake, and removed on any error; a killed process
+can leave one behind.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _NOT_COPIED = re.compile(
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and compared.
+    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and
+    compared.
 
     skipped: layers that stay float because they cannot take their config, and why.
     """
@@ -60,8 +62,8 @@ class Converted:
     def __str__(self) -> str:
         left = "".join(f"left out: {reason}\n" for reason in self.skipped.values())
         return left + (
-            f"{self.layers} layers quantised, {self.read / 1e6:.1f} MB -> {self.written / 1e6:.1f} MB in {self.files} file(s), "
-            f"{self.seconds:.1f} s; {self.verified} layer(s) read back, bit-equal; written to {self.out}/"
+            f"{self.layers} layers quantised, {self.read / 1e6:.1f} MB -> {self.written / 1e6:.1f} MB in {self.files} "
+            f"file(s), {self.seconds:.1f} s; {self.verified} layer(s) read back, bit-equal; written to {self.out}/"
         )
 
 
@@ -82,12 +84,12 @@ def convert_checkpoint(
     max_shard_size: of the files that are written, in bytes or like "5GB".
     device: where layers are quantised, one at a time.
     dtype: of the model, as in `from_pretrained`: "auto" is config.json's, or the stored one.
-    verify: how many layers, spread over the model, are read back from the finished files and compared with a new encoding.
-    skip_incompatible: leave layers float that cannot take their config, instead of raising; `Converted.skipped` lists them.
+    verify: how many layers, spread over the model, are read back and compared with a new encoding.
+    skip_incompatible: leave layers float that cannot take their config, instead of raising; see `Converted.skipped`.
 
     Raises:
-        ValueError: `model` is no complete float checkpoint of a model that transformers knows, a layer cannot take its config or
-            holds NaN or Inf, `out` exists, or the disk is too small. Nothing is left behind then.
+        ValueError: `model` is no complete float checkpoint of a model that transformers knows, a layer cannot take its
+            config or holds NaN or Inf, `out` exists, or the disk is too small. Nothing is left behind then.
     """
     began = time.monotonic()
     source, out = Path(model), Path(out)
@@ -168,8 +170,8 @@ def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, i
     for a, b in skeleton.twins:
         if not all(torch.equal(x, y) for x, y in zip(a.pieces(), b.pieces(), strict=True)):
             raise ValueError(
-                f"{a.path.parent}: config.json ties two weights that are stored with different values ({a.path.name} and {b.path.name}): "
-                "set tie_word_embeddings to false"
+                f"{a.path.parent}: config.json ties two weights that are stored with different values ({a.path.name} "
+                f"and {b.path.name}): set tie_word_embeddings to false"
             )
     work: list[tuple[StoredTensor, str, Layer | None]] = [
         (source, name, None) for name, source in skeleton.copies.items()
@@ -226,5 +228,6 @@ def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, StoredTensor], d
         same = same and torch.equal(values.view(-1).view(torch.uint8), wanted[part].cpu().view(-1).view(torch.uint8))
     if not same:
         raise ValueError(
-            f"{layer.names[0]}: reads back different from what was written: check the disk and the memory of this machine"
+            f"{layer.names[0]}: reads back different from what was written: check the disk and the memory of this "
+            "machine"
         )

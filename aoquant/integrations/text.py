@@ -111,7 +111,7 @@ def token_blocks(
 
 
 def assets() -> Path:
-    """The folder of the embedded model and text: `aoquant.assets` of an installation, else eval/assets of a checkout."""
+    """The folder of the embedded model and text: `aoquant.assets` if installed, else eval/assets of a checkout."""
     spec = importlib.util.find_spec("aoquant.assets")
     return (
         Path(next(iter(spec.submodule_search_locations or ())))

@@ -198,7 +198,7 @@ def test_the_words_follow_sign_and_significance() -> None:
     base = perplexity(-40.0, -41.0, -42.0)
     better, barely = perplexity(-38.0, -39.01, -40.0), perplexity(-39.5, -41.4, -41.6)
     assert job.recovered(base, better, base) == (
-        "n/a (PTQ gains 0.1997 +- 0.0006 nats a word: it scores better than float, so there is no loss to win back)"
+        "n/a (PTQ gains 0.1997 +- 0.0003 nats a word: it scores better than float, so there is no loss to win back)"
     )
     assert re.fullmatch(r"n/a \(PTQ gains 0\.0167 .* which is within noise\)", job.recovered(base, barely, base))
     ptq = perplexity(-44.0, -45.1, -46.0)

@@ -250,7 +250,7 @@ def test_options_in_a_yaml_file(small: list[str], scored: list[str], capsys: pyt
         ("stepz: 3", "run.yaml: run has no option stepz (near it: steps)"),
         ("steps: many", "run.yaml: steps must be an integer, got 'many'"),
         ("embeddings: 1", "run.yaml: embeddings must be true or false, got 1"),
-        ("steps: [", "run.yaml: no YAML: "),
+        ("steps: [", "run.yaml: is no YAML file: "),
     ):
         Path("run.yaml").write_text(text)
         assert run(["run.yaml"]) == 2

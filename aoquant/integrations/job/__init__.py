@@ -50,10 +50,12 @@ Score = Callable[[PreTrainedModel], Perplexity]
 
 
 def run(o: Options) -> Result:
-    """Run the whole job and write o.out/{report.md,.csv,.json,.png, float_against_quantized/, aoquant_run.json, checkpoint/}.
+    """Run the whole job and write o.out/{report.md,.csv,.json,.png, float_against_quantized/, aoquant_run.json,
+    checkpoint/}.
 
     Raises:
-        ValueError: bad options, layers that cannot take the recipe, another run in o.out, or prepared and converted differ.
+        ValueError: bad options, layers that cannot take the recipe, another run in o.out, or prepared and converted
+            differ.
     """
     o.check()
     folder = Folder(o)
@@ -135,7 +137,8 @@ def run(o: Options) -> Result:
 def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:
     """PTQ: what convert makes of a model that was not trained.
 
-    Where its kernel does not run on this machine the prepared model is scored, which computes the same, and the note says so.
+    Where its kernel does not run on this machine the prepared model is scored, which computes the same, and the note
+    says so.
     """
     own = all(
         isinstance(m.prepared.config.base_config, WeightConfig) for m in prepared.modules() if isinstance(m, QATLayer)

@@ -61,11 +61,11 @@ def check_fingerprint(model: PreTrainedModel, checkpoint: Path) -> str:
     other = {name: value for name, value in there.items() if here[name] != value}
     if not other:
         raise ValueError(
-            f"{checkpoint}: logits differ from those of the run that wrote it, with the same {where}: the checkpoint or a "
-            "kernel is not what it was; copy the checkpoint again, or run again"
+            f"{checkpoint}: logits differ from those of the run that wrote it, with the same {where}: the checkpoint "
+            "or a kernel is not what it was; copy the checkpoint again, or run again"
         )
     reasons = ", ".join(f"{name.replace('_', ' ')} is {here[name]} and was {value}" for name, value in other.items())
     return (
-        f"logits differ from the run that wrote it ({where}); this says nothing about the checkpoint, because {reasons}, and "
-        "sums in another order give other bits"
+        f"logits differ from the run that wrote it ({where}); this says nothing about the checkpoint, because "
+        f"{reasons}, and sums in another order give other bits"
     )

@@ -41,8 +41,8 @@ class Folder:
             begun = any(path != self.command_file for path in self.stages.iterdir()) or (self.out / RESULTS).is_file()
             if begun and (other := _differences(before, self.command)):
                 raise ValueError(
-                    f"{o.out} holds a run of another command ({'; '.join(other)}): give the same options to go on with it, "
-                    "another --out, or remove the folder"
+                    f"{o.out} holds a run of another command ({'; '.join(other)}): give the same options to go on "
+                    "with it, another --out, or remove the folder"
                 )
         elif o.out.exists() and (not o.out.is_dir() or any(o.out.iterdir())):
             raise ValueError(f"{o.out} exists and is not an empty folder: remove it or choose another --out")

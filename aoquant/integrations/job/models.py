@@ -40,13 +40,14 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"model must be a folder of a causal language model, or its id on the hub; transformers cannot load {where!r}: {reason}"
+            "model must be a folder of a causal language model, or its id on the hub; transformers cannot load "
+            f"{where!r}: {reason}"
         ) from error
     return tokenizer, loaded.to(device).eval()
 
 
 def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and model of a folder, quantised (then checked) or float (as it is stored), on `device`, in eval mode."""
+    """Tokenizer and model of a folder, quantised (then checked) or float (as stored), on `device`, in eval mode."""
     config = checkpoint / "config.json"
     if config.exists() and "quantization_config" not in json.loads(config.read_text()):
         return load_float(str(checkpoint), "auto", device)
@@ -85,8 +86,8 @@ def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]
     found = checked_plan(model, config, skip_incompatible=o.skip_incompatible)
     if o.strict and (left := _left_float(model, {id(step.module) for step in found.steps}, o.skip)):
         raise ValueError(
-            f"--strict: {len(left)} layer(s) would stay in high precision, such as {', '.join(left[:3])}: name them with "
-            "--skip, give them a recipe with --layers NAME=RECIPE, or leave out --strict"
+            f"--strict: {len(left)} layer(s) would stay in high precision, such as {', '.join(left[:3])}: name them "
+            "with --skip, give them a recipe with --layers NAME=RECIPE, or leave out --strict"
         )
     if found.skipped:
         names = [name for label in found.skipped for name in label.split(", ")]

@@ -1,7 +1,7 @@
 """What `aoquant run` takes: from the command line, from a YAML file, or in Python.
 
-The options stand in groups, which are the groups of `aoquant run --help`; `Options` is all of them together. A YAML file
-has the same names, with - or _; what is typed on the command line wins over the file.
+The options stand in groups, which are the groups of `aoquant run --help`; `Options` is all of them together. A YAML
+file has the same names, with - or _; what is typed on the command line wins over the file.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The options in a YAML file, by name, in the types of `Options`. Paths are relative to the working directory.
 
     Raises:
-        ValueError: no such file, no YAML mapping, an unknown key, or a value of another type; names the file and the key.
+        ValueError: no such file, no YAML mapping, an unknown key, or a value of another type; names the file and the
+            key.
     """
     import yaml
 
@@ -151,7 +152,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path}: is no YAML file: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
         raise ValueError(f"{path}: must hold options as NAME: VALUE lines, got {type(content).__name__}")
     kinds = get_type_hints(Options)
