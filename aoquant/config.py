@@ -373,9 +373,10 @@ def _choice(config: WeightConfig, name: str, *allowed: str) -> str:
 class QATConfig(AOBaseConfig):
     """Prepare a model for quantisation-aware training, or convert it afterwards. Takes torchao's arguments.
 
-    base_config: a PTQ config of torchao's or ours. activation_config, weight_config: instead of a base,
-        fake-quantisation configs of torchao's, formats, or names of formats; such layers convert to aoquant's packed
-        tensor. An activation_config alone leaves the weight in high precision.
+    base_config: a PTQ config of torchao's or ours, or the name of a recipe, which brings its training options (backward,
+        straight_through) unless they are given. activation_config, weight_config: instead of a base, fake-quantisation configs
+        of torchao's, formats, or names of formats; such layers convert to aoquant's packed tensor. An activation_config alone
+        leaves the weight in high precision.
     step: "prepare" or "convert". Convert takes the base that prepare was given, or none, which means the same.
     straight_through: "identity" passes every gradient; "clipped" stops it at values that the largest code clips.
     scales: how training treats the scales that the deployed layer holds. "dynamic": weight scales follow the weights.
@@ -401,7 +402,7 @@ class QATConfig(AOBaseConfig):
 
     def __init__(
         self,
-        base_config: AOBaseConfig | None = None,
+        base_config: AOBaseConfig | str | None = None,
         activation_config: Any = None,
         weight_config: Any = None,
         *,
@@ -411,10 +412,18 @@ class QATConfig(AOBaseConfig):
         backward: str | None = None,
         seed: int = 0,
     ) -> None:
+        from aoquant.recipes import get_recipe, named  # recipes are made of configs
+
+        self.step = str(getattr(step, "value", step)).lower()
+        if isinstance(base_config, str) and self.step == "prepare":
+            training = get_recipe(base_config).training
+            backward = training.get("backward") if backward is None else backward
+            straight_through = training.get("straight_through") if straight_through is None else straight_through
+        base_config = named(base_config)
         if straight_through is None:
             straight_through = "clipped" if backward == "quartet" else "identity"
         self.base_config, self.activation_config, self.weight_config = base_config, activation_config, weight_config
-        self.step, self.straight_through = str(getattr(step, "value", step)).lower(), straight_through
+        self.straight_through = straight_through
         self.scales, self.backward, self.seed = scales, backward, seed
         parts = activation_config is not None or weight_config is not None
         if self.step not in STEPS:

@@ -36,6 +36,7 @@ from aoquant.planning.choose import Filter
 from aoquant.planning.plan import Plan, Step, plan
 from aoquant.planning.progress import track
 from aoquant.planning.tied import identity
+from aoquant.recipes import named
 from aoquant.report.rows import HEALTHY
 from aoquant.tensor import PackedTensor
 
@@ -53,7 +54,7 @@ def quantize_(
     """Prepare, convert or quantise the linear layers, and embeddings where asked for, of `model` in place.
 
     config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of either, whose
-        keys are layer names, names of their weights, "re:" patterns and "_default".
+        keys are layer names, names of their weights, "re:" patterns and "_default". The name of a recipe (`list_recipes`) is a PTQ config.
     filter_fn: (module, fully qualified name) -> bool; by default every linear layer but the output head, and no nn.Embedding.
     device: where weights are quantised, moved there one at a time, and where the model is afterwards.
     undo: keep the float weights until the last one is packed, so that any error or interrupt leaves the model as it was. False lets each
@@ -71,8 +72,12 @@ def quantize_(
     On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a load), and
     convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is loaded in the same way.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise ValueError(f"filter_fn must be a function (module, name) -> bool, got {type(filter_fn).__name__}")
     fsdp.reshard(model)
-    planned = plan(model, config, filter_fn, skip_incompatible=skip_incompatible)
+    planned = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
     problem = _what_stays_float(model, planned, strict)
     _carry_out(model, planned.steps, device, undo)
     _remember(planned)

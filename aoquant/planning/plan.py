@@ -80,6 +80,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
             f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {', '.join(choice.left_alone)}",
             stacklevel=3,
         )
+    _refuse_adapted(model, choice)
     steps, refused = _checked(model, choice)
     skipped = _left_out(steps, refused, choice) if skip_incompatible else {}
     steps = [s for s in steps if s.fqn not in skipped]
@@ -128,6 +129,21 @@ def _left_out(steps: list[Step], refused: dict[str, str], choice: Choice) -> dic
         fqn: f"{fqn}: shares its weight with {other}, which cannot take its config" for fqn, other in sharers.items()
     }
     return refused | shared
+
+
+def _refuse_adapted(model: nn.Module, choice: Choice) -> None:
+    """Raise one ValueError for all layers of adapters, before any of them is found to be too small for its config."""
+    kinds = [(fqn, module, ours(config)) for fqn, module, config in choice.layers]
+    adapted = [
+        fqn
+        for fqn, module, config in kinds
+        if getattr(config, "step", None) != "convert" and sharing.adapter_problem(model, module, fqn, "prepare")
+    ]
+    if adapted:
+        raise ValueError(
+            f"{len(adapted)} layer(s) are parts of adapted layers, such as {adapted[0]}; the model is unchanged: quantise or "
+            "prepare the model first, and add adapters to it then; or merge these adapters (merge_and_unload) and then prepare"
+        )
 
 
 def plan_layer(

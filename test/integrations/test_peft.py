@@ -337,12 +337,22 @@ def test_dropout_and_mixed_batches_on_a_prepared_base_and_svd_inits_on_codes_are
 def test_quantising_under_adapters_is_refused(wrapped: Any) -> None:
     model = get_peft_model(llama(), lora())
     with pytest.raises(
-        ValueError, match=r"(?s)q_proj.base_layer: is part of an adapted layer.*lora_A.default: is part"
+        ValueError, match=r"3 layer\(s\) are parts of adapted layers, such as .*q_proj.base_layer; .*first"
     ):
         quantize_(
             model, wrapped, filter_fn=lambda m, fqn: "layers.0.self_attn.q_proj" in fqn and isinstance(m, nn.Linear)
         )
     assert all(type(m.weight) is nn.Parameter for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def test_adapters_before_prepare_are_one_message_however_small_they_are() -> None:
+    """Not one for each layer, about K = 4 and a group that divides it."""
+    model = get_peft_model(llama(), lora(r=4))
+    with pytest.raises(ValueError, match="add adapters to it then; or merge these adapters") as error:
+        quantize_(model, QATConfig(Int4WeightConfig(32)))
+    assert "K = 4" not in str(error.value) and "\n" not in str(error.value)
+    merged = model.merge_and_unload()
+    quantize_(merged, QATConfig(Int4WeightConfig(32)))
 
 
 def test_unprepare_under_adapters_is_refused() -> None:
