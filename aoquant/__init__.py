@@ -23,6 +23,7 @@ from aoquant.config import (
     PackedWeightConfig,
     QATConfig,
 )
+from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import set_fake_quant, unprepare
@@ -61,6 +62,7 @@ __all__ = [
     "calibrate",
     "convert_checkpoint",
     "explain",
+    "export",
     "get_format",
     "list_formats",
     "load_pretrained",

@@ -1,4 +1,4 @@
-"""The command line: `aoquant run`, `eval`, `convert`, `formats`, `recipes`, `doctor`.
+"""The command line: `aoquant run`, `eval`, `convert`, `export`, `formats`, `recipes`, `doctor`.
 
 Errors that a user can mend are one line and exit code 2; everything else is a traceback, because it is our mistake.
 """
@@ -164,7 +164,14 @@ def _print_table(rows: list[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
     print(tabulate(rows, heads, tablefmt="github"))
 
 
-COMMANDS = {"run": run, "eval": evaluate, "convert": convert, "formats": formats, "recipes": recipes, "doctor": doctor}
+def export() -> Callable[..., None]:
+    """write a converted checkpoint for vLLM, SGLang, transformers or llama.cpp"""
+    from aoquant.export.command import command
+
+    return command
+
+
+COMMANDS = {"run": run, "eval": evaluate, "convert": convert, "export": export, "formats": formats, "recipes": recipes, "doctor": doctor}
 
 
 def main(arguments: list[str] | None = None) -> None:

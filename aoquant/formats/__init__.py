@@ -17,6 +17,8 @@ from .blockscaled import MX, NVFP4
 from .dialects import MXFP4Dialect, NVFP4Dialect
 from .float8 import Float8
 from .four_over_six import FourOverSix
+from .ggml import KINDS as _GGML
+from .ggml import Ggml
 from .gridflip import GridFlip
 from .high import HighPrecision
 from .hqq import AffineHQQ
@@ -43,6 +45,7 @@ __all__ = [
     "Float8Mslk",
     "Format",
     "FourOverSix",
+    "Ggml",
     "GridFlip",
     "HighPrecision",
     "Int4",
@@ -95,6 +98,7 @@ _STANDARD: tuple[Format, ...] = (
     *(NVFP4Dialect(dialect) for dialect in ("xx", "qutlass", "te")),
     NVFP4Dialect("xx", fixed=(0.1,)),
     NVFP4Dialect("te", tile=16),
+    *(Ggml(kind) for kind in _GGML),
 )
 # named, but not listed: a forward costs twenty iterations
 _FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=True))
