@@ -29,6 +29,7 @@ from aoquant.formats import MX, NVFP4, Affine, Float8, Format, FourOverSix, Grid
 from aoquant.formats import get_format
 from aoquant.tensor import PackedTensor
 
+VLLM_FP8 = ("fp8-row-mslk", "fp8-row-vllm-reciprocal")  # what its CUDA kernel and its compiled path compute
 _E8M0 = {"scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
 _E4M3 = {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
 
@@ -135,7 +136,7 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
         notes = () if name == "int8-row-vllm" else (f"vLLM rounds int8 activations as int8-row-vllm, trained as {name}",)
     elif isinstance(format, Float8) and (format.element, format.per, format.fixed) == ("e4m3", "row", ()):
         args |= {"num_bits": 8, "type": "float", "strategy": "token"}
-        notes = () if name.startswith("fp8-row-vllm") else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {name}",)
+        notes = () if name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {name}",)
     elif isinstance(format, Float8) and (format.element, format.rows, format.cols) == ("e4m3", 1, 128):
         args |= {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128}
     elif isinstance(format, Affine | Float8) and format.per == "tensor" and len(format.fixed) == 1 and format.bits == 8:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aoquant.export.compressed import VLLM_FP8
 from aoquant.export.fused import check_fused
 from aoquant.export.plan import Plan
 from aoquant.export.source import Source
@@ -61,7 +62,7 @@ def _nvfp4(p: PackedTensor, x: Format | None) -> Stored:
 def _float8(format: Float8, p: PackedTensor, x: Format | None) -> Stored:
     assert p.scale is not None
     if format.per == "row" and isinstance(x, Float8) and (x.per, x.fixed) == ("row", ()):
-        notes = () if x.name.startswith("fp8-row-vllm") else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {x.name}",)
+        notes = () if x.name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {x.name}",)
         return Stored({"weight": p.qdata, "weight_scale": p.scale.flatten()}, "FP8_PER_CHANNEL_PER_TOKEN", notes)
     if format.per == "tensor" and isinstance(x, Float8) and x.per == "tensor" and x.fixed:
         scales: dict[str, Tensor] = {"weight_scale": p.scale.reshape(()), "input_scale": torch.tensor(float(x.fixed[0]))}

@@ -58,9 +58,9 @@ class Ggml(Format):
         x_RGB, d_RG1 = self._blocks(x_RK).float(), s.scale.float().unsqueeze(-1)
         if self.kind == "q8_0-x86":  # 127 / amax is not 1 / d: each is rounded once
             amax = absmax(x_RGB).unsqueeze(-1)
-            q = (x_RGB * torch.where(amax != 0, 127.0 / amax, 0.0)).round_()
+            q = (x_RGB * torch.where(amax != 0, torch.full_like(amax, 127.0) / amax, 0.0)).round_()
         else:
-            inverse = torch.where(d_RG1 == 0, 0.0, 1.0 / d_RG1)
+            inverse = torch.where(d_RG1 == 0, 0.0, d_RG1.reciprocal())
             q = self._round(x_RGB, inverse, s.zero)
         low, high = (-127, 127) if self.bits == 8 else (0, 15)
         q = q.clamp_(low, high).nan_to_num_(0.0).flatten(1)
@@ -85,7 +85,7 @@ class Ggml(Format):
         x_RGB, d = self._blocks(x_RK).float(), e.scale.float().unsqueeze(-1)
         if self.kind != "q4_0":
             return torch.zeros_like(x_RK, dtype=torch.bool)
-        return (x_RGB * torch.where(d == 0, 0.0, 1.0 / d) >= 7.5).flatten(1)
+        return (x_RGB * torch.where(d == 0, 0.0, d.reciprocal()) >= 7.5).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
