@@ -29,11 +29,13 @@ from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import set_fake_quant, unprepare
 from aoquant.ops import backend
 from aoquant.quantize import quantize_
+from aoquant.refresh import refresh_
 from aoquant.report import Report, report, verify
 from aoquant.tensor import PackedTensor
 from aoquant.tools.explain import explain
 from aoquant.tools.packed_linear import packed_linear
 from aoquant.transforms import WUSH, Hadamard
+from aoquant.unpack import unpack_
 
 if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
@@ -68,9 +70,11 @@ __all__ = [
     "load_pretrained",
     "packed_linear",
     "quantize_",
+    "refresh_",
     "report",
     "save_pretrained",
     "set_fake_quant",
+    "unpack_",
     "unprepare",
     "verify",
 ]

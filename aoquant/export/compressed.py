@@ -80,11 +80,10 @@ def _weight(format: Format, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
 
 def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
     assert p.scale is not None
-    scale = p.scale.to(p.dtype)
-    if not torch.equal(scale.float(), p.scale.float()):
-        if format.width == 8 and format.per == "row" and p.activation:
-            scale = p.scale  # int-quantized scales are float32 in every engine
-        else:
+    scale = p.scale
+    if not (format.width == 8 and p.activation):  # int-quantized scales stay float32 in every engine
+        scale = p.scale.to(p.dtype)
+        if not torch.equal(scale.float(), p.scale.float()):
             raise Unfit(
                 f"{format.name} has {_short(p.scale.dtype)} scales, and readers hold them in the model's {_short(p.dtype)}",
                 f"train {_intx(format)}, whose scales are the model's dtype",

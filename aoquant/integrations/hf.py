@@ -92,6 +92,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load a quantised checkpoint and check that it is whole: files, schema, every key, every quantised weight.
 
+    A folder of compressed-tensors (llm-compressor's, or `aoquant.export`'s) becomes packed tensors too; kwargs are dtype and device_map then.
+
     model_class: a HF model class or AutoModel class; models that are no causal LM need it. kwargs: for its `from_pretrained`, such as `device_map`.
 
     Raises:
@@ -100,6 +102,10 @@ def load_pretrained(
     for argument in ("quantization_config", "output_loading_info", "variant", "subfolder"):
         if argument in kwargs:
             raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
+    if checkpoint.method(Path(directory)) == "compressed-tensors":
+        from aoquant.export import reading
+
+        return reading.load(Path(directory), model_class, **kwargs)
     quantised = checkpoint.check(Path(directory))
     try:
         model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
