@@ -171,7 +171,15 @@ def export() -> Callable[..., None]:
     return command
 
 
-COMMANDS = {"run": run, "eval": evaluate, "convert": convert, "export": export, "formats": formats, "recipes": recipes, "doctor": doctor}
+COMMANDS = {
+    "run": run,
+    "eval": evaluate,
+    "convert": convert,
+    "export": export,
+    "formats": formats,
+    "recipes": recipes,
+    "doctor": doctor,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

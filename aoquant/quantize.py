@@ -28,6 +28,7 @@ from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
+from aoquant.planning import fused
 from aoquant.planning.plan import Filter, Step, plan
 from aoquant.planning.progress import track
 from aoquant.report.rows import HEALTHY
@@ -80,6 +81,7 @@ def quantize_(
         for step in track(steps, steps[0].kind):
             apply(step, packed, device)
         fsdp.release(model, converted)
+        fused.share_outer_scales(model)
     except BaseException as error:
         for module, cls, attributes, parameters, buffers in before:
             module.__class__ = cls

@@ -51,16 +51,24 @@ def _target(name: str, layer: QATLayer, packed: nn.Module) -> PackedTensor:
         raise ValueError(f"refresh_: the converted model has no layer {name}: convert a copy of this model") from None
     weight = getattr(module, "weight", None)
     if not isinstance(weight, PackedTensor):
-        raise ValueError(f"refresh_: {name} is prepared, and in the converted model its weight is {type(weight).__name__}: convert a copy")
+        raise ValueError(
+            f"refresh_: {name} is prepared, and in the converted model its weight is {type(weight).__name__}: convert a copy"
+        )
     if isinstance(layer.weight, DTensor):
         raise ValueError(f"refresh_: {name} is sharded over ranks: gather it first")
     recipe = layer.prepared.recipe
     wanted = (recipe.fprop_weight.name, recipe.contract, tuple(layer.weight.shape))
     got = (weight.format, weight.contract, tuple(weight.shape))
     if wanted != got:
-        raise ValueError(f"refresh_: {name} is prepared as {wanted}, and the converted model has {got}: convert a copy of this model")
+        raise ValueError(
+            f"refresh_: {name} is prepared as {wanted}, and the converted model has {got}: convert a copy of this model"
+        )
     activation = recipe.input_name
-    if isinstance(layer, QATLinear) and (scales := layer.deployed_input_scales()) is not None and recipe.fprop_input is not None:
+    if (
+        isinstance(layer, QATLinear)
+        and (scales := layer.deployed_input_scales()) is not None
+        and recipe.fprop_input is not None
+    ):
         activation = recipe.fprop_input.fix(*_numbers(scales)).name if not recipe.fitted else activation
     if activation != weight.activation:
         raise ValueError(
@@ -81,10 +89,14 @@ def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTen
     pairs = []
     for name, theirs in (*prepared.named_parameters(), *prepared.named_buffers()):
         module, _, parameter = name.rpartition(".")
-        if name in own or (module in targets and parameter != "bias"):  # held scales and random states stay with training
+        if name in own or (
+            module in targets and parameter != "bias"
+        ):  # held scales and random states stay with training
             continue
         if name not in mine or mine[name].shape != theirs.shape:
-            raise ValueError(f"refresh_: the converted model has no {name} of shape {tuple(theirs.shape)}: convert a copy of this model")
+            raise ValueError(
+                f"refresh_: the converted model has no {name} of shape {tuple(theirs.shape)}: convert a copy of this model"
+            )
         if not isinstance(mine[name], PackedTensor):
             pairs.append((mine[name], theirs.detach()))
     return pairs

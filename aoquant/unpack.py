@@ -34,11 +34,13 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
             The model is unchanged then.
     """
     if scales not in ("static", "learned"):
-        raise ValueError(f"unpack_: scales is static or learned, got {scales!r}: scales made anew would give other codes")
+        raise ValueError(
+            f"unpack_: scales is static or learned, got {scales!r}: scales made anew would give other codes"
+        )
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and isinstance(m.weight, PackedTensor)}
     if not layers:
         raise ValueError("nothing to unpack: no linear layer holds a PackedTensor")
-    packed = {name: m.weight for name, m in layers.items()}
+    packed: dict[str, Any] = {name: m.weight for name, m in layers.items()}
     configs = {name: QATConfig(config_of(m), step="prepare", scales=scales, **options) for name, m in layers.items()}
     floats: dict[int, nn.Parameter] = {}
     for module in layers.values():
@@ -55,10 +57,10 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
             )
     except BaseException:
         for name in layers:
-            module = model.get_submodule(name)
-            if isinstance(module, QATLinear):
-                module.unprepare()
-            module.weight = packed[name]
+            layer: Any = model.get_submodule(name)
+            if isinstance(layer, QATLinear):
+                layer.unprepare()
+            layer.weight = packed[name]
         raise
 
 
@@ -84,4 +86,3 @@ def _restored(layer: nn.Module, p: PackedTensor) -> bool:
 def _towards(weight: Tensor, direction: Tensor) -> Tensor:
     """The next float in a direction."""
     return torch.nextafter(weight, torch.copysign(torch.full_like(direction, torch.inf), direction).to(weight.dtype))
-

@@ -70,7 +70,9 @@ def _writer(format: str) -> Callable[..., Any]:
     store, describe = (f"aoquant.export.{name}" for name in _PARTS[format])
 
     def write(*args: Any, **kwargs: Any) -> Path:
-        return hf_folder.write(*args, store=import_module(store).store, describe=import_module(describe).describe, target=format, **kwargs)
+        return hf_folder.write(
+            *args, store=import_module(store).store, describe=import_module(describe).describe, target=format, **kwargs
+        )
 
     return write
 

@@ -25,8 +25,19 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor, nn
 
 from aoquant.export.targets import Stored, Unfit, power_of_two
-from aoquant.formats import MX, NVFP4, Affine, Float8, Format, FourOverSix, GridFlip, Int4, TinyGemm, Transformed
-from aoquant.formats import get_format
+from aoquant.formats import (
+    MX,
+    NVFP4,
+    Affine,
+    Float8,
+    Format,
+    FourOverSix,
+    GridFlip,
+    Int4,
+    TinyGemm,
+    Transformed,
+    get_format,
+)
 from aoquant.tensor import PackedTensor
 
 VLLM_FP8 = ("fp8-row-mslk", "fp8-row-vllm-reciprocal")  # what its CUDA kernel and its compiled path compute
@@ -132,7 +143,9 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
     notes: tuple[str, ...] = ()
     if isinstance(format, Affine) and (format.width, format.per) == (8, "row"):
         args |= {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": format.mapping == "symmetric"}
-        notes = () if name == "int8-row-vllm" else (f"vLLM rounds int8 activations as int8-row-vllm, trained as {name}",)
+        notes = (
+            () if name == "int8-row-vllm" else (f"vLLM rounds int8 activations as int8-row-vllm, trained as {name}",)
+        )
     elif isinstance(format, Float8) and (format.element, format.per, format.fixed) == ("e4m3", "row", ()):
         args |= {"num_bits": 8, "type": "float", "strategy": "token"}
         notes = () if name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {name}",)
@@ -150,7 +163,14 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
     elif type(format) is NVFP4 and format.outer == "static":
         assert format.pts is not None
         divisor = 1.0 / torch.tensor([format.pts])
-        args |= {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, **_E4M3, "dynamic": "local"}
+        args |= {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": 16,
+            **_E4M3,
+            "dynamic": "local",
+        }
         return QuantizationArgs(**args), {"input_global_scale": divisor}, ()
     elif type(format) is NVFP4:
         raise Unfit(

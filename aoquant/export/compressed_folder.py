@@ -19,7 +19,9 @@ def describe(source: Source, plan: Plan) -> Description:
 
     A model of one scheme targets "Linear" and ignores what is left out; a model of several targets layers by name.
     """
-    check_fused({m: s.tensors["weight_global_scale"] for m, s in plan.layers.items() if "weight_global_scale" in s.tensors})
+    check_fused(
+        {m: s.tensors["weight_global_scale"] for m, s in plan.layers.items() if "weight_global_scale" in s.tensors}
+    )
     groups: dict[str, tuple[QuantizationScheme, list[str]]] = {}
     for module, stored in plan.layers.items():
         scheme: QuantizationScheme = stored.scheme

@@ -53,9 +53,9 @@ class Folder:
         size = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
         self._start(size)
         places: dict[str, Slot] = {}
-        for file, names in split.filename_to_tensors.items():
+        for file, held in split.filename_to_tensors.items():
             if not self.done:
-                reserve(self.path / file, {n: tensors[n] for n in names}, metadata)
+                reserve(self.path / file, {n: tensors[n] for n in held}, metadata)
             places |= header(self.path / file)[1]
         with bar(size, "export") as advance:
             pending: list[str] = []

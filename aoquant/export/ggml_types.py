@@ -38,7 +38,10 @@ def store(p: PackedTensor) -> Stored:
         raise Unfit(f"{p.format} stands behind a transform, which the file cannot carry", "train without it")
     size, width = GGML_QUANT_SIZES[type]
     if k % size:
-        raise Unfit(f"{type.name} has blocks of {size} values, and the layer K = {k}", "leave the layer in high precision (--skip)")
+        raise Unfit(
+            f"{type.name} has blocks of {size} values, and the layer K = {k}",
+            "leave the layer in high precision (--skip)",
+        )
     heads = _heads(p, type)
     tensors = {"weight": torch.empty(rows, k // size * width, dtype=torch.uint8, device="meta")}
     if not p.qdata.is_meta:
@@ -94,7 +97,9 @@ def _half(t: Tensor, name: str, what: str) -> Tensor:
     half = t.to(torch.float16)
     if not torch.equal(half.float(), t.float()):
         lost = (half.float() != t.float()).sum().item()
-        raise Unfit(f"{lost} of {t.numel()} {what} of {name} are no float16 numbers", "train q4_0, q4_1 or q8_0, whose are")
+        raise Unfit(
+            f"{lost} of {t.numel()} {what} of {name} are no float16 numbers", "train q4_0, q4_1 or q8_0, whose are"
+        )
     return half.contiguous().view(torch.uint8).reshape(t.shape[0], -1, 2)
 
 
@@ -124,7 +129,12 @@ def _halves(nibbles: Tensor, block: int) -> Tensor:
 def _notes(p: PackedTensor, type: GGMLQuantizationType) -> tuple[str, ...]:
     notes: tuple[str, ...] = ()
     scale = p.scale
-    if isinstance(p.weight_format, Affine) and scale is not None and scale.dtype != torch.float32 and not p.weight_format.stored:
+    if (
+        isinstance(p.weight_format, Affine)
+        and scale is not None
+        and scale.dtype != torch.float32
+        and not p.weight_format.stored
+    ):
         notes += (_UNROUNDED.format(str(scale.dtype).removeprefix("torch.")),)
     if p.activation not in ("", "q8_0-x86"):
         notes += (f"llama.cpp quantises activations to Q8_0 (q8_0-x86), trained as {p.activation}",)

@@ -64,7 +64,9 @@ def find(config: Mapping[str, Any]) -> Architecture:
     """
     name = (config.get("architectures") or ["none"])[0]
     if name not in ARCHITECTURES:
-        raise ValueError(f"gguf: no architecture is known for {name}; there are {', '.join(ARCHITECTURES)}: use format='compressed-tensors'")
+        raise ValueError(
+            f"gguf: no architecture is known for {name}; there are {', '.join(ARCHITECTURES)}: use format='compressed-tensors'"
+        )
     return ARCHITECTURES[name]
 
 
@@ -113,7 +115,9 @@ def add_metadata(writer: GGUFWriter, architecture: Architecture, config: Mapping
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     elif kind not in ("default", "llama3"):
-        raise ValueError(f"gguf: the model rotates by rope_type={kind!r}; the file can say default, linear, yarn and llama3")
+        raise ValueError(
+            f"gguf: the model rotates by rope_type={kind!r}; the file can say default, linear, yarn and llama3"
+        )
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:

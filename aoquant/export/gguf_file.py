@@ -113,18 +113,25 @@ def _entries(source: Source, decided: Plan, architecture: Architecture) -> list[
             stored = decided.layers[weight.module]
             entries.append(_Entry(new, name, "weight", tuple(kept.shape), stored.scheme))
             if "scale" in stored.tensors:
-                entries.append(_Entry(f"{new.removesuffix('.weight')}.scale", name, "scale", (1,), GGMLQuantizationType.F32))
+                entries.append(
+                    _Entry(f"{new.removesuffix('.weight')}.scale", name, "scale", (1,), GGMLQuantizationType.F32)
+                )
         else:
             type = _TYPES[kept.dtype] if kept.dim() > 1 else GGMLQuantizationType.F32
             entries.append(_Entry(new, name, "", tuple(kept.shape), type))
     if unknown:
-        raise ValueError(f"gguf: {architecture.name} has no tensors for {', '.join(unknown[:3])}" + (" ..." if len(unknown) > 3 else ""))
+        raise ValueError(
+            f"gguf: {architecture.name} has no tensors for {', '.join(unknown[:3])}"
+            + (" ..." if len(unknown) > 3 else "")
+        )
     if (factors := gguf_arch.rope_factors(source.config)) is not None:
         entries.append(_Entry("rope_freqs.weight", "", "", tuple(factors.shape), GGMLQuantizationType.F32))
     return entries
 
 
-def _fill(writer: gguf.GGUFWriter, entries: list[_Entry], source: Source, decided: Plan, architecture: Architecture) -> None:
+def _fill(
+    writer: gguf.GGUFWriter, entries: list[_Entry], source: Source, decided: Plan, architecture: Architecture
+) -> None:
     config = source.config
     parts: dict[str, Tensor] = {}
     with bar(sum(e.nbytes for e in entries), "export") as advance:

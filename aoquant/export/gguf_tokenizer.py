@@ -34,11 +34,15 @@ def add(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"gguf: {folder} has no tokenizer.json, and llama.cpp needs a tokenizer: give tokenizer=, a fast one")
+        raise ValueError(
+            f"gguf: {folder} has no tokenizer.json, and llama.cpp needs a tokenizer: give tokenizer=, a fast one"
+        )
     content = json.loads(path.read_text(encoding="utf-8"))
     model = content["model"]
     if model.get("type") != "BPE":
-        raise ValueError(f"gguf: the tokenizer is {model.get('type')}, and this export knows BPE: tokenizers as Llama, Qwen, Gemma and Mistral have")
+        raise ValueError(
+            f"gguf: the tokenizer is {model.get('type')}, and this export knows BPE: tokenizers as Llama, Qwen, Gemma and Mistral have"
+        )
     byte_fallback = bool(model.get("byte_fallback"))
     tokens, types = _tokens(content, vocab_size, byte_fallback)
     writer.add_tokenizer_model("llama" if byte_fallback else "gpt2")
@@ -65,7 +69,9 @@ def split_name(pre_tokenizer: dict[str, Any] | None) -> str:
         for part, name in _SPLITS:
             if part in pattern:
                 return name
-    raise ValueError(f"gguf: llama.cpp has a name for every way of splitting text, and this one is not known here: {patterns or pre_tokenizer}")
+    raise ValueError(
+        f"gguf: llama.cpp has a name for every way of splitting text, and this one is not known here: {patterns or pre_tokenizer}"
+    )
 
 
 def _tokens(content: dict[str, Any], vocab_size: int, byte_fallback: bool) -> tuple[list[str], list[TokenType]]:

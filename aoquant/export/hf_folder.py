@@ -54,7 +54,9 @@ def write(
 
     index = folder.fill(tensors, groups, make, max_shard_size, {"format": "pt"})
     if index is not None:
-        (folder.path / checkpoint.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder.path / checkpoint.INDEX).write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
     _copy(source, folder.path)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder.path)
@@ -84,4 +86,3 @@ def _copy(source: Source, folder: Path) -> None:
     generation = getattr(source.modules[""], "generation_config", None)
     if isinstance(generation, GenerationConfig):
         generation.save_pretrained(folder)
-

@@ -39,7 +39,10 @@ def store(p: PackedTensor) -> Stored:
         return _nvfp4(p, x)
     if isinstance(format, Float8) and format.element == "e4m3" and format.per != "block":
         return _float8(format, p, x)
-    raise Unfit(f"this layout holds nvfp4 and fp8, not {format.name}", "use format='compressed-tensors', or train vllm-nvfp4 or vllm-fp8")
+    raise Unfit(
+        f"this layout holds nvfp4 and fp8, not {format.name}",
+        "use format='compressed-tensors', or train vllm-nvfp4 or vllm-fp8",
+    )
 
 
 def _nvfp4(p: PackedTensor, x: Format | None) -> Stored:
@@ -65,7 +68,10 @@ def _float8(format: Float8, p: PackedTensor, x: Format | None) -> Stored:
         notes = () if x.name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {x.name}",)
         return Stored({"weight": p.qdata, "weight_scale": p.scale.flatten()}, "FP8_PER_CHANNEL_PER_TOKEN", notes)
     if format.per == "tensor" and isinstance(x, Float8) and x.per == "tensor" and x.fixed:
-        scales: dict[str, Tensor] = {"weight_scale": p.scale.reshape(()), "input_scale": torch.tensor(float(x.fixed[0]))}
+        scales: dict[str, Tensor] = {
+            "weight_scale": p.scale.reshape(()),
+            "input_scale": torch.tensor(float(x.fixed[0])),
+        }
         return Stored({"weight": p.qdata, **scales}, "FP8")
     raise Unfit(
         f"the layout holds fp8-row with fp8-row activations, or fp8-tensor with fp8-tensor-static ones, not {p.recipe}",
@@ -84,7 +90,9 @@ def describe(source: Source, plan: Plan) -> Description:
         algorithms.setdefault(stored.scheme, module)
     if len(algorithms) > 1:
         found = ", ".join(f"{algorithm} ({module})" for algorithm, module in algorithms.items())
-        raise ValueError(f"modelopt: one algorithm for the whole model, got {found}: use format='compressed-tensors', or skip some layers")
+        raise ValueError(
+            f"modelopt: one algorithm for the whole model, got {found}: use format='compressed-tensors', or skip some layers"
+        )
     algorithm = next(iter(algorithms))
     check_fused({m: s.tensors["weight_scale_2"] for m, s in plan.layers.items() if "weight_scale_2" in s.tensors})
     left = [module for module in source.linears() if module not in plan.layers]

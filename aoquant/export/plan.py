@@ -46,7 +46,10 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
             continue
         try:
             if weight.kind != "PackedTensor":
-                raise Unfit(f"it is torchao's {weight.kind}", "train with a config of aoquant's, such as IntxWeightConfig(4, 128)")
+                raise Unfit(
+                    f"it is torchao's {weight.kind}",
+                    "train with a config of aoquant's, such as IntxWeightConfig(4, 128)",
+                )
             if module in embeddings:
                 raise Unfit("it is an embedding, and engines read embeddings as floats", "leave it out of quantize_")
             packed = weight.read(False)
@@ -66,7 +69,10 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
     if not layers:
         raise ValueError("skip names every quantised layer: there is nothing to export")
     for note, modules in notes.items():
-        warnings.warn(f"{note} ({len(modules)} layers, such as {modules[0]}): weights are the same, activations are not", stacklevel=3)
+        warnings.warn(
+            f"{note} ({len(modules)} layers, such as {modules[0]}): weights are the same, activations are not",
+            stacklevel=3,
+        )
     floats = {name: w for name, w in source.weights.items() if w.module not in layers}
     return Plan(layers, floats)
 
@@ -74,7 +80,7 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
 def values(weight: Weight) -> Tensor:
     """A weight that is written as values: a skipped layer's are what its GEMM multiplies by."""
     tensor = weight.read(True)
-    return tensor.dequantize() if weight.kind != "Tensor" else tensor  # type: ignore[no-any-return,operator]
+    return tensor.dequantize() if weight.kind != "Tensor" else tensor
 
 
 def _matching(skip: Sequence[str], quantised: dict[str, Weight]) -> set[str]:
@@ -86,6 +92,8 @@ def _matching(skip: Sequence[str], quantised: dict[str, Weight]) -> set[str]:
         else:
             found = set(fnmatch.filter(quantised, pattern))
         if not found:
-            raise ValueError(f"skip: {pattern!r} is no quantised layer's name; there are {len(quantised)}, such as {next(iter(quantised))}")
+            raise ValueError(
+                f"skip: {pattern!r} is no quantised layer's name; there are {len(quantised)}, such as {next(iter(quantised))}"
+            )
         chosen |= found
     return chosen

@@ -25,11 +25,21 @@ from aoquant.layers.linear import LinearRecipe
 from aoquant.planning.progress import bar
 from aoquant.tensor import PackedTensor
 
-_PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape", "weight_g_idx")
+_PARTS = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_global_scale",
+    "weight_shape",
+    "weight_g_idx",
+)
 _INPUTS = ("input_scale", "input_global_scale", "input_zero_point")
 
 
-def load(folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", device_map: Any = None) -> PreTrainedModel:
+def load(
+    folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", device_map: Any = None
+) -> PreTrainedModel:
     """The model of a compressed-tensors folder, its quantised layers packed.
 
     dtype: of what stays float and of the layers' outputs; "auto" is config.json's. device_map: one device, or None for the CPU.
@@ -40,7 +50,9 @@ def load(folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", d
     from accelerate import init_empty_weights
 
     if isinstance(device_map, Mapping) or device_map in ("auto", "balanced", "sequential"):
-        raise ValueError(f"{folder}: a compressed-tensors checkpoint is loaded onto one device, got device_map={device_map!r}")
+        raise ValueError(
+            f"{folder}: a compressed-tensors checkpoint is loaded onto one device, got device_map={device_map!r}"
+        )
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     schemes = QuantizationConfig.model_validate(checkpoint.read_json(folder / "config.json")["quantization_config"])
     del config.quantization_config
@@ -55,13 +67,17 @@ def load(folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", d
     _fill(folder, model, slots, schemes, dtype)
     model.tie_weights()
     if left := [n for n, p in model.named_parameters() if p.is_meta]:
-        raise ValueError(f"{folder}: does not hold {checkpoint.some(left)} of {type(model).__name__}: load it with transformers")
+        raise ValueError(
+            f"{folder}: does not hold {checkpoint.some(left)} of {type(model).__name__}: load it with transformers"
+        )
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model if device_map is None else model.to(device_map)
 
 
-def _fill(folder: Path, model: PreTrainedModel, slots: dict[str, Slot], schemes: QuantizationConfig, dtype: torch.dtype) -> None:
+def _fill(
+    folder: Path, model: PreTrainedModel, slots: dict[str, Slot], schemes: QuantizationConfig, dtype: torch.dtype
+) -> None:
     names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     read: set[str] = set()
     with bar(sum(slot.size for slot in slots.values()), "load") as advance:
@@ -74,13 +90,17 @@ def _fill(folder: Path, model: PreTrainedModel, slots: dict[str, Slot], schemes:
                 raise ValueError(f"{folder}: {name} has scales and no config group of config.json names it")
             packed = _packed(f"{folder}: {name}", scheme, {part: slot.read() for part, slot in parts.items()}, dtype)
             if packed.shape != module.weight.shape:
-                raise ValueError(f"{folder}: {name} is {tuple(packed.shape)}, and the model wants {tuple(module.weight.shape)}")
+                raise ValueError(
+                    f"{folder}: {name} is {tuple(packed.shape)}, and the model wants {tuple(module.weight.shape)}"
+                )
             module.weight = nn.Parameter(packed, requires_grad=False)
             read |= {f"{name}.{part}" for part in parts}
             advance(sum(slot.size for slot in parts.values()), name)
         for name in sorted(slots.keys() - read):
             if name not in names or names[name].shape != slots[name].shape:
-                raise ValueError(f"{folder}: {name} {slots[name].shape} has no place in {type(model).__name__}: load it with transformers")
+                raise ValueError(
+                    f"{folder}: {name} {slots[name].shape} has no place in {type(model).__name__}: load it with transformers"
+                )
             values = slots[name].read()
             values = values.to(dtype) if values.dtype in FLOAT_DTYPES else values
             owner, _, own = name.rpartition(".")
@@ -133,7 +153,9 @@ def _encoded(args: QuantizationArgs, parts: dict[str, Tensor], dtype: torch.dtyp
             return _Found(f"fp8-{rows}x{cols}", Encoded(codes, scale.float(), None, None, k))
         if args.strategy in ("channel", "tensor"):
             row = args.strategy == "channel"
-            return _Found("fp8-row" if row else "fp8-tensor", Encoded(codes, scale.float().reshape(-1, 1), None, None, k))
+            return _Found(
+                "fp8-row" if row else "fp8-tensor", Encoded(codes, scale.float().reshape(-1, 1), None, None, k)
+            )
     raise ValueError(f"{args.num_bits}-bit floats, strategy {args.strategy}, groups of {args.group_size}")
 
 
@@ -175,4 +197,6 @@ def _activation(args: QuantizationArgs | None, parts: dict[str, Tensor]) -> Form
         return get_format("nvfp4").fix(parts["input_global_scale"].float().reciprocal().item())
     if args.strategy == "tensor" and args.num_bits == 8 and "input_scale" in parts and args.symmetric:
         return get_format(f"{'int8' if args.type == 'int' else 'fp8'}-tensor").fix(parts["input_scale"].float().item())
-    raise ValueError(f"activations of {args.num_bits} bits ({args.type}), strategy {args.strategy}, dynamic={args.dynamic}")
+    raise ValueError(
+        f"activations of {args.num_bits} bits ({args.type}), strategy {args.strategy}, dynamic={args.dynamic}"
+    )

@@ -73,7 +73,9 @@ def of_model(model: nn.Module) -> Source:
             "quantize_(model, QATConfig(step='convert')) first"
         )
     if fsdp.is_distributed(model):
-        raise ValueError(f"the model is sharded over ranks, and export writes whole tensors: {fsdp.GATHER}, and export that")
+        raise ValueError(
+            f"the model is sharded over ranks, and export writes whole tensors: {fsdp.GATHER}, and export that"
+        )
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     config.pop("quantization_config", None)
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}

@@ -91,7 +91,6 @@ class Ggml(Format):
         assert e.scale is not None
         return e.scale.float().abs() <= torch.finfo(torch.float16).smallest_normal
 
-
     def _round(self, x_RGB: Tensor, inverse: Tensor, low: Tensor | None) -> Tensor:
         """Codes before clamping."""
         if self.kind == "q4_0":

@@ -67,7 +67,9 @@ class Int8Vllm(Affine):
         return Encoded(codes, s.scale, None, None, x_RK.shape[1])
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        raise ValueError("int8-row-vllm makes its codes from each row's largest value: it takes no held scales; use int8-row")
+        raise ValueError(
+            "int8-row-vllm makes its codes from each row's largest value: it takes no held scales; use int8-row"
+        )
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_folder_and_its_model_give_the_same_tensors(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["export", str(saved), "--format", "compressed-tensors", "--out", str(tmp_path / "a"), "--max-shard-size", "80KB"])
+def test_a_folder_and_its_model_give_the_same_tensors(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(
+        [
+            "export",
+            str(saved),
+            "--format",
+            "compressed-tensors",
+            "--out",
+            str(tmp_path / "a"),
+            "--max-shard-size",
+            "80KB",
+        ]
+    )
     assert "written" in capsys.readouterr().out
     export(load_pretrained(saved), tmp_path / "b", max_shard_size="80KB")
     a, b = contents(tmp_path / "a"), contents(tmp_path / "b")
@@ -92,7 +105,9 @@ def test_skipped_layers_are_floats(tmp_path: Path) -> None:
 
 def test_layers_that_do_not_fit_are_listed_before_anything_is_written(saved: Path, tmp_path: Path) -> None:
     model = llama()
-    quantize_(model, FqnToConfig({r"re:.*down_proj": Int4WeightConfig(128), "_default": PackedWeightConfig("intx4-g32")}))
+    quantize_(
+        model, FqnToConfig({r"re:.*down_proj": Int4WeightConfig(128), "_default": PackedWeightConfig("intx4-g32")})
+    )
     out = tmp_path / "out"
     expected = r"(?s)2 layer\(s\) do not fit compressed-tensors.*layers\.0\.mlp\.down_proj: no scheme holds int4-g128\. Instead: train intx4-g128-asym"
     with pytest.raises(ValueError, match=expected):

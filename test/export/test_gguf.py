@@ -72,7 +72,11 @@ def read(path: Path) -> dict[str, Any]:
 def test_values_in_the_file_are_the_trained_ones(name: str, type: Type, tmp_path: Path) -> None:
     model = converted(PackedWeightConfig(name), dtype=torch.float32)
     tensors = read(export(model, tmp_path / "out", "gguf", byte_level()))
-    names = {"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.down_proj": "ffn_down"}  # not permuted
+    names = {
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.down_proj": "ffn_down",
+    }  # not permuted
     for layer in (0, 1):
         for ours, theirs in names.items():
             weight = packed(model)[f"model.layers.{layer}.{ours}"]
@@ -109,7 +113,7 @@ def test_transformers_reads_the_file_back(family: str, tmp_path: Path) -> None:
     kind, more = FAMILIES[family]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**{**SHAPE, **more}), dtype=torch.float32).eval()
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += torch.randn_like(parameter) * 0.1
     quantize_(model, PackedWeightConfig("q8_0"))
@@ -124,7 +128,9 @@ def test_transformers_reads_the_file_back(family: str, tmp_path: Path) -> None:
     assert wanted.keys() == found.keys()
     for name, w in wanted.items():
         values = w.dequantize() if name.removesuffix(".weight") in packed(model) else w
-        if w.dim() == 1 and family.startswith("gemma"):  # 1 + w is rounded to float32, as the model rounds it in every forward
+        if w.dim() == 1 and family.startswith(
+            "gemma"
+        ):  # 1 + w is rounded to float32, as the model rounds it in every forward
             values, found[name] = values + 1, found[name] + 1
         assert torch.equal(found[name], values), name
     for size in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size"):
@@ -147,11 +153,16 @@ def test_tokenizers(tmp_path: Path) -> None:
         tokens = fields["tokenizer.ggml.tokens"].contents()
         assert len(tokens) == 128 and all(tokens[i] == t for t, i in tokenizer.get_vocab().items())
         if name == "bytes":
-            assert fields["tokenizer.ggml.model"].contents() == "gpt2" and fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+            assert (
+                fields["tokenizer.ggml.model"].contents() == "gpt2"
+                and fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+            )
             assert fields["tokenizer.ggml.merges"].contents() == ["t h", "th e", "Ġ q"]
             assert "messages" in fields["tokenizer.chat_template"].contents()
             again = AutoTokenizer.from_pretrained(tmp_path / name, gguf_file="model.gguf")
-            assert again.encode("the q", add_special_tokens=False) == tokenizer.encode("the q", add_special_tokens=False)
+            assert again.encode("the q", add_special_tokens=False) == tokenizer.encode(
+                "the q", add_special_tokens=False
+            )
         else:
             assert fields["tokenizer.ggml.model"].contents() == "llama"
             scores = dict(zip(tokens, fields["tokenizer.ggml.scores"].contents(), strict=True))
@@ -179,7 +190,9 @@ def test_the_split_names_the_tokenizer(regex: str, name: str) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match=r"(?s)14 layer.*q_proj: no ggml type holds fp8-row. Instead: train q8_0.*--skip"):
+    with pytest.raises(
+        ValueError, match=r"(?s)14 layer.*q_proj: no ggml type holds fp8-row. Instead: train q8_0.*--skip"
+    ):
         export(converted("fp8-row"), out, "gguf", byte_level())
     with pytest.raises(ValueError, match="are no float16 numbers"):
         export(converted("intx4-g32", dtype=torch.float32), out, "gguf", byte_level())
@@ -190,7 +203,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="which training rounded to bfloat16"):
         export(converted("intx4-g32"), out, "gguf", byte_level(), skip=["re:.*down_proj"])
     tensors = read(out / "model.gguf")
-    assert (tensors["blk.0.ffn_down.weight"].tensor_type, tensors["blk.0.ffn_up.weight"].tensor_type) == (Type.BF16, Type.Q4_0)
+    assert (tensors["blk.0.ffn_down.weight"].tensor_type, tensors["blk.0.ffn_up.weight"].tensor_type) == (
+        Type.BF16,
+        Type.Q4_0,
+    )
 
 
 def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

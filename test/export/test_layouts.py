@@ -84,9 +84,13 @@ def test_modelopt(config: PackedWeightConfig, algorithm: str, tmp_path: Path) ->
     for name, w in packed(model).items():
         codes, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
         assert torch.equal(codes.view(torch.uint8), w.qdata.view(torch.uint8))
-        assert w.scale is not None and torch.equal(scale.reshape(-1).view(torch.uint8), w.scale.reshape(-1).view(torch.uint8))
+        assert w.scale is not None and torch.equal(
+            scale.reshape(-1).view(torch.uint8), w.scale.reshape(-1).view(torch.uint8)
+        )
         if "NVFP4" in algorithm:
-            assert w.per_tensor_scale is not None and torch.equal(stored[f"{name}.weight_scale_2"], w.per_tensor_scale[0, 0])
+            assert w.per_tensor_scale is not None and torch.equal(
+                stored[f"{name}.weight_scale_2"], w.per_tensor_scale[0, 0]
+            )
         inputs = {"NVFP4": 0.003, "FP8": 0.02}.get(algorithm)
         assert (f"{name}.input_scale" in stored) == (inputs is not None)
         if inputs is not None:
@@ -95,7 +99,10 @@ def test_modelopt(config: PackedWeightConfig, algorithm: str, tmp_path: Path) ->
 
 def test_modelopt_refuses_two_algorithms_and_other_formats(tmp_path: Path) -> None:
     mixed = FqnToConfig(
-        {r"re:.*\.mlp\..*": PackedWeightConfig("fp8-row", "fp8-row-vllm"), "_default": PackedWeightConfig("nvfp4-static:0.0009")}
+        {
+            r"re:.*\.mlp\..*": PackedWeightConfig("fp8-row", "fp8-row-vllm"),
+            "_default": PackedWeightConfig("nvfp4-static:0.0009"),
+        }
     )
     with pytest.raises(ValueError, match=r"one algorithm for the whole model, got W4A16_NVFP4 \(.*q_proj\), FP8_PER"):
         export(converted(mixed), tmp_path / "out", "modelopt")
@@ -108,7 +115,7 @@ def test_modelopt_refuses_two_algorithms_and_other_formats(tmp_path: Path) -> No
 def test_siblings_with_different_outer_scales_are_refused(format: str, tmp_path: Path) -> None:
     """vLLM fuses q, k, v under one outer scale, and would compute with the wrong one."""
     model = converted("nvfp4-pow2")
-    with pytest.raises(ValueError, match=r"self_attn: an engine fuses these layers under one outer scale.*q_proj.*vllm-nvfp4"):
-        model.model.layers[0].self_attn.q_proj.weight.per_tensor_scale.mul_(2)
+    model.model.layers[0].self_attn.q_proj.weight.per_tensor_scale.mul_(2)
+    with pytest.raises(ValueError, match=r"self_attn: an engine fuses these layers under one.*q_proj.*vllm-nvfp4"):
         export(model, tmp_path / "out", format)
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config, preset_name_to_scheme
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
 from support.export_cases import IDS, converted, llama, packed
 from torch import nn
 
@@ -84,7 +89,7 @@ def test_unpack_refuses_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPat
     weight = model.model.layers[0].mlp.up_proj.weight
     before = copy.deepcopy(weight)
     monkeypatch.setattr("aoquant.unpack._restored", lambda layer, p: False)
-    with pytest.raises(ValueError, match="14 layer.* have values whose codes are others"):
+    with pytest.raises(ValueError, match=r"14 layer.* have values whose codes are others"):
         unpack_(model)
     assert model.model.layers[0].mlp.up_proj.weight is weight and same_bits(weight, before)
     assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
@@ -138,7 +143,9 @@ def test_what_no_format_equals_is_refused(tmp_path: Path) -> None:
         "num_bits": 4, "type": "int", "strategy": "token", "dynamic": True,
     }  # fmt: skip
     (out / "config.json").write_text(json.dumps(told))
-    with pytest.raises(ValueError, match=r"q_proj: aoquant has no format for this layer: activations of 4 bits \(int\)"):
+    with pytest.raises(
+        ValueError, match=r"q_proj: aoquant has no format for this layer: activations of 4 bits \(int\)"
+    ):
         load_pretrained(out)
     with pytest.raises(ValueError, match="onto one device, got device_map='auto'"):
         load_pretrained(out, device_map="auto")

@@ -10,7 +10,16 @@ import torch
 from support.export_cases import IDS, llama, packed
 from torchao.quantization import FqnToConfig
 
-from aoquant import Hadamard, Int8WeightConfig, MXFP4WeightConfig, PackedWeightConfig, QATConfig, calibrate, quantize_, refresh_
+from aoquant import (
+    Hadamard,
+    Int8WeightConfig,
+    MXFP4WeightConfig,
+    PackedWeightConfig,
+    QATConfig,
+    calibrate,
+    quantize_,
+    refresh_,
+)
 
 CONFIGS: dict[str, Any] = {
     "intx4": PackedWeightConfig("intx4-g128", contract="dequantize"),
@@ -20,7 +29,11 @@ CONFIGS: dict[str, Any] = {
     "fp8": PackedWeightConfig("fp8-row", "fp8-row-vllm"),
     "q4_0": PackedWeightConfig("q4_0"),
     "embedding and tied head": FqnToConfig(
-        {"model.embed_tokens": Int8WeightConfig(), "lm_head": Int8WeightConfig(), r"re:.*_proj": PackedWeightConfig("intx4-g32")}
+        {
+            "model.embed_tokens": Int8WeightConfig(),
+            "lm_head": Int8WeightConfig(),
+            r"re:.*_proj": PackedWeightConfig("intx4-g32"),
+        }
     ),
 }
 
@@ -82,7 +95,9 @@ def test_held_weight_scales_and_static_inputs() -> None:
         refresh_(converted, prepared)
         assert torch.equal(converted(IDS).logits, prepared(IDS).logits)
     prepared.model.layers[0].mlp.up_proj.input_scale.data *= 2
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj quantises its input as int8-tensor-static:.*convert a copy anew"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.up_proj quantises its input as int8-tensor-static:.*convert a copy anew"
+    ):
         refresh_(converted, prepared)
 
 
