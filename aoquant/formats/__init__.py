@@ -128,7 +128,7 @@ COMPOSED = {
     "high-precision": "values as they are",
     "q4_0": "llama.cpp's blocks of 32 with float16 scales, rounded as llama-quantize does; also q4_1 and q8_0",
     "q8_0-x86": "activations as llama.cpp quantises them on a CPU, beside any of its weights",
-    "fp8-row-vllm-reciprocal": "fp8 activations as vLLM's compiled path and its CPU quantise them; fp8-row-vllm (fp8-row-mslk) as its CUDA kernel does",
+    "fp8-row-vllm-reciprocal": "fp8 activations of vLLM on a CPU or compiled; fp8-row-vllm, which is fp8-row-mslk, of its CUDA kernel",
     "int8-row-vllm": "int8 activations as vLLM quantises them",
     "nvfp4-pow2": "NVFP4 with an outer scale that is a power of two, which engines can fuse and store either way round",
 }

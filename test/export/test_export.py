@@ -109,7 +109,10 @@ def test_layers_that_do_not_fit_are_listed_before_anything_is_written(saved: Pat
         model, FqnToConfig({r"re:.*down_proj": Int4WeightConfig(128), "_default": PackedWeightConfig("intx4-g32")})
     )
     out = tmp_path / "out"
-    expected = r"(?s)2 layer\(s\) do not fit compressed-tensors.*layers\.0\.mlp\.down_proj: no scheme holds int4-g128\. Instead: train intx4-g128-asym"
+    expected = (
+        r"(?s)2 layer\(s\) do not fit compressed-tensors.*layers\.0\.mlp\.down_proj: no scheme holds int4-g128\. "
+        r"Instead: train intx4-g128-asym"
+    )
     with pytest.raises(ValueError, match=expected):
         export(model, out)
     cases = {
