@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from aoquant import QATConfig, calibrate, quantize_
 from aoquant.calibrate import uncalibrated
 from aoquant.config import WeightConfig
+from aoquant.export import export
 from aoquant.integrations.finetune import LOSSES, finetune
 from aoquant.integrations.hf import check_storable, load_pretrained, save_pretrained
 from aoquant.integrations.lm_eval import Perplexity, evaluate
@@ -54,6 +55,7 @@ class Options:
     window: tokens that a prediction sees at most; the model's positions by default. limit: score the first documents only.
     dtype: what is deployed; AdamW keeps float32 copies either way.
     out: where the report, the numbers and the converted checkpoint go.
+    export: a folder for the engine that the recipe is for: GGUF for gguf-..., compressed-tensors for the others.
     """
 
     model: str | None = None
@@ -72,6 +74,7 @@ class Options:
     dtype: str = "bfloat16"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     out: Path = Path("aoquant-run")
+    export: Path | None = None
 
     def check(self) -> None:
         """Raise ValueError for anything that would only fail after minutes of work."""
@@ -94,6 +97,8 @@ class Options:
             raise ValueError(f"train_text must be existing files, missing: {', '.join(missing)}")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise ValueError(f"{self.out} exists and is not an empty folder: remove it or choose another --out")
+        if self.export is not None and self.export.exists():
+            raise ValueError(f"{self.export} exists: remove it or choose another --export")
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -206,6 +211,8 @@ def run(o: Options) -> Result:
     save_pretrained(converted, o.out / "checkpoint", tokenizer)
     fingerprint = logits_fingerprint(converted, batch["input_ids"]) if runs_here else None
     reload = _reload(o.out / "checkpoint", batch["input_ids"], fingerprint)
+    if o.export is not None:
+        export(o.out / "checkpoint", o.export, "gguf" if o.recipe.startswith("gguf-") else "compressed-tensors")
     result = Result(
         o,
         stages,
