@@ -296,6 +296,6 @@ def test_compiled_equals_eager(name: str) -> None:
 def test_ops_keep_what_they_promise() -> None:
     for name in ("int4-g32", "nvfp4"):
         w = embedding().weight.detach()
-        torch.library.opcheck(torch.ops.aoquant.layers.embedding.default, (FEW, [w], name, 64, BF16))
+        torch.library.opcheck(torch.ops.aoquant.embedding.default, (FEW, [w], name, 64, BF16))
         torch.library.opcheck(torch.ops.aoquant.saturated.default, (w, name), {"ids": FEW.flatten()})
     torch.library.opcheck(torch.ops.aoquant.embedding_grad.default, (torch.randn(2, 3, 8), FEW, 40, 7, False))

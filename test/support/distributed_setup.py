@@ -268,7 +268,7 @@ def _process(rank: int, backend: str, device: str, port: int, directory: str, sl
     dist.init_process_group(
         backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=patience
     )
-    import distributed_checks  # the modules that enter the checks import this one
+    from support import distributed_checks  # the modules that enter the checks import this one
 
     assert distributed_checks.CHECKS is CHECKS
     c = Ranks(device, rank, init_device_mesh(device, (WORLD,)), Path(directory))

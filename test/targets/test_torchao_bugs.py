@@ -1,8 +1,8 @@
 """What torchao's QAT gets wrong, silently or loudly, held against ours: one test a bug, beside torchao's behaviour where that is cheap.
 
-Elsewhere: float8 that does not train (exact/test_training.py), zero rows and tensors (exact/test_prepared_converted.py), an activation
-config alone (exact/test_fake_quantize_configs.py), conversions with another config or without prepare, hooks, attributes, mode,
-subclasses and tied embeddings (test_api.py), compiled layers (exact/test_compile.py).
+Elsewhere: float8 that does not train (layers/test_training.py), zero rows and tensors (layers/test_prepared_converted.py), an activation
+config alone (layers/test_fake_quantize_configs.py), conversions with another config or without prepare, hooks, attributes, mode,
+subclasses and tied embeddings (model/test_api.py), compiled layers (layers/test_compile.py).
 """
 
 from __future__ import annotations
