@@ -81,7 +81,8 @@ def quantize_(
         for step in track(steps, steps[0].kind):
             apply(step, packed, device)
         fsdp.release(model, converted)
-        fused.share_outer_scales(model)
+        if steps[0].kind == "prepare":
+            fused.share_outer_scales(model)
     except BaseException as error:
         for module, cls, attributes, parameters, buffers in before:
             module.__class__ = cls

@@ -1,8 +1,9 @@
-"""A converted copy that follows a model in training: rollouts of reinforcement learning with the trained policy, bit for bit.
+"""A converted copy that follows a model in training: rollouts of reinforcement learning with the trained policy, bit
+for bit.
 
-The copy's layers are encoded anew from the prepared layers, into the tensors that they have: no tensor is made or replaced, so compiled code
-and CUDA graphs of the copy stay valid, and memory beyond both models is one layer's codes. The codes come from the encoding that
-convert would use, under the scales that the prepared layer holds.
+The copy's layers are encoded anew from the prepared layers, into the tensors that they have: no tensor is made or
+replaced, so compiled code and CUDA graphs of the copy stay valid, and memory beyond both models is one layer's codes.
+The codes come from the encoding that convert would use, under the scales that the prepared layer holds.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from aoquant.tensor import PackedTensor
 
 @torch.no_grad()
 def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
-    """Give `packed`, a converted copy of `prepared`, the codes, scales and floats that `prepared` has now; returns the layers encoded.
+    """Give `packed`, a converted copy of `prepared`, the codes, scales and floats that `prepared` has now; returns the
+    layers encoded.
 
     Log-probabilities of the two are then equal on one device. Both may be on different devices.
 
     Raises:
-        ValueError: the two do not belong together: names, shapes, formats, or constant activation scales, which are part of the copy's
-            compiled code. Nothing is changed then.
+        ValueError: the two do not belong together: names, shapes, formats, or constant activation scales, which are
+        part of the copy's compiled code. Nothing is changed then.
     """
     layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
     if not layers:

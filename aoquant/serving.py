@@ -1,8 +1,9 @@
 """Where an engine on a GPU computes something else than a layer trains, as far as it was read in the engine's source.
 
-vLLM chooses its kernel by the GPU: on Hopper, NVFP4 and MXFP4 layers are Marlin's, which leaves activations in bfloat16; on Blackwell MXFP4
-layers quantise activations even in weight-only checkpoints. Machete, Hopper's kernel for groups of 64 and 128, rounds scale * zero point before it
-adds, so asymmetric integers differ there. A QAT run should know before it starts. Sources: vLLM 0.32, read and not run on these GPUs.
+vLLM chooses its kernel by the GPU: on Hopper, NVFP4 and MXFP4 layers are Marlin's, which leaves activations in
+bfloat16; on Blackwell MXFP4 layers quantise activations even in weight-only checkpoints. Machete, Hopper's kernel for
+groups of 64 and 128, rounds scale * zero point before it adds, so asymmetric integers differ there. A QAT run should
+know before it starts. Sources: vLLM 0.32, read and not run on these GPUs.
 """
 
 from __future__ import annotations

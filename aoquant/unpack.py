@@ -1,8 +1,9 @@
 """A packed model as a prepared one: QAT that goes on from published codes.
 
-The float weights are the packed ones' values, and the layers hold the packed scales (static, or learned), so the first forward multiplies the
-very codes that were packed. Rounding a value to bfloat16 can put it nearer to another code when it is encoded again (int8 has more
-codes than bfloat16 has steps); such a weight is moved to the nearest float that has its code. Layers where none has are an error.
+The float weights are the packed ones' values, and the layers hold the packed scales (static, or learned), so the first
+forward multiplies the very codes that were packed. Rounding a value to bfloat16 can put it nearer to another code when
+it is encoded again (int8 has more codes than bfloat16 has steps); such a weight is moved to the nearest float that has
+its code. Layers where none has are an error.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ _STEPS = 4  # floats that a weight may move
 def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None:
     """Prepare a converted model for training again, in place, from its packed codes.
 
-    scales: "static" keeps the packed scales, "learned" trains them (integers). options: further arguments of `QATConfig`.
+    scales: "static" keeps the packed scales, "learned" trains them (integers). options: further arguments of
+        `QATConfig`.
 
     Raises:
-        ValueError: no linear layer is packed; a layer's format cannot hold its scales; or a layer's values do not give its codes again.
-            The model is unchanged then.
+        ValueError: no linear layer is packed; a layer's format cannot hold its scales; or a layer's values do not give
+        its codes again. The model is unchanged then.
     """
     if scales not in ("static", "learned"):
         raise ValueError(

@@ -4,8 +4,8 @@
     aoquant.export(model, "out", format="modelopt")            # NVFP4 and fp8 for vLLM, SGLang, TensorRT-LLM
     aoquant.export(model, "out", format="gguf")                # llama.cpp
 
-The order is always the same: every layer is asked whether the target can hold its numbers (`plan`), then files are filled one layer at
-a time. docs/serving.md says which engine computes exactly what training computed.
+The order is always the same: every layer is asked whether the target can hold its numbers (`plan`), then files are
+filled one layer at a time. docs/serving.md says which engine computes exactly what training computed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ def export(
     """Write a converted model for a serving engine; returns the folder, or GGUF's file in it.
 
     model: a converted Hugging Face model, or the folder of a converted checkpoint, which is read one layer at a time.
-    directory: to write; must not exist, or be empty. It appears under its name when it is complete; an interrupted export of a folder
-        continues where it stopped when it is started again.
+    directory: to write; must not exist, or be empty. It appears under its name when it is complete; an interrupted
+        export of a folder continues where it stopped when it is started again.
     format: "compressed-tensors", "modelopt" or "gguf".
     tokenizer: to write beside a model in memory; a checkpoint's own tokenizer is copied.
-    skip: quantised layers to write in the model's float dtype, as the values that they multiply by: names, globs or "re:" patterns.
+    skip: quantised layers to write in the model's float dtype, as the values that they multiply by: names, globs or
+        "re:" patterns.
 
     Raises:
-        ValueError: listing every layer whose numbers the format cannot hold, with the nearest format that it can; nothing is written
-            then. Or the model is not converted, `directory` is in use, or the disk is too small.
+        ValueError: listing every layer whose numbers the format cannot hold, with the nearest format that it can;
+        nothing is written then. Or the model is not converted, `directory` is in use, or the disk is too small.
         ImportError: the format's library is missing.
     """
     if format not in FORMATS:

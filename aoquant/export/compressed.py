@@ -8,9 +8,10 @@
 | mxfp4, mxfp8                | mxfp4-, mxfp8-...    | code * 2^e                                     |
 | nvfp4                       | nvfp4-pack-quantized | code * (s / g), g = 1 / outer                  |
 
-Codes and scales are repacked and never rounded. NVFP4's outer scale is stored as its reciprocal and applied by a division, so only powers of
-two survive. The names of the schemes are compressed-tensors' own inference from the arguments; the arguments and the packing are its code.
-Source: compressed-tensors 0.20 `compressors/`, `quantization/`; vLLM 0.32 `compressed_tensors.py`.
+Codes and scales are repacked and never rounded. NVFP4's outer scale is stored as its reciprocal and applied by a
+division, so only powers of two survive. The names of the schemes are compressed-tensors' own inference from the
+arguments; the arguments and the packing are its code. Source: compressed-tensors 0.20 `compressors/`, `quantization/`;
+vLLM 0.32 `compressed_tensors.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The compressed-tensors folder: one config group for each scheme of the model, and an ignore list of the linear layers left out."""
+"""The compressed-tensors folder: one config group for each scheme of the model, and an ignore list of the linear layers
+left out.
+"""
 
 from __future__ import annotations
 

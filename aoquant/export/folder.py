@@ -1,7 +1,8 @@
 """A folder of safetensors, filled a layer at a time, that can be continued after an interrupt.
 
-The folder is ".NAME.partial" until it is complete, and has no config.json before that, so nobody loads it by mistake. A journal in it names
-the source and what is on the disk already; the same export, started again, continues there, and any other one starts anew.
+The folder is ".NAME.partial" until it is complete, and has no config.json before that, so nobody loads it by mistake. A
+journal in it names the source and what is on the disk already; the same export, started again, continues there, and any
+other one starts anew.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Folder:
     ) -> dict[str, Any] | None:
         """Write safetensors files; returns the content of their index, None for a single file.
 
-        tensors: all, shapes and dtypes. groups: names of tensors that are made together, by a name for them. make: a group's tensors.
+        tensors: all, shapes and dtypes. groups: names of tensors that are made together, by a name for them. make: a
+            group's tensors.
         """
         checkpoint.check_shard_size(max_shard_size)
         split = split_torch_state_dict_into_shards(

@@ -8,9 +8,9 @@
 | mxfp4                               | MXFP4 | e8m0 byte; 16 bytes as Q4_0                                         |
 | nvfp4                               | NVFP4 | four e4m3 scales of 16 values each; 8 bytes a scale: j low, j + 8 high |
 
-Scales have to be float16 numbers already: they are stored, never rounded. NVFP4's outer scale goes into a tensor of its own, `.scale`. ggml
-multiplies in float32, so a value is not rounded to the model's dtype as aoquant's bfloat16 formats round it: said as a note.
-Source: `gguf.quants`, ggml `ggml-common.h`.
+Scales have to be float16 numbers already: they are stored, never rounded. NVFP4's outer scale goes into a tensor of its
+own, `.scale`. ggml multiplies in float32, so a value is not rounded to the model's dtype as aoquant's bfloat16 formats
+round it: said as a note. Source: `gguf.quants`, ggml `ggml-common.h`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _UNROUNDED = "llama.cpp multiplies by code * scale in float32, which training ro
 
 
 def store(p: PackedTensor) -> Stored:
-    """tensors["weight"]: uint8 (N, bytes of a row), and "scale" (1,) float32 where there is an outer scale. scheme: the ggml type.
+    """tensors["weight"]: uint8 (N, bytes of a row), and "scale" (1,) float32 where there is an outer scale. scheme: the
+    ggml type.
 
     Raises:
         Unfit: no ggml type holds the layer's numbers.
@@ -121,7 +122,9 @@ def _int8(format: Format, e: Encoded) -> Tensor:
 
 
 def _halves(nibbles: Tensor, block: int) -> Tensor:
-    """(N, K) codes 0..15 -> (N, K / block, block / 2): the first half of a block in the low nibbles, the second in the high ones."""
+    """(N, K) codes 0..15 -> (N, K / block, block / 2): the first half of a block in the low nibbles, the second in the
+    high ones.
+    """
     low, high = nibbles.reshape(nibbles.shape[0], -1, 2, block // 2).unbind(2)
     return low | (high << 4)
 

@@ -1,9 +1,10 @@
 """GGUF's names for an architecture: its metadata, and how its tensors differ from Hugging Face's.
 
-Three things differ. llama.cpp rotates pairs of neighbouring values where Hugging Face's Llama rotates halves of a head, so the rows of Llama's and
-Mistral's q and k projections are permuted (Qwen's and Gemma's are not). Gemma's norms multiply by 1 + w, and the file holds 1 + w.
-Llama 3's scaled rotation goes into a tensor of frequency factors. Names of tensors are the `gguf` library's mapping.
-Source: llama.cpp `convert_hf_to_gguf.py`, `src/llama-arch.cpp`; transformers `modeling_rope_utils.py`.
+Three things differ. llama.cpp rotates pairs of neighbouring values where Hugging Face's Llama rotates halves of a head,
+so the rows of Llama's and Mistral's q and k projections are permuted (Qwen's and Gemma's are not). Gemma's norms
+multiply by 1 + w, and the file holds 1 + w. Llama 3's scaled rotation goes into a tensor of frequency factors. Names of
+tensors are the `gguf` library's mapping. Source: llama.cpp `convert_hf_to_gguf.py`, `src/llama-arch.cpp`; transformers
+`modeling_rope_utils.py`.
 """
 
 from __future__ import annotations

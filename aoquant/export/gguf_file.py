@@ -1,8 +1,8 @@
 """A GGUF file: metadata, tokenizer and tensors in llama.cpp's names and order, written one layer at a time.
 
-Quantised layers are ggml blocks (`ggml_types`); embeddings, the head and what is left out keep their dtype, F16, BF16 or F32; vectors are F32, as
-llama.cpp wants them. The file appears under its name when it is complete. It is written from its start to its end by the `gguf` library, so an
-interrupted export starts again.
+Quantised layers are ggml blocks (`ggml_types`); embeddings, the head and what is left out keep their dtype, F16, BF16
+or F32; vectors are F32, as llama.cpp wants them. The file appears under its name when it is complete. It is written
+from its start to its end by the `gguf` library, so an interrupted export starts again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def write(
     """Write `source` as OUT/model.gguf; returns the file.
 
     Raises:
-        ValueError: layers that no ggml type holds, an architecture or a tokenizer that is not known here, or a folder in use.
+        ValueError: layers that no ggml type holds, an architecture or a tokenizer that is not known here, or a folder
+        in use.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")

@@ -1,9 +1,10 @@
 """A tokenizer.json as GGUF's metadata, so that llama.cpp splits text as training did.
 
-llama.cpp has two families. "gpt2" is byte-level BPE: tokens, merges and the name of a regular expression that splits text first, which is found
-here by the expression itself. "llama" is sentencepiece BPE with byte fallback: tokens and scores. A token's score orders merges, so it is minus
-the rank of the merge that makes it. Special tokens, whether they are added, and the chat template are read by the `gguf` library.
-Source: llama.cpp `convert_hf_to_gguf.py`, `src/llama-vocab.cpp`.
+llama.cpp has two families. "gpt2" is byte-level BPE: tokens, merges and the name of a regular expression that splits
+text first, which is found here by the expression itself. "llama" is sentencepiece BPE with byte fallback: tokens and
+scores. A token's score orders merges, so it is minus the rank of the merge that makes it. Special tokens, whether they
+are added, and the chat template are read by the `gguf` library. Source: llama.cpp `convert_hf_to_gguf.py`,
+`src/llama-vocab.cpp`.
 """
 
 from __future__ import annotations

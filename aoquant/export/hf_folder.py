@@ -34,7 +34,9 @@ def write(
     skip: Sequence[str],
     max_shard_size: int | str,
 ) -> Path:
-    """Write `source` to the folder `out`, packed layers as `store` says and config.json's quantization_config as `describe` does."""
+    """Write `source` to the folder `out`, packed layers as `store` says and config.json's quantization_config as
+    `describe` does.
+    """
     folder = Folder(out, _identity(source, target, skip, max_shard_size))
     decided = plan(source, store, skip, target)
     description = describe(source, decided)
@@ -69,7 +71,9 @@ def write(
 
 
 def _identity(source: Source, target: str, skip: Sequence[str], size: int | str) -> list[Any] | None:
-    """What must be the same for an interrupted export to be continued; None for a model in memory, whose values have no name."""
+    """What must be the same for an interrupted export to be continued; None for a model in memory, whose values have no
+    name.
+    """
     if source.folder is None:
         return None
     files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in checkpoint.files(source.folder)]

@@ -7,9 +7,10 @@
 | FP8                       | e4m3 (N, K)                               | f32, one            |                | f32, calibrated  |
 | FP8_PER_CHANNEL_PER_TOKEN | e4m3 (N, K)                               | f32 (N)             |                | made per token   |
 
-The outer scale multiplies, so any value is stored exactly; compressed-tensors stores a divisor instead. One algorithm for the whole model.
-vLLM fuses q, k, v and gate, up under one outer scale: siblings with different ones are refused here (train the recipe vllm-nvfp4).
-Source: docs/features/quantization/modelopt.md of vLLM; modelopt's export of a unified Hugging Face checkpoint.
+The outer scale multiplies, so any value is stored exactly; compressed-tensors stores a divisor instead. One algorithm
+for the whole model. vLLM fuses q, k, v and gate, up under one outer scale: siblings with different ones are refused
+here (train the recipe vllm-nvfp4). Source: docs/features/quantization/modelopt.md of vLLM; modelopt's export of a
+unified Hugging Face checkpoint.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What an export will write, decided for the whole model before anything is written.
 
-Every quantised layer is asked for its scheme with its codes left on meta. A layer that the target cannot hold is listed with the reason
-and the nearest format that would; all of them in one error. `skip` leaves layers in the model's float dtype: their values are those that
-the layer multiplies by, decoded once.
+Every quantised layer is asked for its scheme with its codes left on meta. A layer that the target cannot hold is listed
+with the reason and the nearest format that would; all of them in one error. `skip` leaves layers in the model's float
+dtype: their values are those that the layer multiplies by, decoded once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ Store = Callable[[PackedTensor], Stored]
 
 @dataclass(frozen=True)
 class Plan:
-    """layers: packed ones, by module, as they will be stored, codes on meta. floats: weights that are written as values, by name."""
+    """layers: packed ones, by module, as they will be stored, codes on meta. floats: weights that are written as
+    values, by name.
+    """
 
     layers: dict[str, Stored]
     floats: dict[str, Weight]

@@ -1,8 +1,10 @@
-"""compressed-tensors folders as packed tensors: a published W4A16, fp8 or FP4 model, ready to run, convert further or train.
+"""compressed-tensors folders as packed tensors: a published W4A16, fp8 or FP4 model, ready to run, convert further or
+train.
 
-The way back of `compressed.py`, scheme by scheme. Nothing is decoded: stored codes become a PackedTensor's codes. Parameters are on meta until
-they are read, one tensor at a time, so that memory holds the packed model and no float copy of it. Weight-only layers get the contract
-"dequantize", which is what transformers and Marlin compute; layers with activations get the engine's quantiser (int8-row-vllm, ...).
+The way back of `compressed.py`, scheme by scheme. Nothing is decoded: stored codes become a PackedTensor's codes.
+Parameters are on meta until they are read, one tensor at a time, so that memory holds the packed model and no float
+copy of it. Weight-only layers get the contract "dequantize", which is what transformers and Marlin compute; layers with
+activations get the engine's quantiser (int8-row-vllm, ...).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def load(
 ) -> PreTrainedModel:
     """The model of a compressed-tensors folder, its quantised layers packed.
 
-    dtype: of what stays float and of the layers' outputs; "auto" is config.json's. device_map: one device, or None for the CPU.
+    dtype: of what stays float and of the layers' outputs; "auto" is config.json's. device_map: one device, or None for
+        the CPU.
 
     Raises:
         ValueError: a scheme that no format of ours equals, files that do not fit the model, or another device_map.

@@ -1,8 +1,9 @@
 """What is exported: a converted model, in memory or as a checkpoint folder, weight by weight.
 
-Both give the same things: the model's config as JSON, its modules (on meta for a folder: classes, names and ties, no values) and a reader
-for every weight. A weight is read twice: once without its codes, to decide whether the target can hold it, and once whole, to repack it.
-So a folder of any size is exported with one layer in memory, and nothing is written before everything is decided.
+Both give the same things: the model's config as JSON, its modules (on meta for a folder: classes, names and ties, no
+values) and a reader for every weight. A weight is read twice: once without its codes, to decide whether the target can
+hold it, and once whole, to repack it. So a folder of any size is exported with one layer in memory, and nothing is
+written before everything is decided.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from aoquant.tensor import PackedTensor
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or buffer. kind: name of its tensor class, "Tensor" for plain ones. read: with False, a PackedTensor has its codes on meta."""
+    """A parameter or buffer. kind: name of its tensor class, "Tensor" for plain ones. read: with False, a PackedTensor
+    has its codes on meta.
+    """
 
     name: str
     kind: str
@@ -42,7 +45,9 @@ class Weight:
 
 @dataclass(frozen=True)
 class Source:
-    """A converted model. weights: by name, each once. tied: other names of the same weights. folder: of a checkpoint; None in memory."""
+    """A converted model. weights: by name, each once. tied: other names of the same weights. folder: of a checkpoint;
+    None in memory.
+    """
 
     config: dict[str, Any]
     modules: Mapping[str, nn.Module]

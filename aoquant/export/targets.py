@@ -10,9 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stored:
-    """A packed layer as a target stores it. tensors: by the name that follows the module's. scheme: what the target's config says of it.
+    """A packed layer as a target stores it. tensors: by the name that follows the module's. scheme: what the target's
+    config says of it.
 
-    notes: where an engine that reads it will compute something else than training did, though every stored number is the same.
+    notes: where an engine that reads it will compute something else than training did, though every stored number is
+        the same.
     """
 
     tensors: dict[str, Tensor]
@@ -22,7 +24,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Description:
-    """What a folder says of its quantisation. config: config.json's quantization_config. files: further JSON files, by name."""
+    """What a folder says of its quantisation. config: config.json's quantization_config. files: further JSON files, by
+    name.
+    """
 
     config: dict[str, Any]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -6,8 +6,9 @@
     q8_0        d = amax / 127;  q = round(x * (1 / d)), half away from zero;  value = q * f16(d)
     q8_0-x86    the same with q = rn(x * (127 / amax)), half to even: how ggml's x86 kernels quantise activations in every call
 
-Codes are made with d as it is, float32, before it is stored as float16. Products of a code and a scale are exact in float32, so a value
-is rounded at most once (q4_1's sum). Sources: ggml `quantize_row_q4_0_ref` and its like, `gguf.quants`, `ggml-cpu/arch/x86/quants.c`.
+Codes are made with d as it is, float32, before it is stored as float16. Products of a code and a scale are exact in
+float32, so a value is rounded at most once (q4_1's sum). Sources: ggml `quantize_row_q4_0_ref` and its like,
+`gguf.quants`, `ggml-cpu/arch/x86/quants.c`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ KINDS = ("q4_0", "q4_1", "q8_0", "q8_0-x86")
 
 @dataclass(frozen=True)
 class Ggml(Format):
-    """kind: one of `KINDS`. codes: nibbles 0..15 (uint8) or int8; scale (R, K / 32) float16; zero, q4_1's minimum: the same."""
+    """kind: one of `KINDS`. codes: nibbles 0..15 (uint8) or int8; scale (R, K / 32) float16; zero, q4_1's minimum: the
+    same.
+    """
 
     kind: str = "q4_0"
 

@@ -1,4 +1,4 @@
-"""What vLLM computes where it differs from torchao: its activation quantisers, and outer scales that its fused layers can share.
+"""What vLLM computes otherwise than torchao: activation quantisers, and outer scales that fused layers can share.
 
     fp8-row-vllm             s = max(amax / 448, 1 / (448 * 512));  q = e4m3(x / s): its CUDA kernel. The numbers are MSLK's (mslk.py), so
                              this is another name of fp8-row-mslk
@@ -6,9 +6,9 @@
     int8-row-vllm            s = amax / 127;  q = rn(x * (127 / amax))
     nvfp4-pow2               NVFP4 whose outer scale is the power of two at or above absmax / 2688
 
-vLLM computes q, k, v, and gate, up, as one layer with one outer scale, and compressed-tensors stores an outer scale as its reciprocal. Powers of
-two survive both: `planning/fused.py` gives siblings the largest one. All divisions are correctly rounded float32 ones, on every device.
-Source: vLLM 0.32 `csrc/quantization/w8a8`, `input_quant_fp8.py`, `nvfp4_emulation_utils.py`.
+vLLM computes q, k, v, and gate, up, as one layer with one outer scale, and compressed-tensors stores an outer scale as
+its reciprocal. Powers of two survive both: `planning/fused.py` gives siblings the largest one. All divisions are
+correctly rounded float32 ones, on every device. Source: vLLM 0.32 `csrc/quantization/w8a8`, `input_quant_fp8.py`, `nvfp4_emulation_utils.py`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
 """The vLLM plugin: folders of `aoquant.save_pretrained` and `convert_checkpoint`, served by stock vLLM.
 
-vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. Two things stand in the way of
-a `PackedTensor`, and the plugin mends both where vLLM starts a process (entry point group vllm.general_plugins):
+vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. Two
+things stand in the way of a `PackedTensor`, and the plugin mends both where vLLM starts a process (entry point group
+vllm.general_plugins):
 
-- The placeholder is uninitialised memory, which aoquant refuses to quantise when it holds NaN or Inf. It is zeroed first.
-- A config of several recipes names q_proj and k_proj, and vLLM asks for qkv_proj. The fused layer gets the recipe that all of its parts have, and
+- The placeholder is uninitialised memory, which aoquant refuses to quantise when it holds NaN or Inf. It is zeroed
+  first.
+- A config of several recipes names q_proj and k_proj, and vLLM asks for qkv_proj. The fused layer gets the recipe that
+  all of its parts have, and
   parts with different ones are refused by name: one GEMM has one recipe.
 
-Weights fused by rows need an outer scale a row, which is how PackedTensor stores it, so any format is served: GridFlip, four-over-six and
-transforms too. Source: vLLM 0.32 `quantization/torchao.py`. A first
-version was run by hand on its CPU build; the tests run this one against a stand-in.
+Weights fused by rows need an outer scale a row, which is how PackedTensor stores it, so any format is served: GridFlip,
+four-over-six and transforms too. Source: vLLM 0.32 `quantization/torchao.py`. A first version was run by hand on its
+CPU build; the tests run this one against a stand-in.
 """
 
 from __future__ import annotations

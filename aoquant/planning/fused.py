@@ -1,9 +1,10 @@
 """Layers that engines fuse into one GEMM, q, k, v and gate, up, and the outer scale that they then share.
 
-vLLM takes the largest outer scale of the fused layers for all of them, with a mere warning: the codes of the others then mean other values.
-So layers that train nvfp4-pow2 with held scales share the largest one of their group from the start: whenever held scales are measured, on
-prepare and by `calibrate`. Powers of two cost nothing there (0.00 dB on the demo model). Groups are found by names in one module, as
-Hugging Face's models have them and vLLM's packed_modules_mapping lists them, or are given.
+vLLM takes the largest outer scale of the fused layers for all of them, with a mere warning: the codes of the others
+then mean other values. So layers that train nvfp4-pow2 with held scales share the largest one of their group from the
+start: whenever held scales are measured, on prepare and by `calibrate`. Powers of two cost nothing there (0.00 dB on
+the demo model). Groups are found by names in one module, as Hugging Face's models have them and vLLM's
+packed_modules_mapping lists them, or are given.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def siblings(names: Iterable[str]) -> list[list[str]]:
 
 @torch.no_grad()
 def share_outer_scales(model: nn.Module, groups: Sequence[Sequence[str]] | None = None) -> int:
-    """Give each group of prepared nvfp4-pow2 layers with static weight scales its largest outer scale; returns the groups.
+    """Give each group of prepared nvfp4-pow2 layers with static weight scales its largest outer scale; returns the
+    groups.
 
     groups: names of layers that the engine will fuse; by default those of `FUSED`.
 

@@ -1,4 +1,6 @@
-"""Exporting as an act: from a model or a checkpoint folder, in shards, interrupted, refused, skipped, from the command line."""
+"""Exporting as an act: from a model or a checkpoint folder, in shards, interrupted, refused, skipped, from the command
+line.
+"""
 
 from __future__ import annotations
 

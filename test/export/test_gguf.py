@@ -1,4 +1,6 @@
-"""GGUF files: ggml's types hold the trained numbers, and transformers' own reader of GGUF finds model and tokenizer in them."""
+"""GGUF files: ggml's types hold the trained numbers, and transformers' own reader of GGUF finds model and tokenizer in
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reading compressed-tensors folders: the codes that were stored, as packed tensors, and as prepared layers that start from them."""
+"""Reading compressed-tensors folders: the codes that were stored, as packed tensors, and as prepared layers that start
+from them.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_unpack_refuses_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "MXFP4A16"])
 def test_a_folder_that_compressed_tensors_made(preset: str, tmp_path: Path) -> None:
-    """Its own min-max scales and its own compressor: what llm-compressor publishes. Values and training start equal its values."""
+    """Its own min-max scales and its own compressor: what llm-compressor publishes. Values and training start equal its
+    values.
+    """
     model = llama()
     scheme = preset_name_to_scheme(preset, ["Linear"])
     assert isinstance(scheme, QuantizationScheme) and scheme.weights is not None

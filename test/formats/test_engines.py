@@ -1,4 +1,6 @@
-"""The formats that serving engines compute: ggml's bytes as `gguf.quants` makes them, vLLM's formulas in numpy's float32."""
+"""The formats that serving engines compute: ggml's bytes as `gguf.quants` makes them, vLLM's formulas in numpy's
+float32.
+"""
 
 from __future__ import annotations
 

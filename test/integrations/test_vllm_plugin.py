@@ -54,7 +54,7 @@ def test_fused_layers_get_the_recipe_of_their_parts() -> None:
     vllm.patch(module)
     one, other = IntxWeightConfig(4, 32), IntxWeightConfig(8, 32)
     names = {f"model.layers.0.self_attn.{n}": one for n in MAPPING["qkv_proj"]}
-    config = module.TorchAOConfig(FqnToConfig(names))
+    config = module.TorchAOConfig(FqnToConfig(dict(names)))
     assert config.get_quant_method(None, "model.layers.0.self_attn.qkv_proj") == one
     assert config.get_quant_method(None, "model.layers.0.self_attn.o_proj") is None
     mixed = module.TorchAOConfig(FqnToConfig({**names, "model.layers.0.self_attn.v_proj": other}))

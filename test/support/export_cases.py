@@ -1,4 +1,6 @@
-"""A tiny Llama, converted in every format that an engine reads, and a process without aoquant that loads what was exported."""
+"""A tiny Llama, converted in every format that an engine reads, and a process without aoquant that loads what was
+exported.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def llama(*, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> LlamaFo
 
 
 def converted(config: Any, *, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    """Prepared with `config` (a PTQ config, or a weight format's name: contract "dequantize", no activations), then converted."""
+    """Prepared with `config` (a PTQ config, or a weight format's name: contract "dequantize", no activations), then
+    converted.
+    """
     if isinstance(config, str):
         config = PackedWeightConfig(config, contract="dequantize")
     model = llama(tied=tied, dtype=dtype)
