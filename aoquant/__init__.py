@@ -28,6 +28,7 @@ from aoquant.config import (
     PackedWeightConfig,
     QATConfig,
 )
+from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import set_fake_quant, unprepare
@@ -35,11 +36,13 @@ from aoquant.ops import backend
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.quantize import quantize_
 from aoquant.recipes import Recipe, get_recipe, list_recipes
+from aoquant.refresh import refresh_
 from aoquant.report import Report, report, verify
 from aoquant.tensor import PackedTensor
 from aoquant.tools.explain import explain
 from aoquant.tools.packed_linear import packed_linear
 from aoquant.transforms import WUSH, Hadamard
+from aoquant.unpack import unpack_
 
 if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
@@ -70,14 +73,17 @@ __all__ = [
     "calibrate",
     "coverage",
     "explain",
+    "export",
     "get_format",
     "get_recipe",
     "list_formats",
     "list_recipes",
     "packed_linear",
     "quantize_",
+    "refresh_",
     "report",
     "set_fake_quant",
+    "unpack_",
     "unprepare",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `aoquant run`, `eval`, `convert`, `formats`, `recipes`, `doctor`.
+"""The command line: `aoquant run`, `eval`, `convert`, `export`, `formats`, `recipes`, `doctor`.
 
 Errors that a user can mend are one line and exit code 2, an interrupt is one line and exit code 130; everything else is
 a traceback, because it is our mistake.
@@ -227,9 +227,24 @@ def _print_table(rows: list[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
     print(tabulate(rows, heads, tablefmt="github"))
 
 
+def export(arguments: list[str]) -> Callable[..., None]:
+    """write a converted checkpoint for vLLM, SGLang, transformers or llama.cpp"""
+    from aoquant.export.command import command
+
+    return command
+
+
 # Each is given the arguments that follow its name and returns the function that tyro calls with them, so that only the
 # chosen command's modules are imported: `aoquant formats` does not wait for transformers.
-COMMANDS = {"run": run, "eval": evaluate, "convert": convert, "formats": formats, "recipes": recipes, "doctor": doctor}
+COMMANDS = {
+    "run": run,
+    "eval": evaluate,
+    "convert": convert,
+    "export": export,
+    "formats": formats,
+    "recipes": recipes,
+    "doctor": doctor,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

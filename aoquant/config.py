@@ -13,6 +13,7 @@ loader, HF's included.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
@@ -20,6 +21,7 @@ from typing import Any, get_args, get_type_hints
 
 from torchao.core.config import AOBaseConfig
 
+from aoquant import serving
 from aoquant.formats import (
     MX,
     NVFP4,
@@ -386,6 +388,8 @@ class QATConfig(AOBaseConfig):
         four of them, or None for high precision. "quartet" also sets straight_through="clipped", its trust mask, unless
         that is given.
     seed: of the random numbers that such a backward draws.
+    engine, gpu: what will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda": prepare warns where it
+        will compute something else than is trained (`aoquant.serving`).
 
     Raises:
         ValueError: the arguments do not go together.
@@ -399,6 +403,8 @@ class QATConfig(AOBaseConfig):
     scales: str = "dynamic"
     backward: str | None = None
     seed: int = 0
+    engine: str | None = None
+    gpu: str | None = None
 
     def __init__(
         self,
@@ -411,6 +417,8 @@ class QATConfig(AOBaseConfig):
         scales: str = "dynamic",
         backward: str | None = None,
         seed: int = 0,
+        engine: str | None = None,
+        gpu: str | None = None,
     ) -> None:
         from aoquant.recipes import get_recipe, named  # recipes are made of configs
 
@@ -425,6 +433,7 @@ class QATConfig(AOBaseConfig):
         self.base_config, self.activation_config, self.weight_config = base_config, activation_config, weight_config
         self.straight_through = straight_through
         self.scales, self.backward, self.seed = scales, backward, seed
+        self.engine, self.gpu = engine, gpu
         parts = activation_config is not None or weight_config is not None
         if self.step not in STEPS:
             raise ValueError(f"QATConfig: step must be one of {', '.join(STEPS)}, got {step!r}")
@@ -448,6 +457,13 @@ class QATConfig(AOBaseConfig):
             raise ValueError("QATConfig: prepare needs a base_config, or a weight_config, or an activation_config")
         if self.step == "convert" and parts:
             raise ValueError("QATConfig: convert takes no weight_config or activation_config; layers remember theirs")
+        if engine is None and gpu is not None:
+            raise ValueError(f"QATConfig: gpu={gpu!r} says where an engine runs: give engine too, such as 'vllm'")
+        if engine is not None:
+            serving.check(engine, gpu)
+            if self.step == "prepare" and isinstance(base_config, WeightConfig):
+                for difference in serving.differences(base_config.recipe(), engine, gpu):
+                    warnings.warn(difference, stacklevel=2)
 
 
 __all__ = [

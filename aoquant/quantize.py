@@ -31,7 +31,7 @@ from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
-from aoquant.planning import coverage
+from aoquant.planning import coverage, fused
 from aoquant.planning.choose import Filter
 from aoquant.planning.plan import Plan, Step, plan
 from aoquant.planning.progress import track
@@ -140,6 +140,8 @@ def _carry_out(model: nn.Module, steps: list[Step], device: torch.device | str |
         for step in track(steps, steps[0].kind):
             apply(step, packed, device)
         fsdp.release(model, converted)
+        if steps[0].kind == "prepare":
+            fused.share_outer_scales(model)
     except BaseException as error:
         for module, cls, attributes, parameters, buffers in before:
             module.__class__ = cls

@@ -160,6 +160,47 @@ _RECIPES = (
     ),
     Recipe("int8-weight", Int8WeightConfig, "int8 weights per row, high-precision activations"),
     Recipe(
+        "vllm-w4a16-g128",
+        lambda: Packed4WeightConfig("intx4-g128", contract="dequantize"),
+        "for vLLM, SGLang, transformers: int4 weights in groups of 128, multiplied as Marlin and Machete do",
+    ),
+    Recipe(
+        "vllm-w4a16-g32",
+        lambda: Packed4WeightConfig("intx4-g32", contract="dequantize"),
+        "the same in groups of 32",
+    ),
+    Recipe(
+        "vllm-fp8",
+        lambda: PackedWeightConfig("fp8-row", "fp8-row-vllm"),
+        "for vLLM: e4m3 weights per row, activations per token as its CUDA kernel quantises them",
+    ),
+    Recipe(
+        "vllm-int8",
+        lambda: PackedWeightConfig("int8-row", "int8-row-vllm"),
+        "for vLLM: int8 weights per row, activations per token as it quantises them",
+    ),
+    Recipe(
+        "vllm-nvfp4",
+        lambda: Packed4WeightConfig("nvfp4-pow2", "nvfp4-static"),
+        "for vLLM: NVFP4 whose outer scales are powers of two that fused layers share; activations calibrated",
+        {"scales": "static"},
+    ),
+    Recipe(
+        "vllm-mxfp4",
+        lambda: Packed4WeightConfig("mxfp4-even", "mxfp4-even"),
+        "for vLLM: MXFP4 weights and activations by the rule of its kernels",
+    ),
+    Recipe(
+        "gguf-q4_0",
+        lambda: Packed4WeightConfig("q4_0", "q8_0-x86", "ggml"),
+        "for llama.cpp: Q4_0 weights, Q8_0 activations, its integer products",
+    ),
+    Recipe(
+        "gguf-q8_0",
+        lambda: PackedWeightConfig("q8_0", "q8_0-x86", "ggml"),
+        "for llama.cpp: Q8_0 weights and activations, its integer products",
+    ),
+    Recipe(
         "torchao-int8-int4",
         lambda: Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
         "torchao's IntxUnpackedToInt8Tensor, int8 activations per token",

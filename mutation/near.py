@@ -88,7 +88,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "integrations/peft.py": ("integrations/test_peft.py",),
     "integrations/peft_gradients.py": ("integrations/test_peft_gradients.py",),
     "integrations/stream.py": _CONVERT,
-    "integrations/slots.py": _CONVERT,
+    "integrations/safetensors_file.py": _CONVERT,
     "integrations/skeleton.py": (*_CONVERT, "integrations/test_renamed.py"),
     "integrations/fp_quant.py": ("integrations/test_fp_quant.py",),
     "integrations/hf.py": (*_HF, "integrations/test_hf_embeddings.py"),

@@ -18,6 +18,8 @@ from .blockscaled import MX, NVFP4
 from .dialects import MXFP4Dialect, NVFP4Dialect
 from .float8 import Float8
 from .four_over_six import FourOverSix
+from .ggml import KINDS as _GGML
+from .ggml import Ggml
 from .gridflip import GridFlip
 from .high import HighPrecision
 from .hqq import AffineHQQ
@@ -31,6 +33,7 @@ from .stochastic import Randomized
 from .stretched import Stretched
 from .tinygemm import TinyGemm
 from .transformed import Transformed
+from .vllm import VLLM, Float8Vllm, Int8Vllm, NVFP4PowerOfTwo
 
 __all__ = [
     "COMPOSED",
@@ -42,15 +45,19 @@ __all__ = [
     "Encoded",
     "Float8",
     "Float8Mslk",
+    "Float8Vllm",
     "Format",
     "FourOverSix",
+    "Ggml",
     "GridFlip",
     "HighPrecision",
     "Int4",
     "Int4Float8",
     "Int4Float8Row",
+    "Int8Vllm",
     "MXFP4Dialect",
     "NVFP4Dialect",
+    "NVFP4PowerOfTwo",
     "NVFP4Search",
     "Random",
     "Randomized",
@@ -104,8 +111,10 @@ _STANDARD: tuple[Format, ...] = (
 )
 # named, but not listed: a forward costs twenty iterations
 _FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=True))
+# what serving engines store or compute, where it differs from the standard: named, and described in `COMPOSED`
+_ENGINES: tuple[Format, ...] = (*(Ggml(kind) for kind in _GGML), *VLLM)
 # second names for the same numerics
-_ALIASES = {"qutlass-mxfp4-quest": "mxfp4-quest"}
+_ALIASES = {"qutlass-mxfp4-quest": "mxfp4-quest", "fp8-row-vllm": "fp8-row-mslk"}
 # names that are put together, by an example of each, and what its parts mean
 COMPOSED = {
     "hadamard16+nvfp4": "any format behind a Hadamard transform of 16, 32, 64 or 128 values: transform=aoquant.Hadamard(16) of a config",
@@ -124,6 +133,11 @@ COMPOSED = {
     "fouroversix-mae-16x16": "four-over-six's metric and tile",
     "gridflip-sided-row": "an outer scale for each row, in place of one for the tensor and its tiles",
     "high-precision": "values as they are",
+    "q4_0": "llama.cpp's blocks of 32 with float16 scales, rounded as llama-quantize does; also q4_1 and q8_0",
+    "q8_0-x86": "activations as llama.cpp quantises them on a CPU, beside any of its weights",
+    "fp8-row-vllm-reciprocal": "fp8 activations of vLLM on a CPU or compiled; fp8-row-vllm, which is fp8-row-mslk, of its CUDA kernel",
+    "int8-row-vllm": "int8 activations as vLLM quantises them",
+    "nvfp4-pow2": "NVFP4 with an outer scale that is a power of two, which engines can fuse and store either way round",
 }
 
 _REGISTERED: dict[str, Format] = {}
@@ -173,7 +187,7 @@ def get_format(name: str) -> Format:
     """
     if not isinstance(name, str):
         raise ValueError(f"a format is named by a string, such as 'nvfp4', got {name!r}")
-    table = {f.name: f for f in _STANDARD} | _REGISTERED
+    table = {f.name: f for f in (*_STANDARD, *_ENGINES)} | _REGISTERED
     found: Format | None = table.get(_ALIASES.get(name, name))
     if found is not None:
         return found

@@ -59,6 +59,15 @@ def check(directory: Path) -> dict[str, str]:
     return {name: t["_type"] for name, t in quantised.items()}
 
 
+def method(directory: Path) -> str | None:
+    """The library whose layout the folder's config.json names; None for a float checkpoint, or where there is no config.json."""
+    if not (directory / "config.json").is_file():
+        return None
+    quantization = read_json(directory / "config.json").get("quantization_config") or {}
+    found: str | None = quantization.get("quant_method")
+    return found
+
+
 def _lost(wanted: set[str], stored: set[str]) -> list[str]:
     """The parts that are not there. Headers use the model's names and files may use older ones, when transformers
     renames an architecture's tensors; which becomes which only the model knows, so parts under strange names are

@@ -103,6 +103,9 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load a quantised checkpoint and check that it is whole: files, schema, keys, quantised weights, and every byte.
 
+    A folder of compressed-tensors (llm-compressor's, or `aoquant.export`'s) becomes packed tensors too; kwargs are
+    dtype and device_map then.
+
     model_class: a transformers model class or AutoModel class; models that are no causal LM need it.
     verify_checksums: compare every tensor with the checksum that stands beside it, which reads the files once more.
     kwargs: for the class's `from_pretrained`, such as `device_map`.
@@ -114,6 +117,10 @@ def load_pretrained(
     for argument in ("quantization_config", "output_loading_info", "variant", "subfolder"):
         if argument in kwargs:
             raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
+    if checkpoint.method(Path(directory)) == "compressed-tensors":
+        from aoquant.export import reading
+
+        return reading.load(Path(directory), model_class, **kwargs)
     quantised = checkpoint.check(Path(directory))
     try:
         with nullcontext() if verify_checksums else checksums.not_verified():

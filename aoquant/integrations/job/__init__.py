@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from aoquant import __version__
 from aoquant.config import WeightConfig
+from aoquant.export import export
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.fingerprint import RESULTS, check_fingerprint, environment, logits_fingerprint
@@ -131,6 +132,8 @@ def run(o: Options) -> Result:
     }
     write(result, layers, report(float_model, prepared if as_prepared else converted, batch), record)
     folder.forget(PREPARED)
+    if o.export is not None:
+        export(o.out / "checkpoint", o.export, "gguf" if o.recipe.startswith("gguf-") else "compressed-tensors")
     return result
 
 

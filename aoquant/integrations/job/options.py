@@ -95,6 +95,8 @@ class Output:
 
     out: Path = Path("aoquant-run")
     """Folder of the report, the numbers and the converted checkpoint. The same command again goes on in it."""
+    export: Path | None = None
+    """A folder for the engine that the recipe is for: GGUF for gguf-..., compressed-tensors for the others."""
 
 
 GROUPS = (Model, Layers, Training, Evaluation, Output)
@@ -125,6 +127,9 @@ class Options(Model, Layers, Training, Evaluation, Output):
             raise ValueError(f"limit and window must be at least 1, got {self.limit} and {self.window}")
         if missing := [str(p) for p in self.train_text if not p.is_file()]:
             raise ValueError(f"train_text must be existing files, missing: {', '.join(missing)}")
+
+        if self.export is not None and self.export.exists():
+            raise ValueError(f"{self.export} exists: remove it or choose another --export")
 
     def as_json(self) -> dict[str, Any]:
         """The options in JSON's types."""

@@ -14,7 +14,7 @@ from aoquant.formats import Affine, Encoded, Float8
 from aoquant.formats.elements import fma
 
 from ..call import Call
-from . import tinygemm
+from . import ggml, tinygemm
 
 
 def scaled_mm(c: Call) -> Tensor:
@@ -36,6 +36,7 @@ def scaled_mm(c: Call) -> Tensor:
         "fp8_mslk_precise": _fp8_bias_after,
         "fp8_blocks": _bias_after,
         "nvfp4_rescale": _nvfp4_rescale,
+        "ggml": ggml.scaled_mm,
     }[c.contract](c)
 
 
