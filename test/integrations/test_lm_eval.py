@@ -325,7 +325,7 @@ def test_local_evaluation_leaves_nothing_and_stays_offline(
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 
-def test_one_progress_bar_and_no_other_word(
+def test_lines_of_progress_and_no_other_word(
     model: Any, tokenizer: Any, documents: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     evaluate(model, tokenizer, documents=documents, limit=3, progress=False)
@@ -335,7 +335,7 @@ def test_one_progress_bar_and_no_other_word(
     states = [line for line in re.split(r"[\r\n]", err) if line.strip()]
     assert out == ""
     assert all(line.startswith(f"{TASK}, window {POSITIONS}:") for line in states)
-    (done, total) = re.findall(r"(\d+)/(\d+)", states[-1])[0]
+    (done, total) = re.findall(r"(\d+) of (\d+) windows", states[-1])[0]
     assert done == total != "0"
 
 
