@@ -1,9 +1,10 @@
 """What has to be told to torchao once, when aoquant is imported.
 
-torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of tensor classes.
-The second list lives in a prototype module that is imported when a checkpoint is saved or loaded. It is extended at that moment. In the
-same way peft's LoRA is told of our layers, and transformers' Conv1D of quantised weights. Every private name is probed here, and before
-aoquant imports anything else of itself, so that another torchao fails with one sentence instead of halfway.
+torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of
+tensor classes. The second list lives in a prototype module that is imported when a checkpoint is saved or loaded. It
+is extended at that moment. In the same way peft's LoRA is told of our layers, and transformers' Conv1D of quantised
+weights. Every private name is probed here, and before aoquant imports anything else of itself, so that another
+torchao fails with one sentence instead of halfway.
 """
 
 from __future__ import annotations

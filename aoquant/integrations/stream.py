@@ -43,8 +43,10 @@ _NOT_COPIED = re.compile(
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and compared. coverage: what is
-    quantised in `out`, and what stays float.
+    """What `convert_checkpoint` did.
+
+    read, written: bytes of tensors. verified: layers that were read back and compared. coverage: what is quantised in
+    `out`, and what stays float.
     """
 
     out: Path
