@@ -83,6 +83,18 @@ class PackedTensor(TorchAOBaseTensor):
         self.format, self.activation, self.contract, self.k = format, activation, contract, k
 
     @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        table: Any = cls._ATEN_OP_TABLE.get(cls, {})
+        if func not in table:
+            w = next((a for a in args if isinstance(a, PackedTensor)), None)
+            what = "a quantised weight" if w is None else f"a quantised weight {tuple(w.shape)} ({w.format})"
+            raise NotImplementedError(
+                f"{func} of {what}: only F.linear and F.embedding take codes. If a model reads a layer's weight directly, leave that layer "
+                "out of quantize_ (filter_fn, or None for its name in FqnToConfig); for the values, call weight.dequantize()"
+            )
+        return table[func](func, types, args, kwargs or {})
+
+    @classmethod
     def from_encoded(
         cls, e: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None = None
     ) -> PackedTensor:

@@ -18,7 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from aoquant.integrations import checkpoint
-from aoquant.integrations.slots import Slot, flush, header, reserve
+from aoquant.integrations.safetensors_file import StoredTensor, flush, header, reserve
 from aoquant.planning.progress import bar
 
 FLUSHED = 1 << 28  # bytes between two entries of the journal
@@ -54,7 +54,7 @@ class Folder:
         )
         size = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
         self._start(size)
-        places: dict[str, Slot] = {}
+        places: dict[str, StoredTensor] = {}
         for file, held in split.filename_to_tensors.items():
             if not self.done:
                 reserve(self.path / file, {n: tensors[n] for n in held}, metadata)

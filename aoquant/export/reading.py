@@ -22,7 +22,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, get_format, layout
 from aoquant.integrations import checkpoint
-from aoquant.integrations.slots import Slot, header
+from aoquant.integrations.safetensors_file import StoredTensor, header
 from aoquant.layers.linear import LinearRecipe
 from aoquant.planning.progress import bar
 from aoquant.tensor import PackedTensor
@@ -64,10 +64,10 @@ def load(
     with init_empty_weights(include_buffers=False):
         make = getattr(model_class, "from_config", None) or model_class._from_config
         model: PreTrainedModel = make(config, dtype=dtype).eval()
-    slots: dict[str, Slot] = {}
+    stored_tensors: dict[str, StoredTensor] = {}
     for path in checkpoint.files(folder):
-        slots |= header(path)[1]
-    _fill(folder, model, slots, schemes, dtype)
+        stored_tensors |= header(path)[1]
+    _fill(folder, model, stored_tensors, schemes, dtype)
     model.tie_weights()
     if left := [n for n, p in model.named_parameters() if p.is_meta]:
         raise ValueError(
@@ -79,32 +79,45 @@ def load(
 
 
 def _fill(
-    folder: Path, model: PreTrainedModel, slots: dict[str, Slot], schemes: QuantizationConfig, dtype: torch.dtype
+    folder: Path,
+    model: PreTrainedModel,
+    stored_tensors: dict[str, StoredTensor],
+    schemes: QuantizationConfig,
+    dtype: torch.dtype,
 ) -> None:
     names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     read: set[str] = set()
-    with bar(sum(slot.size for slot in slots.values()), "load") as advance:
+    with bar(sum(stored_tensor.size for stored_tensor in stored_tensors.values()), "load") as advance:
         for name, module in model.named_modules():
-            if not isinstance(module, nn.Linear) or f"{name}.weight_scale" not in slots:
+            if not isinstance(module, nn.Linear) or f"{name}.weight_scale" not in stored_tensors:
                 continue
-            parts = {part: slots[f"{name}.{part}"] for part in (*_PARTS, *_INPUTS) if f"{name}.{part}" in slots}
+            parts = {
+                part: stored_tensors[f"{name}.{part}"]
+                for part in (*_PARTS, *_INPUTS)
+                if f"{name}.{part}" in stored_tensors
+            }
             scheme = next((s for s in schemes.config_groups.values() if is_match(name, module, s.targets)), None)
             if not isinstance(scheme, QuantizationScheme):
                 raise ValueError(f"{folder}: {name} has scales and no config group of config.json names it")
-            packed = _packed(f"{folder}: {name}", scheme, {part: slot.read() for part, slot in parts.items()}, dtype)
+            packed = _packed(
+                f"{folder}: {name}",
+                scheme,
+                {part: stored_tensor.read() for part, stored_tensor in parts.items()},
+                dtype,
+            )
             if packed.shape != module.weight.shape:
                 raise ValueError(
                     f"{folder}: {name} is {tuple(packed.shape)}, and the model wants {tuple(module.weight.shape)}"
                 )
             module.weight = nn.Parameter(packed, requires_grad=False)
             read |= {f"{name}.{part}" for part in parts}
-            advance(sum(slot.size for slot in parts.values()), name)
-        for name in sorted(slots.keys() - read):
-            if name not in names or names[name].shape != slots[name].shape:
+            advance(sum(stored_tensor.size for stored_tensor in parts.values()), name)
+        for name in sorted(stored_tensors.keys() - read):
+            if name not in names or names[name].shape != stored_tensors[name].shape:
                 raise ValueError(
-                    f"{folder}: {name} {slots[name].shape} has no place in {type(model).__name__}: load it with transformers"
+                    f"{folder}: {name} {stored_tensors[name].shape} has no place in {type(model).__name__}: load it with transformers"
                 )
-            values = slots[name].read()
+            values = stored_tensors[name].read()
             values = values.to(dtype) if values.dtype in FLOAT_DTYPES else values
             owner, _, own = name.rpartition(".")
             module = model.get_submodule(owner)
@@ -112,7 +125,7 @@ def _fill(
                 setattr(module, own, nn.Parameter(values, requires_grad=names[name].requires_grad))
             else:
                 setattr(module, own, values)
-            advance(slots[name].size, name)
+            advance(stored_tensors[name].size, name)
 
 
 def _packed(label: str, scheme: QuantizationScheme, parts: dict[str, Tensor], dtype: torch.dtype) -> PackedTensor:

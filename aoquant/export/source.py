@@ -21,7 +21,7 @@ from torchao.utils import TorchAOBaseTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from aoquant.integrations import checkpoint
-from aoquant.integrations.slots import Slot, header
+from aoquant.integrations.safetensors_file import StoredTensor, header
 from aoquant.layers.qat import QATLayer
 from aoquant.parallel import fsdp
 from aoquant.tensor import PackedTensor
@@ -103,11 +103,11 @@ def of_checkpoint(folder: Path) -> Source:
     config = checkpoint.read_json(folder / "config.json")
     config.pop("quantization_config")
     described: dict[str, str] = {}
-    slots: dict[str, Slot] = {}
+    stored_tensors: dict[str, StoredTensor] = {}
     for path in checkpoint.files(folder):
         metadata, found = header(path)
         described |= metadata
-        slots |= found
+        stored_tensors |= found
     model = _skeleton(folder)
     tied = _ties(model)
     names = [n for n in json.loads(described["tensor_names"]) if n not in tied]
@@ -117,7 +117,9 @@ def of_checkpoint(folder: Path) -> Source:
             f"{folder}: its tensors and {type(model).__name__}'s differ in {checkpoint.some(wrong)}: load it with aoquant.load_pretrained "
             "and export the model"
         )
-    weights = {n: Weight(n, json.loads(described[n])["_type"], _on_disk(n, described[n], slots)) for n in names}
+    weights = {
+        n: Weight(n, json.loads(described[n])["_type"], _on_disk(n, described[n], stored_tensors)) for n in names
+    }
     return _checked(Source(config, dict(model.named_modules()), weights, tied, folder))
 
 
@@ -168,18 +170,18 @@ def _without_codes(p: PackedTensor) -> PackedTensor:
     return PackedTensor(codes, p.format, p.activation, p.contract, p.k, p.dtype, *others)
 
 
-def _on_disk(name: str, described: str, slots: dict[str, Slot]) -> Callable[[bool], Tensor]:
+def _on_disk(name: str, described: str, stored_tensors: dict[str, StoredTensor]) -> Callable[[bool], Tensor]:
     content = json.loads(described)
     if content["_type"] == "Tensor":
-        return lambda codes: slots[name].read()
+        return lambda codes: stored_tensors[name].read()
     module, _, parameter = name.rpartition(".")
     parts = {part: f"{module}._{parameter}_{part}" for part in content["_tensor_data_names"]}
 
     def read(codes: bool) -> Tensor:
         values = {
-            stored: slots[stored].read()
+            stored: stored_tensors[stored].read()
             if codes or part != "qdata"
-            else torch.empty(slots[stored].shape, dtype=slots[stored].dtype, device="meta")
+            else torch.empty(stored_tensors[stored].shape, dtype=stored_tensors[stored].dtype, device="meta")
             for part, stored in parts.items()
         }
         metadata = {"tensor_names": json.dumps([name]), name: described}

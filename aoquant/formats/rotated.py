@@ -1,12 +1,14 @@
-"""A random rotation before an encoding: "rht32+mxfp4-sr" is a randomised Hadamard transform of every 32 values, then mxfp4-sr.
+"""A random rotation before an encoding: "rht32+mxfp4-sr" is a randomised Hadamard transform of every 32 values, then
+mxfp4-sr.
 
-The transform flips signs at random and then mixes, x diag(s) H / sqrt(size), so outliers spread over their block, and no direction
-of the error is preferred. It is for the two operands of one GEMM: H is orthogonal, both operands are rotated along the axis that the GEMM
-contracts, by the same signs, and in the product the rotation cancels. What `decode` gives is therefore still rotated.
+The transform flips signs at random and then mixes, x diag(s) H / sqrt(size), so outliers spread over their block, and
+no direction of the error is preferred. It is for the two operands of one GEMM: H is orthogonal, both operands are
+rotated along the axis that the GEMM contracts, by the same signs, and in the product the rotation cancels. What
+`decode` gives is therefore still rotated.
 
-H is Sylvester's, by the butterflies of `transforms.Hadamard`, so every device makes the same bytes. Here the factor is 1 / sqrt(size) in
-float32, for both operands: there is no kernel to imitate whose entries are bf16, and a gain of 1.1e-4 would be a bias. Nothing is rounded
-between the rotation and the encoding.
+H is Sylvester's, by the butterflies of `transforms.Hadamard`, so every device makes the same bytes. Here the factor is
+1 / sqrt(size) in float32, for both operands: there is no kernel to imitate whose entries are bf16, and a gain of 1.1e-4
+would be a bias. Nothing is rounded between the rotation and the encoding.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """A format behind a transform: what is quantised is x T^T for an activation, W T^-1 for a weight.
 
-The name says it, "hadamard16+nvfp4", and names are what crosses the boundaries of ops, so everything that knows formats by name
-(encoding, both backward GEMMs, masks, packing, checkpoints) works in the transformed domain without knowing that it does. Nothing but
-codes is stored or saved for backward.
+The name says it, "hadamard16+nvfp4", and names are what crosses the boundaries of ops, so everything that knows formats
+by name (encoding, both backward GEMMs, masks, packing, checkpoints) works in the transformed domain without knowing
+that it does. Nothing but codes is stored or saved for backward.
 
-`encode` quantises the float32 result of the transform, never rounded to x's dtype in between, and scales are found on that result. Formats
-that store scales in their input's dtype store float32 then. Values in high precision are the exception, they ARE the layer's dtype:
-"hadamard16+high-precision" is the activation of a weight-only layer, rounded once.
+`encode` quantises the float32 result of the transform, never rounded to x's dtype in between, and scales are found on
+that result. Formats that store scales in their input's dtype store float32 then. Values in high precision are the
+exception, they ARE the layer's dtype: "hadamard16+high-precision" is the activation of a weight-only layer, rounded
+once.
 
-Codes, `operand`, `decode` and `saturated` are of the transformed domain. The way back is `pull_back`, for gradients of this side; and
-for the other side's values, because W = (W T^-1) T.
+Codes, `operand`, `decode` and `saturated` are of the transformed domain. The way back is `pull_back`, for gradients of
+this side; and for the other side's values, because W = (W T^-1) T.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Transformed(Format):
 
     @staticmethod
     def split(name: str) -> tuple[Transform, bool, str] | None:
-        """(transform, weight side, name of the inner format) of a transformed format's name; None when it is no such name."""
+        """(transform, weight side, name of the inner format) of a transformed format's name; None when it is no such
+        name.
+        """
         prefix, plus, inner = name.partition("+")
         found = parse(prefix) if plus else None
         return None if found is None else (*found, inner)

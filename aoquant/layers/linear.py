@@ -157,7 +157,7 @@ class LinearRecipe:
             )
         assert format is not None
         try:
-            format.measure(torch.empty(1, format.block or 1, device="meta"))
+            format.measure(torch.empty(1, format.block or 1, dtype=torch.float32, device="meta"))
         except ValueError as error:  # scales and codes that are fitted to each other
             return str(error)
         if self.straight_through == "clipped" and isinstance(format, Int4):
@@ -182,6 +182,11 @@ class LinearRecipe:
     def fitted(self) -> bool:
         """Whether the layer holds the matrices of a fitted transform."""
         return self.transform is not None and self.transform.fitted
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's codes and scales are the same alone and in any batch: quantised by themselves, under held scales, or not at all."""
+        return self.fprop_input is None or self.fprop_input.batch_invariant or self.input_scales != "dynamic"
 
     @property
     def draws(self) -> bool:

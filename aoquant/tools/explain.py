@@ -74,7 +74,7 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
         return ops.explain(what)
     weight = getattr(what, "weight", None)
     if isinstance(what, QATLinear):
-        recipe, kind = what.prepared.recipe, "prepared"
+        recipe, kind, weight = what.prepared.recipe, "prepared", what.matrix()
     elif isinstance(weight, PackedTensor):
         recipe, kind = weight.recipe, "converted"
     else:
@@ -85,8 +85,10 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
         )
     assert isinstance(weight, torch.Tensor)
     n, k = weight.shape
+    rows = "a token's codes are its own" if recipe.batch_invariant else "a token's codes depend on its batch"
     served = () if engine is None else tuple(serving.differences(recipe, engine, gpu))
-    return Routes(f"{n} x {k} {kind} layer, {recipe}", _routes(recipe, weight, dtype or weight.dtype, kind), served)
+    title = f"{n} x {k} {kind} layer, {recipe}; {rows}"
+    return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind), served)
 
 
 def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str) -> tuple[Route, ...]:

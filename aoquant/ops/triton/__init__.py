@@ -1,7 +1,7 @@
 """Triton kernels for the codec: encode, decode, and both in one pass. Imported when a CUDA device first asks for them.
 
-`formats/` stays the truth. Every kernel here reproduces `Format.encode`, `operand` and `decode` bit for bit, NaN, Inf, zeros and
-subnormals included (`test/gpu/test_triton_exact.py`), and `why_not` says what has no kernel yet.
+`formats/` stays the truth. Every kernel here reproduces `Format.encode`, `operand` and `decode` bit for bit, NaN, Inf,
+zeros and subnormals included (`test/gpu/test_triton_exact.py`), and `why_not` says what has no kernel yet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from aoquant.formats import (
 from aoquant.ops.router import Quantized
 from aoquant.transforms import Hadamard
 
-from . import blockscaled, dialects, float8, grids, hadamard, integer, stochastic
+from . import blockscaled, dialects, float8, grids, hadamard, integer, nvfp4_rows, stochastic
 from .launch import on
 
 _Made = tuple[Encoded | None, Tensor | None, Tensor | None]
@@ -59,7 +59,8 @@ def quantize(
     measured: Tensor | None = None,
     random: Random | None = None,
 ) -> Quantized:
-    """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured` yet.
+    """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured`
+    yet.
 
     At random, codes and operand alike.
     """
@@ -84,7 +85,11 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
 def _plain(
     format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
 ) -> _Made:
-    """(codes and scales if `keep`, values in `dtype` unless it is None, the operand's alpha); `measured` saves a pass where that is one."""
+    """(codes and scales if `keep`, values in `dtype` unless it is None, the operand's alpha); `measured` saves a pass
+    where that is one.
+    """
+    if isinstance(format, NVFP4) and format.outer == "row":
+        return nvfp4_rows.quantize(format, x_RK, dtype, operand, keep)
     module = _MODULES[type(format)]
     known = (measured,) if module is blockscaled else ()
     made: _Made = module.quantize(format, x_RK, dtype, operand, keep, *known)
@@ -96,6 +101,8 @@ def _mixed(
 ) -> _Made:
     """The same behind a transform."""
     inner, t = format.inner, format.transform
+    if isinstance(t, Hadamard) and isinstance(inner, NVFP4) and inner.outer == "row":
+        return nvfp4_rows.quantize(inner, x_RK, dtype, operand, keep, t, format.inverse)
     if isinstance(t, Hadamard) and isinstance(inner, MX | NVFP4):
         with on(x_RK):
             return blockscaled.quantize(inner, x_RK, dtype, operand, keep, measured, t, format.inverse)
@@ -111,7 +118,9 @@ def _mixed(
 def transform(
     format: Transformed, x_RK: Tensor, matrix: Tensor | None, back: bool = False, clipped: Tensor | None = None
 ) -> Tensor:
-    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(x_RK, matrix)`, zero where it is `clipped`; in one pass."""
+    """`format.transformed(x_RK, matrix)`, or back: `format.pull_back(x_RK, matrix)`, zero where it is `clipped`; in one
+    pass.
+    """
     assert isinstance(format.transform, Hadamard)
     dtype = x_RK.dtype if back or isinstance(format.inner, HighPrecision) else torch.float32
     with on(x_RK):
