@@ -4,18 +4,22 @@ line.
 
 from __future__ import annotations
 
+import importlib
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.export_cases import converted, llama, packed
+from support.export_cases import byte_level, converted, llama, packed
 from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
 
 from aoquant import Int4WeightConfig, PackedWeightConfig, QATConfig, cli, export, quantize_, save_pretrained
 from aoquant.export import folder, hf_folder
 from aoquant.export import plan as plans
+from aoquant.export.targets import Stored
 from aoquant.integrations.hf import load_pretrained
+from aoquant.tensor import PackedTensor
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -92,6 +96,30 @@ def test_another_export_starts_anew(saved: Path, tmp_path: Path, monkeypatch: py
     export(saved, tmp_path / "out", skip=skip)
     export(saved, tmp_path / "fresh", skip=skip)
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "gguf"])
+def test_one_layer_is_in_memory(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """When a layer of a folder is repacked, the codes of the one before are gone."""
+    where = "aoquant.export.gguf_file" if format == "gguf" else "aoquant.export.compressed"
+    module = importlib.import_module(where)
+    real = module.store
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = []
+
+    def watched(p: PackedTensor) -> Stored:
+        if not p.qdata.is_meta:
+            alive.append(weakref.ref(p.qdata))
+            most.append(sum(ref() is not None for ref in alive))
+        return real(p)
+
+    monkeypatch.setattr(module, "store", watched)
+    source = saved
+    if format == "gguf":
+        source = tmp_path / "saved"
+        save_pretrained(converted("q4_0"), source, byte_level())
+    export(source, tmp_path / "out", format)
+    assert len(most) == 14 and max(most) <= 2  # a local name may outlive its use until it is bound again
 
 
 def test_skipped_layers_are_floats(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from support.export_cases import SHAPE, converted, packed
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from support.export_cases import SHAPE, byte_level, converted, packed
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,19 +29,6 @@ from aoquant import PackedWeightConfig, export, load_pretrained, quantize_, save
 from aoquant.export import gguf_arch, gguf_tokenizer
 
 TEXT = "the quick brown fox, 12 times"
-
-
-def byte_level() -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a few merges and a chat template, 128 tokens in all."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:120]
-    vocab = {c: i for i, c in enumerate(["<|end|>", *letters, "th", "the", "Ġq"])}
-    merges = [("t", "h"), ("th", "e"), ("Ġ", "q")]
-    made = Tokenizer(models.BPE(vocab | {c: len(vocab) + i for i, c in enumerate({"Ġ"} - vocab.keys())}, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", bos_token="<|end|>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return tokenizer
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:

@@ -8,8 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from support.export_cases import IDS, llama, load_elsewhere, packed, write_expected
-from test_gguf import byte_level
+from support.export_cases import IDS, byte_level, llama, load_elsewhere, packed, write_expected
 
 from aoquant import calibrate, explain, export, quantize_
 from aoquant.config import PackedWeightConfig, QATConfig

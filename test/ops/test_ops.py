@@ -34,6 +34,7 @@ OPERANDS = {
     "fp8_mslk": ("fp8-row-mslk", "fp8-row-mslk"),
     "fp8_mslk_precise": ("fp8-row-mslk", "fp8-row-mslk"),
     "nvfp4_rescale": ("nvfp4", "nvfp4"),
+    "ggml": ("q8_0-x86", "q4_0"),
 }
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from aoquant import PackedTensor, PackedWeightConfig, QATConfig, quantize_
 
@@ -90,3 +91,16 @@ def load_elsewhere(folders: list[Path]) -> dict[str, dict[str, Any]]:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return {Path(folder).name: content for folder, content in json.loads(run.stdout.splitlines()[-1]).items()}
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """A byte-level BPE with a few merges and a chat template, 128 tokens in all."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:120]
+    vocab = {c: i for i, c in enumerate(["<|end|>", *letters, "th", "the", "Ġq"])}
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "q")]
+    made = Tokenizer(models.BPE(vocab | {c: len(vocab) + i for i, c in enumerate({"Ġ"} - vocab.keys())}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", bos_token="<|end|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return tokenizer
