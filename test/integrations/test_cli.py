@@ -171,13 +171,9 @@ def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("nvfp4-none", "int8-int4", "torch._scaled_mm", "bit-equal", *COMPOSED):
         assert word in printed
     assert "DIFFERENT" not in printed
-<<<<<<< HEAD
     assert "0 (128, 256)" not in printed
-    said = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in printed.splitlines() if "|" in line}
-=======
     table = printed.split("names that are put together")[0]
     said = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in table.splitlines() if "|" in line}
->>>>>>> formats
     assert (said["nvfp4"], said["nvfp4-row"], said["nvfp4-static:0.001"], said["fp8-tensor"]) == (
         "no",
         "yes",
