@@ -105,9 +105,7 @@ def quantize_(
 
 def _what_stays_float(model: nn.Module, planned: Plan, strict: bool) -> str | None:
     """What to warn of; raises ValueError in its place where `strict`."""
-    formats: dict[Hashable, str] = {identity(s.module.weight): s.target.recipe.fprop_weight.name for s in planned.steps}
-    skipped = {id(m): planned.skipped[fqn] for fqn, m, _ in planned.choice.layers if fqn in planned.skipped}
-    found = coverage.inventory(model, formats, planned.choice.left_out, planned.choice.picked, skipped)
+    found = coverage.after(model, planned)
     if strict and (unexpected := found.unexpected):
         raise ValueError(
             f"strict: {len(unexpected)} matrix parameter(s) would stay float, and the model is unchanged: "

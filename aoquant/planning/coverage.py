@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -32,6 +32,9 @@ from aoquant.planning.choose import is_head
 from aoquant.planning.sizes import stored_bytes
 from aoquant.planning.tied import identity, modules
 from aoquant.tensor import PackedTensor
+
+if TYPE_CHECKING:
+    from aoquant.planning.plan import Plan
 
 WORTH_A_WARNING = 0.05  # share of a model's elements in unsupported matrices
 SKIPPED = "aoquant_skipped"  # attribute of a layer that skip_incompatible left out: why
@@ -138,6 +141,13 @@ def coverage(model: nn.Module) -> Coverage:
         print(aoquant.coverage(model).to_markdown())
     """
     return inventory(model)
+
+
+def after(model: nn.Module, plan: Plan) -> Coverage:
+    """The coverage that a model will have once `plan` is carried out."""
+    formats: dict[Hashable, str] = {identity(s.module.weight): s.target.recipe.fprop_weight.name for s in plan.steps}
+    skipped = {id(m): plan.skipped[fqn] for fqn, m, _ in plan.choice.layers if fqn in plan.skipped}
+    return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped)
 
 
 def inventory(

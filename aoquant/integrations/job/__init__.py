@@ -43,6 +43,7 @@ from aoquant.integrations.job.result import Result, Stage, recovered, recovered_
 from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.integrations.text import assets, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
+from aoquant.planning.coverage import coverage, listed
 from aoquant.report import report, verify
 from aoquant.tools.doctor import MISSING_KERNEL
 
@@ -112,6 +113,7 @@ def run(o: Options) -> Result:
     layers = verify(prepared, converted, batch, allow_not_run=bool(as_prepared))
     save_pretrained(converted, o.out / "checkpoint", tokenizer)
     fingerprint = None if as_prepared else logits_fingerprint(converted, batch["input_ids"])
+    covered = coverage(prepared)
     result = Result(
         recipe=o.recipe,
         out=o.out,
@@ -120,7 +122,8 @@ def run(o: Options) -> Result:
         min_sqnr_db=layers.min_sqnr,
         rows=len(layers.rows),
         reload=_reload(o, batch["input_ids"], fingerprint),
-        float_share=_float_share(prepared),
+        coverage=str(covered),
+        stay_float=listed(covered.float_weights),
         skipped=skipped,
     )
     record = {
@@ -157,13 +160,6 @@ def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:
         note = f"its kernel does not run here ({reason}); scored as prepared"
         return Stage(PTQ, score(prepared), model_bytes(deployed), note)
     return Stage(PTQ, score(deployed), model_bytes(deployed))
-
-
-def _float_share(prepared: PreTrainedModel) -> float:
-    """The share of a prepared model's parameters that convert leaves in high precision."""
-    quantised = {id(m.weight) for m in prepared.modules() if isinstance(m, QATLayer)}
-    sizes = [(p.numel(), id(p) in quantised) for p in prepared.parameters()]
-    return sum(n for n, q in sizes if not q) / sum(n for n, _ in sizes)
 
 
 def _reload(o: Options, ids_BT: Tensor, fingerprint: str | None) -> str:

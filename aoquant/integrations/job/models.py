@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from aoquant.integrations.hf import load_pretrained
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.plans import checked_plan
 from aoquant.integrations.text import assets
+from aoquant.planning import coverage
 from aoquant.planning.sizes import stored_bytes
 from aoquant.recipes import Recipe, mixed
 from aoquant.tools.doctor import MISSING_KERNEL
@@ -84,34 +84,16 @@ def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]
         layers += [f"{fqn}={o.recipe}" for fqn in wanted if fqn not in named]
     config = mixed(o.recipe, layers, o.skip, make=lambda recipe: _training(recipe, o))
     found = checked_plan(model, config, skip_incompatible=o.skip_incompatible)
-    if o.strict and (left := _left_float(model, {id(step.module) for step in found.steps}, o.skip)):
+    if o.strict and (left := coverage.after(model, found).unexpected):
         raise ValueError(
-            f"--strict: {len(left)} layer(s) would stay in high precision, such as {', '.join(left[:3])}: name them "
-            "with --skip, give them a recipe with --layers NAME=RECIPE, or leave out --strict"
+            f"--strict: {len(left)} matrix parameter(s) would stay in high precision: {coverage.listed(left)}. Name the "
+            "modules with --skip, or leave out --strict"
         )
     if found.skipped:
         names = [name for label in found.skipped for name in label.split(", ")]
         layers = [entry for entry in layers if (entry.rpartition("=")[0] or entry) not in names]
         config = mixed(o.recipe, layers, [*o.skip, *names], make=lambda recipe: _training(recipe, o))
     return config, found.skipped
-
-
-def _left_float(model: nn.Module, chosen: Collection[int], skip: list[str]) -> list[str]:
-    """Modules with a matrix that are not chosen, not named by `skip`, and neither an embedding nor the output head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-
-    def skipped(fqn: str) -> bool:
-        return any(re.fullmatch(s[3:], fqn) is not None if s.startswith("re:") else s == fqn for s in skip)
-
-    return [
-        fqn
-        for fqn, module in model.named_modules()
-        if any(p.dim() > 1 for p in module.parameters(recurse=False))
-        and not isinstance(module, nn.Embedding)
-        and module is not head
-        and id(module) not in chosen
-        and not skipped(fqn)
-    ]
 
 
 def prepare(model: nn.Module, config: Any, blocks_BT: Tensor, batch_size: int) -> None:

@@ -36,7 +36,8 @@ class Stage:
 class Result:
     """What a run found. min_sqnr_db, rows: of prepared against converted. skipped: layers left out, and why, by name.
 
-    float_share: of the model's parameters that stay in high precision.
+    coverage: the share of parameters in quantised layers, a sentence. stay_float: matrices that stay in high precision,
+        and why.
     """
 
     recipe: str
@@ -46,7 +47,8 @@ class Result:
     min_sqnr_db: float
     rows: int
     reload: str
-    float_share: float
+    coverage: str
+    stay_float: str
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def sqnr(self) -> str:
@@ -78,7 +80,8 @@ class Result:
                 tabulate(rows, heads, tablefmt="github", floatfmt=("", ".3f", ".4f", ".4f", ".2f", "")),
                 "",
                 f"recipe {self.recipe}; window {first.window} tokens; {first.documents} documents of {first.source}",
-                f"stay in high precision: {self.float_share:.1%} of the parameters",
+                self.coverage,
+                f"stay in high precision: {self.stay_float or 'biases, norms and scales alone'}",
                 *left,
                 f"recovered by QAT: {self.recovered}",
                 f"prepared against converted: {self.sqnr()}",
@@ -107,7 +110,8 @@ class Result:
             min_sqnr_db=float(found["min_sqnr_db"]),
             rows=found["rows"],
             reload=found["reload"],
-            float_share=found["float_share"],
+            coverage=found["coverage"],
+            stay_float=found["stay_float"],
             skipped=found["skipped"],
         )
 
@@ -127,7 +131,8 @@ def write(result: Result, layers: Report, error: Report, record: Mapping[str, An
         "min_sqnr_db": str(result.min_sqnr_db),
         "rows": result.rows,
         "reload": result.reload,
-        "float_share": result.float_share,
+        "coverage": result.coverage,
+        "stay_float": result.stay_float,
         "skipped": dict(result.skipped),
     }
     for folder in (out / "checkpoint", out):  # in `out` last: its presence says that the run is complete
