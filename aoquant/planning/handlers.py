@@ -22,7 +22,7 @@ from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, regi
 
 from aoquant import config as configs
 from aoquant.config import QATConfig, WeightConfig
-from aoquant.formats import Format
+from aoquant.formats import Format, Operand
 from aoquant.layers.qat import QATLayer
 from aoquant.parallel.fsdp import layer_class
 from aoquant.planning.plan import LAYERS, Layer, plan_layer
@@ -89,7 +89,7 @@ def register() -> None:
 
     def chained(module: nn.Module, config: Any) -> nn.Module:
         own = isinstance(config.base_config, WeightConfig) or any(
-            isinstance(c, Format | str) for c in (config.weight_config, config.activation_config)
+            isinstance(c, Format | Operand | str) for c in (config.weight_config, config.activation_config)
         )
         return handle(module, config) if own or isinstance(module, QATLayer) else before(module, config)
 

@@ -156,7 +156,12 @@ def not_finite(weight: torch.Tensor) -> str | None:
 
 
 def _why_not_here(module: Layer, kind: str) -> str | None:
-    """Why the step would have no effect on this very module: somebody else owns its forward or its weight."""
+    """Why the step would have no effect on this very module: another library owns its forward or its weight."""
+    if isinstance(vars(module).get("weight"), torch.Tensor):
+        return (
+            "its weight is no parameter: a hook of torch.nn.utils.prune or weight_norm computes it before each forward, and would put it back over "
+            "codes: make it permanent with torch.nn.utils.prune.remove(layer, 'weight') or torch.nn.utils.remove_weight_norm(layer) first"
+        )
     replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # accelerate's hooks are followed
     if replaced and isinstance(module.weight, DTensor):
         return (

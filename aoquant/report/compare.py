@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.layers.qat import QATLayer
-from aoquant.ops import Request
+from aoquant.ops import gemm_request
 from aoquant.ops.router import route
 from aoquant.report.measure import (
     decibels,
@@ -33,6 +33,7 @@ from aoquant.report.measure import (
     sqnr,
     weight_of,
 )
+from aoquant.tensor import PackedTensor
 
 
 @dataclass
@@ -69,9 +70,10 @@ def _backend(module: nn.Module, y: Tensor) -> str:
         return "torch"
     if isinstance(module, nn.Embedding):
         return "lookup"  # no GEMM
-    n, k = weight_of(module).shape
-    formats = (recipe.fprop_input, recipe.fprop_weight)
-    return route(Request(recipe.contract, *formats, y.device, y.dtype, y.numel() // n, n, k)).name
+    weight = weight_of(module)
+    held = weight.encoded if isinstance(weight, PackedTensor) else weight
+    operands = recipe.fprop_input, recipe.fprop_weight
+    return route(gemm_request(recipe.contract, *operands, held, y.dtype, y.numel() // len(weight))).name
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:

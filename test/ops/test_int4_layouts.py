@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from support.gemm import scaled_mm
 from support.golden_inputs import DATA, data_set
 from support.rational import rounded
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from aoquant import backend, ops
+from aoquant import backend
 from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, get_format, hqq, layout
 from aoquant.ops.gemm.tinygemm import pack_cpu
 
@@ -275,9 +276,7 @@ def cpu_case(
 
 def linear(backend_name: str, x: Tensor, e: Encoded, fmt: TinyGemm, bias: Tensor | None = None) -> Tensor:
     with backend(backend_name):
-        return ops.scaled_mm(
-            (x,), ops.to_parts(e), bias, "", fmt.name, "tinygemm_cpu", list(x.shape[:-1]), e.k, x.dtype
-        )
+        return scaled_mm(x, e, bias, "", fmt.name, "tinygemm_cpu", list(x.shape[:-1]), x.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, FourOverSix, GridFlip
+from aoquant.formats import Encoded, FourOverSix, GridFlip, Operand
 from aoquant.formats.contest import AMAX_FLOOR, FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 
@@ -262,9 +262,18 @@ def _decode(
 
 
 def quantize(
-    format: FourOverSix, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: FourOverSix,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha).
+
+    measured, mix: not used.
+    """
     x_RK = x_RK.contiguous()
     (rows, k), device, nb = x_RK.shape, x_RK.device, TILE // format.block
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
