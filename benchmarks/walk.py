@@ -27,7 +27,7 @@ from aoquant import QATConfig, quantize_
 from aoquant.recipes import get_recipe
 
 HOME = str(Path(aoquant.__file__).parent)
-ROUNDS, REPEATS = 20, 200
+ROUNDS, REPEATS = 15, 50
 
 
 class Walk(NamedTuple):
@@ -78,13 +78,13 @@ def made(recipe: str, step: str) -> nn.Linear:
 
 
 def median(run: Callable[[], object]) -> float:
-    """Microseconds of one call."""
+    """Microseconds of processor time of one call: other programs on the machine do not count."""
     rounds = []
     for _ in range(ROUNDS):
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(REPEATS):
             run()
-        rounds.append((time.perf_counter() - start) / REPEATS * 1e6)
+        rounds.append((time.process_time() - start) / REPEATS * 1e6)
     return statistics.median(rounds)
 
 
