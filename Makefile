@@ -13,7 +13,7 @@ STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup kernels demo test gpu-test gpu-bench nightly bench lint format types imports check clean
+.PHONY: setup kernels demo test gpu-test gpu-bench nightly mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -39,7 +39,11 @@ gpu-test: setup
 	AOQUANT_REQUIRE_GPU=1 $(PYTEST) -n $(GPU_WORKERS) --dist loadgroup --durations 10 -m "$(GPU_MARKS)"
 
 # What benchmarks/results holds of a GPU, about five minutes.
-gpu-bench: setup
+gpu-# How many plausible mistakes the tests near them notice; CPU only. It goes on where it stopped: MUTATE="--minutes 8", say.
+mutate: setup
+	$(BIN)/python -m mutation --workers $(WORKERS) $(MUTATE)
+
+bench: setup
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/convert_speed.py
 	$(BIN)/python benchmarks/run.py
@@ -51,6 +55,10 @@ nightly: setup
 bench: setup
 	$(BIN)/python benchmarks/parity.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cpu.py
+
+# The documentation site, into site/; a broken link or anchor is an error. Nothing is fetched.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: setup
 	$(BIN)/ruff check .
@@ -67,7 +75,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 # The tests come last, so that pytest's closing line is the last word.
-check: lint imports types test
+check: lint imports types docs test
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

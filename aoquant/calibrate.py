@@ -26,6 +26,7 @@ from aoquant.formats import Operand, Scales
 from aoquant.layers import held
 from aoquant.layers.linear import cast, check_width
 from aoquant.layers.qat import QATLayer, QATLinear
+from aoquant.planning import fused
 from aoquant.planning.progress import track
 from aoquant.report.measure import run, undisturbed
 from aoquant.transforms import wush
@@ -79,6 +80,7 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             watched = seen.get(fqn)
             held.write(layer, side, scales, watched.dims if side == "input" and isinstance(watched, Range) else 2)
         layer.calibrated = True
+    fused.share_outer_scales(model)
 
 
 def _refuse(problems: dict[str, str]) -> None:
@@ -146,7 +148,7 @@ def _observer(layer: QATLinear) -> Range | Gram | None:
     """What a layer's input is watched for."""
     recipe = layer.prepared.recipe
     if recipe.fitted and recipe.transform is not None:
-        return Gram(recipe.transform.size, layer.weight.detach())
+        return Gram(recipe.transform.size, layer.matrix().detach())
     if recipe.input_scales == "dynamic":
         return None
     assert recipe.fprop_input is not None
@@ -205,7 +207,7 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
     recipe = layer.prepared.recipe
     scales: dict[str, Scales] = {}
     if recipe.weight_scales != "dynamic":
-        scales["weight"] = recipe.fprop_weight.measure(layer.weight.detach())
+        scales["weight"] = recipe.fprop_weight.measure(layer.matrix().detach())
     if isinstance(seen, Gram):
         return _fitted(layer, seen)
     if seen is not None:
@@ -235,7 +237,7 @@ def _fitted(layer: QATLinear, seen: Gram) -> tuple[dict[str, Scales], str | None
     """The transform of both sides, and why it cannot be fitted; found on the CPU, where all ranks and devices have one eigensolver."""
     if seen.rows == 0:
         return {}, NOT_REACHED
-    weight, size = layer.weight.detach(), seen.total.shape[-1]
+    weight, size = layer.matrix().detach(), seen.total.shape[-1]
     try:
         pair = wush.fit((seen.total / seen.rows).cpu(), (wush.gram(weight, size) / len(weight)).cpu())
     except ValueError as error:

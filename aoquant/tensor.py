@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant.formats import FLOAT_DTYPES, Encoded, Operand, Scales, get_operand
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
 from aoquant.layers.embedding import looked_up
 from aoquant.layers.linear import LinearRecipe, check_device, quantized_linear
 
@@ -84,6 +84,18 @@ class PackedTensor(TorchAOBaseTensor):
         self.format, self.activation, self.contract, self.k = format, activation, contract, k
 
     @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        table: Any = cls._ATEN_OP_TABLE.get(cls, {})
+        if func not in table:
+            w = next((a for a in args if isinstance(a, PackedTensor)), None)
+            what = "a quantised weight" if w is None else f"a quantised weight {tuple(w.shape)} ({w.format})"
+            raise NotImplementedError(
+                f"{func} of {what}: only F.linear and F.embedding take codes. If a model reads a layer's weight directly, leave that layer "
+                "out of quantize_ (filter_fn, or None for its name in FqnToConfig); for the values, call weight.dequantize()"
+            )
+        return table[func](func, types, args, kwargs or {})
+
+    @classmethod
     def from_encoded(
         cls, e: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None = None
     ) -> PackedTensor:
@@ -98,9 +110,10 @@ class PackedTensor(TorchAOBaseTensor):
         return Encoded(self.qdata, self.scale, self.zero_point, self.per_tensor_scale, self.k)
 
     @property
-    def weight_format(self) -> Operand:
-        """How the weight was encoded."""
-        return self.recipe.fprop_weight
+    def weight_format(self) -> Format | Operand:
+        """What `get_format` gives for `format`: a format, or an operand with its transform."""
+        operand = self.recipe.fprop_weight
+        return operand.format if operand.transform is None else operand
 
     @property
     def recipe(self) -> LinearRecipe:

@@ -33,6 +33,7 @@ BF16, CUDA = torch.bfloat16, torch.device("cuda")
 L2 = 64 << 20  # bytes, at least
 ENCODE = (
     "nvfp4",
+    "nvfp4-row",
     "nvfp4-static:0.001",
     "nvfp4-none",
     "mxfp4",

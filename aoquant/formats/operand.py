@@ -91,6 +91,11 @@ class Operand:
         return not self.draws and self.format.by_rows
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's codes and scales are the same alone and in any batch: see `Format.batch_invariant`."""
+        return not self.draws and self.format.batch_invariant
+
+    @property
     def block(self) -> int | None:
         """Values along K that cannot be encoded apart: of a scale's block or of a transform's, whichever is longer."""
         if self.transform is None or self.transform.drawn:

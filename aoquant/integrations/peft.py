@@ -36,6 +36,7 @@ from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.integrations import peft_gradients
 from aoquant.layers import held
+from aoquant.layers.kinds import kind_of
 from aoquant.layers.linear import pulled_back
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.parallel.linear import is_sharded
@@ -110,6 +111,10 @@ def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -
     name = kwargs.get("target_name", "")
     if isinstance(base, nn.Embedding):
         raise ValueError(f"{name}: adapters on a quantised embedding are not supported: leave it out of target_modules")
+    if (known := kind_of(base)) is not None and known.transposed:
+        raise ValueError(
+            f"{name}: adapters on a quantised {known.plain.__name__} are not supported: leave it out of target_modules, or out of quantize_"
+        )
     kind = QATLoraLinear if isinstance(base, QATLinear) else PackedLoraLinear
     return kind(target, adapter_name, config=config, **kwargs)
 

@@ -150,6 +150,11 @@ class LinearRecipe:
         return self.straight_through == "clipped" or self.weight_scales == "learned"
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's codes and scales are the same alone and in any batch: quantised by themselves, under held scales, or not at all."""
+        return self.fprop_input is None or self.fprop_input.batch_invariant or self.input_scales != "dynamic"
+
+    @property
     def backward_operands(self) -> tuple[Operand, ...]:
         """The operands of both backward GEMMs that are quantised."""
         slots = (self.dgrad_grad_output, self.dgrad_weight, self.wgrad_grad_output, self.wgrad_input)
@@ -219,7 +224,7 @@ def _why_not_side(side: str, operand: Operand | None, scales: str, straight_thro
         )
     assert operand is not None
     try:
-        operand.measure(torch.empty(1, operand.block or 1, device="meta"))
+        operand.measure(torch.empty(1, operand.block or 1, dtype=torch.float32, device="meta"))
     except ValueError as error:  # scales and codes that are fitted to each other
         return str(error)
     if straight_through == "clipped" and not operand.clips_when_held:

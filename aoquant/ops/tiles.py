@@ -84,7 +84,7 @@ def floored(format: Format, e: Encoded) -> Tensor:
     if rows is None:
         return format.floored(e).float().mean()
     counts = [(found.sum(), found.numel()) for found in (format.floored(part) for _, part in _cut(format, e, rows))]
-    return torch.stack([count for count, _ in counts]).sum() / sum(n for _, n in counts)
+    return torch.stack([count for count, _ in counts]).sum().float() / sum(n for _, n in counts)
 
 
 def _cut(format: Format, e: Encoded, rows: int) -> Iterator[tuple[slice, Encoded]]:

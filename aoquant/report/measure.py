@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aoquant.formats import Encoded, Int4, Int4Float8, Operand, Scales
+from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLayer
+from aoquant.planning.sizes import stored_bytes
 from aoquant.tensor import PackedTensor
 
 CHUNK = 1 << 22  # values that are in float64 at a time
@@ -50,11 +51,6 @@ def sqnr(a: Tensor, b: Tensor) -> float:
     return decibels(*energies(a.detach(), b.detach()))
 
 
-def is_packed(weight: Any) -> bool:
-    """Whether a weight is aoquant's or torchao's quantised tensor."""
-    return isinstance(weight, Tensor) and any(c.__module__.startswith("torchao.") for c in type(weight).__mro__)
-
-
 def weight_of(module: nn.Module) -> Any:
     """The module's weight: a tensor, of any class; None without one."""
     return getattr(module, "weight", None)
@@ -78,7 +74,7 @@ def weight_value(module: nn.Module) -> Tensor:
     Raises:
         ValueError: a torchao tensor that cannot be dequantised.
     """
-    w: Tensor = weight_of(module).detach()
+    w: Tensor = matrix_of(module).detach()
     if isinstance(module, QATLayer):
         return module.quantised_weight() if module.fake_quant else w
     return packed_value(w) if is_packed(w) else w
@@ -104,17 +100,6 @@ def packed_value(w: Any) -> Tensor:
 def has_value(w: Any) -> bool:
     """Whether `packed_value` can tell the values of a packed weight."""
     return type(w).__name__ == "Int4Tensor" or type(w).dequantize is not Tensor.dequantize
-
-
-def stored_bytes(*tensors: Tensor) -> int:
-    """Bytes that tensors occupy, packed ones by what they hold."""
-    total = 0
-    for t in tensors:
-        if is_traceable_wrapper_subclass(t):
-            total += stored_bytes(*(getattr(t, name) for name in t.__tensor_flatten__()[0]))
-        else:
-            total += t.numel() * t.element_size()
-    return total
 
 
 def run(model: nn.Module, batch: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from aoquant import ops
+from aoquant import ops, serving
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLinear
 from aoquant.ops import CodecRequest, gemm_request
@@ -42,10 +42,11 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """What `explain` found for a layer; print it, or read `routes`."""
+    """What `explain` found for a layer; print it, or read `routes`. served: what an engine will compute otherwise."""
 
     layer: str
     routes: tuple[Route, ...]
+    served: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [self.layer]
@@ -53,15 +54,17 @@ class Routes:
             until = "" if r.last == r.first else " and above" if r.last is None else f" to {r.last}"
             lines.append(f"  {r.step}, M = {r.first}{until}: {r.backend or 'an error'}")
             lines += [f"    not {name}: {said}" for name, said in r.rows if said != "runs"]
+        lines += [f"  served: {difference}" for difference in self.served]
         return "\n".join(lines)
 
 
-def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
+def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None = None, gpu: str | None = None) -> Any:
     """Which backend runs, and why the others do not.
 
     what: a prepared layer, or a converted one: `Routes`, for every M. Or a request (`ops.Request`, `ops.CodecRequest`): a list of
         (backend, "runs" | "willing, lower priority" | reason why not).
     dtype: of the activations, by default the weight's.
+    engine, gpu: as in `QATConfig`: say too what that engine will compute otherwise than the layer.
 
     Raises:
         ValueError: anything else, such as a whole model or a layer with a torchao tensor, which calls its own kernel.
@@ -70,7 +73,7 @@ def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
         return ops.explain(what)
     weight = getattr(what, "weight", None)
     if isinstance(what, QATLinear):
-        recipe, kind = what.prepared.recipe, "prepared"
+        recipe, kind, weight = what.prepared.recipe, "prepared", what.matrix()
     elif isinstance(weight, PackedTensor):
         recipe, kind = weight.recipe, "converted"
     else:
@@ -81,7 +84,10 @@ def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
         )
     assert isinstance(weight, torch.Tensor)
     n, k = weight.shape
-    return Routes(f"{n} x {k} {kind} layer, {recipe}", _routes(recipe, weight, dtype or weight.dtype, kind))
+    rows = "a token's codes are its own" if recipe.batch_invariant else "a token's codes depend on its batch"
+    served = () if engine is None else tuple(serving.differences(recipe, engine, gpu))
+    title = f"{n} x {k} {kind} layer, {recipe}; {rows}"
+    return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind), served)
 
 
 def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str) -> tuple[Route, ...]:

@@ -1,8 +1,8 @@
-"""What a transform is: a map of blocks of `size` values, its counterpart on the weight side, and the gradients of both.
+"""A transform: a map of blocks of `size` values, its counterpart on the weight side, and the gradients of both.
 
-Both sides are x_blk -> x_blk P^T with another P: T for activations, T^-T for weights, so that the product of the two is untouched.
-Everything is float32 in and out, and never rounded to the layer's dtype in between: what is quantised is the float32 result. (Kernels
-that round it to bf16 first make other codes, .8 to 1.1 % of them on normal values.)
+Both sides are x_blk -> x_blk P^T with another P: T for activations, T^-T for weights, so that the product of the two is
+untouched. Everything is float32 in and out, and never rounded to the layer's dtype in between: what is quantised is the
+float32 result. (Kernels that round it to bf16 first make other codes, .8 to 1.1 % of them on normal values.)
 
 The gradient of x_blk -> x_blk P^T is g_blk -> g_blk P. It also undoes the other side: (W T^-1) T = W.
 """
@@ -44,12 +44,16 @@ class Transform(ABC):
     @property
     @abstractmethod
     def sided(self) -> bool:
-        """Whether activations and weights are mapped by different numbers, which the name of a weight's format must then tell."""
+        """Whether activations and weights are mapped by different numbers, which the name of a weight's format must
+        then tell.
+        """
 
     @property
     @abstractmethod
     def fitted(self) -> bool:
-        """Whether its matrices are data, (K / size, size, size), that `aoquant.calibrate` finds and every call is given."""
+        """Whether its matrices are data, (K / size, size, size), that `aoquant.calibrate` finds and every call is
+        given.
+        """
 
     @property
     def drawn(self) -> bool:

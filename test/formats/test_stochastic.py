@@ -143,6 +143,18 @@ def test_values_on_the_grid_stay() -> None:
     assert torch.equal(drawn("mxfp4-sr", grid * torch.tensor(4 / 3)), grid * torch.tensor(4 / 3))
 
 
+def test_values_on_the_grid_stay_when_zero_is_drawn() -> None:
+    """Up where the number is less than the fraction: of a fraction of zero none is. One number in 2^24 is zero."""
+    random = Random(torch.tensor([20524, 0, 0]), 0)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, -4, -3, -2, -1.5, -1, -0.5, 0, 4, 4]).repeat(128).view(64, 32)
+    for turn in range(16):  # every value of the grid in its turn
+        x = grid.roll(turn) * torch.tensor(4 / 3)
+        assert random.uniform(x).flatten()[1552] == 0
+        f = get_format("mxfp4-sr")
+        assert f.draws
+        assert torch.equal(f.decode(f.encode(x, random=random), torch.float32), x)
+
+
 def test_quartets_scale_reaches_from_three_to_six() -> None:
     x = torch.randn(4096, 32)
     f = get_format("mxfp4-sr")

@@ -201,7 +201,7 @@ def test_rounding_the_transform_to_bf16_first_is_another_quantiser() -> None:
     x = torch.randn(512, 1024).to(BF16)
     for name in ("hadamard16+nvfp4", "hadamard32+mxfp4"):
         f = get_format(name)
-        ours, other = f.encode(x), f.base.encode(f.transform.apply(x, False).to(BF16))
+        ours, other = f.encode(x), f.format.encode(f.transform.apply(x, False).to(BF16))
         a, b = (torch.cat((e.codes & 15, e.codes >> 4)) for e in (ours, other))
         assert 0.006 < float((a != b).double().mean()) < 0.013
 

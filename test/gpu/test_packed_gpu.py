@@ -26,6 +26,8 @@ PAIRS = (
     ("te-nvfp4", "nvfp4-search"),
     ("fouroversix", "fouroversix"),
     ("nvfp4-none", "mxfp4"),
+    ("nvfp4-row", "nvfp4"),
+    ("fouroversix-row", "fouroversix"),
 )
 SHAPES = ((1, 64, 96), (65, 256, 2080), (300, 200, 1056))
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_triton_exact import BF16, CUDA, F16, F32, compare, differing, inputs
+from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
 from torch import nn
 
 from aoquant import (
@@ -43,8 +43,15 @@ KINDS = ("every", "exponents", "large", "minus-zeros")
 ENCODED = [(size, inner, BF16) for size in SIZES for inner in FUSED] + [
     (size, inner, dtype) for size, inner in ((16, "nvfp4"), (32, "mxfp4")) for dtype in (F16, F32)
 ]
+ENCODED += [*((size, "nvfp4-row", BF16) for size in SIZES), (16, "nvfp4-row", F32)]
 ENCODED += [(32, "mxfp4-quest", BF16), (128, "mxfp4-quest", F32), (16, "qutlass-mxfp4", BF16)]
-ONE_PASS = [(16, "nvfp4", True), (32, "mxfp4", True), (128, "nvfp4", False), (32, "mxfp4-quest", True)]
+ONE_PASS = [
+    (16, "nvfp4", True),
+    (16, "nvfp4-row", True),
+    (32, "mxfp4", True),
+    (128, "nvfp4", False),
+    (32, "mxfp4-quest", True),
+]
 
 
 def data(dtype: torch.dtype) -> dict[str, torch.Tensor]:

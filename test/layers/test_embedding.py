@@ -221,7 +221,7 @@ def test_unprepare_is_the_plain_layer_again() -> None:
 REFUSED = {
     "a GEMM's tensor": (Int4WeightOnlyConfig(64), {}, r"0 \(40, 64\): Int4Tensor is a weight of linear layers"),
     "NVFP4Tensor": (NVFP4WeightOnlyConfig(), {}, "NVFP4Tensor is a weight of linear layers"),
-    "activations": (NVFP4WeightConfig(), {}, r"quantises activations \(nvfp4\), and an embedding has none"),
+    "activations": (NVFP4WeightConfig(), {}, r"quantises activations \(nvfp4-row\), and an embedding has none"),
     "torchao activations": (Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)), {}, "quantises activations"),
     "max_norm": (OURS["int8-row"], {"max_norm": 1.0}, r"max_norm = 1.0 renormalises.*set max_norm to None"),
     "width": (OURS["int4-g32"], {"k": 40}, r"0 \(40, 40\): .*multiple of 32, got K = 40"),

@@ -222,6 +222,14 @@ def test_views() -> None:
     assert found == 1 and torch.equal(y, apart(model, wide.t().contiguous()))
 
 
+def test_a_square_and_its_transpose_are_two_inputs() -> None:
+    """One address, one shape, other strides."""
+    model, x = Three("nvfp4"), inner((K, K))
+    (y, z), found = encodings(lambda: (model.q(x), model.k(x.t())))  # type: ignore[arg-type,return-value]
+    assert found == 2
+    assert torch.equal(y, model.q(x.clone())) and torch.equal(z, model.k(x.t().contiguous()))
+
+
 def test_under_autocast() -> None:
     """Each layer casts for itself, and what it casts is one tensor."""
     model, x = Three("nvfp4").float(), inner(dtype=torch.float32)

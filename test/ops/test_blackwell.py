@@ -65,6 +65,14 @@ def test_what_it_leaves_and_why(changed: dict[str, Any], reason: str) -> None:
     assert reason in dict(explain(request("nvfp4", contract, **changed)))[NAME]
 
 
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("x", ["nvfp4", "nvfp4-row", "nvfp4-none", "nvfp4-static:0.5"])
+def test_outer_scales_of_the_two_sides_may_differ(x: str) -> None:
+    """They are the epilogue's, so one for the tensor meets one a row."""
+    assert dict(explain(request("nvfp4", x_format=get_format(x))))[NAME] == "runs"
+    assert dict(explain(request("mxfp4", x_format=get_format("mxfp4-floor"))))[NAME] != "runs"
+
+
 def test_other_gpus_and_e5m2_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert "need a Blackwell GPU" in dict(explain(request("nvfp4")))[NAME]
@@ -121,14 +129,16 @@ class Double:
 
 
 @pytest.mark.parametrize("bias_dtype", [None, BF16, F32], ids=["no bias", "bias", "float32 bias"])
-@pytest.mark.parametrize(("name", "contract"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "activation", "contract"), [*((n, n, c) for n, c in PAIRS), ("nvfp4", "nvfp4-row", "aoquant")]
+)
 def test_it_computes_the_contract(
-    monkeypatch: pytest.MonkeyPatch, name: str, contract: str, bias_dtype: torch.dtype | None
+    monkeypatch: pytest.MonkeyPatch, name: str, activation: str, contract: str, bias_dtype: torch.dtype | None
 ) -> None:
     fmt, double = get_format(name), Double(monkeypatch)
     x, w = torch.randn(24, 160).bfloat16(), (torch.randn(48, 160) * 0.02).bfloat16()
     bias = None if bias_dtype is None else torch.randn(48).to(bias_dtype)
-    args = fmt.encode(x), fmt.encode(w), bias, name, name, contract, [2, 12], BF16
+    args = get_format(activation).encode(x), fmt.encode(w), bias, activation, name, contract, [2, 12], BF16
     with backend("reference"):
         want = scaled_mm(*args)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))

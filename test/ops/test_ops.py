@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.formats import ONE_OF_EACH as FORMATS
 from support.gemm import arguments, parts
 from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
@@ -18,35 +19,6 @@ from aoquant.ops import CONTRACTS, Request
 
 K, N, M = 192, 16, 6  # a multiple of every block; N and K of 16 for torch._scaled_mm
 
-FORMATS = (
-    "int4-g32",
-    "int4-bf16-g64",
-    "int4-tinygemm-g64",
-    "int4-tinygemm-cpu-g64",
-    "int4-e4m3-row-g64",
-    "intx2-g32",
-    "intx3-row",
-    "intx4-g32-asym",
-    "intx8-row-asym-native",
-    "int8-row",
-    "int8-tensor",
-    "int8-row-asym",
-    "fp8-row",
-    "fp8-tensor",
-    "fp8-row-mslk",
-    "fp8-e5m2-row",
-    "fp8-1x64",
-    "fp8-8x64",
-    "stretched3-g32",
-    "high-precision",
-    "intx4-g32-asym-sfloat32",
-    "mxfp4",
-    "mxfp4-even",
-    "mxfp8",
-    "nvfp4",
-    "nvfp4-none",
-    "nvfp4-static:0.001",
-)
 # contract -> (x format, w format): one pair that each contract is used with
 OPERANDS = {
     "aoquant": ("nvfp4", "nvfp4"),

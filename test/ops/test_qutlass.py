@@ -256,6 +256,7 @@ def verdict(r: Request | CodecRequest) -> str:
         (request("fp8-row", "nvfp4"), "got fp8-row"),
         (request("nvfp4", "gridflip"), "got gridflip"),
         (request("nvfp4", "te-nvfp4-16x16"), "got te-nvfp4-16x16"),
+        (request("nvfp4-row", "nvfp4"), "one alpha for the whole product, got one a row of x"),
         (request("mxfp4", "nvfp4"), "MX by MX and NVFP4 by NVFP4, got mxfp4 by nvfp4"),
         (request("nvfp4", "nvfp4", torch.float16), "qutlass computes bfloat16, got torch.float16"),
         (request("mxfp4", "mxfp4", torch.float32), "qutlass computes bfloat16, got torch.float32"),

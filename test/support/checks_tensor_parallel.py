@@ -66,6 +66,7 @@ from aoquant.parallel import packed as sharded
 
 @check(
     ("nvfp4", "bf16"),
+    ("nvfp4-row", "bf16"),
     ("nvfp4-h16", "bf16"),
     ("fp8-tensor", "bf16"),
     ("int8-tensor", "f32"),
@@ -147,6 +148,8 @@ def codes_and_scales_are_those_of_the_whole(c: Ranks, which: str) -> None:
         "fp8-tensor",
         "mxfp4",
         "nvfp4",
+        "nvfp4-row",
+        "fouroversix-row",
         "gridflip",
     )
     for name in list_formats() if which == "all" else some:

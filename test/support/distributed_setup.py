@@ -53,7 +53,8 @@ K, HIDDEN, N = 64, 128, 48
 BF16, F32 = torch.bfloat16, torch.float32
 
 CONFIGS: dict[str, Any] = {
-    "nvfp4": NVFP4WeightConfig(),
+    "nvfp4": NVFP4WeightConfig(activation="nvfp4"),
+    "nvfp4-row": NVFP4WeightConfig(),
     "nvfp4-h16": NVFP4WeightConfig(transform=Hadamard(16, 0xA5C3)),
     "fp8-row": FP8WeightConfig(),
     "fp8-tensor": FP8WeightConfig(granularity="tensor", activation="fp8-tensor"),
@@ -268,7 +269,7 @@ def _process(rank: int, backend: str, device: str, port: int, directory: str, sl
     dist.init_process_group(
         backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=patience
     )
-    import distributed_checks  # the modules that enter the checks import this one
+    from support import distributed_checks  # the modules that enter the checks import this one
 
     assert distributed_checks.CHECKS is CHECKS
     c = Ranks(device, rank, init_device_mesh(device, (WORLD,)), Path(directory))

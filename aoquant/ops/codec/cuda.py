@@ -29,6 +29,8 @@ _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 def why_not_encode(format: Format, device: torch.device) -> str | None:
     """Why the library cannot encode `format` on `device`; None when it can."""
+    if isinstance(format, FourOverSix | NVFP4Search) and format.outer == "row":
+        return f"encodes under one outer scale for the tensor, not one a row: {format.name}"
     needs = _OPERATORS.get(type(format))
     if needs is None:
         return "encodes four-over-six, GridFlip and NVFP4's search alone"

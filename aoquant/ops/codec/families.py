@@ -46,11 +46,16 @@ LONGEST_ROW = 16384  # values of an integer row that its kernel holds in registe
 class Family:
     """The kernels of one file.
 
-    module: its name in `ops/triton`. formats: exactly these classes, in all roles. decodes: classes that they decode, but do not encode.
-    has: whether the kernels know the options of an instance. why_not: what else a request may ask too much, or None.
-    mixes: classes that are encoded behind a Hadamard transform in the same pass. measures: the classes whose encoder starts with a
-    pass that finds an outer scale, and takes it as `measured` instead. clips: the classes whose clipped values have a kernel.
-    draws: its formats are encoded under random numbers, and never decoded here.
+    module: its name in `ops/triton`.
+    formats: exactly these classes, in all roles.
+    decodes: classes that they decode, but do not encode.
+    has: whether the kernels know the options of an instance.
+    why_not: a reason against a request for a format that they have, or None.
+    mixes: classes that are encoded behind a Hadamard transform in the same pass.
+    measures: classes whose encoder starts with a pass that finds an outer scale, and takes it as `measured` instead.
+    clips: classes for whose clipped values there is a kernel.
+    draws: the formats are encoded under random numbers, and never decoded here.
+    encoder: name of another file that encodes an instance, or "".
     """
 
     module: str
@@ -62,11 +67,16 @@ class Family:
     measures: tuple[type[Format], ...] = ()
     clips: tuple[type[Format], ...] = ()
     draws: bool = False
+    encoder: Callable[[Any], str] = lambda format: ""
 
     @property
     def kernels(self) -> ModuleType:
         """The file itself, imported when a CUDA device first asks for it."""
         return imported(self.module)
+
+    def encoders(self, format: Format) -> ModuleType:
+        """The file whose `quantize` encodes `format`."""
+        return imported(self.encoder(format) or self.module)
 
 
 @cache
@@ -116,7 +126,15 @@ def _has_float8(f: Float8) -> bool:
 
 
 FAMILIES = (
-    Family("blockscaled", (MX, NVFP4), decodes=(NVFP4Search,), mixes=(MX, NVFP4), measures=(NVFP4,)),
+    Family("blockscaled", (MX,), mixes=(MX,)),
+    Family(
+        "blockscaled",
+        (NVFP4,),
+        decodes=(NVFP4Search,),
+        mixes=(NVFP4,),
+        measures=(NVFP4,),
+        encoder=lambda f: "nvfp4_rows" if f.outer == "row" else "",
+    ),
     Family("dialects", (MXFP4Dialect,), mixes=(MXFP4Dialect,), clips=(MXFP4Dialect,)),
     Family("dialects", (NVFP4Dialect,), has=lambda f: f.tile == 1),
     Family("grids", (FourOverSix, GridFlip), why_not=_why_not_grids),

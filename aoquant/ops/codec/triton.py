@@ -134,15 +134,15 @@ def _made(
     format, family = made.format, family_of(made.format)
     if made.transform is None:
         assert family is not None
-        return family.kernels.quantize(format, x_RK, dtype, operand, keep, measured, None)
+        return family.encoders(format).quantize(format, x_RK, dtype, operand, keep, measured, None)
     if family is not None and type(format) in family.mixes and isinstance(made.transform, Hadamard):
         with _on(x_RK):
-            return family.kernels.quantize(format, x_RK, dtype, operand, keep, measured, made)
+            return family.encoders(format).quantize(format, x_RK, dtype, operand, keep, measured, made)
     y_RK = transform(made, x_RK, None)
     if isinstance(format, HighPrecision):
         return format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
     assert family is not None
-    return family.kernels.quantize(format, y_RK, dtype, operand, keep, measured, None)
+    return family.encoders(format).quantize(format, y_RK, dtype, operand, keep, measured, None)
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:

@@ -75,6 +75,8 @@ def _why_not(r: Request) -> str | None:
     assert r.x_format is not None
     if r.x_format.block != r.w_format.block:
         return f"multiplies MX by MX and NVFP4 by NVFP4, got {r.x_format.name} by {r.w_format.name}"
+    if r.x_format.reach == "row":
+        return f"has one alpha for the whole product, got one a row of x: choose activations with one for all, not {r.x_format.name}"
     return _lacks(r.device, r.dtype, _symbol(r.w_format))
 
 
@@ -82,7 +84,7 @@ def _run(c: Call) -> Tensor:
     assert c.x is not None
     (x_codes, x_scale), (w_codes, w_scale) = (operand(e, c.k) for e in (c.x, c.w))
     alpha_w = c.alpha_w
-    alpha = torch.ones(1, device=x_codes.device)
+    alpha = torch.ones(1, dtype=torch.float32, device=x_codes.device)
     for a in (c.alpha_x, alpha_w):
         alpha = alpha if a is None else alpha * a[:1, 0]
     y_MN = getattr(_package(), _symbol(c.w_format))(x_codes, w_codes, x_scale, w_scale, alpha)
@@ -125,7 +127,8 @@ def _why_not_encode(r: CodecRequest) -> str | None:
 def _encode(made_as: Operand, x_RK: Tensor) -> Encoded:
     inner, block = made_as.format, made_as.format.block
     assert block is not None
-    eye = torch.eye(made_as.transform.size if made_as.transform else block, device=x_RK.device)
+    size = made_as.transform.size if made_as.transform else block
+    eye = torch.eye(size, dtype=torch.float32, device=x_RK.device)
     matrix = made_as.transformed(eye).to(torch.bfloat16)  # e_i T^T is row i of T^T
     x_RK, outer = x_RK.contiguous(), None
     if isinstance(inner, MXFP4Dialect):

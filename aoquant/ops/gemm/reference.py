@@ -17,7 +17,7 @@ from aoquant.formats.elements import fma
 
 from ..call import Call
 from ..router import Backend, Request
-from . import tinygemm
+from . import ggml, tinygemm
 
 
 def scaled_mm(c: Call) -> Tensor:
@@ -170,5 +170,6 @@ _CONTRACTS: dict[str, Callable[[Call], Tensor]] = {
     "fp8_mslk_precise": _fp8_bias_after,
     "fp8_blocks": _bias_after,
     "nvfp4_rescale": _nvfp4_rescale,
+    "ggml": ggml.scaled_mm,
 }
 BACKENDS = (Backend("reference", 0, _always, scaled_mm),)

@@ -70,7 +70,7 @@ _refused: set[tuple[object, ...]] = set()  # operands, by shapes and dtypes, for
 
 def _accumulated(x_MK: Tensor, w_NK: Tensor, fast: bool) -> Tensor:
     """(M, N) float32 sums of fp8 products, by the GEMM that has one scale for each side."""
-    one = torch.ones((), device=w_NK.device)
+    one = torch.ones((), dtype=torch.float32, device=w_NK.device)
     return torch._scaled_mm(x_MK, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
 
 
