@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant.formats import Format, Scales
+from aoquant.formats import Operand, Scales
 from aoquant.layers import held
 from aoquant.layers.linear import cast, check_width
 from aoquant.layers.qat import QATLayer, QATLinear
@@ -115,7 +115,7 @@ class Range:
     dims: of the last input.
     """
 
-    def __init__(self, format: Format) -> None:
+    def __init__(self, format: Operand) -> None:
         self.format = format
         self.extrema: Tensor | None = None
         self.dims = 2
@@ -228,7 +228,7 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
                 scales,
                 "its input was zero throughout, which gives no scale: run other batches, or leave the layer out",
             )
-        scales["input"] = recipe.fprop_input.base.measure(seen.extrema.view(1, 2))
+        scales["input"] = recipe.fprop_input.format.measure(seen.extrema.view(1, 2))
         used = (scales["input"].scale, scales["input"].outer)
         if any(t is not None and not bool((t > 0).all()) for t in used):
             narrow = str(seen.extrema.dtype).removeprefix("torch.")

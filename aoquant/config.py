@@ -32,7 +32,9 @@ from aoquant.formats import (
     GridFlip,
     NVFP4Dialect,
     NVFP4Search,
+    Operand,
     get_format,
+    get_operand,
 )
 from aoquant.layers.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
@@ -66,7 +68,7 @@ class WeightConfig(AOBaseConfig):
 
     version: int = field(default=SCHEMA, kw_only=True, repr=False)
 
-    def weight_format(self) -> Format:
+    def weight_format(self) -> Format | Operand:
         raise NotImplementedError
 
     def recipe(self) -> LinearRecipe:
@@ -96,7 +98,7 @@ class Int4WeightConfig(WeightConfig):
     group_size: int = 128
     activation: str | None = None
 
-    def weight_format(self) -> Format:
+    def weight_format(self) -> Format | Operand:
         return get_format(f"int4-g{_group('Int4WeightConfig', self.group_size)}")
 
 
@@ -177,7 +179,7 @@ class MXFP4WeightConfig(WeightConfig):
         if self.activation == "default":
             self.activation = "mxfp4" if isinstance(format, MX) else format.name
 
-    def weight_format(self) -> Format:
+    def weight_format(self) -> Format | Operand:
         numerics = _choice(self, "numerics", "ao", "xx", "qutlass")
         rules = {"ao": (*MX_RULES, "quest"), "xx": ("absmax",), "qutlass": ("absmax", "quest")}
         rule = _rule("MXFP4WeightConfig", rules, numerics, self.rule)
@@ -281,7 +283,7 @@ class GridFlipFP4WeightConfig(WeightConfig):
     transform: Transform | None = None
 
     def weight_format(self) -> Format:
-        if self.activation and isinstance(get_format(self.activation.removesuffix("-static")).base, GridFlip):
+        if self.activation and isinstance(get_operand(self.activation.removesuffix("-static")).format, GridFlip):
             raise ValueError(
                 f"GridFlipFP4WeightConfig: GridFlip is for weights, got activation={self.activation!r}: use 'nvfp4-row' or 'fouroversix-row'"
             )
@@ -298,7 +300,7 @@ class PackedWeightConfig(WeightConfig):
     activation: str | None = None
     contract: str = "aoquant"
 
-    def weight_format(self) -> Format:
+    def weight_format(self) -> Format | Operand:
         return get_format(self.weight)
 
     def recipe(self) -> LinearRecipe:
@@ -315,19 +317,19 @@ def activated(recipe: LinearRecipe, activation: str | None) -> LinearRecipe:
     if not activation:
         return recipe
     static = activation.endswith("-static")
-    format = get_format(activation.removesuffix("-static"))
-    return dataclasses.replace(recipe, fprop_input=format, input_scales="static" if static else "dynamic")
+    operand = get_operand(activation.removesuffix("-static"))
+    return dataclasses.replace(recipe, fprop_input=operand, input_scales="static" if static else "dynamic")
 
 
-def backward_slots(backward: str | None) -> dict[str, Format]:
+def backward_slots(backward: str | None) -> dict[str, Operand]:
     """`LinearRecipe`'s four backward slots for QATConfig's `backward`; none for None."""
     if backward is None:
         return {}
     try:
-        format = get_format(BACKWARD.get(backward, backward))
+        operand = get_operand(BACKWARD.get(backward, backward))
     except ValueError as error:
         raise ValueError(f"backward is {', '.join(BACKWARD)}, or a format for gradients: {error}") from None
-    return dict.fromkeys(("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"), format)
+    return dict.fromkeys(("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"), operand)
 
 
 def check_types(owner: str, kinds: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
-from aoquant.formats import MX, Encoded, Format, MXFP4Dialect, Scales
+from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
@@ -244,38 +244,41 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
         if (scales := module.held_scales("weight")) is not None:
             device = weight.device if target.recipe.fprop_weight.portable else trained.device
             scales = Scales(*(t if t is None else t.to(device) for t in scales))
-    format = target.recipe.fprop_weight
-    if not format.portable:  # another device would make other codes than the layer trained with
-        parts = ops.to_parts(format.encode(trained, scales))
-        encoded = ops.from_parts([t.to(weight.device) for t in parts], weight.shape[1])
+    operand = target.recipe.fprop_weight
+    if not operand.portable:  # another device would make other codes than the layer trained with
+        made = operand.encode(trained, scales)
+        codes, scale, zero, outer = (t if t is None else t.to(weight.device) for t in made[:4])
+        assert codes is not None
+        encoded = Encoded(codes, scale, zero, outer, made.k)
     else:
-        encoded = ops.codec.encode(format, weight) if scales is None else format.encode(weight, scales)
-    _warn_of_floors(step.fqn, format, encoded, weight)
+        encoded = ops.codec.encode(operand, weight) if scales is None else operand.encode(weight, scales)
+    _warn_of_floors(step.fqn, operand, encoded, weight)
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack
         raise ValueError(f"{step.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
 
 
-def _warn_of_floors(fqn: str, format: Format, e: Encoded, weight: Tensor) -> None:
+def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> None:
     """Warn where float8 block scales are too coarse or too high for a weight: blocks of zeros do not count."""
     if e.scale is None or e.scale.is_meta or e.scale.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
         return
+    format = operand.format
     share = tiles.floored(format, e).item()
-    if share > HEALTHY and format.base is format and format.tile_rows == 1 and format.block:
+    if share > HEALTHY and operand.transform is None and format.tile_rows == 1 and format.block:
         floored = format.floored(e) & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
         share = floored.float().mean().item()
     if share > HEALTHY:
         warnings.warn(
-            f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {format.name} stores, and lose "
-            f"precision or become zero: {_instead(format)}leave it out",
+            f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {operand.name} stores, and lose "
+            f"precision or become zero: {_instead(operand)}leave it out",
             stacklevel=2,
         )
 
 
-def _instead(format: Format) -> str:
-    """What to do, before leaving it out, about a weight that is too small for the scales of `format`."""
-    base = format.base
+def _instead(operand: Operand) -> str:
+    """What to do, before leaving it out, about a weight that is too small for the scales of `operand`."""
+    base = operand.format
     if isinstance(base, MXFP4Dialect) and base.tiny:
         return "use MXFP4WeightConfig() as it is, whose scales follow the largest value of a block down to 2^-127, or "
     if isinstance(base, MX | MXFP4Dialect) or base.reach == "tensor":  # MX has no outer scale, and a dynamic one fits

@@ -35,8 +35,8 @@ from aoquant.formats import (
     FourOverSix,
     GridFlip,
     Int4,
+    Operand,
     TinyGemm,
-    Transformed,
     get_format,
 )
 from aoquant.tensor import PackedTensor
@@ -56,7 +56,7 @@ def store(p: PackedTensor) -> Stored:
     if p.recipe.transform is not None:
         raise Unfit(
             f"{format.name} stands behind a transform, which the folder cannot carry",
-            f"train {format.base.name} without it",
+            f"train {p.recipe.fprop_weight.format.name} without it",
         )
     tensors, weights = _weight(format, p)
     inputs, more, notes = _activation(p.activation)
@@ -69,7 +69,7 @@ def store(p: PackedTensor) -> Stored:
     return Stored({**tensors, **more}, scheme, notes)
 
 
-def _weight(format: Format, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
+def _weight(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
     e = p.encoded
     if isinstance(format, Affine):
         return _affine(format, p)
@@ -121,7 +121,7 @@ def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
     return tensors, args
 
 
-def _nvfp4(format: Format, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
+def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
     assert p.scale is not None
     outer = torch.ones(1) if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
     if not torch.equal(outer, outer[:1].expand_as(outer)):
@@ -199,7 +199,7 @@ def _empty(rows: int, k: int, bits: int) -> Tensor:
     return torch.empty(rows, math.ceil(k * bits / 32), dtype=torch.int32, device="meta")
 
 
-def _instead(format: Format) -> str:
+def _instead(format: Format | Operand) -> str:
     """The nearest format that a folder can hold, as advice."""
     if isinstance(format, Int4 | TinyGemm) and format.block:
         return f"train intx4-g{format.block}-asym: integer zero points"
@@ -209,8 +209,8 @@ def _instead(format: Format) -> str:
         return "train the recipe vllm-nvfp4"
     if format.bits == 4 and format.block == 32:
         return "train mxfp4-even"
-    if isinstance(format, Transformed):
-        return f"train {format.base.name}"
+    if isinstance(format, Operand):
+        return f"train {format.format.name}"
     return f"train intx{min(max(format.bits, 2), 8)}-g{format.block or 128}"
 
 

@@ -20,7 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from aoquant.export.targets import Stored, Unfit
-from aoquant.formats import MX, NVFP4, Affine, Encoded, Format, FourOverSix, Ggml, GridFlip, layout
+from aoquant.formats import MX, NVFP4, Affine, Encoded, Format, FourOverSix, Ggml, GridFlip, Operand, layout
 from aoquant.tensor import PackedTensor
 
 _UNROUNDED = "llama.cpp multiplies by code * scale in float32, which training rounded to {}: train q4_0, q4_1 or q8_0 for equal values"
@@ -116,7 +116,7 @@ def _codes(p: PackedTensor, type: GGMLQuantizationType) -> Tensor:
     return _halves(layout.unpack(e.codes, 4, e.k), 32)
 
 
-def _int8(format: Format, e: Encoded) -> Tensor:
+def _int8(format: Format | Operand, e: Encoded) -> Tensor:
     assert isinstance(format, Affine | Ggml)
     return format.integers(e)
 
@@ -144,7 +144,7 @@ def _notes(p: PackedTensor, type: GGMLQuantizationType) -> tuple[str, ...]:
     return notes
 
 
-def _instead(format: Format) -> str:
+def _instead(format: Format | Operand) -> str:
     if format.bits == 8:
         return "train q8_0"
     return "train mxfp4" if isinstance(format, MX) else "train q4_0 or q4_1"

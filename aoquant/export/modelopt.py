@@ -25,7 +25,7 @@ from aoquant.export.fused import check_fused
 from aoquant.export.plan import Plan
 from aoquant.export.source import Source
 from aoquant.export.targets import Description, Stored, Unfit
-from aoquant.formats import NVFP4, Float8, Format, FourOverSix, GridFlip, get_format
+from aoquant.formats import NVFP4, Float8, Format, FourOverSix, GridFlip, Operand, get_format
 from aoquant.tensor import PackedTensor
 
 
@@ -46,7 +46,7 @@ def store(p: PackedTensor) -> Stored:
     )
 
 
-def _nvfp4(p: PackedTensor, x: Format | None) -> Stored:
+def _nvfp4(p: PackedTensor, x: Format | Operand | None) -> Stored:
     assert p.scale is not None
     outer = torch.ones(1) if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
     if not torch.equal(outer, outer[:1].expand_as(outer)):
@@ -63,7 +63,7 @@ def _nvfp4(p: PackedTensor, x: Format | None) -> Stored:
     return Stored({**tensors, "input_scale": torch.tensor(x.pts)}, "NVFP4")
 
 
-def _float8(format: Float8, p: PackedTensor, x: Format | None) -> Stored:
+def _float8(format: Float8, p: PackedTensor, x: Format | Operand | None) -> Stored:
     assert p.scale is not None
     if format.per == "row" and isinstance(x, Float8) and (x.per, x.fixed) == ("row", ()):
         notes = () if x.name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {x.name}",)

@@ -20,7 +20,7 @@ from compressed_tensors.utils import is_match
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from aoquant.formats import FLOAT_DTYPES, Encoded, Format, get_format, layout
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, get_format, layout
 from aoquant.integrations import checkpoint
 from aoquant.integrations.safetensors_file import StoredTensor, header
 from aoquant.layers.linear import LinearRecipe
@@ -146,7 +146,7 @@ class _Found:
     """A format, and a weight in it."""
 
     def __init__(self, name: str, encoded: Encoded) -> None:
-        self.format: Format = get_format(name)
+        self.format: Format | Operand = get_format(name)
         self.encoded = encoded
 
 
@@ -198,7 +198,7 @@ def _integers(args: QuantizationArgs, parts: dict[str, Tensor], scale: Tensor, d
     return _Found(name, Encoded(codes.contiguous(), scale, None if zero is None else zero.contiguous(), None, shape[1]))
 
 
-def _activation(args: QuantizationArgs | None, parts: dict[str, Tensor]) -> Format | None:
+def _activation(args: QuantizationArgs | None, parts: dict[str, Tensor]) -> Format | Operand | None:
     """The engine's quantiser of the layer's input."""
     if args is None:
         return None

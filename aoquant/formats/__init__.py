@@ -12,7 +12,9 @@ import difflib
 import re
 from functools import cache
 
-from . import layout, rotated, stochastic
+from aoquant import transforms
+
+from . import layout, stochastic
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .dialects import MXFP4Dialect, NVFP4Dialect
@@ -26,13 +28,12 @@ from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
 from .integer import Affine
 from .mslk import Float8Mslk
+from .operand import Operand, as_operand, is_composed
 from .random import Random
-from .rotated import Rotated
 from .search import NVFP4Search
 from .stochastic import Randomized
 from .stretched import Stretched
 from .tinygemm import TinyGemm
-from .transformed import Transformed
 from .vllm import VLLM, Float8Vllm, Int8Vllm, NVFP4PowerOfTwo
 
 __all__ = [
@@ -59,14 +60,15 @@ __all__ = [
     "NVFP4Dialect",
     "NVFP4PowerOfTwo",
     "NVFP4Search",
+    "Operand",
     "Random",
     "Randomized",
-    "Rotated",
     "Scales",
     "Stretched",
     "TinyGemm",
-    "Transformed",
+    "as_operand",
     "get_format",
+    "get_operand",
     "layout",
     "list_formats",
     "register_format",
@@ -154,7 +156,7 @@ def register_format(format: Format) -> Format:
     """
     name = format.name
     try:
-        known: Format | None = get_format(name)
+        known: Format | Operand | None = get_format(name)
     except ValueError:
         known = None
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or known not in (None, format):
@@ -167,8 +169,8 @@ def register_format(format: Format) -> Format:
 
 
 @cache
-def get_format(name: str) -> Format:
-    """The format called `name`.
+def get_format(name: str) -> Format | Operand:
+    """The format called `name`; an `Operand`, which encodes and decodes like one, for a name with a transform: "hadamard16+nvfp4".
 
     Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with
     a zero point "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym",
@@ -187,23 +189,38 @@ def get_format(name: str) -> Format:
     """
     if not isinstance(name, str):
         raise ValueError(f"a format is named by a string, such as 'nvfp4', got {name!r}")
+    return get_operand(name) if is_composed(name) and transforms.parse(name.partition("+")[0]) else _plain(name)
+
+
+@cache
+def get_operand(name: str) -> Operand:
+    """The operand called `name`, with dynamic scales: a format's name, or a transform's, a plus and a format's.
+
+    Raises:
+        ValueError: no operand has that name.
+    """
+    prefix, _, inner = name.partition("+")
+    found = transforms.parse(prefix) if is_composed(name) else None
+    if found is None:
+        return Operand(_plain(name))
+    if is_composed(inner):
+        raise ValueError(f"{name!r}: a format stands behind one transform, not behind several")
+    operand = Operand(_plain(inner), *found)
+    if operand.name != name:
+        raise ValueError(f"{name!r}: a transformed format has one name, this one {operand.name!r}")
+    return operand
+
+
+@cache
+def _plain(name: str) -> Format:
+    """The format called `name`, without a transform."""
     table = {f.name: f for f in (*_STANDARD, *_ENGINES)} | _REGISTERED
     found: Format | None = table.get(_ALIASES.get(name, name))
     if found is not None:
         return found
-    if behind := Transformed.split(name):
-        transform, inverse, inner = behind
-        if Transformed.named(inner):
-            raise ValueError(f"{name!r}: a format stands behind one transform, not behind several")
-        found = Transformed(get_format(inner), transform, inverse)
-        if found.name != name:
-            raise ValueError(f"{name!r}: a transformed format has one name, this one {found.name!r}")
-        return found
-    if parts := rotated.parse(name):
-        return Rotated(parts[0], get_format(parts[1]))
     dynamic, static, numbers = name.partition("-static:")
     if static:
-        fixed = get_format(dynamic).fix(*_numbers(name, numbers))
+        fixed = _plain(dynamic).fix(*_numbers(name, numbers))
         if fixed.name != name:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed

@@ -131,22 +131,23 @@ class Format:
         return self.block or 1
 
     @property
-    def base(self) -> Format:
-        """The format of the codes: this one, or the one behind a transform."""
-        return self
-
-    @property
-    def fitted(self) -> bool:
-        """Whether encoding needs the matrices of a fitted transform, which `Scales` holds."""
+    def draws(self) -> bool:
+        """Whether encoding draws random numbers."""
         return False
 
-    def transformed(self, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """The values that `encode` quantises in place of x_RK. matrix: of a fitted transform."""
-        return x_RK
+    @property
+    def learnable(self) -> bool:
+        """Whether a held scale can be trained: `scale_gradient` is there."""
+        return False
 
-    def pull_back(self, grad_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """The gradient of x_RK, from the gradient of what is quantised."""
-        return grad_RK
+    @property
+    def clips_when_held(self) -> bool:
+        """Whether `saturated` names the values that held scales clip."""
+        return True
+
+    def scale_dtype(self, source: torch.dtype) -> torch.dtype | None:
+        """dtype of the scales of a matrix of `source`, for a format that stores them in a 16-bit or wider type; None: as `Encoded` says."""
+        return None
 
     def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
         """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after
@@ -227,6 +228,10 @@ class Format:
         if self.by_rows and ids.numel() < x_RK.shape[0]:
             return self.fake_quantize(x_RK.index_select(0, ids))
         return self.decode_rows(self.encode(x_RK), ids, x_RK.dtype)
+
+    def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
+        """(R, G) float32 gradient of each learned scale, from the gradient of the values, for a format that is `learnable`."""
+        raise NotImplementedError
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         """(R, K) bool: values that the format's largest code had to clip."""

@@ -63,6 +63,13 @@ class Int4(Format):
     def block(self) -> int:
         return self.group
 
+    @property
+    def clips_when_held(self) -> bool:
+        return False  # the range of a group covers its values by construction
+
+    def scale_dtype(self, source: torch.dtype) -> torch.dtype:
+        return torch.bfloat16 if self.scales == "bfloat16" else source
+
     def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._blocks(x_RK).float()
         low, high = x_RGB.amin(-1), x_RGB.amax(-1)
@@ -102,7 +109,7 @@ class Int4(Format):
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
         """q (R, G, group) in -8..7, as floats; scale and zero (R, G) as they are stored."""
         assert s.scale is not None and s.zero is not None
-        dtype = torch.bfloat16 if self.scales == "bfloat16" else x_RGB.dtype
+        dtype = self.scale_dtype(x_RGB.dtype)
         scale, low = s.scale.unsqueeze(-1), s.zero.unsqueeze(-1)
         zero = low + 8 * scale
         q = (x_RGB.float() - low).div_(scale).round_().clamp_(0, 15).sub_(8)

@@ -76,6 +76,10 @@ class Affine(OneScale):
         return self.group if self.per == "group" else None
 
     @property
+    def learnable(self) -> bool:
+        return not self.fixed
+
+    @property
     def limits(self) -> tuple[int, int]:
         """Smallest and largest code."""
         return -(1 << (self.width - 1)), (1 << (self.width - 1)) - 1

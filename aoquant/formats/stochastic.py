@@ -21,8 +21,8 @@ Published implementations of MS-EDEN differ and are not interchangeable: the cor
 the scale is or is not rounded before the codes are chosen, and ties go to even or away from zero. Here: per block of
 16, after rounding the scale to e4m3 (at least 2^-9), half to even.
 
-`rotated.py` has the rotation. None of these is a format for weights or activations of the forward: a deployed layer
-does not draw.
+`transforms/rotation.py` has the rotation. None of these is a format for weights or activations of the forward: a
+deployed layer does not draw.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ EDEN_SCALE = 352.0
 
 class Randomized(Format):
     """A format whose encoding draws. `encode` takes where from: nothing here reads a global generator."""
+
+    @property
+    def draws(self) -> bool:
+        return True
 
     @property
     def by_rows(self) -> bool:

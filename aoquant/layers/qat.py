@@ -108,7 +108,7 @@ class QATLinear(QATLayer, nn.Linear):
             held.register(linear, "weight", measured, learned=recipe.weight_scales == "learned")
         if recipe.input_scales != "dynamic":
             assert recipe.fprop_input is not None
-            unknown = recipe.fprop_input.base.measure(linear.weight.detach().new_full((1, 1), torch.nan))
+            unknown = recipe.fprop_input.format.measure(linear.weight.detach().new_full((1, 1), torch.nan))
             held.register(linear, "input", unknown, learned=recipe.input_scales == "learned")
         if recipe.fitted:
             assert recipe.transform is not None
@@ -152,16 +152,16 @@ class QATLinear(QATLayer, nn.Linear):
         used = (e.scale, e.zero, scales.outer)
         return Scales(*(t.view(s) if s and t is not None else None for t, s in zip(used, shapes, strict=True)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.fake_quant:
-            return F.linear(x, self.matrix(), self.bias)
+            return F.linear(input, self.matrix(), self.bias)
         try:
             if not self.calibrated:
                 raise ValueError(NOT_CALIBRATED)
             recipe = self.prepared.recipe
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
-            return quantized_linear(x, [self.matrix()], self.bias, recipe, self.in_features, *scales, random)
+            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random)
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 

@@ -61,4 +61,8 @@ def share_outer_scales(model: nn.Module, groups: Sequence[Sequence[str]] | None 
 
 def _shares(layer: QATLinear) -> bool:
     recipe = layer.prepared.recipe
-    return isinstance(recipe.fprop_weight, NVFP4PowerOfTwo) and recipe.weight_scales == "static"
+    return (
+        recipe.transform is None
+        and isinstance(recipe.fprop_weight.format, NVFP4PowerOfTwo)
+        and recipe.weight_scales == "static"
+    )

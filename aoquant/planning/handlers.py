@@ -23,7 +23,7 @@ from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, regi
 
 from aoquant import config as configs
 from aoquant.config import QATConfig, WeightConfig
-from aoquant.formats import Format
+from aoquant.formats import Format, Operand
 from aoquant.layers.kinds import is_layer, is_linear, kind_of
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.plan import plan_layer
@@ -90,7 +90,7 @@ def register() -> None:
 
     def chained(module: nn.Module, config: Any) -> nn.Module:
         own = isinstance(config.base_config, WeightConfig) or any(
-            isinstance(c, Format | str) for c in (config.weight_config, config.activation_config)
+            isinstance(c, Format | Operand | str) for c in (config.weight_config, config.activation_config)
         )
         return handle(module, config) if own or isinstance(module, QATLayer) else before(module, config)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.qat import QATLayer
-from aoquant.ops import Request
+from aoquant.ops import gemm_request
 from aoquant.ops.router import route
 from aoquant.report.measure import (
     decibels,
@@ -37,6 +37,7 @@ from aoquant.report.measure import (
     sqnr,
     weight_of,
 )
+from aoquant.tensor import PackedTensor
 
 
 @dataclass
@@ -84,9 +85,10 @@ def _backend(module: nn.Module, y: Tensor) -> str:
         return "torch"
     if isinstance(module, nn.Embedding):
         return "lookup"  # no GEMM
-    n, k = matrix_of(module).shape
-    formats = (recipe.fprop_input, recipe.fprop_weight)
-    return route(Request(recipe.contract, *formats, y.device, y.dtype, y.numel() // n, n, k)).name
+    matrix = matrix_of(module)
+    held = matrix.encoded if isinstance(matrix, PackedTensor) else matrix
+    operands = recipe.fprop_input, recipe.fprop_weight
+    return route(gemm_request(recipe.contract, *operands, held, y.dtype, y.numel() // len(matrix))).name
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:

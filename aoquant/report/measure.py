@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant.formats import Encoded, Format, Int4, Int4Float8, Scales, Transformed
+from aoquant.formats import Encoded, Int4, Int4Float8, Operand, Scales
 from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLayer
@@ -136,24 +136,23 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
 
 
 def shares(
-    format: Format, hp: Tensor | None, packed: Encoded | None, held: Scales | None = None
+    operand: Operand, hp: Tensor | None, packed: Encoded | None, held: Scales | None = None
 ) -> tuple[float | None, float | None]:
     """(share of saturated values, share of blocks on the floor); what the given weights do not tell is None.
 
     hp: the (N, K) high-precision weight. packed: its codes as they are stored. held: the scales that its layer holds.
     """
-    encoded = packed if hp is None or (held is None and format.fitted) else format.encode(hp, held)
+    encoded = packed if hp is None or (held is None and operand.fitted) else operand.encode(hp, held)
     saturated = None
-    if hp is not None and encoded is not None and not (held is None and format.fitted):
-        y = format.transformed(hp, None if held is None else held.transform)
-        saturated = float(format.base.saturated(y, encoded).double().mean())
+    if hp is not None and encoded is not None and not (held is None and operand.fitted):
+        y = operand.transformed(hp, None if held is None else held.transform)
+        saturated = float(operand.format.saturated(y, encoded).double().mean())
     stored = packed or encoded
-    return saturated, None if stored is None else float(format.floored(stored).double().mean())
+    return saturated, None if stored is None else float(operand.floored(stored).double().mean())
 
 
-def planned_bytes(format: Format, w: Tensor) -> int:
+def planned_bytes(operand: Operand, w: Tensor) -> int:
     """Bytes that aoquant's packed tensor will need for w."""
-    e = format.planned(torch.empty(w.shape, dtype=w.dtype, device="meta"))
+    e = operand.planned(torch.empty(w.shape, dtype=w.dtype, device="meta"))
     outer = 0 if e.outer is None else 4 * w.shape[0]
-    matrices = 2 * format.transform.size * w.shape[1] if isinstance(format, Transformed) and format.fitted else 0
-    return outer + matrices + stored_bytes(*(t for t in e[:3] if t is not None))
+    return outer + operand.matrix_bytes(w.shape[1]) + stored_bytes(*(t for t in e[:3] if t is not None))

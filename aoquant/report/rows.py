@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from aoquant.formats import Format
+from aoquant.formats import Operand
 from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.sizes import stored_bytes
@@ -105,9 +105,9 @@ def row_of(pair: Pair) -> Row:
     )
 
 
-def _unhealthy(format: Format, k: int, saturated: float | None, floored: float | None) -> list[str]:
+def _unhealthy(operand: Operand, k: int, saturated: float | None, floored: float | None) -> list[str]:
     problems = []
-    if saturated is not None and saturated > HEALTHY + 1 / (format.base.block or k):
+    if saturated is not None and saturated > HEALTHY + 1 / (operand.format.block or k):
         problems.append(f"{saturated:.1%} of the values saturate")
     if floored is not None and floored > HEALTHY:
         problems.append(f"{floored:.1%} of the blocks have the smallest scale there is")

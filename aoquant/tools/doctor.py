@@ -67,7 +67,8 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
                 r = resolve(recipe.make()).recipe
             except (ValueError, ImportError):  # `recipes` says why
                 continue
-            request = ops.Request(r.contract, r.fprop_input, r.fprop_weight, where, torch.bfloat16, 64, 128, 256)
+            x_format = None if r.fprop_input is None else r.fprop_input.format
+            request = ops.Request(r.contract, x_format, r.fprop_weight.format, where, torch.bfloat16, 64, 128, 256)
             said = dict(ops.explain(request))[name]
             if said == "runs" or said.startswith("willing"):
                 runs.append(r.contract)

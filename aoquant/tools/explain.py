@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from aoquant import ops, serving
-from aoquant.formats import Format, Int4
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLinear
-from aoquant.ops import CodecRequest, Request
+from aoquant.ops import CodecRequest, gemm_request
 from aoquant.tensor import PackedTensor
 
 Rows = list[tuple[str, str]]
@@ -99,10 +98,10 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
     if (x := recipe.fprop_input) is not None:
         role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
         found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k)))
-    w, scales = recipe.fprop_weight, _scale_dtype(weight, recipe.fprop_weight)
+    w, held = recipe.fprop_weight, weight.encoded if isinstance(weight, PackedTensor) else weight
     gemms = _ranges(
         "multiply",
-        lambda m: ops.explain(Request(recipe.contract, recipe.fprop_input, w.base, device, dtype, m, n, k, scales)),
+        lambda m: ops.explain(gemm_request(recipe.contract, recipe.fprop_input, w, held, dtype, m)),
     )
     codes = ops.code_readers()
     whole = ops.reads(recipe.contract) == "codes" or device.type != "cuda"
@@ -120,16 +119,6 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
             rows = ops.explain(CodecRequest(role, w, device, dtype, n, k, role != "quantize"))
             found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
     return (*found, *gemms)
-
-
-def _scale_dtype(weight: torch.Tensor, w: Format) -> torch.dtype | None:
-    """As `ops.call.Call.asks` says it of the layer's GEMM."""
-    if type(w.base) is not Int4 or w.base.scales != "input":
-        return None
-    if isinstance(weight, PackedTensor):
-        assert weight.scale is not None
-        return weight.scale.dtype
-    return weight.dtype if w.base is w else torch.float32
 
 
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:

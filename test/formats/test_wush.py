@@ -174,7 +174,7 @@ def test_gradients_by_hand(name: str, straight_through: str) -> None:
     p = torch.block_diag(*layer.weight_transform.double())
     assert t.shape == (K, K) and len(layer.input_transform) == K // size
     x_t, w_t = (x.detach().double() @ t.t()).float(), (layer.weight.detach().double() @ p.t()).float()
-    f_x, f_w = recipe.fprop_input.base, recipe.fprop_weight.base
+    f_x, f_w = recipe.fprop_input.format, recipe.fprop_weight.format
     e_x, e_w = f_x.encode(x_t), f_w.encode(w_t)
     dx = g.double() @ f_w.decode(e_w, F32).double()
     dw = g.double().t() @ f_x.decode(e_x, F32).double()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from support.golden_inputs import DATA
 from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
 
-from aoquant import backend, explain, get_format, list_formats, ops
+from aoquant import backend, explain, get_format, list_formats
 from aoquant.formats import Format, FourOverSix
 from aoquant.ops import CodecRequest, codec
 
@@ -168,6 +169,6 @@ def test_no_host_sync() -> None:
             try:
                 e, values, _ = codec.quantize(fmt, x, BF16, operand=True, keep=True)
                 assert e is not None
-                ops.scaled_mm([*ops.to_parts(e), values], [w], None, name, name, "aoquant", [256], 512, BF16)
+                scaled_mm(e, w, None, name, name, "aoquant", [256], BF16, values)
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -36,11 +36,13 @@ from aoquant import (
     QATConfig,
     get_format,
     list_formats,
+    ops,
     quantize_,
     report,
     set_fake_quant,
     verify,
 )
+from aoquant.formats import get_operand
 from aoquant.layers.embedding import QATEmbedding
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -296,6 +298,8 @@ def test_compiled_equals_eager(name: str) -> None:
 def test_ops_keep_what_they_promise() -> None:
     for name in ("int4-g32", "nvfp4"):
         w = embedding().weight.detach()
-        torch.library.opcheck(torch.ops.aoquant.embedding.default, (FEW, [w], name, 64, BF16))
-        torch.library.opcheck(torch.ops.aoquant.saturated.default, (w, name), {"ids": FEW.flatten()})
-    torch.library.opcheck(torch.ops.aoquant.embedding_grad.default, (torch.randn(2, 3, 8), FEW, 40, 7, False))
+        operand = get_operand(name)
+        torch.library.opcheck(ops.embedding.overload, tuple(ops.embedding.flat(FEW, w, operand, BF16)))
+        torch.library.opcheck(ops.saturated.overload, tuple(ops.saturated.flat(w, operand, ids=FEW.flatten())))
+    grad = ops.embedding_grad.flat(torch.randn(2, 3, 8), FEW, 40, 7, False)
+    torch.library.opcheck(ops.embedding_grad.overload, tuple(grad))

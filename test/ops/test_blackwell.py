@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant import backend, explain, get_format, ops
+from aoquant import backend, explain, get_format
 from aoquant.formats import layout
 from aoquant.formats.elements import from_e2m1, from_float8
 from aoquant.formats.scales import e8m0_values
@@ -137,16 +138,15 @@ def test_it_computes_the_contract(
     fmt, double = get_format(name), Double(monkeypatch)
     x, w = torch.randn(24, 160).bfloat16(), (torch.randn(48, 160) * 0.02).bfloat16()
     bias = None if bias_dtype is None else torch.randn(48).to(bias_dtype)
-    args = (bias, activation, name, contract, [2, 12], 160, BF16)
-    parts = ops.to_parts(get_format(activation).encode(x)), ops.to_parts(fmt.encode(w))
+    args = get_format(activation).encode(x), fmt.encode(w), bias, activation, name, contract, [2, 12], BF16
     with backend("reference"):
-        want = ops.scaled_mm(*parts, *args)
+        want = scaled_mm(*args)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     monkeypatch.setattr(
         "aoquant.ops.gemm.blackwell._why_not.__code__", (lambda r: None).__code__
     )  # these are CPU tensors
     with backend(NAME):
-        got = ops.scaled_mm(*parts, *args)
+        got = scaled_mm(*args)
     assert got.shape == (2, 12, 48) and torch.equal(got, want)
     fused = contract == "aoquant" and fmt.alpha(fmt.encode(w)) is None and bias_dtype != F32
     assert double.calls == [(BF16 if fused or contract == "nvfp4_rescale" else F32, fused and bias is not None)]

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from support.linear_cases import BF16, BY_NAME, F32, assert_equal, data, layer, prepared
 from torch import Tensor
 
-from aoquant import backend, get_format, ops
+from aoquant import backend, get_format
 from aoquant.ops.gemm import torch_kernels as external
 
 K, N = 64, 48
@@ -20,9 +21,8 @@ K, N = 64, 48
 
 def call(name: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     fmt = get_format(name)
-    parts = ops.to_parts(fmt.encode(x)), ops.to_parts(fmt.encode(w))
     with backend("torch._scaled_mm"):
-        return ops.scaled_mm(*parts, bias, name, name, "fp8_scaled_mm", [len(x)], K, torch.bfloat16)
+        return scaled_mm(fmt.encode(x), fmt.encode(w), bias, name, name, "fp8_scaled_mm", [len(x)], torch.bfloat16)
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])

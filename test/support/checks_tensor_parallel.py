@@ -116,7 +116,7 @@ def share(layer: nn.Module, x: Tensor, rank: int) -> Tensor:
     with torch.no_grad():
         w = layer.weight[:, half].contiguous()
         whole = scales(recipe.fprop_input, x), scales(recipe.fprop_weight, layer.weight)
-        return quantized_linear(x[..., half], [w], bias, recipe, HIDDEN // WORLD, *whole)
+        return quantized_linear(x[..., half], w, bias, recipe, *whole)
 
 
 @check(("mxfp4", -4, 4), ("int4-g32", -8, 7))

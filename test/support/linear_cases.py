@@ -423,15 +423,15 @@ def assert_equal(got: Tensor, want: Tensor, what: str = "") -> None:
 
 
 @contextmanager
-def counting(*names: str) -> Iterator[dict[str, list[tuple[Any, ...]]]]:
-    """Calls of aoquant's ops inside the block: name -> argument tuples."""
-    calls: dict[str, list[tuple[Any, ...]]] = {n: [] for n in names}
+def counting(*names: str) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Calls of aoquant's ops inside the block: name -> the registered op's arguments by their names."""
+    calls: dict[str, list[dict[str, Any]]] = {n: [] for n in names}
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             namespace, _, name = func._schema.name.partition("::")
             if namespace == "aoquant" and name in calls:
-                calls[name].append(args)
+                calls[name].append(dict(zip((a.name for a in func._schema.arguments), args, strict=False)))
             return func(*args, **(kwargs or {}))
 
     with Mode():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from support.gemm import scaled_mm
 from torch import Tensor
 
-from aoquant import backend, ops
+from aoquant import backend
 from aoquant.formats import Encoded, TinyGemm, layout
 
 
@@ -29,6 +30,4 @@ def cpu_case(
 
 def linear(backend_name: str, x: Tensor, e: Encoded, fmt: TinyGemm, bias: Tensor | None = None) -> Tensor:
     with backend(backend_name):
-        return ops.scaled_mm(
-            (x,), ops.to_parts(e), bias, "", fmt.name, "tinygemm_cpu", list(x.shape[:-1]), e.k, x.dtype
-        )
+        return scaled_mm(x, e, bias, "", fmt.name, "tinygemm_cpu", list(x.shape[:-1]), x.dtype)

@@ -77,4 +77,4 @@ def _operand(e: Encoded) -> tuple[Tensor, Tensor]:
     return codes, layout.swizzle_128x4(e.scale)
 
 
-BLACKWELL = Backend("torch.scaled_mm.blocks", 10, _why_not, _run, reads_codes=True)
+BACKENDS = (Backend("torch.scaled_mm.blocks", 10, _why_not, _run, reads_codes=True),)

@@ -25,7 +25,7 @@ def scaled_mm(c: Call) -> Tensor:
     if c.x is not None and isinstance(c.x_format, Ggml) and isinstance(c.w_format, Ggml) and c.x_format.bits == 8:
         acc_MN = _blocks(c.x, c.x_format, c.w, c.w_format)
     else:
-        x_MK = x if c.x is None or c.x_format is None else c.x_format.decode(c.x, torch.float32)
+        x_MK = x if c.x is None else c.x_format.decode(c.x, torch.float32)
         assert x_MK is not None
         acc_MN = x_MK @ c.w_format.decode(c.w, torch.float32).t()
     if c.bias is not None:

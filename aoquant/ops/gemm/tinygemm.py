@@ -148,7 +148,7 @@ def _cuda(c: Call) -> Tensor:
     return _cuda_epilogue(c, y_MN[:, : c.w.codes.shape[0]])
 
 
-TINYGEMM = (
+BACKENDS = (
     Backend("torch._weight_int4pack_mm_for_cpu", 10, _why_not_cpu, _cpu, reads_codes=True),
     Backend("torch._weight_int4pack_mm", 10, _why_not_cuda, _cuda, reads_codes=True),
 )

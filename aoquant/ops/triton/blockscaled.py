@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Encoded
+from aoquant.formats import MX, NVFP4, Encoded, Operand
 from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
@@ -208,23 +208,28 @@ def _encoder(
     )  # fmt: skip
 
 
+def mixing(mix: Operand | None) -> tuple[Hadamard | None, bool]:
+    """The Hadamard transform in front of the encoder, and whether it is the weight's side."""
+    return (None, False) if mix is None else (mix.transform, mix.inverse)  # type: ignore[return-value]
+
+
 def quantize(
     format: MX | NVFP4,
     x_RK: Tensor,
     dtype: torch.dtype | None,
     operand: bool,
     keep: bool,
-    measured: Tensor | None = None,
-    transform: Hadamard | None = None,
-    inverse: bool = False,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
     """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
     operand's alpha).
 
     measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer
         scale.
-    transform, inverse: to be applied first, in the same pass.
+    mix: its Hadamard transform is applied first, in the same pass.
     """
+    transform, inverse = mixing(mix)
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     element = format.element if isinstance(format, MX) else "e2m1"

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, MXFP4Dialect, NVFP4Dialect
+from aoquant.formats import Encoded, MXFP4Dialect, NVFP4Dialect, Operand
 from aoquant.formats.blockscaled import NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.dialects import QUEST
 from aoquant.formats.elements import FLOAT32_MAX
@@ -190,13 +190,13 @@ def quantize(
     dtype: torch.dtype | None,
     operand: bool,
     keep: bool,
-    transform: Hadamard | None = None,
-    inverse: bool = False,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
     """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
     operand's alpha).
 
-    transform, inverse: to be applied first, in the same pass, before an e8m0 format.
+    mix: its Hadamard transform is applied first, in the same pass, before an e8m0 format. measured: not used.
     """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
@@ -205,20 +205,20 @@ def quantize(
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = None if isinstance(format, MXFP4Dialect) else torch.empty(1, 1, dtype=torch.float32, device=device)
     made = "" if dtype is None else "operand" if operand else "decode"
-    _launch(format, x_RK, (codes, scale, outer, values, None), made, transform, inverse)
+    _launch(format, x_RK, (codes, scale, outer, values, None), made, mix)
     native = torch.float8_e8m0fnu if isinstance(format, MXFP4Dialect) else torch.float8_e4m3fn
     codes = x_RK.new_empty(0, k // 2, dtype=torch.uint8) if codes is None else codes
     e = Encoded(codes, None if scale is None else scale.view(native), None, outer, k)
     return (e if keep else None), values, format.alpha(e)
 
 
-def saturated(format: MXFP4Dialect, x_RK: Tensor, transform: Hadamard | None, inverse: bool) -> Tensor:
-    """(R, K / 8) uint8: bits of `format.saturated(x_RK, format.encode(x_RK))`, of transformed values if there is a
+def saturated(format: MXFP4Dialect, x_RK: Tensor, mix: Operand) -> Tensor:
+    """(R, K / 8) uint8: bits of `format.saturated(x_RK, format.encode(x_RK))`, of transformed values if `mix` has a
     transform.
     """
     x_RK = x_RK.contiguous()
     clipped = torch.empty(x_RK.shape[0], x_RK.shape[1] // 8, dtype=torch.uint8, device=x_RK.device)
-    _launch(format, x_RK, (None, None, None, None, clipped), "", transform, inverse)
+    _launch(format, x_RK, (None, None, None, None, clipped), "", mix)
     return clipped
 
 
@@ -227,8 +227,7 @@ def _launch(
     x_RK: Tensor,
     out: tuple[Tensor | None, ...],
     made: str,
-    transform: Hadamard | None,
-    inverse: bool,
+    mix: Operand | None,
 ) -> None:
     """The encoder; out: codes, scale, outer, values and the mask of clipped values, those that are wanted."""
     partials, fixed, warps, tile = None, 0.0, 1, TILE
@@ -239,8 +238,9 @@ def _launch(
         fixed = format.fixed[0] if format.fixed else 0.0
         kind |= {"DIALECT": format.dialect, "DYNAMIC": not format.fixed}
         partials = None if format.fixed else absmax_partials(x_RK)
-    if transform is not None:
-        kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(inverse)}
+    transform = None if mix is None else mix.transform
+    if isinstance(transform, Hadamard):
+        kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(mix.inverse)}  # type: ignore[union-attr]
         warps = ENCODE_WARPS[transform.size]
         tile = WARP * warps * transform.size  # a block of the transform for each lane
     codes, scale, outer, values, clipped = out

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, Float8, Float8Mslk
+from aoquant.formats import Encoded, Float8, Float8Mslk, Operand
 from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.mslk import ROW_FLOOR
 from aoquant.formats.scales import reciprocal
@@ -189,10 +189,18 @@ def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool
 
 
 def quantize(
-    format: Float8, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: Float8,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
     """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
     operand's alpha).
+
+    measured, mix: not used.
     """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device

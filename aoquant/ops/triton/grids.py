@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, FourOverSix, GridFlip
+from aoquant.formats import Encoded, FourOverSix, GridFlip, Operand
 from aoquant.formats.contest import AMAX_FLOOR, TOP
 from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import float32, reciprocal
@@ -287,10 +287,18 @@ def _decode(
 
 
 def quantize(
-    format: FourOverSix, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: FourOverSix,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
     """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
     operand's alpha).
+
+    measured, mix: not used.
     """
     x_RK = x_RK.contiguous()
     (rows, k), device, nb = x_RK.shape, x_RK.device, TILE // format.block

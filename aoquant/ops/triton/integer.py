@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Int4
+from aoquant.formats import Affine, Encoded, Int4, Operand
 from aoquant.formats.int4 import INT4_EPS
 from aoquant.formats.scales import reciprocal
 
@@ -213,9 +213,13 @@ def quantize(
     dtype: torch.dtype | None,
     operand: bool,
     keep: bool,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
     """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
     operand's alpha).
+
+    measured, mix: not used.
     """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device

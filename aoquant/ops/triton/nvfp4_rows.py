@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import NVFP4, Encoded
+from aoquant.formats import NVFP4, Encoded, Operand
 from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
-from .blockscaled import TILE, masked_codes, nvfp4_scale
+from .blockscaled import TILE, masked_codes, mixing, nvfp4_scale
 from .elements import bits_float, e2m1_rounded, e2m1_value, float_bits, most
 from .hadamard import WARP, butterflies
 from .launch import PLANS, Launch
@@ -128,14 +128,15 @@ def quantize(
     dtype: torch.dtype | None,
     operand: bool,
     keep: bool,
-    transform: Hadamard | None = None,
-    inverse: bool = False,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor]:
     """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
     operand's alpha (R, 1)).
 
-    transform, inverse: to be applied first, in the same pass.
+    mix: its Hadamard transform is applied first, in the same pass. measured: not used.
     """
+    transform, inverse = mixing(mix)
     assert format.outer == "row"
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device

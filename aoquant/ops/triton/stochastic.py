@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, Random, Randomized, Rotated
+from aoquant.formats import Encoded, Operand, Random
 from aoquant.formats.blockscaled import E4M3_FLOOR, PTS_FLOOR
 from aoquant.formats.random import SIGNS
 from aoquant.formats.scales import reciprocal
@@ -258,14 +258,15 @@ def _rotated(x_RK: Tensor, across: bool, size: int, random: Random, partials: Te
     return y
 
 
-def rotate(format: Rotated, x_RK: Tensor, random: Random) -> Tensor:
-    """`formats.rotated.rotate(x_RK, random.signs(format.size))`: for an inner format that is not of this file."""
-    return _rotated(*_memory(x_RK), format.size, random, None)
+def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
+    """x_RK rotated as `operand` does: for a format that is not of this file."""
+    assert operand.transform is not None
+    return _rotated(*_memory(x_RK), operand.transform.size, random, None)
 
 
-def quantize(format: Randomized, x_RK: Tensor, dtype: torch.dtype, random: Random) -> tuple[Encoded, Tensor, Tensor]:
-    """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `format.encode(x_RK, random=random)` makes them."""
-    size, inner = (format.size, format.inner) if isinstance(format, Rotated) else (0, format)
+def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random) -> tuple[Encoded, Tensor, Tensor]:
+    """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `operand.encode(x_RK, random=random)` makes them."""
+    size, inner = 0 if operand.transform is None else operand.transform.size, operand.format
     x_RK, across = _memory(x_RK)
     (rows, k), device, block = x_RK.shape, x_RK.device, inner.block
     assert block is not None

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import GridFlip
-
-from ..call import Call
-from .reference import rescale
+from aoquant.ops.call import Call
+from aoquant.ops.gemm.reference import rescale
 
 
 def accumulate(c: Call) -> Tensor:
     """(M, N) float32 accumulators of a GEMM with GridFlip weights."""
     assert isinstance(c.w_format, GridFlip)
     plain, shift_NG = c.w_format.split(c.w)
-    x_MK = c.x_operand(torch.float32)
+    x_MK = c.x_matrix(torch.float32)
     xbar_MG = x_MK.unflatten(1, (-1, c.w_format.block)).sum(-1)
     return x_MK @ c.w_format.plain.operand(plain, torch.float32).t() + xbar_MG @ shift_NG.t()
 
