@@ -13,7 +13,7 @@ STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup kernels demo test gpu-test gpu-bench nightly bench lint format types imports check clean
+.PHONY: setup kernels demo test gpu-test gpu-bench model-bench nightly mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -45,12 +45,24 @@ gpu-bench: setup
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/ceilings.py
 
+# Whole models beside bf16 and torchao, on one GPU; torchrun of the same file measures FSDP2.
+model-bench: setup
+	$(BIN)/python benchmarks/model.py
+
+# How many plausible mistakes the tests near them notice; CPU only. It goes on where it stopped: MUTATE="--minutes 8", say.
+mutate: setup
+	$(BIN)/python -m mutation --workers $(WORKERS) $(MUTATE)
+
 nightly: setup
 	$(PYTEST) -n $(WORKERS) -m "not gpu" --timeout 3600 --hypothesis-profile nightly
 
 bench: setup
 	$(BIN)/python benchmarks/parity.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cpu.py
+
+# The documentation site, into site/; a broken link or anchor is an error. Nothing is fetched.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: setup
 	$(BIN)/ruff check .
@@ -67,7 +79,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 # The tests come last, so that pytest's closing line is the last word.
-check: lint imports types test
+check: lint imports types docs test
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,13 +2,18 @@
 
 from aoquant import QATConfig, quantize_
 
-quantize_(model, QATConfig(base, step="prepare"))  # train as usual
-quantize_(model, QATConfig(base, step="convert"))  # the same outputs, packed
+quantize_(model, QATConfig("nvfp4", step="prepare"))  # train as usual
+quantize_(model, QATConfig(step="convert"))  # the same outputs, packed
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from aoquant import _register as _register  # first: it checks torchao
+from aoquant import _quiet
+
+_quiet.quiet_the_command()  # first: torchao and torch log while they are imported
+
+from aoquant import _register as _register  # then: it checks torchao
 from aoquant.calibrate import calibrate
 from aoquant.config import (
     FP8WeightConfig,
@@ -23,16 +28,21 @@ from aoquant.config import (
     PackedWeightConfig,
     QATConfig,
 )
+from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import set_fake_quant, unprepare
 from aoquant.ops import backend
+from aoquant.planning.coverage import Coverage, coverage
 from aoquant.quantize import quantize_
+from aoquant.recipes import Recipe, get_recipe, list_recipes
+from aoquant.refresh import refresh_
 from aoquant.report import Report, report, verify
 from aoquant.tensor import PackedTensor
 from aoquant.tools.explain import explain
 from aoquant.tools.packed_linear import packed_linear
 from aoquant.transforms import WUSH, Hadamard
+from aoquant.unpack import unpack_
 
 if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
@@ -42,6 +52,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "WUSH",
+    "Coverage",
     "FP8WeightConfig",
     "GridFlipFP4WeightConfig",
     "Hadamard",
@@ -56,26 +67,41 @@ __all__ = [
     "PackedTensor",
     "PackedWeightConfig",
     "QATConfig",
+    "Recipe",
     "Report",
     "backend",
     "calibrate",
-    "convert_checkpoint",
+    "coverage",
     "explain",
+    "export",
     "get_format",
+    "get_recipe",
     "list_formats",
-    "load_pretrained",
+    "list_recipes",
     "packed_linear",
     "quantize_",
+    "refresh_",
     "report",
-    "save_pretrained",
     "set_fake_quant",
+    "unpack_",
     "unprepare",
     "verify",
 ]
 
 
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # its import is blocked
+        return False
+
+
+if TYPE_CHECKING or _installed("transformers"):  # `from aoquant import *` asks for every name
+    __all__ += ["convert_checkpoint", "load_pretrained", "save_pretrained"]
+
+
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers only when somebody asks for it."""
+    """Import what needs transformers when it is asked for."""
     home = {"load_pretrained": "hf", "save_pretrained": "hf", "convert_checkpoint": "stream"}.get(name)
     if home is not None:
         from importlib import import_module

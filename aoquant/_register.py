@@ -1,13 +1,15 @@
-"""What has to be told to torchao once, when aoquant is imported.
+"""What has to be told to torchao and others once, when aoquant is imported.
 
-torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of tensor classes.
-The second list lives in a prototype module that nothing imports until a checkpoint is saved or loaded, so it is extended when
-somebody imports it; peft's LoRA is told of our layers in the same way. Every private name is probed here, and before aoquant imports
-anything else of itself, so that another torchao fails with one sentence instead of halfway.
+torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of
+tensor classes. The second list lives in a prototype module that is imported when a checkpoint is saved or loaded; it is
+extended at that moment. In the same way peft's LoRA is told of our layers, and transformers of our quantizer and of
+Conv1D with quantised weights. Every private name is probed here, and before aoquant imports anything else of itself, so
+that another torchao fails with one sentence instead of halfway.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -20,7 +22,9 @@ from types import ModuleType
 from aoquant import _moved as _moved  # old import paths
 
 TORCHAO = ">=0.17"
+_HF_QUANTIZERS = "transformers.quantizers.auto"
 _LORA = "peft.tuners.lora.model"
+_CONV1D = "transformers.pytorch_utils"
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
 
 
@@ -43,6 +47,8 @@ def register() -> None:
     handlers.register()
     _when_imported(_SAFETENSORS, _allow_packed_tensor)
     _when_imported(_LORA, _teach_adapters)
+    _when_imported(_CONV1D, _teach_conv1d)
+    _when_imported(_HF_QUANTIZERS, _extend_quantizer)
 
 
 def version(package: str) -> str:
@@ -76,6 +82,16 @@ def _teach_adapters(module: ModuleType) -> None:
         raise ImportError(
             f"aoquant cannot put adapters on its layers with peft {version('peft')} ({error}); it supports peft >=0.21"
         ) from error
+
+
+def _teach_conv1d(module: ModuleType) -> None:
+    importlib.import_module("aoquant.integrations.conv1d")
+
+
+def _extend_quantizer(module: ModuleType) -> None:
+    # a transformers that aoquant cannot build on works as it did; aoquant.load_pretrained and save_pretrained say why
+    with contextlib.suppress(ImportError, AttributeError, AssertionError, KeyError):
+        importlib.import_module("aoquant.integrations.hf_quantizer").install(module)
 
 
 def _when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:

@@ -1,15 +1,18 @@
 """Calibration: static scales, and fitted transforms, found by running the model on a few batches.
 
-Every prepared layer whose recipe holds scales is watched during one forward loop, in eval mode, without gradients and without fake
-quantisation: the running minimum and maximum of its input, two scalars a layer however long the loop is. The format's own `measure`
-then makes the scale of a two-element tensor that holds the two, and that is the scale of everything the layer saw, because a
-per-tensor scale depends on nothing else. Held weight scales are measured anew on the weights as they are.
+Every prepared layer whose recipe holds scales is watched during one forward loop, in eval mode, without gradients and
+without fake quantisation: the running minimum and maximum of its input, two scalars a layer however long the loop is.
+The format's own `measure` then makes the scale of a two-element tensor that holds the two, and that is the scale of
+everything the layer saw, because a per-tensor scale depends on nothing else. Held weight scales are measured anew on
+the weights as they are.
 
-A layer with a fitted transform has the Gram matrices of its input's blocks added up instead, in float64: K * size numbers a layer, and
-again no matter how long the loop is (`transforms/wush.py`). Those of its weight are made when the loop is over.
+A layer with a fitted transform has the Gram matrices of its input's blocks added up instead, in float64: K * size
+numbers a layer, and again no matter how long the loop is (`transforms/wush.py`). Those of its weight are made when
+the loop is over.
 
-On several ranks extrema and Grams are reduced before anything is measured, so every rank holds the same scales and transforms. Nothing
-is written unless all layers have been reached and everything is usable; a second calibration replaces the first.
+On several ranks extrema and Grams are reduced before anything is measured, so every rank holds the same scales and
+transforms. Nothing is written unless all layers have been reached and everything is usable; a second calibration
+replaces the first.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from aoquant.formats import Format, Scales
+from aoquant.formats import Operand, Scales
 from aoquant.layers import held
 from aoquant.layers.linear import cast, check_width
 from aoquant.layers.qat import QATLayer, QATLinear
+from aoquant.planning import fused
 from aoquant.planning.progress import track
 from aoquant.report.measure import run, undisturbed
 from aoquant.transforms import wush
@@ -35,15 +39,17 @@ NOT_REACHED = "the forward loop did not reach it: run batches that use every lay
 
 
 def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Iterable[Any]) -> None:
-    """Find the scales that `model`'s prepared layers hold, static ones and the start values of learned ones, and fitted transforms, in place.
+    """Find the scales that `model`'s prepared layers hold, static ones and the start values of learned ones, and
+    fitted transforms, in place.
 
-    forward_loop: runs the model on representative data, as forward_loop(model); or the batches themselves, each a tensor, positional
-        arguments (tuple, list) or keyword arguments (dict). Scales come from the smallest and the largest input value of each layer,
-        transforms from all of its input values.
+    forward_loop: runs the model on representative data, as forward_loop(model); or the batches themselves, each a
+        tensor, positional arguments (tuple, list) or keyword arguments (dict). Scales come from the smallest and the
+        largest input value of each layer, transforms from all of its input values.
 
     Raises:
-        ValueError: forward_loop is neither; no layer holds scales; or naming each layer that the loop did not reach, or that saw nothing but zeros,
-            NaN or Inf, or the first that got an input of a wrong width. The scales are what they were then.
+        ValueError: forward_loop is neither; no layer holds scales; or naming each layer that the loop did not reach,
+            or that saw nothing but zeros, NaN or Inf, or the first that got an input of a wrong width. The scales are
+            what they were then.
     """
     one = isinstance(forward_loop, Tensor | Mapping | str)  # iterating over these gives no batches
     if not callable(forward_loop) and (
@@ -79,6 +85,7 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             watched = seen.get(fqn)
             held.write(layer, side, scales, watched.dims if side == "input" and isinstance(watched, Range) else 2)
         layer.calibrated = True
+    fused.share_outer_scales(model)
 
 
 def _refuse(problems: dict[str, str]) -> None:
@@ -102,12 +109,13 @@ def uncalibrated(model: nn.Module) -> list[str]:
 
 
 class Range:
-    """Running minimum and maximum of what `format` rounds of a layer's input, (2,) in its dtype; None before the first value.
+    """Running minimum and maximum of what `format` rounds of a layer's input, (2,) in its dtype; None before the
+    first value.
 
     dims: of the last input.
     """
 
-    def __init__(self, format: Format) -> None:
+    def __init__(self, format: Operand) -> None:
         self.format = format
         self.extrema: Tensor | None = None
         self.dims = 2
@@ -146,7 +154,7 @@ def _observer(layer: QATLinear) -> Range | Gram | None:
     """What a layer's input is watched for."""
     recipe = layer.prepared.recipe
     if recipe.fitted and recipe.transform is not None:
-        return Gram(recipe.transform.size, layer.weight.detach())
+        return Gram(recipe.transform.size, layer.matrix().detach())
     if recipe.input_scales == "dynamic":
         return None
     assert recipe.fprop_input is not None
@@ -205,7 +213,7 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
     recipe = layer.prepared.recipe
     scales: dict[str, Scales] = {}
     if recipe.weight_scales != "dynamic":
-        scales["weight"] = recipe.fprop_weight.measure(layer.weight.detach())
+        scales["weight"] = recipe.fprop_weight.measure(layer.matrix().detach())
     if isinstance(seen, Gram):
         return _fitted(layer, seen)
     if seen is not None:
@@ -220,7 +228,7 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
                 scales,
                 "its input was zero throughout, which gives no scale: run other batches, or leave the layer out",
             )
-        scales["input"] = recipe.fprop_input.base.measure(seen.extrema.view(1, 2))
+        scales["input"] = recipe.fprop_input.format.measure(seen.extrema.view(1, 2))
         used = (scales["input"].scale, scales["input"].outer)
         if any(t is not None and not bool((t > 0).all()) for t in used):
             narrow = str(seen.extrema.dtype).removeprefix("torch.")
@@ -232,10 +240,12 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
 
 
 def _fitted(layer: QATLinear, seen: Gram) -> tuple[dict[str, Scales], str | None]:
-    """The transform of both sides, and why it cannot be fitted; found on the CPU, where all ranks and devices have one eigensolver."""
+    """The transform of both sides, and why it cannot be fitted; found on the CPU, where all ranks and devices have
+    one eigensolver.
+    """
     if seen.rows == 0:
         return {}, NOT_REACHED
-    weight, size = layer.weight.detach(), seen.total.shape[-1]
+    weight, size = layer.matrix().detach(), seen.total.shape[-1]
     try:
         pair = wush.fit((seen.total / seen.rows).cpu(), (wush.gram(weight, size) / len(weight)).cpu())
     except ValueError as error:

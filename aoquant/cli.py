@@ -1,35 +1,72 @@
-"""The command line: `aoquant run`, `eval`, `convert`, `formats`, `recipes`, `doctor`.
+"""The command line: `aoquant run`, `eval`, `convert`, `export`, `formats`, `recipes`, `doctor`.
 
-Errors that a user can mend are one line and exit code 2; everything else is a traceback, because it is our mistake.
+Errors that a user can mend are one line and exit code 2, an interrupt is one line and exit code 130; everything else is
+a traceback, because it is our mistake.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from aoquant.advice import for_the_command_line
 from aoquant.formats import COMPOSED, get_format, list_formats
 
 
-def run() -> Callable[..., None]:
+def run(arguments: list[str]) -> Callable[..., None]:
     """evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table"""
     from aoquant.integrations import job
+    from aoquant.integrations.progress import no_bars_in_logs
 
-    def command(options: Any) -> None:
-        """Evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table."""
-        result = job.run(options)
+    no_bars_in_logs()
+    given = job.read_yaml(path) if (path := _take_config(arguments)) else {}
+
+    def command(**groups: Any) -> None:
+        """Evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table.
+
+        Options can stand in a YAML file, as in `aoquant run config.yaml` or `aoquant run --config config.yaml`; what is
+        typed here wins over it. The same command again goes on where the last one stopped.
+        """
+        options = job.Options(**{name: value for group in groups.values() for name, value in vars(group).items()})
+        try:
+            result = job.run(options)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"stages that are done are kept in {options.out}/; the same command goes on"
+            ) from None
         print(result.table())
-        print(
-            f"\nwritten to {options.out}/: report.md, report.csv, report.json, report.png, {job.RESULTS}, checkpoint/"
-        )
+        print(f"\n{result.where_to_look()}")
 
-    command.__annotations__["options"] = job.Options  # known here only: importing it takes transformers along
+    parameters = []
+    for group in job.GROUPS:  # each is one group of the help
+        fields = {name: value for name, value in given.items() if name in group.__dataclass_fields__}
+        name = group.__name__.lower()
+        default = group(**fields)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=group))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 
 
-def evaluate() -> Callable[..., None]:
+def _take_config(arguments: list[str]) -> Path | None:
+    """Remove the YAML file from the arguments of `run`: the first one, or that of --config."""
+    if arguments and not arguments[0].startswith("-"):
+        return Path(arguments.pop(0))
+    for i, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag == "--config":
+            del arguments[i]
+            if not equals and i == len(arguments):
+                raise ValueError("--config must be a YAML file that exists, got nothing")
+            return Path(value if equals else arguments.pop(i))
+    return None
+
+
+def evaluate(arguments: list[str]) -> Callable[..., None]:
     """load a checkpoint, check that it is bit-equal to the run that wrote it, and score it"""
     import torch
 
@@ -46,6 +83,9 @@ def evaluate() -> Callable[..., None]:
     ) -> None:
         """Load a converted (or float) checkpoint and score it with lm-eval.
 
+        Its logits are compared with those of the run that wrote it. Others are an error where torch and the device are
+        those of that run, and a remark elsewhere.
+
         Args:
             checkpoint: folder that `aoquant run` or `aoquant.save_pretrained` wrote.
             wikitext: "hub", or a folder with WikiText-2 as test.jsonl; held-out generated documents by default.
@@ -55,8 +95,10 @@ def evaluate() -> Callable[..., None]:
             device: where to run.
         """
         from aoquant.integrations import job, lm_eval
+        from aoquant.integrations.progress import no_bars_in_logs
         from aoquant.tools import doctor as checks
 
+        no_bars_in_logs()
         checks.check_device(device)
         tokenizer, model = job.load_checkpoint(checkpoint, device)
         job.probe(model)
@@ -66,7 +108,7 @@ def evaluate() -> Callable[..., None]:
     return command
 
 
-def convert() -> Callable[..., None]:
+def convert(arguments: list[str]) -> Callable[..., None]:
     """quantise a float checkpoint on disk, with one layer in memory at a time"""
 
     def command(
@@ -75,6 +117,7 @@ def convert() -> Callable[..., None]:
         out: Path,
         layers: tuple[str, ...] = (),
         skip: tuple[str, ...] = (),
+        skip_incompatible: bool = False,
         max_shard_size: str = "5GB",
         device: str = "cpu",
         dtype: str = "auto",
@@ -83,16 +126,18 @@ def convert() -> Callable[..., None]:
         """Quantise a float checkpoint on disk, with one layer in memory at a time, and no training.
 
         The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
-        aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is complete.
-        The output head is left in high precision unless --layers names it.
+        aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is
+        complete. The output head is left in high precision unless --layers names it.
 
         Args:
             model: folder with config.json and safetensors files, of a model that transformers knows.
-            recipe: a name from `aoquant recipes`, or two from `aoquant formats` as WEIGHT/ACTIVATION, for every linear layer but the head.
+            recipe: a name from `aoquant recipes`, or two from `aoquant formats` as WEIGHT/ACTIVATION, for every linear
+                layer but the head.
             out: folder to write; must not exist, or be empty.
-            layers: other recipes for some layers, as NAME=RECIPE; NAME is a layer's name, or re: and a pattern for all of it, such as
-                're:.*down_proj=int8-weight'.
+            layers: NAME ... quantises these layers alone; NAME=RECIPE ... gives some layers another recipe. NAME is a
+                layer's name, or re: and a pattern for all of it, such as 're:.*down_proj=int8-weight'.
             skip: layers to leave in high precision, by NAME.
+            skip_incompatible: leave out layers that cannot take their recipe, and list them, instead of stopping.
             max_shard_size: of the files written, such as 5GB or 500MB.
             device: where layers are quantised.
             dtype: of the layers before they are quantised: float32, bfloat16, float16, or auto, which is config.json's.
@@ -105,30 +150,48 @@ def convert() -> Callable[..., None]:
 
         print(
             convert_checkpoint(
-                model, config, out, max_shard_size=max_shard_size, device=device, dtype=dtype, verify=verify
+                model,
+                config,
+                out,
+                max_shard_size=max_shard_size,
+                device=device,
+                dtype=dtype,
+                verify=verify,
+                skip_incompatible=skip_incompatible,
             )
         )
 
     return command
 
 
-def formats() -> Callable[..., None]:
+def formats(arguments: list[str]) -> Callable[..., None]:
     """list the number formats"""
 
     def command() -> None:
-        """List the number formats with their bits per weight, and how other names are put together."""
+        """List the number formats with their bits per weight, and how other names are put together.
+
+        Batch-invariant: as an activation's format, it gives a token the same codes and scales whatever else is in the batch.
+        """
         rows = []
         for name in list_formats():
             f = get_format(name)
-            rows.append((name, f.bits, f.block or "-", round(f.bits_per_weight(4096, 4096), 3)))
-        _print_table(rows, ("format", "bits", "block", "bits per weight (4096 x 4096)"))
+            rows.append(
+                (
+                    name,
+                    f.bits,
+                    f.block or "-",
+                    round(f.bits_per_weight(4096, 4096), 3),
+                    "yes" if f.batch_invariant else "no",
+                )
+            )
+        _print_table(rows, ("format", "bits", "block", "bits per weight (4096 x 4096)", "batch-invariant"))
         print()
         _print_table(list(COMPOSED.items()), ("names that are put together, such as", "what it is"))
 
     return command
 
 
-def recipes() -> Callable[..., None]:
+def recipes(arguments: list[str]) -> Callable[..., None]:
     """list the recipes that run takes"""
 
     def command() -> None:
@@ -142,7 +205,7 @@ def recipes() -> Callable[..., None]:
     return command
 
 
-def doctor() -> Callable[..., None]:
+def doctor(arguments: list[str]) -> Callable[..., None]:
     """show what this machine can run, and why not the rest"""
 
     def command() -> None:
@@ -164,29 +227,53 @@ def _print_table(rows: list[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
     print(tabulate(rows, heads, tablefmt="github"))
 
 
-COMMANDS = {"run": run, "eval": evaluate, "convert": convert, "formats": formats, "recipes": recipes, "doctor": doctor}
+def export(arguments: list[str]) -> Callable[..., None]:
+    """write a converted checkpoint for vLLM, SGLang, transformers or llama.cpp"""
+    from aoquant.export.command import command
+
+    return command
+
+
+# Each is given the arguments that follow its name and returns the function that tyro calls with them, so that only the
+# chosen command's modules are imported: `aoquant formats` does not wait for transformers.
+COMMANDS = {
+    "run": run,
+    "eval": evaluate,
+    "convert": convert,
+    "export": export,
+    "formats": formats,
+    "recipes": recipes,
+    "doctor": doctor,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `aoquant` command."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         import tyro
     except ImportError:
         sys.exit("aoquant: the command line needs its extras: pip install 'aoquant[all]'")
-    # only the chosen command's module is imported: `aoquant formats` does not wait for transformers
-    chosen = arguments[0] if arguments else ""
-    makers = {chosen: COMMANDS[chosen]} if chosen in COMMANDS else {}
+    chosen, rest = arguments[0] if arguments else "", arguments[1:]
     try:
-        if makers:
-            tyro.cli(
-                makers[chosen](), prog=f"aoquant {chosen}", args=arguments[1:], config=(tyro.conf.OmitArgPrefixes,)
-            )
+        if chosen in COMMANDS:
+            command = COMMANDS[chosen](rest)
+            tyro.cli(command, prog=f"aoquant {chosen}", args=rest, config=(tyro.conf.OmitArgPrefixes,))
         elif chosen in ("", "-h", "--help"):
-            print("usage: aoquant {" + ",".join(COMMANDS) + "} [--help]\n")
+            print("usage: aoquant {" + ",".join(COMMANDS) + "} [--help], or aoquant --version\n")
             print("\n".join(f"  {name:9}{maker.__doc__}" for name, maker in COMMANDS.items()))
+        elif chosen == "--version":
+            from aoquant import __version__
+
+            print(f"aoquant {__version__}")
         else:
             raise ValueError(f"no command is called {chosen!r}; there are: {', '.join(COMMANDS)}")
     except (ValueError, ImportError) as error:
-        print(f"aoquant: {error}", file=sys.stderr)
+        print(f"aoquant: {for_the_command_line(str(error))}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt as interrupt:
+        print(f"\naoquant: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `aoquant formats | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,16 +1,19 @@
 """Configs: what to do to a linear layer.
 
-A PTQ config (`NVFP4WeightConfig()`, or one of torchao's) says what is deployed; alone, it quantises. `QATConfig(base, step=...)`
-wraps it: "prepare" makes layers train as the deployed layer computes, "convert" leaves the deployed layer. Configs are plain
-dataclasses of names and numbers, so that torchao's config loader can put them in a checkpoint and take them out again.
+A PTQ config (`NVFP4WeightConfig()`, or one of torchao's) says what is deployed; alone, it quantises. `QATConfig(base,
+step=...)` wraps it: "prepare" makes layers train as the deployed layer computes, "convert" leaves the deployed layer.
+Configs are plain dataclasses of names and numbers, so that torchao's config loader can put them in a checkpoint and
+take them out again.
 
-torchao writes each config's `version` as "_version" beside its class name, and hands it back when it differs. For aoquant's configs
-that number is the checkpoint schema: an aoquant that is too old for a checkpoint says so in every loader, HF's included.
+torchao writes each config's `version` as "_version" beside its class name, and hands it back when it differs. For
+aoquant's configs that number is the checkpoint schema: an aoquant that is too old for a checkpoint says so in every
+loader, HF's included.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
@@ -18,6 +21,7 @@ from typing import Any, get_args, get_type_hints
 
 from torchao.core.config import AOBaseConfig
 
+from aoquant import serving
 from aoquant.formats import (
     MX,
     NVFP4,
@@ -28,7 +32,9 @@ from aoquant.formats import (
     GridFlip,
     NVFP4Dialect,
     NVFP4Search,
+    Operand,
     get_format,
+    get_operand,
 )
 from aoquant.layers.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
@@ -52,15 +58,17 @@ KINDS: dict[type, str] = {
 class WeightConfig(AOBaseConfig):
     """Base of aoquant's PTQ configs: linear layers get a `PackedTensor` weight.
 
-    activation: name of a format for the layer's input, quantised in every forward; None keeps it as it is. A per-tensor format
-        followed by "-static" ("int8-tensor-static") has a scale that `aoquant.calibrate` finds and convert freezes.
-    transform: of both operands before they are rounded, where a config has the field: `aoquant.Hadamard(16)`, `aoquant.WUSH(16)`.
+    activation: name of a format for the layer's input, quantised in every forward; None keeps it as it is. A per-tensor
+        format followed by "-static" ("int8-tensor-static") has a scale that `aoquant.calibrate` finds and convert
+        freezes.
+    transform: of both operands before they are rounded, where a config has the field: `aoquant.Hadamard(16)`,
+        `aoquant.WUSH(16)`.
     version: the checkpoint schema.
     """
 
     version: int = field(default=SCHEMA, kw_only=True, repr=False)
 
-    def weight_format(self) -> Format:
+    def weight_format(self) -> Format | Operand:
         raise NotImplementedError
 
     def recipe(self) -> LinearRecipe:
@@ -90,7 +98,7 @@ class Int4WeightConfig(WeightConfig):
     group_size: int = 128
     activation: str | None = None
 
-    def weight_format(self) -> Format:
+    def weight_format(self) -> Format | Operand:
         return get_format(f"int4-g{_group('Int4WeightConfig', self.group_size)}")
 
 
@@ -98,8 +106,8 @@ class Int4WeightConfig(WeightConfig):
 class IntxWeightConfig(WeightConfig):
     """Integer weights of 2 to 8 bits, per group of `group_size` along K, or per row when it is None.
 
-    mapping: "symmetric" (the largest positive value may clip), "noclip" (symmetric, nothing clips) or "asymmetric" (a zero point),
-        which takes 1 bit too.
+    mapping: "symmetric" (the largest positive value may clip), "noclip" (symmetric, nothing clips) or "asymmetric" (a
+        zero point), which takes 1 bit too.
     """
 
     bits: int = 4
@@ -154,8 +162,8 @@ class FP8WeightConfig(WeightConfig):
 class MXFP4WeightConfig(WeightConfig):
     """MXFP4 weights.
 
-    rule: how a block becomes its power-of-two scale. numerics "ao" (torchao): "rceil" (default), "floor", "ceil", "even" or "quest";
-        "xx" (QuantLinear): "absmax"; "qutlass": "absmax" (default) or "quest".
+    rule: how a block becomes its power-of-two scale. numerics "ao" (torchao): "rceil" (default), "floor", "ceil",
+        "even" or "quest"; "xx" (QuantLinear): "absmax"; "qutlass": "absmax" (default) or "quest".
     activation: "default" is the same numerics, and "mxfp4" beside a weight of torchao's rules.
     """
 
@@ -171,7 +179,7 @@ class MXFP4WeightConfig(WeightConfig):
         if self.activation == "default":
             self.activation = "mxfp4" if isinstance(format, MX) else format.name
 
-    def weight_format(self) -> Format:
+    def weight_format(self) -> Format | Operand:
         numerics = _choice(self, "numerics", "ao", "xx", "qutlass")
         rules = {"ao": (*MX_RULES, "quest"), "xx": ("absmax",), "qutlass": ("absmax", "quest")}
         rule = _rule("MXFP4WeightConfig", rules, numerics, self.rule)
@@ -198,12 +206,18 @@ class MXFP8WeightConfig(WeightConfig):
 class NVFP4WeightConfig(WeightConfig):
     """NVFP4 weights.
 
-    outer: the scale of the whole tensor: "dynamic" (absmax / 2688), "static" (`pts`; numerics "xx": .1 unless it is given) or "none".
-    rule: how a block gets its scale: "absmax"; "search", of thirteen the one that loses least; or "four_over_six", by which each block chooses
-        whether its largest value becomes 6 or 4: the outer scale is dynamic then (absmax / 1536) and metric what blocks compare ("mse", "mae"
-        or "absmax"). tile: the rows that share a scale, 1, or 16 with "four_over_six" and with numerics "te".
-    numerics: the kernel that will run: "ao" (torchao), "te" (TransformerEngine; dynamic), "xx" (QuantLinear), "qutlass"; rules are "ao"'s.
-    activation: "default" is "nvfp4" with numerics "ao", else the same numerics and outer scale.
+    outer: the scale of the whole weight: "dynamic" (absmax / 2688), "static" (`pts`; numerics "xx": .1 unless it is
+        given) or "none".
+    rule: how a block gets its scale: "absmax"; "search", of thirteen the one that loses least; or "four_over_six", by
+        which each block chooses whether its largest value becomes 6 or 4: the outer scale is dynamic then (absmax /
+        1536) and metric what blocks compare ("mse", "mae" or "absmax"). tile: the rows that share a scale, 1, or 16
+        with "four_over_six" and with numerics "te".
+    numerics: the kernel that will run: "ao" (torchao), "te" (TransformerEngine; dynamic), "xx" (QuantLinear),
+        "qutlass"; rules are "ao"'s.
+    activation: "default" is "nvfp4-row" with numerics "ao", an outer scale for each token, so that no token's result
+        depends on its batch ("fouroversix-row" is the like of "four_over_six"); else the same numerics and outer scale
+        as the weight. "nvfp4", one outer scale for all tokens of a call, is what torchao's layers compute; "nvfp4-none"
+        has block scales alone.
     """
 
     outer: str = "dynamic"
@@ -221,7 +235,7 @@ class NVFP4WeightConfig(WeightConfig):
         format = self.weight_format()
         if self.activation == "default":
             same = dataclasses.replace(format, tile=1) if isinstance(format, NVFP4Dialect) else None
-            self.activation = "nvfp4" if same is None else same.name
+            self.activation = "nvfp4-row" if same is None else same.name
 
     def weight_format(self) -> Format:
         numerics = _choice(self, "numerics", "ao", "te", "xx", "qutlass")
@@ -255,34 +269,38 @@ class NVFP4WeightConfig(WeightConfig):
 class GridFlipFP4WeightConfig(WeightConfig):
     """GridFlip weights: four-over-six with a second grid, shifted by c, in the blocks whose scale is negative.
 
-    effort: how many scales a block tries: "base" (4), "sided" (6) or "search" (26), see `formats/gridflip.py`. alternating: the shift's
-    sign alternates from block to block. tile: rows that share a scale, 1 or 16. activation: NVFP4 or four-over-six, say, but not GridFlip.
+    effort: how many scales a block tries: "base" (4), "sided" (6) or "search" (26), see `formats/gridflip.py`.
+        alternating: the shift's
+    sign alternates from block to block. tile: rows that share a scale, 1 or 16. activation: "nvfp4-row" or
+    "fouroversix-row", say, but not GridFlip.
     """
 
     effort: str = "base"
     c: float = 0.25
     alternating: bool = False
-    activation: str | None = "nvfp4"
+    activation: str | None = "nvfp4-row"
     tile: int = 1
     transform: Transform | None = None
 
     def weight_format(self) -> Format:
-        if self.activation and isinstance(get_format(self.activation.removesuffix("-static")).base, GridFlip):
+        if self.activation and isinstance(get_operand(self.activation.removesuffix("-static")).format, GridFlip):
             raise ValueError(
-                f"GridFlipFP4WeightConfig: GridFlip is for weights, got activation={self.activation!r}: use 'nvfp4' or 'fouroversix'"
+                f"GridFlipFP4WeightConfig: GridFlip is for weights, got activation={self.activation!r}: use 'nvfp4-row' or 'fouroversix-row'"
             )
         return GridFlip(tile=self.tile, effort=self.effort, c=self.c, alternating=self.alternating)
 
 
 @dataclass
 class PackedWeightConfig(WeightConfig):
-    """Any weight format, by name, with any activation format and GEMM contract: what a checkpoint says of its `PackedTensor`s."""
+    """Any weight format, by name, with any activation format and GEMM contract: what a checkpoint says of its
+    `PackedTensor`s.
+    """
 
     weight: str
     activation: str | None = None
     contract: str = "aoquant"
 
-    def weight_format(self) -> Format:
+    def weight_format(self) -> Format | Operand:
         return get_format(self.weight)
 
     def recipe(self) -> LinearRecipe:
@@ -291,7 +309,7 @@ class PackedWeightConfig(WeightConfig):
 
 @dataclass
 class Packed4WeightConfig(PackedWeightConfig):
-    """`PackedWeightConfig` for codes of at most 4 bits: HF reads a weight's size from the class name, 4 as half a byte."""
+    """`PackedWeightConfig` for codes of at most 4 bits: HF reads a weight's size from the class name."""
 
 
 def activated(recipe: LinearRecipe, activation: str | None) -> LinearRecipe:
@@ -299,23 +317,24 @@ def activated(recipe: LinearRecipe, activation: str | None) -> LinearRecipe:
     if not activation:
         return recipe
     static = activation.endswith("-static")
-    format = get_format(activation.removesuffix("-static"))
-    return dataclasses.replace(recipe, fprop_input=format, input_scales="static" if static else "dynamic")
+    operand = get_operand(activation.removesuffix("-static"))
+    return dataclasses.replace(recipe, fprop_input=operand, input_scales="static" if static else "dynamic")
 
 
-def backward_slots(backward: str | None) -> dict[str, Format]:
+def backward_slots(backward: str | None) -> dict[str, Operand]:
     """`LinearRecipe`'s four backward slots for QATConfig's `backward`; none for None."""
     if backward is None:
         return {}
     try:
-        format = get_format(BACKWARD.get(backward, backward))
+        operand = get_operand(BACKWARD.get(backward, backward))
     except ValueError as error:
         raise ValueError(f"backward is {', '.join(BACKWARD)}, or a format for gradients: {error}") from None
-    return dict.fromkeys(("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"), format)
+    return dict.fromkeys(("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"), operand)
 
 
 def check_types(owner: str, kinds: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ValueError unless each of the given values has its kind, which is among `KINDS` or a union of them; others are not checked.
+    """Raise ValueError unless each of the given values has its kind, which is among `KINDS` or a union of them; others
+    are not checked.
 
     True and False are no numbers here, though Python counts them as integers; an integer is a number.
     """
@@ -358,17 +377,21 @@ def _choice(config: WeightConfig, name: str, *allowed: str) -> str:
 class QATConfig(AOBaseConfig):
     """Prepare a model for quantisation-aware training, or convert it afterwards. Takes torchao's arguments.
 
-    base_config: a PTQ config of torchao's or ours. activation_config, weight_config: instead of a base, fake-quantisation configs
+    base_config: a PTQ config of torchao's or ours, or the name of a recipe, which brings its training options (backward,
+        straight_through) unless they are given. activation_config, weight_config: instead of a base, fake-quantisation configs
         of torchao's, formats, or names of formats; such layers convert to aoquant's packed tensor. An activation_config alone
         leaves the weight in high precision.
     step: "prepare" or "convert". Convert takes the base that prepare was given, or none, which means the same.
     straight_through: "identity" passes every gradient; "clipped" stops it at values that the largest code clips.
-    scales: how training treats the scales that the deployed layer holds. "dynamic": weight scales follow the weights. "static": they
-        are frozen when the layer is prepared, and again by `calibrate`. "learned": they are trained, and so are static activation
-        scales (LSQ; integers only). Convert takes held scales as they are.
-    backward: how the two backward GEMMs quantise their operands: "quartet", "quartet2", the name of a format for all four of them, or
-        None for high precision. "quartet" also sets straight_through="clipped", its trust mask, unless that is given.
+    scales: how training treats the scales that the deployed layer holds. "dynamic": weight scales follow the weights.
+        "static": they are frozen when the layer is prepared, and again by `calibrate`. "learned": they are trained, and
+        so are static activation scales (LSQ; integers only). Convert takes held scales as they are.
+    backward: how the two backward GEMMs quantise their operands: "quartet", "quartet2", the name of a format for all
+        four of them, or None for high precision. "quartet" also sets straight_through="clipped", its trust mask, unless
+        that is given.
     seed: of the random numbers that such a backward draws.
+    engine, gpu: what will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda": prepare warns where it
+        will compute something else than is trained (`aoquant.serving`).
 
     Raises:
         ValueError: the arguments do not go together.
@@ -382,10 +405,12 @@ class QATConfig(AOBaseConfig):
     scales: str = "dynamic"
     backward: str | None = None
     seed: int = 0
+    engine: str | None = None
+    gpu: str | None = None
 
     def __init__(
         self,
-        base_config: AOBaseConfig | None = None,
+        base_config: AOBaseConfig | str | None = None,
         activation_config: Any = None,
         weight_config: Any = None,
         *,
@@ -394,12 +419,23 @@ class QATConfig(AOBaseConfig):
         scales: str = "dynamic",
         backward: str | None = None,
         seed: int = 0,
+        engine: str | None = None,
+        gpu: str | None = None,
     ) -> None:
+        from aoquant.recipes import get_recipe, named  # recipes are made of configs
+
+        self.step = str(getattr(step, "value", step)).lower()
+        if isinstance(base_config, str) and self.step == "prepare":
+            training = get_recipe(base_config).training
+            backward = training.get("backward") if backward is None else backward
+            straight_through = training.get("straight_through") if straight_through is None else straight_through
+        base_config = named(base_config)
         if straight_through is None:
             straight_through = "clipped" if backward == "quartet" else "identity"
         self.base_config, self.activation_config, self.weight_config = base_config, activation_config, weight_config
-        self.step, self.straight_through = str(getattr(step, "value", step)).lower(), straight_through
+        self.straight_through = straight_through
         self.scales, self.backward, self.seed = scales, backward, seed
+        self.engine, self.gpu = engine, gpu
         parts = activation_config is not None or weight_config is not None
         if self.step not in STEPS:
             raise ValueError(f"QATConfig: step must be one of {', '.join(STEPS)}, got {step!r}")
@@ -423,6 +459,13 @@ class QATConfig(AOBaseConfig):
             raise ValueError("QATConfig: prepare needs a base_config, or a weight_config, or an activation_config")
         if self.step == "convert" and parts:
             raise ValueError("QATConfig: convert takes no weight_config or activation_config; layers remember theirs")
+        if engine is None and gpu is not None:
+            raise ValueError(f"QATConfig: gpu={gpu!r} says where an engine runs: give engine too, such as 'vllm'")
+        if engine is not None:
+            serving.check(engine, gpu)
+            if self.step == "prepare" and isinstance(base_config, WeightConfig):
+                for difference in serving.differences(base_config.recipe(), engine, gpu):
+                    warnings.warn(difference, stacklevel=2)
 
 
 __all__ = [

@@ -1,17 +1,22 @@
 """`quantize_`: plan the whole model, check it, apply, and put everything back if anything fails.
 
-Prepare swaps a layer's class in place; convert replaces its weight and swaps the class back. In both cases the module object, its
-name, hooks, attributes, mode and bias stay what they were.
+Prepare swaps a layer's class in place; convert replaces its weight and swaps the class back. In both cases the module
+object, its name, hooks, attributes, mode and bias stay what they were.
 
-Putting back needs what was there, and a model and its packed copy may not fit on one GPU. So a float weight on a GPU goes as soon as it
-is packed, and what could fail is tried first: one layer of every kind is packed and forgotten before anything is touched.
+Putting back needs what was there, and a model and its packed copy may not fit on one GPU. So a float weight on a GPU
+goes as soon as it is packed, and what could fail is tried first: one layer of every kind is packed and forgotten
+before anything is touched.
+
+What is not quantised is said: a warning names matrices without support when they are much of the model
+(planning/coverage.py), and the first forward after prepare is watched for weights that are read outside their layer
+(layers/direct_reads.py).
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from itertools import chain
 from typing import Any
 
@@ -22,14 +27,18 @@ from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
-from aoquant.formats import MX, Encoded, Format, MXFP4Dialect, Scales
-from aoquant.layers.embedding import QATEmbedding
+from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
+from aoquant.layers import direct_reads, fast_path
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
-from aoquant.planning.plan import Filter, Step, plan
+from aoquant.planning import coverage, fused
+from aoquant.planning.choose import Filter
+from aoquant.planning.plan import Plan, Step, plan
 from aoquant.planning.progress import track
+from aoquant.planning.tied import identity
+from aoquant.recipes import named
 from aoquant.report.rows import HEALTHY
 from aoquant.tensor import PackedTensor
 
@@ -41,25 +50,80 @@ def quantize_(
     device: torch.device | str | None = None,
     *,
     undo: bool | None = None,
+    strict: bool = False,
+    skip_incompatible: bool = False,
 ) -> None:
     """Prepare, convert or quantise the linear layers, and embeddings where asked for, of `model` in place.
 
-    config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of either, whose
-        keys are layer names, "re:" patterns and "_default".
-    filter_fn: (module, fully qualified name) -> bool; by default every nn.Linear but the output head, and no nn.Embedding.
+    config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of
+        either, whose keys are layer names, names of their weights, "re:" patterns and "_default". The name of a recipe
+        (`list_recipes`) is a PTQ config.
+    filter_fn: (module, fully qualified name) -> bool; by default every linear layer but the output head, and no
+        nn.Embedding.
     device: where weights are quantised, moved there one at a time, and where the model is afterwards.
-    undo: keep the float weights until the last one is packed, so that any error or interrupt leaves the model as it was. False lets each
-        go as soon as it is packed: extra memory for one layer, and after an interrupt some layers are packed and some are not. By
-        default only weights on a GPU go.
+    undo: keep the float weights until the last one is packed, so that any error or interrupt leaves the model as it
+        was. False lets each go as soon as it is packed: extra memory for one layer, and after an interrupt some
+        layers are packed and some are not. By default only weights on a GPU go.
+    strict: raise when a matrix stays float that neither the defaults nor filter_fn nor a name leaves out, such as
+        stacked experts or a convolution. Otherwise a warning names them, when they are more than 5 % of the model.
+        `aoquant.coverage(model)` lists everything.
+    skip_incompatible: leave out layers that cannot take their config, such as one with K = 64 for groups of 128, with
+        a warning that lists them and why, instead of raising.
 
     Raises:
-        ValueError: naming every layer that cannot take its config. The model is unchanged then, whatever `undo` is.
+        ValueError: naming every layer that cannot take its config, or, with strict, every matrix that would stay
+            float. The model is unchanged then, whatever `undo` is.
 
-    On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a load), and
-    convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is loaded in the same way.
+    On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a
+    load), and convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is
+    loaded in the same way.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise ValueError(f"filter_fn must be a function (module, name) -> bool, got {type(filter_fn).__name__}")
     fsdp.reshard(model)
-    steps = plan(model, config, filter_fn)
+    planned = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
+    problem = _what_stays_float(model, planned, strict)
+    _carry_out(model, planned.steps, device, undo)
+    _remember(planned)
+    fast_path.sync(model)
+    if any(s.kind == "prepare" for s in planned.steps):
+        direct_reads.watch(model)
+    if all(s.kind == "convert" for s in planned.steps):  # prepare has said it
+        direct_reads.forget(model)
+    elif problem is not None:
+        warnings.warn(
+            f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead", stacklevel=2
+        )
+    if planned.skipped:
+        reasons = "\n  ".join(planned.skipped.values())
+        warnings.warn(
+            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:\n  {reasons}", stacklevel=2
+        )
+
+
+def _what_stays_float(model: nn.Module, planned: Plan, strict: bool) -> str | None:
+    """What to warn of; raises ValueError in its place where `strict`."""
+    found = coverage.after(model, planned)
+    if strict and (unexpected := found.unexpected):
+        raise ValueError(
+            f"strict: {len(unexpected)} matrix parameter(s) would stay float, and the model is unchanged: "
+            f"{coverage.listed(unexpected, len(unexpected))}. Leave them out by filter_fn, or by name with None in FqnToConfig"
+        )
+    return found.problem
+
+
+def _remember(planned: Plan) -> None:
+    """Keep on each layer that was skipped why, for `aoquant.coverage`."""
+    for fqn, module, _ in planned.choice.layers:
+        vars(module).pop(coverage.SKIPPED, None)
+        if fqn in planned.skipped:
+            vars(module)[coverage.SKIPPED] = planned.skipped[fqn]
+
+
+def _carry_out(model: nn.Module, steps: list[Step], device: torch.device | str | None, undo: bool | None) -> None:
+    """Apply every step, or none. device, undo: as `quantize_` has them."""
     if device is not None and any(isinstance(s.module.weight, DTensor) for s in steps):
         raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
     converted = {id(s.module.weight) for s in steps if s.kind != "prepare"}
@@ -75,11 +139,13 @@ def quantize_(
         (s.module, s.module.__class__, dict(vars(s.module)), dict(s.module._parameters), dict(s.module._buffers))
         for s in keep
     ]
-    packed: dict[int, nn.Parameter] = {}  # tied weights are packed once and stay tied
+    packed: dict[Hashable, nn.Parameter] = {}  # tied weights are packed once and stay tied
     try:
         for step in track(steps, steps[0].kind):
             apply(step, packed, device)
         fsdp.release(model, converted)
+        if steps[0].kind == "prepare":
+            fused.share_outer_scales(model)
     except BaseException as error:
         for module, cls, attributes, parameters, buffers in before:
             module.__class__ = cls
@@ -99,10 +165,18 @@ def quantize_(
 
 
 def _try(steps: list[Step], kept: Collection[int], device: torch.device | str | None) -> None:
-    """Pack one weight of every kind that cannot be put back and forget it: what a kernel's packer refuses, it refuses here."""
+    """Pack one weight of every kind that cannot be put back, and forget it, so that a kernel's packer refuses before
+    anything changes.
+    """
     seen: set[Any] = set()
     for step in steps:
-        kind = (step.target.tensor, str(step.target.recipe), step.module.weight.shape, step.module.weight.device)
+        kind = (
+            step.layer,
+            step.target.tensor,
+            str(step.target.recipe),
+            step.module.weight.shape,
+            step.module.weight.device,
+        )
         if id(step) not in kept and kind not in seen:
             seen.add(kind)
             if len(seen) > 1:  # the first one is tried by applying it
@@ -111,26 +185,27 @@ def _try(steps: list[Step], kept: Collection[int], device: torch.device | str | 
 
 
 def apply(
-    step: Step, packed: dict[int, nn.Parameter] | None = None, device: torch.device | str | None = None
+    step: Step, packed: dict[Hashable, nn.Parameter] | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
-    """Carry out one layer's step. packed: weights done so far, by the id of the original.
+    """Carry out one layer's step. packed: weights done so far, by the `identity` of the original.
 
-    A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors do not hold all of it, and checkpoints name it.
+    A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors do not hold all of it, and
+    checkpoints name it.
     """
-    module = step.module
+    module: nn.Module = step.module
     if step.kind == "prepare":
-        kind = QATEmbedding if isinstance(module, nn.Embedding) else QATLinear
-        return kind.prepare(module, Prepared(step.target.recipe, step.config, step.fqn))
+        return step.layer.prepared.prepare(module, Prepared(step.target.recipe, step.config, step.fqn))
     packed = {} if packed is None else packed
-    weight = module.weight
-    if id(weight) not in packed:
-        packed[id(weight)] = nn.Parameter(pack(step, weight, device), requires_grad=False)
+    weight: Tensor = step.module.weight
+    key = identity(weight)
+    if key not in packed:
+        packed[key] = nn.Parameter(pack(step, weight, device), requires_grad=False)
     config = step.config
     if isinstance(module, QATLayer):
         if isinstance(config, QATConfig) and config.base_config is None:
             config = module.prepared.config
         module.unprepare()
-    module.weight = packed[id(weight)]
+    module.weight = packed[key]
     if isinstance(weight, DTensor):
         fsdp.swap_class(module, sharded.ShardedLinear)
     vars(module)["aoquant_config"] = config.base_config if isinstance(config, QATConfig) else config
@@ -139,9 +214,10 @@ def apply(
 
 
 def config_of(module: nn.Module) -> Any:
-    """The PTQ config that makes a layer's quantised weight; None for a float weight, or where nobody knows.
+    """The PTQ config that makes a layer's quantised weight; None for a float weight, or where it is not known.
 
-    A `PackedTensor` says what it is; a torchao tensor does not hold its whole config, so `apply` leaves it on the layer.
+    A `PackedTensor` knows its config. A torchao tensor does not hold the whole of it, so `apply` leaves it on the
+    layer.
     """
     weight = getattr(module, "weight", None)
     if isinstance(weight, PackedTensor):
@@ -152,9 +228,12 @@ def config_of(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    """The deployed tensor of a weight (N, K), with the scales that its layer holds, if any; made on `device`, by default where it is."""
+    """The deployed tensor (N, K) of a layer's float weight, with the scales that the layer holds, if any.
+
+    weight: as the layer stores it. device: where the tensor is made, by default where the weight is.
+    """
     module, target, scales = step.module, step.target, None
-    trained = weight.detach().to(dtype=step.dtype)
+    trained = step.layer.matrix(weight.detach()).to(dtype=step.dtype).contiguous()
     weight = trained.to(device)
     if isinstance(weight, DTensor):
         return sharded.pack(weight, target.recipe)
@@ -165,38 +244,41 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
         if (scales := module.held_scales("weight")) is not None:
             device = weight.device if target.recipe.fprop_weight.portable else trained.device
             scales = Scales(*(t if t is None else t.to(device) for t in scales))
-    format = target.recipe.fprop_weight
-    if not format.portable:  # another device would make other codes than the layer trained with
-        parts = ops.to_parts(format.encode(trained, scales))
-        encoded = ops.from_parts([t.to(weight.device) for t in parts], weight.shape[1])
+    operand = target.recipe.fprop_weight
+    if not operand.portable:  # another device would make other codes than the layer trained with
+        made = operand.encode(trained, scales)
+        codes, scale, zero, outer = (t if t is None else t.to(weight.device) for t in made[:4])
+        assert codes is not None
+        encoded = Encoded(codes, scale, zero, outer, made.k)
     else:
-        encoded = ops.codec.encode(format, weight) if scales is None else format.encode(weight, scales)
-    _warn_of_floors(step.fqn, format, encoded, weight)
+        encoded = ops.codec.encode(operand, weight) if scales is None else operand.encode(weight, scales)
+    _warn_of_floors(step.fqn, operand, encoded, weight)
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack
         raise ValueError(f"{step.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
 
 
-def _warn_of_floors(fqn: str, format: Format, e: Encoded, weight: Tensor) -> None:
+def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> None:
     """Warn where float8 block scales are too coarse or too high for a weight: blocks of zeros do not count."""
     if e.scale is None or e.scale.is_meta or e.scale.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
         return
+    format = operand.format
     share = tiles.floored(format, e).item()
-    if share > HEALTHY and format.base is format and format.tile_rows == 1 and format.block:
+    if share > HEALTHY and operand.transform is None and format.tile_rows == 1 and format.block:
         floored = format.floored(e) & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
         share = floored.float().mean().item()
     if share > HEALTHY:
         warnings.warn(
-            f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {format.name} stores, and lose "
-            f"precision or become zero: {_instead(format)}leave it out",
+            f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {operand.name} stores, and lose "
+            f"precision or become zero: {_instead(operand)}leave it out",
             stacklevel=2,
         )
 
 
-def _instead(format: Format) -> str:
-    """What to do, before leaving it out, about a weight that is too small for the scales of `format`."""
-    base = format.base
+def _instead(operand: Operand) -> str:
+    """What to do, before leaving it out, about a weight that is too small for the scales of `operand`."""
+    base = operand.format
     if isinstance(base, MXFP4Dialect) and base.tiny:
         return "use MXFP4WeightConfig() as it is, whose scales follow the largest value of a block down to 2^-127, or "
     if isinstance(base, MX | MXFP4Dialect) or base.reach == "tensor":  # MX has no outer scale, and a dynamic one fits

@@ -1,7 +1,10 @@
-"""Recipes: names for configs that people actually deploy, for the command line and for tables.
+"""Recipes: names for configs that are deployed often, wherever a config goes: in Python and on the command line.
 
-A recipe is a PTQ config and one line that says which layer it leaves. Everything else (QAT, evaluation, saving) follows from the
-config, so a new recipe is a new row here.
+    quantize_(model, "nvfp4")
+    quantize_(model, QATConfig("int4-g128", step="prepare"))
+
+A recipe is a PTQ config and one line about the layer that it leaves. Everything else (QAT, evaluation, saving) follows
+from the config, so a new recipe is a new row here.
 """
 
 from __future__ import annotations
@@ -68,17 +71,17 @@ def _int4_cpu() -> AOBaseConfig:
 
 
 _RECIPES = (
-    Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, dynamic outer scales"),
+    Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, an outer scale for each token"),
     Recipe("nvfp4-weight", lambda: NVFP4WeightConfig(activation=None), "NVFP4 weights, high-precision activations"),
     Recipe(
         "nvfp4-4over6",
-        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
         "NVFP4 weights and activations whose blocks choose between a top of 4 and of 6",
     ),
     Recipe("gridflip", GridFlipFP4WeightConfig, "GridFlip weights (two grids a block), NVFP4 activations"),
     Recipe(
         "gridflip-4over6",
-        lambda: GridFlipFP4WeightConfig(activation="fouroversix"),
+        lambda: GridFlipFP4WeightConfig(activation="fouroversix-row"),
         "GridFlip weights, four-over-six activations",
     ),
     Recipe(
@@ -127,7 +130,7 @@ _RECIPES = (
     ),
     Recipe(
         "quartet2",
-        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+        lambda: NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row"),
         "nvfp4-4over6; trained with an NVFP4 backward",
         {"backward": "quartet2"},
     ),
@@ -156,6 +159,47 @@ _RECIPES = (
         "int8 weights per row, int8 activations with one calibrated scale a layer",
     ),
     Recipe("int8-weight", Int8WeightConfig, "int8 weights per row, high-precision activations"),
+    Recipe(
+        "vllm-w4a16-g128",
+        lambda: Packed4WeightConfig("intx4-g128", contract="dequantize"),
+        "for vLLM, SGLang, transformers: int4 weights in groups of 128, multiplied as Marlin and Machete do",
+    ),
+    Recipe(
+        "vllm-w4a16-g32",
+        lambda: Packed4WeightConfig("intx4-g32", contract="dequantize"),
+        "the same in groups of 32",
+    ),
+    Recipe(
+        "vllm-fp8",
+        lambda: PackedWeightConfig("fp8-row", "fp8-row-vllm"),
+        "for vLLM: e4m3 weights per row, activations per token as its CUDA kernel quantises them",
+    ),
+    Recipe(
+        "vllm-int8",
+        lambda: PackedWeightConfig("int8-row", "int8-row-vllm"),
+        "for vLLM: int8 weights per row, activations per token as it quantises them",
+    ),
+    Recipe(
+        "vllm-nvfp4",
+        lambda: Packed4WeightConfig("nvfp4-pow2", "nvfp4-static"),
+        "for vLLM: NVFP4 whose outer scales are powers of two that fused layers share; activations calibrated",
+        {"scales": "static"},
+    ),
+    Recipe(
+        "vllm-mxfp4",
+        lambda: Packed4WeightConfig("mxfp4-even", "mxfp4-even"),
+        "for vLLM: MXFP4 weights and activations by the rule of its kernels",
+    ),
+    Recipe(
+        "gguf-q4_0",
+        lambda: Packed4WeightConfig("q4_0", "q8_0-x86", "ggml"),
+        "for llama.cpp: Q4_0 weights, Q8_0 activations, its integer products",
+    ),
+    Recipe(
+        "gguf-q8_0",
+        lambda: PackedWeightConfig("q8_0", "q8_0-x86", "ggml"),
+        "for llama.cpp: Q8_0 weights and activations, its integer products",
+    ),
     Recipe(
         "torchao-int8-int4",
         lambda: Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
@@ -211,7 +255,10 @@ _RECIPES = (
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe called `name`, or of two formats: "WEIGHT/ACTIVATION", and "WEIGHT/" for high-precision activations.
+    """The recipe called `name`, or one of two formats: "WEIGHT/ACTIVATION"; "WEIGHT/" keeps activations in high
+    precision.
+
+    Example: `get_recipe("nvfp4").make()` is the PTQ config, `get_recipe("quartet").prepare()` the config to train with.
 
     Raises:
         ValueError: there is none; the message lists the nearest.
@@ -237,31 +284,58 @@ def _of_formats(name: str, weight: str, activation: str) -> Recipe:
     return Recipe(name, lambda: kind(weight=weight, activation=activation or None), about)
 
 
-def mixed(recipe: str, layers: Sequence[str] = (), skip: Sequence[str] = ()) -> AOBaseConfig:
-    """The config of a recipe, with other recipes for some layers and some layers left out.
-
-    layers: "NAME=RECIPE". skip: names. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names come first, then
-    patterns: `skip`, then `layers`, each in order. Without both it is the recipe's own config, otherwise torchao's `FqnToConfig`.
+def named(config: Any) -> Any:
+    """`config`, with the PTQ config of a recipe in the place of each recipe's name: alone, or a value of FqnToConfig.
 
     Raises:
-        ValueError: no such recipe, an entry that is no "NAME=RECIPE", or a name given twice.
+        ValueError: no recipe has that name; the message lists the nearest.
     """
-    default = get_recipe(recipe).make()
+    if isinstance(config, str):
+        return get_recipe(config).make()
+    if isinstance(config, FqnToConfig) and any(isinstance(c, str) for c in config.fqn_to_config.values()):
+        return _by_layer({name: named(c) for name, c in config.fqn_to_config.items()})
+    return config
+
+
+def mixed(
+    recipe: str,
+    layers: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    *,
+    make: Callable[[Recipe], AOBaseConfig] = lambda recipe: recipe.make(),
+) -> AOBaseConfig:
+    """The config of a recipe, for some layers, with other recipes for others, and some layers left out.
+
+    layers: "NAME" quantises this layer and leaves out all that are not named; "NAME=RECIPE" gives it another recipe.
+    skip: names of layers to leave out. A name is a layer's, or "re:" and a pattern for the whole of it. Exact names
+    come first, then patterns: `skip`, then `layers`, each in order. make: the config of a recipe, by default for PTQ;
+    `Recipe.prepare` is that of training.
+
+    Without layers and skip it is the recipe's own config, otherwise torchao's `FqnToConfig`.
+
+    Raises:
+        ValueError: no such recipe, an empty name, or a name given twice.
+    """
+    default = make(get_recipe(recipe))
     if not layers and not skip:
         return default
     by_name: dict[str, AOBaseConfig | None] = dict.fromkeys(skip)
     for entry in layers:
-        name, _, other = entry.rpartition("=")
-        if not name:
-            raise ValueError(f"layers are given as NAME=RECIPE, got {entry!r}")
+        name, equals, other = entry.rpartition("=") if "=" in entry else (entry, "", recipe)
+        if not name or (equals and not other):
+            raise ValueError(f"layers are given as NAME or NAME=RECIPE, got {entry!r}")
         if name in by_name:
             raise ValueError(f"{name!r} is given twice: once is enough, in layers or in skip")
-        by_name[name] = get_recipe(other).make()
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Config Deprecation: _default"
-        )  # plans know it, checkpoints name every layer
-        return FqnToConfig({**by_name, "_default": default})
+        by_name[name] = make(get_recipe(other)) if equals else default
+    if all("=" in entry for entry in layers):
+        by_name["_default"] = default
+    return _by_layer(by_name)
+
+
+def _by_layer(configs: Mapping[str, AOBaseConfig | None]) -> FqnToConfig:
+    with warnings.catch_warnings():  # plans know "_default", and checkpoints name every layer
+        warnings.filterwarnings("ignore", message="Config Deprecation: _default")
+        return FqnToConfig(dict(configs))
 
 
 def list_recipes() -> list[Recipe]:

@@ -11,6 +11,7 @@ q/k/v shards row by row and a 0-d scale would be overwritten by the last of them
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant import ops
-from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Scales, get_format
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
+from aoquant.layers.embedding import looked_up
 from aoquant.layers.linear import LinearRecipe, check_device, quantized_linear
 
 aten = torch.ops.aten
@@ -83,6 +84,18 @@ class PackedTensor(TorchAOBaseTensor):
         self.format, self.activation, self.contract, self.k = format, activation, contract, k
 
     @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        table: Any = cls._ATEN_OP_TABLE.get(cls, {})
+        if func not in table:
+            w = next((a for a in args if isinstance(a, PackedTensor)), None)
+            what = "a quantised weight" if w is None else f"a quantised weight {tuple(w.shape)} ({w.format})"
+            raise NotImplementedError(
+                f"{func} of {what}: only F.linear and F.embedding take codes. If a model reads a layer's weight directly, leave that layer "
+                "out of quantize_ (filter_fn, or None for its name in FqnToConfig); for the values, call weight.dequantize()"
+            )
+        return table[func](func, types, args, kwargs or {})
+
+    @classmethod
     def from_encoded(
         cls, e: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None = None
     ) -> PackedTensor:
@@ -97,12 +110,15 @@ class PackedTensor(TorchAOBaseTensor):
         return Encoded(self.qdata, self.scale, self.zero_point, self.per_tensor_scale, self.k)
 
     @property
-    def weight_format(self) -> Format:
-        return get_format(self.format)
+    def weight_format(self) -> Format | Operand:
+        """What `get_format` gives for `format`: a format, or an operand with its transform."""
+        operand = self.recipe.fprop_weight
+        return operand.format if operand.transform is None else operand
 
     @property
     def recipe(self) -> LinearRecipe:
-        return LinearRecipe(get_format(self.activation) if self.activation else None, self.weight_format, self.contract)
+        """The recipe that the three strings name: made once for all weights that have them."""
+        return recipe_named(self.format, self.activation, self.contract)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """(N, K) values in `dtype`, by default the weight's own: what the layer multiplies its input by, W' T behind a transform."""
@@ -133,6 +149,17 @@ class PackedTensor(TorchAOBaseTensor):
         return PackedTensor(qdata, *names, self.k if k is None else k, dtype or self.dtype, *rest)
 
 
+@torch.compiler.assume_constant_result
+def recipe_named(format: str, activation: str, contract: str) -> LinearRecipe:
+    """The recipe of a packed layer; activation "" is high precision."""
+    return _recipe(format, activation, contract)
+
+
+@cache
+def _recipe(format: str, activation: str, contract: str) -> LinearRecipe:
+    return LinearRecipe(get_operand(activation) if activation else None, get_operand(format), contract)
+
+
 def _tensors(packed: PackedTensor) -> list[Tensor | None]:
     return [packed.qdata, packed.scale, packed.zero_point, packed.per_tensor_scale, packed.act_pre_scale]
 
@@ -149,7 +176,7 @@ def _linear(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             "only the weight of a linear layer can be a PackedTensor: call dequantize() on the other operand"
         )
     held = None if w.act_pre_scale is None else Scales(transform=w.act_pre_scale)
-    return quantized_linear(x, ops.to_parts(w.encoded), bias, w.recipe, w.k, held)
+    return quantized_linear(x, w.encoded, bias, w.recipe, held)
 
 
 @PackedTensor.implements_torch_function([F.embedding])
@@ -176,7 +203,7 @@ def _embedding(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
             f"an embedding's rows cannot be read behind a transform, got {w.format}: dequantize() the weight"
         )
     check_device(ids, w)
-    return ops.embedding(ids, ops.to_parts(w.encoded), w.format, w.k, w.dtype)
+    return looked_up(ids, w.encoded, w.format, w.dtype)
 
 
 @PackedTensor.implements([aten.view.default])

@@ -17,8 +17,8 @@ from run import BF16, CUDA, Row, graph, interleaved, nbytes, percentiles
 from torch import Tensor
 
 from aoquant import get_format
-from aoquant.formats import Encoded
-from aoquant.ops import Request, codec, scaled_mm, to_parts
+from aoquant.formats import Encoded, get_operand
+from aoquant.ops import Request, codec, scaled_mm
 from aoquant.ops.gemm import mslk
 from aoquant.ops.router import route
 
@@ -32,7 +32,7 @@ GATE_ROWS = (1, 16, 64, 256, 1024)
 
 def multiply(name: str, e: Encoded, x: Tensor) -> Tensor:
     """The packed layer's GEMM, bf16 activations, no bias."""
-    return scaled_mm([x], to_parts(e), None, "", name, "aoquant", [x.shape[0]], e.k, BF16)
+    return scaled_mm(x, e, None, None, get_operand(name), "aoquant", [x.shape[0]], BF16).y
 
 
 def multiply_one(name: str, es: list[Encoded], x: Tensor, i: int) -> Tensor:

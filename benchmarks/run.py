@@ -26,13 +26,14 @@ from record_golden import versions
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, ops
-from aoquant.formats import Encoded, Scales, Transformed
+from aoquant.formats import Encoded, Scales, get_operand
 from aoquant.ops import codec
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 L2 = 64 << 20  # bytes, at least
 ENCODE = (
     "nvfp4",
+    "nvfp4-row",
     "nvfp4-static:0.001",
     "nvfp4-none",
     "mxfp4",
@@ -136,9 +137,9 @@ def gate_format(name: str) -> bool:
 
 def fitted(name: str, k: int) -> Tensor:
     """(K / size, size, size) float32 with bf16 entries, as calibration leaves them; its values cost nothing, so any will do."""
-    fmt = get_format(name)
-    assert isinstance(fmt, Transformed)
-    size = fmt.transform.size
+    transform = get_operand(name).transform
+    assert transform is not None
+    size = transform.size
     return (torch.randn(k // size, size, size, device=CUDA) / size**0.5).bfloat16().float()
 
 
@@ -146,7 +147,7 @@ def gate_fitted(name: str) -> bool:
     """Whether encoding with given matrices gives the reference's bytes."""
     x, matrix = torch.randn(512, 4096, device=CUDA, dtype=BF16), fitted(name, 4096)
     e = get_format(name).encode(x, Scales(transform=matrix))
-    return all(same(a, b) for a, b in zip(ops.encode(x, name, transform=matrix), ops.to_parts(e), strict=True))
+    return same(ops.encode(x, get_operand(name), Scales(transform=matrix)), e)
 
 
 def encoders(name: str) -> list[str]:
@@ -180,8 +181,9 @@ def measure_encode(rounds: int) -> list[Row]:
         moved[f"encode {name}"] = nbytes(xs[0], codec.encode(fmt, xs[0]))
     for name in FITTED:
         matrix = fitted(name, 4096)
-        runs[f"encode {name}"] = graph(lambda i, n=name, m=matrix: ops.encode(xs[i], n, transform=m), len(xs))
-        moved[f"encode {name}"] = nbytes(xs[0], *ops.encode(xs[0], name, transform=matrix))
+        operand, held = get_operand(name), Scales(transform=matrix)
+        runs[f"encode {name}"] = graph(lambda i, o=operand, h=held: ops.encode(xs[i], o, h), len(xs))
+        moved[f"encode {name}"] = nbytes(xs[0], ops.encode(xs[0], operand, held))
     return rated(runs, moved, rounds, len(xs), f"{TOKENS}x4096")
 
 

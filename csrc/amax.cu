@@ -1,13 +1,16 @@
-// Largest finite magnitude of a tensor, as partial maxima that the next kernel finishes: no atomics, no cleared buffer, no sync.
+// Largest finite magnitude of a tensor, as partial maxima that the next kernel finishes: no atomics, no cleared buffer,
+// no sync.
 //
-// Magnitudes are compared as the integers that their bits are, in x's own dtype, which sort like the values. NaN and Inf count as 0: plus
-// one more in the exponent's last place they are negative, and no finite value is. Two values of 16 bits in a word are compared at once.
+// Magnitudes are compared as the integers that their bits are, in x's own dtype, which sort like the values. NaN and
+// Inf count as 0: plus one more in the exponent's last place they are negative, and no finite value is. Two values of
+// 16 bits in a word are compared at once.
 #include "common.cuh"
 
 namespace aoquant {
 namespace {
 
-constexpr int PARTIALS = 528, THREADS = 256, UNROLL = 4, RESIDENT = 4;  // blocks on each multiprocessor of an H200: 64 KB in flight there
+// blocks on each multiprocessor of an H200: 64 KB in flight there
+constexpr int PARTIALS = 528, THREADS = 256, UNROLL = 4, RESIDENT = 4;
 
 // The values of a word: which bits are magnitudes, and one in the exponent's last place of each.
 template <typename T>

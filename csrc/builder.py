@@ -1,14 +1,14 @@
 """How the CUDA kernels of this folder become one shared library, and why they sometimes do not.
 
-The kernels see LibTorch through its stable ABI alone and Python not at all. So one library serves every Python and every torch
-from TORCH_ABI on, `torch.ops.load_library` reads it, and nothing is asked of `torch.utils.cpp_extension`: nvcc compiles each
-source and links them. Multiply and add are not contracted (-fmad=false), because the bytes have to be the reference's; a kernel
-that wants a fused multiply-add says so (`__fmaf_rn`).
+The kernels see LibTorch through its stable ABI alone and Python not at all. So one library serves every Python and
+every torch from TORCH_ABI on, `torch.ops.load_library` reads it, and nothing is asked of `torch.utils.cpp_extension`:
+nvcc compiles each source and links them. Multiply and add are not contracted (-fmad=false), because the bytes have to
+be the reference's; a kernel that wants a fused multiply-add says so (`__fmaf_rn`).
 
-Building is an offer, never a condition: without nvcc or without a CUDA torch the install goes on without kernels and says why.
-AOQUANT_BUILD_CSRC=1 makes that an error, =0 leaves the kernels out. TORCH_CUDA_ARCH_LIST chooses architectures as it does for
-other extensions; without it, those of the devices at hand, or every architecture known here. What is older than the sources can be compiled
-for is left out, and said.
+Building is an offer, never a condition: without nvcc or without a CUDA torch the install goes on without kernels and
+says why. AOQUANT_BUILD_CSRC=1 makes that an error, =0 leaves the kernels out. TORCH_CUDA_ARCH_LIST chooses
+architectures as it does for other extensions; without it, those of the devices at hand, or every architecture known
+here. What is older than the sources can be compiled for is left out, and said.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ def compile_command(nvcc: str, torch_root: Path, source: Path, target: Path, arc
 
 
 def link_command(nvcc: str, torch_root: Path, objects: Sequence[Path], target: Path) -> list[str]:
-    """nvcc's arguments that make the library. It has no search path: torch is loaded before it, and with torch its libraries."""
+    """nvcc's arguments that make the library. It has no search path: torch is loaded before it, and with torch its
+    libraries.
+    """
     libraries = [f"-l{name}" for name in ("torch_cpu", "torch_cuda")]
     return [
         nvcc, "-shared", "-cudart", "shared", "-o", str(target), *map(str, objects), f"-L{torch_root / 'lib'}", *libraries

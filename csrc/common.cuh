@@ -1,7 +1,9 @@
-// What every source of this folder needs of torch: its tensors through the stable ABI, the current stream, and checks.
+// The parts of torch that every source of this folder uses: its tensors through the stable ABI, the current stream, and
+// checks.
 //
-// A source registers its own operators, STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) and _IMPL(aoquant_native, CUDA, m): any
-// file may be added or removed alone. `aoquant/ops/native.py` loads the library and says which operators it holds.
+// A source registers its own operators, STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) and _IMPL(aoquant_native,
+// CUDA, m): any file may be added or removed alone. `aoquant/ops/native.py` loads the library and says which operators
+// it holds.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -43,8 +45,9 @@ inline int multiprocessors() {
   return count;
 }
 
-// Programmatic dependent launch: a kernel launched by `launch_early` may begin while the one before it in its stream ends. Every one of its
-// threads calls `wait_for_inputs` before it touches global memory, and all that came before has then happened; what precedes it overlaps.
+// Programmatic dependent launch: a kernel launched by `launch_early` may begin while the one before it in its stream
+// ends. Every one of its threads calls `wait_for_inputs` before it touches global memory, and all that came before has
+// then happened; what precedes it overlaps.
 __device__ __forceinline__ void wait_for_inputs() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,8 +1,9 @@
 // The contest of a block's candidates: which scale and which grid it keeps, and what is written for it.
 //
-// Comparing candidates exactly as the format does costs some 13 instructions for each value and candidate. Almost always a rougher
-// error is enough: fused, in units of the scale, seven instructions. It is within a margin of the exact one, proven below; where two
-// candidates are closer than that, about one block in a thousand, the exact errors decide. The bytes are the format's either way.
+// Comparing candidates exactly as the format does costs some 13 instructions for each value and candidate. Almost
+// always a rougher error is enough: fused, in units of the scale, seven instructions. It is within a margin of the
+// exact one, proven below; where two candidates are closer than that, about one block in a thousand, the exact errors
+// decide. The bytes are the format's either way.
 #pragma once
 
 #include "grids.cuh"
@@ -27,16 +28,17 @@ struct Args {
   Shift shift;
 };
 
-// What is known of a scale: its inverse, its value, the value squared, and the rough error's floor under it.
+// A scale's numbers: its inverse, its value, the value squared, and the rough error's floor under it.
 struct __align__(16) Entry {
   float inverse, square, s, floor;
 };
 
-// The margin. Write u = 2^-24, S = s * amax / 1536. In units of S the exact contest's x differs from the rough one's by at most
-// 4u |x / S| (up, down, s * down and its inverse are rounded once each) + 7u (the rough z is rounded once, the exact one twice), its decoded value
-// by 2u |v| + 2u, and |v|, |z| <= 10: below D = 100 u = 6e-6 together. A distance to the nearest code changes by no more than its
-// argument, at a tie too. So the sums of squares differ by at most 8 D sqrt(e) + 16 D^2 <= 4 D (2 e + 1/2) + 16 D^2, and by 35 u e from summing:
-// below KAPPA e + FLOOR, in units of S^2. amax in [2^-44, 2^60] keeps every square away from underflow.
+// The margin. Write u = 2^-24, S = s * amax / 1536. In units of S the exact contest's x differs from the rough one's by
+// at most 4u |x / S| (up, down, s * down and its inverse are rounded once each) + 7u (the rough z is rounded once, the
+// exact one twice), its decoded value by 2u |v| + 2u, and |v|, |z| <= 10: below D = 100 u = 6e-6 together. A distance
+// to the nearest code changes by no more than its argument, at a tie too. So the sums of squares differ by at most 8 D
+// sqrt(e) + 16 D^2 <= 4 D (2 e + 1/2) + 16 D^2, and by 35 u e from summing: below KAPPA e + FLOOR, in units of S^2.
+// amax in [2^-44, 2^60] keeps every square away from underflow.
 constexpr float KAPPA = 5.2e-5f, FLOOR = 1.3e-5f;
 
 __device__ __forceinline__ Entry make_entry(uint32_t code, float down) {
@@ -79,7 +81,8 @@ __device__ __forceinline__ void write_values(
   bool flipped = code & 0x80u;
   float inverse = table[code & 0x7Fu].inverse, sign = flipped ? -1.0f : 1.0f, shift = flipped ? c : 0.0f;
   float s = finite ? sign * table[code & 0x7Fu].s : NAN, t = p.operand ? 1.0f : o.t, v[16];
-  float cs = p.effort == FOUR_OVER_SIX ? -0.0f : __fmul_rn(c, flipped ? s : 0.0f);  // the signs of zeros are the format's
+  // the signs of zeros are the format's
+  float cs = p.effort == FOUR_OVER_SIX ? -0.0f : __fmul_rn(c, flipped ? s : 0.0f);
 #pragma unroll
   for (int k = 0; k < 16; ++k) {
     float z = scaled<FLIPS>(x[k], inverse, sign, shift);
@@ -118,9 +121,10 @@ __device__ __forceinline__ uint32_t exact_contest(
   return code;
 }
 
-// One block: its scale, its codes and, if somebody wants them, its values. rough: `can_be_rough`.
+// One block: its scale, its codes and, where the caller asks for them, its values. rough: `can_be_rough`.
 //
-// A scale that is normal and not clipped, for every candidate, says more than that the rough error knows it: the block is finite and not of zeros.
+// A scale that is normal and not clipped, for every candidate, says more than that the rough error knows it: the block
+// is finite and not of zeros.
 template <int EFFORT, typename T>
 __device__ __forceinline__ void encode_block(
     const Args& p, const Outer& o, bool rough, const Entry* table, const Packed<T>& in, int64_t block) {
@@ -148,8 +152,9 @@ __device__ __forceinline__ void encode_block(
 
   // the rough contest
   if constexpr (EFFORT == SEARCH) {
-    float best = INFINITY, lower = INFINITY, upper = INFINITY, others = INFINITY;  // of the best so far; the lowest of all others
-    uint32_t last = 0x7Fu, reach = 0;  // who was in reach of winning when it came
+    // of the best so far; the lowest of all others
+    float best = INFINITY, lower = INFINITY, upper = INFINITY, others = INFINITY;
+    uint32_t last = 0x7Fu, reach = 0;  // a bit for each candidate that was in reach of winning when it came
 #pragma unroll 1
     for (int i = 0; i < N; ++i) {
       uint32_t mine = candidates.get<EFFORT>(i);
@@ -224,7 +229,8 @@ __device__ __forceinline__ void encode_block(
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
-// One tile of up to 16 rows, or one block, with every option: the exact contest alone. A thread reads its tile again for each candidate.
+// One tile of up to 16 rows, or one block, with every option: the exact contest alone. A thread reads its tile again
+// for each candidate.
 template <typename T>
 __device__ __forceinline__ void encode_tile(const Args& p, const Outer& o, const Entry* table, int64_t tile) {
   const T* from = static_cast<const T*>(p.x);

@@ -1,7 +1,9 @@
-// Hopper's copy engine: bytes, or boxes of a matrix, into shared memory while nobody waits, and the barriers that say when they are there.
+// Hopper's copy engine: bytes, or boxes of a matrix, into shared memory while the threads compute, and the barriers
+// that say when they are there.
 //
-// A ring of places is filled and emptied in turns. A barrier counts arrivals and bytes, and each time that both are complete its parity
-// flips: who waits names the parity of the turn that it waits for.
+// A ring of places is filled and emptied in turns. A barrier counts arrivals and bytes, and each time that both are
+// complete
+// its parity flips: a waiting thread names the parity of the turn that it waits for.
 #pragma once
 
 #include <cuda.h>

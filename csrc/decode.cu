@@ -1,4 +1,5 @@
-// The operator over decode.cuh, decode_rows.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w + bias, rounded once, W packed in 4 bits.
+// The operator over decode.cuh, decode_rows.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w + bias, rounded
+// once, W packed in 4 bits.
 //
 // decode_plan.cuh says which kernel runs.
 #include "common.cuh"
@@ -33,7 +34,8 @@ int log2_of(int64_t v) {
   return log2;
 }
 
-// format: `Format` of decode_call.cuh. codes (n, k / 2) uint8; scale, zero: what the format stores, FP4 scales as bytes; tile: rows of W
+// format: `Format` of decode_call.cuh. codes (n, k / 2) uint8; scale, zero: what the format stores, FP4 scales as
+//     bytes; tile: rows of W
 // that share a row of scales; shift, odd_shift: GridFlip's c of even and odd blocks. y (m, n) in x's dtype.
 Tensor decode_mm(const Tensor& x, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero,
                  const std::optional<Tensor>& alpha_x, const std::optional<Tensor>& alpha_w, const std::optional<Tensor>& bias, int64_t format,

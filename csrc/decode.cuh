@@ -1,22 +1,25 @@
-// y = x W^T for few rows of x and a packed 4-bit W, which is read once, as it lies: codes (N, K/2), two to a byte, low nibble = even k.
+// y = x W^T for few rows of x and a packed 4-bit W, which is read once, as it lies: codes (N, K/2), two to a byte, low
+// nibble = even k.
 //
-// W is the left operand of mma.m16n8k16 and its 16 rows are rows of W, so up to 8 rows of x cost what one does. A lane holds 16
-// contiguous bytes of two rows of W, 32 values each, and what it holds is what it multiplies: inside a dot product k may be
-// permuted freely, if x is permuted alike. Four lanes cover 128 values, a "step". The nibbles come out in pairs (k, k + 4), four k
-// apart, because one mask takes both halves of a word; x, natural in memory, is paired in registers.
+// W is the left operand of mma.m16n8k16 and its 16 rows are rows of W, so up to 8 rows of x cost what one does. A lane
+// holds 16 contiguous bytes of two rows of W, 32 values each, and what it holds is what it multiplies: inside a dot
+// product k may be permuted freely, if x is permuted alike. Four lanes cover 128 values, a "step". The nibbles come out
+// in pairs (k, k + 4), four k apart, because one mask takes both halves of a word; x, natural in memory, is paired in
+// registers.
 //
-// Warps share out K: the step s belongs to warp s % WARPS, which sums its steps in order, and warps are added in order. So a row
-// of y is a function of that row of x and W alone, and the same on every run.
+// Warps share out K: the step s belongs to warp s % WARPS, which sums its steps in order, and warps are added in order.
+// So a row of y is a function of that row of x and W alone, and the same on every run.
 //
-// Operands are the formats' own (aoquant/formats): int4 rn(q * s + z) by one fused multiply-add; e2m1 times its block scale, exact;
-// GridFlip rn(q * s + c * min(s, 0)), s signed. A multiply is written as a fused one with -0: a * b + -0 is a * b, sign of zero included.
+// Operands are the formats' own (aoquant/formats): int4 rn(q * s + z) by one fused multiply-add; e2m1 times its block
+// scale, exact; GridFlip rn(q * s + c * min(s, 0)), s signed. A multiply is written as a fused one with -0: a * b + -0
+// is a * b, sign of zero included.
 #pragma once
 
 #include <type_traits>
 
 #include "decode_call.cuh"
 
-// The library may hold code for other architectures too; these kernels are empty there, and nobody asks for them.
+// The library may hold code for other architectures too; these kernels are empty there, and are never launched.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define AOQUANT_HOPPER
 #endif
@@ -35,9 +38,11 @@ struct Pair<__nv_bfloat16> {
   static constexpr uint32_t MINUS_OFFSET = 0xC308C308u;         // -136
   static constexpr uint32_t ONE = 0x3F803F80u;
   static constexpr uint32_t MINUS_ZERO = 0x80008000u;
-  static constexpr uint32_t E2M1_UNIT = 0x7E807E80u;  // 2^126: what an e2m1 code in place of the lowest exponent bits is too small by
+  // 2^126: what an e2m1 code in place of the lowest exponent bits is too small by
+  static constexpr uint32_t E2M1_UNIT = 0x7E807E80u;
   static constexpr float FOLDED_UNIT = 0x1p118f;      // as a part of a scale (Folded)
-  // A nibble, at bit 0 or 4 of each half, as sign, two lowest exponent bits, first mantissa bit: a multiplication puts it to both places.
+  // A nibble, at bit 0 or 4 of each half, as sign, two lowest exponent bits, first mantissa bit: a multiplication puts
+  // it to both places.
   static __device__ __forceinline__ uint32_t e2m1_low(uint32_t v) { return ((v & 0x000F000Fu) * 0x1040u) & 0x81C081C0u; }
   static __device__ __forceinline__ uint32_t e2m1_high(uint32_t v) { return ((v & 0x00F000F0u) * 0x0104u) & 0x81C081C0u; }
   static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
@@ -94,8 +99,9 @@ __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
   return Pair<T>::fma(a, b, Pair<T>::MINUS_ZERO);
 }
 
-// An e4m3 scale and E2M1_UNIT, divided by TIMES, are one exact factor: one multiplication less, and sums come out too small by TIMES, a power
-// of two. Not where GridFlip's shifted values, which are rounded, would be subnormal in float16.
+// An e4m3 scale and E2M1_UNIT, divided by TIMES, are one exact factor: one multiplication less, and sums come out too
+// small by TIMES, a power of two. Not where GridFlip's shifted values, which are rounded, would be subnormal in
+// float16.
 template <int F, typename T>
 struct Folded {
   static constexpr bool YES = F == NVFP4 || (F == GRIDFLIP && std::is_same_v<T, __nv_bfloat16>);
@@ -111,8 +117,8 @@ struct Scale {
   uint32_t s[2], z[2];
 };
 
-// A number of 1 or 2 bytes, or 0. Predicated, because a selection after the load would wait for it; volatile, so that it stays behind the
-// wait for the kernel that wrote what it reads.
+// A number of 1 or 2 bytes, or 0. Predicated, because a selection after the load would wait for it; volatile, so that
+// it stays behind the wait for the kernel that wrote what it reads.
 template <int BYTES>
 __device__ __forceinline__ uint32_t load_if(const void* p, bool there) {
   uint32_t v;
@@ -204,14 +210,20 @@ __device__ __forceinline__ void send_to_first(const float* place, float v) {
                : "memory");
 }
 
+// The factors of outputs in row m and in column n, and the summand of those in column n. Where there is
+// nothing, times 1 and plus
+// -0 leave a value as it is.
+__device__ __forceinline__ float alpha_x_of(const DecodeArgs& a, int m) { return a.alpha_x ? a.alpha_x[m * a.alpha_x_stride] : 1.0f; }
+__device__ __forceinline__ float alpha_w_of(const DecodeArgs& a, int n) { return a.alpha_w ? a.alpha_w[n * a.alpha_w_stride] : 1.0f; }
+template <typename T>
+__device__ __forceinline__ float bias_of(const DecodeArgs& a, int n) {
+  return !a.bias ? -0.0f : a.bias_is_float ? static_cast<const float*>(a.bias)[n] : float(static_cast<const T*>(a.bias)[n]);
+}
+
 // One output, scaled and biased, before its rounding.
 template <typename T>
 __device__ __forceinline__ float finished(const DecodeArgs& a, float v, int m, int n) {
-  v *= a.times;
-  if (a.alpha_x) v *= a.alpha_x[m * a.alpha_x_stride];
-  if (a.alpha_w) v *= a.alpha_w[n * a.alpha_w_stride];
-  if (a.bias) v += a.bias_is_float ? static_cast<const float*>(a.bias)[n] : float(static_cast<const T*>(a.bias)[n]);
-  return v;
+  return v * a.times * alpha_x_of(a, m) * alpha_w_of(a, n) + bias_of<T>(a, n);
 }
 
 template <typename T>
@@ -242,8 +254,8 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const DecodeArgs a) {
       scales[r][h] = (row >> a.tile_log2) * (F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32);
     }
 
-  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the warp that multiplies it. Chunk c of a token holds
-  // k = 8 c ...; lane t wants chunks 4 t + j, and at 4 j + t what a warp reads at once is contiguous.
+  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the warp that multiplies it. Chunk c of a
+  // token holds k = 8 c ...; lane t wants chunks 4 t + j, and at 4 j + t what a warp reads at once is contiguous.
   uint8_t* ring = shared + warp * D * TOKENS * 256;
   const int chunk = lane % 16, helped = lane / 16;
   const uint32_t to = uint32_t(__cvta_generic_to_shared(ring)) + helped * 256 + (((chunk % 4) * 4 + chunk / 4) ^ ((helped & 1) * 4)) * 16;
@@ -273,7 +285,7 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const DecodeArgs a) {
 #pragma unroll
       for (int u = 0; u < (TOKENS + 1) / 2; ++u)
         if (TOKENS % 2 == 0 || helped + 2 * u < TOKENS) {
-          const bool there = inside && helped + 2 * u < tokens;  // what is not there is zero
+          const bool there = inside && helped + 2 * u < tokens;  // zero where there is none
           copy_async(to + (stage * TOKENS + 2 * u) * 256, there ? from + int64_t(2 * u) * a.k + start : from, there);
         }
     }
@@ -290,7 +302,8 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const DecodeArgs a) {
       const int i = base + d;
       if (i >= mine) break;
       asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
-      __syncwarp();  // everybody's copies of this step are there, and nobody reads the stage that is filled next
+      // every lane's copies of this step are there, and no lane still reads the stage that is filled next
+      __syncwarp();
       fetch((d + D - 1) % D, i + D - 1);
       Scale<T> scale[RT][2];
 #pragma unroll

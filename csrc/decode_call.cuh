@@ -1,4 +1,4 @@
-// What decode.cu hands to the kernels: pointers and sizes.
+// The arguments of the kernels: pointers and sizes, from decode.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,8 +27,8 @@ struct DecodeArgs {
   float shift, odd_shift;  // GridFlip's c of even and odd blocks; times a scale it is exact in x's type
 };
 
-// Bytes of shared memory that are more than half of a multiprocessor's. Blocks of a cluster that need less are put there two at a time, while
-// others have nothing to do.
+// Bytes of shared memory that are more than half of a multiprocessor's. Blocks of a cluster that need less are put
+// there two at a time, while others have nothing to do.
 constexpr int MORE_THAN_HALF = 115 * 1024;
 
 struct DecodeCall {

@@ -1,5 +1,6 @@
-// Which of the kernels of decode.cuh, decode_rows.cuh and decode_tiles.cuh runs, and how it cuts K: by (n, k) and by the range that m lies in, never by m
-// inside a range, so that rows of y do not depend on how many there are. Ranges end at 4, 16, 64 and 256. The cuts were measured on an
+// Which of the kernels of decode.cuh, decode_rows.cuh and decode_tiles.cuh runs, and how it cuts K: by (n, k) and by
+// the range that m lies in, never by m inside a range, so that rows of y do not depend on how many there are. Ranges
+// end at 4, 16, 64 and 256. The cuts were measured on an
 // H200: enough blocks for its 132 multiprocessors, without more sums to add than that takes.
 #pragma once
 
@@ -15,7 +16,8 @@ template <int F, typename T, int TOKENS>
 bool run_large(const DecodeArgs& a, cudaStream_t stream, cudaError_t& error) {
   constexpr int MULTIPROCESSORS = 132, WARPS = 8, AHEAD = F == INT4 && TOKENS == 8 ? 2 : 1;
   if (a.n <= 2048 || int64_t(a.n) * a.k < (1 << 25)) return false;
-  auto rows = [&](int block) { return ((a.n + block - 1) / block + MULTIPROCESSORS - 1) / MULTIPROCESSORS * block; };  // of the busiest multiprocessor
+  // of the busiest multiprocessor
+  auto rows = [&](int block) { return ((a.n + block - 1) / block + MULTIPROCESSORS - 1) / MULTIPROCESSORS * block; };
   if (a.n <= 32 * MULTIPROCESSORS && decode::RowsLayout<F, TOKENS, 4, WARPS, AHEAD, 2>::fits(a))
     error = decode::launch_rows<F, T, TOKENS, 4, WARPS, AHEAD, 2>(a, stream);
   else if (a.n > 64 * MULTIPROCESSORS && rows(112) <= rows(64) && decode::RowsLayout<F, TOKENS, 7, WARPS, 1, 1>::fits(a))

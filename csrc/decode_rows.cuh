@@ -1,15 +1,18 @@
 // decode.cuh's product for large W: the same units of 16 rows x 128 values, kept coming by asynchronous copies.
 //
-// What decode.cuh keeps in registers until its turn comes is in shared memory here. A load into registers is waited for by one of six counters
-// that a warp has, and a counter waits for all of its loads: with many in flight the first is as late as the last. Asynchronous copies are
-// waited for in order instead, so a warp asks for a unit S steps ahead, each lane for the bytes that it will read itself.
+// What decode.cuh keeps in registers until its turn comes is in shared memory here. A load into registers is waited for
+// by one of six counters that a warp has, and a counter waits for all of its loads: with many in flight the first is as
+// late as the last. Asynchronous copies are waited for in order instead, so a warp asks for a unit S steps ahead, each
+// lane for the bytes that it will read itself.
 //
-// A block has RT units of rows, enough of them that x, which has to be paired in registers, is paired once for all, and so many blocks that
-// every multiprocessor has one. Its warps share out K step by step: step s belongs to slice s % (WARPS * CK). Scales of all of the block's
-// rows are asked for first, because every warp waits for them, and lie in shared memory row by row as in memory, with a pitch that puts
-// 8 rows into different banks. Where rows are few, CK = 2 blocks of a cluster share out K, and one sends its sums to the other.
+// A block has RT units of rows, enough of them that x, which has to be paired in registers, is paired once for all, and
+// so many blocks that every multiprocessor has one. Its warps share out K step by step: step s belongs to slice s %
+// (WARPS * CK). Scales of all of the block's rows are asked for first, because every warp waits for them, and lie in
+// shared memory row by row as in memory, with a pitch that puts 8 rows into different banks. Where rows are few, CK = 2
+// blocks of a cluster share out K, and one sends its sums to the other.
 //
-// Sums: a warp's steps in order, warps in order, blocks in order. Rows of the last block may be the one's before it too; both write equal bits.
+// Sums: a warp's steps in order, warps in order, blocks in order. Rows of the last block may be the one's before it
+//     too; both write equal bits.
 #pragma once
 
 #include "decode.cuh"
@@ -18,7 +21,8 @@ namespace aoquant {
 
 namespace decode {
 
-// Bytes of scales of a row that whole steps of 128 values need, and from row to row: 16 bytes more than a multiple of 32.
+// Bytes of scales of a row that whole steps of 128 values need, and from row to row: 16 bytes more than a multiple of
+// 32.
 template <int F>
 __host__ __device__ inline int scale_width(const DecodeArgs& a) {
   const int steps = (a.k + 127) / 128;
@@ -80,7 +84,8 @@ struct RowsLayout {
   static bool fits(const DecodeArgs& a) { return a.n >= ROWS && bytes(a, TOKENS) <= 227 * 1024; }  // whatever m is
 };
 
-// TOKENS: rows of x, at most, 8 or 16. RT: units of 16 rows of W a block. WARPS, CK: warps of a block, blocks of a cluster, along K. S: steps ahead.
+// TOKENS: rows of x, at most, 8 or 16. RT: units of 16 rows of W a block. WARPS, CK: warps of a block, blocks of a
+// cluster, along K. S: steps ahead.
 template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
 __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
@@ -110,7 +115,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
         "cp.async.commit_group;" ::"r"(to), "l"(low), "r"(to + 512), "l"(high), "r"(int(there))
         : "memory");
   };
-  // x: chunk c of a token holds k = 8 c ...; lane t wants chunks 4 t + j, and at 4 j + t what a warp reads at once is contiguous
+  // x: chunk c of a token holds k = 8 c ...; lane t wants chunks 4 t + j, and at 4 j + t what a warp reads at once is
+  //     contiguous
   uint8_t* const x_ring = shared + Layout::CODES + warp * S * x_stage;
   const int chunk = lane % 16, helped = lane / 16;
   const uint32_t x_to = uint32_t(__cvta_generic_to_shared(x_ring)) + helped * Layout::TOKEN + ((chunk % 4) * 4 + chunk / 4) * 16;
@@ -126,11 +132,12 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
     }
     x_at += 128 * SLICES, x_from += 128 * SLICES;
   };
-  const uint8_t* x_here[MT];  // who has no token reads another's, for sums that nobody wants
+  const uint8_t* x_here[MT];  // a lane without a token reads another lane's; its sums are not stored
 #pragma unroll
   for (int m = 0; m < MT; ++m) x_here[m] = x_ring + min(8 * m + g, tokens - 1) * Layout::TOKEN + t * 16;
 
-  if constexpr (CK > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block runs: others may write to it
+  // this block runs: others may write to it
+  if constexpr (CK > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
@@ -158,7 +165,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
   const uint8_t* const my_scales = scale_area + g * pitch;
   uint4 next_codes[2];
   RawScale next_scale[2];
-  auto take = [&](int place, const uint8_t* scales) {  // the next unit, from shared memory into registers, while this one is multiplied
+  // the next unit, from shared memory into registers, while this one is multiplied
+  auto take = [&](int place, const uint8_t* scales) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       next_codes[h] = *reinterpret_cast<const uint4*>(codes_ring + place * Layout::UNIT + h * 512);

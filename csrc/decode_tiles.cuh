@@ -1,17 +1,19 @@
 // y = x W^T for tens to hundreds of rows of x and a packed 4-bit W: Hopper's wgmma, with W decoded into registers.
 //
-// As in decode.cuh a lane multiplies the 16 contiguous bytes of two rows of W that it holds. What a step of 128 values needs lies in one
-// place of a ring in shared memory, some steps ahead of its use: W's codes as they lie in memory and x, both brought by the copy engine,
-// and a word of scales for each 32 values. x is wgmma's operand there, where nothing can be paired on the way. So a first small kernel
-// writes x once in the order in which W comes, as images of shared memory. The second kernel starts while the first runs (programmatic
-// launch), sends for W, and waits for the first before it sends for x.
+// As in decode.cuh a lane multiplies the 16 contiguous bytes of two rows of W that it holds. What a step of 128 values
+// needs lies in one place of a ring in shared memory, some steps ahead of its use: W's codes as they lie in memory and
+// x, both brought by the copy engine, and a word of scales for each 32 values. x is wgmma's operand there, where
+// nothing can be paired on the way. So a first small kernel writes x once in the order in which W comes, as images of
+// shared memory. The second kernel starts while the first runs (programmatic launch), sends for W, and waits for the
+// first before it sends for x.
 //
-// A block is RG x KG groups of four warps that multiply, another that fills the ring, 64 x RG rows of W and TM rows of x. Blocks of a
-// cluster share out K, each a run of steps, KG groups take its steps in turn, and all sums are added in order. So here too a row of y is a
-// function of that row of x and W alone, whatever TM is.
+// A block is RG x KG groups of four warps that multiply, another that fills the ring, 64 x RG rows of W and TM rows of
+// x. Blocks of a cluster share out K, each a run of steps, KG groups take its steps in turn, and all sums are added in
+// order. So here too a row of y is a function of that row of x and W alone, whatever TM is.
 //
-// Scales are two bytes where memory gives 32, and too many rows want theirs for the first level of cache to keep the rest until the next
-// step. So a warp reads four of a row at a time, a lane each, and lanes get theirs from one another.
+// Scales are two bytes where memory gives 32, and too many rows want theirs for the first level of cache to keep the
+// rest until the next step. So a warp reads four of a row at a time, a lane each, and lanes get theirs from one
+// another.
 #pragma once
 
 #include "copy_engine.cuh"
@@ -20,7 +22,8 @@
 
 namespace aoquant::decode {
 
-// A block: 16 tokens of one step. A thread reads k = 32 t + 8 j + 0..7 for t = 0..3 and pairs (k + p, k + p + 4) of all t, for p = 0..3.
+// A block: 16 tokens of one step. A thread reads k = 32 t + 8 j + 0..7 for t = 0..3 and pairs (k + p, k + p + 4) of all
+// t, for p = 0..3.
 template <typename T, int TM>
 __global__ void __launch_bounds__(64) arrange(const T* __restrict__ x, uint4* __restrict__ image, int m, int k) {
 #ifdef AOQUANT_HOPPER
@@ -38,11 +41,13 @@ __global__ void __launch_bounds__(64) arrange(const T* __restrict__ x, uint4* __
     uint32_t pair[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) pair[t] = __byte_perm(p < 2 ? v[t].x : v[t].y, p < 2 ? v[t].z : v[t].w, p % 2 ? 0x7632 : 0x5410);
-    const int product = 2 * j + p / 2, chunk = product % 4 * 2 + p % 2;  // which wgmma of the step; which 16 bytes of a row of 128
+    // which wgmma of the step; which 16 bytes of a row of 128
+    const int product = 2 * j + p / 2, chunk = product % 4 * 2 + p % 2;
     tile[product / 4][row][chunk ^ (row % 8)] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
   }
   __syncthreads();
-  uint4* to = image + (int64_t(first / TM) * gridDim.x + step) * TM * 16 + first % TM * 8;  // (2, TM, 8) chunks of 16 bytes
+  // (2, TM, 8) chunks of 16 bytes
+  uint4* to = image + (int64_t(first / TM) * gridDim.x + step) * TM * 16 + first % TM * 8;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     const int i = q * 64 + threadIdx.x;
@@ -71,8 +76,7 @@ __device__ __forceinline__ float4 cluster_sum4(const float* mine, int pitch) {
   return v[0];
 }
 
-// What `finished` of decode.cuh multiplies and adds for columns n .. n + 3 of y, read once for all rows. Where there is nothing, times 1 and
-// plus -0 leave a value as it is.
+// What `finished` of decode.cuh multiplies and adds for columns n .. n + 3 of y, read once for all rows.
 template <typename T>
 struct Columns {
   float alpha[4], bias[4];
@@ -80,12 +84,12 @@ struct Columns {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int at = min(n + e, a.n - 1);
-      alpha[e] = a.alpha_w ? a.alpha_w[at * a.alpha_w_stride] : 1.0f;
-      bias[e] = !a.bias ? -0.0f : a.bias_is_float ? static_cast<const float*>(a.bias)[at] : float(static_cast<const T*>(a.bias)[at]);
+      alpha[e] = alpha_w_of(a, at);
+      bias[e] = bias_of<T>(a, at);
     }
   }
   __device__ __forceinline__ void store(const DecodeArgs& a, float4 v, int m, int n) const {
-    const float alpha_x = a.alpha_x ? a.alpha_x[m * a.alpha_x_stride] : 1.0f;
+    const float alpha_x = alpha_x_of(a, m);
     T y[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) y[e] = T((&v.x)[e] * a.times * alpha_x * alpha[e] + bias[e]);
@@ -106,7 +110,8 @@ struct TileLayout {
   static constexpr int ROWS = 64 * RG, MULTIPLY = 128 * RG * KG, THREADS = MULTIPLY + 128;
   static constexpr int X = TM * 256, W = ROWS * 64, S = ROWS * 16, PLACE = X + W + S, PITCH = ROWS + 4, PARTIAL = TM * PITCH * 4;
   static constexpr int BARRIERS = D * PLACE > KG * PARTIAL ? D * PLACE : KG * PARTIAL, BYTES = BARRIERS + 16 * D;
-  // Registers: an even share, and, traded between groups of four warps, those of the group that fills the ring and of those that multiply.
+  // Registers: an even share, and, traded between groups of four warps, those of the group that fills the ring and of
+  //     those that multiply.
   static constexpr int EVEN = 65536 / THREADS / 8 * 8, FILLS = 56, MULTIPLIES = (EVEN * THREADS - FILLS * 128) / MULTIPLY / 8 * 8;
   static_assert(D % KG == 0 && PLACE % 1024 == 0);
   static_assert(BYTES >= MORE_THAN_HALF && BYTES <= 227 * 1024);
@@ -120,7 +125,8 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
   using Layout = TileLayout<RG, KG, TM, D>;
   constexpr int ROWS = Layout::ROWS, PLACE = Layout::PLACE, X = Layout::X, W = Layout::W, WARPS = Layout::MULTIPLY / 32;
   uint32_t base = uint32_t(__cvta_generic_to_shared(ring)), thread = threadIdx.x;
-  asm volatile("" : "+r"(base), "+r"(thread));  // what it cannot see through, the compiler does not make again inside the loop
+  // what it cannot see through, the compiler does not make again inside the loop
+  asm volatile("" : "+r"(base), "+r"(thread));
   const uint32_t full = base + Layout::BARRIERS, empty = full + 8 * D;
   const int lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   const int rank = CK > 1 ? blockIdx.x % CK : 0, first_row = blockIdx.x / CK * ROWS, first_token = blockIdx.y * TM;
@@ -146,7 +152,8 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
     constexpr int AHEAD = 2, U = 2 * RG;
     const int first = (warp - WARPS) * 16 * RG + lane / 4, t = lane % 4;
     const int log2_steps = F == INT4 ? a.group_log2 - 5 : 0;  // steps that four scales of a row last for
-    const uint32_t scales = F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32;  // of a row, those of 32 values as one
+    // of a row, those of 32 values as one
+    const uint32_t scales = F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32;
     uint32_t rows[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) rows[u] = (uint32_t(min(first_row + first + 8 * u, a.n - 1)) >> a.tile_log2) * scales;
@@ -159,7 +166,8 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
 #pragma unroll
     for (int p = 0; p < AHEAD; ++p) fetch(first_four + p, raw[p]);
     const uint8_t* source = image + (int64_t(blockIdx.y) * steps + from) * X;
-    if (copies) asm volatile("griddepcontrol.wait;" ::: "memory");  // for `image`; all else is older than the kernel that makes it
+    // for `image`; all else is older than the kernel that makes it
+    if (copies) asm volatile("griddepcontrol.wait;" ::: "memory");
     Turn<D> turn;
     turn.parity = 1;  // the first time a place is free
     int i = 0;
@@ -258,7 +266,7 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
       for (int b = 0; b < BATCH; ++b)
         if (token + b * STRIDE < tokens) columns.store(a, v[b], first_token + token + b * STRIDE, first_row + column);
     }
-    if constexpr (CK > 1)  // nobody leaves while others read
+    if constexpr (CK > 1)  // no block leaves while others read its shared memory
       asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
   }
 #endif

@@ -1,9 +1,10 @@
 // Four-over-six and GridFlip on the device: one block of 16 values, as `formats/contest.py` defines it, bit for bit.
 //
-// Everything here is the reference's float32 arithmetic in the reference's order. Two things replace it by proven equals: division
-// by 6 and by 1536 is a product and a fused multiply-add (Brisebarre, Muller & Raina, "Accelerating correctly rounded floating-point
-// division when the divisor is known in advance", 2004; for both divisors checked against all 2^23 significands), and the
-// inverses of the 127 scales are made once, in a table.
+// Everything here is the reference's float32 arithmetic in the reference's order. Two things replace it by proven
+// equals: division by 6 and by 1536 is a product and a fused multiply-add (Brisebarre, Muller & Raina, "Accelerating
+//     correctly rounded floating-point
+// division when the divisor is known in advance", 2004; for both divisors checked against all 2^23 significands), and
+// the inverses of the 127 scales are made once, in a table.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,14 +19,17 @@ namespace aoquant {
 enum Effort { FOUR_OVER_SIX = 0, BASE = 1, SIDED = 2, SEARCH = 3 };
 enum Metric { MSE = 0, MAE = 1, ABSMAX = 2 };
 
-// A whole tensor's numbers, as `contest.Outer`: amax, up = 1536 / amax and down = 1 / up of x * power; t multiplies decoded values.
+// A whole tensor's numbers, as `contest.Outer`: amax, up = 1536 / amax and down = 1 / up of x * power; t multiplies
+// decoded values.
 struct Outer {
   float amax, up, down, t, power;
 };
 
-constexpr float LARGE = 0x1p100f;  // a block's magnitude from here on saturates every scale; the divisions below want it finite
+// a block's magnitude from here on saturates every scale; the divisions below want it finite
+constexpr float LARGE = 0x1p100f;
 
-// What the host knows: f6 = 6 + c and so on, with their rounded reciprocals; alternating: blocks of odd index along K take -c.
+// Numbers that the host makes: f6 = 6 + c and so on, with their rounded reciprocals; alternating: blocks of odd index
+// along K take -c.
 struct Shift {
   float c, f6, f4, p6, p4, r6, r4, q6, q4;
   int alternating;
@@ -56,7 +60,8 @@ __device__ __forceinline__ float over_1536(float p) {
   return __fmaf_rn(p, 1.0f / 1536.0f, __fmul_rn(p, float(1.0 / 1536.0 - double(1.0f / 1536.0f))));
 }
 
-// a / v for any v, r its rounded reciprocal: Markstein's two corrections. Quotients that underflow belong to scales of zero.
+// a / v for any v, r its rounded reciprocal: Markstein's two corrections. Quotients that underflow belong to scales of
+// zero.
 __device__ __forceinline__ float quotient(float a, float v, float r) {
   float q = __fmul_rn(a, r);
   q = __fmaf_rn(__fmaf_rn(-v, q, a), r, q);
@@ -69,10 +74,11 @@ __device__ __forceinline__ float e4m3_value(uint32_t byte) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(__nv_fp8_storage_t(byte), __NV_E4M3)));
 }
 
-// What x is multiplied by before it is rounded, for an unsigned scale.
+// The factor of x before it is rounded, for an unsigned scale.
 __device__ __forceinline__ float inverse_of(float s, float down) { return fminf(__frcp_rn(__fmul_rn(s, down)), FLT_MAX); }
 
-constexpr float ROUND = 6291456.0f;  // 1.5 * 2^22: E * ROUND has half of E for a unit in the last place, whatever E = 2^e
+// 1.5 * 2^22: E * ROUND has half of E for a unit in the last place, whatever E = 2^e
+constexpr float ROUND = 6291456.0f;
 
 // Maximum that keeps a NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
@@ -118,7 +124,8 @@ __device__ __forceinline__ bool flips(int i) {
   return i >= (EFFORT == SEARCH ? 13 : 2);
 }
 
-// The e4m3 codes of a block's candidates, in order; for SEARCH one code, the middle. Unrolled loops keep them in registers.
+// The e4m3 codes of a block's candidates, in order; for SEARCH one code, the middle. Unrolled loops keep them in
+// registers.
 struct Candidates {
   uint32_t codes[6];
 
@@ -275,7 +282,7 @@ __device__ __forceinline__ void store_values(void* p, int64_t at, const float (&
   }
 }
 
-// What is rounded: y, or -y - c in a flipped block; sign and c: 1 and 0, or -1 and c.
+// The value that is rounded: y, or -y - c in a flipped block; sign and c: 1 and 0, or -1 and c.
 template <bool FLIPS>
 __device__ __forceinline__ float scaled(float x, float inverse, float sign, float c) {
   float y = __fmul_rn(x, inverse);
@@ -284,9 +291,10 @@ __device__ __forceinline__ float scaled(float x, float inverse, float sign, floa
 
 // Nearest e2m1 magnitude to |z|, half to even; from 7 on it is not 6 but what follows, 8 and more.
 //
-// e is |z| itself, 1 at least, and e * 2^22 a whole multiple of e2m1's step there, whatever |z|'s last bits are. So subtracting |z| from it rounds
-// |z| to that step, and no power of two below |z| has to be found. Just above 2 and 4 it rounds to half the step, to the same value.
-// 1 + 2^-20 and not 1 keeps 2^22 e - |z| above 2^22. Compared with `nearest_e2m1` at every float32.
+// e is |z| itself, 1 at least, and e * 2^22 a whole multiple of e2m1's step there, whatever |z|'s last bits are. So
+// subtracting |z| from it rounds |z| to that step, and no power of two below |z| has to be found. Just above 2 and 4 it
+// rounds to half the step, to the same value. 1 + 2^-20 and not 1 keeps 2^22 e - |z| above 2^22. Compared with
+// `nearest_e2m1` at every float32.
 __device__ __forceinline__ float nearest_magnitude(float z) {
   float magnitude = fabsf(z), e = fmaxf(magnitude, 0x1.00001p0f);
   return __fmaf_rn(e, 0x1p22f, -__fmaf_rn(e, 0x1p22f, -magnitude));
@@ -295,7 +303,8 @@ __device__ __forceinline__ float nearest_magnitude(float z) {
 // Two e2m1 magnitudes in a word, as float16.
 __device__ __forceinline__ uint32_t pair_up(float low, float high) { return pack_values(low, high, __half{}); }
 
-// Codes of 8 values, low nibble = first. pairs: magnitudes k and k + 4; first, last: `negative` of the first and the last four.
+// Codes of 8 values, low nibble = first. pairs: magnitudes k and k + 4; first, last: `negative` of the first and the
+// last four.
 //
 // Times 2^-14, where the exponents of float16 end, a magnitude's bits are its index << 9.
 __device__ __forceinline__ uint32_t encode8(const uint32_t (&pairs)[4], uint32_t first, uint32_t last) {

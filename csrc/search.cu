@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) search_kernel(const SearchA
   }
 }
 
-// x (R, K), outer (1, 1) float32 or empty -> codes (R, K / 2), scale (R, K / 16) bytes, and values (R, K), or (0, 0) for out = 0.
+// x (R, K), outer (1, 1) float32 or empty -> codes (R, K / 2), scale (R, K / 16) bytes, and values (R, K), or (0, 0)
+// for out = 0.
 std::tuple<Tensor, Tensor, Tensor> encode_search(const Tensor& x, const Tensor& outer, int64_t out, bool operand) {
   check_floats(x);
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16");

@@ -1,4 +1,5 @@
-// wgmma.mma_async.m64nNk16 with A in registers and B in shared memory, K-major: what `decode_tiles.cuh` needs of it, spelled out.
+// wgmma.mma_async.m64nNk16 with A in registers and B in shared memory, K-major: what `decode_tiles.cuh` needs of it,
+// spelled out.
 #pragma once
 
 #include <cuda_bf16.h>

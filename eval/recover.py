@@ -1,4 +1,4 @@
-"""How much of PTQ's loss does QAT win back on real text? The table of the README.
+"""How much of PTQ's loss does QAT win back on real text? The table of docs/results.md.
 
     python eval/recover.py --wikitext DIR --train-text wikitext2_train.txt.xz --recipes nvfp4 mxfp4 int4-g32 --seeds 0 1 2 --out DIR
 

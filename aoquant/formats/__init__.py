@@ -1,7 +1,8 @@
 """Number formats: the one place where numerics live. QAT and PTQ both call these frozen instances.
 
-`get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row in
-`test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow.
+`get_format(name)` returns one, `list_formats()` names them. A new format is a frozen instance in `_STANDARD` and a row
+in `test/formats/test_formats.py`; training, packing, reports, checkpoints and the command line follow. A format defined
+in another package is known here by `register_format(instance)`.
 """
 
 from __future__ import annotations
@@ -11,26 +12,30 @@ import difflib
 import re
 from functools import cache
 
-from . import layout, rotated, stochastic
+from aoquant import transforms
+
+from . import layout, stochastic
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .dialects import MXFP4Dialect, NVFP4Dialect
 from .float8 import Float8
 from .four_over_six import FourOverSix
+from .ggml import KINDS as _GGML
+from .ggml import Ggml
 from .gridflip import GridFlip
 from .high import HighPrecision
 from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
 from .integer import Affine
 from .mslk import Float8Mslk
+from .operand import Operand, as_operand, is_composed
 from .random import Random
-from .rotated import Rotated
 from .search import NVFP4Search
 from .stochastic import Randomized
 from .stretched import Stretched
 from .te_float8 import TEFloat8
 from .tinygemm import TinyGemm
-from .transformed import Transformed
+from .vllm import VLLM, Float8Vllm, Int8Vllm, NVFP4PowerOfTwo
 
 __all__ = [
     "COMPOSED",
@@ -42,27 +47,33 @@ __all__ = [
     "Encoded",
     "Float8",
     "Float8Mslk",
+    "Float8Vllm",
     "Format",
     "FourOverSix",
+    "Ggml",
     "GridFlip",
     "HighPrecision",
     "Int4",
     "Int4Float8",
     "Int4Float8Row",
+    "Int8Vllm",
     "MXFP4Dialect",
     "NVFP4Dialect",
+    "NVFP4PowerOfTwo",
     "NVFP4Search",
+    "Operand",
     "Random",
     "Randomized",
-    "Rotated",
     "Scales",
     "Stretched",
     "TEFloat8",
     "TinyGemm",
-    "Transformed",
+    "as_operand",
     "get_format",
+    "get_operand",
     "layout",
     "list_formats",
+    "register_format",
 ]
 
 _STANDARD: tuple[Format, ...] = (
@@ -84,14 +95,18 @@ _STANDARD: tuple[Format, ...] = (
     *(MX("e2m1", rule) for rule in ("rceil", "floor", "ceil", "even")),
     *(MX(element, rule) for element in ("e4m3", "e5m2") for rule in ("rceil", "floor", "ceil", "even")),
     NVFP4(),
+    NVFP4("row"),
     NVFP4("none"),
     NVFP4("static", 0.001),
     *(FourOverSix(metric) for metric in ("mse", "mae", "absmax")),
+    FourOverSix(outer="row"),
     FourOverSix(tile=16),
     *(GridFlip(effort=effort) for effort in ("base", "sided", "search")),
     GridFlip(alternating=True),
+    GridFlip(outer="row"),
     GridFlip(tile=16),
     NVFP4Search(),
+    NVFP4Search("row"),
     NVFP4Search("none"),
     *(MXFP4Dialect(name) for name in ("mxfp4-quest", "xx-mxfp4", "qutlass-mxfp4")),
     *(NVFP4Dialect(dialect) for dialect in ("xx", "qutlass", "te")),
@@ -102,8 +117,10 @@ _STANDARD: tuple[Format, ...] = (
 )
 # named, but not listed: a forward costs twenty iterations
 _FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=True))
+# what serving engines store or compute, where it differs from the standard: named, and described in `COMPOSED`
+_ENGINES: tuple[Format, ...] = (*(Ggml(kind) for kind in _GGML), *VLLM)
 # second names for the same numerics
-_ALIASES = {"qutlass-mxfp4-quest": "mxfp4-quest"}
+_ALIASES = {"qutlass-mxfp4-quest": "mxfp4-quest", "fp8-row-vllm": "fp8-row-mslk"}
 # names that are put together, by an example of each, and what its parts mean
 COMPOSED = {
     "hadamard16+nvfp4": "any format behind a Hadamard transform of 16, 32, 64 or 128 values: transform=aoquant.Hadamard(16) of a config",
@@ -120,46 +137,94 @@ COMPOSED = {
     "stretched2-g32": "integers without a zero",
     "gridflip-search-c0.2-alternating-16x16": "GridFlip's effort, shift, alternating sign and tile",
     "fouroversix-mae-16x16": "four-over-six's metric and tile",
+    "gridflip-sided-row": "an outer scale for each row, in place of one for the tensor and its tiles",
     "high-precision": "values as they are",
+    "q4_0": "llama.cpp's blocks of 32 with float16 scales, rounded as llama-quantize does; also q4_1 and q8_0",
+    "q8_0-x86": "activations as llama.cpp quantises them on a CPU, beside any of its weights",
+    "fp8-row-vllm-reciprocal": "fp8 activations of vLLM on a CPU or compiled; fp8-row-vllm, which is fp8-row-mslk, of its CUDA kernel",
+    "int8-row-vllm": "int8 activations as vLLM quantises them",
+    "nvfp4-pow2": "NVFP4 with an outer scale that is a power of two, which engines can fuse and store either way round",
 }
+
+_REGISTERED: dict[str, Format] = {}
+
+
+def register_format(format: Format) -> Format:
+    """Make a format that is defined elsewhere known by its name, as ops, recipes, checkpoints and the command line look formats up.
+
+    Call it where the format is defined: a process that loads a checkpoint of it has to import that module first. Names are lower-case
+    letters, digits, dots and hyphens. Returns the format.
+
+    Raises:
+        ValueError: the name has another form, or belongs to a format with other numerics.
+    """
+    name = format.name
+    try:
+        known: Format | Operand | None = get_format(name)
+    except ValueError:
+        known = None
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or known not in (None, format):
+        raise ValueError(
+            f"a registered format needs a name of its own, in lower-case letters, digits, dots and hyphens, got {name!r} for {format!r}"
+            + (f", which names {known!r}" if known else "")
+        )
+    _REGISTERED[name] = format
+    return format
 
 
 @cache
-def get_format(name: str) -> Format:
-    """The format called `name`.
+def get_format(name: str) -> Format | Operand:
+    """The format called `name`; an `Operand`, which encodes and decodes like one, for a name with a transform: "hadamard16+nvfp4".
 
-    Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with a zero point
-    "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym", "intx4-g32-noclip",
-    "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax); "-native" makes an integer or
-    float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales of symmetric intx weights.
-    "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip, "fouroversix-mae-16x16" of four-over-six.
-    "stretched2-g32" is an integer grid without zero, "high-precision" leaves values as they are. "hadamard16+nvfp4" is nvfp4 of values
-    that a transform has mixed, "hadamard32-inverse+mxfp4" the weight side where the sides differ, "-s1f" a mask of signs. For gradients
-    there are "mxfp4-sr", "nvfp4-sr" and "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random.
-    FP4 as other libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of "mxfp4-quest".
+    Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with
+    a zero point "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym",
+    "intx4-g32-noclip", "intx4-g32-sfloat32" (scales stored in float32), "fp8-row:lb0.5:ub10.0" (bounds of the absmax);
+    "-native" makes an integer or float8 activation format divide as its device does, "-hqq" lets HQQ choose the scales
+    of symmetric intx weights. "gridflip-search-c0.2-alternating-16x16" has every option of GridFlip,
+    "fouroversix-mae-16x16" of four-over-six. "stretched2-g32" is an integer grid without zero, "high-precision" leaves
+    values as they are. "hadamard16+nvfp4" is nvfp4 of values that a transform has mixed, "hadamard32-inverse+mxfp4" the
+    weight side where the sides differ, "-s1f" a mask of signs. For gradients there are "mxfp4-sr", "nvfp4-sr" and
+    "ms-eden", which round at random, and "rht32+" in front of any format, which rotates at random. FP4 as other
+    libraries compute it has their prefix: "xx-", "qutlass-", "te-"; "qutlass-mxfp4-quest" is another name of
+    "mxfp4-quest".
 
     Raises:
         ValueError: no format has that name; the message lists the nearest ones.
     """
     if not isinstance(name, str):
         raise ValueError(f"a format is named by a string, such as 'nvfp4', got {name!r}")
-    table = {f.name: f for f in _STANDARD}
+    return get_operand(name) if is_composed(name) and transforms.parse(name.partition("+")[0]) else _plain(name)
+
+
+@cache
+def get_operand(name: str) -> Operand:
+    """The operand called `name`, with dynamic scales: a format's name, or a transform's, a plus and a format's.
+
+    Raises:
+        ValueError: no operand has that name.
+    """
+    prefix, _, inner = name.partition("+")
+    found = transforms.parse(prefix) if is_composed(name) else None
+    if found is None:
+        return Operand(_plain(name))
+    if is_composed(inner):
+        raise ValueError(f"{name!r}: a format stands behind one transform, not behind several")
+    operand = Operand(_plain(inner), *found)
+    if operand.name != name:
+        raise ValueError(f"{name!r}: a transformed format has one name, this one {operand.name!r}")
+    return operand
+
+
+@cache
+def _plain(name: str) -> Format:
+    """The format called `name`, without a transform."""
+    table = {f.name: f for f in (*_STANDARD, *_ENGINES)} | _REGISTERED
     found: Format | None = table.get(_ALIASES.get(name, name))
     if found is not None:
         return found
-    if behind := Transformed.split(name):
-        transform, inverse, inner = behind
-        if Transformed.named(inner):
-            raise ValueError(f"{name!r}: a format stands behind one transform, not behind several")
-        found = Transformed(get_format(inner), transform, inverse)
-        if found.name != name:
-            raise ValueError(f"{name!r}: a transformed format has one name, this one {found.name!r}")
-        return found
-    if parts := rotated.parse(name):
-        return Rotated(parts[0], get_format(parts[1]))
     dynamic, static, numbers = name.partition("-static:")
     if static:
-        fixed = get_format(dynamic).fix(*_numbers(name, numbers))
+        fixed = _plain(dynamic).fix(*_numbers(name, numbers))
         if fixed.name != name:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
@@ -192,5 +257,7 @@ def _numbers(name: str, numbers: str) -> list[float]:
 
 
 def list_formats() -> list[str]:
-    """Names of the standard formats; names that are put together are formats too, see `get_format`, and `COMPOSED` for examples."""
-    return [f.name for f in _STANDARD]
+    """Names of the standard and registered formats; names put together are formats too: `get_format`, examples in
+    `COMPOSED`.
+    """
+    return [*(f.name for f in _STANDARD), *_REGISTERED]

@@ -1,15 +1,18 @@
-"""What a number format is: three functions and a count of bits.
+"""A number format: three functions and a count of bits.
 
-A format turns a high-precision matrix into codes and scales (`encode`) and back (`decode`). Both QAT and PTQ call the same two
-methods of the same frozen instance, and that is the whole of contract C1: the codes that the prepared forward multiplies are
-the codes that convert stores, because nobody else knows how to make them.
+A format turns a high-precision matrix into codes and scales (`encode`) and back (`decode`). Both QAT and PTQ call the
+same two methods of the same frozen instance, and that is the whole of contract C1: the codes that the prepared forward
+multiplies are the codes that convert stores, because no other code makes codes.
 
-Encoding has two steps: `measure` finds the scales of x, `quantize` rounds x to codes under given scales. Dynamic quantisation does both each
-time. Static and learned scales are scales that somebody holds on to: `hold` rounds under them, with the same second step.
+Encoding has two steps: `measure` finds the scales of x, `quantize` rounds x to codes under given scales. Dynamic
+quantisation does both each time. Static and learned scales are held by a layer: `hold` rounds under
+them, with the same second step.
 
-A GEMM does not multiply decoded values, it multiplies operands and scales the accumulator. So decoding comes in two parts:
-`operand` is what the matrix unit sees, exact in bf16 wherever the format allows it, and `alpha` is the outer scale that
-multiplies the float32 accumulator. `decode` is their product, for gradients, for reports and for kernels that dequantise.
+A GEMM does not multiply decoded values, it multiplies operands and scales the accumulator. So decoding comes in two
+parts: `operand` is what the matrix unit sees, exact in bf16 wherever the format allows it, and `alpha` is the outer
+    scale that
+multiplies the float32 accumulator. `decode` is their product, for gradients, for reports and for kernels that
+dequantise.
 
 Shapes: R rows, K values along the contraction axis, G = K / group scales in a row. Everything is 2-D; callers flatten.
 """
@@ -30,7 +33,8 @@ class Encoded(NamedTuple):
     """A quantised (R, K) matrix.
 
     codes: packed codes, (R, bytes of K codes), uint8, int8 or a float8 dtype.
-    scale: (R, G), (R, 1), (1, 1) or (ceil(R / tile_rows), G); float32, the input's dtype, float8_e4m3fn or float8_e8m0fnu as the
+    scale: (R, G), (R, 1), (1, 1) or (ceil(R / tile_rows), G); float32, the input's dtype, float8_e4m3fn or
+        float8_e8m0fnu as the
            format says; or None.
     zero:  like scale: the integer zero point (int8) or the value of code 0 (int4, scale's dtype); or None.
     outer: (1, 1) or (R, 1) float32, multiplies the accumulator; or None.
@@ -95,17 +99,30 @@ class Format:
 
     @property
     def reach(self) -> str:
-        """How far a scale reaches: "block", "row" or "tensor". A shard within that reach needs the scales of the whole."""
+        """How far a scale reaches: "block", "row" or "tensor". A shard within it needs the scales of the whole."""
         return "block" if self.block else "row"
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's codes and scales are the same alone, in any batch of finite values, and at any place in it.
+
+        An activation's format should be: only then is a token's result its own. (A NaN makes an integer's constant
+        scale NaN, which every row shares; all other formats keep a NaN in its row too.)
+        """
+        return self.reach != "tensor" and self.tile_rows == 1
+
+    @property
     def from_extremes(self) -> bool:
-        """Whether a scale that reaches beyond a block depends on the smallest and the largest value alone: `measure` finds it from them."""
+        """Whether a scale that reaches beyond a block depends on the smallest and the largest value alone: `measure`
+        finds it from them.
+        """
         return True
 
     @property
     def finite_only(self) -> bool:
-        """Whether a scale that reaches beyond a block is made of the finite values alone: NaN and Inf stay in their block."""
+        """Whether a scale that reaches beyond a block is made of the finite values alone: NaN and Inf stay in their
+        block.
+        """
         return False
 
     @property
@@ -114,25 +131,27 @@ class Format:
         return self.block or 1
 
     @property
-    def base(self) -> Format:
-        """The format of the codes: this one, or the one behind a transform."""
-        return self
-
-    @property
-    def fitted(self) -> bool:
-        """Whether encoding needs the matrices of a fitted transform, which `Scales` holds."""
+    def draws(self) -> bool:
+        """Whether encoding draws random numbers."""
         return False
 
-    def transformed(self, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """What is quantised when x_RK is encoded. matrix: of a fitted transform."""
-        return x_RK
+    @property
+    def learnable(self) -> bool:
+        """Whether a held scale can be trained: `scale_gradient` is there."""
+        return False
 
-    def pull_back(self, grad_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """The gradient of x_RK, from the gradient of what is quantised."""
-        return grad_RK
+    @property
+    def clips_when_held(self) -> bool:
+        """Whether `saturated` names the values that held scales clip."""
+        return True
+
+    def scale_dtype(self, source: torch.dtype) -> torch.dtype | None:
+        """dtype of the scales of a matrix of `source`, for a format that stores them in a 16-bit or wider type; None: as `Encoded` says."""
+        return None
 
     def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
-        """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after decode.
+        """Quantise x_RK, a 2-D float32, bfloat16 or float16 tensor with any strides. NaN and Inf stay visible after
+        decode.
 
         held: scales that are not made from x_RK now: static or learned ones.
         """
@@ -147,7 +166,9 @@ class Format:
         raise NotImplementedError
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        """Codes of x_RK under scales from elsewhere. What lies beyond their range saturates, Inf too; NaN stays visible."""
+        """Codes of x_RK under scales from elsewhere. Values beyond their range saturate, Inf too; NaN stays
+        visible.
+        """
         return self.quantize(x_RK, s)
 
     def fix(self, *numbers: float) -> Format:
@@ -186,10 +207,12 @@ class Format:
 
     @cached_property
     def by_rows(self) -> bool:
-        """Whether a row's codes and scales are made of that row alone: encoding some rows then gives their part of the whole."""
+        """Whether a row's codes and scales are made of that row alone: encoding some rows then gives their part of the
+        whole.
+        """
         if self.reach == "tensor":
             return False
-        e = self.encode(torch.empty(2, self.block or 8, device="meta"))
+        e = self.encode(torch.empty(2, self.block or 8, dtype=torch.float32, device="meta"))
         return all(t is None or t.shape[0] == 2 for t in e[:4])
 
     def decode_rows(self, e: Encoded, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,17 +224,21 @@ class Format:
         return self.decode(Encoded(_take(e.codes, ids), scale, zero, outer, e.k), dtype)
 
     def fake_quantize_rows(self, x_RK: Tensor, ids: Tensor) -> Tensor:
-        """(len(ids), K): rows `ids` of fake_quantize(x_RK), encoding these rows only where that is exact and less work."""
+        """(len(ids), K): rows `ids` of fake_quantize(x_RK), encoding them alone where that is exact and less work."""
         if self.by_rows and ids.numel() < x_RK.shape[0]:
             return self.fake_quantize(x_RK.index_select(0, ids))
         return self.decode_rows(self.encode(x_RK), ids, x_RK.dtype)
+
+    def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
+        """(R, G) float32 gradient of each learned scale, from the gradient of the values, for a format that is `learnable`."""
+        raise NotImplementedError
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         """(R, K) bool: values that the format's largest code had to clip."""
         raise NotImplementedError
 
     def floored(self, e: Encoded) -> Tensor:
-        """Bool, scale-shaped: blocks whose scale sits on the format's smallest value although they hold non-zero data."""
+        """Bool, scale-shaped: blocks that hold non-zero data under the smallest scale of the format."""
         raise NotImplementedError
 
     def planned(self, w_RK: Tensor) -> Encoded:

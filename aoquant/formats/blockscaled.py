@@ -1,22 +1,30 @@
-"""Block-scaled formats: MX (blocks of 32, power-of-two scales) and NVFP4 (blocks of 16, e4m3 scales, an outer float32 scale).
+"""Block-scaled formats: MX (blocks of 32, power-of-two scales) and NVFP4 (blocks of 16, e4m3 scales, an outer float32
+scale).
 
-e2m1 x e8m0, e2m1 x e4m3 and e4m3 x e8m0 products have at most 6 significant bits, so an operand decoded WITHOUT the outer scale is
-exact in bf16, and a bf16 GEMM with float32 accumulation sums exactly the products that an FP4 tensor core sums. The outer scale
-multiplies the accumulator. With it folded into the operand only 13 % of the values are exact.
+e2m1 x e8m0, e2m1 x e4m3 and e4m3 x e8m0 products have at most 6 significant bits, so an operand decoded WITHOUT the
+outer scale is exact in bf16, and a bf16 GEMM with float32 accumulation sums exactly the products that an FP4 tensor
+core sums. The outer scale multiplies the accumulator. With it folded into the operand only 13 % of the values are
+exact.
+
+An outer scale of the whole tensor ties the rows of a batch together: a row's codes then depend on its neighbours'
+largest value. "nvfp4-row" gives each row an outer scale of its own, made by the same rule, and is what activations of
+aoquant's own layers have by default. Since the outer scale waits for the accumulator, it costs the GEMM nothing: alpha
+is (R, 1) in place of (1, 1).
 
 Dialect "ao": torchao 0.18 `to_mx` and `nvfp4_quantize`. NVFP4 there:
 
     pts = absmax / 2688 (2688 = 448 * 6);  sf = e4m3(clamp(amax_b / 6 / pts, 2^-6, 448));  code = e2m1(y * ((1 / pts) / sf))
     value = code * (pts * sf), in this order
 
-torchao turns an all-zero tensor (pts = 0) and an absmax below 7.9e-36 (1 / pts overflows) into NaN. Here pts is at least 2^-121,
-so that (1 / pts) / sf is finite for every sf: the first becomes zeros, the second is coded like any other tensor, in steps of
-2^-128. Bytes therefore differ from torchao's below an absmax of 1.01e-33. Inf becomes NaN; torchao clips it unless pts is dynamic.
+torchao turns an all-zero tensor (pts = 0) and an absmax below 7.9e-36 (1 / pts overflows) into NaN. Here pts is at
+least 2^-121, so that (1 / pts) / sf is finite for every sf: the first becomes zeros, the second is coded like any other
+tensor, in steps of 2^-128. Bytes therefore differ from torchao's below an absmax of 1.01e-33. Inf becomes NaN; torchao
+clips it unless pts is dynamic.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +37,8 @@ from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e8m0
 
 E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
 PTS_FLOOR = 2.0**-121
+NVFP4_TOP = E2M1_MAX * ELEMENTS["e4m3"][1]  # 2688
+_NAMES = {"dynamic": "nvfp4", "row": "nvfp4-row", "none": "nvfp4-none"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class MX(Format):
         return (e.scale.view(torch.uint8) == 0) & (self._blocks(self._values(e)) != 0).any(-1)
 
     def _inverse(self, byte: Tensor) -> Tensor:
-        """What x is multiplied by: exact powers of two, NaN for byte 255. torchao's two rules differ at byte 0 alone."""
+        """The factor of x: exact powers of two, NaN for byte 255. torchao's two rules differ at byte 0 alone."""
         if self.rule == "rceil":
             inverse = e8m0_values((254 - byte.int()).clamp(min=0).to(torch.uint8))
             return torch.where(byte == 255, float("nan"), torch.where(byte == 0, 1.0, inverse))
@@ -100,7 +110,11 @@ class MX(Format):
 
 @dataclass(frozen=True)
 class NVFP4(Format):
-    """NVFP4: e2m1 codes, one e4m3 scale per 16 values; outer scale "dynamic" (absmax / 2688), "static" (`pts`) or "none"."""
+    """NVFP4: e2m1 codes, one e4m3 scale per 16 values.
+
+    outer: the scale above the blocks: "row" (of each row, its absmax / 2688), "dynamic" (of the tensor), "static"
+        (`pts`) or "none".
+    """
 
     outer: str = "dynamic"
     pts: float | None = None
@@ -116,7 +130,7 @@ class NVFP4(Format):
 
     @property
     def name(self) -> str:
-        return {"dynamic": "nvfp4", "none": "nvfp4-none", "static": f"nvfp4-static:{self.pts!r}"}[self.outer]
+        return _NAMES[self.outer] if self.pts is None else f"nvfp4-static:{self.pts!r}"
 
     @property
     def bits(self) -> int:
@@ -132,31 +146,32 @@ class NVFP4(Format):
 
     @property
     def reach(self) -> str:
-        return "tensor" if self.outer == "dynamic" else "block"
+        return {"dynamic": "tensor", "row": "row"}.get(self.outer, "block")
+
+    @property
+    def top(self) -> float:
+        """absmax / outer scale: the largest code times the scale of the block that holds the absmax."""
+        return NVFP4_TOP
 
     def fix(self, *numbers: float) -> Format:
         if not self.per_tensor:
             return super().fix(*numbers)
-        return NVFP4("static", *check_fixed(self.name, numbers, 1))
+        return replace(self, outer="static", pts=check_fixed(self.name, numbers, 1)[0])
 
     def measure(self, x_RK: Tensor) -> Scales:
         if self.outer == "none":
             return Scales()
         if self.outer == "static":
             return Scales(outer=torch.full((1, 1), self.pts, dtype=torch.float32, device=x_RK.device))  # type: ignore[arg-type]
-        return Scales(outer=divide(absmax(x_RK.reshape(1, -1)).float(), 2688.0).clamp(min=PTS_FLOOR).unsqueeze(-1))
+        together = x_RK.unsqueeze(1) if self.outer == "row" else x_RK.reshape(1, 1, -1)
+        return Scales(outer=divide(absmax(together).float(), self.top).clamp(min=PTS_FLOOR))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB = self._blocks(x_RK).float()
-        amax = absmax(x_RGB)
-        ratio = divide(torch.where(amax.isinf(), torch.nan, amax), E2M1_MAX)  # a clamp below would hide Inf
-        pts = s.outer
-        if pts is not None:
-            ratio = ratio / pts
-        scale = ratio.clamp(E4M3_FLOOR, ELEMENTS["e4m3"][1]).to(FLOAT8["e4m3"])
-        inverse = (1.0 if pts is None else 1.0 / pts) / scale.float()
+        scale = block_scales(x_RGB, s.outer)
+        inverse = (1.0 if s.outer is None else 1.0 / s.outer) / scale.float()
         codes = to_e2m1((x_RGB * inverse.unsqueeze(-1)).flatten(1))
-        return Encoded(layout.pack(codes, 4), scale, None, pts, x_RK.shape[1])
+        return Encoded(layout.pack(codes, 4), scale, None, s.outer, x_RK.shape[1])
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         assert e.scale is not None
@@ -180,6 +195,19 @@ class NVFP4(Format):
 
     def _times(self, e: Encoded, scale: Tensor) -> Tensor:
         return self._blocks(e2m1_values(e)).mul_(scale.unsqueeze(-1)).flatten(1)
+
+
+def block_scales(x_RGB: Tensor, outer: Tensor | None, largest: float = E2M1_MAX, least: float = E4M3_FLOOR) -> Tensor:
+    """(R, G) e4m3: amax_b / largest / outer, within `least` .. 448; NaN for blocks that hold NaN or Inf.
+
+    x_RGB: float32. outer: (1, 1) or (R, 1) float32, or None for 1. largest: what a block's amax becomes under its
+        scale.
+    """
+    amax = absmax(x_RGB)
+    ratio = divide(torch.where(amax.isinf(), torch.nan, amax), largest)  # the clamp would hide Inf
+    if outer is not None:
+        ratio = ratio / outer
+    return ratio.clamp(least, ELEMENTS["e4m3"][1]).to(FLOAT8["e4m3"])
 
 
 def e2m1_values(e: Encoded) -> Tensor:

@@ -1,15 +1,18 @@
-"""FP4 as other libraries compute it: the same elements and blocks as MX and NVFP4, other scales, other orders of operations.
+"""FP4 as other libraries compute it: the same elements and blocks as MX and NVFP4, other scales, other orders of
+operations.
 
-A prepared layer has to name the kernel that it will run on, and these are not interchangeable: "xx" is QuantLinear (WUSH), "qutlass" the
-kernels of that name, "te" TransformerEngine. MX, blocks of 32, e8m0 scales, s = 2^floor(log2 v), the exponent of v as it is:
+A prepared layer has to name the kernel that it will run on, and these are not interchangeable: "xx" is QuantLinear
+(WUSH), "qutlass" the kernels of that name, "te" TransformerEngine. MX, blocks of 32, e8m0 scales, s = 2^floor(log2 v),
+the exponent of v as it is:
 
     name           v                     code              value        from
     xx-mxfp4       absmax                e2m1(3 (y / s))   code s / 3   QuantLinear: e8m0(absmax / (4/3)); never clips
     qutlass-mxfp4  absmax + 1e-8         the same          the same     fusedQuantizeMx, method "abs_max"
     mxfp4-quest    sigma * k + 1e-8      e2m1(y / s)       code s       Quartet, and fusedQuantizeMx, method "quest"
 
-sigma^2 = max(E[y^2] - E[y]^2, 0) over the block, k = 2.92247856 / 6 = .48708. E is summed in float32 by pairs of neighbours, then by pairs of
-those sums and so on, so that every device gets the same bits. `saturated` is what QuEST's trust mask leaves out: |y / s| >= 6.
+sigma^2 = max(E[y^2] - E[y]^2, 0) over the block, k = 2.92247856 / 6 = .48708. E is summed in float32 by pairs of
+neighbours, then by pairs of those sums and so on, so that every device gets the same bits. `saturated` is what QuEST's
+trust mask leaves out: |y / s| >= 6.
 
 NVFP4, blocks of 16 (te: or tiles of 16 x 16), e4m3 scales q, g = absmax of the tensor / 2688 unless it is given:
 
@@ -17,10 +20,12 @@ NVFP4, blocks of 16 (te: or tiles of 16 x 16), e4m3 scales q, g = absmax of the 
     qutlass-nvfp4  q = e4m3(G (absmax_b r6)), G = 1 / g;    code = e2m1(y (1 / (q (1 / G))));  value = code (q g)
     te-nvfp4       q = e4m3(absmax_b (S r6)), S = 2688 / A; code = e2m1(y min(1 / (q (1 / S)), FLT_MAX)); value = code ((q A) r2688)
 
-r6 and r2688 are float32 reciprocals, A the tensor's absmax, and A is what te stores. Casts saturate. A scale that underflows to 0 decodes to
-zeros, in codes of +-6, which tell it from a block of zeros. qutlass itself uses the device's approximate reciprocals: with the IEEE ones
-here three codes in ten thousand differ. Inf and NaN make their block's scale NaN (with te and dynamic g: the tensor's).
-Sources: github.com/IST-DASLab/WUSH, /qutlass (its float64 test references), /Quartet; NVIDIA/TransformerEngine `NVFP4QuantizerRef`.
+r6 and r2688 are float32 reciprocals, A the tensor's absmax, and A is what te stores. Casts saturate. A scale that
+underflows to 0 decodes to zeros, in codes of +-6, which tell it from a block of zeros. qutlass itself uses the device's
+approximate reciprocals: with the IEEE ones here three codes in ten thousand differ. Inf and NaN make their block's
+scale NaN (with te and dynamic g: the tensor's).
+Sources: github.com/IST-DASLab/WUSH, /qutlass (its float64 test references), /Quartet; NVIDIA/TransformerEngine
+    `NVFP4QuantizerRef`.
 """
 
 from __future__ import annotations
@@ -32,18 +37,17 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales
-from .blockscaled import PTS_FLOOR
-from .elements import E2M1_MAX, from_e2m1, to_e2m1, to_float8
+from .blockscaled import NVFP4_TOP, PTS_FLOOR, e2m1_values
+from .elements import E2M1_MAX, FLOAT32_MAX, to_e2m1, to_float8
 from .fixed import OneScale, constants, fixed_name
-from .scales import absmax, divide, e8m0_values, reciprocal, visible_e8m0
+from .scales import absmax, divide, e8m0_values, reciprocal, sum_by_pairs, visible_e8m0
 
 QUEST = 2.92247856 / 6
 _HUGE = 2.0**60  # a block above it is scaled down before its values are squared
-FLT_MAX = torch.finfo(torch.float32).max
 
 
 class _E2M1(Format):
-    """What every FP4 format shares: packed codes, and operands that are code times block scale, exact in bf16."""
+    """Base of the FP4 dialects: packed codes, and operands that are code times block scale, exact in bf16."""
 
     @property
     def bits(self) -> int:
@@ -57,8 +61,7 @@ class _E2M1(Format):
         return self._times(e, self.scales(e)).to(dtype)
 
     def _times(self, e: Encoded, scale_RG: Tensor) -> Tensor:
-        table = from_e2m1(torch.arange(16, dtype=torch.uint8, device=e.codes.device))
-        return self._blocks(layout.lookup(e.codes, table, e.k)).mul_(scale_RG.unsqueeze(-1)).flatten(1)
+        return self._blocks(e2m1_values(e)).mul_(scale_RG.unsqueeze(-1)).flatten(1)
 
     def _any_code(self, e: Encoded) -> Tensor:
         """(R, G) bool: whether a block has a code other than zero."""
@@ -94,12 +97,12 @@ class MXFP4Dialect(_E2M1):
 
     @property
     def tiny(self) -> float:
-        """What is added to the statistic."""
+        """Added to the statistic."""
         return _MX[self.dialect][1]
 
     @property
     def gain(self) -> float:
-        """What y / s is multiplied by before it is rounded."""
+        """The factor of y / s before it is rounded."""
         return _MX[self.dialect][2]
 
     def measure(self, x_RK: Tensor) -> Scales:
@@ -148,25 +151,21 @@ class MXFP4Dialect(_E2M1):
 
 
 def deviation(x_RGB: Tensor, amax_RG: Tensor) -> Tensor:
-    """(R, G) float32 standard deviations of blocks of 32, E[x^2] - E[x]^2 clamped at 0; NaN where a block holds NaN or Inf."""
-    down = torch.where(amax_RG > _HUGE, 2.0**-96, 1.0)
-    x_RGB = x_RGB * down.unsqueeze(-1)
-    mean, square = _mean(x_RGB), _mean(x_RGB * x_RGB)
+    """(R, G) float32 standard deviations of blocks of 32, E[x^2] - E[x]^2 clamped at 0; NaN where a block holds NaN or
+    Inf.
+    """
+    down = torch.ones_like(amax_RG).masked_fill(amax_RG > _HUGE, 2.0**-96)
+    x_RGB, each = x_RGB * down.unsqueeze(-1), 1 / x_RGB.shape[-1]
+    mean, square = sum_by_pairs(x_RGB) * each, sum_by_pairs(x_RGB * x_RGB) * each
     return (square - mean * mean).clamp(min=0).sqrt() / down
-
-
-def _mean(x_RGB: Tensor) -> Tensor:
-    width = x_RGB.shape[-1]
-    while x_RGB.shape[-1] > 1:
-        x_RGB = x_RGB[..., 0::2] + x_RGB[..., 1::2]
-    return x_RGB.squeeze(-1) * (1 / width)
 
 
 @dataclass(frozen=True)
 class NVFP4Dialect(_E2M1, OneScale):
     """e2m1 codes, one e4m3 scale per 16 values or (te) per tile of 16 x 16, an outer float32 scale.
 
-    dialect: "xx", "qutlass" or "te". fixed: (outer scale,), a constant instead of one made from x: g, or te's A. tile: 1 or 16 rows.
+    dialect: "xx", "qutlass" or "te". fixed: (outer scale,), a constant instead of one made from x: g, or te's A. tile:
+        1 or 16 rows.
     """
 
     dialect: str = "xx"
@@ -188,7 +187,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         if self.fixed:
             return Scales(outer=constants(self.fixed, x_RK.device)[0])
         amax = absmax(x_RK.reshape(1, -1)).float().unsqueeze(-1)
-        return Scales(outer=amax if self.dialect == "te" else divide(amax, 2688.0).clamp(min=PTS_FLOOR))
+        return Scales(outer=amax if self.dialect == "te" else divide(amax, NVFP4_TOP).clamp(min=PTS_FLOOR))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.outer is not None
@@ -204,10 +203,10 @@ class NVFP4Dialect(_E2M1, OneScale):
                 scale = to_float8(encode * (amax * reciprocal(E2M1_MAX)), "e4m3")
                 inverse = (scale.float() * encode.reciprocal()).reciprocal()
             else:
-                encode = (torch.full_like(s.outer, 2688.0) / s.outer).clamp(max=FLT_MAX)
+                encode = (torch.full_like(s.outer, NVFP4_TOP) / s.outer).clamp(max=FLOAT32_MAX)
                 encode = torch.where(s.outer == 0, 1.0, encode)
                 scale = to_float8(amax * (encode * reciprocal(E2M1_MAX)), "e4m3")
-                inverse = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FLT_MAX)
+                inverse = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FLOAT32_MAX)
             y_RGB = x_RGB * self._spread(inverse, rows).unsqueeze(-1)
         return Encoded(layout.pack(to_e2m1(y_RGB.flatten(1)), 4), scale, None, s.outer, x_RK.shape[1])
 
@@ -217,7 +216,7 @@ class NVFP4Dialect(_E2M1, OneScale):
 
     def alpha(self, e: Encoded) -> Tensor | None:
         assert e.outer is not None
-        return e.outer * reciprocal(2688.0) if self.dialect == "te" else e.outer
+        return e.outer * reciprocal(NVFP4_TOP) if self.dialect == "te" else e.outer
 
     def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         return self._times(e, self._steps(e)).to(dtype)
@@ -234,7 +233,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         """(R, G) float32: the value of code 1."""
         assert e.outer is not None
         step = self.scales(e) * e.outer
-        return step * reciprocal(2688.0) if self.dialect == "te" else step
+        return step * reciprocal(NVFP4_TOP) if self.dialect == "te" else step
 
     def _tiles(self, v_RG: Tensor) -> Tensor:
         """The largest of each tile's rows."""

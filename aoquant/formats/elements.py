@@ -1,8 +1,10 @@
 """Elements: rounding a scaled value to the nearest code, and codes back to values.
 
-e2m1 has the magnitudes 0 .5 1 1.5 2 3 4 6; the code is sign * 8 + index. Rounding is half to even, overflow saturates, and
--0.0 keeps its sign. float8 casts in eager PyTorch before 2.12 do not saturate, so every cast clamps first; NaN survives.
-`fma_round` and `fma` are for kernels that fuse a multiplication and an addition into one rounding, which no PyTorch operation promises.
+e2m1 has the magnitudes 0 .5 1 1.5 2 3 4 6; the code is sign * 8 + index. Rounding is half to even, overflow saturates,
+and
+-0.0 keeps its sign. float8 casts in eager PyTorch before 2.12 do not saturate, so every cast clamps first; NaN
+survives. `fma_round` and `fma` are for kernels that fuse a multiplication and an addition into one rounding, which no
+PyTorch operation promises.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 E2M1_MAX = 6.0
+FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # element -> (largest power of two, largest value, mantissa bits): the constants of the e8m0 rules
 ELEMENTS = {"e2m1": (2, E2M1_MAX, 1), "e4m3": (8, 448.0, 3), "e5m2": (15, 57344.0, 2)}
@@ -20,14 +23,24 @@ ELEMENTS = {"e2m1": (2, E2M1_MAX, 1), "e4m3": (8, 448.0, 3), "e5m2": (15, 57344.
 
 def to_e2m1(x: Tensor) -> Tensor:
     """float32 -> uint8 codes 0..15, half to even, saturating. NaN has no code; the block's scale carries it."""
-    v = x.nan_to_num(0.0).clamp_(-E2M1_MAX, E2M1_MAX)  # a NaN made by arithmetic is negative on x86, positive on CUDA
-    sign = (v.view(torch.int32) >> 28).to(torch.uint8) & 8
+    steps, below, sign = e2m1_steps(x)
+    return steps.round_().to(torch.int8).view(torch.uint8).add_(below).bitwise_or_(sign)
+
+
+def e2m1_steps(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 -> (|x| in steps of its octave, float32; what to add to a whole number of steps to get the index, uint8;
+    sign bit, uint8).
+
+    Codes step by p / 2 from p = 1, 2 and 4 on, below 1 too, and an even multiple is an even code: one rounding of the
+    steps serves every octave. NaN counts as 0, since a NaN that arithmetic made is negative on x86 and positive on
+    CUDA; larger values count as 6.
+    """
+    v = x.nan_to_num(0.0).clamp_(-E2M1_MAX, E2M1_MAX)
+    sign = (v.view(torch.int32) >> 28).to(torch.uint8).bitwise_and_(8)
     v.abs_()
-    # codes step by p / 2 from p = 1, 2 and 4 on, below 1 too, and an even multiple is an even code: one rounding serves them all
     p = v.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
-    index = v.div_(p.view(torch.float32)).mul_(2.0).round_().to(torch.int8).view(torch.uint8)
-    index += p.sub_(127 << 23).bitwise_right_shift_(22).to(torch.uint8)  # 2 log2 p
-    return index | sign
+    steps = v.div_(p.view(torch.float32)).mul_(2.0)
+    return steps, p.sub_(127 << 23).bitwise_right_shift_(22).to(torch.uint8), sign  # 2 log2 p
 
 
 def nearest_e2m1(x: Tensor) -> Tensor:
@@ -51,7 +64,7 @@ def to_float8(x: Tensor, element: str) -> Tensor:
 
 
 def from_float8(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """float8 -> `dtype`: a cast. PyTorch's takes 3 ns a value on a CPU, and a table of the 256 values a fifth of that."""
+    """float8 -> `dtype`: a cast. On a CPU PyTorch's takes 3 ns a value, a table of the 256 values a fifth of that."""
     if codes.device.type != "cpu":
         return codes.to(dtype)
     table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).to(dtype)
@@ -62,8 +75,9 @@ def fma_round(q: Tensor, s: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
     """q * s + z with one rounding, q integers from -8 to 8 in float32; s and z of one dtype, broadcast over q.
 
     bf16 or f16 s, z: rounded once to `dtype`. float32 s, z: fused multiply-add in float32, then rounded to `dtype`.
-    The sum is taken to odd (Boldo & Melquiond, "Emulation of FMA and correctly rounded sums", 2008), so that the rounding
-    that follows cannot fall on a false midpoint: plain arithmetic fails when q * s is a midpoint and 0 < |z| < 2^-22 s.
+    The sum is taken to odd (Boldo & Melquiond, "Emulation of FMA and correctly rounded sums", 2008), so that the
+    rounding that follows cannot fall on a false midpoint: plain arithmetic fails when q * s is a midpoint and 0 < |z| <
+    2^-22 s.
     """
     if dtype == torch.float32 and s.dtype != torch.float32:
         return q * s.float() + z.float()  # the product is exact: 4 + 11 bits
@@ -88,7 +102,9 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _sums_are_exact(s: Tensor, z: Tensor, wide: torch.dtype) -> Tensor:
-    """Where q * s + z needs no rounding in `wide` for any |q| <= 8: its bits, from the last one of s and z to the sum's first, fit."""
+    """Where q * s + z needs no rounding in `wide` for any |q| <= 8: its bits, from the last one of s and z to the sum's
+    first, fit.
+    """
     bits = 1 - int(math.log2(torch.finfo(s.dtype).eps))
     (_, e_s), (_, e_z) = torch.frexp(s.float()), torch.frexp(z.float())  # |s| < 2^e_s, a multiple of 2^(e_s - bits)
     first, last = torch.maximum(e_s + 3, e_z) + 1, torch.minimum(e_s, e_z) - bits

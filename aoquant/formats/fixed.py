@@ -1,7 +1,8 @@
 """One scale for the whole tensor, and constants in its place.
 
-A scale of the whole tensor is one number, or two with a zero point, so it can be measured once and kept: as part of the format and of its
-name, which every checkpoint holds. With a constant there, nothing is left that reaches beyond a block.
+A scale of the whole tensor is one number, or two with a zero point, so it can be measured once and kept: as part of the
+format and of its name, which every checkpoint holds. With a constant there, nothing is left that reaches beyond a
+block.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from .base import Format
 
 @dataclass(frozen=True)
 class OneScale(Format):
-    """A format that has one scale for the tensor, all of it or in one of its variants. fixed: constants instead of that scale."""
+    """A format that has one scale for the tensor, all of it or in one of its variants. fixed: constants instead of that
+    scale.
+    """
 
     fixed: tuple[float, ...] = field(default=(), kw_only=True)
 

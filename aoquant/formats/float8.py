@@ -2,13 +2,15 @@
 
     s = absmax / max, in x's dtype, then float32;  q = sat(x / s), a true float32 division;  value = q * s
 
-With one scale for a whole row the codes are the operand and the scale multiplies the accumulator, so nothing is rounded twice. A
-block's scale cannot wait that long: a kernel for blocks sums each block's products by themselves, multiplies by both scales and adds
-(`ops.reference` has the order); where only one side has blocks, its operand is the decoded value, rounded once. Blocks of 1 x 128 for
-activations and 128 x 128 for weights are DeepSeek-V3's and torchao's; the last block of rows may be short.
+With one scale for a whole row the codes are the operand and the scale multiplies the accumulator, so nothing is rounded
+twice. A block's scale cannot wait that long: a kernel for blocks sums each block's products by themselves, multiplies
+by both scales and adds (`ops.reference` has the order); where only one side has blocks, its operand is the decoded
+value, rounded once. Blocks of 1 x 128 for activations and 128 x 128 for weights are DeepSeek-V3's and torchao's; the
+last block of rows may be short.
 
-low and high bound the absmax, as torchao's hp_value_lb and hp_value_ub do; values beyond high saturate. A block of zeros stores scale
-0 and zero codes; torchao divides 0 by 0 there and stores NaN. Source: torchao 0.18 `_choose_scale_float8`, `_quantize_affine_float8`.
+low and high bound the absmax, as torchao's hp_value_lb and hp_value_ub do; values beyond high saturate. A block of
+zeros stores scale 0 and zero codes; torchao divides 0 by 0 there and stores NaN. Source: torchao 0.18
+`_choose_scale_float8`, `_quantize_affine_float8`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _NAME = re.compile(
 class Float8(OneScale):
     """float8 e4m3 or e5m2; scale (R, 1), (1, 1) or (ceil(R / rows), K / cols), float32.
 
-    native: divide as x's device does (see scales.py). rows, cols: of a block. low, high: bounds of the absmax. fixed: (scale,), a
+    native: divide as x's device does (see scales.py). rows, cols: of a block. low, high: bounds of the absmax. fixed:
+        (scale,), a
     constant instead of one made from x; per tensor only.
     """
 

@@ -1,17 +1,23 @@
 """Four-over-six: NVFP4 whose blocks choose whether their largest value is coded as 6 or as 4.
 
-e2m1's largest step is the one from 4 to 6. A block scaled so that its largest value becomes 4 never uses it, and pays with coarser
-steps below; the encoder tries both and keeps the smaller error ("4/6": Cook et al., "Four Over Six: More Accurate NVFP4 Quantization
-with Adaptive Block Scaling", 2025). The bytes are NVFP4's: nothing is stored but the scale that won.
+e2m1's largest step is the one from 4 to 6. A block scaled so that its largest value becomes 4 never uses it, and pays
+with coarser steps below; the encoder tries both and keeps the smaller error ("4/6": Cook et al., "Four Over Six: More
+Accurate NVFP4 Quantization with Adaptive Block Scaling", 2025). The bytes are NVFP4's: nothing is stored but the scale
+that won.
 
     T = 1536 / amax;  b = a / 6 * T;  s6 = e4m3(b);  s4 = e4m3(1.5 * b);  the contest of `contest.py`, s6 first
     value = (amax / 1536) * (s * code)
 
-amax is the largest finite magnitude of the tensor, 1536 = 6 * 256: with NVFP4's 448 the scale for 4 of the largest block would not
-fit into e4m3. Divisions are IEEE's. Blocks are 16 values along K, or tiles of 16 x 16 (the last may be short),
-whose error is summed row by row. A block that holds NaN or Inf has the scale NaN (0x7F), and the others do not notice.
+amax is the largest finite magnitude of the tensor, 1536 = 6 * 256: with NVFP4's 448 the scale for 4 of the largest
+block would not fit into e4m3. Divisions are IEEE's. Blocks are 16 values along K, or tiles of 16 x 16 (the last may be
+short), whose error is summed row by row. A block that holds NaN or Inf has the scale NaN (0x7F), and the others do not
+notice.
 
-With stochastic rounding a choice by the error that was realised is biased; there is no such format, and its name is refused.
+With stochastic rounding a choice by the error that was realised is biased; there is no such format, and its name is
+refused.
+
+"fouroversix-row" takes amax of each row: a row's codes then do not depend on the rows beside it, which an activation's
+should not.
 
 `Scales.outer` is amax itself, not amax / 1536: the rounding of one cannot be undone to the last bit of the other.
 """
@@ -19,7 +25,7 @@ With stochastic rounding a choice by the error that was realised is biased; ther
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import torch
@@ -33,21 +39,29 @@ from .elements import E2M1_MAX, from_float8
 from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, quotient
 
-_NAME = re.compile(r"fouroversix(?:-(mae|absmax))?(-16x16)?")
+_NAME = re.compile(r"fouroversix(?:-(mae|absmax))?(-16x16)?(-row)?")
 _SMALLEST = 2.0**-9  # positive e4m3
 
 
 @dataclass(frozen=True)
 class FourOverSix(OneScale):
-    """e2m1 codes, an e4m3 scale per 16 values or per `tile` x 16, an outer float32 scale; metric "mse", "mae" or "absmax".
+    """e2m1 codes, an e4m3 scale per 16 values or per `tile` x 16, an outer float32 scale; metric "mse", "mae" or
+    "absmax".
 
-    fixed: (amax,), a constant instead of the tensor's own.
+    outer: "dynamic", from the absmax of the tensor, or "row", from that of each row. fixed: (amax,), a constant instead
+        of the tensor's own.
     """
 
     metric: str = "mse"
     tile: int = 1
+    outer: str = field(default="dynamic", kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.outer not in ("dynamic", "row") or (self.outer == "row" and (self.tile > 1 or self.fixed)):
+            raise ValueError(
+                f"{type(self).__name__}: outer is 'dynamic', or 'row' with tiles of one row and no constant, "
+                f"got outer={self.outer!r}, tile={self.tile!r}, fixed={self.fixed!r}"
+            )
         if self.tile not in (1, 16):
             raise ValueError(f"{type(self).__name__}: tile must be 1 or 16 rows, got {self.tile!r}")
         if self.metric not in METRICS:
@@ -63,12 +77,14 @@ class FourOverSix(OneScale):
             )
         if (match := _NAME.fullmatch(name)) is None:
             return None
-        return cls(match[1] or "mse", 16 if match[2] else 1)
+        metric, tile, row = match.groups()
+        return None if tile and row else cls(metric or "mse", 16 if tile else 1, outer="row" if row else "dynamic")
 
     @property
     def name(self) -> str:
         metric = "" if self.metric == "mse" else f"-{self.metric}"
-        return f"fouroversix{metric}{'-16x16' if self.tile > 1 else ''}{fixed_name(self.fixed)}"
+        row = "-row" if self.outer == "row" else ""
+        return f"fouroversix{metric}{'-16x16' if self.tile > 1 else ''}{row}{fixed_name(self.fixed)}"
 
     @property
     def bits(self) -> int:
@@ -83,26 +99,34 @@ class FourOverSix(OneScale):
         return self.tile
 
     @property
+    def widest(self) -> str:
+        return "row" if self.outer == "row" else "tensor"
+
+    @property
     def finite_only(self) -> bool:
         return True
 
     def measure(self, x_RK: Tensor) -> Scales:
         if self.fixed:
             return Scales(outer=constants(self.fixed, x_RK.device)[0])
-        # some rows at a time: what is not finite is taken out of a copy
-        tops = [absmax(x.nan_to_num(0.0, 0.0, 0.0).reshape(1, -1)) for x in x_RK.split(_rows(x_RK))]
-        return Scales(outer=reduce(torch.maximum, tops).float().view(1, 1))  # joined, they would be autocast's business
+        # some rows at a time: a copy, in which zeros replace NaN and Inf
+        finite = (x.nan_to_num(0.0, 0.0, 0.0) for x in x_RK.split(_rows(x_RK)))
+        if self.outer == "row":
+            return Scales(outer=torch.cat([absmax(x.unsqueeze(1)).float() for x in finite]))
+        # torch.cat would take part in autocast
+        return Scales(outer=reduce(torch.maximum, [absmax(x.reshape(1, 1, -1)) for x in finite]).float())
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.outer is not None
         rows, k = x_RK.shape
-        x_EB, outer = self._fold(x_RK.float()), Outer(s.outer)
+        x_EB, outer = self._fold(x_RK.float()), Outer(self._of_blocks(s.outer, k // self.block))
         finite = x_EB.isfinite().all(0)
         contest = self._contest(x_EB.mul(outer.power), outer, rows, k)
         self._enter(contest)
         scale, codes = contest.result(finite)
         packed = layout.pack(self._unfold(codes, rows, k), 4)
-        return Encoded(packed, scale.view(-1, k // self.block), None, outer.t, k)
+        t = Outer(s.outer).t if self.outer == "row" else outer.t.view(1, 1)
+        return Encoded(packed, scale.view(-1, k // self.block), None, t, k)
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         s_RG = self._signed(e)
@@ -112,7 +136,9 @@ class FourOverSix(OneScale):
         return e.outer
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        """Beyond the largest code by half a step and more; a block too small for a scale is flushed to zeros, not clipped."""
+        """Beyond the largest code by half a step and more; a block too small for a scale is flushed to zeros, not
+        clipped.
+        """
         assert e.outer is not None
         s_RG1 = self._signed(e).unsqueeze(-1)
         step = s_RG1.abs() * e.outer.unsqueeze(-1)
@@ -131,6 +157,10 @@ class FourOverSix(OneScale):
         b_B = self._ratio(absmax_of(contest.x_EB), E2M1_MAX, contest.outer)
         contest.enter(e4m3(b_B))
         contest.enter(e4m3(b_B * 1.5))
+
+    def _of_blocks(self, amax: Tensor, groups: int) -> Tensor:
+        """A row's amax for each of its blocks (B,), or the tensor's ()."""
+        return amax.expand(-1, groups).reshape(-1) if self.outer == "row" else amax.reshape(())
 
     def _contest(self, x_EB: Tensor, outer: Outer, rows: int, k: int) -> Contest:
         return Contest(x_EB, outer, self.metric, present=self._present(rows, k, x_EB.device))

@@ -1,7 +1,7 @@
 """GridFlip: four-over-six with a second grid, marked by the sign of the block's scale.
 
-An e4m3 scale has a sign bit, and NVFP4 never uses it. Here a negative scale says that the block's grid is Q - c instead of Q, with
-c = 1/4: finer around zero, and longer on one side. It costs nothing: 4.5 bits a weight, as before.
+An e4m3 scale has a sign bit, and NVFP4 never uses it. Here a negative scale says that the block's grid is Q - c instead
+of Q, with c = 1/4: finer around zero, and longer on one side. It costs nothing: 4.5 bits a weight, as before.
 
     value = t * (s~ * q + c * min(s~, 0))            t = amax / 1536, s~ the signed scale
 
@@ -12,21 +12,22 @@ so a flagged block decodes q to -(q + c) * |s| * t. The candidates of the contes
               positive and negative magnitude, for the grid's short and its long side
     "search"  instead, every e4m3 scale from 4 codes below to 8 above s6's, at most 126: Q with all of them, then flipped with all
 
-Ties stay with the earlier candidate, so an unflipped block wins them. All efforts share one decode. "alternating" turns the sign of c in
-every other block along K, which removes the mean that the shifted grid adds; a matrix is then cut along K at multiples of 32.
+Ties stay with the earlier candidate, so an unflipped block wins them. All efforts share one decode. "alternating" turns
+the sign of c in every other block along K, which removes the mean that the shifted grid adds; a matrix is then cut
+along K at multiples of 32.
 
-How exact is an operand? q + c is an odd multiple of 1/4, up to 25/4 = 5 bits, and s has 4: of 9 bits bfloat16 keeps 8. Codes +6 with the
-significands 11, 13, 15 (of 8..15) and -6 with 13 and 15 are rounded in a bfloat16 operand, half to even; everything else is exact, and in
-float16 and float32 all is. That rounding belongs to the format's operand. `decode` rounds once, from float32.
+How exact is an operand? q + c is an odd multiple of 1/4, up to 25/4 = 5 bits, and s has 4: of 9 bits bfloat16 keeps 8.
+Codes +6 with the significands 11, 13, 15 (of 8..15) and -6 with 13 and 15 are rounded in a bfloat16 operand, half to
+even; everything else is exact, and in float16 and float32 all is. That rounding belongs to the format's operand.
+`decode` rounds once, from float32.
 
-The byte 0x80 is never written and decodes to 0; 0x7F and 0xFF decode to NaN. The amax is that of the tensor which is quantised, after
-any transform.
+The byte 0x80 is never written and decodes to 0; 0x7F and 0xFF decode to NaN. The amax is that of the tensor which is
+quantised, after any transform.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +39,10 @@ from .contest import Contest, Outer, e4m3
 from .elements import E2M1_MAX, FLOAT8, from_float8, to_float8
 from .fixed import fixed_name
 from .four_over_six import FourOverSix, absmax_of
+from .scales import float32
 
 _LEAST = 0.0001  # smaller shifts are not written without an exponent, and would round away
-_NAME = re.compile(r"gridflip(?:-(sided|search))?(?:-c(\d+\.\d+))?(-alternating)?(-16x16)?")
+_NAME = re.compile(r"gridflip(?:-(sided|search))?(?:-c(\d+\.\d+))?(-alternating)?(-16x16)?(-row)?")
 EFFORTS = ("base", "sided", "search")
 _FOUR = 4.0
 _BELOW, _ABOVE, _LAST = 4, 8, 126  # e4m3 codes around that of a / 6; 127 is NaN
@@ -71,14 +73,15 @@ class GridFlip(FourOverSix):
         """The format called `name`; None when it is no GridFlip format's name."""
         if (match := _NAME.fullmatch(name)) is None:
             return None
-        effort, c, alternating, tile = match.groups()
-        if c is not None and not _LEAST <= float(c) < 2.0:
+        effort, c, alternating, tile, row = match.groups()
+        if (c is not None and not _LEAST <= float(c) < 2.0) or (tile and row):
             return None
         return cls(
             tile=16 if tile else 1,
             effort=effort or "base",
             c=0.25 if c is None else float(c),
             alternating=bool(alternating),
+            outer="row" if row else "dynamic",
         )
 
     @property
@@ -88,6 +91,7 @@ class GridFlip(FourOverSix):
             "" if self.c == 0.25 else f"-c{self.c!r}",
             "-alternating" if self.alternating else "",
             "-16x16" if self.tile > 1 else "",
+            "-row" if self.outer == "row" else "",
         )
         return f"gridflip{''.join(parts)}{fixed_name(self.fixed)}"
 
@@ -101,10 +105,10 @@ class GridFlip(FourOverSix):
         return v_RGB.add_((self._shift(s_RG) * s_RG.clamp(max=0)).unsqueeze(-1)).flatten(1).to(dtype)
 
     def split(self, e: Encoded) -> tuple[Encoded, Tensor]:
-        """What an FP4 tensor core can multiply, and what it leaves to add.
+        """The part that an FP4 tensor core can multiply, and the rest, which is added.
 
-        Returns an `Encoded` of plain four-over-six codes with unsigned scales (in flagged blocks the codes' sign bit is turned), and
-        C (R, G) float32, -c |s| in flagged blocks and 0 elsewhere: operand = operand(plain) + C, so that
+        Returns an `Encoded` of plain four-over-six codes with unsigned scales (in flagged blocks the codes' sign bit is
+        turned), and C (R, G) float32, -c |s| in flagged blocks and 0 elsewhere: operand = operand(plain) + C, so that
 
             X W^T = t * (X plain^T + Xbar C^T),  Xbar (M, G) the sums of X over each block: K / 16 more columns.
 
@@ -120,7 +124,7 @@ class GridFlip(FourOverSix):
     @property
     def plain(self) -> FourOverSix:
         """The format of what `split` returns."""
-        return FourOverSix(tile=self.tile)
+        return FourOverSix(tile=self.tile, outer=self.outer)
 
     def _enter(self, contest: Contest) -> None:
         outer, a_B = contest.outer, absmax_of(contest.x_EB)
@@ -133,7 +137,7 @@ class GridFlip(FourOverSix):
                     contest.enter(from_float8(code.view(FLOAT8["e4m3"]), torch.float32), flipped=flipped)
             return
         super()._enter(contest)
-        c = _float32(self.c)
+        c = float32(self.c)
         for v in (E2M1_MAX, _FOUR):
             contest.enter(e4m3(self._ratio(a_B, v + c, outer)), flipped=True)
         if self.effort == "sided":
@@ -152,17 +156,13 @@ class GridFlip(FourOverSix):
 
     def _shift(self, s_RG: Tensor) -> float | Tensor:
         """c, or c and -c in turn for the blocks of a row (1, G)."""
-        c = _float32(self.c)
+        c = float32(self.c)
         if not self.alternating:
             return c
-        even = torch.arange(s_RG.shape[1], device=s_RG.device) % 2 == 0
-        return torch.where(even, c, -c).float().unsqueeze(0)
+        odd = torch.arange(s_RG.shape[1], device=s_RG.device) % 2 == 1
+        return torch.full((1, s_RG.shape[1]), c, dtype=torch.float32, device=s_RG.device).masked_fill(odd, -c)
 
     def _off_centre(self, x_RGB: Tensor, step: Tensor, s_RG1: Tensor) -> Tensor:
         shift = self._shift(s_RG1.squeeze(-1))
         shift = shift.unsqueeze(-1) if isinstance(shift, Tensor) else shift
         return torch.where(s_RG1 < 0, x_RGB + shift * step, x_RGB)
-
-
-def _float32(c: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", c))[0])

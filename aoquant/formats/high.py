@@ -1,7 +1,8 @@
-"""High precision as a format: what is not quantised, where a format has to be named.
+"""High precision as a format: values that are not quantised, in a place that needs a format's name.
 
-A layer whose activations alone are quantised still converts to something: a packed tensor that holds the weight as it is and
-quantises its input. With this format the weight's slot of a recipe needs no exception anywhere: encoding copies, decoding casts.
+A layer whose activations alone are quantised still converts to something: a packed tensor that holds the weight as it
+is and quantises its input. With this format the weight's slot of a recipe needs no exception anywhere: encoding copies,
+decoding casts.
 """
 
 from __future__ import annotations

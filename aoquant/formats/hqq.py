@@ -1,8 +1,10 @@
-"""HQQ: scales and zero points that a few iterations fit to the weights (half-quadratic quantisation, Badri & Shaji 2023).
+"""HQQ: scales and zero points that a few iterations fit to the weights (half-quadratic quantisation, Badri & Shaji
+2023).
 
 Two solvers, as torchao runs them at conversion, and therefore here in every forward:
 
-`affine`, for int4 (`Int4ChooseQParamsAlgorithm.HQQ`). With r = 15 / (max - min), capped at 2e4, and zero point b = rn(-min r), twenty times:
+`affine`, for int4 (`Int4ChooseQParamsAlgorithm.HQQ`). With r = 15 / (max - min), capped at 2e4, and zero point b =
+rn(-min r), twenty times:
 
     q = clamp(rn(w r + b), 0, 15);  v = (q - b) / r;  e = shrink(w - v)
     b = mean over the group of (q - (w - e) r);  beta = 1.01 beta          until the mean of |w - v| over the matrix stops falling
@@ -10,13 +12,15 @@ Two solvers, as torchao runs them at conversion, and therefore here in every for
 
 then q again, s = 1 / r, z = (8 - b) s. The iterations run in float32 for a CPU and in float16 for CUDA.
 
-`scale_only`, for symmetric integers (`IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY`), float32. From s = absmax / 2^(bits - 1), twenty times:
+`scale_only`, for symmetric integers (`IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY`), float32. From s = absmax / 2^(bits -
+1), twenty times:
 
     q = clamp(rn(w / s));  s = sum(w q) / sum(q q), at least float32's eps     until no scale of the matrix moves by more than 1e-5 of itself
 
-Both stop for the whole matrix at once, so a row depends on its neighbours; and sums over a group are taken in the order of the
-device, so codes made on a CPU and on a GPU may differ in a few last places. Prepare and convert on one device, as torchao converts.
-Stopping is a mask over the iterations and no branch, so that nothing waits for a device and shapes can be traced.
+Both stop for the whole matrix at once, so a row depends on its neighbours; and sums over a group are taken in the order
+of the device, so codes made on a CPU and on a GPU may differ in a few last places. Prepare and convert on one device,
+as torchao converts. Stopping is a mask over the iterations and no branch, so that nothing waits for a device and shapes
+can be traced.
 Source: torchao 0.18 `quant_primitives`.
 """
 
@@ -45,9 +49,11 @@ NOT_HELD = "{}: HQQ fits scales and codes to each other, so its scales cannot be
 
 
 def affine(x_RGB: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For some rows r after others: q (r, G, group) in -8..7 as floats, scale and zero (r, G) in x's dtype; the iterations run in `dtype`.
+    """For some rows r after others: q (r, G, group) in -8..7 as floats, scale and zero (r, G) in x's dtype; the
+    iterations run in `dtype`.
 
-    What is in between is there for some rows at a time too, but for |w - v|, whose mean is taken over the matrix in the device's order.
+    What is in between is there for some rows at a time too, but for |w - v|, whose mean is taken over the matrix in the
+    device's order.
     """
     tiles = max(1, -(-x_RGB.numel() // TILE))
     rows = max(1, -(-len(x_RGB) // tiles))  # of one size, so that sums over a group are taken in one order
@@ -73,7 +79,9 @@ def _start(x_RGB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _iterate(xs: Sequence[Tensor], inverse: Tensor, zero: Tensor) -> None:
-    """Move `zero`, in its place. xs: groups (n, group) of the rows after each other; inverse, zero: (all n, 1) in the dtype of the iterations."""
+    """Move `zero`, in its place. xs: groups (n, group) of the rows after each other; inverse, zero: (all n, 1) in the
+    dtype of the iterations.
+    """
     sizes = [len(x) for x in xs]
     lost = inverse.new_empty(len(inverse), xs[0].shape[1])  # |w - v|
     beta, best = BETA, torch.full((), WORST_ERROR, dtype=inverse.dtype, device=inverse.device)

@@ -1,7 +1,7 @@
 """int4 weights: one class for each kernel family's numerics.
 
-Five deployed layouts hold a 4-bit code and a scale, and no two of them compute the same numbers. What they share is here once:
-a code is q in -8..7, packed with even k in the low nibble, and the operand is a rounding of q * s + z.
+Five deployed layouts hold a 4-bit code and a scale, and no two of them compute the same numbers. What they share is
+here once: a code is q in -8..7, packed with even k in the low nibble, and the operand is a rounding of q * s + z.
 
 `Int4`: asymmetric, float32 throughout, for bf16 activations (MSLK / FBGEMM `bf16i4bf16`, plain and preshuffled):
 
@@ -15,15 +15,17 @@ The preshuffled layout rounds s and z to bf16 whatever the weight is: "int4-bf16
     s = max(absmax, 1e-6) / 8;  q = clamp(rn(w / s), -8, 7)      then s rounded to w.dtype
     operand = rn_e4m3(rn(q * s)), the inner rounding to s's dtype; no row scale, so weights below 2^-9 round to nothing
 
-`Int4Float8Row`: the same activations, preshuffled layout (MSLK `f8i4bf16_shuffled`). Rows are quantised to fp8 first, and int4 then
-quantises the fp8 codes, in code units:
+`Int4Float8Row`: the same activations, preshuffled layout (MSLK `f8i4bf16_shuffled`). Rows are quantised to fp8 first,
+and int4 then quantises the fp8 codes, in code units:
 
     row = max(absmax of the row, 1/512) / 448;  c = e4m3(w / row);  s, q of c as above;  s rounded to e4m3
     operand = rn_e4m3(q * s);  the row scale multiplies the accumulator
 
-Sources: MSLK 1.1 `int4_row_quantize_zp`, `int4_row_quantize`, `quantize_int4_preshuffle`; operands read from the kernels on an H200
-with identity matrices, in bf16 and float32 scales (benchmarks/results/int4_h200.txt). The fp8 kernels' epilogues are rn_bf16(x_scale * acc),
-plain, and rn_bf16(row * (x_scale * acc)), preshuffled; torchao adds the bias to that and rounds again.
+Sources: MSLK 1.1 `int4_row_quantize_zp`, `int4_row_quantize`, `quantize_int4_preshuffle`; operands read from the
+    kernels on an H200
+with identity matrices, in bf16 and float32 scales (benchmarks/results/int4_h200.txt). The fp8 kernels' epilogues are
+rn_bf16(x_scale * acc), plain, and rn_bf16(row * (x_scale * acc)), preshuffled; torchao adds the bias to that and rounds
+again.
 """
 
 from __future__ import annotations
@@ -60,6 +62,13 @@ class Int4(Format):
     @property
     def block(self) -> int:
         return self.group
+
+    @property
+    def clips_when_held(self) -> bool:
+        return False  # the range of a group covers its values by construction
+
+    def scale_dtype(self, source: torch.dtype) -> torch.dtype:
+        return torch.bfloat16 if self.scales == "bfloat16" else source
 
     def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._blocks(x_RK).float()
@@ -100,7 +109,7 @@ class Int4(Format):
     def _codes(self, x_RGB: Tensor, s: Scales) -> tuple[Tensor, Tensor, Tensor | None]:
         """q (R, G, group) in -8..7, as floats; scale and zero (R, G) as they are stored."""
         assert s.scale is not None and s.zero is not None
-        dtype = torch.bfloat16 if self.scales == "bfloat16" else x_RGB.dtype
+        dtype = self.scale_dtype(x_RGB.dtype)
         scale, low = s.scale.unsqueeze(-1), s.zero.unsqueeze(-1)
         zero = low + 8 * scale
         q = (x_RGB.float() - low).div_(scale).round_().clamp_(0, 15).sub_(8)
@@ -134,7 +143,7 @@ class Int4Float8(Int4):
         return (self._blocks(self.integers(e)) != 0).any(-1)
 
     def _inner(self, scale: Tensor) -> torch.dtype:
-        """What q * s is rounded to on its way to e4m3."""
+        """The dtype that q * s is rounded to on its way to e4m3."""
         return scale.dtype
 
     def _source(self, x_RK: Tensor, s: Scales) -> Tensor:
@@ -153,7 +162,9 @@ class Int4Float8(Int4):
 
 @dataclass(frozen=True)
 class Int4Float8Row(Int4Float8):
-    """int4 per group of the e4m3 codes of a row, e4m3 group scales, a float32 scale per row: Int4PreshuffledTensor, float8 activations."""
+    """int4 per group of the e4m3 codes of a row, e4m3 group scales, a float32 scale per row: Int4PreshuffledTensor,
+    float8 activations.
+    """
 
     @property
     def name(self) -> str:

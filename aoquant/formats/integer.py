@@ -1,4 +1,5 @@
-"""Affine integers of 1 to 8 bits as torchao computes them: `choose_qparams_affine` / `quantize_affine`, each step rounded to x's dtype.
+"""Affine integers of 1 to 8 bits as torchao computes them: `choose_qparams_affine` / `quantize_affine`, each step
+rounded to x's dtype.
 
 symmetric   s = max(absmax / ((qmax - qmin) / 2), eps);  zp = 0
 noclip      s = max(min(x, 0) / qmin, max(x, 0) / qmax, eps);  zp = 0, and no value lies beyond the largest code
@@ -30,11 +31,13 @@ _SUFFIX = {"symmetric": "", "asymmetric": "-asym", "noclip": "-noclip"}
 class Affine(OneScale):
     """Integers of `width` bits with one scale per group, row or tensor. Source: torchao 0.18 `quant_primitives`.
 
-    scales: "input" keeps scale and arithmetic in x's dtype (IntxUnpackedToInt8Tensor); "float32" stores a float32 scale, made
+    scales: "input" keeps scale and arithmetic in x's dtype (IntxUnpackedToInt8Tensor); "float32" stores a float32
+        scale, made
     in x's dtype with float32's eps, and quantises in float32 (Int8Tensor).
     native: divide as x's device does; for activations that torchao quantises again at run time.
     fixed: (scale,) or (scale, zero point), constants instead of ones made from x; per tensor only.
-    stored: with scales "input", the dtype that the finished scale is cast to before anything is quantised with it; "" is x's.
+    stored: with scales "input", the dtype that the finished scale is cast to before anything is quantised with it; ""
+        is x's.
     """
 
     width: int = 8
@@ -71,6 +74,10 @@ class Affine(OneScale):
     @property
     def block(self) -> int | None:
         return self.group if self.per == "group" else None
+
+    @property
+    def learnable(self) -> bool:
+        return not self.fixed
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -142,8 +149,9 @@ class Affine(OneScale):
     def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
         """(R, G) float32 gradient of each scale: the sum of grad * d value / d scale over the values that share it.
 
-        value = clamp(rn(x / s)) * s with rn straight through: the derivative is rn(x / s) - x / s, and the largest or smallest
-        code where the code is clipped. Source: Esser et al. 2020, equation 3; here a value counts as clipped when its rounded code is.
+        value = clamp(rn(x / s)) * s with rn straight through: the derivative is rn(x / s) - x / s, and the largest or
+        smallest code where the code is clipped. Source: Esser et al. 2020, equation 3; here a value counts as clipped
+        when its rounded code is.
         """
         x_RGB = self._scaled_blocks(x_RK)
         scale, zero = self._broadcast(s.scale, s.zero, x_RK.dtype)
@@ -185,7 +193,9 @@ class Affine(OneScale):
         return scale, torch.zeros_like(scale, dtype=torch.int8)
 
     def _broadcast(self, scale: Tensor | None, zero: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Scale, as it is stored and at least eps, and zero point, (R, G, 1). A learned scale may have fallen below zero."""
+        """Scale, as it is stored and at least eps, and zero point, (R, G, 1). A learned scale may have fallen below
+        zero.
+        """
         assert scale is not None
         narrow = getattr(torch, self.stored) if self.stored else dtype
         stored = torch.float32 if self.scales == "float32" else narrow
@@ -194,7 +204,8 @@ class Affine(OneScale):
 
     def _code(self, x_RGB: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Codes before clamping, float32."""
-        # a product of two bf16 is their float32 product, rounded: said so, the passes over it are float32's, which are faster
+        # a product of two bf16 is their float32 product, rounded: said so, the passes over it are float32's, which are
+        # faster
         q = (x_RGB.float() * (1.0 / scale).float()).to(torch.promote_types(x_RGB.dtype, scale.dtype)).float().round_()
         return q.add_(zero) if self.mapping == "asymmetric" else q
 

@@ -1,8 +1,8 @@
 """Layouts: how codes and scales lie in memory. Storage, not numerics: every function has an exact inverse.
 
-Codes of 4 bits go two to a byte, low nibble = even k (MSLK, torchao and NVIDIA agree on it). Codes of 1, 2, 3, 5, 6 and 7 bits
-go eight at a time into bit planes, so that no width wastes a bit; a ragged end is padded with zeros. Block scales for Blackwell
-tensor cores are swizzled in tiles of 128 x 4 (cuBLAS, "1-D block scaling factors layout").
+Codes of 4 bits go two to a byte, low nibble = even k (MSLK, torchao and NVIDIA agree on it). Codes of 1, 2, 3, 5, 6 and
+7 bits go eight at a time into bit planes, so that no width wastes a bit; a ragged end is padded with zeros. Block
+scales for Blackwell tensor cores are swizzled in tiles of 128 x 4 (cuBLAS, "1-D block scaling factors layout").
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def lookup(packed: Tensor, table: Tensor, k: int) -> Tensor:
 
 
 def swizzle_128x4(scales: Tensor) -> Tensor:
-    """(R, G) 1-byte scales -> flat, tiles of 128 x 4 row-block major, zero padded: byte (r, c) -> (r%32)*16 + (r//32)*4 + c."""
+    """(R, G) 1-byte scales -> flat, tiles of 128 x 4 row-block major, zero padded: byte (r, c) -> (r%32)*16 + (r//32)*4
+    + c.
+    """
     rows, cols = scales.shape
     padded = torch.zeros(-(-rows // 128) * 128, -(-cols // 4) * 4, dtype=torch.uint8, device=scales.device)
     padded[:rows, :cols] = scales.view(torch.uint8)
@@ -76,7 +78,9 @@ _ONES = 0x0101010101010101
 
 
 def _gather_bits(eights: Tensor) -> Tensor:
-    """Eight bytes of 0 or 1, an int64 -> one byte, first value in the lowest bit: bits that are a byte apart close up, by halves."""
+    """Eight bytes of 0 or 1, an int64 -> one byte, first value in the lowest bit: bits that are a byte apart close up,
+    by halves.
+    """
     for gap in (7, 14, 28):
         eights = eights | (eights >> gap)
     return eights.to(torch.uint8)

@@ -1,15 +1,19 @@
-"""fp8 rows in MSLK's dialect: what torchao computes when `kernel_preference` is MSLK, and in every int4 layer with fp8 activations.
+"""fp8 rows in MSLK's dialect: what torchao computes when `kernel_preference` is MSLK, and in every int4 layer with fp8
+activations.
 
     s = max(absmax, 1/512) / 448;  q = e4m3(clamp(x / s, -448, 448));  value = q * s      all in float32, both divisions correctly rounded
 
-Two things set it apart from PyTorch's dialect (float8.py): the floor of 1/512 under a row's absmax, so that a row of zeros has a scale
-and is zeros, not NaN, and the divisions, which are real ones on every device, never a multiplication by a reciprocal.
+Two things set it apart from PyTorch's dialect (float8.py): the floor of 1/512 under a row's absmax, so that a row of
+zeros has a scale and is zeros, not NaN, and the divisions, which are real ones on every device, never a multiplication
+by a reciprocal.
 
-The GEMM that takes these rows, `f8f8bf16_rowwise`, was read with one-hot rows, whose sums no order can change: acc by e4m3 wgmma, then
-rn_bf16(w_scale * (x_scale * acc)), each product rounded to float32; a bfloat16 bias is added to that and rounded again, a float32 bias
-is fused, rn_bf16(fma(w_scale, x_scale * acc, bias)). No other order of the scales gives its bytes.
+The GEMM that takes these rows, `f8f8bf16_rowwise`, was read with one-hot rows, whose sums no order can change: acc by
+e4m3 wgmma, then rn_bf16(w_scale * (x_scale * acc)), each product rounded to float32; a bfloat16 bias is added to that
+and rounded again, a float32 bias is fused, rn_bf16(fma(w_scale, x_scale * acc, bias)). No other order of the scales
+gives its bytes.
 
-Source: MSLK 1.1 `quantize_fp8_row`, its Triton kernel, on an H200; the fallback that the same package takes on a CPU multiplies by
+Source: MSLK 1.1 `quantize_fp8_row`, its Triton kernel, on an H200; the fallback that the same package takes on a CPU
+    multiplies by
 448 / absmax instead, and releases before 1.1 did too: neither is a reference.
 """
 

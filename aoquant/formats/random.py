@@ -1,17 +1,19 @@
 """Random numbers that are functions of where they are used: a counter, not a generator.
 
-A stochastic backward must draw fresh numbers in every call and still be reproducible: the same bytes on a CPU and on a GPU, after a
-resume, under activation recompute, whatever the block size of a kernel. A generator with hidden state gives none of these. Philox4x32-10
-maps a counter and a key to 128 random bits by ten rounds of multiplication, so that any element's number can be computed by itself:
+A stochastic backward must draw fresh numbers in every call and still be reproducible: the same bytes on a CPU and on a
+GPU, after a resume, under activation recompute, whatever the block size of a kernel. A generator with hidden state
+gives none of these. Philox4x32-10 maps a counter and a key to 128 random bits by ten rounds of multiplication, so that
+any element's number can be computed by itself:
 
     key      (seed, module << 3 | side)      which run, which layer, and which operand of which of its GEMMs
     counter  (element // 4, step)            64 bits each; the element is its place in the row-major matrix that is encoded
     word     element % 4                     of the four 32-bit words that come out
 
-`Random.state` holds (seed, module, step) on the device, where kernels read it: nothing waits for the CPU. A layer keeps it in its
-state_dict and adds one to the step in every backward. Triton's `tl.philox` gives the same words.
+`Random.state` holds (seed, module, step) on the device, where kernels read it: nothing waits for the CPU. A layer keeps
+it in its state_dict and adds one to the step in every backward. Triton's `tl.philox` gives the same words.
 
-Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, and the test vectors of its library Random123.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, and the test vectors of its library
+    Random123.
 """
 
 from __future__ import annotations

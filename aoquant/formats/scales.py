@@ -1,10 +1,11 @@
 """Scales: how a block's absmax becomes the number that its codes are multiplied by.
 
-One trap lives here. `tensor / python_number` is a division on the CPU but, in PyTorch's CUDA kernels, a multiplication by the
-float32 reciprocal. In bfloat16 the two agree for every divisor used here (checked on all 32640 non-negative values); in float32
-they differ by an ulp for a fifth to three quarters of the inputs. Weights are converted on a GPU and the bytes have to be the
-same everywhere, so `divide` multiplies by the reciprocal on every device. `native=True` leaves the choice to the device: right
-only where the deployed layer divides at run time too, as torchao's dynamic activation quantisers do.
+One trap lives here. `tensor / python_number` is a division on the CPU but, in PyTorch's CUDA kernels, a multiplication
+by the float32 reciprocal. In bfloat16 the two agree for every divisor used here (checked on all 32640 non-negative
+values); in float32 they differ by an ulp for a fifth to three quarters of the inputs. Weights are converted on a GPU
+and the bytes have to be the same everywhere, so `divide` multiplies by the reciprocal on every device. `native=True`
+leaves the choice to the device: right only where the deployed layer divides at run time too, as torchao's dynamic
+activation quantisers do.
 
 The e8m0 rules are OCP MX v1.0's (floor) and the usual alternatives; the byte is the biased exponent, 255 means NaN.
 """
@@ -22,10 +23,15 @@ _MANTISSA = 23  # float32
 _LONG = 1 << 14  # values of a row, or of a tensor as one row, that are not copied to find the largest
 
 
+def float32(c: float) -> float:
+    """c rounded to float32."""
+    return float(struct.unpack("f", struct.pack("f", c))[0])
+
+
 @cache
 def reciprocal(c: float) -> float:
     """1 / c rounded to float32."""
-    return float(struct.unpack("f", struct.pack("f", 1.0 / c))[0])
+    return float32(1.0 / c)
 
 
 def divide(x: Tensor, c: float, *, native: bool = False) -> Tensor:
@@ -37,7 +43,7 @@ def divide(x: Tensor, c: float, *, native: bool = False) -> Tensor:
 
 def quotient(x: Tensor, c: float) -> Tensor:
     """x / c in float32, correctly rounded on every device: for formats that are defined by IEEE divisions."""
-    return x / torch.full((), c, device=x.device)
+    return x / torch.full((), c, dtype=torch.float32, device=x.device)
 
 
 def absmax(x_RGB: Tensor) -> Tensor:
@@ -46,8 +52,18 @@ def absmax(x_RGB: Tensor) -> Tensor:
         return x_RGB.new_zeros(x_RGB.shape[:-1])
     if x_RGB.shape[-1] >= _LONG:
         return torch.maximum(x_RGB.amax(-1), -x_RGB.amin(-1)).abs()  # two readings, and no copy
-    # magnitudes are ordered as float32's bits are, NaN on top; PyTorch reduces short rows of integers far faster than of floats
+    # magnitudes are ordered as float32's bits are, NaN on top; PyTorch reduces short rows of integers far faster than
+    # of floats
     return (x_RGB.float().view(torch.int32) & 0x7FFFFFFF).amax(-1).view(torch.float32).to(x_RGB.dtype)
+
+
+def sum_by_pairs(x_RGB: Tensor) -> Tensor:
+    """(R, G) sums of blocks of 2^n values, neighbours first, then neighbouring sums: the same additions on every
+    device.
+    """
+    while x_RGB.shape[-1] > 1:
+        x_RGB = x_RGB[..., 0::2] + x_RGB[..., 1::2]
+    return x_RGB.squeeze(-1)
 
 
 def visible(x_RGB: Tensor, scale: Tensor) -> Tensor:
@@ -63,7 +79,8 @@ def visible_e8m0(x_RGB: Tensor, scale: Tensor) -> Tensor:
 def e8m0_bytes(amax: Tensor, rule: str, *, max_pow2: int, max_value: float, mantissa_bits: int) -> Tensor:
     """uint8 biased exponents of power-of-two scales.
 
-    amax: float32. rule: "floor", "ceil", "even" (exponent of amax, down, up or after rounding the mantissa to the element's)
+    amax: float32. rule: "floor", "ceil", "even" (exponent of amax, down, up or after rounding the mantissa to the
+        element's)
     or "rceil" (smallest power of two >= amax / max_value). max_pow2, max_value, mantissa_bits: of the element.
     """
     if rule == "rceil":

@@ -3,57 +3,49 @@
     t = absmax / 1536;  b = e4m3 byte of clamp(amax_b / 6 / t, 2^-6, 448);  candidates: b, then b - 4 .. b + 8 in order, within 2^-6 .. 448
     y = x (1 / t);  code = e2m1(x ((1 / t) / s));  error = sum of (code s - y)^2 in float32, k = 0..15 in order;  keep the smallest, strict <
 
-1536 = 6 * 256 and not 6 * 448, as in four-over-six: the block that holds the tensor's absmax may then be given a larger scale too, one
-under which its absmax becomes 4. Codes, scales and decoding are NVFP4's, so every NVFP4 kernel runs what this makes; only encoding costs
-more, which is why it is for weights.
+1536 = 6 * 256 and not 6 * 448, as in four-over-six: the block that holds the tensor's absmax may then be given a larger
+scale too, one under which its absmax becomes 4. Codes, scales and decoding are NVFP4's, so every NVFP4 kernel runs what
+this makes; only encoding costs more, which is why it is for weights. "nvfp4-search-row" has an outer scale for each
+row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Format, Scales
-from .blockscaled import E4M3_FLOOR, NVFP4, PTS_FLOOR
-from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, to_e2m1
-from .fixed import check_fixed
-from .scales import absmax, divide
+from .base import Encoded, Scales
+from .blockscaled import NVFP4, block_scales
+from .contest import TOP
+from .elements import FLOAT8, from_e2m1, to_e2m1
 
 DOWN, UP = 4, 8
 LOWEST, HIGHEST = 0x08, 0x7E  # e4m3 bytes of 2^-6 and 448
-TOP = 1536.0
+_NAMES = {"dynamic": "nvfp4-search", "row": "nvfp4-search-row", "none": "nvfp4-search-none"}
 
 
 @dataclass(frozen=True)
 class NVFP4Search(NVFP4):
-    """NVFP4 whose block scales are searched; outer scale "dynamic" (absmax / 1536), "static" (`pts`) or "none"."""
+    """NVFP4 whose block scales are searched; outer scale "dynamic" or "row" (absmax / 1536), "static" (`pts`) or
+    "none".
+    """
 
     @property
     def name(self) -> str:
         # spelt out: torch 2.11's compiler cannot follow super().name
-        names = {"dynamic": "nvfp4-search", "none": "nvfp4-search-none", "static": f"nvfp4-search-static:{self.pts!r}"}
-        return names[self.outer]
+        return _NAMES[self.outer] if self.pts is None else f"nvfp4-search-static:{self.pts!r}"
 
-    def fix(self, *numbers: float) -> Format:
-        if not self.per_tensor:
-            return super().fix(*numbers)
-        return replace(self, outer="static", pts=check_fixed(self.name, numbers, 1)[0])
-
-    def measure(self, x_RK: Tensor) -> Scales:
-        if self.outer != "dynamic":
-            return super().measure(x_RK)
-        return Scales(outer=divide(absmax(x_RK.reshape(1, -1)).float(), TOP).clamp(min=PTS_FLOOR).unsqueeze(-1))
+    @property
+    def top(self) -> float:
+        return TOP
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB = self._blocks(x_RK).float()
-        amax = absmax(x_RGB)
-        ratio = divide(torch.where(amax.isinf(), torch.nan, amax), E2M1_MAX)
         inverse = x_RGB.new_ones(1, 1) if s.outer is None else 1.0 / s.outer
-        ratio = ratio if s.outer is None else ratio / s.outer
-        usual = ratio.clamp(E4M3_FLOOR, ELEMENTS["e4m3"][1]).to(FLOAT8["e4m3"]).view(torch.uint8)
+        usual = block_scales(x_RGB, s.outer).view(torch.uint8)
         y_RGB = x_RGB * inverse.unsqueeze(-1)
         best, codes, least = usual, *_coded(x_RGB, y_RGB, usual, inverse)
         for offset in range(-DOWN, UP + 1):
@@ -66,7 +58,9 @@ class NVFP4Search(NVFP4):
 
 
 def _coded(x_RGB: Tensor, y_RGB: Tensor, byte_RG: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (R, G, 16) under the scales of these bytes, and their summed squared errors (R, G) in units of the outer scale."""
+    """Codes (R, G, 16) under the scales of these bytes, and their summed squared errors (R, G) in units of the outer
+    scale.
+    """
     scale = byte_RG.view(FLOAT8["e4m3"]).float()
     codes = to_e2m1(x_RGB * (inverse / scale).unsqueeze(-1))
     lost = (from_e2m1(codes) * scale.unsqueeze(-1) - y_RGB).square()

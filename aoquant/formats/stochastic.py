@@ -1,24 +1,28 @@
 """Formats for gradients: encodings whose values are right on average, because their rounding is random.
 
-A gradient is summed over thousands of steps, so an error that averages out is worth more than a small one. Rounding to nearest is the
-most exact encoding of one tensor, but it shrinks it: the slope of the decoded values over the true ones is .99 for FP4. Here it is 1.
+A gradient is summed over thousands of steps, so an error that averages out is worth more than a small one. Rounding to
+nearest is the most exact encoding of one tensor, but it shrinks it: the slope of the decoded values over the true ones
+is .99 for FP4. Here it is 1.
 
     mxfp4-sr   s = 2^(floor(log2 amax) - 2) * 4/3, so that amax / s lies in [3, 6) and nothing clips; each value goes up or down
-               to a neighbouring code with the probability that makes its mean exact. What is stored is the power of two; the 4/3 is the
-               outer scale, so that a product of two operands carries (4/3)^2 = 16/9 in its epilogue. Source: Quartet (arXiv:2505.14669).
+               to a neighbouring code with the probability that makes its mean exact. What is stored is the power of
+               two; the 4/3 is the outer scale, so that a product of two operands carries (4/3)^2 = 16/9 in its
+               epilogue. Source: Quartet (arXiv:2505.14669).
     nvfp4-sr   s = e4m3(amax / (6 * 16/17) / pts), pts = absmax / (448 * 6 * 16/17): rounding a scale to e4m3 takes at most 1/17
                off it, so again nothing clips.
     ms-eden    codes round to nearest, and the block's scale makes up for what they lost: with v the block over its scale s and q its
-               codes, the scale becomes s * <v, v> / <v, q>, which makes <v, v^> = <v, v> exactly, and only the rounding of that
-               scale to e4m3 is random. s = e4m3(amax / (6 * 17/16 * .93) / pts), pts = absmax / (6 * 17/16 * .93 * 352): 352, because
-               <v, v> / <v, q> is up to 1.22 and the scale must stay within 448. Less than half of nvfp4-sr's error. What is left is
-               orthogonal to the block, and unbiased only after a random rotation. Source: Quartet II (arXiv:2601.22813).
+               codes, the scale becomes s * <v, v> / <v, q>, which makes <v, v^> = <v, v> exactly, and only the rounding
+               of that scale to e4m3 is random. s = e4m3(amax / (6 * 17/16 * .93) / pts), pts = absmax / (6 * 17/16 *
+               .93 * 352): 352, because <v, v> / <v, q> is up to 1.22 and the scale must stay within 448. Less than half
+               of nvfp4-sr's error. What is left is orthogonal to the block, and unbiased only after a random rotation.
+               Source: Quartet II (arXiv:2601.22813).
 
-Published implementations of MS-EDEN differ and are not interchangeable: the correction spans 16, 32, 128 or 256 values, the scale is or is
-not rounded before the codes are chosen, and ties go to even or away from zero. Here: per block of 16, after rounding the scale to
-e4m3 (at least 2^-9), half to even.
+Published implementations of MS-EDEN differ and are not interchangeable: the correction spans 16, 32, 128 or 256 values,
+the scale is or is not rounded before the codes are chosen, and ties go to even or away from zero. Here: per block of
+16, after rounding the scale to e4m3 (at least 2^-9), half to even.
 
-`rotated.py` has the rotation. None of these is a format for weights or activations of the forward: a deployed layer does not draw.
+`transforms/rotation.py` has the rotation. None of these is a format for weights or activations of the forward: a
+deployed layer does not draw.
 """
 
 from __future__ import annotations
@@ -30,10 +34,10 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales
-from .blockscaled import E4M3_FLOOR, MX, NVFP4, PTS_FLOOR
-from .elements import E2M1_MAX, from_e2m1, to_e2m1, to_float8
+from .blockscaled import E4M3_FLOOR, MX, NVFP4, PTS_FLOOR, block_scales
+from .elements import E2M1_MAX, e2m1_steps, from_e2m1, to_e2m1, to_float8
 from .random import Random
-from .scales import absmax, divide
+from .scales import absmax, divide, sum_by_pairs
 
 E4M3_LEAST, E4M3_MAX = 2.0**-9, 448.0  # above zero
 THIRDS = 4 / 3
@@ -46,8 +50,16 @@ class Randomized(Format):
     """A format whose encoding draws. `encode` takes where from: nothing here reads a global generator."""
 
     @property
+    def draws(self) -> bool:
+        return True
+
+    @property
     def by_rows(self) -> bool:
         return False
+
+    @property
+    def batch_invariant(self) -> bool:
+        return False  # what a value draws follows from its place in the matrix
 
     def encode(self, x_RK: Tensor, held: Scales | None = None, random: Random | None = None) -> Encoded:
         """Codes and scales of x_RK; the same for the same x_RK and `random`, on every device."""
@@ -96,7 +108,8 @@ class NVFP4Stochastic(Randomized, NVFP4):
         return Scales(outer=_outer(x_RK, SR_MAX, E4M3_MAX))
 
     def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
-        x_RGB, scale = _scaled_blocks(self._blocks(x_RK), s.outer, SR_MAX, E4M3_FLOOR)
+        x_RGB = self._blocks(x_RK).float()
+        scale = block_scales(x_RGB, s.outer, SR_MAX)
         y = x_RGB * _inverse(scale, s.outer)
         return Encoded(layout.pack(to_e2m1_stochastic(y.flatten(1), random), 4), scale, None, s.outer, x_RK.shape[1])
 
@@ -113,24 +126,22 @@ class MSEden(Randomized, NVFP4):
         return Scales(outer=_outer(x_RK, EDEN_MAX, EDEN_SCALE))
 
     def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
-        x_RGB, scale = _scaled_blocks(self._blocks(x_RK), s.outer, EDEN_MAX, E4M3_LEAST)
+        x_RGB = self._blocks(x_RK).float()
+        scale = block_scales(x_RGB, s.outer, EDEN_MAX, E4M3_LEAST)
         y = x_RGB * _inverse(scale, s.outer)
         codes = to_e2m1(y.flatten(1))
-        kept = _sum(y * from_e2m1(codes).view_as(y))
-        grown = torch.where(kept == 0, 1.0, _sum(y * y) / kept)
+        kept = sum_by_pairs(y * from_e2m1(codes).view_as(y))
+        grown = torch.where(kept == 0, 1.0, sum_by_pairs(y * y) / kept)
         rounded = to_e4m3_stochastic(scale.float() * grown, random)
         return Encoded(layout.pack(codes, 4), rounded, None, s.outer, x_RK.shape[1])
 
 
 def to_e2m1_stochastic(x: Tensor, random: Random) -> Tensor:
-    """float32 of magnitudes up to 6 -> uint8 codes 0..15, up or down to a neighbour so that the mean is x. NaN as in `to_e2m1`."""
-    v = x.nan_to_num(0.0).clamp(-E2M1_MAX, E2M1_MAX)
-    sign = (v.view(torch.int32) >> 28).to(torch.uint8) & 8
-    v = v.abs()
-    p = v.clamp(min=1.0).view(torch.int32) & 0x7F800000  # codes step by p / 2: see `to_e2m1`
-    t = v / p.view(torch.float32) * 2.0
-    index = _round(t, random).to(torch.uint8) + ((p - (127 << 23)) >> 22).to(torch.uint8)
-    return index | sign
+    """float32 of magnitudes up to 6 -> uint8 codes 0..15, up or down to a neighbour so that the mean is x. NaN as in
+    `to_e2m1`.
+    """
+    steps, below, sign = e2m1_steps(x)
+    return (_round(steps, random).to(torch.uint8) + below) | sign
 
 
 def to_e4m3_stochastic(x: Tensor, random: Random) -> Tensor:
@@ -140,7 +151,9 @@ def to_e4m3_stochastic(x: Tensor, random: Random) -> Tensor:
 
 
 def _round(t: Tensor, random: Random) -> Tensor:
-    """t >= 0 to an integer: up with the probability that its fraction states. Exact: fraction and uniform number are compared as they are."""
+    """t >= 0 to an integer: up with the probability that its fraction states. Exact: fraction and uniform number are
+    compared as they are.
+    """
     down = t.floor()
     return down + (random.uniform(t) < t - down)
 
@@ -154,24 +167,9 @@ def _outer(x_RK: Tensor, amax_over_scale: float, largest_scale: float) -> Tensor
     )
 
 
-def _scaled_blocks(x_RGB: Tensor, outer: Tensor | None, amax_over_scale: float, least: float) -> tuple[Tensor, Tensor]:
-    """Blocks in float32, and their scales (R, G) in e4m3, rounded to nearest. Inf becomes NaN, as in NVFP4."""
-    assert outer is not None
-    amax = absmax(x_RGB).float()
-    ratio = divide(torch.where(amax.isinf(), torch.nan, amax), amax_over_scale) / outer
-    return x_RGB.float(), to_float8(ratio.clamp(min=least), "e4m3")
-
-
 def _inverse(scale: Tensor, outer: Tensor | None) -> Tensor:
     assert outer is not None
     return ((1.0 / outer) / scale.float()).unsqueeze(-1)
-
-
-def _sum(x_RGB: Tensor) -> Tensor:
-    """(R, G) sums of blocks of 2^n, neighbours first: an order of additions that every device keeps."""
-    while x_RGB.shape[-1] > 1:
-        x_RGB = x_RGB[..., 0::2] + x_RGB[..., 1::2]
-    return x_RGB.squeeze(-1)
 
 
 def parse(name: str) -> Format | None:

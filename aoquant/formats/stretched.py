@@ -3,9 +3,10 @@
     s = max(min(width * mean|x|, absmax), eps) / (2^(width-1) - 1/2)
     q = rn(clamp(x, +-s * (2^(width-1) - 1/2)) / s - 1/2);  value = (q + 1/2) * s          each step rounded to x's dtype
 
-For 1 to 4 bits a zero code wastes half a level; here the codes are symmetric about zero. What ParetoQ trains and PARQ exports as
-torchao's StretchedIntxWeightConfig. Source: torchao 0.18 `choose_qparams_stretched_affine`, `quantize_stretched_affine`. eps is the
-dtype's epsilon, so a group of zeros decodes to half of eps / (2^(width-1) - 1/2): the grid has no zero.
+For 1 to 4 bits a zero code wastes half a level; here the codes are symmetric about zero. What ParetoQ trains and PARQ
+exports as torchao's StretchedIntxWeightConfig. Source: torchao 0.18 `choose_qparams_stretched_affine`,
+`quantize_stretched_affine`. eps is the dtype's epsilon, so a group of zeros decodes to half of eps / (2^(width-1) -
+1/2): the grid has no zero.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NAME = re.compile(r"stretched([1-7])-(?:row|g([1-9]\d*))")
 
 @dataclass(frozen=True)
 class Stretched(Format):
-    """Integers of 1 to 7 bits around half steps, one scale (R, G) in x's dtype per group, or per row when group is 0."""
+    """Integers of 1 to 7 bits around half steps, a scale (R, G) in x's dtype per group, or per row when group is 0."""
 
     width: int = 2
     group: int = 0

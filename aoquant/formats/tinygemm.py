@@ -1,20 +1,22 @@
-"""int4 for PyTorch's own kernels, "tinygemm": `aten::_weight_int4pack_mm` on CUDA, `aten::_weight_int4pack_mm_for_cpu` on a CPU.
+"""int4 for PyTorch's own kernels, "tinygemm": `aten::_weight_int4pack_mm` on CUDA, `aten::_weight_int4pack_mm_for_cpu`
+on a CPU.
 
 torchao's quantiser for them rounds every step to the weight's dtype:
 
     s = max((max - min) / 15, eps);  z = min + 8 s;  m = z - 8 s;  q = clamp(rn((w - m) / s), 0, 15) - 8
     eps: the dtype's smallest normal number for the CUDA layout (tile packed to 4-D), 1e-6 for the CPU layout (opaque)
 
-On CUDA the operand is rn_bf16(q * s + z), one rounding, as MSLK's is. On a CPU it stays in float32, by a rule that follows the vector
-instructions that PyTorch uses (`torch.backends.cpu.get_cpu_capability()`):
+On CUDA the operand is rn_bf16(q * s + z), one rounding, as MSLK's is. On a CPU it stays in float32, by a rule that
+follows the vector instructions that PyTorch uses (`torch.backends.cpu.get_cpu_capability()`):
 
     bfloat16 on AVX512    fma(q, s, z)
     bfloat16 on AVX2      fma(q + 8, s, fma(s, -8, z)): 8 s is folded into z first, a rounding more
     other dtypes          fma(q, s, z), the same on both
     without either        rn(rn(q * s) + z)
 
-`hqq` names HQQ's scales and zero points instead of the extremes' (hqq.py). Sources: torchao 0.18 `_choose_qparams_affine_tinygemm`,
-`_quantize_affine_tinygemm`; PyTorch 2.13 aten/src/ATen/native/cpu/int4mm_kernel.cpp, checked against the operator for each rule.
+`hqq` names HQQ's scales and zero points instead of the extremes' (hqq.py). Sources: torchao 0.18
+`_choose_qparams_affine_tinygemm`, `_quantize_affine_tinygemm`; PyTorch 2.13 aten/src/ATen/native/cpu/int4mm_kernel.cpp,
+checked against the operator for each rule.
 """
 
 from __future__ import annotations

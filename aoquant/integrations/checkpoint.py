@@ -1,12 +1,13 @@
 """What a checkpoint folder must be, checked on headers alone, before a model is built from it.
 
-A quantised checkpoint in Hugging Face's layout is three promises that nobody checks together: `config.json` names the PTQ configs,
-the safetensors header describes the tensor subclass of every parameter, and the data holds that subclass's codes and scales under
-names of their own ("...q_proj._weight_qdata"). A missing part surfaces far away, as a random weight or a KeyError; here each is a
-ValueError that names the file and says what to do. Reading headers costs milliseconds and finds truncation: a safetensors file
-whose length differs from what its header promises does not open.
+A quantised checkpoint in Hugging Face's layout is three promises that nobody checks together: `config.json` names the
+PTQ configs, the safetensors header describes the tensor subclass of every parameter, and the data holds that subclass's
+codes and scales under names of their own ("...q_proj._weight_qdata"). A missing part surfaces far away, as a random
+weight or a KeyError; here each is a ValueError that names the file and says what to do. Reading headers costs
+milliseconds and finds truncation: a safetensors file whose length differs from what its header promises does not open.
 
-The checkpoint schema is the "_version" of aoquant's configs (see `config.SCHEMA`); torchao's configs carry torchao's own.
+The checkpoint schema is the "_version" of aoquant's configs (see `config.SCHEMA`); torchao's configs carry torchao's
+own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from torchao.core.config import config_from_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 
-from aoquant.integrations.slots import header, reading
+from aoquant.integrations.safetensors_file import header, reading
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,14 +38,14 @@ def check(directory: Path) -> dict[str, str]:
     metadata: dict[str, str] = {}
     stored: set[str] = set()
     for path in files(directory):
-        described, slots = header(path)
+        described, inside = header(path)
         if not is_metadata_torchao(described):
             raise ValueError(
-                f"{path}: holds no torchao metadata, so its quantised weights cannot be rebuilt: it was written by another "
-                "library, or without a quantizer; write it with aoquant.save_pretrained"
+                f"{path}: holds no torchao metadata, so its quantised weights cannot be rebuilt: it was written by "
+                "another library, or without a quantizer; write it with aoquant.save_pretrained"
             )
         metadata |= described
-        stored |= slots.keys()
+        stored |= inside.keys()
     tensors = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
@@ -52,14 +53,25 @@ def check(directory: Path) -> dict[str, str]:
         raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     if not quantised:
         raise ValueError(
-            f"{directory}: config.json promises quantised weights and all of them are float: quantise, then aoquant.save_pretrained"
+            f"{directory}: config.json promises quantised weights and all of them are float: quantise, then "
+            "aoquant.save_pretrained"
         )
     return {name: t["_type"] for name, t in quantised.items()}
 
 
+def method(directory: Path) -> str | None:
+    """The library whose layout the folder's config.json names; None for a float checkpoint, or where there is no config.json."""
+    if not (directory / "config.json").is_file():
+        return None
+    quantization = read_json(directory / "config.json").get("quantization_config") or {}
+    found: str | None = quantization.get("quant_method")
+    return found
+
+
 def _lost(wanted: set[str], stored: set[str]) -> list[str]:
-    """The parts that are not there. Headers use the model's names and files may use older ones, when transformers renames an
-    architecture's tensors; which becomes which only the model knows, so parts under strange names are counted, kind by kind.
+    """The parts that are not there. Headers use the model's names and files may use older ones, when transformers
+    renames an architecture's tensors; which becomes which only the model knows, so parts under strange names are
+    counted, kind by kind.
     """
     strange = Counter(name.rpartition(".")[2] for name in stored - wanted)
     lost = []
@@ -79,7 +91,9 @@ def _part(name: str, part: str) -> str:
 
 
 def check_shard_size(size: int | str) -> None:
-    """Raise ValueError for shards that would hold nothing: Hugging Face takes any size, and writes a file for every tensor then."""
+    """Raise ValueError for shards that would hold nothing: Hugging Face takes any size, and writes a file for every
+    tensor then.
+    """
     if str(size).strip().startswith("-") or not re.search("[1-9]", str(size)):
         raise ValueError(f"max_shard_size is a size above 0, in bytes or like '5GB', got {size!r}")
 
@@ -98,13 +112,13 @@ def _check_config(directory: Path) -> None:
     quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is None:
         raise ValueError(
-            f"{directory}: a float checkpoint (config.json has no quantization_config): load it with transformers, quantise it, and "
-            "write it with aoquant.save_pretrained"
+            f"{directory}: a float checkpoint (config.json has no quantization_config): load it with transformers, "
+            "quantise it, and write it with aoquant.save_pretrained"
         )
     if quantization.get("quant_method") != "torchao":
         raise ValueError(
-            f"{directory}: was quantised by {quantization.get('quant_method')!r}, and aoquant reads checkpoints of 'torchao' "
-            "(aoquant's and torchao's tensors): load it with transformers"
+            f"{directory}: was quantised by {quantization.get('quant_method')!r}, and aoquant reads checkpoints of "
+            "'torchao' (aoquant's and torchao's tensors): load it with transformers"
         )
     try:
         with warnings.catch_warnings():

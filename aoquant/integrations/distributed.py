@@ -1,8 +1,9 @@
 """Sharded models put together: the state dict of the model that would have been converted in one piece.
 
-`full_state_dict` is `torch.distributed.checkpoint.state_dict.get_model_state_dict` with full tensors, and knows converted layers. A
-layer that was converted while sharded holds `PackedTensor` shards whatever its config deploys; gathered, its codes and scales are
-wrapped in the tensor that the config names, torchao's included, so what is saved is what converting one whole model saves.
+`full_state_dict` is `torch.distributed.checkpoint.state_dict.get_model_state_dict` with full tensors, and knows
+converted layers. A layer that was converted while sharded holds `PackedTensor` shards whatever its config deploys;
+gathered, its codes and scales are wrapped in the tensor that the config names, torchao's included, so what is saved is
+what converting one whole model saves.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from aoquant.targets import resolve
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, cpu_offload: bool = False) -> dict[str, Tensor]:
-    """The state dict of `model` with whole tensors: float weights gathered, converted layers in the tensors that they deploy.
+    """The state dict of `model` with whole tensors: float weights gathered, converted layers in the tensors that they
+    deploy.
 
-    A collective: every rank calls it. cpu_offload: gather one tensor at a time to the CPU of rank 0; other ranks get an empty dict.
-    Load it with `load_state_dict(..., assign=True)`. Under a mixed precision policy, what forward computed in param_dtype is here in
-    that dtype (converted weights) or in the parameter's own (the rest): cast the rest to compute the same.
+    A collective: every rank calls it. cpu_offload: gather one tensor at a time to the CPU of rank 0; other ranks get an
+    empty dict. Load it with `load_state_dict(..., assign=True)`. Under a mixed precision policy, what forward computed
+    in param_dtype is here in that dtype (converted weights) or in the parameter's own (the rest): cast the rest to
+    compute the same.
     """
     reshard(model)
     keep = not cpu_offload or dist.get_rank() == 0

@@ -1,25 +1,41 @@
-"""Fine-tuning for the main job: transformers' Trainer with two additions.
+"""Fine-tuning for the main job: transformers' Trainer with three additions.
 
-Distillation: the student's next-token distribution follows the float model's by KL divergence. QAT has to undo a rounding, and the
-float model's whole distribution says more about it than one sampled token does.
+Distillation: the student's next-token distribution follows the float model's by KL divergence. QAT has to undo a
+rounding, and the float model's whole distribution says more about it than one sampled token does.
 
 Float32 masters: a bf16 weight near 0.02 has an ulp of 1e-4, and most AdamW updates are smaller. Layers compute in the
-dtype that is deployed, while AdamW steps float32 copies and writes them back rounded.
+dtype that is deployed, while AdamW steps float32 copies and writes them back rounded. The copies are part of the
+optimizer's state, so a fine-tune that goes on from a checkpoint takes the same steps as one that was never stopped.
+
+Checkpoints, where a folder for them is given: every five minutes, at the end, and on Ctrl-C, which lets the step
+finish.
 """
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import AdamW
-from tqdm import tqdm
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from aoquant.integrations.progress import progress
 
 LOSSES = ("kl", "ce")
+CHECKPOINT_SECONDS = 300.0
 
 
 def finetune(
@@ -33,14 +49,18 @@ def finetune(
     teacher: PreTrainedModel | None,
     seed: int,
     label: str,
+    checkpoints: Path | None = None,
 ) -> list[float]:
     """Train `model` in place on token blocks for `steps` steps of `batch_size` blocks; returns the loss of every step.
 
-    blocks_BT: int64 token ids (B, T). loss: "ce", or "kl" to `teacher`'s distribution, in nats per token. Blocks are drawn by a
-    generator seeded with `seed`, so runs with equal arguments see equal batches.
+    blocks_BT: int64 token ids (B, T). loss: "ce", or "kl" to `teacher`'s distribution, in nats per token. Blocks are
+    drawn by a generator seeded with `seed`, so runs with equal arguments see equal batches. checkpoints: a folder to
+    keep the newest checkpoint in; training goes on from the one that is there, and is not repeated when it was
+    complete.
 
     Raises:
         ValueError: unknown loss, or "kl" without a teacher, or no steps or blocks.
+        KeyboardInterrupt: Ctrl-C, after the step and its checkpoint.
     """
     if loss not in LOSSES or (loss == "kl" and teacher is None):
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, and kl needs a teacher; got {loss!r}")
@@ -48,8 +68,11 @@ def finetune(
         raise ValueError(
             f"fine-tuning needs at least one step and one block of text, got {steps} steps, {blocks_BT.shape[0]} blocks"
         )
+    before = _newest(checkpoints)
+    if before is not None and _state(before)["global_step"] >= steps:
+        return _take(model, before)
     arguments = TrainingArguments(
-        output_dir=tempfile.gettempdir(),  # required, and made if missing; nothing is written (save_strategy)
+        output_dir=str(checkpoints or tempfile.gettempdir()),  # required, and made if missing
         max_steps=steps,
         per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,
@@ -57,7 +80,8 @@ def finetune(
         warmup_steps=max(1, steps // 20),
         max_grad_norm=1.0,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="no",  # `_Checkpoints` decides
+        save_total_limit=1,
         report_to=[],
         seed=seed,
         data_seed=seed,
@@ -67,22 +91,50 @@ def finetune(
         dataloader_pin_memory=False,
     )
     optimizer = master_adamw(model, learning_rate)
+    keeper = _Checkpoints() if checkpoints is not None else None
     trainer = _Trainer(
         model=model,
         args=arguments,
         train_dataset=[{"input_ids": ids, "labels": ids} for ids in blocks_BT],
         optimizers=(optimizer, None),
-        callbacks=[_Bar(label)],
+        callbacks=[_Bar(label), *([keeper] if keeper else [])],
         teacher=teacher if loss == "kl" else None,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    with _interrupts(keeper):
+        trainer.train(resume_from_checkpoint=str(before) if before else None)
+    if keeper is not None and keeper.interrupted:
+        raise KeyboardInterrupt
     model.eval()
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
+def _newest(folder: Path | None) -> Path | None:
+    """The newest checkpoint that is complete: the Trainer writes its state last."""
+    last = get_last_checkpoint(str(folder)) if folder is not None and folder.is_dir() else None
+    return Path(last) if last is not None and (Path(last) / "trainer_state.json").is_file() else None
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return state
+
+
+def _take(model: PreTrainedModel, checkpoint: Path) -> list[float]:
+    """Give `model` the weights of a fine-tune that is complete; returns its losses."""
+    stored = {k: v for file in sorted(checkpoint.glob("*.safetensors")) for k, v in load_file(file).items()}
+    missing, unexpected = model.load_state_dict(stored, strict=False)
+    model.tie_weights()
+    assert not unexpected and set(missing) <= set(model.all_tied_weights_keys), (missing, unexpected)
+    model.eval()
+    return [float(entry["loss"]) for entry in _state(checkpoint)["log_history"] if "loss" in entry]
+
+
 def master_adamw(model: torch.nn.Module, learning_rate: float) -> AdamW:
-    """AdamW on float32 copies of the trainable parameters, written back rounded after every step."""
+    """AdamW on float32 copies of the trainable parameters, written back rounded after every step.
+
+    The copies are in its state_dict, as "master" of each parameter.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     masters = [torch.nn.Parameter(p.detach().float().clone()) for p in parameters]
     optimizer = AdamW(masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -96,19 +148,34 @@ def master_adamw(model: torch.nn.Module, learning_rate: float) -> AdamW:
             for p, m in zip(parameters, masters, strict=True):
                 p.copy_(m)
 
+    def put_masters_in_state(*_: Any) -> None:
+        for m in masters:
+            if optimizer.state.get(m):  # AdamW makes its own state at the first step, where there is none
+                optimizer.state[m]["master"] = m.detach()
+
+    def take_masters_from_state(*_: Any) -> None:
+        with torch.no_grad():
+            for m in masters:
+                if "master" in optimizer.state.get(m, {}):
+                    m.copy_(optimizer.state[m]["master"])
+
     optimizer.register_step_pre_hook(take_gradients)
     optimizer.register_step_post_hook(write_back)
+    optimizer.register_state_dict_pre_hook(put_masters_in_state)
+    optimizer.register_load_state_dict_post_hook(take_masters_from_state)
     return optimizer
 
 
 class _Bar(TrainerCallback):
-    """One progress bar with the loss; none when nobody watches."""
+    """One bar with the loss, or lines of it."""
 
     def __init__(self, label: str) -> None:
         self.label = label
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar = tqdm(total=state.max_steps, desc=self.label, unit="step", disable=None)
+        self.bar = progress(state.max_steps, self.label, "step")
+        if state.global_step:
+            self.bar.update(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.update(1)
@@ -119,6 +186,39 @@ class _Bar(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.close()
+
+
+class _Checkpoints(TrainerCallback):
+    """Saves every `CHECKPOINT_SECONDS`, after the last step, and when interrupted, which then ends training."""
+
+    def __init__(self) -> None:
+        self.interrupted, self.saved = False, time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        due = time.monotonic() - self.saved >= CHECKPOINT_SECONDS
+        if due or self.interrupted or state.global_step >= state.max_steps:
+            control.should_save, self.saved = True, time.monotonic()
+        if self.interrupted:
+            control.should_training_stop = True
+
+
+@contextmanager
+def _interrupts(keeper: _Checkpoints | None) -> Iterator[None]:
+    """The first Ctrl-C asks `keeper` to save and stop, the second one interrupts at once."""
+    if keeper is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(*_: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        keeper.interrupted = True
+        print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Trainer(Trainer):

@@ -1,12 +1,14 @@
 """FP-Quant's options (Hugging Face transformers' `FPQuantConfig`, "Quartet QAT") as aoquant configs.
 
-quantize_(model, *from_fp_quant(FPQuantConfig(forward_dtype="mxfp4", forward_method="quest", store_master_weights=True)))
+config = FPQuantConfig(forward_dtype="mxfp4", forward_method="quest", store_master_weights=True)
+quantize_(model, *from_fp_quant(config))
 
-Eight options, three questions: which numbers forward uses (forward_dtype, forward_method, hadamard_group_size, transform_init), what
-backward rounds (backward_dtype), and whether a high-precision weight stays to be trained (store_master_weights). The first two are a
-config of ours with `numerics="qutlass"`, the kernels that FP-Quant runs; the third decides between prepare and quantising at once, which
-deletes each weight as it is packed. pseudoquantization is no property of a model here: every device computes the same numbers, and
-the router takes the fastest kernel that has them.
+Eight options, three questions: which numbers forward uses (forward_dtype, forward_method, hadamard_group_size,
+transform_init), what backward rounds (backward_dtype), and whether a high-precision weight stays to be trained
+(store_master_weights). The first two are a config of ours with `numerics="qutlass"`, the kernels that FP-Quant runs;
+the third decides between prepare and quantising at once, which deletes each weight as it is packed. pseudoquantization
+is no property of a model here: every device computes the same numbers, and the router takes the fastest kernel that has
+them.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class LeaveOut:
 def from_fp_quant(config: Any = None, **options: Any) -> tuple[QATConfig | WeightConfig, LeaveOut]:
     """(config, filter_fn) for `aoquant.quantize_`.
 
-    config: transformers' `FPQuantConfig`, or the dictionary that it left in a config.json. options: the same by name, over the config's.
+    config: transformers' `FPQuantConfig`, or the dictionary that it left in a config.json. options: the same by name,
+        over the config's.
 
     A `QATConfig` to train with when store_master_weights is set, otherwise the config that quantises at once.
 
@@ -67,7 +70,8 @@ def from_fp_quant(config: Any = None, **options: Any) -> tuple[QATConfig | Weigh
     method = given.pop("quant_method", "fp_quant")
     if getattr(method, "value", method) != "fp_quant":
         raise ValueError(
-            f"from_fp_quant takes transformers' FPQuantConfig, its dictionary or its options, got quant_method {method!r}"
+            "from_fp_quant takes transformers' FPQuantConfig, its dictionary or its options, got quant_method "
+            f"{method!r}"
         )
     given |= options
     if unknown := sorted(given.keys() - OPTIONS.keys()):
@@ -81,7 +85,8 @@ def from_fp_quant(config: Any = None, **options: Any) -> tuple[QATConfig | Weigh
     )
     if dtype == "nvfp4" and (rule, backward) != ("abs_max", "bf16"):
         raise ValueError(
-            f"FP-Quant's nvfp4 goes with forward_method='abs_max' and backward_dtype='bf16', got {rule!r} and {backward!r}: for a 4-bit "
+            f"FP-Quant's nvfp4 goes with forward_method='abs_max' and backward_dtype='bf16', got {rule!r} and "
+            f"{backward!r}: for a 4-bit "
             "backward of NVFP4 use aoquant.QATConfig(NVFP4WeightConfig(rule='four_over_six'), backward='quartet2')"
         )
     transform = _transform(init, o["hadamard_group_size"], dtype)
@@ -96,8 +101,8 @@ def from_fp_quant(config: Any = None, **options: Any) -> tuple[QATConfig | Weigh
         return QATConfig(base, straight_through=mask, backward=BACKWARD[backward]), skip
     if backward != "bf16":
         raise ValueError(
-            f"backward_dtype={backward!r} rounds the gradients of a weight, and store_master_weights=False leaves none to train: "
-            "set store_master_weights=True, or backward_dtype='bf16' for adapters on packed weights"
+            f"backward_dtype={backward!r} rounds the gradients of a weight, and store_master_weights=False leaves "
+            "none to train: set store_master_weights=True, or backward_dtype='bf16' for adapters on packed weights"
         )
     return base, skip
 
@@ -109,8 +114,9 @@ def _transform(init: str, size: Any, dtype: str) -> Hadamard | None:
         raise ValueError(f"hadamard_group_size must be 16 (nvfp4 alone), 32, 64 or 128, got {size!r} for {dtype}")
     if init == "gsr" and size != group:
         raise ValueError(
-            f"transform_init='gsr' orders the rows of the Hadamard matrix by sequency. Within a block of {group} values, which share a "
-            f"scale, that order changes nothing, and beyond it there is no equal here, got hadamard_group_size={size}: use {group}, or 'hadamard'"
+            f"transform_init='gsr' orders the rows of the Hadamard matrix by sequency. Within a block of {group} "
+            "values, which share a scale, that order changes nothing, and beyond it there is no equal here, got "
+            f"hadamard_group_size={size}: use {group}, or 'hadamard'"
         )
     return None if init == "identity" else Hadamard(size)
 

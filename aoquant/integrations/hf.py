@@ -1,20 +1,24 @@
 """Hugging Face checkpoints: save a converted model, load it again, bit for bit.
 
-HF writes and reads tensor subclasses through torchao's quantizer: safetensors that hold codes and scales as plain tensors, their
-description in the header, and a `TorchAoConfig` in config.json. `from_pretrained` takes the weights from the header, so it needs
-no more than `import aoquant`; the config is for those who rebuild the layers first, as serving engines do. HF attaches the
-quantizer only to models that it quantised itself. `attach` does the same for a model that `aoquant.quantize_` converted, after training or
-at once, and from then on every `save_pretrained` (the Trainer's too) writes a loadable checkpoint.
+HF writes and reads tensor subclasses through torchao's quantizer: safetensors that hold codes and scales as plain
+tensors, their description in the header, and a `TorchAoConfig` in config.json. `from_pretrained` takes the weights from
+the header, so it needs no more than `import aoquant`; the config is for those who rebuild the layers first, as serving
+engines do. HF attaches the quantizer only to models that it quantised itself. `attach` does the same for a model that
+`aoquant.quantize_` converted, after training or at once, and from then on every `save_pretrained` (the Trainer's too)
+writes a loadable checkpoint.
 
-Which config goes in: a `PackedTensor` says what it is, as a `PackedWeightConfig`; a torchao tensor does not hold its whole config,
-so convert leaves it on the layer; a model that HF loaded brings it along. One config when all quantised layers agree, and
-torchao's `FqnToConfig` by layer name otherwise; layers left in high precision are `modules_to_not_convert`, by name.
+Which config goes in: a `PackedTensor` says what it is, as a `PackedWeightConfig`; a torchao tensor does not hold its
+whole config, so convert leaves it on the layer; a model that HF loaded brings it along. One config when all quantised
+layers agree, and torchao's `FqnToConfig` by layer name otherwise; layers left in high precision are
+`modules_to_not_convert`, by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +27,10 @@ from torch import nn
 
 from aoquant import _register
 from aoquant.config import PackedWeightConfig
+from aoquant.layers.kinds import is_layer, is_linear, kind_of, matrix_of
 from aoquant.layers.qat import QATLayer
 from aoquant.parallel import fsdp
-from aoquant.planning.plan import Layer, _key
+from aoquant.planning.choose import key_of
 from aoquant.quantize import config_of
 from aoquant.tensor import PackedTensor
 
@@ -34,16 +39,15 @@ if TYPE_CHECKING:
 
 try:
     from torchao.core.config import config_to_dict
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.prototype.safetensors.safetensors_utils import ALLOWED_TENSORS_SUBCLASSES
     from torchao.quantization import FqnToConfig
     from torchao.utils import TorchAOBaseTensor
     from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
-    from transformers.integrations.torchao import TorchAoDeserialize
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-    from aoquant.integrations import checkpoint
+    from aoquant.integrations import checkpoint, checksums
+    from aoquant.integrations.hf_quantizer import NotedConfig, Quantizer, forget_rebuilding, needs_aoquant
 
     # HF's loader collects a tensor's parts by these suffixes and knows no others
     _known = TorchAoHfQuantizer(TorchAoConfig(PackedWeightConfig("nvfp4"))).get_weight_conversions()[0].source_patterns
@@ -55,8 +59,8 @@ except (AttributeError, ImportError, IndexError, TypeError) as error:
         f"{package} {_register.version(package)}" for package in ("transformers", "torchao", "safetensors")
     )
     raise ImportError(
-        f"Hugging Face checkpoints need transformers >=5.16, torchao {_register.TORCHAO} and safetensors (pip install 'aoquant[hf]'); "
-        f"found {_found}: {error}"
+        f"Hugging Face checkpoints need transformers >=5.16, torchao {_register.TORCHAO} and safetensors (pip install "
+        f"'aoquant[hf]'); found {_found}: {error}"
     ) from error
 
 
@@ -71,15 +75,18 @@ def save_pretrained(
     kwargs: for `PreTrainedModel.save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        ValueError: the model is not converted, or is sharded, a layer's config is unknown, or the folder holds another checkpoint's files.
+        ValueError: the model is not converted, or is sharded, a layer's config is unknown, or the folder holds another
+            checkpoint's files.
     """
     for argument in ("state_dict", "distributed_checkpoint"):
         if kwargs.get(argument):
             raise ValueError(
-                f"save_pretrained takes no {argument}=: HF flattens a quantised model's own weights for safetensors; leave it out"
+                f"save_pretrained takes no {argument}=: HF flattens a quantised model's own weights for safetensors; "
+                "leave it out"
             )
     checkpoint.check_shard_size(kwargs.get("max_shard_size", 1))
     attach(model)
+    model.hf_quantizer.original_names = kwargs.get("save_original_format", True)
     model.save_pretrained(directory, **kwargs)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
@@ -88,21 +95,36 @@ def save_pretrained(
 
 
 def load_pretrained(
-    directory: str | os.PathLike[str], model_class: Any = AutoModelForCausalLM, **kwargs: Any
+    directory: str | os.PathLike[str],
+    model_class: Any = AutoModelForCausalLM,
+    *,
+    verify_checksums: bool = True,
+    **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a quantised checkpoint and check that it is whole: files, schema, every key, every quantised weight.
+    """Load a quantised checkpoint and check that it is whole: files, schema, keys, quantised weights, and every byte.
 
-    model_class: a HF model class or AutoModel class; models that are no causal LM need it. kwargs: for its `from_pretrained`, such as `device_map`.
+    A folder of compressed-tensors (llm-compressor's, or `aoquant.export`'s) becomes packed tensors too; kwargs are
+    dtype and device_map then.
+
+    model_class: a transformers model class or AutoModel class; models that are no causal LM need it.
+    verify_checksums: compare every tensor with the checksum that stands beside it, which reads the files once more.
+    kwargs: for the class's `from_pretrained`, such as `device_map`.
 
     Raises:
-        ValueError: the checkpoint is damaged, foreign, too new, or does not fit the model; says which file or weight and what to do.
+        ValueError: the checkpoint is damaged, foreign, too new, or does not fit the model; says which file or weight
+            and what to do.
     """
     for argument in ("quantization_config", "output_loading_info", "variant", "subfolder"):
         if argument in kwargs:
             raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
+    if checkpoint.method(Path(directory)) == "compressed-tensors":
+        from aoquant.export import reading
+
+        return reading.load(Path(directory), model_class, **kwargs)
     quantised = checkpoint.check(Path(directory))
     try:
-        model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
+        with nullcontext() if verify_checksums else checksums.not_verified():
+            model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
     except (ValueError, RuntimeError) as error:
         _check_class(Path(directory), model_class, error)
         raise
@@ -112,30 +134,40 @@ def load_pretrained(
         if type(weights.get(name)).__name__ != kind:
             problems.append(f"{name} is stored as {kind} and loaded as {type(weights.get(name)).__name__}")
     with torch.device("meta"):  # HF compares no shapes once a quantizer is there
-        expected = dict(type(model)(model.config).named_parameters(remove_duplicate=False))
+        expected = _shapes(type(model)(model.config), quantised)
     problems += [
-        f"{name} is {tuple(w.shape)} in the checkpoint and {tuple(expected[name].shape)} in the model"
+        f"{name} is {tuple(w.shape)} in the checkpoint and {tuple(expected[name])} in the model"
         for name, w in weights.items()
-        if w.shape != expected[name].shape
+        if w.shape != expected[name]
     ]
     if problems:
         raise ValueError(
-            f"{directory}: does not fit {type(model).__name__}: {'; '.join(problems[:10])}. Load it with the model class that saved it"
+            f"{directory}: does not fit {type(model).__name__}: {'; '.join(problems[:10])}. Load it with the model "
+            "class that saved it"
         )
-    _make_savable(model)
     return model
 
 
+def _shapes(model: nn.Module, quantised: Collection[str]) -> dict[str, torch.Size]:
+    """The shapes of a model's parameters, those of `quantised` weights as (N, K)."""
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        kind = kind_of(module)
+        if kind is not None and kind.transposed and f"{fqn}.weight" in quantised:
+            shapes[f"{fqn}.weight"] = matrix_of(module).shape
+    return shapes
+
+
 def _check_class(directory: Path, model_class: Any, error: Exception) -> None:
-    """Raise ValueError naming the class that was saved, when loading failed with another one: that is why, most likely."""
+    """Raise ValueError naming the class that was saved, when loading failed with another one: the likely reason."""
     config = checkpoint.read_json(directory / "config.json")
     saved, made = (config.get("architectures") or [None])[0], model_class.__name__
     if model_class is AutoModelForCausalLM:
         made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""), made)
     if saved not in (None, made):
         raise ValueError(
-            f"{directory}: {model_class.__name__} cannot load it ({str(error).partition(chr(10))[0]}): it holds a {saved}, so give "
-            f"model_class=transformers.{saved}"
+            f"{directory}: {model_class.__name__} cannot load it ({str(error).partition(chr(10))[0]}): it holds a "
+            f"{saved}, so give model_class=transformers.{saved}"
         ) from error
 
 
@@ -147,12 +179,13 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"save_pretrained saves Hugging Face models, got {type(model).__name__}: for other modules use torch.save(model.state_dict()) "
-            "and load_state_dict(..., assign=True)"
+            f"save_pretrained saves Hugging Face models, got {type(model).__name__}: for other modules use "
+            "torch.save(model.state_dict()) and load_state_dict(..., assign=True)"
         )
     if prepared := [fqn for fqn, m in model.named_modules() if isinstance(m, QATLayer)]:
         raise ValueError(
-            f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call quantize_(model, QATConfig(step='convert')) "
+            f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call quantize_(model, "
+            "QATConfig(step='convert')) "
             "first; to save the float weights in the middle of training, call model.save_pretrained"
         )
     if fsdp.is_distributed(model):
@@ -164,85 +197,68 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if _is_quantised(m)}
     if not configs:
         raise ValueError(
-            "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float checkpoint"
+            "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float "
+            "checkpoint"
         )
     _check_tie(model)
-    left_out = [fqn for fqn, m in model.named_modules() if isinstance(m, Layer) and not _is_quantised(m)]
+    left_out = [fqn for fqn, m in model.named_modules() if is_layer(m) and not _is_quantised(m)]
     embeds = any(isinstance(m, nn.Embedding) and _is_quantised(m) for m in model.modules())
     if not embeds:
-        left_out = [fqn for fqn in left_out if isinstance(model.get_submodule(fqn), nn.Linear)]
+        left_out = [fqn for fqn in left_out if is_linear(model.get_submodule(fqn))]
     one, *others = configs.values()
-    # given one config, HF quantises linear layers only; embeddings have to be named
-    same = not embeds and all(config_to_dict(c) == config_to_dict(one) for c in others)
+    # given one config, HF quantises nn.Linear only; embeddings and Conv1D have to be named
+    linear = all(isinstance(model.get_submodule(fqn), nn.Linear) for fqn in configs)
+    same = linear and all(config_to_dict(c) == config_to_dict(one) for c in others)
     config = TorchAoConfig(
         one if same else FqnToConfig(configs),
         modules_to_not_convert=left_out,
         include_input_output_embeddings=embeds,
     )
+    if needs_aoquant(config):
+        config.__class__ = NotedConfig
     model.config.quantization_config = config
-    model.hf_quantizer = TorchAoHfQuantizer(config, pre_quantized=True)
-    _make_savable(model)
+    model.hf_quantizer = Quantizer(config, pre_quantized=True)
+    forget_rebuilding(model)
     return config
 
 
 def _check_tie(model: PreTrainedModel) -> None:
-    """HF ties the head to the input embedding again on loading if the config says so: then both hold one packed weight, or neither."""
+    """HF ties the head to the input embedding again on loading if the config says so: then both hold one packed weight,
+    or neither.
+    """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or not getattr(model.config, "tie_word_embeddings", False):
         return
     if head.weight is not embedding.weight and (_is_quantised(head) or _is_quantised(embedding)):
         raise ValueError(
-            f"the {'output head' if _is_quantised(head) else 'input embedding'} is quantised by itself, and the model's config ties it "
+            f"the {'output head' if _is_quantised(head) else 'input embedding'} is quantised by itself, and the "
+            "model's config ties it "
             "to the other, so no loader could rebuild both: quantise both together while they are tied, or set "
             "model.config.tie_word_embeddings = False to save them apart"
         )
-
-
-class _Quantizer(TorchAoHfQuantizer):
-    """HF's, but a packed weight that the head and the input embedding share is written once, as HF writes a float one, and adapters train
-    beside codes of any width: HF knows of 8 bits only.
-    """
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        weights = dict(model.named_parameters(remove_duplicate=False))
-        again = {to for to, source in model.all_tied_weights_keys.items() if weights.get(to) is weights.get(source)}
-        return flatten_tensor_state_dict({n: t for n, t in model.state_dict().items() if n not in again})
 
 
 def check_storable(kind: str, fqn: str) -> None:
     """Raise ValueError for a class of tensors that torchao's safetensors do not know."""
     if kind not in ALLOWED_TENSORS_SUBCLASSES:
         raise ValueError(
-            f"{fqn}: torchao's safetensors store {', '.join(ALLOWED_TENSORS_SUBCLASSES)}, not {kind}: choose a config that makes one of "
-            "them, or use torch.save(model.state_dict()), for a machine with the same kernels"
+            f"{fqn}: torchao's safetensors store {', '.join(ALLOWED_TENSORS_SUBCLASSES)}, not {kind}: choose a config "
+            "that makes one of them, or use torch.save(model.state_dict()), for a machine with the same kernels"
         )
 
 
 def _check_storable(fqn: str, weight: Any) -> None:
-    """Raise ValueError for a tensor that torchao's safetensors or HF's loader do not know: it could be written and not read."""
+    """Raise ValueError for a tensor that torchao's safetensors or HF's loader do not know: it could be written and not
+    read.
+    """
     kind = type(weight.data).__name__
     check_storable(kind, fqn)
     if foreign := [part for part in weight.__tensor_flatten__()[0] if f"_weight_{part}" not in _known]:
         raise ValueError(
-            f"{fqn}: its {kind} holds {', '.join(foreign)}, which Hugging Face's loader does not know, so no checkpoint folder can hold it: "
-            "use aoquant's own config instead, for static activations such as Int8WeightConfig(activation='int8-tensor-static'), or "
-            "torch.save(model.state_dict())"
+            f"{fqn}: its {kind} holds {', '.join(foreign)}, which Hugging Face's loader does not know, so no "
+            "checkpoint folder can hold it: use aoquant's own config instead, for static activations such as "
+            "Int8WeightConfig(activation='int8-tensor-static'), or torch.save(model.state_dict())"
         )
-
-
-def _make_savable(model: PreTrainedModel) -> None:
-    """Forget how HF rebuilt the tensors: saving would run that step backwards, and it has no reverse (transformers 5.17)."""
-    model.hf_quantizer.__class__ = _Quantizer
-    if conversions := getattr(model, "_weight_conversions", None):
-
-        def reads(conversion: Any) -> bool:
-            return any(isinstance(op, TorchAoDeserialize) for op in getattr(conversion, "operations", ()))
-
-        model._weight_conversions = [c for c in conversions if not reads(c)]
 
 
 def _is_quantised(module: nn.Module) -> bool:
@@ -257,12 +273,12 @@ def _config(fqn: str, module: nn.Module, before: TorchAoConfig | None) -> Any:
     if config is None and before is not None:
         config = before.quant_type
         if isinstance(config, FqnToConfig):
-            key = _key(config.fqn_to_config, fqn, default=True)
+            key = key_of(config.fqn_to_config, fqn, default=True)
             config = config.fqn_to_config[key] if key else None
     if config is None:
         raise ValueError(
-            f"{fqn}: holds a {type(weight).__name__} that neither aoquant.quantize_ nor HF made, so its config is unknown: quantise with "
-            "aoquant.quantize_, or set it as the layer's `aoquant_config`"
+            f"{fqn}: holds a {type(weight).__name__} that neither aoquant.quantize_ nor HF made, so its config is "
+            "unknown: quantise with aoquant.quantize_, or set it as the layer's `aoquant_config`"
         )
     # convert stamps float8 layers with the kernel that prepare computed; the config that makes them says so too
     if getattr(config, "kernel_preference", None) not in (None, getattr(weight, "kernel_preference", None)):

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from aoquant.integrations.progress import progress as progress_bar
 from aoquant.integrations.text import Source, find_pages
 
 TASK = "wikitext_local"
@@ -70,8 +71,8 @@ class Perplexity:
 
     def __str__(self) -> str:
         return (
-            f"word perplexity {self.word_perplexity:.4f}, byte perplexity {self.byte_perplexity:.4f}, {self.bits_per_byte:.4f} bits/byte "
-            f"(window {self.window}, {self.documents} documents of {self.source})"
+            f"word perplexity {self.word_perplexity:.4f}, byte perplexity {self.byte_perplexity:.4f}, "
+            f"{self.bits_per_byte:.4f} bits/byte (window {self.window}, {self.documents} documents of {self.source})"
         )
 
 
@@ -104,7 +105,8 @@ def evaluate(
             stack.enter_context(mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True))
         # One folder of tasks: reading all of lm-eval's takes 12 s.
         tasks = TaskManager(include_path=include, include_defaults=False).load([task])
-        bar = stack.enter_context(tqdm(total=0, desc=f"{task}, window {window}", unit="window", disable=not progress))
+        label = f"{task}, window {window}"
+        bar = stack.enter_context(progress_bar(0, label, "window", show=progress))
         tokenizer = copy.deepcopy(tokenizer)  # HFLM gives it a pad token
         tokenizer.model_max_length = 10**30  # no warning: a page is encoded whole, then cut into windows
         options = {"max_length": window, "batch_size": batch_size, "softmax_dtype": torch.float32}
@@ -149,7 +151,7 @@ def write_task(
 class _Model:
     """What HFLM asks of a model, in an object that it leaves as it is; counts windows."""
 
-    def __init__(self, module: nn.Module, bar: tqdm[Any]) -> None:
+    def __init__(self, module: nn.Module, bar: Any) -> None:
         self.module, self.bar = module, bar
         self.config, self.device = module.config, next(module.parameters()).device
 

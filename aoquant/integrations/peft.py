@@ -33,9 +33,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from aoquant import ops
-from aoquant.formats import Scales
+from aoquant.formats import Encoded, Operand, Scales
 from aoquant.integrations import peft_gradients
 from aoquant.layers import held
+from aoquant.layers.kinds import kind_of
 from aoquant.layers.linear import pulled_back
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.parallel.linear import is_sharded
@@ -110,6 +111,10 @@ def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -
     name = kwargs.get("target_name", "")
     if isinstance(base, nn.Embedding):
         raise ValueError(f"{name}: adapters on a quantised embedding are not supported: leave it out of target_modules")
+    if (known := kind_of(base)) is not None and known.transposed:
+        raise ValueError(
+            f"{name}: adapters on a quantised {known.plain.__name__} are not supported: leave it out of target_modules, or out of quantize_"
+        )
     kind = QATLoraLinear if isinstance(base, QATLinear) else PackedLoraLinear
     return kind(target, adapter_name, config=config, **kwargs)
 
@@ -277,18 +282,18 @@ class QATLoraLinear(_LoraLinear):
             merged = self.merged_weight(base.weight, names)
         y = functional_call(base, {"weight": merged}, (x,))
         if not dense and torch.is_grad_enabled():
-            held, w_held = base.held_scales("input") or (), base.held_scales("weight") or Scales()
-            sides = recipe.input_name, recipe.fprop_weight.name, w_held.transform
+            held, w_held = base.held_scales("input"), base.held_scales("weight")
+            sides = recipe.fprop_input, recipe.fprop_weight, held, w_held
             for n in names:
                 a, b = self.lora_A[n].weight, self.lora_B[n].weight
-                y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], *sides, *held)  # type: ignore[no-untyped-call]
+                y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], *sides)  # type: ignore[no-untyped-call]
         return y
 
 
 class _LowRankGradient(torch.autograd.Function):
     """y as it is; backward adds the gradients of A (r, K) and B (N, r) in y = x (W + s B A)^T, in A's dtype. held: x's scales, if static.
 
-    Behind a transform the codes are of x', and x' T^-T is what A meets: w_name, wt are the weight side of it.
+    Behind a transform the codes are of x', and x' T^-T is what A meets: w_as and w_held are the weight's side of it.
     """
 
     @staticmethod
@@ -299,22 +304,26 @@ class _LowRankGradient(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         scaling: float,
-        x_name: str,
-        w_name: str,
-        wt: Tensor | None,
-        *held: Tensor | None,
+        x_as: Operand | None,
+        w_as: Operand,
+        held: Scales | None,
+        w_held: Scales | None,
     ) -> Tensor:
         x_MK = x.to(y.dtype).reshape(-1, x.shape[-1])  # autocast gave the GEMM y's dtype
-        ctx.save_for_backward(a, b, wt, *(ops.encode(x_MK, x_name, *held) if x_name else (x_MK,)))
-        ctx.scaling, ctx.x_name, ctx.w_name = scaling, x_name, w_name
+        ctx.save_for_backward(
+            a, b, None if w_held is None else w_held.transform, *(ops.encode(x_MK, x_as, held)[:4] if x_as else (x_MK,))
+        )
+        ctx.scaling, ctx.x_as, ctx.w_as = scaling, x_as, w_as
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, wt, *parts = ctx.saved_tensors
         x_MK = parts[0]
-        if ctx.x_name:
-            x_MK = pulled_back(ops.decode(parts, ctx.x_name, a.shape[1], grad.dtype), ctx.w_name, wt)
+        if ctx.x_as:
+            codes, scale, zero, outer = parts
+            encoded = Encoded(codes, scale, zero, outer, a.shape[1])
+            x_MK = pulled_back(ops.decode(encoded, ctx.x_as, grad.dtype), ctx.w_as, Scales(transform=wt))
         g_MN, x_MK = grad.reshape(-1, grad.shape[-1]).to(a.dtype), x_MK.to(a.dtype)
         da = ((g_MN @ b).t() @ x_MK) * ctx.scaling
         db = (g_MN.t() @ (x_MK @ a.t())) * ctx.scaling

@@ -1,11 +1,13 @@
 """Gradients for the input of torchao's packed layers, which an adapter below them needs.
 
-y = x W^^T + b with W^ fixed has dx = dy W^. A `PackedTensor` computes that. torchao's tensors are made for inference: where the
-activation is quantised, the integer kernels return a y without a gradient, silently, and the fp8 ones have no derivative. An adapter
-would then be trained on what reaches it around the layer. So such layers get a forward hook that keeps y, bit for bit, and
-differentiates it as above: straight through the activation's rounding, as on a prepared layer.
+y = x W^^T + b with W^ fixed has dx = dy W^. A `PackedTensor` computes that. torchao's tensors are made for inference:
+where the activation is quantised, the integer kernels return a y without a gradient, silently, and the fp8 ones have no
+derivative. An adapter would then be trained on what reaches it around the layer. So such layers get a forward hook that
+keeps y, bit for bit, and differentiates it as above: straight through the activation's rounding, as on a prepared
+layer.
 
-The codes are kept for backward and decoded there, so no (N, K) value lives between the two. Without gradients the hook does nothing.
+The codes are kept for backward and decoded there, so no (N, K) value lives between the two. Without gradients the hook
+does nothing.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class _Gradient:
             return None
         if not has_value(w):
             raise ValueError(
-                f"{self.fqn}: a gradient has to pass through its {type(w).__name__}, which has no dequantize() to make one with: "
-                "train adapters on another format, or on the prepared model"
+                f"{self.fqn}: a gradient has to pass through its {type(w).__name__}, which has no dequantize() to "
+                "make one with: train adapters on another format, or on the prepared model"
             )
         out: Tensor = _InputGradient.apply(cast(inputs[0]), bias, y.detach(), w)  # type: ignore[no-untyped-call]
         return out

@@ -1,10 +1,11 @@
 """What a converted checkpoint will look like, file by file, before a single weight is read.
 
-The model is built on the meta device from config.json; planned and quantised there by the code that quantises real models; and taken
-through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and dtypes, so a model without
-values gives the files that `save_pretrained` would write. Reading runs the same rules backwards: every tensor that will be written
-has one tensor of the source behind it, copied as it is or, for a quantised layer, encoded. Whatever does not fit (missing keys, keys
-too many, shapes, dtypes, layers that cannot take their config, tensors that no safetensors loader knows) is an error here.
+The model is built on the meta device from config.json; planned and quantised there by the code that quantises real
+models; and taken through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and
+dtypes, so a model without values gives the files that `save_pretrained` would write. Reading runs the same rules
+backwards: every tensor that will be written has one tensor of the source behind it, copied as it is or, for a quantised
+layer, encoded. Whatever does not fit (missing keys, keys too many, shapes, dtypes, layers that cannot take their
+config, tensors that no safetensors loader knows) is an error here.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,12 @@ from transformers.core_model_loading import build_glob_alternation, dot_natural_
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant.formats import FLOAT_DTYPES
-from aoquant.integrations import checkpoint, hf
-from aoquant.integrations.slots import Slot, reading
-from aoquant.planning.plan import Step, plan
+from aoquant.integrations import checkpoint, checksums, hf
+from aoquant.integrations.plans import ptq_plan
+from aoquant.integrations.safetensors_file import StoredTensor, reading
+from aoquant.planning.coverage import Coverage, coverage
+from aoquant.planning.plan import Step
+from aoquant.planning.tied import identity
 from aoquant.quantize import apply
 
 _COMPUTED = (
@@ -40,11 +43,13 @@ _COMPUTED = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight to quantise: its step, its names (several when layers share it), where it is stored, and in what dtype to load it."""
+    """A weight to quantise: its step, its names (several when layers share it), where it is stored, and in what dtype
+    to load it.
+    """
 
     step: Step
     names: list[str]
-    slot: Slot
+    source: StoredTensor
     dtype: torch.dtype
 
 
@@ -52,10 +57,12 @@ class Layer:
 class Skeleton:
     """A converted checkpoint without its values.
 
-    model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every file's
-    header, under the model's own names. index: content of the index file, None for a single file. layers: to encode. parts: where
-    their codes and scales are written, name in the model to name in the files (transformers renames some architectures' tensors).
-    copies: where tensors that stay float are read. twins: pairs that the config ties and the source holds twice: must be equal.
+    model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every
+    file's header, under the model's own names. index: content of the index file, None for a single file. layers: to
+    encode. parts: where their codes and scales are written, name in the model to name in the files (transformers
+    renames some architectures' tensors). copies: where tensors that stay float are read. twins: pairs that the config
+    ties and the source holds twice: must be equal. skipped: layers left out, and why. coverage: what is quantised, and
+    what stays float.
     """
 
     model: PreTrainedModel
@@ -64,8 +71,10 @@ class Skeleton:
     index: dict[str, Any] | None
     layers: list[Layer]
     parts: dict[str, str]
-    copies: dict[str, Slot]
-    twins: list[tuple[Slot, Slot]]
+    copies: dict[str, StoredTensor]
+    twins: list[tuple[StoredTensor, StoredTensor]]
+    skipped: Mapping[str, str]
+    coverage: Coverage
 
     @property
     def size(self) -> int:
@@ -88,7 +97,13 @@ class Skeleton:
 
 
 def build(
-    source: Path, stored: Mapping[str, Slot], config: Any, max_shard_size: int | str, dtype: torch.dtype | str
+    source: Path,
+    stored: Mapping[str, StoredTensor],
+    config: Any,
+    max_shard_size: int | str,
+    dtype: torch.dtype | str,
+    *,
+    skip_incompatible: bool = False,
 ) -> Skeleton:
     """The skeleton of what `config` makes of the checkpoint in `source`, whose tensors are `stored`.
 
@@ -109,13 +124,14 @@ def build(
         if {a, b} <= stored.keys() and b in kept
     ]
     _check_keys(source, stored, model, sources, tied)
-    for name, slot in sources.items():
-        _check_slot(name, slot, expected[name])
+    for name, found in sources.items():
+        _check_stored(name, found, expected[name])
 
-    layers, packed = [], dict[int, nn.Parameter]()
-    for step in _plan(model, config):
+    layers, packed = [], dict[Hashable, nn.Parameter]()
+    planned = ptq_plan(model, config, skip_incompatible=skip_incompatible)
+    for step in planned.steps:
         weight = step.module.weight
-        if id(weight) not in packed:
+        if identity(weight) not in packed:
             layers.append(_layer(step, model, stored, tied))
         apply(step, packed)
     hf.attach(model)
@@ -137,25 +153,31 @@ def build(
         total = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
     files = {file: {n: tensors[n] for n in names} for file, names in split.filename_to_tensors.items()}
-    copies = {name: slot for name in tensors if (slot := sources.get(name)) is not None}
-    return Skeleton(model, files, {**metadata, "format": "pt"}, index, layers, parts, copies, twins)
+    copies = {name: found for name in tensors if (found := sources.get(name)) is not None}
+    metadata[checksums.KEY] = checksums.table(tensors, metadata)  # placeholders: there are no values yet
+    header = {**metadata, "format": "pt"}
+    left = planned.skipped, coverage(model)
+    return Skeleton(model, files, header, index, layers, parts, copies, twins, *left)
 
 
-def _layer(step: Step, model: PreTrainedModel, stored: Mapping[str, Slot], tied: Mapping[str, list[str]]) -> Layer:
+def _layer(
+    step: Step, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
+) -> Layer:
     weight = step.module.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
     origin = revert_weight_conversion(model, {names[0]: weight})
-    slot = _home(next(iter(origin)), stored, tied)
-    if len(origin) > 1 or slot is None or slot.shape != weight.shape:
+    found = _home(next(iter(origin)), stored, tied)
+    if len(origin) > 1 or found is None or found.shape != weight.shape:
         raise ValueError(
-            f"{step.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: leave it out, "
-            "or load the model whole and use aoquant.quantize_"
+            f"{step.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: "
+            "leave it out, or load the model whole and use aoquant.quantize_"
         )
-    return Layer(step, names, slot, weight.dtype)
+    return Layer(step, names, found, weight.dtype)
 
 
-def empty_model(source: Path, stored: Mapping[str, Slot], dtype: torch.dtype | str) -> PreTrainedModel:
-    """The model of a float checkpoint on the meta device, in the dtypes that `from_pretrained(dtype=dtype)` would give it.
+def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | str) -> PreTrainedModel:
+    """The model of a float checkpoint on the meta device, in the dtypes that `from_pretrained(dtype=dtype)` would give
+    it.
 
     Raises:
         ValueError: the checkpoint is quantised, or transformers has no class for it.
@@ -171,7 +193,7 @@ def empty_model(source: Path, stored: Mapping[str, Slot], dtype: torch.dtype | s
             f"{source}: is quantised already ({method}): convert the float checkpoint that it was made from"
         )
     if dtype == "auto":
-        floats = (slot.dtype for slot in stored.values() if slot.dtype in FLOAT_DTYPES)
+        floats = (found.dtype for found in stored.values() if found.dtype in FLOAT_DTYPES)
         dtype = config.dtype or next(floats, torch.get_default_dtype())
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if chosen not in FLOAT_DTYPES:
@@ -197,54 +219,43 @@ def _tied(model: PreTrainedModel) -> dict[str, list[str]]:
     return {name: [n for n in group if n != name] for group in names.values() for name in group}
 
 
-def _home(name: str, stored: Mapping[str, Slot], tied: Mapping[str, list[str]]) -> Slot | None:
+def _home(name: str, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]) -> StoredTensor | None:
     """Where the source keeps a tensor: under its name, or under one that the model ties to it."""
     return next((stored[n] for n in (name, *tied.get(name, ())) if n in stored), None)
 
 
 def _check_keys(
     source: Path,
-    stored: Mapping[str, Slot],
+    stored: Mapping[str, StoredTensor],
     model: PreTrainedModel,
-    sources: Mapping[str, Slot | None],
+    sources: Mapping[str, StoredTensor | None],
     tied: Mapping[str, list[str]],
 ) -> None:
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_COMPUTED]
     ignored = [re.compile(pattern) for pattern in patterns]
     known = {*sources, *(n for name in sources for n in tied.get(name, ()))}
-    missing = sorted(name for name, slot in sources.items() if slot is None)
+    missing = sorted(name for name, found in sources.items() if found is None)
     strange = sorted(n for n in stored if n not in known and not any(p.search(n) for p in ignored))
     problems = [
         f"{checkpoint.some(names)} {what}" for names, what in ((missing, "missing"), (strange, "unexpected")) if names
     ]
     if problems:
         raise ValueError(
-            f"{source}: does not hold the weights of {type(model).__name__} under their names: {'; '.join(sorted(problems))}. Load it with "
+            f"{source}: does not hold the weights of {type(model).__name__} under their names: "
+            f"{'; '.join(sorted(problems))}. Load it with "
             "transformers, save it again, and convert that; or copy the checkpoint again if files were lost"
         )
 
 
-def _check_slot(name: str, slot: Slot | None, expected: Tensor) -> None:
-    assert slot is not None
-    if slot.shape != expected.shape:
+def _check_stored(name: str, found: StoredTensor | None, expected: Tensor) -> None:
+    assert found is not None
+    if found.shape != expected.shape:
         raise ValueError(
-            f"{slot.path}: {name} is {slot.shape} and the model that config.json describes wants {tuple(expected.shape)}"
+            f"{found.path}: {name} is {found.shape} and the model that config.json describes wants "
+            f"{tuple(expected.shape)}"
         )
-    if slot.dtype != expected.dtype and not {slot.dtype, expected.dtype} <= {*FLOAT_DTYPES}:
+    if found.dtype != expected.dtype and not {found.dtype, expected.dtype} <= {*FLOAT_DTYPES}:
         raise ValueError(
-            f"{slot.path}: {name} is stored as {str(slot.dtype).removeprefix('torch.')}, and float32, bfloat16 or float16 was expected: "
-            "convert the float checkpoint"
+            f"{found.path}: {name} is stored as {str(found.dtype).removeprefix('torch.')}, and float32, bfloat16 or "
+            "float16 was expected: convert the float checkpoint"
         )
-
-
-def _plan(model: PreTrainedModel, config: Any) -> list[Step]:
-    """The plan, with a pattern that matches nothing as an error: an hour's conversion is no place for a warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the name or pattern .* matches no linear layer")
-        try:
-            steps = plan(model, config, None)
-        except UserWarning as warning:
-            raise ValueError(str(warning)) from None
-    if any(step.kind != "quantize" for step in steps):
-        raise ValueError("a checkpoint is converted with a PTQ config, not with a QATConfig: give its base")
-    return steps

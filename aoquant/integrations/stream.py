@@ -1,12 +1,13 @@
 """Convert a checkpoint on disk, with one layer in memory at a time.
 
-`skeleton` knows every tensor that will be written and where, so what is left is to fill in: read a layer's weight, encode it, write
-codes and scales into their places, forget it. Neither the model nor a shard is ever in memory, and codes and scales are those of
-loading the model whole, `aoquant.quantize_` and `aoquant.save_pretrained`, bit for bit, because they come from the same plan and the
-same `Format.encode`.
+`skeleton` knows every tensor that will be written and where, so what is left is to fill in: read a layer's weight,
+encode it, write codes and scales into their places, forget it. Neither the model nor a shard is ever in memory, and
+codes and scales are those of loading the model whole, `aoquant.quantize_` and `aoquant.save_pretrained`, bit for bit,
+because they come from the same plan and the same `Format.encode`.
 
-The result appears under its name only when it is complete, checked and on the disk. Until then it is a folder ".NAME.partial-*",
-without config.json so that nobody loads it by mistake, and removed on any error; a killed process can leave one behind.
+The result appears under its name only when it is complete, checked and on the disk. Until then it is a folder
+".NAME.partial-*", without config.json so that nobody loads it by mistake, and removed on any error; a killed process
+can leave one behind.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,14 @@ import torch
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 
-from aoquant.integrations import checkpoint
+from aoquant.integrations import checkpoint, checksums
+from aoquant.integrations.progress import progress
+from aoquant.integrations.safetensors_file import StoredTensor, flush, header, reading, replace_metadata, reserve
 from aoquant.integrations.skeleton import Layer, Skeleton, build
-from aoquant.integrations.slots import Slot, flush, header, reading, reserve
+from aoquant.planning.coverage import Coverage
 from aoquant.planning.plan import not_finite
-from aoquant.planning.progress import bar
 from aoquant.quantize import pack
+from aoquant.recipes import named
 from aoquant.tools.doctor import check_device
 
 # weights, in any format, and what is written anew; all other files (tokenizer, chat template, licence) are copied
@@ -42,7 +45,12 @@ _NOT_COPIED = re.compile(
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and compared."""
+    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and
+    compared.
+
+    skipped: layers that stay float because they cannot take their config, and why. coverage: what is quantised in
+    `out`, and what stays float.
+    """
 
     out: Path
     layers: int
@@ -51,11 +59,15 @@ class Converted:
     written: int
     verified: int
     seconds: float
+    skipped: Mapping[str, str]
+    coverage: Coverage
 
     def __str__(self) -> str:
-        return (
-            f"{self.layers} layers quantised, {self.read / 1e6:.1f} MB -> {self.written / 1e6:.1f} MB in {self.files} file(s), "
-            f"{self.seconds:.1f} s; {self.verified} layer(s) read back, bit-equal; written to {self.out}/"
+        left = "".join(f"left out: {reason}\n" for reason in self.skipped.values())
+        return left + (
+            f"{self.layers} layers quantised, {self.read / 1e6:.1f} MB -> {self.written / 1e6:.1f} MB in {self.files} "
+            f"file(s), {self.seconds:.1f} s; {self.verified} layer(s) read back, bit-equal; written to {self.out}/\n"
+            f"{self.coverage.problem or self.coverage}"
         )
 
 
@@ -68,18 +80,20 @@ def convert_checkpoint(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = "auto",
     verify: int = 4,
+    skip_incompatible: bool = False,
 ) -> Converted:
     """Quantise the float checkpoint in folder `model` into folder `out`, with one layer in memory at a time.
 
-    config: a PTQ config of torchao's or ours, or torchao's `FqnToConfig` of them.
+    config: a PTQ config of torchao's or ours, the name of a recipe, or torchao's `FqnToConfig` of them.
     max_shard_size: of the files that are written, in bytes or like "5GB".
     device: where layers are quantised, one at a time.
     dtype: of the model, as in `from_pretrained`: "auto" is config.json's, or the stored one.
-    verify: how many layers, spread over the model, are read back from the finished files and compared with a new encoding.
+    verify: how many layers, spread over the model, are read back and compared with a new encoding.
+    skip_incompatible: leave layers float that cannot take their config, instead of raising; see `Converted.skipped`.
 
     Raises:
-        ValueError: `model` is no complete float checkpoint of a model that transformers knows, a layer cannot take its config or
-            holds NaN or Inf, `out` exists, or the disk is too small. Nothing is left behind then.
+        ValueError: `model` is no complete float checkpoint of a model that transformers knows, a layer cannot take its
+            config or holds NaN or Inf, `out` exists, or the disk is too small. Nothing is left behind then.
     """
     began = time.monotonic()
     source, out = Path(model), Path(out)
@@ -92,13 +106,17 @@ def convert_checkpoint(
     check_device(device)
     if torch.device(device).type == "meta":
         raise ValueError("device must hold values, got 'meta'")
-    skeleton = build(source, stored, config, max_shard_size, dtype)
+    skeleton = build(source, stored, named(config), max_shard_size, dtype, skip_incompatible=skip_incompatible)
     with _appearing(out, skeleton.size) as folder:
-        places: dict[str, Slot] = {}
+        places: dict[str, StoredTensor] = {}
         for file, tensors in skeleton.files.items():
             places |= reserve(folder / file, tensors, skeleton.metadata)
         places |= {name: places[written] for name, written in skeleton.parts.items()}
-        read = _fill(skeleton, places, device)
+        sums: dict[str, int] = {}
+        read = _fill(skeleton, places, sums, device)
+        checked = {**skeleton.metadata, checksums.KEY: checksums.encoded(sums, skeleton.metadata)}
+        for file in skeleton.files:
+            replace_metadata(folder / file, checked)
         n = min(verify, len(skeleton.layers))
         for layer in [skeleton.layers[i * (len(skeleton.layers) - 1) // max(1, n - 1)] for i in range(n)]:
             _verify(layer, skeleton, places, device)
@@ -110,19 +128,20 @@ def convert_checkpoint(
         skeleton.save_configs(folder, source)
         checkpoint.check(folder)
     seconds = time.monotonic() - began
-    return Converted(out, len(skeleton.layers), len(skeleton.files), read, skeleton.size, n, seconds)
+    counts = len(skeleton.layers), len(skeleton.files), read, skeleton.size, n
+    return Converted(out, *counts, seconds, skeleton.skipped, skeleton.coverage)
 
 
-def _stored(source: Path) -> dict[str, Slot]:
+def _stored(source: Path) -> dict[str, StoredTensor]:
     """Every tensor of the source."""
     if not (source / "config.json").is_file():
         raise ValueError(f"{source}: not a model folder, it has no config.json")
-    stored: dict[str, Slot] = {}
+    stored: dict[str, StoredTensor] = {}
     for path in checkpoint.files(source):
-        slots = header(path)[1]
-        if twice := sorted(stored.keys() & slots.keys()):
+        tensors = header(path)[1]
+        if twice := sorted(stored.keys() & tensors.keys()):
             raise ValueError(f"{path}: {twice[0]} is in {stored[twice[0]].path.name} too: copy the checkpoint again")
-        stored |= slots
+        stored |= tensors
     return stored
 
 
@@ -148,41 +167,54 @@ def _appearing(out: Path, size: int) -> Iterator[Path]:
         raise ValueError(f"{out}: cannot be written: {error}") from error
 
 
-def _fill(skeleton: Skeleton, places: dict[str, Slot], device: torch.device | str) -> int:
-    """Read every tensor in the order in which it is stored, and write what becomes of it; returns the bytes read."""
+def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, int], device: torch.device | str) -> int:
+    """Read every tensor in the order in which it is stored, and write what becomes of it; returns the bytes read.
+
+    sums: gets the checksum of every tensor, by its name in the files, of the values as they leave memory.
+    """
     for a, b in skeleton.twins:
         if not all(torch.equal(x, y) for x, y in zip(a.pieces(), b.pieces(), strict=True)):
             raise ValueError(
-                f"{a.path.parent}: config.json ties two weights that are stored with different values ({a.path.name} and {b.path.name}): "
-                "set tie_word_embeddings to false"
+                f"{a.path.parent}: config.json ties two weights that are stored with different values ({a.path.name} "
+                f"and {b.path.name}): set tie_word_embeddings to false"
             )
-    work: list[tuple[Slot, str, Layer | None]] = [(slot, name, None) for name, slot in skeleton.copies.items()]
-    work += [(layer.slot, layer.names[0], layer) for layer in skeleton.layers]
+    work: list[tuple[StoredTensor, str, Layer | None]] = [
+        (source, name, None) for name, source in skeleton.copies.items()
+    ]
+    work += [(layer.source, layer.names[0], layer) for layer in skeleton.layers]
     work.sort(key=lambda w: (w[0].path, w[0].start))
-    total = sum(slot.size for slot, _, _ in work)
-    with bar(total, "convert") as advance:
-        for slot, name, layer in work:
+    total = sum(source.size for source, _, _ in work)
+    with progress(total, "convert", "byte") as bar:
+        for source, name, layer in work:
             if layer is None:
-                _copy(slot, places[name])
+                _copy(source, places[name], sums)
             else:
                 for part, values in _encode(layer, device).items():
                     assert values.shape == places[part].shape
-                    places[part].write(values)
-            advance(slot.size, name)
+                    _write(values, places[part], 0, sums)
+            bar.set_postfix(tensor=name)
+            bar.update(source.size)
     return total
 
 
-def _copy(slot: Slot, place: Slot) -> None:
+def _copy(source: StoredTensor, place: StoredTensor, sums: dict[str, int]) -> None:
     """Copy a tensor piece by piece, in the dtype that the model would load it in."""
-    done = 0
-    for piece in slot.pieces():
-        done += place.write(piece.to(place.dtype), done)
+    done = _write(torch.empty(0, dtype=place.dtype), place, 0, sums)  # a tensor without values has a checksum too
+    for piece in source.pieces():
+        done += _write(piece.to(place.dtype), place, done, sums)
+
+
+def _write(values: Tensor, place: StoredTensor, offset: int, sums: dict[str, int]) -> int:
+    """Write the next values of a tensor and extend its checksum; returns how many bytes they are."""
+    before = sums.get(place.name, checksums.start(place.dtype, place.shape))
+    sums[place.name] = checksums.extend(before, values)
+    return place.write(values, offset)
 
 
 @torch.no_grad()
 def _encode(layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
     """The stored parts of a layer's deployed weight, by name."""
-    weight = layer.slot.read().to(layer.dtype)
+    weight = layer.source.read().to(layer.dtype)
     if reason := not_finite(weight):
         raise ValueError(f"{layer.step.fqn} {tuple(weight.shape)}: {reason}")
     packed = pack(layer.step, weight, device)
@@ -190,7 +222,7 @@ def _encode(layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
     return parts
 
 
-def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, Slot], device: torch.device | str) -> None:
+def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, StoredTensor], device: torch.device | str) -> None:
     """Read a layer back, rebuild it with the loaders' code, and compare its bytes with a new encoding."""
     wanted = _encode(layer, device)
     found = {part: places[part].read() for part in wanted}
@@ -201,5 +233,6 @@ def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, Slot], device: t
         same = same and torch.equal(values.view(-1).view(torch.uint8), wanted[part].cpu().view(-1).view(torch.uint8))
     if not same:
         raise ValueError(
-            f"{layer.names[0]}: reads back different from what was written: check the disk and the memory of this machine"
+            f"{layer.names[0]}: reads back different from what was written: check the disk and the memory of this "
+            "machine"
         )

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+
+from aoquant.integrations.progress import progress as progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +93,7 @@ def token_blocks(
         raise ValueError("tokenizer must have an eos token to put between documents, got none; set tokenizer.eos_token")
     eos = torch.tensor([tokenizer.eos_token_id])
     parts: list[Tensor] = []
-    with tqdm(total=len(documents), desc="tokenize", unit="document", disable=not progress) as bar:
+    with progress_bar(len(documents), "tokenize", "document", show=progress) as bar:
         for start in range(0, len(documents), _CHUNK):
             chunk = list(documents[start : start + _CHUNK])
             # verbose=False: a document may well be longer than the model's window, which is what blocks are for.
@@ -110,7 +111,7 @@ def token_blocks(
 
 
 def assets() -> Path:
-    """The folder of the embedded model and text: `aoquant.assets` of an installation, else eval/assets of a checkout."""
+    """The folder of the embedded model and text: `aoquant.assets` if installed, else eval/assets of a checkout."""
     spec = importlib.util.find_spec("aoquant.assets")
     return (
         Path(next(iter(spec.submodule_search_locations or ())))

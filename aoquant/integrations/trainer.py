@@ -4,14 +4,15 @@
     trainer = Trainer(model, ...)
     QATCallback(fake_quant_after_n_steps=100).attach(trainer)
 
-A prepared model needs no callback to train. This one delays fake quantisation, which helps when a fine-tune starts far from where it
-will end: during the first N optimizer steps the layers are plain ones. The switch is a function of `state.global_step` alone and is
-set again when training begins, so a run that is resumed from a checkpoint is where it was. It is on after step N, for what the
-Trainer evaluates or saves there too.
+A prepared model needs no callback to train. This one delays fake quantisation, which helps when a fine-tune starts far
+from where it will end: during the first N optimizer steps the layers are plain ones. The switch is a function of
+`state.global_step` alone and is set again when training begins, so a run that is resumed from a checkpoint is where it
+was. It is on after step N, for what the Trainer evaluates or saves there too.
 
-What is logged: the lowest and the mean SQNR, in dB, of the fake-quantised weights against the high-precision ones. That is what
-rounding does to the weights as they are now: it moves little in a healthy run, and drops when outliers grow. It costs one
-encode and decode of each weight. With `batch`, also the SQNR of the model's output on it, float against fake-quantised.
+What is logged: the lowest and the mean SQNR, in dB, of the fake-quantised weights against the high-precision ones. That
+is what rounding does to the weights as they are now: it moves little in a healthy run, and drops when outliers grow. It
+costs one encode and decode of each weight. With `batch`, also the SQNR of the model's output on it, float against
+fake-quantised.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class QATCallback(TrainerCallback):
     """Start fake quantisation after N optimizer steps and log SQNR.
 
     fake_quant_after_n_steps: N; 0 is from the start.
-    log_every: log SQNR, and with it the loss, every so many steps; None adds it whenever the Trainer logs the loss anyway.
-    batch: what the model is called with for the output's SQNR: a tensor, positional or keyword arguments; on the model's device.
+    log_every: log SQNR, and with it the loss, every so many steps; None adds it whenever the Trainer logs the loss.
+    batch: what the model is called with for the output's SQNR: a tensor, positional or keyword arguments.
 
     Raises:
         ValueError: a number that is out of range; and when training begins, a model without prepared layers.
@@ -50,8 +51,8 @@ class QATCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> QATCallback:
         """Add to a Trainer in front of its other callbacks.
 
-        Trainer(callbacks=[...]) puts callbacks last: SQNR is then in `state.log_history`, but wandb and TensorBoard have
-        written their line by the time it is known.
+        Trainer(callbacks=[...]) puts callbacks last: SQNR is then in `state.log_history`, but wandb and TensorBoard
+        have written their line by the time it is known.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self
@@ -61,7 +62,8 @@ class QATCallback(TrainerCallback):
     ) -> None:
         if self._switch(model, state) == 0:
             raise ValueError(
-                "the model has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before training"
+                "the model has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before "
+                "training"
             )
         if self.after >= state.max_steps:
             warnings.warn(

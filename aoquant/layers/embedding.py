@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import ops
+from aoquant.formats import Encoded, get_operand
+from aoquant.layers.function import refuse_second_derivative
 from aoquant.layers.linear import check_device
 from aoquant.layers.qat import QATLayer
 from aoquant.parallel.linear import is_sharded
@@ -29,17 +31,30 @@ class QATEmbedding(QATLayer, nn.Embedding):
 
     plain = nn.Embedding
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.fake_quant:
-            return super().forward(ids)
+            return super().forward(input)
         recipe = self.prepared.recipe
-        if is_sharded(ids, self.weight):
+        if is_sharded(input, self.weight):
             raise ValueError(
                 f"{self.prepared.fqn or 'embedding'}: embeddings under tensor parallelism are not supported: leave it out of prepare"
             )
-        check_device(ids, self.weight)
+        check_device(input, self.weight)
         options = self.padding_idx, self.scale_grad_by_freq, self.sparse, recipe.straight_through == "clipped"
-        return _QuantizedEmbedding.apply(ids, self.weight, recipe.fprop_weight.name, *options)  # type: ignore[no-untyped-call]
+        return _applied(input, self.weight, recipe.fprop_weight.name, *options)
+
+
+@torch.compiler.allow_in_graph
+def _applied(*arguments: Any) -> Tensor:
+    """`_QuantizedEmbedding`, taken by a compiler as one call: see `linear._applied`."""
+    y: Tensor = _QuantizedEmbedding.apply(*arguments)  # type: ignore[no-untyped-call]
+    return y
+
+
+@torch.compiler.allow_in_graph
+def looked_up(ids: Tensor, w: Encoded, operand: str, dtype: torch.dtype) -> Tensor:
+    """Rows `ids` of a packed weight, (*ids.shape, K) in `dtype`."""
+    return ops.embedding(ids, w, get_operand(operand), dtype)
 
 
 class _QuantizedEmbedding(torch.autograd.Function):
@@ -47,19 +62,27 @@ class _QuantizedEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, w: Tensor, format: str, padding: int | None, by_frequency: bool, sparse: bool, clip: bool
+        ctx: Any,
+        ids: Tensor,
+        w: Tensor,
+        operand: str,
+        padding: int | None,
+        by_frequency: bool,
+        sparse: bool,
+        clip: bool,
     ) -> Tensor:
         if ctx.needs_input_grad[1]:
             ctx.save_for_backward(ids, *([w] if clip else []))
-        ctx.rows, ctx.format, ctx.sparse = w.shape[0], format, sparse
+        ctx.rows, ctx.operand, ctx.sparse = w.shape[0], operand, sparse
         ctx.options = -1 if padding is None else padding, by_frequency
-        return ops.embedding(ids, [w], format, w.shape[1], w.dtype)
+        return ops.embedding(ids, w, get_operand(operand), w.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         ids, *w = ctx.saved_tensors
         if w:
-            bits = ops.saturated(w[0], ctx.format, ids=ids.reshape(-1))
+            bits = ops.saturated(w[0], get_operand(ctx.operand), ids=ids.reshape(-1))
             grad = ops.masked(grad.reshape(-1, grad.shape[-1]), bits).view_as(grad)
         if ctx.sparse:
             dw = torch.ops.aten.embedding_sparse_backward(grad, ids, ctx.rows, *ctx.options)

@@ -61,6 +61,10 @@ class QATLayer(nn.Module):
         _rebind(self)
         return self
 
+    def matrix(self) -> Tensor:
+        """The weight as (N, K), which is what is encoded."""
+        return self.weight
+
     def held_scales(self, side: str) -> Scales | None:
         """Static or learned scales of side "input" or "weight", 2-D, and a fitted transform; None where there is neither."""
         return None
@@ -68,7 +72,7 @@ class QATLayer(nn.Module):
     @torch.no_grad()
     def encode_weight(self) -> Encoded:
         """The weight's codes and scales as forward multiplies them and convert stores them."""
-        return self.prepared.recipe.fprop_weight.encode(self.weight.detach(), self.held_scales("weight"))
+        return self.prepared.recipe.fprop_weight.encode(self.matrix().detach(), self.held_scales("weight"))
 
     @torch.no_grad()
     def quantised_weight(self) -> Tensor:
@@ -100,17 +104,22 @@ class QATLinear(QATLayer, nn.Linear):
         linear = super().prepare(layer, prepared)
         recipe = prepared.recipe
         if recipe.weight_scales != "dynamic":
-            measured = recipe.fprop_weight.measure(linear.weight.detach())
+            measured = recipe.fprop_weight.measure(linear.matrix().detach())
             held.register(linear, "weight", measured, learned=recipe.weight_scales == "learned")
         if recipe.input_scales != "dynamic":
             assert recipe.fprop_input is not None
-            unknown = recipe.fprop_input.base.measure(linear.weight.detach().new_full((1, 1), torch.nan))
+            unknown = recipe.fprop_input.format.measure(linear.weight.detach().new_full((1, 1), torch.nan))
             held.register(linear, "input", unknown, learned=recipe.input_scales == "learned")
         if recipe.fitted:
             assert recipe.transform is not None
             size = recipe.transform.size
             unknown = Scales(
-                transform=torch.full((linear.in_features // size, size, size), torch.nan, device=linear.weight.device)
+                transform=torch.full(
+                    (linear.in_features // size, size, size),
+                    torch.nan,
+                    dtype=torch.float32,
+                    device=linear.weight.device,
+                )
             )
             held.register(linear, "input", unknown, learned=False)
             held.register(linear, "weight", unknown, learned=False)
@@ -143,16 +152,16 @@ class QATLinear(QATLayer, nn.Linear):
         used = (e.scale, e.zero, scales.outer)
         return Scales(*(t.view(s) if s and t is not None else None for t, s in zip(used, shapes, strict=True)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.fake_quant:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(input, self.matrix(), self.bias)
         try:
             if not self.calibrated:
                 raise ValueError(NOT_CALIBRATED)
             recipe = self.prepared.recipe
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
-            return quantized_linear(x, [self.weight], self.bias, recipe, self.in_features, *scales, random)
+            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random)
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 
@@ -198,6 +207,9 @@ def unprepare(model: nn.Module) -> int:
         raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")
     for layer in layers:
         layer.unprepare()
+    from aoquant.layers import fast_path  # which imports this module
+
+    fast_path.sync(model)
     return len(layers)
 
 

@@ -1,16 +1,16 @@
-"""Siblings: layers that read the same input, such as q, k and v or gate and up, encode it once and keep it once.
+"""Shared inputs: layers that read the same input, such as q, k and v or gate and up, encode it once and keep it once.
 
 Between a layer's forward and its backward autograd keeps the codes of its input. As long as it does, another layer that is given the
 same input, in the same format, takes those codes instead of making them again, and both keep one. Nothing is kept alive for that:
-what is remembered of an encoding are weak references to its storages. Without gradients, or with a frozen weight, nobody keeps the
+what is remembered of an encoding are weak references to its storages. Without gradients, or with a frozen weight, autograd keeps no
 codes, so nothing is shared; after backward they are gone, and so is what was remembered of them.
 
 The same input means: the same tensor object, or an equal view of it, with the same address and version counter, on the same stream.
 Every in-place operation that autograd can see moves that counter. A write that it cannot see (through `.data`, NumPy or a raw
 pointer) to a tensor that autograd keeps for backward is wrong in any PyTorch program, since the gradients would be another input's;
-here it also leaves siblings on the old codes. Where such a write is harmless, because nothing of the input is kept any more, it is
+here it also leaves the other layers on the old codes. Where such a write is harmless, because nothing of the input is kept any more, it is
 harmless here too. As a second guard a layer never takes an encoding that it took or made before: when it comes by again, the input is
-encoded anew, for its siblings as well.
+encoded anew, for the other layers as well.
 
 Nothing is shared while a compiler traces (it removes repeated calls itself), under inference mode, between streams, and while a
 CUDA graph is captured, whose memory lives by other rules.
@@ -19,18 +19,17 @@ CUDA graph is captured, whose memory lives by other rules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-Parts = Sequence[Tensor | None]
+from aoquant.formats import Encoded, Operand
 
 
 class _Part(NamedTuple):
-    """A tensor that somebody else keeps alive, or not."""
+    """A tensor that autograd keeps alive, or not any more."""
 
     storage: StorageWeakRef
     dtype: torch.dtype
@@ -53,10 +52,11 @@ class _Part(NamedTuple):
 
 
 class _Encoding:
-    """What is remembered of an encoding: its parts, and which layers have it, by the identity of their weight."""
+    """What is remembered of an encoding: its tensors and its K, and which layers have it, by the identity of their weight."""
 
     def __init__(self) -> None:
         self.parts: list[_Part | None] = []
+        self.k = 0
         self.layers: set[int] = set()
 
 
@@ -72,30 +72,32 @@ class _Input:
 _inputs: dict[int, _Input] = {}
 
 
-class Slot:
-    """Where one layer, in one forward, finds the encoding of its input, or leaves it."""
+class SharedInput:
+    """Where one layer, in one forward, finds the encoding of its input, or leaves it for others."""
 
     def __init__(self, encoding: _Encoding, layer: int) -> None:
         self._encoding, self._layer = encoding, layer
 
-    def get(self) -> tuple[Tensor | None, ...] | None:
-        """The parts of the encoding; None when nobody made it, nobody keeps it, or this layer has had it."""
+    def get(self) -> Encoded | None:
+        """The encoding; None when no layer made it, autograd does not keep it, or this layer has had it."""
         if not self._encoding.parts or self._layer in self._encoding.layers:
             return None
         found = [None if part is None else part.tensor() for part in self._encoding.parts]
         if any(t is None and part is not None for t, part in zip(found, self._encoding.parts, strict=True)):
             return None
         self._encoding.layers.add(self._layer)
-        return tuple(found)
+        codes, scale, zero, outer = found
+        assert codes is not None
+        return Encoded(codes, scale, zero, outer, self._encoding.k)
 
-    def put(self, parts: Parts) -> None:
+    def put(self, encoded: Encoded) -> None:
         """Remember what this layer made."""
-        self._encoding.parts = [None if t is None else _Part.of(t) for t in parts]
+        self._encoding.parts, self._encoding.k = [None if t is None else _Part.of(t) for t in encoded[:4]], encoded.k
         self._encoding.layers = {self._layer}
 
 
-def slot(x: Tensor, dtype: torch.dtype, format: str, w: Tensor) -> Slot | None:
-    """The place of x's encoding, as `dtype` and in `format`, for the layer with weight `w`; None where nothing may be shared."""
+def shared_input(x: Tensor, dtype: torch.dtype, operand: Operand, w: Tensor) -> SharedInput | None:
+    """The place of x's encoding, as `dtype` and by `operand`, for the layer with weight `w`; None where nothing may be shared."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and w.requires_grad):
         return None
     if type(x) not in (Tensor, torch.nn.Parameter) or x.is_inference():
@@ -110,5 +112,5 @@ def slot(x: Tensor, dtype: torch.dtype, format: str, w: Tensor) -> Slot | None:
     found = _inputs.get(key)
     if found is None or found.ref() is not whole or found.version != whole._version:
         found = _inputs[key] = _Input(whole, key)
-    what = x.data_ptr(), x.shape, x.stride(), x.dtype, dtype, format, stream
-    return Slot(found.encodings.setdefault(what, _Encoding()), id(w))
+    what = x.data_ptr(), x.shape, x.stride(), x.dtype, dtype, operand, stream
+    return SharedInput(found.encodings.setdefault(what, _Encoding()), id(w))

@@ -1,7 +1,7 @@
 """A GEMM with its data, and what a backend may ask of its two matrices.
 
 A backend that multiplies codes asks for `x` and `w`; one that multiplies bf16 asks for an operand, or for decoded values. What is
-not there yet is made by the codec when somebody asks, so that a weight which was never encoded becomes an operand in one pass.
+not there yet is made by the codec when a backend asks, so that a weight which was never encoded becomes an operand in one pass.
 """
 
 from __future__ import annotations
@@ -14,80 +14,116 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Format, Int4
+from aoquant.formats import Encoded, Format, Operand
 
 from . import codec
 from .router import Request, routed
 
 
+def scale_dtype(operand: Operand, weight: Tensor | Encoded) -> torch.dtype | None:
+    """dtype of a weight's scales, where it follows the dtype of the weight (int4); None for other formats.
+
+    weight: as it is stored, or what `operand` will encode; behind a transform that is float32.
+    """
+    if isinstance(weight, Encoded):
+        return None if weight.scale is None else operand.format.scale_dtype(weight.scale.dtype)
+    return operand.format.scale_dtype(weight.dtype if operand.transform is None else torch.float32)
+
+
+def gemm_request(
+    contract: str, x: Operand | None, w: Operand, weight: Tensor | Encoded, dtype: torch.dtype, m: int
+) -> Request:
+    """What the GEMM of a layer asks the router for, at m rows of an input in `dtype`.
+
+    x, w: how both operands are made. weight: (N, K), or encoded already.
+    """
+    rows, k = (weight.codes, weight.k) if isinstance(weight, Encoded) else (weight, weight.shape[1])
+    x_format = None if x is None else x.format
+    scales = scale_dtype(w, weight)
+    return Request(contract, x_format, w.format, rows.device, dtype, m, rows.shape[0], k, scales)
+
+
 @dataclass(eq=False)
 class Call:
-    """A GEMM with its data: x_hp (*lead, K) when activations stay in high precision, else x with x_format.
+    """y (*lead, N) in `dtype` = x W^T + bias under `contract`.
 
+    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: what encodes it.
+    strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
     x_values, w_values: what the contract reads of x and W (see `contracts.reads`), when encoding made it in passing.
-    x_format: of x's codes. w_parts: the encoded W, or W itself (N, K). encoder: what encodes it, perhaps behind
-    a transform. strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
     """
 
     contract: str
-    x_hp: Tensor
-    x: Encoded | None
-    x_format: Format
-    w_parts: Encoded | Tensor
-    encoder: Format
+    given_x: Tensor | Encoded
+    x_operand: Operand | None
+    given_w: Tensor | Encoded
+    w_operand: Operand
     bias: Tensor | None
     lead: Sequence[int]
-    k: int
     dtype: torch.dtype
     strides: Sequence[int] | None = None
     x_values: Tensor | None = None
     w_values: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Read off what backends ask for: x, codes and scales, or None where it stays in high precision; the formats of both matrices' codes;
+        K; and w_rows, a tensor with W's N rows on its device.
+        """
+        x, w = self.given_x, self.given_w
+        self.x = x if isinstance(x, Encoded) else None
+        self.w_rows, self.k = (w.codes, w.k) if isinstance(w, Encoded) else (w, w.shape[1])
+        self._x_format = None if self.x_operand is None else self.x_operand.format
+        self.w_format = self.w_operand.format
+
     @property
-    def w_format(self) -> Format:
-        """Of W's codes."""
-        return self.encoder.base
+    def x_hp(self) -> Tensor:
+        """x (*lead, K) in high precision."""
+        assert isinstance(self.given_x, Tensor)
+        return self.given_x
+
+    @property
+    def x_format(self) -> Format:
+        """Of x's codes."""
+        assert self._x_format is not None
+        return self._x_format
 
     @cached_property
     def w(self) -> Encoded:
         """Codes and scales of W."""
-        return codec.encode(self.encoder, self.w_parts) if isinstance(self.w_parts, Tensor) else self.w_parts
+        return codec.encode(self.w_operand, self.given_w) if isinstance(self.given_w, Tensor) else self.given_w
 
     @property
     def alpha_x(self) -> Tensor | None:
-        return None if self.x is None else self.x_format.alpha(self.x)
+        """(M, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
+        return None if self.x is None or self._x_format is None else self._x_format.alpha(self.x)
 
     @cached_property
     def alpha_w(self) -> Tensor | None:
+        """(N, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
         return self.w_format.alpha(self.w)
 
-    @property
-    def alpha_w_in_passing(self) -> Tensor | None:
-        """alpha_w, if somebody asked for it and W had to be encoded for that."""
-        return self.__dict__.get("alpha_w") if isinstance(self.w_parts, Tensor) else None
-
-    def x_operand(self, out: torch.dtype | None = None) -> Tensor:
+    def x_matrix(self, out: torch.dtype | None = None) -> Tensor:
         """(M, K) in `dtype`: what the matrix unit multiplies; then cast to `out`."""
         if self.x is None:
             return self.x_hp.reshape(-1, self.k).to(out or self.x_hp.dtype)
-        return self._x_values(operand=True, out=out)
+        return self._x_values(True, out)
 
     def x_decoded(self) -> Tensor:
-        """x's values in `dtype`: (*lead, K) as it came, or (M, K) if it was encoded."""
-        return self.x_hp if self.x is None else self._x_values(operand=False)
+        """(M, K) values in `dtype`."""
+        return self._x_values(False, None)
 
-    def w_operand(self, out: torch.dtype | None = None) -> Tensor:
-        """(N, K) in `dtype`, then cast to `out`."""
-        return self._w_values(operand=True, out=out)
+    def w_matrix(self, out: torch.dtype | None = None) -> Tensor:
+        """(N, K) in `dtype`: what the matrix unit multiplies; then cast to `out`."""
+        return self._w_values(True, out)
 
     def w_decoded(self) -> Tensor:
-        """(N, K) in `dtype`."""
-        return self._w_values(operand=False)
+        """(N, K) values in `dtype`."""
+        return self._w_values(False, None)
 
     def integers(self) -> tuple[Tensor, Tensor]:
         """x (M, K) and w (N, K) int8 codes."""
-        assert self.x is not None and isinstance(self.x_format, Affine) and isinstance(self.w_format, Affine)
-        return self.x_format.integers(self.x), self.w_format.integers(self.w)
+        x_format: Any = self.x_format
+        w_format: Any = self.w_format
+        return x_format.integers(self.x), w_format.integers(self.w)
 
     def shaped(self, y_MN: Tensor) -> Tensor:
         """(M, N) -> (*lead, N)."""
@@ -99,35 +135,28 @@ class Call:
 
     def run(self) -> Tensor:
         """y (*lead, N), on the fastest backend."""
-        y: Tensor = routed(Request, *self.asks()).run(self)
+        y: Tensor = routed(Request, *self.request_fields()).run(self)
         return y
 
-    def asks(self) -> tuple[Any, ...]:
-        """The fields of the `Request`."""
-        x_format = None if self.x is None else self.x_format
-        w = self.w_parts if isinstance(self.w_parts, Tensor) else self.w_parts.codes
-        rows = self.x_hp.numel() // self.k if self.x is None else self.x.codes.shape[0]
-        scale_dtype = None
-        if type(self.w_format) is Int4 and self.w_format.scales == "input":
-            if isinstance(self.w_parts, Encoded):
-                assert self.w_parts.scale is not None
-                scale_dtype = self.w_parts.scale.dtype
-            else:  # what a transform makes is float32
-                scale_dtype = w.dtype if self.encoder is self.w_format else torch.float32
-        return self.contract, x_format, self.w_format, w.device, self.dtype, rows, w.shape[0], self.k, scale_dtype
+    def request_fields(self) -> tuple[Any, ...]:
+        """The fields of the `Request` that this call is."""
+        w, x = self.w_rows, self.given_x
+        x_format, m = (self._x_format, x.codes.shape[0]) if isinstance(x, Encoded) else (None, x.numel() // self.k)
+        scales = scale_dtype(self.w_operand, self.given_w)
+        return self.contract, x_format, self.w_format, w.device, self.dtype, m, w.shape[0], self.k, scales
 
-    def _x_values(self, *, operand: bool, out: torch.dtype | None = None) -> Tensor:
+    def _x_values(self, operand: bool, out: torch.dtype | None) -> Tensor:
         assert self.x is not None
         if self.x_values is not None:
             return self.x_values.to(out or self.dtype)
         return codec.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)
 
-    def _w_values(self, *, operand: bool, out: torch.dtype | None = None) -> Tensor:
+    def _w_values(self, operand: bool, out: torch.dtype | None) -> Tensor:
         if self.w_values is not None:
             return self.w_values.to(out or self.dtype)
         # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
-        if "w" in self.__dict__ or isinstance(self.w_parts, Encoded) or not self.w_parts.is_cuda:
+        if "w" in self.__dict__ or isinstance(self.given_w, Encoded) or not self.given_w.is_cuda:
             return codec.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)
-        quantized = codec.quantize(self.encoder, self.w_parts, self.dtype, operand=operand)
-        self.__dict__["alpha_w"] = quantized.alpha
-        return quantized.values.to(out or self.dtype)
+        made = codec.quantize(self.w_operand, self.given_w, self.dtype, operand=operand)
+        self.__dict__["alpha_w"] = made.alpha
+        return made.values.to(out or self.dtype)

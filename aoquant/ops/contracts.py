@@ -22,6 +22,7 @@ backend states which contracts it keeps.
 | .._precise      | both, mm_config.use_fast_accum=False           | the same with full float32 accumulation                    |
 | fp8_blocks      | torchao Float8Tensor, 1x128 and 128x128 blocks | rn(rn(acc) + bias), bf16 activations only                  |
 | nvfp4_rescale   | torchao NVFP4Tensor on Blackwell               | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
+| ggml            | llama.cpp's quantised rows                     | rn(float32 sum of blocks' integer sums * scales + bias)    |
 
 acc is the float32 sum of products of operands; rn rounds to the output's dtype. Where both operands are float8 in blocks along K,
 acc is the sum over blocks, in K's order, of (the block's products summed) * x's scale * w's scale, as DeepSeek-V3's kernel has it.
@@ -48,6 +49,7 @@ CONTRACTS = (
     "fp8_mslk_precise",
     "fp8_blocks",
     "nvfp4_rescale",
+    "ggml",
 )
 
 _BFLOAT16 = {

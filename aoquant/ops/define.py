@@ -1,37 +1,232 @@
-"""Defining an op: a Python function behind PyTorch's dispatcher, with as little as possible between the two.
+"""The boundary of an op: one typed Python function, and the `torch.library` op that is made of its signature.
 
-`torch.library.custom_op` calls a function through kernels of its own for autograd, views and aliasing checks, each of them Python.
-Our ops run inside an `autograd.Function`, where none of that has work to do, and compiled code calls four of them in a training step. So
-they are defined the plain way: one kernel, for every device, which compilers leave alone. That outputs do not alias inputs is for
-`opcheck` to see, in the tests.
+Callers and bodies speak of operands, encoded matrices and scales, with None for what is missing. PyTorch's dispatcher knows tensors, numbers and
+strings. Here, and nowhere else, the one becomes the other:
+
+    Operand                   its name; "" for None
+    Encoded, Tensor | Encoded codes (or the tensor), scale, zero, outer, and K, which is None for a plain tensor
+    Scales | None             scale, zero, outer, transform
+    a result that is missing  an empty 1-D tensor, since a schema has no optional results
+
+`torch.compile` keeps float32 between fused operations where eager rounds to bf16, which moves scales by an ulp and codes by one. The registered
+op is opaque to it and runs the same body, so eager equals compiled by construction.
+
+The dispatcher costs as much as the launch of a kernel, and a training step of a small layer waits for it. So where nothing watches the
+dispatcher (ordinary CPU or CUDA tensors, no gradients, compiler or mode), a call goes straight to the body.
+
+`torch.library.custom_op` would put Python layers of its own between the two, for autograd, views and aliasing checks. Our ops run inside an
+`autograd.Function`, so they are defined the plain way: one kernel for every device. `opcheck`, in the tests, sees that outputs alias nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace, UnionType
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+
+from aoquant.formats import Encoded, Operand, Scales, get_operand
 
 _LIBRARY = torch.library.Library("aoquant", "FRAGMENT")
+_ORDINARY = (Tensor, torch.nn.Parameter)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def op(body: Callable[..., Any]) -> Any:
-    """The op "aoquant::NAME" of a typed function called NAME, which mutates nothing: an `OpOverload`, whose `body` is that function."""
-    name = body.__name__
-    schema = torch.library.infer_schema(body, mutates_args=())
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, torch.compiler.disable(body), "CompositeExplicitAutograd")
-    overload = getattr(torch.ops.aoquant, name).default
-    overload.body = body
-    return overload
+class Op(Generic[P, R]):
+    """A function behind the dispatcher: call it like the function. `overload` is the registered op, for compilers and tests."""
+
+    def __init__(self, body: Callable[P, R], fake: Callable[[Any], Any]) -> None:
+        hints = get_type_hints(body)
+        result = hints.pop("return")
+        self.__doc__, self.__name__ = body.__doc__, body.__name__
+        self.body: Callable[..., R] = body
+        self._names = list(hints)
+        self._kinds = [_kind(hint) for hint in hints.values()]
+        self._defaults = [p.default for p in inspect.signature(body).parameters.values()]
+        self._tensors = [i for i, kind in enumerate(self._kinds) if kind.holds_tensors]
+        self._result = _Result(result)
+        self._fake = fake
+        schema = [f for name, kind in zip(self._names, self._kinds, strict=True) for f in kind.schema(name)]
+        _LIBRARY.define(
+            f"{self.__name__}({', '.join(schema)}) -> {self._result.schema}", tags=(torch.Tag.pt2_compliant_tag,)
+        )
+        _LIBRARY.impl(self.__name__, torch.compiler.disable(self._registered), "CompositeExplicitAutograd")
+        self.overload: Any = getattr(torch.ops.aoquant, self.__name__).default
+        torch.library.register_fake(self.overload.name(), self._shapes, lib=_LIBRARY)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        given: Sequence[Any] = args
+        if kwargs or len(given) < len(self._kinds):
+            given = self._whole(given, kwargs)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_dispatch_stack():
+            return self._dispatched(given)
+        for i in self._tensors:  # no function for one of them: this loop stands in front of every kernel
+            value = given[i]
+            if type(value) is Encoded:
+                value = value.codes
+            for t in value if type(value) is Scales else (value,):
+                if t is not None and not (type(t) in _ORDINARY and (t.is_cuda or t.is_cpu)):
+                    return self._dispatched(given)  # a subclass, or a tensor on meta, must meet the dispatcher
+        first = given[0].codes if type(given[0]) is Encoded else given[0]
+        return self._run(given) if torch.is_autocast_enabled(first.device.type) else self.body(*given)
+
+    def flat(self, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
+        """The registered op's arguments for these."""
+        return self._flat(self._whole(args, kwargs))
+
+    def _flat(self, given: Sequence[Any]) -> list[Any]:
+        return [part for kind, value in zip(self._kinds, given, strict=True) for part in kind.flat(value)]
+
+    def _dispatched(self, args: Sequence[Any]) -> R:
+        return self._result.made(self.overload(*self._flat(args)), args[0])
+
+    def _registered(self, *flat: Any) -> Any:
+        """The kernel of the registered op."""
+        return self._result.flat(self._run(self._built(flat)))
+
+    def _shapes(self, *flat: Any) -> Any:
+        """Its shapes and dtypes, without data."""
+        return self._result.flat(self._fake(SimpleNamespace(**dict(zip(self._names, self._built(flat), strict=True)))))
+
+    def _run(self, args: Sequence[Any]) -> R:
+        """The body, without autocast: the caller has cast its inputs."""
+        device = (args[0].codes if type(args[0]) is Encoded else args[0]).device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.body(*args)
+        return self.body(*args)
+
+    def _built(self, flat: Sequence[Any]) -> list[Any]:
+        parts = iter(flat)
+        return [kind.built(parts) for kind in self._kinds]
+
+    def _whole(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """All arguments in order, defaults filled in."""
+        rest = zip(self._names[len(args) :], self._defaults[len(args) :], strict=True)
+        whole = [*args, *(kwargs.pop(name, default) for name, default in rest)]
+        if kwargs or any(value is inspect.Parameter.empty for value in whole[len(args) :]):
+            raise TypeError(
+                f"{self.__name__} takes {', '.join(self._names)}, got {len(args)} arguments and {list(kwargs)}"
+            )
+        return whole
 
 
-def fake(overload: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: shapes and dtypes of what `overload` returns, without data."""
+def op(fake: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Decorator: the op "aoquant::NAME" of a typed function called NAME, which mutates nothing and has a tensor as its first argument.
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.register_fake(overload.name(), function, lib=_LIBRARY)
-        return function
+    fake: what the op returns in shapes and dtypes, a function of one namespace that holds the arguments by their names.
+    """
+    return lambda body: Op(body, fake)
 
-    return register
+
+class _Kind(NamedTuple):
+    """A type of argument: its part of a schema, and the way there and back."""
+
+    schema: Callable[[str], list[str]]
+    flat: Callable[[Any], Sequence[Any]]
+    built: Callable[[Iterator[Any]], Any]
+    holds_tensors: bool = False
+
+
+def _simple(type_: str) -> _Kind:
+    return _Kind(lambda name: [f"{type_} {name}"], lambda value: (value,), next, type_.startswith("Tensor"))
+
+
+def _matrix_flat(value: Tensor | Encoded | None) -> Sequence[Any]:
+    return value if type(value) is Encoded else (value, None, None, None, None)
+
+
+def _matrix_built(parts: Iterator[Any]) -> Tensor | Encoded:
+    codes, scale, zero, outer, k = (next(parts) for _ in range(5))
+    return codes if k is None else Encoded(codes, scale, zero, outer, k)
+
+
+_MATRIX = _Kind(
+    lambda n: [f"Tensor {n}", f"Tensor? {n}_scale", f"Tensor? {n}_zero", f"Tensor? {n}_outer", f"SymInt? {n}_k"],
+    _matrix_flat,
+    _matrix_built,
+    True,
+)
+
+
+def _scales_built(parts: Iterator[Any]) -> Scales | None:
+    scales = Scales(*(next(parts) for _ in Scales._fields))
+    return None if all(t is None for t in scales) else scales
+
+
+_SCALES = _Kind(
+    lambda n: [f"Tensor? {n}_{field}" for field in Scales._fields],
+    lambda value: value or Scales(),
+    _scales_built,
+    True,
+)
+_OPERAND = _Kind(
+    lambda n: [f"str {n}"],
+    lambda value: (value.name if value is not None else "",),
+    lambda parts: get_operand(name) if (name := next(parts)) else None,
+)
+_KINDS: dict[Any, _Kind] = {
+    Tensor: _simple("Tensor"),
+    Tensor | None: _simple("Tensor?"),
+    Encoded: _MATRIX,
+    Tensor | Encoded: _MATRIX,
+    Scales | None: _SCALES,
+    Operand: _OPERAND,
+    Operand | None: _OPERAND,
+    Sequence[int]: _simple("SymInt[]"),
+    Sequence[int] | None: _simple("SymInt[]?"),
+    torch.dtype: _simple("ScalarType"),
+    int: _simple("SymInt"),
+    bool: _simple("bool"),
+    str: _simple("str"),
+}
+
+
+def _kind(hint: Any) -> _Kind:
+    return _KINDS[hint]
+
+
+class _Result:
+    """What an op returns: a tensor, an Encoded, or a NamedTuple of tensors, which may be None, and Encodeds."""
+
+    def __init__(self, hint: Any) -> None:
+        self._type = hint
+        self._fields: list[Any] = list(get_type_hints(hint).values()) if hasattr(hint, "_fields") else [hint]
+        tensors = 4 if hint is Encoded else sum(4 if f is Encoded else 1 for f in self._fields)
+        self.schema = "Tensor" if tensors == 1 else f"({', '.join(['Tensor'] * tensors)})"
+
+    def flat(self, value: Any) -> Any:
+        """Tensors, an empty one of its own for each that is missing: results must not alias each other."""
+        if self._type is Tensor:
+            return value
+        parts: Sequence[Any] = value[:4] if self._type is Encoded else [t for v in value for t in _tensors(v)]
+        return tuple(parts[0].new_empty(0, dtype=torch.uint8) if t is None else t for t in parts)
+
+    def made(self, tensors: Any, first: Any) -> Any:
+        """The inverse. first: the op's first argument, whose width is that of every matrix that the op encodes."""
+        if self._type is Tensor:
+            return tensors
+        parts = iter(tensors)
+        if self._type is Encoded:
+            return _encoded(parts, first)
+        return self._type(*(_encoded(parts, first) if f is Encoded else _present(next(parts), f) for f in self._fields))
+
+
+def _tensors(value: Tensor | Encoded | None) -> Sequence[Tensor | None]:
+    return value[:4] if isinstance(value, Encoded) else (value,)
+
+
+def _encoded(parts: Iterator[Tensor], first: Tensor) -> Encoded:
+    codes, scale, zero, outer = (_present(next(parts), Tensor | None) for _ in range(4))
+    assert codes is not None
+    return Encoded(codes, scale, zero, outer, first.shape[1])
+
+
+def _present(t: Tensor, hint: Any) -> Tensor | None:
+    optional = isinstance(hint, UnionType) and type(None) in get_args(hint)
+    return None if optional and t.dim() == 1 else t

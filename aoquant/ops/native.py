@@ -54,7 +54,7 @@ def _load(library: Path) -> str | None:
 def why_not_on(device: torch.device) -> str | None:
     """Why the library's encoders cannot run on `device`, a CUDA one: it may have been built for others. Asked by trying its smallest kernel."""
     try:
-        operator("finite_absmax")(torch.zeros(16, device=device))
+        operator("finite_absmax")(torch.zeros(16, dtype=torch.float32, device=device))
     except RuntimeError as error:
         return f"aoquant's CUDA library has no code for {device} ({error}): build it again where that GPU is"
     return None

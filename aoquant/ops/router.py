@@ -4,9 +4,9 @@ A backend states for a request (contract, formats, device, dtype, shape) either 
 not. The router takes the willing backend of highest priority; the reference is willing always. Forcing a backend, by
 `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing falls back silently.
 
-Backends compete within a role: "gemm", or one of `codec.py`'s. A forced name rules every role that has a backend of that name, or the one
-role that is named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing "quantize" forces
-"encode" too: both make codes of values.
+Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, transform, rotate, saturate; see `codec`). A forced
+name rules every role that has a backend of that name, or the one role that is named with it: `backend("triton", role="gemm")`,
+AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing "quantize" forces "encode" too: both make codes of values.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format
+from aoquant.formats import Encoded, Format, Operand, as_operand
 
 # (role or None for all, name), the innermost last
 _forced: ContextVar[tuple[tuple[str | None, str], ...]] = ContextVar("aoquant_backend", default=())
@@ -40,18 +40,35 @@ class Quantized(NamedTuple):
     alpha: Tensor | None
 
 
-class Asks(Protocol):
-    """A request: its role, and in words what it wants."""
+@dataclass(frozen=True)
+class CodecRequest:
+    """What a codec is asked for: a role of a (rows, k) matrix.
 
-    @property
-    def role(self) -> str: ...
+    role: as above. operand: a `Format` stands for itself without a transform. dtype: of the values that are read, or of those that "decode"
+    makes. codes: whether "quantize" has to keep them.
+    """
+
+    role: str
+    operand: Operand
+    device: torch.device
+    dtype: torch.dtype
+    rows: int
+    k: int
+    codes: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operand", as_operand(self.operand))
+
+    def __str__(self) -> str:
+        return f"{self.role} ({self.operand.name}, {self.rows} x {self.k}, {self.dtype}, {self.device.type})"
 
 
 @dataclass(frozen=True)
 class Request:
     """What a GEMM is asked for, without its data: y (m, n) = x (m, k) w (n, k)^T.
 
-    scale_dtype: of an int4 weight's scales, when they are in the weight's dtype; None: `dtype`.
+    x_format, w_format: of codes; an `Operand` stands for its format, since a GEMM multiplies codes and knows nothing of a transform before
+    them. scale_dtype: what `call.scale_dtype` says of the weight; None: `dtype`.
     """
 
     role: ClassVar[str] = "gemm"
@@ -67,9 +84,9 @@ class Request:
     scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        # a GEMM multiplies codes, and knows nothing of a transform before them
-        object.__setattr__(self, "x_format", self.x_format and self.x_format.base)
-        object.__setattr__(self, "w_format", self.w_format.base)
+        for side in ("x_format", "w_format"):
+            if isinstance(given := getattr(self, side), Operand):
+                object.__setattr__(self, side, given.format)
 
     def __str__(self) -> str:
         return f"GEMM ({self.contract}, M = {self.m}, N = {self.n}, K = {self.k}, {self.device.type})"
@@ -79,8 +96,8 @@ class Request:
 class Backend:
     """A kernel: why_not(request) is None when it keeps the request's contract, otherwise the reason, for people.
 
-    run: takes a `Call` and returns y, when the role is "gemm"; `codec.py` says what its roles take.
-    reads_codes: whether a GEMM multiplies W's codes and scales, so that nobody has to make W's values.
+    run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
+    reads_codes: whether a GEMM multiplies W's codes and scales, so that W's values are never made.
     """
 
     name: str
@@ -92,7 +109,7 @@ class Backend:
 
 
 _backends: list[Backend] = []
-# what a process may do does not change while it runs, so neither does who serves a kind of request
+# what a process can run does not change while it runs, so the backend of a request is found once
 _routes: dict[tuple[Any, ...], Backend] = {}
 _MOST_ROUTES = 1 << 16  # a bound for programs whose every batch has another shape
 
@@ -138,7 +155,7 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
 
 
 def forced(role: str) -> tuple[str | None, bool]:
-    """(the name that is forced for a role, by the innermost block that speaks of it or else by the environment; whether for it alone)."""
+    """(name that is forced for a role, by the innermost block about it or else by the environment; whether for that role alone)."""
     named = (role, _ALSO.get(role, role))
     for of, name in reversed(_forced.get()):
         if of is None or of in named:
@@ -163,7 +180,7 @@ def _by_role(text: str) -> dict[str, str]:
     return {of: name for of, _, name in entries if name}
 
 
-def explain(request: Asks) -> list[tuple[str, str]]:
+def explain(request: Request | CodecRequest) -> list[tuple[str, str]]:
     """(backend, "runs" | "willing, lower priority" | reason why not) for a request, by falling priority.
 
     Where a backend is forced, it alone runs: the others are "willing, but NAME is forced".
@@ -182,7 +199,7 @@ def explain(request: Asks) -> list[tuple[str, str]]:
     return rows
 
 
-def route(request: Asks) -> Backend:
+def route(request: Request | CodecRequest) -> Backend:
     """The backend that runs `request`.
 
     Raises:
@@ -202,7 +219,7 @@ def route(request: Asks) -> Backend:
     return found
 
 
-def routed(kind: Callable[..., Asks], *fields: Any) -> Backend:
+def routed(kind: Callable[..., Request | CodecRequest], *fields: Any) -> Backend:
     """`route(kind(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask about."""
     key = kind, fields, _forced.get(), os.environ.get(_ENVIRONMENT)
     found = _routes.get(key)

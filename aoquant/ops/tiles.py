@@ -15,13 +15,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format
+from aoquant.formats import Encoded, Format, Operand
 
 TILE = 1 << 18  # values; smaller ones cost more in calls than they save
 GPU_TILE = 1 << 22  # for encoding on a GPU: 16 MB in float32
 
 
-def encode(format: Format, x_RK: Tensor) -> Encoded:
+def encode(format: Format | Operand, x_RK: Tensor) -> Encoded:
     """format.encode(x_RK)."""
     total, k = x_RK.shape
     rows = _rows(total, k, GPU_TILE if x_RK.is_cuda else TILE, format.tile_rows)
@@ -53,21 +53,22 @@ def _joined(tiles: Iterator[Encoded], total: int, rows: int, shared: tuple[int, 
 
 def operand(format: Format, e: Encoded, dtype: torch.dtype, out: torch.dtype | None = None) -> Tensor:
     """format.operand(e, dtype), then cast to `out`, by default the same dtype."""
-    return _decoded(format, format.operand, e, dtype, out or dtype)
+    return decoded(format, format.operand, e, dtype, out or dtype)
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype) -> Tensor:
     """format.decode(e, dtype)."""
-    return _decoded(format, format.decode, e, dtype, dtype)
+    return decoded(format, format.decode, e, dtype, dtype)
 
 
-def _decoded(
+def decoded(
     format: Format,
     function: Callable[[Encoded, torch.dtype], Tensor],
     e: Encoded,
     dtype: torch.dtype,
     out: torch.dtype,
 ) -> Tensor:
+    """function(e, dtype), `format.operand` or `format.decode`, then cast to `out`."""
     rows = _rows(e.codes.shape[0], e.k, TILE, format.tile_rows) if e.codes.is_cpu else None
     if rows is None:
         return function(e, dtype).to(out)
@@ -83,7 +84,7 @@ def floored(format: Format, e: Encoded) -> Tensor:
     if rows is None:
         return format.floored(e).float().mean()
     counts = [(found.sum(), found.numel()) for found in (format.floored(part) for _, part in _cut(format, e, rows))]
-    return torch.stack([count for count, _ in counts]).sum() / sum(n for _, n in counts)
+    return torch.stack([count for count, _ in counts]).sum().float() / sum(n for _, n in counts)
 
 
 def _cut(format: Format, e: Encoded, rows: int) -> Iterator[tuple[slice, Encoded]]:

@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from aoquant.formats import Format, Scales
+from aoquant.formats import Format, Operand, Scales
 
 # (x, w, bias, scales of x, scales of w) of one rank -> y
-Side = tuple[Format | None, Scales | None]
+Side = tuple[Operand | None, Scales | None]
 Local = Callable[[Tensor, Tensor, Tensor | None, Scales | None, Scales | None], Tensor]
 
 
@@ -46,7 +46,7 @@ def is_sharded(*tensors: Tensor) -> bool:
 def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side, w_side: Side) -> DTensor:
     """y (..., N) of a layer whose weight (N, K) is a DTensor, differentiable in all three.
 
-    x_side, w_side: the format, None for an input in high precision and for a weight that is encoded already, and held scales.
+    x_side, w_side: the operand, None for an input in high precision and for a weight that is encoded already, and held scales.
 
     Raises:
         ValueError: an operand is no DTensor of one mesh, a shard would cut through a block, or the layer learns its scales.
@@ -80,19 +80,19 @@ def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side
 @torch.compiler.disable  # a compiler would round in other places; a layer that communicates here breaks its graph
 @torch.no_grad()
 def scales(
-    format: Format, shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], matrix: Tensor | None = None
+    operand: Operand, shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], matrix: Tensor | None = None
 ) -> Scales | None:
     """Scales of the whole that `shard` (..., K) is this rank's part of; None when no scale reaches over a cut."""
     shape, last = shard.shape, shard.ndim - 1
-    cuts = [i for i, p in enumerate(placements) if format.reach == "tensor" and _is_cut(p)]
-    cuts += [i for i, p in enumerate(placements) if format.reach == "row" and _is_cut(p, last)]
+    cuts = [i for i, p in enumerate(placements) if operand.reach == "tensor" and _is_cut(p)]
+    cuts += [i for i, p in enumerate(placements) if operand.reach == "row" and _is_cut(p, last)]
     if not cuts:
         return None
-    values = format.transformed(shard.reshape(shape[:-1].numel(), shape[-1]), matrix)  # what the scales are made of
-    bits = extremes(format.base, values)
+    values = operand.transformed(shard.reshape(shape[:-1].numel(), shape[-1]), matrix)  # what the scales are made of
+    bits = extremes(operand.format, values)
     for i in cuts:
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=mesh.get_group(i))
-    return measure(format.base, bits, values.dtype)
+    return measure(operand.format, bits, values.dtype)
 
 
 def extremes(format: Format, x_RK: Tensor) -> Tensor:
@@ -129,10 +129,10 @@ def _finite(w: Tensor) -> Tensor:
     if not w.numel():
         return w.new_ones((), dtype=torch.bool)
     least, most = torch.aminmax(w)
-    return least.isfinite() & most.isfinite()  # joined they would be autocast's business
+    return least.isfinite() & most.isfinite()  # joined, autocast would cast them
 
 
-def why_not(w: Tensor, formats: Sequence[Format | None], unit: int = 1) -> str | None:
+def why_not(w: Tensor, operands: Sequence[Operand | None], unit: int = 1) -> str | None:
     """Why a weight (N, K) cannot be encoded shard by shard, from shapes alone; None when it can, and for plain tensors.
 
     unit: of values along K that may not be cut either.
@@ -150,7 +150,7 @@ def why_not(w: Tensor, formats: Sequence[Format | None], unit: int = 1) -> str |
             return (
                 f"sharding K = {whole} over {ranks} ranks leaves one with nothing: use ColwiseParallel or fewer ranks"
             )
-        blocks = [(f.name, (f.tile_rows, f.period)[dim]) for f in formats if f is not None]
+        blocks = [(f.name, (f.tile_rows, f.period)[dim]) for f in operands if f is not None]
         for name, block in [*blocks, ("a byte of codes", unit if dim == 1 else 1)]:
             if part % block and part < whole:
                 return (
@@ -158,7 +158,7 @@ def why_not(w: Tensor, formats: Sequence[Format | None], unit: int = 1) -> str |
                     f"{part}: shard so that each rank gets a multiple of {block} (ColwiseParallel cuts N, RowwiseParallel K), or "
                     f"choose a block that divides {part}"
                 )
-        for f in formats:
+        for f in operands:
             if f is not None and not f.from_extremes and (f.reach == "tensor" or (f.reach == "row" and dim == 1)):
                 return (
                     f"{f.name} fits its scales to all values of a {f.reach}, so {axis} cannot be sharded: gather the float state "
@@ -169,15 +169,15 @@ def why_not(w: Tensor, formats: Sequence[Format | None], unit: int = 1) -> str |
 
 def _scales(side: Side, shard: Tensor, whole: DTensor) -> Scales | None:
     """What one rank encodes its shard of `whole` under: held scales, cut like the shard, or those of the whole."""
-    format, held = side
+    operand, held = side
     mesh, placements = whole.device_mesh, whole.placements
-    if format is None:
+    if operand is None:
         return None
     if held is None:
-        return scales(format, shard, mesh, placements)
+        return scales(operand, shard, mesh, placements)
     matrix = None if held.transform is None else _cut_matrix(held.transform, mesh, placements, whole.ndim - 1)
     if held.dynamic:  # a fitted transform alone
-        return (scales(format, shard, mesh, placements, matrix) or Scales())._replace(transform=matrix)
+        return (scales(operand, shard, mesh, placements, matrix) or Scales())._replace(transform=matrix)
     cut = (None if t is None else _cut(t, mesh, placements) for t in held[:3])
     return Scales(*cut)._replace(transform=matrix)
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from aoquant import ops
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.linear import LinearRecipe, quantized_linear
 from aoquant.parallel import linear as sharding
@@ -31,15 +30,17 @@ from aoquant.tensor import PackedTensor
 class ShardedLinear(nn.Linear):
     """nn.Linear whose weight is a DTensor of `PackedTensor`s. Made by swapping the class of a converted nn.Linear."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         w, bias = self.weight, self.bias
         assert isinstance(w, DTensor)
         recipe = _local(w).recipe
-        if not isinstance(x, DTensor):
+        if not isinstance(input, DTensor):
             whole_bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
-            return quantized_linear(x, ops.to_parts(gather(w)), whole_bias, recipe, self.in_features)
+            return quantized_linear(input, gather(w), whole_bias, recipe)
         on_shard = functools.partial(_on_shard, recipe)
-        return sharding.linear(on_shard, x, _on_mesh(w, x.device_mesh), bias, (recipe.fprop_input, None), (None, None))
+        return sharding.linear(
+            on_shard, input, _on_mesh(w, input.device_mesh), bias, (recipe.fprop_input, None), (None, None)
+        )
 
 
 def _on_shard(
@@ -47,7 +48,7 @@ def _on_shard(
 ) -> Tensor:
     """One rank's part of a layer under tensor parallelism."""
     assert isinstance(w, PackedTensor)
-    return quantized_linear(x, ops.to_parts(w.encoded), bias, recipe, w.k, x_scales)
+    return quantized_linear(x, w.encoded, bias, recipe, x_scales)
 
 
 def why_not(module: nn.Module, kind: str, recipe: LinearRecipe, dtype: torch.dtype | None) -> str | None:

@@ -1,11 +1,12 @@
 """torchao's own `quantize_` takes our configs through these handlers.
 
-A handler sees one module and no name, so its errors give shapes only, and what was done before an error stays done; the numerics
-are those of `aoquant.quantize_`. A weight that two layers share stays shared when both are given the same config, one after the
-other; that only one of them was given any is not seen here.
+A handler sees one module and no name. So its errors give shapes only, layers that were changed before an error stay
+changed, and nothing that concerns the whole model is seen here: which parameters stay float, weights read outside
+their layer, a shared weight of which one user was chosen. The numerics are those of `aoquant.quantize_`. A weight
+that two layers share stays shared when both are given the same config, one after the other.
 
-torchao's `QATConfig` refuses foreign bases in a closed chain of isinstance checks; its handler is registered again, chained: our
-configs, and layers that we prepared, come to us, everything else goes where it went before.
+torchao's `QATConfig` refuses configs that are not torchao's. Its handler is therefore registered again, chained: our
+configs, and layers that we prepared, come to us; everything else goes where it went before.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, regi
 
 from aoquant import config as configs
 from aoquant.config import QATConfig, WeightConfig
-from aoquant.formats import Format
+from aoquant.formats import Format, Operand
+from aoquant.layers.kinds import is_layer, is_linear, kind_of
 from aoquant.layers.qat import QATLayer
-from aoquant.parallel.fsdp import layer_class
-from aoquant.planning.plan import LAYERS, Layer, plan_layer
+from aoquant.planning.plan import plan_layer
 from aoquant.quantize import apply
 from aoquant.tensor import same_bits
 
@@ -44,17 +45,17 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
     Raises:
         ValueError: the layer cannot take the config.
     """
-    if parameter_name == "bias" and isinstance(module, nn.Linear):
+    if parameter_name == "bias" and is_linear(module):
         return module  # HF, quantising on the fly with FqnToConfig, offers every parameter of a layer that a key names
     if parameter_name != "weight":
         raise ValueError(
             f"aoquant quantises the weight of a layer, not {parameter_name!r}: name the layer, not the parameter"
         )
-    if not isinstance(module, Layer):
+    if not is_layer(module):
         raise ValueError(
             f"aoquant quantises nn.Linear and nn.Embedding, got {type(module).__name__}: choose layers with filter_fn"
         )
-    if layer_class(module) not in LAYERS:
+    if kind_of(module) is None:
         warnings.warn(
             f"{type(module).__name__} is left alone: it subclasses nn.Linear or nn.Embedding and its forward may differ",
             stacklevel=2,
@@ -64,17 +65,17 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
     if step is None:
         return module
     if step.kind == "prepare":
-        if not module.weight.requires_grad:
+        if not step.module.weight.requires_grad:
             warnings.warn(
                 "a layer with a frozen weight was prepared and will not train: right for adapters; HF's TorchAoConfig(QATConfig) "
                 "freezes every weight, so load the model first and call aoquant.quantize_(model, QATConfig(...)) on it",
                 stacklevel=2,
             )
         return apply(step)
-    weight = module.weight
+    weight = step.module.weight
     earlier = _packed[weight]() if weight in _packed else None
     apply(step)
-    if earlier is not None and same_bits(earlier, module.weight):
+    if earlier is not None and same_bits(earlier, step.module.weight):
         module.weight = earlier
     else:
         _packed[weight] = weakref.ref(module.weight)
@@ -89,7 +90,7 @@ def register() -> None:
 
     def chained(module: nn.Module, config: Any) -> nn.Module:
         own = isinstance(config.base_config, WeightConfig) or any(
-            isinstance(c, Format | str) for c in (config.weight_config, config.activation_config)
+            isinstance(c, Format | Operand | str) for c in (config.weight_config, config.activation_config)
         )
         return handle(module, config) if own or isinstance(module, QATLayer) else before(module, config)
 

@@ -1,18 +1,16 @@
-"""Plans: which layer gets which config, decided and checked before anything is touched.
+"""Plans: every layer's step, decided and checked before anything is touched.
 
-A model-wide promise ("on any error the model is as it was") cannot be kept by a handler that sees one module at a time. So
-`aoquant.quantize_` first lists every layer by its fully qualified name with the config that applies to it, then checks them all,
-and reports every problem in one error. Only then does it apply.
+A model-wide promise ("on any error the model is as it was") cannot be kept by a handler that sees one module at a
+time. So `aoquant.quantize_` first lists every layer by its fully qualified name with the config that applies to it
+(choose.py), then checks them all, and reports every problem in one error. Only then does it apply.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,37 +24,52 @@ from torchao.utils import TorchAOBaseTensor
 
 from aoquant.config import QATConfig, backward_slots
 from aoquant.layers import held
-from aoquant.layers.embedding import QATEmbedding
+from aoquant.layers.kinds import Kind, kind_of
 from aoquant.layers.linear import NOT_CALIBRATED
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.parallel import packed as sharded
-from aoquant.parallel.fsdp import compute_dtypes, layer_class
+from aoquant.parallel.fsdp import GATHER, compute_dtypes
 from aoquant.parallel.linear import all_finite
+from aoquant.planning import owners
 from aoquant.planning import tied as sharing
+from aoquant.planning.choose import Choice, Filter, choose, nothing_chosen
 from aoquant.targets import Target, fake_target, resolve, supported
 
-Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
-Layer = nn.Linear | nn.Embedding
-LAYERS = (nn.Linear, QATLinear, nn.Embedding, QATEmbedding)  # exactly: the forward of a subclass may differ
+SHOWN = 10  # problems that an error lists
 
 
 @dataclass(frozen=True)
 class Step:
-    """One layer's change: "prepare" swaps the class in, "convert" and "quantize" replace the weight. fqn: all its names.
+    """One layer's change: "prepare" swaps the class, "convert" and "quantize" replace the weight. fqn: all its names,
+    joined by ", ".
 
     dtype: that forward sees the weight in, which is what is encoded.
     """
 
     fqn: str
-    module: Layer
+    module: Any
+    layer: Kind
     kind: str
     config: Any
     target: Target
     dtype: torch.dtype
 
 
-def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
+@dataclass(frozen=True)
+class Plan:
+    """The steps for a model. skipped: names of layers that cannot take their config, and why, where they may be left
+    out. choice: of all.
+    """
+
+    steps: list[Step]
+    skipped: dict[str, str]
+    choice: Choice
+
+
+def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incompatible: bool = False) -> Plan:
     """Every layer's step, checked.
+
+    skip_incompatible: leave out layers that cannot take their config, instead of raising.
 
     Raises:
         ValueError: naming each layer that cannot take its config, or saying that there is nothing to do.
@@ -64,34 +77,82 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None) -> list[Step]:
     if not isinstance(config, AOBaseConfig):
         got = f"the class {config.__name__}: call it" if isinstance(config, type) else repr(config)
         raise ValueError(f"config must be a QATConfig, a PTQ config or an FqnToConfig, got {got}")
-    steps, problems = [], []
-    assigned = list(_assign(model, config, filter_fn))
-    dtypes = compute_dtypes(model)
-    gemms = {id(module.weight) for _, module, _ in assigned if isinstance(module, nn.Linear)}
-    for fqn, module, layer_config in assigned:
-        try:
-            step = plan_layer(
-                module, layer_config, fqn, has_gemm=id(module.weight) in gemms, dtype=dtypes.get(id(module.weight))
-            )
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        if step is not None:
-            steps.append(step)
+    if (borrowed := owners.borrowed(model)) is not None:
+        raise ValueError(borrowed)
+    choice = choose(model, config, filter_fn)
+    if choice.left_alone:
+        warnings.warn(
+            f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {', '.join(choice.left_alone)}",
+            stacklevel=3,
+        )
+    _refuse_adapted(model, choice)
+    steps, refused = _checked(model, choice)
+    skipped = _left_out(steps, refused, choice) if skip_incompatible else {}
+    steps = [s for s in steps if s.fqn not in skipped]
+    problems = [] if skip_incompatible else list(refused.values())
     problems += [p for s in steps if (p := sharing.adapter_problem(model, s.module, s.fqn, s.kind))]
     problems += sharing.problems(model, {id(s.module): s.target.recipe for s in steps})
     problems += _tied_scales(steps)
     if problems:
-        shown = "\n  ".join(problems[:10])
-        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
+        shown = "\n  ".join(problems[:SHOWN])
+        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError(f"{len(problems)} layer(s) cannot be quantised; the model is unchanged:\n  {shown}{more}")
+    if not steps and skipped:
+        reasons = "\n  ".join(list(skipped.values())[:SHOWN])
+        raise ValueError(
+            f"nothing to quantise: none of the {len(skipped)} chosen layer(s) can take its config:\n  {reasons}"
+        )
     if not steps:
-        raise ValueError(_nothing(model, config))
-    return steps
+        own = ours(config)
+        raise ValueError(nothing_chosen(model, converts=isinstance(own, QATConfig) and own.step == "convert"))
+    return Plan(steps, skipped, choice)
+
+
+def _checked(model: nn.Module, choice: Choice) -> tuple[list[Step], dict[str, str]]:
+    """The steps of the layers that can take their config, and why the others cannot, by name."""
+    dtypes = compute_dtypes(model)
+    gemms = {sharing.identity(m.weight) for _, m, _ in choice.layers if isinstance(m, nn.Linear)}
+    steps, refused = list[Step](), dict[str, str]()
+    for fqn, module, config in choice.layers:
+        has_gemm = sharing.identity(module.weight) in gemms
+        try:
+            step = plan_layer(module, config, fqn, has_gemm=has_gemm, dtype=dtypes.get(id(module.weight)))
+        except ValueError as error:
+            refused[fqn] = str(error)
+            continue
+        if step is not None:
+            steps.append(step)
+    return steps, refused
+
+
+def _left_out(steps: list[Step], refused: dict[str, str], choice: Choice) -> dict[str, str]:
+    """The layers to leave out, with the reasons: those that are refused, and those that share a weight with one."""
+    modules = {fqn: module for fqn, module, _ in choice.layers}
+    weights: dict[Hashable, str] = {sharing.identity(modules[fqn].weight): fqn for fqn in refused}
+    sharers = {s.fqn: weights[w] for s in steps if (w := sharing.identity(s.module.weight)) in weights}
+    shared = {
+        fqn: f"{fqn}: shares its weight with {other}, which cannot take its config" for fqn, other in sharers.items()
+    }
+    return refused | shared
+
+
+def _refuse_adapted(model: nn.Module, choice: Choice) -> None:
+    """Raise one ValueError for all layers of adapters, before any of them is found to be too small for its config."""
+    kinds = [(fqn, module, ours(config)) for fqn, module, config in choice.layers]
+    adapted = [
+        fqn
+        for fqn, module, config in kinds
+        if getattr(config, "step", None) != "convert" and sharing.adapter_problem(model, module, fqn, "prepare")
+    ]
+    if adapted:
+        raise ValueError(
+            f"{len(adapted)} layer(s) are parts of adapted layers, such as {adapted[0]}; the model is unchanged: quantise or "
+            "prepare the model first, and add adapters to it then; or merge these adapters (merge_and_unload) and then prepare"
+        )
 
 
 def plan_layer(
-    module: nn.Module, config: Any, fqn: str = "", *, has_gemm: bool = False, dtype: torch.dtype | None = None
+    module: Any, config: Any, fqn: str = "", *, has_gemm: bool = False, dtype: torch.dtype | None = None
 ) -> Step | None:
     """The step for one layer, checked; None when an unprepared layer meets convert.
 
@@ -101,9 +162,10 @@ def plan_layer(
     Raises:
         ValueError: with the layer's name and shape, what was required, what was got and what to do.
     """
-    assert isinstance(module, Layer)
-    config = ours(config)
-    label = f"{fqn or f'nn.{_plain(module).__name__}'} {tuple(module.weight.shape)}"
+    layer = kind_of(module)
+    assert layer is not None
+    config, weight = ours(config), layer.matrix(module.weight)
+    label = f"{fqn or f'nn.{layer.plain.__name__}'} {tuple(weight.shape)}"
     if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
         raise ValueError(
             f"{label}: QATConfig(FqnToConfig(...)) needs layer names: use aoquant.quantize_, or put a QATConfig into each value"
@@ -129,8 +191,9 @@ def plan_layer(
                 target = resolve(config)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
-    if isinstance(module, nn.Linear):
-        reason = target.why_not(module.out_features, module.in_features, dtype or module.weight.dtype)
+    if layer.gemm:
+        n, k = weight.shape if layer.transposed else (module.out_features, module.in_features)
+        reason = target.why_not(n, k, dtype or weight.dtype)
     else:
         reason = target.why_not_embedding(module, has_gemm=has_gemm or kind == "convert")
         if reason is None and target.recipe.holds:
@@ -139,13 +202,15 @@ def plan_layer(
             )
     if reason is None:
         reason = sharded.why_not(module, kind, target.recipe, dtype)
+    if reason is None and layer.transposed and kind != "prepare" and isinstance(module.weight, DTensor):
+        reason = f"a sharded {layer.plain.__name__} is not converted in place: {GATHER}, and convert that"
     if reason is None and kind != "prepare":
         reason = _not_calibrated(module, target)
     if reason is None:
-        reason = _why_not_here(module, kind) or not_finite(module.weight)
+        reason = owners.why_not(module, kind) or not_finite(weight)
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
-    return Step(fqn, module, kind, config, target, dtype or module.weight.dtype)
+    return Step(fqn, module, layer, kind, config, target, dtype or weight.dtype)
 
 
 def not_finite(weight: torch.Tensor) -> str | None:
@@ -153,25 +218,6 @@ def not_finite(weight: torch.Tensor) -> str | None:
     if weight.is_meta or all_finite(weight):
         return None
     return "its weight holds NaN or Inf: restore a good checkpoint before quantising"
-
-
-def _why_not_here(module: Layer, kind: str) -> str | None:
-    """Why the step would have no effect on this very module: somebody else owns its forward or its weight."""
-    replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # accelerate's hooks are followed
-    if replaced and isinstance(module.weight, DTensor):
-        return (
-            "its weight is sharded and its forward replaced on the instance, as transformers' tp_plan does, so another forward would never "
-            "run: load the model without tp_plan, prepare it, and shard it with parallelize_module or fully_shard"
-        )
-    if kind == "prepare":
-        if replaced:
-            return "its forward is replaced on the instance, so a prepared forward would never run: remove the replacement first"
-    elif module.weight.is_meta and hasattr(module, "_hf_hook"):
-        return (
-            "accelerate keeps its weight offloaded, so there is nothing here to quantise: load the model without offload "
-            "(another device_map), or convert the checkpoint itself with `aoquant convert`"
-        )
-    return None
 
 
 def ours(config: Any) -> Any:
@@ -183,7 +229,7 @@ def ours(config: Any) -> Any:
     return config
 
 
-def _not_calibrated(module: Layer, target: Target) -> str | None:
+def _not_calibrated(module: nn.Module, target: Target) -> str | None:
     """Why a layer has no scales to convert with; None when it has, or needs none."""
     if not isinstance(module, QATLayer):
         if target.recipe.input_scales == "dynamic" and not target.recipe.fitted:
@@ -230,120 +276,12 @@ def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:
     return target
 
 
-def _assign(model: nn.Module, config: Any, filter_fn: Filter | None) -> Iterator[tuple[str, Layer, Any]]:
-    """(names, layer, config) for every nn.Linear and nn.Embedding that a config applies to, once."""
-    if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
-        wrapped = {
-            k: c and dataclasses.replace(config, base_config=c) for k, c in config.base_config.fqn_to_config.items()
-        }
-        config = FqnToConfig(wrapped)
-    by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else None
-    for key in by_name or ():
-        if key.startswith("re:"):
-            try:
-                re.compile(key[3:])
-            except re.error as error:
-                raise ValueError(f"FqnToConfig pattern {key!r} is no regular expression: {error}") from None
-    if by_name is not None and filter_fn is not None:
-        raise ValueError("FqnToConfig chooses the layers itself: give filter_fn or FqnToConfig, not both")
-    used: set[str] = set()
-    left_alone: list[str] = []
-
-    def choice(module: nn.Module, fqn: str) -> Any:
-        """The config of a layer under one of its names, None to leave it as it is."""
-        if by_name is not None:
-            used.update(k for k in by_name if _matches(k, fqn))
-            key = _key(by_name, fqn, default=_is_usual(model, module, fqn))
-            return by_name[key] if key else None
-        # a head or an embedding that was prepared by name is converted with the others
-        usual = isinstance(module, QATLayer) or _is_usual(model, module, fqn)
-        return config if (usual if filter_fn is None else filter_fn(module, fqn)) else None
-
-    layers = [(names, m) for names, m in sharing.modules(model) if isinstance(m, Layer)]
-    for names, module in layers:
-        label = ", ".join(names)
-        chosen, *others = [choice(module, fqn) for fqn in names]
-        if any(other != chosen for other in others):
-            raise ValueError(
-                f"{label}: are one module, which has one config: choose it under all of its names or under none, with the same config"
-            )
-        if chosen is None:
-            continue
-        if layer_class(module) not in LAYERS:
-            left_alone.append(f"{label} ({type(module).__name__})")
-            continue
-        yield label, module, chosen
-    if left_alone:
-        warnings.warn(
-            f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {', '.join(left_alone)}",
-            stacklevel=4,
-        )
-    every = [fqn for names, _ in layers for fqn in names]
-    unmet = [k for k in by_name or () if k not in used and k != "_default"]
-    if filter_fn is not None:  # its names may be parts of names
-        unmet = list(getattr(filter_fn, "unmet", ()))
-        every = sorted({part for fqn in every for part in (fqn, *fqn.split("."))})
-    for key in unmet:
-        near = difflib.get_close_matches(key.removeprefix("re:"), every, 3, 0.3)
-        warnings.warn(
-            f"the name or pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}", stacklevel=4
-        )
-
-
-def _key(by_name: dict[str, Any], fqn: str, *, default: bool) -> str | None:
-    """The key that applies to layer `fqn`: exact names, then patterns in order, then "_default"; parameter before module."""
-    for pattern in (False, True):
-        for name in (_parameter(fqn), fqn):
-            for key in by_name:
-                if key.startswith("re:") == pattern and _matches(key, name, exactly=True):
-                    return key
-    return "_default" if default and "_default" in by_name else None
-
-
-def _parameter(fqn: str) -> str:
-    return f"{fqn}.weight" if fqn else "weight"
-
-
-def _matches(key: str, name: str, *, exactly: bool = False) -> bool:
-    """Whether a key means `name`, or, not exactly, the layer called so or its weight."""
-    names = (name,) if exactly else (name, _parameter(name))
-    return any(re.fullmatch(key[3:], n) is not None if key.startswith("re:") else key == n for n in names)
-
-
-def _is_usual(model: nn.Module, module: nn.Module, fqn: str) -> bool:
-    """What is quantised unless somebody says otherwise: linear layers, but for the head, which costs quality and is often tied."""
-    head = getattr(model, "get_output_embeddings", None)
-    is_head = fqn.rpartition(".")[2] == "lm_head" or (callable(head) and head() is module)
-    return isinstance(module, nn.Linear) and not is_head
-
-
-def _plain(module: nn.Module) -> type[nn.Module]:
-    return nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
-
-
 def _tied_scales(steps: list[Step]) -> list[str]:
     """Problems with tied weights whose layers would hold scales, each its own."""
-    counts = Counter(id(s.module.weight) for s in steps)
+    counts = Counter(sharing.identity(s.module.weight) for s in steps)
     return [
         f"{s.fqn}: its weight is tied, and layers that share a weight cannot hold scales of their own ({s.target.recipe}): untie it, "
         "or use dynamic scales"
         for s in steps
-        if counts[id(s.module.weight)] > 1 and s.target.recipe.holds
+        if counts[sharing.identity(s.module.weight)] > 1 and s.target.recipe.holds
     ]
-
-
-def _nothing(model: nn.Module, config: Any) -> str:
-    linears = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear)]
-    plain = [fqn for fqn, m in model.named_modules() if layer_class(m) in (nn.Linear, QATLinear)]
-    if linears and not plain:
-        return (
-            f"nothing to quantise: all {len(linears)} linear layer(s) are subclasses of nn.Linear, which are left alone"
-        )
-    if isinstance(ours(config), QATConfig) and ours(config).step == "convert":
-        return "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
-    if not linears:
-        return f"nothing to quantise: {type(model).__name__} has no nn.Linear"
-    return (
-        f"nothing to quantise: {len(linears)} linear layer(s), such as {', '.join(linears[:3])}, and none was chosen. "
-        "lm_head and embeddings are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns"
-    )

@@ -1,16 +1,20 @@
 """Sharing: one module under several names, and one weight in several modules.
 
-Both are common: a block called twice, an output head that is the input embedding. Quantising one user of a shared thing quantises it
-for all, or silently makes two of it. So every module is planned once, with all its names, and a shared weight is quantised for all
-of its users, with one config and into one packed tensor, or for none. An embedding and the head tied to it fit one encoding:
-a row is a token in both, and scales run along K, the hidden size, in both.
+Both are common: a block called twice, an output head that is the input embedding. Quantising one user of a shared
+weight either quantises it for all, or makes two weights of it without a word. So every module is planned once, with
+all its names, and a shared weight is quantised for all of its users, with one config and into one packed tensor, or
+for none. An embedding and the head tied to it fit one encoding: a row is a token in both, and scales run along K, the
+hidden size, in both.
+
+A weight is shared when it is one parameter, or one memory: two `nn.Parameter`s over the same elements are tied too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aoquant.layers.linear import LinearRecipe
 
@@ -23,17 +27,27 @@ def modules(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
     yield from found.values()
 
 
+def identity(weight: Tensor) -> Hashable:
+    """What two weights have in common when they are one: the parameter, or the same elements of the same memory."""
+    if is_traceable_wrapper_subclass(weight) or weight.numel() == 0:
+        return id(weight)
+    try:
+        return weight.untyped_storage()._cdata, weight.storage_offset(), weight.numel()
+    except (NotImplementedError, RuntimeError):  # a tensor class without memory of its own
+        return id(weight)
+
+
 def problems(model: nn.Module, chosen: dict[int, LinearRecipe]) -> list[str]:
     """What is wrong with the weights that several modules hold: a user left out, or two different configs.
 
     chosen: by the id of each module whose weight is to be quantised, its recipe.
     """
-    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    users: dict[Hashable, list[tuple[str, nn.Module]]] = {}
     for names, module in modules(model):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 user = ", ".join(f"{n}.{name}" if n else name for n in names)
-                users.setdefault(id(parameter), []).append((user, module))
+                users.setdefault(identity(parameter), []).append((user, module))
     found = []
     for sharers in users.values():
         if len(sharers) < 2 or not (recipes := {chosen[id(m)] for _, m in sharers if id(m) in chosen}):
@@ -56,7 +70,8 @@ def _names(sharers: list[tuple[str, nn.Module]], chosen: dict[int, LinearRecipe]
 
 
 def adapter_problem(model: nn.Module, module: nn.Module, fqn: str, kind: str) -> str | None:
-    """Why a layer under an adapter (peft's tuner layers: `base_layer`, `merged`) cannot be quantised now; None when it can.
+    """Why a layer under an adapter (peft's tuner layers: `base_layer`, `merged`) cannot be quantised now; None when
+    it can.
 
     The adapter itself is never quantised; its base is before the adapter is put on, or once it is merged.
     """

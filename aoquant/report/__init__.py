@@ -4,18 +4,20 @@
     report(prepared, converted, batch)       whether training computed what is deployed: inf in every row
     verify(prepared, converted, batch)       the same, as an error that names the layers where it is not so
 
-A row compares one layer of the two models: the values of the weights, and the outputs for the same input (see `compare.py`). The
-last row compares what the models return, each running by itself. Shares say how often the format had to give in: values that its
-largest code clips, and blocks whose scale sits on the smallest value that it can take. Both are small in a healthy model, and a
-warning says when they are not.
+A row compares one layer of the two models: the values of the weights, and the outputs for the same input (see
+`compare.py`). The last row compares what the models return, each running by itself. Shares say how often a format
+reached its limits: values that its largest code clips, and blocks whose scale is the smallest one that it can store.
+Both are small in a healthy model, and a warning says when they are not. A report also says how much of model b is
+quantised, and which matrices stay float (`coverage.py`).
 
-A figure is None when it could not be measured, and the row's warning says why. In JSON, inf and nan are the strings "inf", "-inf"
-and "nan", because strict JSON has no such numbers; null is "not measured".
+A figure is None when it could not be measured, and the row's warning says why. In JSON, inf and nan are the strings
+"inf", "-inf" and "nan", because strict JSON has no such numbers; null is "not measured".
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +26,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from aoquant.parallel import fsdp
+from aoquant.planning import owners
+from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.progress import track
+from aoquant.planning.sizes import stored_bytes
 from aoquant.report import render
 from aoquant.report.compare import compare, pairs_of
-from aoquant.report.measure import stored_bytes, undisturbed, weight_of
+from aoquant.report.measure import undisturbed, weight_of
 from aoquant.report.rows import Row, row_of
 
 MODEL_OUTPUT = "(model output)"
@@ -37,8 +42,9 @@ MODEL_OUTPUT = "(model output)"
 class Report:
     """Rows of layers, then the row of the models' outputs.
 
-    bytes_before, bytes_after: of the quantised layers' weights in their own dtype, and quantised. model_bytes: of everything that
-    model a and model b hold. Tied weights count once.
+    bytes_before, bytes_after: of the quantised layers' weights in their own dtype, and quantised. model_bytes: of
+    everything that model a and model b hold. Tied weights count once. coverage: which parameters of model b are
+    quantised, and why others are not.
     """
 
     layers: tuple[Row, ...]
@@ -46,6 +52,7 @@ class Report:
     bytes_before: int
     bytes_after: int
     model_bytes: tuple[int, int]
+    coverage: Coverage
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -64,7 +71,9 @@ class Report:
 
     @property
     def mean_sqnr(self) -> float:
-        """Mean output SQNR in dB over the layers that are not bit-equal; inf when all are, nan when none was measured."""
+        """Mean output SQNR in dB over the layers that are not bit-equal; inf when all are, nan when none was
+        measured.
+        """
         found = self._measured()
         finite = [v for v in found if v != math.inf]
         return sum(finite) / len(finite) if finite else math.inf if found else math.nan
@@ -86,11 +95,12 @@ class Report:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "model_bytes": list(self.model_bytes),
+            "coverage": self.coverage.to_dict(),
         }
 
     def to_markdown(self) -> str:
-        """A table and a line of totals. Needs tabulate."""
-        return render.markdown(self.rows, self.totals)
+        """A table, what stays float, and a line of totals. Needs tabulate."""
+        return render.markdown(self.rows, self.totals, self.coverage)
 
     def to_csv(self) -> str:
         """One line a row; None is empty."""
@@ -101,7 +111,9 @@ class Report:
         return render.json_text({"rows": [asdict(r) for r in self.rows], "totals": self.totals})
 
     def plot(self, path: Path | str) -> None:
-        """Bars of weight and output SQNR for every layer, as a picture of the kind that `path` ends in. Needs matplotlib."""
+        """Bars of weight and output SQNR for every layer, as a picture of the kind that `path` ends in. Needs
+        matplotlib.
+        """
         render.bars(self.layers, Path(path))
 
     def save(self, folder: Path | str) -> None:
@@ -119,16 +131,19 @@ class Report:
 def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool = True) -> Report:
     """Compare every layer that is prepared or quantised in either model, and the models' outputs, on `batch`.
 
-    batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay as they are:
-    weights, train or eval mode, and random state. A layer that is called more than once has one row.
+    batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay
+    as they are: weights, train or eval mode, and random state. A layer that is called more than once has one row.
 
     Raises:
-        ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that a model does not take.
+        ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that
+        a model does not take.
     """
     if not isinstance(batch, Tensor | tuple | list | Mapping):
         raise ValueError(f"batch must be a tensor, a tuple or list, or a dict, got {type(batch).__name__}")
     a, b = (getattr(model, "_orig_mod", model) for model in (model_a, model_b))  # what torch.compile wrapped
     for side, model in zip("ab", (a, b), strict=True):
+        if (borrowed := owners.borrowed(model)) is not None:
+            raise ValueError(f"model_{side}: {borrowed}")
         if fsdp.is_distributed(model):
             raise ValueError(
                 f"model_{side} is sharded over ranks, and its layers cannot be run one by one: {fsdp.GATHER}, and compare that"
@@ -139,14 +154,14 @@ def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool
         decibels, problem = compare(a, b, pairs, batch, lambda: next(bar, None))
         rows = tuple(row_of(pair) for pair in (track(pairs, "weights") if progress else pairs))
     output = Row(
-        MODEL_OUTPUT, (), "", "", None, None, decibels, "", None, None, None, problem and f"not run: {problem}"
+        MODEL_OUTPUT, (), "", "", None, None, None, decibels, "", None, None, None, problem and f"not run: {problem}"
     )
     weights = [weight_of(pair.b) for pair in pairs]
     once = {id(w): (w.dtype.itemsize, row) for w, row in zip(weights, rows, strict=True)}.values()
     before = sum(itemsize * math.prod(row.shape) for itemsize, row in once)
     after = sum(row.bytes or 0 for _, row in once)
     sizes = tuple(stored_bytes(*m.parameters(), *m.buffers()) for m in (a, b))
-    return Report(rows, output, before, after, (sizes[0], sizes[1]))
+    return Report(rows, output, before, after, (sizes[0], sizes[1]), coverage(b))
 
 
 def verify(
@@ -154,11 +169,14 @@ def verify(
 ) -> Report:
     """The report of `prepared` against `converted`, when weights and outputs of every layer reach `min_db`.
 
-    The default is bit equality. Where all layers that ran are bit-equal the models' outputs have to reach it too; errors of layers that are
-    not add up in the outputs, so those are then left to the reader.
+    The default is bit equality. Where all layers that ran are bit-equal, the models' own outputs have to reach min_db
+    too, and both models have to run every layer equally often. Errors of layers that are not bit-equal add up in the
+    outputs, so those are then left to the reader. A warning names matrices without support that stay float, when they
+    are much of the model: nothing is verified of them.
 
     Raises:
-        ValueError: naming the worst layers; or layers that could not be compared here, unless allow_not_run.
+        ValueError: naming the worst layers; or layers that this batch does not run, or that could not be compared
+        here, unless allow_not_run.
     """
     found = report(prepared, converted, batch, progress=False)
     exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers)
@@ -175,6 +193,11 @@ def verify(
             for r in worst
         ]
         problems.append(f"{len(low)} of {len(found.rows)} row(s) are below {min_db} dB:\n  " + render.first(lines))
+    uneven = [
+        f"{r.fqn}: {r.warning}" for r in found.layers if exact and r.output_sqnr_db is not None and len({*r.calls}) > 1
+    ]
+    if uneven:
+        problems.append(f"{len(uneven)} layer(s) do not run equally often in both models:\n  " + render.first(uneven))
     missing = [f"{r.fqn}: {r.warning}" for r in found.rows if r.output_sqnr_db is None]
     if missing and not allow_not_run:
         problems.append(
@@ -183,4 +206,6 @@ def verify(
         )
     if problems:
         raise ValueError("\n".join(problems))
+    if found.coverage.problem is not None:
+        warnings.warn(f"verified, but {found.coverage.problem}", stacklevel=2)
     return found

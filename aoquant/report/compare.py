@@ -1,31 +1,35 @@
-"""One pass that compares two models layer by layer.
+"""Two models compared: layer by layer, and by their own outputs.
 
-The comparison is local. One model runs the batch, and behind each of its layers the same layer of the other model is called with
-the same input. So a layer's figure is that layer's alone: an early error does not reappear in every later row, nothing is stored
-but two sums a layer, and "inf" means that this GEMM is reproduced bit for bit. What does add up is measured once more on the whole
-models, each running by itself from the same random state.
+The comparison of layers is local. One model runs the batch, and behind each of its layers the same layer of the other
+model is called with the same input. So a layer's figure is that layer's alone: an early error does not reappear in
+every later row, nothing is stored but two sums a layer, and "inf" means that this GEMM is reproduced bit for bit.
 
-A kernel that cannot run here is a result, not a crash: the row keeps the reason instead of a number. When it is in the model
-that drives the pass, the other one drives.
+What a layer's figure cannot show is measured on the whole models: errors that add up, and weights that are used
+without their layer. For that each model runs by itself from the same random state, without any hook, because a hook
+changes the path that torch takes (its fused encoder layer, for one, stands back where there are hooks).
+
+A kernel that cannot run here is a result, not a crash: the row keeps the reason instead of a number. When it is in
+the model that drives the pass, the other one drives. A layer that ran in one model only, or in neither, is a result
+too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.qat import QATLayer
-from aoquant.ops import Request
+from aoquant.ops import gemm_request
 from aoquant.ops.router import route
 from aoquant.report.measure import (
     decibels,
     energies,
-    is_packed,
     is_quantised,
     logits_of,
     recipe_of,
@@ -33,11 +37,16 @@ from aoquant.report.measure import (
     sqnr,
     weight_of,
 )
+from aoquant.tensor import PackedTensor
 
 
 @dataclass
 class Pair:
-    """One layer of both models, and what has been measured on it so far. values: compared output values; problem: why none."""
+    """One layer of both models, and what has been measured on it so far.
+
+    values: compared output values. problem: why there are none. calls: of the layer in model a and in model b; (0, 0)
+    when one of them fails.
+    """
 
     fqn: str
     a: nn.Module
@@ -45,12 +54,19 @@ class Pair:
     signal: float = 0.0
     noise: float = 0.0
     values: int = 0
+    calls: list[int] = field(default_factory=lambda: [0, 0])
     backend: str = ""
     problem: str = ""
 
     @property
     def output_sqnr(self) -> float | None:
         return decibels(self.signal, self.noise) if self.values and not self.problem else None
+
+    @property
+    def uneven(self) -> str:
+        """How often the layer's forward ran, where one model ran it more often than the other."""
+        a, b = self.calls
+        return f"its forward ran {a} time(s) in model_a and {b} in model_b" if a != b else ""
 
     def add(self, mine: Tensor, theirs: Tensor, swapped: bool) -> None:
         """Add one call's outputs; swapped: b made the first."""
@@ -69,13 +85,14 @@ def _backend(module: nn.Module, y: Tensor) -> str:
         return "torch"
     if isinstance(module, nn.Embedding):
         return "lookup"  # no GEMM
-    n, k = weight_of(module).shape
-    formats = (recipe.fprop_input, recipe.fprop_weight)
-    return route(Request(recipe.contract, *formats, y.device, y.dtype, y.numel() // n, n, k)).name
+    matrix = matrix_of(module)
+    held = matrix.encoded if isinstance(matrix, PackedTensor) else matrix
+    operands = recipe.fprop_input, recipe.fprop_weight
+    return route(gemm_request(recipe.contract, *operands, held, y.dtype, y.numel() // len(matrix))).name
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:
-    return tuple(getattr(weight_of(module), "shape", ()))
+    return tuple(getattr(matrix_of(module), "shape", ()))
 
 
 def why(error: Exception) -> str:
@@ -115,43 +132,54 @@ def pairs_of(a: nn.Module, b: nn.Module) -> list[Pair]:
 def compare(
     a: nn.Module, b: nn.Module, pairs: list[Pair], batch: Any, tick: Callable[[], object]
 ) -> tuple[float | None, str]:
-    """Run `batch` through both models, filling `pairs`; (SQNR of the models' outputs, or None and why).
+    """Run `batch` through both models, filling `pairs`; (SQNR of the models' own outputs, or None and why).
 
     Raises:
         ValueError: a model fails outside the layers that are compared.
     """
-    outputs: list[Tensor] = []
     failures: list[str] = []
     for side, model in enumerate((a, b)):
-        devices = {t.device.index for m in (a, b) for t in m.parameters() if t.is_cuda}
         inside: list[str] = []
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(sorted(devices)))  # both models start from the same state
+            stack.enter_context(_same_random_state(a, b))
             for pair in pairs:
-                _watch(pair, side == 1, not outputs, inside, tick, stack)
+                _watch(pair, side, side == len(failures), inside, tick, stack)
             try:
-                outputs.append(logits_of(run(model, batch)))
+                logits_of(run(model, batch))
             except Exception as error:
                 if not inside:
                     raise ValueError(f"model_{'ab'[side]} does not run this batch: {why(error)}") from error
                 failures.append(f"{inside[-1]}: {why(error)}")
     for pair in pairs:
-        if not pair.values and not pair.problem:
-            pair.problem = failures[-1] if len(failures) == 2 else "this batch does not reach the layer"
+        if not pair.problem and not pair.values:
+            pair.problem = failures[-1] if len(failures) == 2 else pair.uneven or "this batch does not reach the layer"
     if failures:
+        for pair in pairs:  # what ran before the failure is no count
+            pair.calls = [0, 0]
         return None, failures[0]
+    outputs: list[Tensor] = []
+    for model in (a, b):
+        with _same_random_state(a, b):
+            outputs.append(logits_of(run(model, batch)))
     if not outputs[0].numel():
         return None, "the models return nothing for this batch"
     return sqnr(*outputs), ""
 
 
+def _same_random_state(a: nn.Module, b: nn.Module) -> AbstractContextManager[None]:
+    """Both models start from the state of now, and it is the same afterwards."""
+    devices = {t.device.index for m in (a, b) for t in m.parameters() if t.is_cuda}
+    return torch.random.fork_rng(sorted(devices))
+
+
 def _watch(
-    pair: Pair, swapped: bool, drives: bool, inside: list[str], tick: Callable[[], object], stack: ExitStack
+    pair: Pair, side: int, drives: bool, inside: list[str], tick: Callable[[], object], stack: ExitStack
 ) -> None:
     """Hook a pair into the model that runs: note which layer is running, and compare behind it if that model drives."""
-    module, other = (pair.b, pair.a) if swapped else (pair.a, pair.b)
+    module, other = (pair.b, pair.a) if side else (pair.a, pair.b)
 
     def before(module: nn.Module, args: Any) -> None:
+        pair.calls[side] += 1
         inside.append(pair.fqn)
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
@@ -159,7 +187,7 @@ def _watch(
         if not drives:
             return
         try:
-            pair.add(output, other(*args, **kwargs), swapped)
+            pair.add(output, other(*args, **kwargs), side == 1)
         except Exception as error:
             pair.problem = why(error)
         tick()

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from aoquant.formats import Encoded, Format, Int4, Int4Float8, Scales, Transformed
+from aoquant.formats import Encoded, Int4, Int4Float8, Operand, Scales
+from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLayer
+from aoquant.planning.sizes import stored_bytes
 from aoquant.tensor import PackedTensor
 
 CHUNK = 1 << 22  # values that are in float64 at a time
@@ -50,11 +51,6 @@ def sqnr(a: Tensor, b: Tensor) -> float:
     return decibels(*energies(a.detach(), b.detach()))
 
 
-def is_packed(weight: Any) -> bool:
-    """Whether a weight is aoquant's or torchao's quantised tensor."""
-    return isinstance(weight, Tensor) and any(c.__module__.startswith("torchao.") for c in type(weight).__mro__)
-
-
 def weight_of(module: nn.Module) -> Any:
     """The module's weight: a tensor, of any class; None without one."""
     return getattr(module, "weight", None)
@@ -78,7 +74,7 @@ def weight_value(module: nn.Module) -> Tensor:
     Raises:
         ValueError: a torchao tensor that cannot be dequantised.
     """
-    w: Tensor = weight_of(module).detach()
+    w: Tensor = matrix_of(module).detach()
     if isinstance(module, QATLayer):
         return module.quantised_weight() if module.fake_quant else w
     return packed_value(w) if is_packed(w) else w
@@ -104,17 +100,6 @@ def packed_value(w: Any) -> Tensor:
 def has_value(w: Any) -> bool:
     """Whether `packed_value` can tell the values of a packed weight."""
     return type(w).__name__ == "Int4Tensor" or type(w).dequantize is not Tensor.dequantize
-
-
-def stored_bytes(*tensors: Tensor) -> int:
-    """Bytes that tensors occupy, packed ones by what they hold."""
-    total = 0
-    for t in tensors:
-        if is_traceable_wrapper_subclass(t):
-            total += stored_bytes(*(getattr(t, name) for name in t.__tensor_flatten__()[0]))
-        else:
-            total += t.numel() * t.element_size()
-    return total
 
 
 def run(model: nn.Module, batch: Any) -> Any:
@@ -151,24 +136,23 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
 
 
 def shares(
-    format: Format, hp: Tensor | None, packed: Encoded | None, held: Scales | None = None
+    operand: Operand, hp: Tensor | None, packed: Encoded | None, held: Scales | None = None
 ) -> tuple[float | None, float | None]:
     """(share of saturated values, share of blocks on the floor); what the given weights do not tell is None.
 
     hp: the (N, K) high-precision weight. packed: its codes as they are stored. held: the scales that its layer holds.
     """
-    encoded = packed if hp is None or (held is None and format.fitted) else format.encode(hp, held)
+    encoded = packed if hp is None or (held is None and operand.fitted) else operand.encode(hp, held)
     saturated = None
-    if hp is not None and encoded is not None and not (held is None and format.fitted):
-        y = format.transformed(hp, None if held is None else held.transform)
-        saturated = float(format.base.saturated(y, encoded).double().mean())
+    if hp is not None and encoded is not None and not (held is None and operand.fitted):
+        y = operand.transformed(hp, None if held is None else held.transform)
+        saturated = float(operand.format.saturated(y, encoded).double().mean())
     stored = packed or encoded
-    return saturated, None if stored is None else float(format.floored(stored).double().mean())
+    return saturated, None if stored is None else float(operand.floored(stored).double().mean())
 
 
-def planned_bytes(format: Format, w: Tensor) -> int:
+def planned_bytes(operand: Operand, w: Tensor) -> int:
     """Bytes that aoquant's packed tensor will need for w."""
-    e = format.planned(torch.empty(w.shape, dtype=w.dtype, device="meta"))
+    e = operand.planned(torch.empty(w.shape, dtype=w.dtype, device="meta"))
     outer = 0 if e.outer is None else 4 * w.shape[0]
-    matrices = 2 * format.transform.size * w.shape[1] if isinstance(format, Transformed) and format.fitted else 0
-    return outer + matrices + stored_bytes(*(t for t in e[:3] if t is not None))
+    return outer + operand.matrix_bytes(w.shape[1]) + stored_bytes(*(t for t in e[:3] if t is not None))

@@ -15,6 +15,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from aoquant.planning.coverage import Coverage, listed
 from aoquant.report.rows import Row
 
 _HEADS = {
@@ -22,6 +23,7 @@ _HEADS = {
     "shape": "N×K",
     "format": "format",
     "activation": "activation",
+    "batch_invariant": "own row",
     "bits_per_weight": "bits",
     "weight_sqnr_db": "weight dB",
     "output_sqnr_db": "output dB",
@@ -44,19 +46,27 @@ def first(lines: Sequence[str], count: int = 10) -> str:
     return "\n  ".join([*lines[:count], *more])
 
 
-def markdown(rows: Sequence[Row], totals: dict[str, Any]) -> str:
-    """A table, a blank line and a line of totals."""
+def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) -> str:
+    """A table, what stays float, and a line of totals."""
     tabulate = _need("tabulate", "cli").tabulate
     cells = [[_cell(name, getattr(row, name)) for name in _HEADS] for row in rows]
-    align = ["left", "left", "left", "left", *["right"] * 3, "left", *["right"] * 3, "left"]
+    align = ["left", "left", "left", "left", "left", *["right"] * 3, "left", *["right"] * 3, "left"]
     table = tabulate(cells, list(_HEADS.values()), tablefmt="github", colalign=align, disable_numparse=True)
     before, after = totals["model_bytes"]
     return (
-        f"{table}\n\n{totals['layers']} layers, {len(totals['not_run'])} of them not run; output SQNR min "
+        f"{table}\n\n{coverage}.{_float(coverage)}\n\n"
+        f"{totals['layers']} layers, {len(totals['not_run'])} of them not run; output SQNR min "
         f"{totals['min_sqnr_db']:.1f} dB, mean {totals['mean_sqnr_db']:.1f} dB; {totals['mean_bits_per_weight']:.2f} bits per "
         f"weight; quantised layers {totals['bytes_before']:,} → {totals['bytes_after']:,} bytes; whole model {before:,} → "
         f"{after:,} bytes"
     )
+
+
+def _float(coverage: Coverage) -> str:
+    """The matrices that stay float, as a list: one line for each reason."""
+    reasons = dict.fromkeys(w.about for w in coverage.float_weights)
+    lines = [listed([w for w in coverage.float_weights if w.about == reason]) for reason in reasons]
+    return "".join([" Matrices that stay float:\n", *(f"\n- {line}" for line in lines)]) if lines else ""
 
 
 def _cell(name: str, value: Any) -> str:
@@ -68,17 +78,20 @@ def _cell(name: str, value: Any) -> str:
         return f"{value:.1f}"
     if name.endswith("_share"):
         return f"{value:.2%}"
+    if name == "batch_invariant":
+        return "yes" if value else "no"
     if name == "bits_per_weight":
         return f"{value:.2f}"
     return f"{value:,}" if name == "bytes" else str(value).replace("|", "\\|")
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """Names of the fields, then one line a row; shape as NxK, None as nothing."""
+    """Names of the fields, then one line a row; shape as NxK, calls as A/B, None as nothing."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [f.name for f in fields(Row)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows({**asdict(row), "shape": "x".join(map(str, row.shape))} for row in rows)
+    joined = ({"shape": "x".join(map(str, row.shape)), "calls": "/".join(map(str, row.calls))} for row in rows)
+    writer.writerows({**asdict(row), **texts} for row, texts in zip(rows, joined, strict=True))
     return out.getvalue()
 
 

@@ -1,8 +1,9 @@
 """Rows: everything that a report says about one layer.
 
-The shares say how often the format had to give in: values that its largest code clips, and blocks whose scale sits on the smallest
-value that it can take. Both are small in a healthy model. One value a block is allowed to clip without a warning: symmetric
-integers choose their scale from a group's absmax and then, half of the time, clip exactly that value.
+The shares say how often the format had to give in: values that its largest code clips, and blocks whose scale sits on
+the smallest value that it can take. Both are small in a healthy model. One value a block is allowed to clip without a
+warning: symmetric integers choose their scale from a group's absmax and then, half of the time, clip exactly that
+value.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from typing import Any
 
 from torch import nn
 
-from aoquant.formats import Format
+from aoquant.formats import Operand
+from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.qat import QATLayer
+from aoquant.planning.sizes import stored_bytes
 from aoquant.report.compare import Pair, why
 from aoquant.report.measure import (
-    is_packed,
     planned_bytes,
     recipe_of,
     shares,
     sqnr,
-    stored_bytes,
-    weight_of,
     weight_value,
 )
 from aoquant.tensor import PackedTensor
@@ -35,15 +35,18 @@ HEALTHY = 0.01  # share of saturated values, and of blocks on the floor, that is
 class Row:
     """One layer of two models, a → b. None: not measured, see warning.
 
-    shape: (N, K). format, activation: names, or the class of a torchao tensor; "" is high precision. bits_per_weight, bytes: of
-    the quantised weight as it is stored, or as convert will store it. *_sqnr_db: of b against a. backend: what ran the GEMMs.
-    saturated_share: of the weight's values. floored_share: of its blocks.
+    shape: (N, K). format, activation: names, or the class of a torchao tensor; "" is high precision. bits_per_weight,
+    bytes: of the quantised weight as it is stored, or as convert will store it. *_sqnr_db: of b against a. backend:
+    what ran the GEMMs. batch_invariant: whether a token's codes are the same in any batch; None for torchao's tensors.
+    saturated_share: of the weight's values. floored_share: of its blocks. calls: of the layer's forward in a and in b,
+    each running by itself.
     """
 
     fqn: str
     shape: tuple[int, ...]
     format: str
     activation: str
+    batch_invariant: bool | None
     bits_per_weight: float | None
     weight_sqnr_db: float | None
     output_sqnr_db: float | None
@@ -52,20 +55,21 @@ class Row:
     floored_share: float | None
     bytes: int | None
     warning: str
+    calls: tuple[int, int] = (0, 0)
 
 
 def row_of(pair: Pair) -> Row:
     """The finished row of a pair."""
     sides = (pair.a, pair.b)
-    weights: list[Any] = [weight_of(m).detach() for m in sides]
+    weights: list[Any] = [matrix_of(m).detach() for m in sides]
     n, k = weights[0].shape
     recipes = dict.fromkeys(r for r in map(recipe_of, sides) if r is not None)
     packed = next((w for w in reversed(weights) if is_packed(w)), None)
     qat = next((m for m in sides if isinstance(m, QATLayer)), None)
-    hp = next((w for w in weights if not is_packed(w)), None) if qat is None else qat.weight.detach()
+    hp = next((w for w in weights if not is_packed(w)), None) if qat is None else qat.matrix().detach()
     names = [r.fprop_weight.name for r in recipes] or [type(w).__name__ for w in weights if is_packed(w)]
 
-    problems = [f"not run: {pair.problem}"] if pair.problem else []
+    problems = [f"not run: {pair.problem}"] if pair.problem else [pair.uneven] if pair.uneven else []
     weight_db = saturated = floored = None
     try:
         weight_db = sqnr(*map(weight_value, sides))
@@ -88,6 +92,7 @@ def row_of(pair: Pair) -> Row:
         (n, k),
         " → ".join(dict.fromkeys(names)),
         "" if isinstance(pair.b, nn.Embedding) else " → ".join(dict.fromkeys(r.input_name for r in recipes)),
+        all(r.batch_invariant for r in recipes) if recipes else None,
         8 * size / (n * k),
         weight_db,
         pair.output_sqnr,
@@ -96,12 +101,13 @@ def row_of(pair: Pair) -> Row:
         floored,
         size,
         "; ".join(problems),
+        (pair.calls[0], pair.calls[1]),
     )
 
 
-def _unhealthy(format: Format, k: int, saturated: float | None, floored: float | None) -> list[str]:
+def _unhealthy(operand: Operand, k: int, saturated: float | None, floored: float | None) -> list[str]:
     problems = []
-    if saturated is not None and saturated > HEALTHY + 1 / (format.base.block or k):
+    if saturated is not None and saturated > HEALTHY + 1 / (operand.format.block or k):
         problems.append(f"{saturated:.1%} of the values saturate")
     if floored is not None and floored > HEALTHY:
         problems.append(f"{floored:.1%} of the blocks have the smallest scale there is")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant.formats import Encoded, Format, Scales
+from aoquant.formats import Encoded, Operand, Scales
 from aoquant.layers.linear import LinearRecipe
 from aoquant.tensor import PackedTensor
 
@@ -34,7 +34,7 @@ class Target:
 
     def why_not(self, n: int, k: int, dtype: torch.dtype) -> str | None:
         """Why an (n, k) weight of `dtype` cannot have this target, and what to do; None when it can."""
-        formats: list[Format] = [f for f in (self.recipe.fprop_weight, self.recipe.fprop_input) if f is not None]
+        formats: list[Operand] = [f for f in (self.recipe.fprop_weight, self.recipe.fprop_input) if f is not None]
         return next((reason for f in formats if (reason := f.why_not(k, dtype))), None) or self.limit(n, k, dtype)
 
     def why_not_embedding(self, embedding: nn.Embedding, *, has_gemm: bool) -> str | None:

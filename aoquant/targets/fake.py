@@ -15,7 +15,7 @@ from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConf
 from torchao.quantization.quant_primitives import ZeroPointDomain
 
 from aoquant.config import activated
-from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, get_format
+from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, Operand, get_operand
 from aoquant.layers.linear import LinearRecipe
 
 from .base import Target, packed_target, require
@@ -47,11 +47,11 @@ def _scales(config: Any) -> str:
     return "learned" if config.range_learning else "static"
 
 
-def _format(config: Any, *, activation: bool) -> tuple[Format, str]:
+def _format(config: Any, *, activation: bool) -> tuple[Format | Operand, str]:
     """The format and the GEMM contract of one config."""
     if isinstance(config, str):
-        return get_format(config), "aoquant"
-    if isinstance(config, Format):
+        return get_operand(config), "aoquant"
+    if isinstance(config, Format | Operand):
         return config, "aoquant"
     if isinstance(config, IntxFakeQuantizeConfig):
         return _intx(config, activation=activation), "dequantize"

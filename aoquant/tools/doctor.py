@@ -1,7 +1,7 @@
 """What this machine can run, found by trying: the tables of `aoquant doctor`.
 
-Each recipe prepares, trains one step of, converts and runs a small bf16 layer. A converted layer whose kernel is missing says so
-in the kernel's own words; the prepared layer trains all the same.
+Each recipe prepares a small bf16 layer, trains it for one step, converts it and runs it. Where the kernel of a
+converted layer is missing, the table has the kernel's own reason. The prepared layer trains without it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import platform
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -66,7 +67,8 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
                 r = resolve(recipe.make()).recipe
             except (ValueError, ImportError):  # `recipes` says why
                 continue
-            request = ops.Request(r.contract, r.fprop_input, r.fprop_weight, where, torch.bfloat16, 64, 128, 256)
+            x_format = None if r.fprop_input is None else r.fprop_input.format
+            request = ops.Request(r.contract, x_format, r.fprop_weight.format, where, torch.bfloat16, 64, 128, 256)
             said = dict(ops.explain(request))[name]
             if said == "runs" or said.startswith("willing"):
                 runs.append(r.contract)
@@ -91,7 +93,7 @@ def _device() -> str:
 
 def _try(make: object, device: str) -> tuple[str, str, str]:
     torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(256, 128, dtype=torch.bfloat16, device=device))
+    layer = nn.Sequential(OrderedDict(linear=nn.Linear(256, 128, dtype=torch.bfloat16, device=device)))
     x = torch.randn(64, 256, dtype=torch.bfloat16, device=device)
     try:
         quantize_(layer, QATConfig(make(), step="prepare"))  # type: ignore[operator]
@@ -107,7 +109,7 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
         with torch.no_grad():
             same = torch.equal(y, converted(x))
     except (ValueError, *MISSING_KERNEL) as error:  # a layout that cannot be packed here is a ValueError
-        qat = layer[0]
+        qat = layer.linear
         assert isinstance(qat, QATLinear)
         contract = qat.prepared.recipe.contract
         reason = mslk.why_not_operator(mslk.OPERATORS[contract]) if contract in mslk.OPERATORS else None
@@ -120,5 +122,5 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
 
 
 def _line(error: BaseException) -> str:
-    """The last line of a message: the first layer's problem, where it lists layers."""
-    return str(error).strip().splitlines()[-1].strip()
+    """The last line of a message: the problem of the only layer, whose name and shape nobody asked for."""
+    return str(error).strip().splitlines()[-1].strip().removeprefix("0 (128, 256): ")

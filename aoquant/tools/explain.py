@@ -1,9 +1,10 @@
 """`explain`: which backend runs a layer, for which M, and why the others do not.
 
-The router decides call by call, from a request that holds no data, so asking it costs nothing: `explain` asks for every M that a
-threshold is likely at, and bisects between two that differ. A threshold and its opposite between two neighbours of `_PROBES` would be
-missed; up to 64 every M is asked. What is made of the weight depends on the GEMM that reads it: a backend that multiplies codes wants those of
-a prepared layer encoded, and takes a packed layer's as they are.
+The router decides call by call, from a request that holds no data, so asking it costs nothing: `explain` asks for
+every M that a threshold is likely at, and bisects between two that differ. A threshold and its opposite between two
+neighbours of `_PROBES` would be missed; up to 64 every M is asked. What is made of the weight depends on the GEMM
+that reads it: a backend that multiplies codes wants those of a prepared layer encoded, and takes a packed layer's as
+they are.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from typing import Any
 
 import torch
 
-from aoquant import ops
-from aoquant.formats import Format, Int4
+from aoquant import ops, serving
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLinear
-from aoquant.ops import CodecRequest, Request
+from aoquant.ops import CodecRequest, gemm_request
 from aoquant.tensor import PackedTensor
 
 Rows = list[tuple[str, str]]
@@ -28,7 +28,9 @@ _PROBES = (*range(1, 65), *(m + d for e in range(7, 21) for m in (1 << e,) for d
 
 @dataclass(frozen=True)
 class Route:
-    """One step of a layer's forward for first <= M <= last (None: without end). rows: (backend, what the router says), by falling priority."""
+    """One step of a layer's forward for first <= M <= last (None: without end). rows: (backend, what the router
+    says), by falling priority.
+    """
 
     step: str
     first: int
@@ -43,10 +45,11 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """What `explain` found for a layer; print it, or read `routes`."""
+    """What `explain` found for a layer; print it, or read `routes`. served: what an engine will compute otherwise."""
 
     layer: str
     routes: tuple[Route, ...]
+    served: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [self.layer]
@@ -54,15 +57,17 @@ class Routes:
             until = "" if r.last == r.first else " and above" if r.last is None else f" to {r.last}"
             lines.append(f"  {r.step}, M = {r.first}{until}: {r.backend or 'an error'}")
             lines += [f"    not {name}: {said}" for name, said in r.rows if said != "runs"]
+        lines += [f"  served: {difference}" for difference in self.served]
         return "\n".join(lines)
 
 
-def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
+def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None = None, gpu: str | None = None) -> Any:
     """Which backend runs, and why the others do not.
 
-    what: a prepared layer, or a converted one: `Routes`, for every M. Or a request (`ops.Request`, `ops.CodecRequest`): a list of
-        (backend, "runs" | "willing, lower priority" | reason why not).
+    what: a prepared layer, or a converted one: `Routes`, for every M. Or a request (`ops.Request`,
+        `ops.CodecRequest`): a list of (backend, "runs" | "willing, lower priority" | reason why not).
     dtype: of the activations, by default the weight's.
+    engine, gpu: as in `QATConfig`: say too what that engine will compute otherwise than the layer.
 
     Raises:
         ValueError: anything else, such as a whole model or a layer with a torchao tensor, which calls its own kernel.
@@ -71,7 +76,7 @@ def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
         return ops.explain(what)
     weight = getattr(what, "weight", None)
     if isinstance(what, QATLinear):
-        recipe, kind = what.prepared.recipe, "prepared"
+        recipe, kind, weight = what.prepared.recipe, "prepared", what.matrix()
     elif isinstance(weight, PackedTensor):
         recipe, kind = weight.recipe, "converted"
     else:
@@ -82,7 +87,10 @@ def explain(what: Any, dtype: torch.dtype | None = None) -> Any:
         )
     assert isinstance(weight, torch.Tensor)
     n, k = weight.shape
-    return Routes(f"{n} x {k} {kind} layer, {recipe}", _routes(recipe, weight, dtype or weight.dtype, kind))
+    rows = "a token's codes are its own" if recipe.batch_invariant else "a token's codes depend on its batch"
+    served = () if engine is None else tuple(serving.differences(recipe, engine, gpu))
+    title = f"{n} x {k} {kind} layer, {recipe}; {rows}"
+    return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind), served)
 
 
 def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str) -> tuple[Route, ...]:
@@ -90,10 +98,10 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
     if (x := recipe.fprop_input) is not None:
         role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
         found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k)))
-    w, scales = recipe.fprop_weight, _scale_dtype(weight, recipe.fprop_weight)
+    w, held = recipe.fprop_weight, weight.encoded if isinstance(weight, PackedTensor) else weight
     gemms = _ranges(
         "multiply",
-        lambda m: ops.explain(Request(recipe.contract, recipe.fprop_input, w.base, device, dtype, m, n, k, scales)),
+        lambda m: ops.explain(gemm_request(recipe.contract, recipe.fprop_input, w, held, dtype, m)),
     )
     codes = ops.code_readers()
     whole = ops.reads(recipe.contract) == "codes" or device.type != "cuda"
@@ -111,16 +119,6 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
             rows = ops.explain(CodecRequest(role, w, device, dtype, n, k, role != "quantize"))
             found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
     return (*found, *gemms)
-
-
-def _scale_dtype(weight: torch.Tensor, w: Format) -> torch.dtype | None:
-    """As `ops.call.Call.asks` says it of the layer's GEMM."""
-    if type(w.base) is not Int4 or w.base.scales != "input":
-        return None
-    if isinstance(weight, PackedTensor):
-        assert weight.scale is not None
-        return weight.scale.dtype
-    return weight.dtype if w.base is w else torch.float32
 
 
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:

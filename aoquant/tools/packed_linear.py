@@ -35,8 +35,9 @@ def packed_linear(
     codes: (N, K / 2) uint8 or float4_e2m1fn_x2, the lower nibble is the even k. scale: block scales, row-major, e8m0 or e4m3 as the format has
         them, or their bytes. outer: what multiplies in decoding: one number, or one a row; of TransformerEngine its absmax; of qutlass the
         reciprocal of its global scale. bias: (N,), applied.
-    format: of the codes, such as "xx-nvfp4" or "nvfp4". activation: of the input; "default" is the same format, None high precision;
-        "xx-nvfp4-static:0.1" gives the input an outer scale of its own.
+    format: of the codes, such as "xx-nvfp4" or "nvfp4".
+    activation: of the input. "default" is the same format, or with an outer scale for each token ("nvfp4-row") where aoquant's own NVFP4 and
+        four-over-six have one for the tensor; None is high precision; "xx-nvfp4-static:0.1" gives the input an outer scale of its own.
     transform: what the weight went through: `Hadamard(16)`, or the matrices T by which the input is multiplied, x_blk T^T: (G, G) for all blocks
         or (K / G, G, G), bf16 numbers.
     dtype: of the layer as others see it, and the one that its bias has.
@@ -79,8 +80,10 @@ def packed_linear(
 
 def _like(f: Format) -> str:
     """The format of an input beside a weight of format f."""
-    if isinstance(f, NVFP4Search):
-        return "nvfp4"
+    if type(f) is NVFP4Search or (type(f) is NVFP4 and f.outer == "dynamic"):
+        return "nvfp4-row"
+    if isinstance(f, FourOverSix) and not f.fixed:
+        return dataclasses.replace(f, tile=1, outer="row").name
     return dataclasses.replace(f, tile=1).name if isinstance(f, NVFP4Dialect) else f.name
 
 
@@ -103,7 +106,7 @@ def _outer(outer: Tensor | float | None, want: Encoded, f: Format, n: int, devic
         )
     if outer is None:
         return None
-    given = outer if isinstance(outer, Tensor) else torch.tensor(outer, device=device)
+    given = outer if isinstance(outer, Tensor) else torch.tensor(outer, dtype=torch.float32, device=device)
     if given.numel() not in (1, n) or not given.is_floating_point():
         raise ValueError(f"packed_linear: outer must be 1 or {n} floats, got {tuple(given.shape)} of {given.dtype}")
     if not given.is_meta and not (given.isfinite() & (given > 0)).all():

@@ -1,8 +1,8 @@
-"""What a transform is: a map of blocks of `size` values, its counterpart on the weight side, and the gradients of both.
+"""A transform: a map of blocks of `size` values, its counterpart on the weight side, and the gradients of both.
 
-Both sides are x_blk -> x_blk P^T with another P: T for activations, T^-T for weights, so that the product of the two is untouched.
-Everything is float32 in and out, and never rounded to the layer's dtype in between: what is quantised is the float32 result. (Kernels
-that round it to bf16 first make other codes, .8 to 1.1 % of them on normal values.)
+Both sides are x_blk -> x_blk P^T with another P: T for activations, T^-T for weights, so that the product of the two is
+untouched. Everything is float32 in and out, and never rounded to the layer's dtype in between: what is quantised is the
+float32 result. (Kernels that round it to bf16 first make other codes, .8 to 1.1 % of them on normal values.)
 
 The gradient of x_blk -> x_blk P^T is g_blk -> g_blk P. It also undoes the other side: (W T^-1) T = W.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 SIZES = (16, 32, 64, 128)
 _NAME = re.compile(
-    r"(?P<kind>hadamard|wush)(?P<size>[1-9]\d*)(?:-s(?P<signs>[1-9a-f][0-9a-f]*))?(?P<inverse>-inverse)?"
+    r"(?P<kind>hadamard|wush|rht)(?P<size>[1-9]\d*)(?:-s(?P<signs>[1-9a-f][0-9a-f]*))?(?P<inverse>-inverse)?"
 )
 
 
@@ -44,16 +44,25 @@ class Transform(ABC):
     @property
     @abstractmethod
     def sided(self) -> bool:
-        """Whether activations and weights are mapped by different numbers, which the name of a weight's format must then tell."""
+        """Whether activations and weights are mapped by different numbers, which the name of a weight's format must
+        then tell.
+        """
 
     @property
     @abstractmethod
     def fitted(self) -> bool:
-        """Whether its matrices are data, (K / size, size, size), that `aoquant.calibrate` finds and every call is given."""
+        """Whether its matrices are data, (K / size, size, size), that `aoquant.calibrate` finds and every call is
+        given.
+        """
+
+    @property
+    def drawn(self) -> bool:
+        """Whether its signs are drawn for every use, as `Random.signs` gives them: for the operands of a backward GEMM alone."""
+        return False
 
     @abstractmethod
     def apply(self, x_RK: Tensor, inverse: bool, matrix: Tensor | None) -> Tensor:
-        """Blocks of x times P^T: float32 (R, K). inverse: the weight side. matrix: P, where it is data."""
+        """Blocks of x times P^T: float32 (R, K). inverse: the weight side. matrix: P where it is data, signs where drawn."""
 
     @abstractmethod
     def pull_back(self, grad_RK: Tensor, inverse: bool, matrix: Tensor | None) -> Tensor:
@@ -61,15 +70,25 @@ class Transform(ABC):
 
 
 def parse(prefix: str) -> tuple[Transform, bool] | None:
-    """The transform called `prefix`, and whether it is a weight side's; None when it is no transform's name."""
+    """The transform called `prefix`, and whether it is a weight side's; None when it is no transform's name.
+
+    Raises:
+        ValueError: a random rotation of a size that there is not.
+    """
     from .hadamard import Hadamard
+    from .rotation import Rotation
     from .wush import WUSH
 
     match = _NAME.fullmatch(prefix)
-    if match is None or (match["kind"] == "wush" and match["signs"]):
+    if match is None or (match["kind"] != "hadamard" and match["signs"]):
         return None
-    size = int(match["size"])
+    kind, size, inverse = match["kind"], int(match["size"]), match["inverse"] is not None
+    if kind == "rht":
+        if size not in SIZES:
+            raise ValueError(
+                f"{prefix!r}: a random rotation has one of the sizes {', '.join(map(str, SIZES))}, got {size}"
+            )
+        return None if inverse else (Rotation(size), False)
     if size not in SIZES:
         return None
-    transform = WUSH(size) if match["kind"] == "wush" else Hadamard(size, int(match["signs"] or "0", 16))
-    return transform, match["inverse"] is not None
+    return (WUSH(size) if kind == "wush" else Hadamard(size, int(match["signs"] or "0", 16))), inverse

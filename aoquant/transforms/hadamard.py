@@ -1,16 +1,17 @@
 """The block Hadamard transform: y_blk = x_blk diag(s) H h, H Sylvester's matrix of +-1, h = bf16(1 / sqrt(G)).
 
-H spreads one outlier over its whole block, and a block of equal values becomes one large value: all-ones come out as sqrt(G), 0, ...;
-so the scale of what is quantised is always found after the transform. Signs s go before the mixing. After it they would be an
-exact no-op: they flip codes and change no magnitude.
+H spreads one outlier over its whole block, and a block of equal values becomes one large value: all-ones come out as
+sqrt(G), 0, ...; so the scale of what is quantised is always found after the transform. Signs s go before the mixing.
+After it they would be an exact no-op: they flip codes and change no magnitude.
 
-The entries of T = h H diag(s) are bf16 numbers, as in kernels that multiply by T on tensor cores. 1/4 (G = 16) and 1/8 (64) are, and T T^T = I.
-1 / sqrt(32) and 1 / sqrt(128) are not: h is .99988 of them, every application gains -1.1e-4, and a weight transformed by T itself would
-make the product that of 1.1e-4 less, twice. So the weight side uses the inverse of the rounded T: the same butterflies, times 1 / (G h).
+The entries of T = h H diag(s) are bf16 numbers, as in kernels that multiply by T on tensor cores. 1/4 (G = 16) and 1/8
+(64) are, and T T^T = I. 1 / sqrt(32) and 1 / sqrt(128) are not: h is .99988 of them, every application gains -1.1e-4,
+and a weight transformed by T itself would make the product that of 1.1e-4 less, twice. So the weight side uses the
+inverse of the rounded T: the same butterflies, times 1 / (G h).
 
-Computed by butterflies, in float32 and one fixed order: pairs at distance 1, 2, 4, ..., sums and differences, and one multiplication at
-the end. There is no matrix product whose order of additions a device could choose, so the CPU, CUDA and the Triton kernels give the
-same bits. G log2 G additions instead of G^2 multiplications, too.
+Computed by butterflies, in float32 and one fixed order: pairs at distance 1, 2, 4, ..., sums and differences, and one
+multiplication at the end. There is no matrix product whose order of additions a device could choose, so the CPU, CUDA
+and the Triton kernels give the same bits. G log2 G additions instead of G^2 multiplications, too.
 
 Source: QuaRot (Ashkboos et al., 2024) and QuIP# (Tseng et al., 2024) for Hadamard rotations in quantisation.
 """
@@ -32,7 +33,8 @@ _ENTRY = {16: 0.25, 32: 0.1767578125, 64: 0.125, 128: 0.08837890625}
 class Hadamard(Transform):
     """Hadamard transform of blocks of `size` values.
 
-    signs: bit i set means that value i of each block changes its sign before the mixing; an integer, so that configs can be JSON.
+    signs: bit i set means that value i of each block changes its sign before the mixing; an integer, so that configs
+        can be JSON.
     """
 
     signs: int = 0
@@ -57,7 +59,7 @@ class Hadamard(Transform):
         return False
 
     def factor(self, inverse: bool) -> float:
-        """What the sums and differences are multiplied by."""
+        """The factor of the sums and differences."""
         h = _ENTRY[self.size]
         return 1 / (self.size * h) if inverse else h
 
@@ -77,11 +79,13 @@ class Hadamard(Transform):
             return x_RK
         signs = [-1.0 if self.signs >> i & 1 else 1.0 for i in range(self.size)]
         blocks = x_RK.reshape(x_RK.numel() // self.size, self.size)
-        return (blocks * torch.tensor(signs, device=x_RK.device)).view(x_RK.shape)
+        return (blocks * torch.tensor(signs, dtype=torch.float32, device=x_RK.device)).view(x_RK.shape)
 
 
 def butterflies(x_RK: Tensor, size: int) -> Tensor:
-    """Blocks of `size` float32 values times Sylvester's matrix of +-1: pairs at distance 1, 2, 4, ..., sums and differences."""
+    """Blocks of `size` float32 values times Sylvester's matrix of +-1: pairs at distance 1, 2, 4, ..., sums and
+    differences.
+    """
     shape, n, distance = x_RK.shape, x_RK.numel(), 1
     while distance < size:
         a, b = x_RK.reshape(n // (2 * distance), 2, distance).unbind(1)

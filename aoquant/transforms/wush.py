@@ -3,12 +3,14 @@
     G_W = W_b^T W_b / N,  G_X = mean of x_b^T x_b,  each plus .01 mean(diag) I;   L = chol(G_W);   L^T G_X L = U Lam U^T
     T = H Lam^(-1/4) U^T L^T,  rounded to bf16;   the weight side is the inverse of the rounded T
 
-For these Grams T G_X T^T = T^-T G_W T^-1 = H Lam^(1/2) H^T: what is quantised has the same covariance on both sides, and H spreads it
-evenly over the block. The damping is part of the definition. The order and the signs of eigenvectors are free, so T itself is data:
-it is stored, in the layer's buffers and in the packed tensor, and never made again from what it was fitted to.
+For these Grams T G_X T^T = T^-T G_W T^-1 = H Lam^(1/2) H^T: what is quantised has the same covariance on both sides,
+and H spreads it evenly over the block. The damping is part of the definition. The order and the signs of eigenvectors
+are free, so T itself is data: it is stored, in the layer's buffers and in the packed tensor, and never made again from
+what it was fitted to.
 
-P (K / G, G, G) is T for activations and T^-T for weights: inverted in float64, kept in float32. Products are summed in float64 and rounded
-once to float32, so that the order in which a device adds shows in one value of many millions, if at all, and other rows do not matter.
+P (K / G, G, G) is T for activations and T^-T for weights: inverted in float64, kept in float32. Products are summed in
+float64 and rounded once to float32, so that the order in which a device adds shows in one value of many millions, if at
+all, and other rows do not matter.
 
 Source: Chen et al., "WUSH: Near-Optimal Adaptive Transforms for LLM Quantization" (2025).
 """
@@ -71,7 +73,8 @@ def gram(x_RK: Tensor, size: int) -> Tensor:
 
 
 def fit(gram_x: Tensor, gram_w: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, T^-T) float32 of the mean Grams (K / G, G, G) of activations and weights, without their damping; T has bf16 entries.
+    """(T, T^-T) float32 of the mean Grams (K / G, G, G) of activations and weights, without their damping; T has bf16
+    entries.
 
     Raises:
         ValueError: a Gram is not finite or zero, or the two are so far apart that T has no numbers.
@@ -114,4 +117,4 @@ def _sylvester(like: Tensor) -> Tensor:
     odd = i[:, None] & i
     for shift in (4, 2, 1):
         odd = odd ^ (odd >> shift)
-    return (1.0 - 2.0 * (odd & 1)).to(like.dtype) / like.shape[-1] ** 0.5
+    return (1 - 2 * (odd & 1)).to(like.dtype) / like.shape[-1] ** 0.5

@@ -139,3 +139,21 @@ def test_none_puts_small_weights_on_the_floor_and_an_outer_scale_does_not() -> N
     assert NVFP4("none").floored(NVFP4("none").encode(x)).float().mean() > 0.9
     assert not NVFP4().floored(NVFP4().encode(x)).any()
     assert reciprocal(2688.0) * 2688 == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("nvfp4-none", 448.0),
+        ("nvfp4-static:2.0", 896.0),
+        ("xx-nvfp4-static:2.0", 896.0),
+        ("te-nvfp4-static:2688.0", 448.0),
+        ("fouroversix-static:1536.0", 448.0),
+    ],
+)
+def test_a_value_saturates_beyond_half_a_step_above_the_largest_code(name: str, unit: float) -> None:
+    """From 6 to 7 a value rounds to 6 as any other value rounds. unit: the largest scale there is."""
+    fmt = get_format(name)
+    for value, clipped in ((6.0, False), (6.5, False), (7.0, False), (7.0625, True), (7.5, True)):
+        x = torch.full((16, 32), value * unit)
+        assert (fmt.saturated(x, fmt.encode(x)) == clipped).all(), value

@@ -6,9 +6,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from support.formats import EXTRA, NATIVE, OTHERS
 from support.golden_inputs import DATA, data_set
 from torch import Tensor
 
+from aoquant import formats
 from aoquant.formats import (
     COMPOSED,
     MX,
@@ -27,48 +29,6 @@ from aoquant.formats import (
 )
 from aoquant.formats.elements import ELEMENTS, FLOAT8, from_e2m1
 
-EXTRA = [
-    "int4-g512",
-    "intx3-g128",
-    "intx4-g64-asym",
-    "intx4-row-asym",
-    "int8-tensor-asym",
-    "nvfp4-static:0.0001",
-    "intx1-g32-asym",
-    "intx3-g32-noclip",
-    "intx4-g32-sfloat32",
-    "intx4-row-asym-sfloat32",
-    "int7-row",
-    "fp8-1x32",
-    "fp8-e5m2-2x128",
-    "fouroversix-mae-16x16",
-    "gridflip-c0.2",
-    "gridflip-search-c0.125-alternating-16x16",
-    "fouroversix-static:3.5",
-    "gridflip-sided-static:5.0",
-    "nvfp4-search-static:0.0001",
-    "qutlass-nvfp4-static:0.001",
-    "te-nvfp4-static:4.5",
-]
-NATIVE = [
-    "intx8-row-asym-native",
-    "int8-row-native",
-    "fp8-row-native",
-    "intx4-g64-asym-native",
-    "int8-tensor-asym-native",
-    "intx8-row-asym-sfloat32-native",
-    "fp8-1x128-native",
-]
-OTHERS = [  # bounds clip on purpose, float16 scales underflow, a stretched grid has no zero: their promises are tested by themselves
-    "fp8-row:lb0.5",
-    "fp8-row:ub10.0",
-    "fp8-1x128-native:lb1e-05:ub10.0",
-    "intx4-g32-noclip-sfloat16",
-    "intx4-g32-sbfloat16-native",
-    "stretched1-g32",
-    "stretched3-row",
-    "high-precision",
-]
 NAMES = [*list_formats(), *EXTRA]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_format = pytest.mark.parametrize("name", NAMES)
@@ -376,3 +336,31 @@ def test_mx_scales_bound_the_largest_value(name: str, row: list[float], exponent
 def test_rows_without_values_are_refused(name: str) -> None:
     reason = get_format(name).why_not(0, torch.bfloat16)
     assert reason is not None and reason.endswith("got K = 0: leave the layer out")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own(Float8):
+    """A format of another package: float8 per row under another name."""
+
+    called: str = "own.row-1"
+
+    @property
+    def name(self) -> str:
+        return self.called
+
+
+def test_a_registered_format_is_found_by_name_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_REGISTERED", {})
+    own = _Own()
+    with pytest.raises(ValueError, match="no format is called"):
+        get_format("own.row-1")
+    assert formats.register_format(own) is own and formats.register_format(_Own()) == own
+    assert get_format("own.row-1") is own and "own.row-1" in list_formats()
+    assert get_format("hadamard16+own.row-1").format is own
+    for taken in ("nvfp4", "int4-g48", "hadamard16+nvfp4"):  # listed, parsed, put together
+        with pytest.raises(ValueError, match="needs a name of its own"):
+            formats.register_format(_Own(called=taken))
+    for odd in ("Own", "own+own", "own-static:1", ""):
+        with pytest.raises(ValueError, match="lower-case letters"):
+            formats.register_format(_Own(called=odd))
+    get_format.cache_clear()

@@ -81,6 +81,29 @@ def test_an_amax_from_elsewhere(name: str) -> None:
         assert (one == two).all()
 
 
+def test_the_scale_for_four_is_one_and_a_half_times_the_unrounded_scale_for_six() -> None:
+    """1.5 * (a / 6 * T), and not a / 4 * T: they differ by an ulp, which decides where the second is a tie of e4m3."""
+    e4m3 = torch.arange(0x40, 0x70, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (e4m3[1:] + e4m3[:-1]) / 2
+    for third in (3, 5, 7, 13, 15):  # amax = 3 * third makes a / 4 * T an exact tie, but for its roundings
+        a = third * ties / 128
+        x = torch.cat((torch.full((1, 16), 3.0 * third), torch.rand(len(a), 16) * a.unsqueeze(1)))
+        x[1:, 5] = -a
+        check("fouroversix", x, str(third))
+
+
+@pytest.mark.parametrize("name", ["fouroversix", "gridflip-sided"])
+def test_an_absmax_below_the_smallest_bfloat16_counts_as_that(name: str) -> None:
+    """Else t, a float32, would have hardly a bit left."""
+    for power in (-134, -140, -148):
+        x = torch.zeros(4, 32)
+        x[1, 3], x[2, 20] = 2.0**power, -(2.0**power)
+        e = get_format(name).encode(x)
+        assert e.outer is not None
+        assert e.outer.item() == oracle.encode(x.numpy(), **CASES[name]).t == 2.0**-133 / 1536  # type: ignore[arg-type]
+        check(name, torch.cat((x, torch.full((1, 32), 2.0**-133))), f"2^{power}")
+
+
 def test_rounding_to_values_is_rounding_to_codes() -> None:
     ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     y = torch.tensor([*ties, *(-t for t in ties)])

@@ -5,17 +5,18 @@ from fractions import Fraction
 
 import pytest
 import torch
+from support import gridflip_two_gemms as two_gemms
 from support.golden_inputs import data_set
 from support.linear_cases import same_bytes
 from support.rational import rounded
 from torch import Tensor, nn
 
 from aoquant import GridFlipFP4WeightConfig, Hadamard, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
-from aoquant.formats import Encoded, GridFlip, get_format, layout
+from aoquant.formats import Encoded, GridFlip, get_format, get_operand, layout
 from aoquant.formats.elements import from_e2m1
-from aoquant.ops import Request, from_parts, to_parts
+from aoquant.ops import Request
 from aoquant.ops.call import Call
-from aoquant.ops.gemm import reference, two_gemms
+from aoquant.ops.gemm import reference
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E2M1 = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)]
@@ -118,9 +119,8 @@ def test_the_identity_of_two_gemms(name: str) -> None:
 
 
 def call(x: Tensor, w: Tensor, x_name: str, w_name: str, bias: Tensor | None) -> Call:
-    x_format, w_format = get_format(x_name), get_format(w_name)
-    encoded = x_format.encode(x) if x_name else None
-    return Call("aoquant", x, encoded, x_format, w_format.encode(w), w_format, bias, [len(x)], x.shape[1], x.dtype)
+    x_as, w_as = get_operand(x_name), get_operand(w_name)
+    return Call("aoquant", x_as.encode(x), x_as, w_as.encode(w), w_as, bias, [len(x)], x.dtype)
 
 
 @pytest.mark.parametrize("x_name", ["nvfp4", "fouroversix"])
@@ -133,10 +133,10 @@ def test_two_gemms_are_the_layer(x_name: str, w_name: str) -> None:
         got, want = two_gemms.scaled_mm(c), reference.scaled_mm(c)
         assert got.dtype == want.dtype == dtype
         assert ((got - want).float().norm() / want.float().norm()) < bound
-        exact = c.x_operand(F32).double() @ c.w_format.operand(c.w, F32).double().t()
+        exact = c.x_matrix(F32).double() @ c.w_format.operand(c.w, F32).double().t()
         acc = two_gemms.accumulate(c).double()
         assert (acc - exact).norm() / exact.norm() < 1e-6
-    assert Request(*c.asks()).w_format == c.w_format
+    assert Request(*c.request_fields()).w_format == c.w_format
 
 
 def layer(config: object, dtype: torch.dtype = BF16, n: int = 48, k: int = 128) -> nn.Sequential:
@@ -279,8 +279,7 @@ def test_c_and_everything_else_are_in_the_checkpoint(config: object, tmp_path: o
     assert same_bytes(mine.scale, theirs.scale)
     x = data_set("normal", 24, 128, BF16)
     assert torch.equal(model(x), other(x))
-    parts = to_parts(theirs.encoded)
-    assert torch.equal(get_format(theirs.format).decode(from_parts(parts, 128), BF16), mine.dequantize())
+    assert torch.equal(get_format(theirs.format).decode(theirs.encoded, BF16), mine.dequantize())
 
 
 def test_configs_say_what_goes_together() -> None:

@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from support.formats import ASYMMETRIC
 from support.golden_inputs import data_set
 from support.linear_cases import BF16, F16, F32, assert_equal, data, dtype_name, same_bytes
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from aoquant.layers.qat import Prepared, QATLinear
 
 DTYPES = [BF16, F16, F32]
 KINDS = ("normal", "special")
-EXTRA = ["intx4-g64-asym", "intx4-row-asym", "int8-tensor-asym"]
 PER_TENSOR = ["int8-tensor", "int8-tensor-asym", "intx4-tensor", "fp8-tensor", "fp8-e5m2-tensor", "nvfp4"]
 
 
@@ -39,7 +39,7 @@ def affine(name: str) -> Affine:
 
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow), F32], ids=dtype_name)
-@pytest.mark.parametrize("name", [*list_formats(), *EXTRA])
+@pytest.mark.parametrize("name", [*list_formats(), *ASYMMETRIC])
 def test_encoding_under_the_scales_that_were_measured_is_encoding(name: str, dtype: torch.dtype) -> None:
     """Every byte, also when the scales were kept in float32 in between."""
     fmt = get_format(name)

@@ -6,32 +6,20 @@ tiles read from the kernels with identity matrices, and small GEMM outputs. Noth
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors import safe_open
-from support.golden_inputs import golden_input, normal, weights
+from support.gemm import scaled_mm
+from support.golden_inputs import INT4_FILE, golden_input, normal, recorded_int4, weights
 from torch import Tensor
 
-from aoquant import backend, ops
+from aoquant import backend
 from aoquant.formats import Encoded, Int4, TinyGemm, get_format
 
-FILE = Path(__file__).resolve().parent.parent / "golden" / "int4" / "h200.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
-def load() -> dict[str, dict[str, Tensor]]:
-    """ "format/dtype" or "gemm/format" -> field -> tensor."""
-    cases: dict[str, dict[str, Tensor]] = {}
-    with safe_open(FILE, "pt") as file:
-        for key in file.keys():  # noqa: SIM118
-            case, _, field = key.rpartition("/")
-            cases.setdefault(case, {})[field] = file.get_tensor(key)
-    return cases
-
-
-GOLDEN = load()
+GOLDEN = recorded_int4()
 CASES = [c for c in GOLDEN if not c.startswith("gemm/")]
 
 
@@ -123,11 +111,11 @@ def test_small_products_differ_by_the_order_of_additions(case: str, contract: st
     )
     fp8 = "fp8" in contract
     act = get_format("fp8-row-mslk")
-    parts = ops.to_parts(act.encode(x)) if fp8 else (x,)
+    given = act.encode(x) if fp8 else x
     e = fmt.encode(w)
     with backend("reference"):
-        args = (bias, act.name if fp8 else "", fmt.name, contract, [16], 512, torch.bfloat16)
-        mine = ops.scaled_mm(parts, ops.to_parts(e), *args)
+        args = (bias, act.name if fp8 else "", fmt.name, contract, [16], torch.bfloat16)
+        mine = scaled_mm(given, e, *args)
     theirs = GOLDEN[case][contract]
     magnitude = (act.fake_quantize(x) if fp8 else x).double().abs() @ fmt.decode(e, torch.float32).double().abs().t()
     bits = 13 if fp8 and not contract.endswith("_precise") else 24
@@ -145,6 +133,6 @@ def test_the_file_says_where_it_comes_from() -> None:
         "int4-e4m3-row-g128",
         "fp8-row-mslk",
     }
-    assert FILE.stat().st_size < 1_000_000
-    with safe_open(FILE, "pt") as file:
+    assert INT4_FILE.stat().st_size < 1_000_000
+    with safe_open(INT4_FILE, "pt") as file:
         assert {"gpu", "torch", "torchao", "mslk", "triton", "cuda", "command", "date"} <= set(file.metadata())

@@ -122,3 +122,18 @@ def test_asymmetric_zero_point_by_hand() -> None:
     assert e.zero is not None
     assert e.zero.flatten().tolist() == [-128, 127, -28]
     assert e.codes.tolist() == [[-128, 127], [-128, 127], [-128, 127]]
+
+
+def test_a_zero_point_beyond_the_codes_is_clamped() -> None:
+    """In bfloat16 the scale of 170 is rounded down so far that -170 lies 128 steps below zero, and seven bits hold 127."""
+    fmt = get_format("intx7-row-asym")
+    assert isinstance(fmt, Affine)
+    x = torch.tensor([[-170.0, 0.0, -85.0, -1.0]]).bfloat16()
+    e = fmt.encode(x)
+    assert e.scale is not None and e.zero is not None
+    scale = rounded(rounded(Fraction(170) * Fraction(reciprocal(127.0)), F32), torch.bfloat16)
+    assert e.scale.item() == float(scale)
+    assert round(rounded(Fraction(170) / scale, torch.bfloat16)) == 128
+    assert e.zero.item() == 63  # not -64 + 128
+    assert fmt.integers(e)[0, :2].tolist() == [-64, 63]
+    assert fmt.decode(e, torch.bfloat16)[0, 1] == 0

@@ -53,3 +53,14 @@ def test_swizzle_formula() -> None:
     for r, c in ((0, 0), (31, 3), (32, 0), (127, 3), (65, 2)):
         assert flat[(r % 32) * 16 + (r // 32) * 4 + c] == raw[r, c]
     assert (layout.swizzle_128x4(raw[:5, :3])[3::4] == 0).all()  # padding is zero
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+@pytest.mark.parametrize("offset", [1, 3, 8])
+def test_codes_may_begin_at_any_byte(bits: int, offset: int) -> None:
+    """They are read eight at a time, and a view of a file or of a shard begins where it does."""
+    codes = torch.randint(0, 1 << bits, (6, 64), dtype=torch.uint8)
+    view = torch.zeros(offset + codes.numel(), dtype=torch.uint8)[offset:].view(6, 64)
+    view.copy_(codes)
+    assert view.storage_offset() == offset
+    assert torch.equal(layout.pack(view, bits), layout.pack(codes, bits))

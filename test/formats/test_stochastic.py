@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from aoquant import get_format
-from aoquant.formats import Random, Randomized
+from aoquant.formats import Random
 from aoquant.formats.elements import E2M1_MAX
 from aoquant.formats.random import fresh_state, module_id, philox
-from aoquant.formats.rotated import SIZES, rotate
+from aoquant.transforms import Rotation
+from aoquant.transforms.base import SIZES
 
 # relative MSE on N(0, 1), within 1.5 %
 BARS = {"mxfp4-sr": 0.0282, "nvfp4-sr": 0.0235, "ms-eden": 0.0095}
@@ -23,7 +24,7 @@ DRAWS = 64
 def drawn(name: str, x: Tensor, step: int = 0, side: int = 0) -> Tensor:
     """x as it is after a round trip, in float32."""
     f = get_format(name)
-    assert isinstance(f, Randomized)
+    assert f.draws
     state = torch.tensor([7, module_id("layer"), step])
     return f.decode(f.encode(x, random=Random(state, side)), torch.float32)
 
@@ -112,7 +113,7 @@ def test_rounding_to_nearest_has_another_slope(name: str) -> None:
 def neighbours(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """The grid points below and above each value of x, under the scales that the format gives it."""
     f = get_format(name)
-    assert isinstance(f, Randomized)
+    assert f.draws
     e = f.encode(x, random=Random(fresh_state(0, "a"), 0))
     unit = f.decode(e._replace(codes=torch.full_like(e.codes, 0x22)), torch.float32)  # what code 1.0 stands for
     assert ((x / unit).abs() <= E2M1_MAX * (1 + 1e-6)).all(), "nothing clips"
@@ -140,6 +141,18 @@ def test_only_neighbours_are_drawn_and_each_value_is_right_on_average(name: str)
 def test_values_on_the_grid_stay() -> None:
     grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, -4, -3, -2, -1.5, -1, -0.5, 0, 4, 4]).repeat(4).view(2, 32)
     assert torch.equal(drawn("mxfp4-sr", grid * torch.tensor(4 / 3)), grid * torch.tensor(4 / 3))
+
+
+def test_values_on_the_grid_stay_when_zero_is_drawn() -> None:
+    """Up where the number is less than the fraction: of a fraction of zero none is. One number in 2^24 is zero."""
+    random = Random(torch.tensor([20524, 0, 0]), 0)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, -4, -3, -2, -1.5, -1, -0.5, 0, 4, 4]).repeat(128).view(64, 32)
+    for turn in range(16):  # every value of the grid in its turn
+        x = grid.roll(turn) * torch.tensor(4 / 3)
+        assert random.uniform(x).flatten()[1552] == 0
+        f = get_format("mxfp4-sr")
+        assert f.draws
+        assert torch.equal(f.decode(f.encode(x, random=random), torch.float32), x)
 
 
 def test_quartets_scale_reaches_from_three_to_six() -> None:
@@ -201,6 +214,10 @@ def sylvester(n: int) -> Tensor:
     while len(h) < n:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
     return h / math.sqrt(n)
+
+
+def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    return Rotation(len(signs)).apply(x, False, signs)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -20,7 +20,7 @@ from aoquant import (
     get_format,
     quantize_,
 )
-from aoquant.formats import MX, NVFP4, HighPrecision, Transformed
+from aoquant.formats import MX, NVFP4, HighPrecision, Operand
 from aoquant.layers.linear import LinearRecipe
 from aoquant.report.measure import sqnr
 from aoquant.transforms import WUSH, parse
@@ -132,16 +132,16 @@ def test_signs_that_are_refused(signs: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "want"),
     [
-        ("hadamard16+nvfp4", Transformed(NVFP4(), Hadamard(16))),
-        ("hadamard32+mxfp4", Transformed(MX(), Hadamard(32))),
-        ("hadamard32-inverse+mxfp4", Transformed(MX(), Hadamard(32), inverse=True)),
-        ("hadamard16-sa5c3+nvfp4-static:0.5", Transformed(NVFP4("static", 0.5), Hadamard(16, 0xA5C3))),
-        ("hadamard128-s1-inverse+nvfp4-static:1e+20", Transformed(NVFP4("static", 1e20), Hadamard(128, 1), inverse=True)),
-        ("hadamard16+high-precision", Transformed(HighPrecision(), Hadamard(16))),
-        ("wush16+nvfp4", Transformed(NVFP4(), WUSH(16))),
+        ("hadamard16+nvfp4", Operand(NVFP4(), Hadamard(16))),
+        ("hadamard32+mxfp4", Operand(MX(), Hadamard(32))),
+        ("hadamard32-inverse+mxfp4", Operand(MX(), Hadamard(32), inverse=True)),
+        ("hadamard16-sa5c3+nvfp4-static:0.5", Operand(NVFP4("static", 0.5), Hadamard(16, 0xA5C3))),
+        ("hadamard128-s1-inverse+nvfp4-static:1e+20", Operand(NVFP4("static", 1e20), Hadamard(128, 1), inverse=True)),
+        ("hadamard16+high-precision", Operand(HighPrecision(), Hadamard(16))),
+        ("wush16+nvfp4", Operand(NVFP4(), WUSH(16))),
     ],
 )  # fmt: skip
-def test_names_round_trip(name: str, want: Transformed) -> None:
+def test_names_round_trip(name: str, want: Operand) -> None:
     assert get_format(name) == want
     assert want.name == name
 
@@ -201,7 +201,7 @@ def test_rounding_the_transform_to_bf16_first_is_another_quantiser() -> None:
     x = torch.randn(512, 1024).to(BF16)
     for name in ("hadamard16+nvfp4", "hadamard32+mxfp4"):
         f = get_format(name)
-        ours, other = f.encode(x), f.base.encode(f.transform.apply(x, False).to(BF16))
+        ours, other = f.encode(x), f.format.encode(f.transform.apply(x, False).to(BF16))
         a, b = (torch.cat((e.codes & 15, e.codes >> 4)) for e in (ours, other))
         assert 0.006 < float((a != b).double().mean()) < 0.013
 
@@ -247,12 +247,12 @@ def test_an_outlier_costs_a_row_less_behind_it() -> None:
 def test_recipes_put_both_sides_behind_one_transform() -> None:
     t = Hadamard(32)
     recipe = LinearRecipe(MX(), MX(), transform=t)
-    assert recipe.fprop_input == Transformed(MX(), t) and recipe.fprop_weight == Transformed(MX(), t, inverse=True)
-    assert LinearRecipe(recipe.fprop_input, MX()) == recipe == LinearRecipe(Transformed(MX(), t, inverse=True), MX())
-    assert LinearRecipe(None, MX(), transform=t).fprop_input == Transformed(HighPrecision(), t)
+    assert recipe.fprop_input == Operand(MX(), t) and recipe.fprop_weight == Operand(MX(), t, inverse=True)
+    assert LinearRecipe(recipe.fprop_input, MX()) == recipe == LinearRecipe(Operand(MX(), t, inverse=True), MX())
+    assert LinearRecipe(None, MX(), transform=t).fprop_input == Operand(HighPrecision(), t)
     assert recipe.deployed == recipe
     with pytest.raises(ValueError, match="one transform stands before both operands"):
-        LinearRecipe(Transformed(MX(), Hadamard(16)), MX(), transform=t)
+        LinearRecipe(Operand(MX(), Hadamard(16)), MX(), transform=t)
     with pytest.raises(ValueError, match="the contract dequantize"):
         LinearRecipe(MX(), MX(), "dequantize", transform=t)
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.models import narrow_llama
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn import functional as F
 
@@ -173,7 +174,7 @@ def test_gradients_by_hand(name: str, straight_through: str) -> None:
     p = torch.block_diag(*layer.weight_transform.double())
     assert t.shape == (K, K) and len(layer.input_transform) == K // size
     x_t, w_t = (x.detach().double() @ t.t()).float(), (layer.weight.detach().double() @ p.t()).float()
-    f_x, f_w = recipe.fprop_input.base, recipe.fprop_weight.base
+    f_x, f_w = recipe.fprop_input.format, recipe.fprop_weight.format
     e_x, e_w = f_x.encode(x_t), f_w.encode(w_t)
     dx = g.double() @ f_w.decode(e_w, F32).double()
     dw = g.double().t() @ f_x.decode(e_x, F32).double()
@@ -352,29 +353,13 @@ def test_embeddings_and_tied_weights_are_refused() -> None:
 # Checkpoints and recipes
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=128,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
-
-
 @pytest.mark.parametrize(
     "config", [CONFIGS["nvfp4"], NVFP4WeightConfig(transform=Hadamard(32, 0xBEEF))], ids=["wush", "hadamard"]
 )
 def test_hugging_face_round_trip(config: Any, tmp_path: Path) -> None:
     from aoquant import load_pretrained, save_pretrained
 
-    net, ids = llama(), torch.arange(24).view(2, 12)
+    net, ids = narrow_llama(), torch.arange(24).view(2, 12)
     quantize_(net, QATConfig(config))
     if uncalibrated(net):
         calibrate(net, [{"input_ids": ids}])
@@ -390,7 +375,7 @@ def test_hugging_face_round_trip(config: Any, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_on_disk_cannot_be_fitted(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path / "float")
+    narrow_llama().save_pretrained(tmp_path / "float")
     with pytest.raises(ValueError, match="fitted transform, which calibration finds"):
         convert_checkpoint(tmp_path / "float", CONFIGS["nvfp4"], tmp_path / "out")
     convert_checkpoint(tmp_path / "float", NVFP4WeightConfig(transform=Hadamard(16)), tmp_path / "out")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from torch import Tensor, nn
 
 import aoquant
 from aoquant import QATConfig, backend, get_format, quantize_
-from aoquant.formats import Encoded, Format
-from aoquant.ops import Request, code_readers, codec, explain, from_parts, scaled_mm, to_parts
+from aoquant.formats import Encoded, Format, as_operand
+from aoquant.ops import Request, code_readers, codec, explain
 from aoquant.ops.gemm import few_rows
 from aoquant.ops.router import route
 from aoquant.recipes import get_recipe
@@ -60,7 +61,7 @@ def packed(name: str, n: int, k: int, dtype: torch.dtype = BF16) -> tuple[Format
 
 def product(name: str, format: Format, e: Encoded, x: Tensor, bias: Tensor | None = None) -> Tensor:
     with backend(name):
-        return scaled_mm([x], to_parts(e), bias, "", format.name, "aoquant", list(x.shape[:-1]), e.k, x.dtype)
+        return scaled_mm(x, e, bias, "", format.name, "aoquant", list(x.shape[:-1]), x.dtype)
 
 
 def check(y: Tensor, x: Tensor, values_NK: Tensor, bias: Tensor | None) -> None:
@@ -139,7 +140,7 @@ def few_rows_call(format: Format, e: Encoded, x: Tensor) -> Tensor:
     """The product without the outer scale."""
     from aoquant.ops.call import Call
 
-    call = Call("aoquant", x, None, format, e, format, None, [x.shape[0]], e.k, x.dtype)
+    call = Call("aoquant", x, None, e, as_operand(format), None, [x.shape[0]], x.dtype)
     call.__dict__["alpha_w"] = None
     return call.run()
 
@@ -228,8 +229,8 @@ def test_both_forms_make_one_request() -> None:
         for dtype in (BF16, F16, torch.float32):
             w = torch.randn(256, 512, device=CUDA, dtype=dtype)
             format, x = get_format(name), torch.randn(3, 512, device=CUDA, dtype=BF16)
-            both = [Call("aoquant", x, None, format, p, format, None, [3], 512, BF16) for p in (w, format.encode(w))]
-            assert both[0].asks() == both[1].asks()
+            both = [Call("aoquant", x, None, p, as_operand(format), None, [3], BF16) for p in (w, format.encode(w))]
+            assert both[0].request_fields() == both[1].request_fields()
 
 
 def test_graphs_views_and_no_synchronisation() -> None:
@@ -237,7 +238,7 @@ def test_graphs_views_and_no_synchronisation() -> None:
         format, e = packed(name, 1024, 2048)
         for m in (1, 16, 64, 256):
             x = torch.randn(m, 2048, device=CUDA, dtype=BF16)
-            args = ([x], to_parts(e), None, "", format.name, "aoquant", [m], 2048, BF16)
+            args = (x, e, None, "", format.name, "aoquant", [m], BF16)
             y = scaled_mm(*args)
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
@@ -253,10 +254,10 @@ def test_graphs_views_and_no_synchronisation() -> None:
             assert torch.equal(captured, y)
             shifted = torch.randn(m * 2048 + 1, device=CUDA, dtype=BF16)[1:].view(m, 2048)  # not aligned to 16 bytes
             shifted.copy_(x)
-            assert torch.equal(scaled_mm([shifted], *args[1:]), y)
+            assert torch.equal(scaled_mm(shifted, *args[1:]), y)
             strided = torch.randn(m, 4096, device=CUDA, dtype=BF16)[:, ::2]
             strided.copy_(x)
-            assert torch.equal(scaled_mm([strided], *args[1:]), y)
+            assert torch.equal(scaled_mm(strided, *args[1:]), y)
 
 
 def _request(format: Format, m: int, dtype: torch.dtype = BF16, k: int = 2048) -> Request:
@@ -277,7 +278,7 @@ def test_what_is_refused() -> None:
         )
         assert route(request).name != "cuda-decode"
     assert "up to" in dict(explain(_request(get_format("nvfp4"), 4096)))["triton-decode"]
-    assert from_parts(to_parts(packed("nvfp4", 16, 32)[1]), 32).k == 32
+    assert packed("nvfp4", 16, 32)[1].k == 32
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-weight", "int4-g128"])

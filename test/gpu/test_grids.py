@@ -42,6 +42,9 @@ CASES = [
             ("gridflip-sided-c0.5-alternating", F32),
             ("gridflip-search", BF16),
             ("gridflip-static:2.0", BF16),
+            ("fouroversix-row", BF16),
+            ("gridflip-sided-alternating-row", F32),
+            ("gridflip-search-row", BF16),
         )
     ),
 ]

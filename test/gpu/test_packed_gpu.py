@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from torch import Tensor
 
-from aoquant import backend, get_format, ops
+from aoquant import backend, get_format
 from aoquant.ops import codec
 
 pytestmark = pytest.mark.gpu
@@ -25,6 +26,8 @@ PAIRS = (
     ("te-nvfp4", "nvfp4-search"),
     ("fouroversix", "fouroversix"),
     ("nvfp4-none", "mxfp4"),
+    ("nvfp4-row", "nvfp4"),
+    ("fouroversix-row", "fouroversix"),
 )
 SHAPES = ((1, 64, 96), (65, 256, 2080), (300, 200, 1056))
 
@@ -36,8 +39,8 @@ def matrices(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def multiply(x_name: str, w_name: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    x_parts, w_parts = (ops.to_parts(codec.encode(get_format(f), t)) for f, t in ((x_name, x), (w_name, w)))
-    return ops.scaled_mm(x_parts, w_parts, bias, x_name, w_name, "aoquant", [x.shape[0]], x.shape[1], x.dtype)
+    x_q, w_q = (codec.encode(get_format(f), t) for f, t in ((x_name, x), (w_name, w)))
+    return scaled_mm(x_q, w_q, bias, x_name, w_name, "aoquant", [x.shape[0]], x.dtype)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import QATConfig, backend, explain, get_format, quantize_
-from aoquant.formats import Random, Randomized
-from aoquant.formats.rotated import rotate
+from aoquant.formats import Random, as_operand
 from aoquant.layers.qat import RANDOM
 from aoquant.ops import CodecRequest, codec
 from aoquant.recipes import get_recipe
@@ -60,7 +59,7 @@ def laid_out(x: Tensor, across: bool) -> Tensor:
 @pytest.mark.parametrize("name", ALL)
 def test_bytes_are_the_cpus(name: str, dtype: torch.dtype, across: bool) -> None:
     f = get_format(name)
-    assert isinstance(f, Randomized)
+    assert f.draws
     for kind, x in inputs(dtype).items():
         for side in (0, 3):
             want = f.encode(x, random=Random(STATE, side))
@@ -83,10 +82,11 @@ def test_bytes_are_the_cpus(name: str, dtype: torch.dtype, across: bool) -> None
 )
 @pytest.mark.parametrize("name", ["rht16+mxfp8", "rht32+xx-mxfp4", "rht64+xx-mxfp4", "rht128+nvfp4"])
 def test_a_rotation_before_another_format_is_the_cpus(name: str, dtype: torch.dtype, across: bool) -> None:
-    f = get_format(name)
+    f = as_operand(get_format(name))
+    assert f.transform is not None
     for kind, x in inputs(dtype).items():
         for side in (0, 3):
-            want = rotate(x, Random(STATE, side).signs(f.size))
+            want = f.transform.apply(x, False, Random(STATE, side).signs(f.transform.size))
             request = CodecRequest("rotate", f, torch.device("cuda"), dtype, *x.shape)
             assert dict(explain(request))["triton"] == "runs"
             got = codec.routed(CodecRequest, "rotate", f, torch.device("cuda"), dtype, *x.shape).run(

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_triton_exact import BF16, CUDA, F16, F32, compare, differing, inputs
+from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
 from torch import nn
 
 from aoquant import (
@@ -21,7 +21,7 @@ from aoquant import (
     ops,
     quantize_,
 )
-from aoquant.formats import Transformed
+from aoquant.formats import get_operand
 from aoquant.ops import CodecRequest, codec
 
 pytestmark = pytest.mark.gpu
@@ -43,8 +43,15 @@ KINDS = ("every", "exponents", "large", "minus-zeros")
 ENCODED = [(size, inner, BF16) for size in SIZES for inner in FUSED] + [
     (size, inner, dtype) for size, inner in ((16, "nvfp4"), (32, "mxfp4")) for dtype in (F16, F32)
 ]
+ENCODED += [*((size, "nvfp4-row", BF16) for size in SIZES), (16, "nvfp4-row", F32)]
 ENCODED += [(32, "mxfp4-quest", BF16), (128, "mxfp4-quest", F32), (16, "qutlass-mxfp4", BF16)]
-ONE_PASS = [(16, "nvfp4", True), (32, "mxfp4", True), (128, "nvfp4", False), (32, "mxfp4-quest", True)]
+ONE_PASS = [
+    (16, "nvfp4", True),
+    (16, "nvfp4-row", True),
+    (32, "mxfp4", True),
+    (128, "nvfp4", False),
+    (32, "mxfp4-quest", True),
+]
 
 
 def data(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -95,12 +102,11 @@ def test_other_formats_behind_a_transform(inner: str, size: int) -> None:
 @pytest.mark.parametrize(("size", "dtype"), [*((s, BF16) for s in SIZES), (16, F32)], ids=str)
 def test_pulled_back_gradients(size: int, dtype: torch.dtype) -> None:
     name = names(size, "nvfp4")[1]
-    fmt = get_format(name)
-    assert isinstance(fmt, Transformed)
+    fmt = get_operand(name)
     for kind, g_cpu in data(dtype).items():
         g = g_cpu.to(CUDA)
         with backend("triton"):
-            got = ops.pull_back(g, name)
+            got = ops.pull_back(g, fmt)
             there = codec.transform(fmt, g, None)
         assert differing(got, fmt.pull_back(g)) == 0, kind
         assert differing(there, fmt.transformed(g)) == 0, kind
@@ -109,16 +115,16 @@ def test_pulled_back_gradients(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4-quest", *names(32, "mxfp4-quest"), names(128, "xx-mxfp4")[1]])
 def test_what_is_clipped_gets_no_gradient(name: str) -> None:
-    clipped = 0
+    clipped, operand = 0, get_operand(name)
     for kind, x_cpu in data(BF16).items():
         x, g = x_cpu.to(CUDA), torch.randn(x_cpu.shape, generator=torch.Generator().manual_seed(3)).to(CUDA, BF16)
         with backend("reference"):
-            want = ops.saturated(x, name)
-            pulled = ops.pull_back(g, name, None, want)
-        assert torch.equal(want.cpu(), ops.saturated(x_cpu, name)), f"{kind}, CUDA against CPU"
+            want = ops.saturated(x, operand)
+            pulled = ops.pull_back(g, operand, None, want)
+        assert torch.equal(want.cpu(), ops.saturated(x_cpu, operand)), f"{kind}, CUDA against CPU"
         with backend("triton"):
-            assert torch.equal(ops.saturated(x, name), want), kind
-            assert differing(ops.pull_back(g, name, None, want), pulled) == 0, kind
+            assert torch.equal(ops.saturated(x, operand), want), kind
+            assert differing(ops.pull_back(g, operand, None, want), pulled) == 0, kind
         clipped += int(want.count_nonzero())
     assert "quest" not in name or clipped
 

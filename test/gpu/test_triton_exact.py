@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from support.golden_inputs import DATA
-from torch import Tensor
+from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
 
-from aoquant import backend, explain, get_format, list_formats, ops
-from aoquant.formats import Encoded, Format, FourOverSix
+from aoquant import backend, explain, get_format, list_formats
+from aoquant.formats import Format, FourOverSix
 from aoquant.ops import CodecRequest, codec
 
 pytestmark = pytest.mark.gpu
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ALL = (BF16, F16, F32)
-CUDA = torch.device("cuda")
 NATIVE = ("intx8-row-asym-native", "intx8-row-native", "int8-row-native", "fp8-row-native", "fp8-tensor-native")
 LISTED = [
     n for n in list_formats() if not isinstance(get_format(n), FourOverSix)
@@ -31,50 +30,6 @@ def has_kernel(name: str, role: str = "encode", codes: bool = True) -> bool:
     fmt = get_format(name)
     request = CodecRequest(role, fmt, CUDA, BF16, 8, 2 * (fmt.block or 384), codes)
     return dict(explain(request))["triton"] in ("runs", "willing, lower priority")
-
-
-def every_bf16() -> Tensor:
-    """All 65536 values, neighbours in a block: sorted by bits, then dealt so that blocks mix magnitudes and signs."""
-    bits = torch.arange(65536, dtype=torch.int32)
-    dealt = (bits * 40503 + 17) & 0xFFFF
-    narrow = torch.cat((bits, dealt)).to(torch.int16).view(BF16)
-    return narrow.view(-1, 512)
-
-
-def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
-    """name -> (rows, 768) or narrower, on the CPU; 768 is a multiple of every block but 512's."""
-    made = {kind: make(40, 768, dtype) for kind, make in DATA.items()}
-    made["every"] = every_bf16().to(dtype)[:, :480].contiguous().view(-1, 96).repeat(1, 8)
-    finite = made["every"].clone()
-    finite[~finite.isfinite()] = 1.0
-    made["every-finite"] = finite
-    generator = torch.Generator().manual_seed(5)
-    spread = torch.randn(64, 768, generator=generator) * 2.0 ** torch.randint(-140, 120, (64, 1), generator=generator)
-    made["exponents"] = spread.to(dtype)
-    made["ties"] = (torch.randint(-60, 61, (64, 768), generator=generator) * 0.125).to(dtype)
-    made["zeros"], made["minus-zeros"] = torch.zeros(3, 768, dtype=dtype), -torch.zeros(3, 768, dtype=dtype)
-    made["large"] = (torch.randn(1031, 768, generator=generator) * 0.02).to(dtype)
-    return made
-
-
-def differing(a: Tensor | None, b: Tensor | None) -> int:
-    """Elements whose bits differ, NaN of any payload taken as one."""
-    assert (a is None) == (b is None)
-    if a is None or b is None:
-        return 0
-    assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous()
-    a, b = a.cpu(), b.cpu()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    unequal = a.view(integer) != b.contiguous().view(integer)
-    if a.is_floating_point():
-        unequal &= ~(a.float().isnan() & b.float().isnan())
-    return int(unequal.sum())
-
-
-def compare(got: Encoded, want: Encoded, what: str) -> None:
-    for part, a, b in zip(("codes", "scale", "zero", "outer"), got, want, strict=False):
-        n = differing(a, b)
-        assert n == 0, f"{what}: {n} of {a.numel() if a is not None else 0} {part} differ"
 
 
 by_dtype = pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
@@ -137,15 +92,23 @@ RAGGED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "k"), [*RAGGED, *((name, k) for name in ("fp8-row", "fp8-tensor") for k in (16, 1008, 20000))]
+    ("name", "k"),
+    [
+        *RAGGED,
+        *((name, k) for name in ("fp8-row", "fp8-tensor") for k in (16, 1008, 20000)),
+        *(("nvfp4-row", k) for k in (16, 1040, 4096, 16384, 20000)),
+        *(("hadamard16+nvfp4-row", k) for k in (16, 11008, 16400)),
+        ("hadamard128+nvfp4-row", 20096),
+    ],
 )
 def test_ragged_rows(name: str, k: int) -> None:
     fmt, x = get_format(name), DATA["heavy"](5, k, BF16, 3).to(CUDA)
     want = fmt.encode(x)
     with backend("triton"):
-        e, values, _ = codec.quantize(fmt, x, BF16, keep=True)
+        e, values, alpha = codec.quantize(fmt, x, BF16, keep=True)
         assert e is not None
         compare(e, want, name)
+        assert differing(alpha, fmt.alpha(want)) == 0
         assert differing(values, fmt.decode(want, BF16)) == 0
         assert differing(codec.decode(fmt, want, F32), fmt.decode(want, F32)) == 0
 
@@ -154,6 +117,7 @@ def test_ragged_rows(name: str, k: int) -> None:
     "name",
     [
         "nvfp4",
+        "nvfp4-row",
         "mxfp4",
         "mxfp8",
         "int4-g128",
@@ -198,13 +162,13 @@ def test_explain_and_force() -> None:
 
 def test_no_host_sync() -> None:
     x, w = torch.randn(256, 512, device=CUDA, dtype=BF16), torch.randn(128, 512, device=CUDA, dtype=BF16)
-    for name in ("nvfp4", "mxfp8", "int8-row", "fp8-tensor"):
+    for name in ("nvfp4", "nvfp4-row", "mxfp8", "int8-row", "fp8-tensor"):
         fmt: Format = get_format(name)
         for _ in range(2):  # the first call compiles
             torch.cuda.set_sync_debug_mode("error")
             try:
                 e, values, _ = codec.quantize(fmt, x, BF16, operand=True, keep=True)
                 assert e is not None
-                ops.scaled_mm([*ops.to_parts(e), values], [w], None, name, name, "aoquant", [256], 512, BF16)
+                scaled_mm(e, w, None, name, name, "aoquant", [256], BF16, values)
             finally:
                 torch.cuda.set_sync_debug_mode("default")

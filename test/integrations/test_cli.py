@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from aoquant import cli
+import aoquant
+from aoquant import cli, load_pretrained, save_pretrained
+from aoquant.advice import ADVICE, for_the_command_line
 from aoquant.formats import COMPOSED
 from aoquant.integrations import job
 from aoquant.integrations.lm_eval import Perplexity
@@ -76,11 +80,42 @@ def test_eval_loads_the_checkpoint_bit_equal(out: Path, capsys: pytest.CaptureFi
     assert f"word perplexity {stored:.4f}" in printed
 
 
-def test_eval_notices_another_model(out: Path) -> None:
-    _, model = job.load_checkpoint(out / "checkpoint", "cpu")
+@pytest.fixture
+def changed(out: Path, tmp_path: Path) -> Path:
+    """The checkpoint with another norm weight, saved as it should be: only its logits say that it is another one."""
+    folder = Path(shutil.copytree(out / "checkpoint", tmp_path / "changed"))
+    model = load_pretrained(folder)
     with torch.no_grad():
         model.model.norm.weight[0] += 1
-    assert "differ" in job.check_fingerprint(model, out / "checkpoint")
+    save_pretrained(model, folder)
+    return folder
+
+
+def test_eval_fails_on_other_logits_where_torch_and_device_are_those_of_the_record(
+    changed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["eval", str(changed), "--limit", "1", "--window", "256", "--device", "cpu"])
+    assert exit.value.code == 2
+    assert "logits differ from those of the run that wrote it, with the same torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "there"), [("torch", "2.0.0"), ("device", "cuda"), ("device_name", "another CPU"), ("threads", 77)]
+)
+def test_eval_informs_of_other_logits_elsewhere(name: str, there: Any, changed: Path) -> None:
+    path = changed / job.RESULTS
+    record = json.loads(path.read_text())
+    assert name in record
+    path.write_text(json.dumps({**record, name: there}))
+    said = job.check_fingerprint(load_pretrained(changed), changed)
+    assert "logits differ" in said and f"{name.replace('_', ' ')} is " in said and f"and was {there}" in said
+
+
+def test_the_record_has_every_option(out: Path) -> None:
+    options = json.loads((out / job.RESULTS).read_text())["options"]
+    assert options.keys() == vars(job.Options()).keys()
+    assert options["train_text"] == []
 
 
 def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +137,10 @@ def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[
         (["run", "--limit", "0"], "limit and window must be at least 1"),
         (["run", "--train-text", "nowhere.txt"], "missing: nowhere.txt"),
         (["eval", "{full}"], "config.json"),
+        (["run", "--skip", "a", "--layers", "a=int8"], "'a' is given twice"),
+        (["run", "--config"], "--config must be a YAML file that exists, got nothing"),
+        (["run", "nowhere.yaml"], "--config must be a YAML file that exists, got 'nowhere.yaml'"),
+        (["run", "--config", "{full}/file"], "must hold options as NAME: VALUE lines, got str"),
         (["formates"], "no command is called 'formates'"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
@@ -132,6 +171,15 @@ def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("nvfp4-none", "int8-int4", "torch._scaled_mm", "bit-equal", *COMPOSED):
         assert word in printed
     assert "DIFFERENT" not in printed
+    assert "0 (128, 256)" not in printed
+    table = printed.split("names that are put together")[0]
+    said = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in table.splitlines() if "|" in line}
+    assert (said["nvfp4"], said["nvfp4-row"], said["nvfp4-static:0.001"], said["fp8-tensor"]) == (
+        "no",
+        "yes",
+        "yes",
+        "no",
+    )
 
 
 def perplexity(*nats: float) -> Perplexity:
@@ -151,8 +199,66 @@ def test_recovered_share() -> None:
     assert job.recovered(perplexity(-40.0), perplexity(-44.0), perplexity(-42.0)).startswith("n/a (one document")
     noise = perplexity(-40.5, -40.6, -42.4)
     assert job.recovered(base, noise, half).startswith("n/a (PTQ loses 0.0167")
+    assert job.recovered(base, noise, half).endswith("which is within noise)")
 
 
-def test_python_m_is_the_command() -> None:
+def test_the_words_follow_sign_and_significance() -> None:
+    base = perplexity(-40.0, -41.0, -42.0)
+    better, barely = perplexity(-38.0, -39.01, -40.0), perplexity(-39.5, -41.4, -41.6)
+    assert job.recovered(base, better, base) == (
+        "n/a (PTQ gains 0.1997 +- 0.0003 nats a word: it scores better than float, so there is no loss to win back)"
+    )
+    assert re.fullmatch(r"n/a \(PTQ gains 0\.0167 .* which is within noise\)", job.recovered(base, barely, base))
+    ptq = perplexity(-44.0, -45.1, -46.0)
+    worse = perplexity(-45.0, -46.0, -47.1)
+    assert re.match(r"nothing \(PTQ loses 0\.4033 .*, and QAT loses another 0\.1000", job.recovered(base, ptq, worse))
+    same = perplexity(-43.5, -45.5, -46.1)
+    assert re.match(r"nothing beyond noise \(PTQ loses 0\.4033 .*; QAT ", job.recovered(base, ptq, same))
+    assert job.recovered(base, base, base).startswith(
+        "n/a (PTQ gains 0.0000 +- 0.0000 nats a word, which is within noise"
+    )
+
+
+def test_python_m_is_the_command_and_says_nothing_else() -> None:
+    """torchao's and torch's own lines are kept off the terminal."""
     done = subprocess.run([sys.executable, "-m", "aoquant", "quantise"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "no command is called 'quantise'" in done.stderr
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "no command is called 'quantise'" in done.stderr
+    done = subprocess.run([sys.executable, "-m", "aoquant", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"aoquant {aoquant.__version__}\n", "")
+
+
+def test_in_python_those_lines_stay() -> None:
+    code = "import logging, aoquant; print([len(logging.getLogger(n).filters) for n in ('torchao', 'torch.utils._pytree')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[0, 0]"
+
+
+def test_help_stands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    shown = capsys.readouterr().out
+    groups = ["model options", "layers options", "training options", "evaluation options", "output options"]
+    assert [g for g in groups if g not in shown] == []
+    assert shown.index("training options") < shown.index("--steps") < shown.index("evaluation options")
+
+
+def test_the_plot_to_look_at_is_named_last(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["run", "--recipe", "int4-g32", "--out", str(out), *SMALL])  # done before: printed again
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[-2] == f"what quantisation costs each layer: {out}/float_against_quantized/report.png"
+    assert "inf everywhere is as it should be" in lines[-1]
+
+
+def test_advice_is_of_the_command_line() -> None:
+    assert for_the_command_line("x: K = 4: choose a group that divides K or leave the layer out") == (
+        "x: K = 4: choose a recipe whose group divides K (`aoquant recipes`) or leave the layer out with --skip NAME or "
+        "--skip-incompatible"
+    )
+    assert "filter_fn" not in for_the_command_line(
+        "nothing to quantise. lm_head and embeddings are skipped unless filter_fn or FqnToConfig names them; "
+        "check filter_fn and the patterns"
+    )
+    every = "".join(p.read_text() for p in Path(aoquant.__file__).parent.rglob("*.py") if p.name != "advice.py")
+    joined = re.sub(r'"\s*\n\s*f?"', "", every)
+    assert [phrase for phrase in ADVICE if phrase not in joined] == []  # each stands in a message

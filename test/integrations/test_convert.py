@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import big_checkpoint
-from support.convert_cases import SMALL, assert_same_files, edit, left_behind, llama, rewritten, write_floats
+from support.convert_cases import assert_same_files, edit, left_behind, llama, rewritten, write_floats
+from support.models import SMALL, logits
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
@@ -42,11 +44,10 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant.integrations import checkpoint, slots, stream
+from aoquant.integrations import checkpoint, safetensors_file, stream
 from aoquant.planning.progress import bar
 from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
-IDS = torch.arange(24).view(2, 12)
 MIXED = FqnToConfig(
     {
         r"re:.*\.self_attn\..*": NVFP4WeightConfig(),
@@ -87,11 +88,6 @@ def whole(source: Path, config: Any, out: Path, shards: str = "5GB", **kwargs: A
     quantize_(model, config)
     save_pretrained(model, out, max_shard_size=shards)
     return model
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(IDS).logits
 
 
 # ---- the same files
@@ -154,6 +150,35 @@ def test_dtype_is_what_from_pretrained_gives(stored: str, named: str | None, dty
     convert_checkpoint(tmp_path / "float", Int4WeightConfig(32), tmp_path / "out", dtype=dtype)
     assert_same_files(tmp_path / "whole", tmp_path / "out")
     assert model.dtype == getattr(torch, dtype if dtype != "auto" else named or stored)
+
+
+def test_a_weight_that_overflows_in_the_models_dtype_is_refused(tmp_path: Path) -> None:
+    """70000 is a float32 and no float16: what counts is the number that the model would load."""
+    model = llama(True, torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 5] = 70000.0
+    model.save_pretrained(tmp_path / "float")
+    says = r"model\.layers\.0\.mlp\.up_proj \(256, 128\): .*(Inf|finite)"
+    with pytest.raises(ValueError, match=says):
+        whole(tmp_path / "float", Int4WeightConfig(32), tmp_path / "whole", dtype=torch.float16)
+    with pytest.raises(ValueError, match=says):
+        convert_checkpoint(tmp_path / "float", Int4WeightConfig(32), tmp_path / "out", dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+    assert convert_checkpoint(tmp_path / "float", Int4WeightConfig(32), tmp_path / "out").layers == 14
+
+
+def test_every_tensor_of_a_file_lies_aligned(tmp_path: Path) -> None:
+    """safetensors' readers map a file and view its bytes: a float32 at an odd address would be copied, or refused."""
+    tensors = {
+        "a": torch.zeros(3, dtype=torch.uint8),
+        "b": torch.zeros(2),
+        "c": torch.zeros(5, dtype=torch.bfloat16),
+        "d": torch.zeros(7, dtype=torch.float8_e4m3fn),
+        "e": torch.zeros(1, dtype=torch.int64),
+    }
+    for name, stored in safetensors_file.reserve(tmp_path / "model.safetensors", tensors, {}).items():
+        assert stored.start % tensors[name].dtype.itemsize == 0, name
+    assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
 
 
 def test_weights_that_a_model_keeps_in_float32(
@@ -261,7 +286,7 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(
 def test_a_failed_write_is_noticed_before_the_result_appears(
     floats: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = slots.Slot.write
+    real = safetensors_file.StoredTensor.write
 
     def write(self: Any, values: torch.Tensor, offset: int = 0) -> int:
         if values.dtype == torch.uint8:
@@ -269,7 +294,7 @@ def test_a_failed_write_is_noticed_before_the_result_appears(
             values.view(-1)[7] ^= 1
         return real(self, values, offset)
 
-    monkeypatch.setattr(slots.Slot, "write", write)
+    monkeypatch.setattr(safetensors_file.StoredTensor, "write", write)
     with pytest.raises(ValueError, match=r"q_proj.weight: reads back different from what was written"):
         convert_checkpoint(floats[True], NVFP4WeightConfig(), tmp_path / "out", verify=1)
     assert list(tmp_path.iterdir()) == []

@@ -118,7 +118,8 @@ def nothing(folder: Path) -> None:
         (nothing, ["--skip", "re:.*mlp.dwon_proj"], "'re:.*mlp.dwon_proj' matches no linear layer; near it: "),
         (nothing, ["--skip", "re:("], "is no regular expression"),
         (nothing, ["--skip", "re:.*"], "none was chosen"),
-        (nothing, ["--layers", "int8"], "layers are given as NAME=RECIPE, got 'int8'"),
+        (nothing, ["--layers", "=int8"], "layers are given as NAME or NAME=RECIPE, got '=int8'"),
+        (nothing, ["--layers", "int8"], "'int8' matches no linear layer"),
         (nothing, ["--layers", "a=int8", "a=nvfp4"], "'a' is given twice"),
         (nothing, ["--layers", "lm_head=int8"], "its weight is tied"),
         (nothing, ["--out", "{copied}"], "exists and is not an empty folder"),
@@ -147,8 +148,10 @@ def test_mistakes_are_one_sentence(
 def test_a_checkpoint_is_not_prepared(floats: dict[bool, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="with a PTQ config, not with a QATConfig: give its base"):
         convert_checkpoint(floats[True], QATConfig(NVFP4WeightConfig()), tmp_path / "out")
+    with pytest.raises(ValueError, match="no recipe is called 'nvfp5'; near it: nvfp4"):
+        convert_checkpoint(floats[True], "nvfp5", tmp_path / "out")
     with pytest.raises(ValueError, match="config must be a QATConfig, a PTQ config"):
-        convert_checkpoint(floats[True], "nvfp4", tmp_path / "out")
+        convert_checkpoint(floats[True], 4, tmp_path / "out")
 
 
 @pytest.mark.parametrize("size", [0, -1, "-5GB"])

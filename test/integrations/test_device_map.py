@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.convert_cases import llama
+from support.models import logits
 from torchao.utils import TorchAOBaseTensor
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
@@ -22,7 +23,6 @@ from aoquant import (
     unprepare,
 )
 
-IDS = torch.arange(24).view(2, 12)
 CONFIG = NVFP4WeightConfig()
 PLACES = {
     "auto": "auto",
@@ -30,11 +30,6 @@ PLACES = {
 }
 PARTS = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
 DISK = dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk"}
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(IDS).logits
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,22 @@ def test_objects_dictionaries_and_names_mean_the_same() -> None:
     assert from_fp_quant(config, backward_dtype="bf16")[0].backward is None
 
 
+@pytest.mark.parametrize(("method", "mask"), [("quest", "clipped"), ("abs_max", "identity")])
+def test_only_quest_gives_clipped_values_no_gradient(method: str, mask: str) -> None:
+    """QuEST's trust mask: its scale clips on purpose, and a clipped weight's gradient is no guide. abs_max clips nothing."""
+    config, _ = from_fp_quant(
+        forward_dtype="mxfp4", forward_method=method, store_master_weights=True, transform_init="identity"
+    )
+    assert config.straight_through == mask
+    layer = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=BF16))
+    with torch.no_grad():
+        layer[0].weight[3, 40] = 1e3
+    quantize_(layer, config)
+    layer(torch.randn(16, 64, dtype=BF16)).float().sum().backward()
+    grad = layer[0].weight.grad
+    assert (grad[3, 40] == 0) == (method == "quest") and grad[4, 40] != 0
+
+
 def test_without_master_weights_the_weights_are_gone() -> None:
     """Measured: no float weight is alive after packing, and what is stored is 4.25 bits a weight, and the head."""
     model = Model(512)

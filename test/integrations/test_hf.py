@@ -12,37 +12,28 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from support.checkpoint_configs import OURS, TORCHAO
+from support.models import IDS, llama, logits
 from torch import nn
 from torchao.core.config import config_to_dict
-from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
-from torchao.prototype.mx_formats.inference_workflow import NVFP4WeightOnlyConfig
-from torchao.prototype.parq.quant.config_torchao import StretchedIntxWeightConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
-    Float8WeightOnlyConfig,
     FqnToConfig,
     Int4WeightOnlyConfig,
-    Int8DynamicActivationInt8WeightConfig,
-    Int8DynamicActivationIntxWeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     PerBlock,
     PerGroup,
-    PerRow,
 )
 from torchao.quantization import quantize_ as torchao_quantize_
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.utils import TorchAOBaseTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, TorchAoConfig
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, TorchAoConfig
 
 from aoquant import (
-    FP8WeightConfig,
-    GridFlipFP4WeightConfig,
-    Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
     MXFP4WeightConfig,
-    MXFP8WeightConfig,
     NVFP4WeightConfig,
     Packed4WeightConfig,
     PackedTensor,
@@ -54,36 +45,6 @@ from aoquant import (
 )
 from aoquant.integrations import checkpoint, hf
 
-IDS = torch.arange(24).view(2, 12)
-
-OURS = {
-    "nvfp4": NVFP4WeightConfig(),
-    "nvfp4-weight": NVFP4WeightConfig(activation=None),
-    "nvfp4-static": NVFP4WeightConfig(outer="static", pts=0.001),
-    "fouroversix-tiles": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix", tile=16),
-    "gridflip": GridFlipFP4WeightConfig("sided", c=0.2),
-    "int4-g32": Int4WeightConfig(32),
-    "intx3-g32": IntxWeightConfig(3),
-    "int8": Int8WeightConfig(activation="int8-row"),
-    "int8-tensor": Int8WeightConfig("tensor"),
-    "fp8": FP8WeightConfig(),
-    "mxfp4": MXFP4WeightConfig(),
-    "mxfp8": MXFP8WeightConfig(activation=None),
-    "fp8-block": FP8WeightConfig(granularity="block"),
-    "activations alone": PackedWeightConfig("high-precision", "intx8-row-asym", "dequantize"),
-}
-TORCHAO = {
-    "intx": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
-    "int8-intx": Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)),
-    "int8-weight": Int8WeightOnlyConfig(),
-    "int8-int8": Int8DynamicActivationInt8WeightConfig(),
-    "fp8-weight": Float8WeightOnlyConfig(),
-    "fp8-groups": Float8WeightOnlyConfig(granularity=PerGroup(32)),
-    "stretched": StretchedIntxWeightConfig(PerGroup(32), b=2, quant_min=-1.5, quant_max=1.5),
-    "fp8-fp8": Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
-    "nvfp4-weight-only": NVFP4WeightOnlyConfig(),
-    "mxfp8-emulated": MXDynamicActivationMXWeightConfig(kernel_preference=KernelPreference.EMULATED),
-}
 FP8_BLOCKS = Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])])
 BF16_ONLY = ("fp8-fp8", "mxfp8-emulated")  # torchao's kernels
 CASES = [
@@ -92,22 +53,6 @@ CASES = [
     for tied, dtype in ((True, torch.bfloat16), (False, torch.float32))
     if dtype == torch.bfloat16 or name not in BF16_ONLY
 ]
-
-
-def llama(tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    """Made as `from_pretrained` makes it: `.to(dtype)` would also round the rotary frequencies, which no checkpoint holds."""
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        max_position_embeddings=64,
-        attention_bias=True,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
 
 def trained(config: Any, **kwargs: Any) -> LlamaForCausalLM:
@@ -119,11 +64,6 @@ def trained(config: Any, **kwargs: Any) -> LlamaForCausalLM:
     optimizer.step()
     quantize_(model, QATConfig(step="convert"))
     return model
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
-    return model(IDS).logits
 
 
 def weights(model: nn.Module) -> dict[str, Any]:
@@ -465,6 +405,23 @@ def test_checkpoint_that_does_not_fit_the_model(copied: Path) -> None:
         load_pretrained(copied)
     with pytest.raises(ValueError, match="takes no quantization_config="):
         load_pretrained(copied, quantization_config=None)
+
+
+def test_weights_that_were_loaded_as_something_else_are_named(copied: Path) -> None:
+    """A loader that fills in floats gives a model that answers, in the wrong numerics."""
+
+    class Careless:
+        @staticmethod
+        def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+            model, info = LlamaForCausalLM.from_pretrained(*args, **kwargs)
+            layer = model.model.layers[1].mlp.up_proj
+            layer.weight = torch.nn.Parameter(layer.weight.data.dequantize())
+            return model, info
+
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is stored as PackedTensor and loaded as Parameter"
+    ):
+        load_pretrained(copied, Careless)
 
 
 def test_model_class_of_choice(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from test_hf import IDS, OURS, TORCHAO, llama, logits
+from support.checkpoint_configs import OURS, TORCHAO
+from support.models import IDS, llama, logits
 from torch import nn
 from torchao.quantization import FqnToConfig
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig

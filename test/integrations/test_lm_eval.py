@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 import lm_eval.tasks._yaml_loader  # noqa: E402
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer  # noqa: E402
+from support.models import llama_config  # noqa: E402
 
 from aoquant.integrations import text  # noqa: E402
 from aoquant.integrations.lm_eval import TASK, Perplexity, evaluate, write_task  # noqa: E402
@@ -82,13 +83,8 @@ def tokenizer() -> Any:
 
 
 def build_model(dtype: torch.dtype = torch.float32, tied: bool = False) -> Any:
-    config = transformers.LlamaConfig(
+    config = llama_config(
         vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=tied,
         initializer_range=0.2,  # far from uniform predictions: the context matters
@@ -329,7 +325,7 @@ def test_local_evaluation_leaves_nothing_and_stays_offline(
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 
-def test_one_progress_bar_and_no_other_word(
+def test_lines_of_progress_and_no_other_word(
     model: Any, tokenizer: Any, documents: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     evaluate(model, tokenizer, documents=documents, limit=3, progress=False)
@@ -339,7 +335,7 @@ def test_one_progress_bar_and_no_other_word(
     states = [line for line in re.split(r"[\r\n]", err) if line.strip()]
     assert out == ""
     assert all(line.startswith(f"{TASK}, window {POSITIONS}:") for line in states)
-    (done, total) = re.findall(r"(\d+)/(\d+)", states[-1])[0]
+    (done, total) = re.findall(r"(\d+) of (\d+) windows", states[-1])[0]
     assert done == total != "0"
 
 

@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig
-from test_hf import IDS, llama, logits
+from support.models import IDS, llama, llama_config, logits
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, quantize_
 from aoquant.integrations.peft import PackedLoraLinear, QATLoraLinear
@@ -97,7 +97,7 @@ def sft(model: LlamaForCausalLM, folder: Path, **options: Any) -> Any:
 def small() -> LlamaForCausalLM:
     """With the demo model's vocabulary."""
     size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
-    config = LlamaConfig(vocab_size=8192, max_position_embeddings=64, tie_word_embeddings=True, **size)
+    config = llama_config(vocab_size=8192, tie_word_embeddings=True, **size)
     return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
 
 

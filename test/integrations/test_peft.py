@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear as PeftLinear
-from test_hf import IDS, llama, logits
-from torch import Tensor, nn
+from support.adapters import layer, lora, prepared
+from support.models import IDS, llama, logits
+from torch import nn
 from torchao.quantization import (
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -30,7 +31,6 @@ from aoquant import (
     NVFP4WeightConfig,
     PackedTensor,
     QATConfig,
-    calibrate,
     load_pretrained,
     quantize_,
     save_pretrained,
@@ -38,7 +38,6 @@ from aoquant import (
     unprepare,
     verify,
 )
-from aoquant.calibrate import uncalibrated
 from aoquant.integrations.peft import PackedLoraLinear, QATLoraLinear
 from aoquant.tensor import same_bits
 
@@ -52,17 +51,6 @@ SLOW = ("nvfp4", "ao.int8")
 every_config = pytest.mark.parametrize(
     "config", [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n in SLOW)) for n, c in CONFIGS.items()]
 )
-
-
-def lora(**options: Any) -> LoraConfig:
-    """B is random instead of zero, so that the adapter does something."""
-    return LoraConfig(**({"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options))
-
-
-def prepared(config: Any, **options: Any) -> LlamaForCausalLM:
-    model = llama(**options)
-    quantize_(model, QATConfig(config, step="prepare"))
-    return model
 
 
 def packed(config: Any) -> LlamaForCausalLM:
@@ -100,16 +88,6 @@ def test_training_on_a_prepared_base_computes_the_merged_and_converted_model(con
     assert sum(isinstance(p, TorchAOBaseTensor) for p in converted.parameters()) == 14
     assert torch.equal(logits(converted), y)
     verify(merged, converted, {"input_ids": IDS})
-
-
-def layer(config: Any, dtype: torch.dtype = torch.float32, **qat: Any) -> tuple[Any, Tensor, Tensor]:
-    """An adapted 64 -> 32 layer, an input and a gradient."""
-    model = nn.ModuleDict({"up": nn.Linear(64, 32, dtype=dtype)})
-    quantize_(model, QATConfig(config, step="prepare", **qat))
-    if uncalibrated(model):  # on half the range, so that these scales are not those of the input
-        calibrate(model, lambda m: m["up"](torch.randn(8, 64, dtype=dtype) / 2))
-    adapted = get_peft_model(model, lora(target_modules=["up"])).base_model.model["up"]
-    return adapted, torch.randn(2, 5, 64, dtype=dtype, requires_grad=True), torch.randn(2, 5, 32, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -359,12 +337,22 @@ def test_dropout_and_mixed_batches_on_a_prepared_base_and_svd_inits_on_codes_are
 def test_quantising_under_adapters_is_refused(wrapped: Any) -> None:
     model = get_peft_model(llama(), lora())
     with pytest.raises(
-        ValueError, match=r"(?s)q_proj.base_layer: is part of an adapted layer.*lora_A.default: is part"
+        ValueError, match=r"3 layer\(s\) are parts of adapted layers, such as .*q_proj.base_layer; .*first"
     ):
         quantize_(
             model, wrapped, filter_fn=lambda m, fqn: "layers.0.self_attn.q_proj" in fqn and isinstance(m, nn.Linear)
         )
     assert all(type(m.weight) is nn.Parameter for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def test_adapters_before_prepare_are_one_message_however_small_they_are() -> None:
+    """Not one for each layer, about K = 4 and a group that divides it."""
+    model = get_peft_model(llama(), lora(r=4))
+    with pytest.raises(ValueError, match="add adapters to it then; or merge these adapters") as error:
+        quantize_(model, QATConfig(Int4WeightConfig(32)))
+    assert "K = 4" not in str(error.value) and "\n" not in str(error.value)
+    merged = model.merge_and_unload()
+    quantize_(merged, QATConfig(Int4WeightConfig(32)))
 
 
 def test_unprepare_under_adapters_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
-from test_peft import layer, lora
+from support.adapters import layer, lora
 from torch import nn
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
@@ -63,6 +63,25 @@ def test_an_adapter_below_a_packed_layer_gets_the_gradient_of_its_values(config:
         (a.grad, s * (dh @ b).t() @ x.float()),
     ):
         assert float((got - want).detach().norm() / want.detach().norm()) < 0.01  # bf16
+
+
+def test_under_autocast_the_gradient_has_the_dtype_of_the_computation() -> None:
+    """float32 layers compute in bfloat16: so does their backward, and what leaves it is the input's float32 again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    quantize_(model, CONFIGS["ao.int8-intx"])
+    tuned = get_peft_model(model, lora(target_modules=["0"]))
+    x, g = torch.randn(16, 64), torch.randn(16, 32)
+    grads = []
+    for dtype in (None, torch.bfloat16):
+        tuned.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            y = tuned(x)
+        assert y.dtype == (dtype or torch.float32)
+        y.backward(g.to(y.dtype))
+        grads.append(tuned.base_model.model[0].lora_B["default"].weight.grad)
+    assert grads[0].dtype == grads[1].dtype == torch.float32 and not torch.equal(*grads)
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0.02 * float(grads[0].abs().max()))
 
 
 def test_a_bias_that_trains_gets_its_gradient() -> None:

@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.convert_cases import assert_same_files
+from support.models import SMALL, llama_config
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    LlamaConfig,
     LlamaModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -32,15 +32,7 @@ from transformers import (
 from aoquant import Int8WeightConfig, convert_checkpoint, load_pretrained, quantize_, save_pretrained
 from aoquant.integrations import checkpoint
 
-TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
-}
+TEXT = SMALL | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 100}
 VISION: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -54,7 +46,7 @@ QWEN_VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_hea
 MODELS: dict[str, tuple[Any, Any, str]] = {  # class, config, a stored name that is not the model's
     "llava": (
         LlavaForConditionalGeneration,
-        LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=LlamaConfig(**TEXT)),
+        LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=llama_config(**TEXT)),
         "language_model.model.layers.0.mlp.up_proj._weight_qdata",
     ),
     "gemma3": (
@@ -118,7 +110,7 @@ def test_saved_loaded_and_converted_bit_equal(name: str, tmp_path: Path) -> None
             T5ForConditionalGeneration,
             T5Config(d_model=64, d_ff=128, num_layers=1, num_heads=4, d_kv=16, vocab_size=100),
         ),
-        (LlamaModel, LlamaConfig(**TEXT)),
+        (LlamaModel, llama_config(**TEXT)),
     ],
     ids=["t5", "bare llama"],
 )

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from support.models import IDS, logits, narrow_llama
 from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from aoquant import (
     FP8WeightConfig,
@@ -29,7 +29,6 @@ from aoquant.calibrate import uncalibrated
 from aoquant.integrations import job
 from aoquant.recipes import get_recipe
 
-IDS = torch.arange(24).view(2, 12)
 CONFIGS: dict[str, tuple[Any, str]] = {
     "int8": (Int8WeightConfig(activation="int8-tensor-static"), "dynamic"),
     "int8-asym-learned": (Int8WeightConfig(activation="int8-tensor-asym-static"), "learned"),
@@ -42,31 +41,12 @@ EACH = pytest.mark.parametrize(
 )
 
 
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=128,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-
-
 def prepared(name: str) -> LlamaForCausalLM:
     config, scales = CONFIGS[name]
-    model = llama()
+    model = narrow_llama()
     quantize_(model, QATConfig(config, scales=scales))
     calibrate(model, [IDS, {"input_ids": IDS + 40}])
     return model
-
-
-def logits(model: LlamaForCausalLM) -> Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 @EACH
@@ -93,7 +73,7 @@ def test_what_the_folder_holds(tmp_path: Path) -> None:
     """A config for every layer, and not a byte of tensors more than a dynamic activation format needs."""
     sizes = []
     for activation in ("int8-tensor-static", "int8-tensor"):
-        model = llama()
+        model = narrow_llama()
         quantize_(model, QATConfig(Int8WeightConfig(activation=activation)))
         if uncalibrated(model):
             calibrate(model, [IDS])
@@ -116,13 +96,13 @@ def test_torch_save(name: str) -> None:
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    other = llama()
+    other = narrow_llama()
     other.load_state_dict(torch.load(file, weights_only=True), assign=True)
     assert torch.equal(logits(other), logits(model))
 
 
 def test_torchaos_static_tensor_has_no_folder_and_says_what_has(tmp_path: Path) -> None:
-    model = llama()
+    model = narrow_llama()
     quantize_(model, QATConfig(Int8StaticActivationInt8WeightConfig(granularity=PerTensor())))
     calibrate(model, [IDS])
     want = logits(model)
@@ -136,14 +116,14 @@ def test_torchaos_static_tensor_has_no_folder_and_says_what_has(tmp_path: Path) 
 def test_the_job_calibrates_on_its_training_text() -> None:
     """Static recipes are calibrated on the first batches, dynamic ones are left alone."""
     blocks = torch.arange(64).view(4, 16)
-    static, dynamic = llama(), llama()
-    job._prepare(static, QATConfig(Int8WeightConfig(activation="int8-tensor-static")), None, blocks, 2)
-    job._prepare(dynamic, QATConfig(Int8WeightConfig(activation="int8-row")), None, blocks, 2)
-    by_hand = llama()
+    static, dynamic = narrow_llama(), narrow_llama()
+    job.prepare(static, QATConfig(Int8WeightConfig(activation="int8-tensor-static")), blocks, 2)
+    job.prepare(dynamic, QATConfig(Int8WeightConfig(activation="int8-row")), blocks, 2)
+    by_hand = narrow_llama()
     quantize_(by_hand, QATConfig(Int8WeightConfig(activation="int8-tensor-static")))
     calibrate(by_hand, [blocks[:2], blocks[2:]])
     assert not uncalibrated(static) and torch.equal(logits(static), logits(by_hand))
-    fitted = llama()
-    job._prepare(fitted, get_recipe("nvfp4-wush").prepare(), None, blocks, 2)
+    fitted = narrow_llama()
+    job.prepare(fitted, get_recipe("nvfp4-wush").prepare(), blocks, 2)
     assert not uncalibrated(fitted) and logits(fitted).isfinite().all()
-    assert list(dynamic.state_dict()) == list(llama().state_dict())
+    assert list(dynamic.state_dict()) == list(narrow_llama().state_dict())

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models import llama_config
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from aoquant import NVFP4WeightConfig, QATConfig, quantize_
 from aoquant.integrations.trainer import MEAN, MIN, OUTPUT, QATCallback
@@ -39,7 +40,7 @@ class Seen(TrainerCallback):
 def llama(*, prepare: bool = True) -> LlamaForCausalLM:
     torch.manual_seed(1)
     size = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **size))
+    model = LlamaForCausalLM(llama_config(vocab_size=32, max_position_embeddings=16, **size))
     if prepare:
         quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare"))
     return model

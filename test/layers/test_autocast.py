@@ -28,7 +28,6 @@ from torch import nn
 from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 
 from aoquant import PackedWeightConfig, QATConfig, get_format, list_formats, quantize_
-from aoquant.formats import Randomized
 from aoquant.tensor import same_bits
 
 PAIRS = [(F32, BF16), (F32, F16), (BF16, F16), (BF16, BF16)]
@@ -62,13 +61,13 @@ def test_weight_is_encoded_from_its_stored_dtype(case: Case, stored: torch.dtype
     x = data("normal", 6, case.k, stored, 1)
     with autocast(cast), counting("encode", "scaled_mm") as calls:
         qat(x)
-    (weight,) = [args[0] for args in calls["encode"] if args[0].data_ptr() == qat.weight.data_ptr()]
+    (weight,) = [c["x_RK"] for c in calls["encode"] if c["x_RK"].data_ptr() == qat.weight.data_ptr()]
     assert weight.dtype == stored
-    activations = [args[0] for args in calls["encode"] if args[0] is not weight]
+    activations = [c["x_RK"] for c in calls["encode"] if c["x_RK"] is not weight]
     assert [a.dtype for a in activations] == [cast] * bool(qat.prepared.recipe.fprop_input)
     (gemm,) = calls["scaled_mm"]
     want = qat.prepared.recipe.fprop_weight.encode(qat.weight.detach())
-    for got, part in zip(gemm[1], want[:4], strict=True):
+    for got, part in zip((gemm["w"], gemm["w_scale"], gemm["w_zero"], gemm["w_outer"]), want[:4], strict=True):
         assert part is None or torch.equal(got.view(torch.uint8), part.view(torch.uint8))
 
 
@@ -127,7 +126,7 @@ def test_float16_is_refused_where_unscaled_sums_would_overflow() -> None:
         layer(torch.randn(4, 64))
 
 
-@pytest.mark.parametrize("name", [n for n in list_formats() if not isinstance(get_format(n), Randomized)])
+@pytest.mark.parametrize("name", [n for n in list_formats() if not get_format(n).draws])
 def test_quantising_inside_autocast_gives_the_same_bytes(name: str) -> None:
     for dtype, region in (
         (torch.bfloat16, torch.float16),

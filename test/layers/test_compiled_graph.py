@@ -20,9 +20,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
-from aoquant.layers import linear
+from aoquant.layers import function
 
-OPS = ("encode", "quantize", "scaled_mm", "scaled_mm_measuring", "dgrad", "wgrad", "bgrad", "pull_back")
+OPS = ("encode", "encode_with_values", "scaled_mm", "dgrad", "wgrad", "bgrad", "pull_back")
 CASES = ["nvfp4-act", "nvfp4-h16", "mxfp8-act", "int4-int8act", "int4-g32", "fp8-row-act"]
 VIEWS = {"t", "permute", "view", "_unsafe_view", "alias", "detach"}  # of an input or of the result: no kernel runs
 either = pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
@@ -71,7 +71,7 @@ def step(run: Any, module: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
 def test_a_compiled_step_runs_the_ops_of_an_eager_one(name: str, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No clone, no copy, no op twice; a GEMM in high precision, wgrad of weights alone, is the only kernel that is not ours."""
     if gpu:
-        monkeypatch.setattr(linear, "_one_pass", lambda t: True)
+        monkeypatch.setattr(function, "one_pass", lambda t: True)
     case = BY_NAME[name]
     qat = prepared(case, layer(case, BF16))
     x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
@@ -86,7 +86,7 @@ def test_a_compiled_step_runs_the_ops_of_an_eager_one(name: str, gpu: bool, monk
     if qat.prepared.recipe.fprop_input is None:
         want_ops["mm"] = 1
     assert graphs.kernels() == want_ops
-    assert want_ops["encode"] + want_ops["quantize"] <= (1 if gpu else 2), (
+    assert want_ops["encode"] + want_ops["encode_with_values"] <= (1 if gpu else 2), (
         "W is encoded apart, where the GEMM does that in passing"
     )
 
@@ -94,7 +94,7 @@ def test_a_compiled_step_runs_the_ops_of_an_eager_one(name: str, gpu: bool, monk
 @pytest.mark.parametrize("name", ["nvfp4-act", "nvfp4-h16"])
 def test_backward_is_told_the_outer_scale_of_the_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass over W that finds it is forward's alone; what is saved for that is one number, and the codes of x."""
-    monkeypatch.setattr(linear, "_one_pass", lambda t: True)
+    monkeypatch.setattr(function, "one_pass", lambda t: True)
     case = BY_NAME[name]
     qat = prepared(case, layer(case, BF16, bias=False))
     x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
@@ -102,9 +102,10 @@ def test_backward_is_told_the_outer_scale_of_the_weight(name: str, monkeypatch: 
     step(torch.compile(qat, fullgraph=True, backend=graphs.backend), qat, x, g)
     forward, backward = graphs.made
     (dgrad,) = (n for n in backward.graph.nodes if n.target is torch.ops.aoquant.dgrad.default)
-    measured = dgrad.args[-1]
+    names = [a.name for a in dgrad.target._schema.arguments]
+    measured = dgrad.args[names.index("measured")]
     assert measured.op == "placeholder" and measured.meta["val"].shape == (1, 1)
-    (gemm,) = (n for n in forward.graph.nodes if n.target is torch.ops.aoquant.scaled_mm_measuring.default)
+    (gemm,) = (n for n in forward.graph.nodes if n.target is torch.ops.aoquant.scaled_mm.default)
     assert gemm in {n.args[0] for n in forward.graph.nodes if n.name == measured.name}
     (outputs,) = (n.args[0] for n in forward.graph.nodes if n.op == "output")
     kept = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in outputs[1:] if n.op != "placeholder")
@@ -114,7 +115,7 @@ def test_backward_is_told_the_outer_scale_of_the_weight(name: str, monkeypatch: 
 @either
 def test_layers_that_read_one_input_encode_it_once(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if gpu:
-        monkeypatch.setattr(linear, "_one_pass", lambda t: True)
+        monkeypatch.setattr(function, "one_pass", lambda t: True)
     case = BY_NAME["nvfp4-act"]
     layers = nn.ModuleList([prepared(case, layer(case, BF16, bias=False)) for _ in range(3)])
     x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, 3 * case.n, BF16, 2)
@@ -124,7 +125,7 @@ def test_layers_that_read_one_input_encode_it_once(gpu: bool, monkeypatch: pytes
     for got, want in zip(compiled, eager, strict=True):
         assert_equal(got, want)
     found = graphs.kernels()
-    assert found["quantize"] + found["encode"] == (1 if gpu else 1 + 3)
+    assert found["encode_with_values"] + found["encode"] == (1 if gpu else 1 + 3)
     assert found["dgrad"] == found["wgrad"] == 3
 
 
@@ -159,4 +160,8 @@ def test_few_guards_stand_before_a_layer(name: str) -> None:
     run(data("normal", 6, case.k, BF16))
     assert any("prepared.recipe" in name for name in read)
     assert any("_applied" in name for name in read)
-    assert not [name for name in read if "_QuantizedLinear" in name or "_encoded" in name or "scaled_mm" in name]
+    assert not [
+        name
+        for name in read
+        if "QuantizedLinear" in name or "_encoded" in name or "multiply" in name or "scaled_mm" in name
+    ]

@@ -36,11 +36,13 @@ from aoquant import (
     QATConfig,
     get_format,
     list_formats,
+    ops,
     quantize_,
     report,
     set_fake_quant,
     verify,
 )
+from aoquant.formats import get_operand
 from aoquant.layers.embedding import QATEmbedding
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -219,7 +221,7 @@ def test_unprepare_is_the_plain_layer_again() -> None:
 REFUSED = {
     "a GEMM's tensor": (Int4WeightOnlyConfig(64), {}, r"0 \(40, 64\): Int4Tensor is a weight of linear layers"),
     "NVFP4Tensor": (NVFP4WeightOnlyConfig(), {}, "NVFP4Tensor is a weight of linear layers"),
-    "activations": (NVFP4WeightConfig(), {}, r"quantises activations \(nvfp4\), and an embedding has none"),
+    "activations": (NVFP4WeightConfig(), {}, r"quantises activations \(nvfp4-row\), and an embedding has none"),
     "torchao activations": (Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)), {}, "quantises activations"),
     "max_norm": (OURS["int8-row"], {"max_norm": 1.0}, r"max_norm = 1.0 renormalises.*set max_norm to None"),
     "width": (OURS["int4-g32"], {"k": 40}, r"0 \(40, 40\): .*multiple of 32, got K = 40"),
@@ -296,6 +298,8 @@ def test_compiled_equals_eager(name: str) -> None:
 def test_ops_keep_what_they_promise() -> None:
     for name in ("int4-g32", "nvfp4"):
         w = embedding().weight.detach()
-        torch.library.opcheck(torch.ops.aoquant.embedding.default, (FEW, [w], name, 64, BF16))
-        torch.library.opcheck(torch.ops.aoquant.saturated.default, (w, name), {"ids": FEW.flatten()})
-    torch.library.opcheck(torch.ops.aoquant.embedding_grad.default, (torch.randn(2, 3, 8), FEW, 40, 7, False))
+        operand = get_operand(name)
+        torch.library.opcheck(ops.embedding.overload, tuple(ops.embedding.flat(FEW, w, operand, BF16)))
+        torch.library.opcheck(ops.saturated.overload, tuple(ops.saturated.flat(w, operand, ids=FEW.flatten())))
+    grad = ops.embedding_grad.flat(torch.randn(2, 3, 8), FEW, 40, 7, False)
+    torch.library.opcheck(ops.embedding_grad.overload, tuple(grad))

@@ -20,7 +20,7 @@ from torchao.quantization.qat import IntxFakeQuantizeConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig, Int4WeightFakeQuantizeConfig
 
-from aoquant import PackedTensor, QATConfig, quantize_
+from aoquant import PackedTensor, PackedWeightConfig, QATConfig, quantize_
 
 TOKENS = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
 TOKENS_BF16 = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, scale_precision=BF16)
@@ -109,6 +109,22 @@ def test_activations_alone_keep_the_weight_as_it_is() -> None:
     assert (packed.format, packed.activation) == ("high-precision", "mxfp4")
     x = data("normal", 6, 96, BF16, 1)
     assert not torch.equal(qat["linear"](x), nn.functional.linear(x, weight, qat["linear"].bias))
+
+
+@pytest.mark.parametrize(("weight", "activation"), [("int4-g32", "int8-row"), ("nvfp4", "nvfp4"), ("mxfp4", None)])
+def test_names_of_formats_are_the_config_of_both(weight: str, activation: str | None) -> None:
+    x, outputs = data("normal", 6, 96, BF16, 1), []
+    start = model().state_dict()
+    for config in (
+        QATConfig(weight_config=weight, activation_config=activation),
+        QATConfig(PackedWeightConfig(weight, activation)),
+    ):
+        qat = model()
+        qat.load_state_dict(start)
+        quantize_(qat, config)
+        outputs.append(qat["linear"](x))
+    assert_equal(*outputs)
+    assert not torch.equal(outputs[0], nn.functional.linear(x, start["linear.weight"], start["linear.bias"]))
 
 
 def test_torchaos_activations_alone_do_not_convert() -> None:

@@ -32,9 +32,10 @@ from aoquant import (
     quantize_,
     set_fake_quant,
 )
+from aoquant.formats import Encoded
 from aoquant.layers.linear import STRAIGHT_THROUGH
 from aoquant.layers.qat import QATLinear
-from aoquant.ops import from_parts, tiles
+from aoquant.ops import tiles
 from aoquant.planning.plan import plan_layer
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -282,7 +283,9 @@ def encodings(model: Model, xs: list[Tensor]) -> tuple[list[Tensor], list[Tensor
             ys.append(layer(x))
         (call,) = calls["scaled_mm"]
         target = plan_layer(layer, QATConfig(step="convert")).target
-        weights.append(target.build(from_parts([t.clone() for t in call[1]], layer.in_features), layer.weight.detach()))
+        codes, *rest = (call[name] for name in ("w", "w_scale", "w_zero", "w_outer"))
+        e = Encoded(codes.clone(), *(None if t is None else t.clone() for t in rest), call["w_k"])
+        weights.append(target.build(e, layer.weight.detach()))
     return ys, weights
 
 

@@ -6,9 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
+from support.gemm import parts, scaled_mm
 from support.linear_cases import BY_NAME, autocast, layer, prepared, same_bytes
 
 from aoquant import get_format, ops
+from aoquant.formats import get_operand
 from aoquant.ops import tiles
 
 
@@ -22,8 +24,7 @@ def test_int8_layers_of_one_input_are_refused() -> None:
 def test_the_int8_contract_holds_for_one_input() -> None:
     """The reference serves it, and gives the product."""
     x, w = (get_format("int8-row").encode(torch.randn(rows, 1)) for rows in (4, 3))
-    parts = ops.to_parts(x), ops.to_parts(w)
-    y = ops.scaled_mm(*parts, None, "int8-row", "int8-row", "int8_dynamic", [4], 1, torch.float32)
+    y = scaled_mm(x, w, None, "int8-row", "int8-row", "int8_dynamic", [4], torch.float32)
     assert torch.equal(y, (x.codes.float() @ w.codes.float().t()) * x.scale * w.scale.t())
 
 
@@ -33,9 +34,9 @@ def test_tiles_encode_under_autocast(name: str, dtype: torch.dtype) -> None:
     """Autocast promotes what `torch.cat` joins, and knows no float8."""
     x = torch.randn(32, 128)
     with autocast(dtype), mock.patch.object(tiles, "TILE", 1024):
-        parts = ops.encode(x, name)
-        assert same_bytes(tiles.encode(get_format(name), x).codes, parts[0])  # as convert calls it
-    for got, want in zip(parts, ops.to_parts(get_format(name).encode(x)), strict=True):
+        made = ops.encode(x, get_operand(name))
+        assert same_bytes(tiles.encode(get_format(name), x).codes, made.codes)  # as convert calls it
+    for got, want in zip(parts(made), parts(get_format(name).encode(x)), strict=True):
         assert same_bytes(got, want)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -37,6 +36,7 @@ from support.linear_cases import (
     with_dtypes,
     with_kinds,
 )
+from support.specified_kernels import blockwise_fp8_gemm, fp4_scaled_mm
 from torch import Tensor, nn
 from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 from torchao.quantization import Float8Tensor
@@ -46,7 +46,7 @@ from torchao.quantization.quantize_.workflows.float8 import float8_tensor
 from aoquant import PackedTensor
 from aoquant.formats import layout
 
-NOT_CONTIGUOUS = ("transposed", "strided", "sliced", "permuted", "expanded")
+NOT_CONTIGUOUS = ("transposed", "strided", "sliced", "sliced3d", "permuted", "expanded")
 # torchao: MXTensor.to_mx asserts contiguity; F.linear of a permuted 3-D input calls ops that its wrappers do not implement
 TORCHAO_STRIDES = {"MXTensor": NOT_CONTIGUOUS, "NVFP4Tensor": ("permuted",)}
 
@@ -188,6 +188,17 @@ def test_after_optimizer_steps(case: Case, dtype: torch.dtype) -> None:
     assert_equal(after, converted(case, qat)(x))
 
 
+@pytest.mark.parametrize("shape", ["permuted", "sliced3d"])
+def test_the_layout_of_an_input_is_part_of_the_contract(shape: str) -> None:
+    """F.linear rounds the product and the sum with the bias of a 3-D input that is not contiguous; quantising makes it dense first."""
+    case = BY_NAME["ao.int8act-intx4-g32"]
+    qat = prepared(case, layer(case, BF16))
+    x = inputs("normal", case.k, BF16)[shape]
+    y = qat(x)
+    assert_equal(y, converted(case, qat)(x))
+    assert torch.equal(y, qat(x.contiguous())) == (shape == "sliced3d")
+
+
 @pytest.mark.parametrize("k", [2, 7, 53])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(
@@ -244,18 +255,6 @@ def test_int4_tensor_holds_the_bytes_of_the_format() -> None:
     assert w.scale.shape == (INT4.k // 64, INT4.n) and w.scale.is_contiguous()
 
 
-def _blockwise_fp8_gemm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor, block_size: int) -> Tensor:
-    """torchao's Triton kernel on paper: (a block's float32 sum) * x's scale * w's scale, blocks added in order, one rounding."""
-    assert all(t.is_contiguous() for t in (a, a_s, b, b_s))
-    blocks = a.shape[1] // block_size
-    a_s = a_s.view(len(a), blocks)
-    y = torch.zeros(len(a), len(b))
-    for i in range(blocks):
-        k = slice(i * block_size, (i + 1) * block_size)
-        y = y + a[:, k].float() @ b[:, k].float().t() * a_s[:, i, None] * b_s[torch.arange(len(b)) // block_size, i]
-    return y.bfloat16()
-
-
 @pytest.mark.parametrize("kind", ["normal", "mixed", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:-1])])
 def test_fp8_blocks_equal_torchao_over_the_specified_kernel(kind: str) -> None:
     """Bytes of the checkpoint too. The kernel itself: test/gpu/test_fp8_blocks.py."""
@@ -264,7 +263,7 @@ def test_fp8_blocks_equal_torchao_over_the_specified_kernel(kind: str) -> None:
         qat = prepared(FP8_BLOCKS, linear)
         mine, theirs = converted(FP8_BLOCKS, qat), torchao_converted(FP8_BLOCKS, linear)
         xs = inputs(kind, FP8_BLOCKS.k, BF16)
-        with mock.patch.object(float8_tensor, "blockwise_fp8_gemm", _blockwise_fp8_gemm):
+        with mock.patch.object(float8_tensor, "blockwise_fp8_gemm", blockwise_fp8_gemm):
             check_equal(qat, mine, xs)
             if _torchao_weight_is_nan(theirs.weight.data):
                 continue
@@ -290,22 +289,6 @@ def test_fp8_blocks_against_exact_sums() -> None:
     assert rounded > 1e-3  # what a bf16 GEMM of decoded operands would have lost
 
 
-def _fp4_scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, out_dtype: Any = None
-) -> Tensor:
-    """`torch._scaled_mm` of two NVFP4 operands, as Blackwell has it: exact products, float32 sums, bias, one rounding."""
-
-    def values(codes: Tensor, scale: Tensor) -> Tensor:
-        grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-        bytes_ = codes.view(torch.uint8)
-        v = grid[torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1).int()]
-        block_scale = layout.unswizzle_128x4(scale.contiguous().flatten(), len(v), v.shape[1] // 16).float()
-        return v * block_scale.repeat_interleave(16, 1)
-
-    y = values(a, scale_a) @ values(b.t(), scale_b).t()
-    return (y if bias is None else y + bias.float()).to(out_dtype)
-
-
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "zero"])
 @pytest.mark.parametrize(("case", "dtype"), with_dtypes((NVFP4, NVFP4_NONE)))
 def test_nvfp4_equals_torchao_over_the_specified_kernel(case: Case, dtype: torch.dtype, kind: str) -> None:
@@ -313,7 +296,7 @@ def test_nvfp4_equals_torchao_over_the_specified_kernel(case: Case, dtype: torch
     for bias in (True, False):
         qat = prepared(case, layer(case, dtype, bias=bias, kind=kind))
         deployed = converted(case, qat)
-        with mock.patch.object(torch, "_scaled_mm", _fp4_scaled_mm), cuda_division():
+        with mock.patch.object(torch, "_scaled_mm", fp4_scaled_mm), cuda_division():
             for shape, x in inputs(kind, case.k, dtype).items():
                 y = qat(x)
                 assert y.isfinite().all()
@@ -327,7 +310,7 @@ def test_nvfp4_equals_torchao_over_the_specified_kernel(case: Case, dtype: torch
 def test_nvfp4_zero_input_is_nan_in_torchao_and_the_bias_here() -> None:
     qat = prepared(NVFP4, layer(NVFP4, BF16))
     x = torch.zeros(3, NVFP4.k, dtype=BF16)
-    with mock.patch.object(torch, "_scaled_mm", _fp4_scaled_mm):
+    with mock.patch.object(torch, "_scaled_mm", fp4_scaled_mm):
         assert converted(NVFP4, qat)(x).isnan().any()
     assert_equal(qat(x), qat.bias.expand(3, -1))
 

@@ -25,7 +25,7 @@ from aoquant import (
     quantize_,
     unprepare,
 )
-from aoquant.formats import Format, Random, Randomized
+from aoquant.formats import Format, Random
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import RANDOM
@@ -59,7 +59,7 @@ def product(a: Tensor, b: Tensor, f: Format, state: Tensor | None, side: int) ->
     operands, alphas = [], []
     for i, t in enumerate((a, b)):
         t = F.pad(t, (0, -t.shape[1] % f.period))
-        e = f.encode(t, random=Random(state, side + i)) if isinstance(f, Randomized) else f.encode(t)
+        e = f.encode(t, random=Random(state, side + i)) if f.draws else f.encode(t)
         operands.append(f.operand(e, F32))
         alphas.append(f.alpha(e))
     y = operands[0] @ operands[1].t()
@@ -78,7 +78,7 @@ def test_gradients_equal_the_reference(name: str, dtype: torch.dtype) -> None:
     )
     for step in range(2):
         state = None
-        if isinstance(f, Randomized):
+        if f.draws:
             state = getattr(layer, RANDOM).clone()
             assert int(state[2]) == step
         got = gradients(layer, x, g)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from aoquant import QATConfig, quantize_
-from aoquant.formats import Format
-from aoquant.layers import shared_inputs as siblings
+from aoquant.formats import Operand, get_operand
+from aoquant.layers import shared_inputs
 from aoquant.ops import router
 from aoquant.recipes import get_recipe
 
@@ -25,10 +25,10 @@ RECIPES = ["nvfp4", "mxfp8", "int8-int4", "int8", "torchao-fp8", "torchao-int8-i
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    others = set(siblings._inputs)  # of tests before, which may still hold their tensors
+    others = set(shared_inputs._inputs)  # of tests before, which may still hold their tensors
     yield
     gc.collect()
-    assert set(siblings._inputs) <= others
+    assert set(shared_inputs._inputs) <= others
 
 
 class Three(nn.Module):
@@ -54,9 +54,9 @@ class Encodings:
         self.encode = self.backend.run
 
     def __enter__(self) -> Encodings:
-        def counting(format: Format, x: Tensor) -> Any:
+        def counting(operand: Operand, x: Tensor) -> Any:
             self.count += x.shape[0] != N
-            return self.encode(format, x)
+            return self.encode(operand, x)
 
         object.__setattr__(self.backend, "run", counting)
         return self
@@ -222,6 +222,14 @@ def test_views() -> None:
     assert found == 1 and torch.equal(y, apart(model, wide.t().contiguous()))
 
 
+def test_a_square_and_its_transpose_are_two_inputs() -> None:
+    """One address, one shape, other strides."""
+    model, x = Three("nvfp4"), inner((K, K))
+    (y, z), found = encodings(lambda: (model.q(x), model.k(x.t())))  # type: ignore[arg-type,return-value]
+    assert found == 2
+    assert torch.equal(y, model.q(x.clone())) and torch.equal(z, model.k(x.t().contiguous()))
+
+
 def test_under_autocast() -> None:
     """Each layer casts for itself, and what it casts is one tensor."""
     model, x = Three("nvfp4").float(), inner(dtype=torch.float32)
@@ -265,11 +273,11 @@ def test_saved_elsewhere() -> None:
 def test_encodings_die_with_what_autograd_keeps() -> None:
     model, x = Three("nvfp4"), torch.randn(ROWS, K, dtype=BF16)
     y = model(x)
-    slot = siblings.slot(x, BF16, "nvfp4", copy.deepcopy(model.q.weight))
-    assert slot is not None and slot.get() is not None
+    shared = shared_inputs.shared_input(x, BF16, get_operand("nvfp4"), copy.deepcopy(model.q.weight))
+    assert shared is not None and shared.get() is not None
     del y
-    slot = siblings.slot(x, BF16, "nvfp4", copy.deepcopy(model.q.weight))
-    assert slot is not None and slot.get() is None
+    shared = shared_inputs.shared_input(x, BF16, get_operand("nvfp4"), copy.deepcopy(model.q.weight))
+    assert shared is not None and shared.get() is None
 
 
 def test_threads_have_inputs_of_their_own() -> None:

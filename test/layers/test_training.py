@@ -35,19 +35,13 @@ from support.linear_cases import (
     torchao_quantize_,
     with_dtypes,
 )
+from support.training_cases import RECIPES, steps, student
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 
 from aoquant import (
-    FP8WeightConfig,
-    GridFlipFP4WeightConfig,
-    Int4WeightConfig,
-    Int8WeightConfig,
-    MXFP4WeightConfig,
-    MXFP8WeightConfig,
-    NVFP4WeightConfig,
     QATConfig,
     quantize_,
     set_fake_quant,
@@ -329,44 +323,6 @@ def test_gradient_accumulation(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(qat.weight.grad, reference(qat, x, g)["weight"], rtol=2 * eps, atol=12 * eps)
 
 
-def student(config: Any, dtype: torch.dtype = F32) -> nn.Sequential:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(dtype)
-    if config is not None:
-        quantize_(model, QATConfig(config))
-    return model
-
-
-def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor, n: int, *, anneal: bool = False
-) -> list[float]:
-    losses = []
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n) if anneal else None
-    for _ in range(n):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x).float(), target)
-        loss.backward()
-        optimizer.step()
-        if schedule:
-            schedule.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-RECIPES: dict[str, Any] = {
-    "fp8-row": FP8WeightConfig(),
-    "fp8-tensor": FP8WeightConfig(granularity="tensor", activation="fp8-tensor"),
-    "int8-int8": Int8WeightConfig(activation="int8-row"),
-    "mxfp8": MXFP8WeightConfig(),
-    "int4": Int4WeightConfig(32),
-    "int4-int8": Int4WeightConfig(32, activation="int8-row"),
-    "nvfp4": NVFP4WeightConfig(),
-    "fouroversix": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
-    "gridflip": GridFlipFP4WeightConfig(),
-    "mxfp4": MXFP4WeightConfig(),
-}
-
-
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 @pytest.mark.parametrize("recipe", ["fp8-row", "int4", "nvfp4", "gridflip"])
 def test_resume_is_bitwise(recipe: str, dtype: torch.dtype) -> None:
@@ -397,7 +353,8 @@ def test_resume_is_bitwise(recipe: str, dtype: torch.dtype) -> None:
 _RESUME = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from test_training import F32, RECIPES, data, steps, student
+from support.linear_cases import F32, data
+from support.training_cases import RECIPES, steps, student
 state = torch.load(sys.argv[2], weights_only=True)
 model = student(RECIPES["nvfp4"])
 model.load_state_dict(state["model"])
@@ -418,7 +375,7 @@ def test_resume_in_a_new_process(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     steps(model, optimizer, x, target, 3)
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parent.parent)
     subprocess.run(
         [sys.executable, "-c", _RESUME, here, str(file), str(torch.get_num_threads())], check=True, timeout=240
     )

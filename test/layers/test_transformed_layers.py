@@ -56,8 +56,8 @@ def test_the_layer_is_the_float_layer_but_for_rounding(case: Case) -> None:
     x = data("normal", 32, case.k, F32, 3)
     assert isinstance(t, Hadamard)
     x_t = blocks(x, dense(t).t()).float()
-    x_q = x_t if isinstance(recipe.fprop_input.base, HighPrecision) else recipe.fprop_input.base.fake_quantize(x_t)
-    w_q = recipe.fprop_weight.base.fake_quantize(blocks(linear.weight.detach(), torch.linalg.inv(dense(t))).float())
+    x_q = x_t if isinstance(recipe.fprop_input.format, HighPrecision) else recipe.fprop_input.format.fake_quantize(x_t)
+    w_q = recipe.fprop_weight.format.fake_quantize(blocks(linear.weight.detach(), torch.linalg.inv(dense(t))).float())
     assert sqnr(x_q.double() @ w_q.double().t(), qat(x)) > 50
     assert sqnr(linear(x), qat(x)) > 12
 
@@ -158,7 +158,7 @@ def test_dequantize_is_what_the_layer_multiplies_by(dtype: torch.dtype) -> None:
         assert torch.equal(packed.dequantize(), qat.quantised_weight())
         assert sqnr(qat.weight, packed.dequantize()) > 15
         effective = packed.dequantize(F32)
-        if isinstance(packed.recipe.fprop_input.base, HighPrecision):
+        if isinstance(packed.recipe.fprop_input.format, HighPrecision):
             x = data("normal", 8, case.k, dtype, 9)
             assert sqnr(x.float() @ effective.t(), qat(x)) > 40
 

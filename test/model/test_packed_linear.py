@@ -50,7 +50,7 @@ def test_it_is_the_layer_that_convert_makes(config: Any, dtype: torch.dtype) -> 
     assert isinstance(theirs.weight, PackedTensor)
     w = theirs.weight
     outer = w.per_tensor_scale
-    fmt = w.weight_format.base
+    fmt = w.weight_format
     mine = packed_linear(
         w.qdata, w.scale, None if outer is None else outer[0, 0] if fmt.reach == "tensor" else outer, theirs.bias,
         format=fmt.name, activation=config.activation, transform=config.transform, dtype=dtype,
@@ -71,7 +71,8 @@ def test_shapes_dtypes_and_defaults(name: str) -> None:
     assert layer.weight.dtype == layer.bias.dtype == BF16 and (layer.in_features, layer.out_features) == (96, 24)
     if name != "gridflip":
         both = packed_linear(e.codes, e.scale.view(torch.uint8), e.outer, format=name)  # bytes of scales will do
-        assert both.weight.activation == {"nvfp4-search": "nvfp4", "te-nvfp4-16x16": "te-nvfp4"}.get(name, name)
+        by_row = {"nvfp4": "nvfp4-row", "nvfp4-search": "nvfp4-row", "fouroversix": "fouroversix-row"}
+        assert both.weight.activation == {**by_row, "te-nvfp4-16x16": "te-nvfp4"}.get(name, name)
         assert both(x).isfinite().all()
     assert torch.equal(packed_linear(e.codes.view(torch.float4_e2m1fn_x2), e.scale, e.outer, format=name, activation=None)
                        .weight.qdata, e.codes)  # fmt: skip
@@ -148,6 +149,40 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], says: str) -> None
     given = {"codes": NVFP4.codes, "scale": NVFP4.scale, "outer": NVFP4.outer, "format": "nvfp4"} | change
     with pytest.raises(ValueError, match=re.escape(says)):
         packed_linear(**given)
+
+
+@pytest.mark.parametrize("name", ["te-nvfp4-16x16", "fouroversix-16x16", "gridflip-16x16"])
+def test_rows_are_cut_between_tiles_and_a_short_last_tile_comes_along(name: str) -> None:
+    fmt = get_format(name)
+    e = fmt.encode(torch.randn(40, 96).to(BF16))
+    w = packed_linear(e.codes, e.scale, e.outer, format=name, activation=None).weight.data
+    assert isinstance(w, PackedTensor)
+    values = w.dequantize()
+    for start, end in ((0, 16), (16, 40), (32, 40), (0, 40), (16, 32)):
+        part = w[start:end]
+        assert isinstance(part, PackedTensor) and part.shape == (end - start, 96)
+        assert part.scale is not None and len(part.scale) == -(-(end - start) // 16)
+        assert torch.equal(part.dequantize(), values[start:end])
+    with pytest.raises(ValueError, match="cut along N at multiples of 16, got 16:36"):
+        w[16:36]
+
+
+def test_a_compile_caches_key_is_everything_but_the_numbers() -> None:
+    """Two layers that differ in the activation's format or the contract alone run other code."""
+    _, e = encoded("nvfp4")
+
+    def key(activation: str | None = "nvfp4", **change: Any) -> str:
+        w = packed_linear(e.codes, e.scale, e.outer, format="nvfp4", activation=activation).weight.data
+        assert isinstance(w, PackedTensor)
+        for name, value in change.items():
+            assert getattr(w, name) != value
+            setattr(w, name, value)
+        return w._stable_hash_for_caching()
+
+    keys = [key(), key(None), key("mxfp4"), key(contract="nvfp4_rescale"), key(format="nvfp4-search"), key(k=95)]
+    assert len(set(keys)) == len(keys)
+    e = e._replace(codes=e.codes ^ 1)
+    assert key() == keys[0]
 
 
 def layer_and_input(name: str, dtype: torch.dtype = BF16) -> tuple[nn.Linear, Tensor]:

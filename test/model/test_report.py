@@ -194,8 +194,8 @@ def test_verify_names_the_layer_that_differs_and_no_other() -> None:
 
 def test_errors_that_add_up_in_the_output_are_not_held_against_it() -> None:
     model, _, converted = forms(NVFP4WeightConfig())
-    found = verify(model, converted, x := batch(), min_db=16)
-    assert found.output.output_sqnr_db < 16 < found.min_sqnr
+    found = verify(model, converted, x := batch(), min_db=16.5)
+    assert found.output.output_sqnr_db < 16.5 < found.min_sqnr
     with pytest.raises(ValueError, match="2 of 3"):
         verify(model, converted, x, min_db=30)
 
@@ -216,6 +216,7 @@ def test_verify_sees_a_difference_outside_the_quantised_layers() -> None:
 
 def test_models_are_left_as_they_were() -> None:
     _, prepared, converted = forms(NVFP4WeightConfig())
+    prepared(batch())  # the first forward after prepare is watched
     prepared.train(), converted.train()
     prepared.down.eval()
     before = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
@@ -113,13 +114,13 @@ def test_nothing_is_made_of_a_packed_weight_whose_codes_are_multiplied(monkeypat
 def test_backends_that_read_codes_make_no_values_of_the_weight(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     contract = {"nvfp4": "aoquant", "int8-row": "int8_dynamic", "fp8-tensor": "fp8_scaled_mm"}[name]
     fmt = aoquant.get_format(name)
-    x, w = (ops.to_parts(fmt.encode(torch.randn(n, 64).bfloat16())) for n in (3, 32))
+    x, w = (fmt.encode(torch.randn(n, 64).bfloat16()) for n in (3, 32))
     decoded = []
     real = codec.decode
     monkeypatch.setattr(codec, "decode", lambda *a, **k: decoded.append(a) or real(*a, **k))
     request = Request(contract, fmt, fmt, torch.device("cpu"), torch.bfloat16, 3, 32, 64)
     runs = next(b for b, said in explain(request) if said == "runs")
-    ops.scaled_mm(x, w, None, name, name, contract, [3], 64, torch.bfloat16)
+    scaled_mm(x, w, None, name, name, contract, [3], torch.bfloat16)
     assert (runs in ops.code_readers()) == (not decoded) == (name != "nvfp4")
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant import backend, explain, get_format, ops
+from aoquant import backend, explain, get_format
 from aoquant.formats import layout
 from aoquant.formats.elements import from_e2m1, from_float8
 from aoquant.formats.scales import e8m0_values
@@ -62,6 +63,14 @@ def test_a_blackwell_gpu_takes_it_first(name: str, contract: str) -> None:
 def test_what_it_leaves_and_why(changed: dict[str, Any], reason: str) -> None:
     contract = changed.pop("contract", "aoquant") if "contract" in changed else "aoquant"
     assert reason in dict(explain(request("nvfp4", contract, **changed)))[NAME]
+
+
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("x", ["nvfp4", "nvfp4-row", "nvfp4-none", "nvfp4-static:0.5"])
+def test_outer_scales_of_the_two_sides_may_differ(x: str) -> None:
+    """They are the epilogue's, so one for the tensor meets one a row."""
+    assert dict(explain(request("nvfp4", x_format=get_format(x))))[NAME] == "runs"
+    assert dict(explain(request("mxfp4", x_format=get_format("mxfp4-floor"))))[NAME] != "runs"
 
 
 def test_other_gpus_and_e5m2_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,23 +129,24 @@ class Double:
 
 
 @pytest.mark.parametrize("bias_dtype", [None, BF16, F32], ids=["no bias", "bias", "float32 bias"])
-@pytest.mark.parametrize(("name", "contract"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "activation", "contract"), [*((n, n, c) for n, c in PAIRS), ("nvfp4", "nvfp4-row", "aoquant")]
+)
 def test_it_computes_the_contract(
-    monkeypatch: pytest.MonkeyPatch, name: str, contract: str, bias_dtype: torch.dtype | None
+    monkeypatch: pytest.MonkeyPatch, name: str, activation: str, contract: str, bias_dtype: torch.dtype | None
 ) -> None:
     fmt, double = get_format(name), Double(monkeypatch)
     x, w = torch.randn(24, 160).bfloat16(), (torch.randn(48, 160) * 0.02).bfloat16()
     bias = None if bias_dtype is None else torch.randn(48).to(bias_dtype)
-    args = (bias, name, name, contract, [2, 12], 160, BF16)
-    parts = ops.to_parts(fmt.encode(x)), ops.to_parts(fmt.encode(w))
+    args = get_format(activation).encode(x), fmt.encode(w), bias, activation, name, contract, [2, 12], BF16
     with backend("reference"):
-        want = ops.scaled_mm(*parts, *args)
+        want = scaled_mm(*args)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     monkeypatch.setattr(
         "aoquant.ops.gemm.blackwell._why_not.__code__", (lambda r: None).__code__
     )  # these are CPU tensors
     with backend(NAME):
-        got = ops.scaled_mm(*parts, *args)
+        got = scaled_mm(*args)
     assert got.shape == (2, 12, 48) and torch.equal(got, want)
     fused = contract == "aoquant" and fmt.alpha(fmt.encode(w)) is None and bias_dtype != F32
     assert double.calls == [(BF16 if fused or contract == "nvfp4_rescale" else F32, fused and bias is not None)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.gemm import parts, scaled_mm
 from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
-from aoquant.formats import Encoded, Format
-from aoquant.ops import CodecRequest, codec, grids, router, tiles
+from aoquant.formats import Encoded, Format, as_operand, get_operand
+from aoquant.ops import CodecRequest, codec, router, tiles
+from aoquant.ops.codec import cuda, triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROLES = ("encode", "decode", "quantize")
@@ -45,7 +47,7 @@ def test_a_backend_of_gemms_leaves_the_codec_free() -> None:
         backend("triton"),
         pytest.raises(ValueError, match="CUDA"),
     ):  # and the other way round: the GEMM is free, the codec is not
-        ops.scaled_mm(ops.to_parts(fmt.encode(x)), [x], None, "mxfp4", "mxfp4", "aoquant", [6], 192, BF16)
+        scaled_mm(fmt.encode(x), x, None, "mxfp4", "mxfp4", "aoquant", [6], BF16)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
@@ -65,24 +67,25 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
             assert_equal(alpha, expected)
         assert_equal(codec.decode(fmt, e, dtype, operand=operand), want)
         assert codec.quantize(fmt, x, dtype, operand=operand).encoded is None
-        *parts, again = ops.quantize(x, name, operand)
-        assert_equal(again, want)
-        for part, mine in zip(parts, ops.to_parts(e), strict=True):
+        again = ops.encode_with_values(x, get_operand(name), operand)
+        assert_equal(again.values, want)
+        for part, mine in zip(parts(again.encoded), parts(e), strict=True):
             assert_equal(part, mine)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is(name: str) -> None:
     x, w = data("normal", 6, 192, BF16, 1), data("normal", 16, 192, BF16, 2)
-    rest = (None, name, name, "aoquant", [6], 192, BF16)
-    want: Tensor = ops.scaled_mm(ops.encode(x, name), ops.encode(w, name), *rest)
-    assert_equal(ops.scaled_mm(ops.quantize(x, name, True), [w], *rest), want)
+    rest = (None, name, name, "aoquant", [6], BF16)
+    made = ops.encode_with_values(x, get_operand(name), True)
+    want = scaled_mm(made.encoded, ops.encode(w, get_operand(name)), *rest)
+    assert_equal(scaled_mm(made.encoded, w, *rest, made.values), want)
 
 
 @pytest.mark.parametrize("name", ["intx3-g32", "intx4-g32-noclip", "fp8-64x64", "intx8-row-sfloat32", "fp8-row:lb0.5"])
 def test_options_without_a_kernel_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that has Triton and a GPU, an option that the kernels do not know goes to the reference."""
-    monkeypatch.setattr(codec, "lacks_triton", lambda device: None)
+    monkeypatch.setattr(triton, "lacks_triton", lambda device: None)
     rows = dict(explain(request("encode", name, CUDA)))
     assert rows["reference"] == "runs"
     assert name in rows["triton"] or "not 3" in rows["triton"]
@@ -128,13 +131,13 @@ def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch
         assert measured is None or (e.outer is not None and torch.equal(measured, e.outer))
         return e, None if dtype is None else (f.operand if operand else f.decode)(e, dtype)
 
-    monkeypatch.setattr(grids, "_run", library)
+    monkeypatch.setattr(cuda, "_run", library)
     fmt, x = get_format(name), data("outlier", 6, 192, BF16)
     runs = {b.role: b.run for b in router._backends if b.name == "cuda"}
     e = fmt.encode(x)
-    assert_equal(runs["encode"](fmt, x).codes, e.codes)
+    assert_equal(runs["encode"](as_operand(fmt), x).codes, e.codes)
     for measured in (None, e.outer):
-        kept, values, alpha = runs["quantize"](fmt, x, BF16, True, True, measured)
+        kept, values, alpha = runs["quantize"](as_operand(fmt), x, BF16, True, True, measured)
         assert_equal(kept.codes, e.codes)
         assert_equal(values, fmt.operand(e, BF16))
         assert_equal(alpha, fmt.alpha(e))

@@ -17,7 +17,9 @@ from support.grid_inputs import name_arguments
 from torch import Tensor
 
 from aoquant import get_format
-from aoquant.ops import grids, native
+from aoquant.formats import as_operand
+from aoquant.ops import native
+from aoquant.ops.codec import cuda
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "csrc"))
 import builder
@@ -69,9 +71,9 @@ def test_encoders_call_the_operators_as_they_are_defined(
     monkeypatch.setattr(native, "operator", operator)
     x = torch.randn(40, 96, dtype=torch.bfloat16)
     want = fmt.encode(x)
-    got = grids.encode(fmt, x)  # type: ignore[arg-type]
+    got = cuda.encode(as_operand(fmt), x)
     assert [c for c, _ in calls] == wanted
-    quantized = grids.quantize(fmt, x, torch.float16, operand=True, keep=True)  # type: ignore[arg-type]
+    quantized = cuda.quantize(as_operand(fmt), x, torch.float16, operand=True, keep=True)
     assert (
         quantized.values.dtype == torch.float16 and quantized.values.shape == x.shape and quantized.encoded is not None
     )
@@ -83,7 +85,7 @@ def test_encoders_call_the_operators_as_they_are_defined(
     assert last["out"] == 2 and last["operand"] is True
     if "search" in wanted[-1]:
         assert (want.outer is None and last["outer"].numel() == 0) or torch.equal(last["outer"], want.outer)
-        again = grids.quantize(fmt, x, torch.float16, True, True, torch.full((1, 1), 3.0))  # type: ignore[arg-type]
+        again = cuda.quantize(as_operand(fmt), x, torch.float16, True, True, torch.full((1, 1), 3.0))
         assert again.alpha is not None and again.alpha.item() == 3.0
     else:
         effort, metric, tile, c, alternating = name_arguments(name)

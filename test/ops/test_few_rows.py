@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from aoquant.formats import get_format
+from aoquant.formats import Encoded, Format, Operand, as_operand, get_format
 from aoquant.ops import Request, explain
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CUDA = torch.device("cuda", 0)
+
+
+def asked(x: Tensor, w: Tensor | Encoded, of: Format | Operand) -> Request:
+    """What the GEMM of x with a weight of `of`, encoded or not, asks the router for."""
+    return Request(*Call("aoquant", x, None, w, as_operand(of), None, [len(x)], x.dtype).request_fields())
 
 
 @pytest.mark.parametrize(
@@ -48,8 +54,8 @@ def test_prepared_and_packed_ask_for_the_same(name: str) -> None:
     f, x = get_format(name), torch.randn(3, 256, dtype=BF16)
     for dtype in (BF16, F16, F32):
         w = torch.randn(16, 256, dtype=dtype)
-        prepared, converted = (Call("aoquant", x, None, f, p, f, None, [3], 256, BF16) for p in (w, f.encode(w)))
-        assert prepared.asks() == converted.asks()
+        prepared, converted = (asked(x, p, f) for p in (w, f.encode(w)))
+        assert prepared == converted
 
 
 def test_int4_scales_of_another_type_are_refused() -> None:
@@ -58,31 +64,9 @@ def test_int4_scales_of_another_type_are_refused() -> None:
         reason = few_rows._why_not(Request("aoquant", None, f, CUDA, BF16, 1, 256, 256, scales))
         assert reason is None if said is None else reason is not None and said in reason
     behind = get_format("hadamard16+int4-g128")
-    call = Call(
-        "aoquant",
-        torch.randn(3, 256, dtype=BF16),
-        None,
-        f,
-        torch.randn(16, 256, dtype=BF16),
-        behind,
-        None,
-        [3],
-        256,
-        BF16,
-    )
-    packed = Call(
-        "aoquant",
-        torch.randn(3, 256, dtype=BF16),
-        None,
-        f,
-        behind.encode(torch.randn(16, 256, dtype=BF16)),
-        behind,
-        None,
-        [3],
-        256,
-        BF16,
-    )
-    assert call.asks() == packed.asks() and Request(*call.asks()).scale_dtype == F32
+    x, w = torch.randn(3, 256, dtype=BF16), torch.randn(16, 256, dtype=BF16)
+    assert asked(x, w, behind) == asked(x, behind.encode(w), behind)
+    assert asked(x, w, behind).scale_dtype == F32
 
 
 def test_every_refusal_says_why_and_the_cpu_has_the_reference() -> None:

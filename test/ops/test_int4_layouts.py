@@ -17,13 +17,14 @@ import pytest
 import torch
 from support.golden_inputs import DATA, data_set
 from support.rational import rounded
+from support.tinygemm_cases import cpu_case, linear
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from aoquant import backend, ops
-from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, get_format, hqq, layout
+from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, get_format, hqq
+from aoquant.ops.gemm import tinygemm
 from aoquant.ops.gemm.tinygemm import pack_cpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -197,6 +198,42 @@ def test_hqq_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost < peak.bytes < 1.5 * lost, peak.bytes / lost
 
 
+def hqq_by_definition(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """(scale, zero point) of the groups, and after how many iterations the error fell no more; a loop that breaks."""
+    w = x.unflatten(1, (-1, group)).flatten(0, 1)
+    low, high = w.amin(1, keepdim=True).float(), w.amax(1, keepdim=True).float()
+    r = ((high - low).reciprocal() * 15).clamp(max=2e4)
+    w, r, b = w.to(dtype), r.to(dtype), (-low * r).round().to(dtype)
+    beta, best, iterations = 10.0, 1e4, 0
+    while iterations < 20:
+        iterations += 1
+        q = (w * r + b).round().clamp(0, 15)
+        error = w - (q - b) / r
+        shrunk = error.sign() * torch.relu(error.abs() - error.abs().pow(-0.3) * (1 / beta))
+        b = (q - (w - shrunk) * r).mean(1, keepdim=True)
+        beta *= 1.01
+        size = float(error.abs().mean())
+        if size >= best:
+            break
+        best = size
+    scale = r.reciprocal()
+    return scale.to(x.dtype), ((8 - b.float()) * scale.float()).to(dtype).to(x.dtype), iterations
+
+
+@pytest.mark.parametrize(("name", "inner"), [("int4-tinygemm-hqq-g32", F16), ("int4-tinygemm-cpu-hqq-g32", F32)])
+def test_hqq_stops_for_good_when_the_error_falls_no_more(name: str, inner: torch.dtype) -> None:
+    """At equal errors too, which float16 has; and an error that falls again later does not start it anew."""
+    found = set()
+    for x in (torch.randn(8, 256), DATA["normal"](24, 256, BF16, 1), DATA["heavy"](24, 256, BF16, 1)):
+        scale, zero, iterations = hqq_by_definition(x, 32, inner)
+        found.add(iterations)
+        e = get_format(name).encode(x)
+        assert e.scale is not None and e.zero is not None
+        assert torch.equal(e.scale.flatten(), scale.flatten())
+        assert torch.equal(e.zero.flatten(), zero.flatten()), iterations
+    assert len(found) > 1 and min(found) < 20
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_tinygemm_cpu_bytes_are_torchaos(group: int, dtype: torch.dtype) -> None:
@@ -255,31 +292,6 @@ def test_the_two_tinygemm_layouts_differ_in_their_floors_alone() -> None:
     assert (cpu.scale[8] == torch.tensor(1e-6).bfloat16()).all()
 
 
-def cpu_case(
-    dtype: torch.dtype, m: int = 5, n: int = 80, k: int = 128, size: float = 2.0**-20
-) -> tuple[Tensor, Encoded, TinyGemm]:
-    """Inputs whose outputs show a rounding of the operand: groups of nearly equal values, multiplied by 1 and -1. size: of scales."""
-    fmt = TinyGemm(32, device="cpu")
-    g = torch.Generator().manual_seed(7)
-    codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
-    scale = ((1 + torch.rand(n, k // 32, generator=g)) * size).to(dtype)
-    scale[:, 1::2] = 0
-    zero = (1 + torch.rand(n, k // 32, generator=g)).to(dtype)
-    zero[:, 1], zero[:, 3] = zero[:, 0], zero[:, 2]
-    x = torch.randn(m, k, generator=g).to(dtype)
-    x[:2] = 0
-    x[0, 3], x[0, 40] = 1, -1  # one value of a group less one of another, with nearly the same zero point
-    x[1, 70], x[1, 100] = -1, 1
-    return x, Encoded(layout.pack(codes ^ 8, 4), scale, zero, None, k), fmt
-
-
-def linear(backend_name: str, x: Tensor, e: Encoded, fmt: TinyGemm, bias: Tensor | None = None) -> Tensor:
-    with backend(backend_name):
-        return ops.scaled_mm(
-            (x,), ops.to_parts(e), bias, "", fmt.name, "tinygemm_cpu", list(x.shape[:-1]), e.k, x.dtype
-        )
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reference_is_the_operator_to_the_last_bit(dtype: torch.dtype) -> None:
     """One chain of fused multiply-adds in k's order, over an operand that no 16-bit rounding touched."""
@@ -318,9 +330,9 @@ def test_operand_rules_in_rational_arithmetic(monkeypatch: pytest.MonkeyPatch) -
 SUBPROCESS = """
 import sys, torch
 sys.path[:0] = [p for p in sys.argv[2].split(":") if p]
-from test_int4_layouts import BF16, F16, F32, cpu_case, linear
+from support.tinygemm_cases import cpu_case, linear
 assert torch.backends.cpu.get_cpu_capability() == sys.argv[1].upper(), torch.backends.cpu.get_cpu_capability()
-for dtype in (BF16, F16, F32):
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
     x, e, fmt = cpu_case(dtype)
     real = linear("torch._weight_int4pack_mm_for_cpu", x, e, fmt)
     print(dtype, int((linear("reference", x, e, fmt) != real).sum()), real.float().numpy().tobytes().hex()[:2000])
@@ -389,3 +401,19 @@ def test_hqq_lowers_the_error_and_traces() -> None:
         assert error[0] < error[1]
         e = get_format(fitted).encode(x.to("meta"))
         assert e.codes.shape == (32, 128) and e.scale is not None and e.scale.shape[0] == 32
+
+
+def test_what_the_cuda_operator_gets_is_padded_with_zeros_to_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N to a multiple of 8, or of what is asked for, K to one of 1024; the operator itself needs a GPU, so here it is left out."""
+    monkeypatch.setattr(tinygemm._aten, "_convert_weight_to_int4pack", lambda pairs, tiles: pairs, raising=False)
+    fmt = TinyGemm(64)
+    e = fmt.encode(DATA["weights"](13, 192, BF16, 1))
+    for given, n in (((), 16), ((16,), 16), ((32,), 32)):
+        pairs, scales = tinygemm.pack_cuda(fmt, e, *given)
+        assert pairs.shape == (n, 512) and scales.shape == (16, n, 2)
+        q = torch.stack((pairs >> 4, pairs & 15), -1).flatten(1).int() - 8
+        s, z = (t.t().repeat_interleave(64, 1).double() for t in scales.double().unbind(-1))
+        values = q * s + z
+        assert torch.equal(values[:13, :192].bfloat16(), fmt.decode(e, BF16))
+        values[:13, :192] = 0
+        assert (values == 0).all()

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from torch import Tensor
 
-from aoquant import backend, explain, get_format, ops
+from aoquant import backend, explain, get_format
 from aoquant.formats import layout
 from aoquant.ops import Request
 from aoquant.ops.gemm import mslk
@@ -120,13 +121,13 @@ def test_the_adapter_computes_the_contract(
     x, w = torch.randn(6, 256).bfloat16(), torch.randn(64, 256).bfloat16()
     bias = torch.randn(64).bfloat16() if with_bias else None
     fp8 = contract != "bias_after"
-    parts = ops.to_parts(act.encode(x)) if fp8 else (x,)
-    args = (parts, ops.to_parts(fmt.encode(w)), bias, act.name if fp8 else "", name, contract, [2, 3], 256, BF16)
+    given = act.encode(x) if fp8 else x
+    args = (given, fmt.encode(w), bias, act.name if fp8 else "", name, contract, [2, 3], BF16)
     with backend("reference"):
-        want = ops.scaled_mm(*args)
+        want = scaled_mm(*args)
     monkeypatch.setattr("aoquant.ops.gemm.mslk._why_not.__code__", (lambda r: None).__code__)  # these are CPU tensors
     with backend("mslk"):
-        got = ops.scaled_mm(*args)
+        got = scaled_mm(*args)
     assert got.shape == (2, 3, 64)
     assert torch.equal(got, want)
 

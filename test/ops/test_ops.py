@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from support.formats import ONE_OF_EACH as FORMATS
+from support.gemm import arguments, parts
 from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from aoquant import backend, explain, get_format, ops
-from aoquant.ops import CONTRACTS, Request, from_parts, to_parts
+from aoquant.formats import Encoded, Scales, get_operand
+from aoquant.ops import CONTRACTS, Request
 
 K, N, M = 192, 16, 6  # a multiple of every block; N and K of 16 for torch._scaled_mm
 
-FORMATS = (
-    "int4-g32",
-    "int4-bf16-g64",
-    "int4-tinygemm-g64",
-    "int4-tinygemm-cpu-g64",
-    "int4-e4m3-row-g64",
-    "intx2-g32",
-    "intx3-row",
-    "intx4-g32-asym",
-    "intx8-row-asym-native",
-    "int8-row",
-    "int8-tensor",
-    "int8-row-asym",
-    "fp8-row",
-    "fp8-tensor",
-    "fp8-row-mslk",
-    "fp8-e5m2-row",
-    "fp8-1x64",
-    "fp8-8x64",
-    "stretched3-g32",
-    "high-precision",
-    "intx4-g32-asym-sfloat32",
-    "mxfp4",
-    "mxfp4-even",
-    "mxfp8",
-    "nvfp4",
-    "nvfp4-none",
-    "nvfp4-static:0.001",
-)
 # contract -> (x format, w format): one pair that each contract is used with
 OPERANDS = {
     "aoquant": ("nvfp4", "nvfp4"),
@@ -62,11 +37,12 @@ OPERANDS = {
     "fp8_mslk": ("fp8-row-mslk", "fp8-row-mslk"),
     "fp8_mslk_precise": ("fp8-row-mslk", "fp8-row-mslk"),
     "nvfp4_rescale": ("nvfp4", "nvfp4"),
+    "ggml": ("q8_0-x86", "q4_0"),
 }
 
 
-def encoded(name: str, x: Tensor) -> tuple[Tensor, ...]:
-    return to_parts(get_format(name).encode(x))
+def encoded(name: str, x: Tensor) -> Encoded:
+    return get_operand(name).encode(x)
 
 
 def gemm(
@@ -75,9 +51,9 @@ def gemm(
     """Arguments of `ops.scaled_mm` under `contract`."""
     x_name, w_name = OPERANDS[contract]
     x, w = data("normal", m, k, dtype, 1), data("normal", n, k, dtype, 2)
-    x_parts = encoded(x_name, x) if x_name else (x,)
+    x_q = encoded(x_name, x) if x_name else x
     b = data("normal", 1, n, dtype, 3)[0] if bias else None
-    return x_parts, encoded(w_name, w), b, x_name, w_name, contract, [m], k, dtype
+    return arguments(x_q, encoded(w_name, w), b, x_name, w_name, contract, [m], dtype)
 
 
 def request(contract: str, **options: Any) -> Request:
@@ -91,6 +67,7 @@ def request(contract: str, **options: Any) -> Request:
 
 def opcheck(op: Any, *args: Any, only: tuple[str, ...] = ()) -> None:
     """PyTorch's checks; its schema check compares inputs with allclose, which float8 lacks, so that one is done here by bytes."""
+    op, args = op.overload, tuple(op.flat(*args))
     tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
     float8 = any(t.is_floating_point() and t.element_size() == 1 for t in tensors)
     torch.library.opcheck(op, args, test_utils=only or [u for u in OPCHECKS if u != "test_schema" or not float8])
@@ -114,7 +91,7 @@ OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "tes
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 @pytest.mark.parametrize("name", FORMATS)
 def test_encode_is_well_formed(name: str, dtype: torch.dtype, rows: int) -> None:
-    opcheck(ops.encode, data("normal", rows, K, dtype), name)
+    opcheck(ops.encode, data("normal", rows, K, dtype), get_operand(name))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -122,8 +99,9 @@ def test_codes_and_scales_are_contiguous_whatever_the_input(name: str) -> None:
     """A fake knows shapes only: a stride that followed the input's would break compiled graphs, loaders and kernels."""
     x = data("normal", 5, K, BF16)
     for strided in (x.t().contiguous().t(), torch.cat((x, x), 1)[:, :K]):
-        opcheck(ops.encode, strided, name, only=("test_faketensor",))
-        for part, want in zip(ops.encode(strided, name), ops.encode(x, name), strict=True):
+        opcheck(ops.encode, strided, get_operand(name), only=("test_faketensor",))
+        made, same = (ops.encode(t, get_operand(name)) for t in (strided, x))
+        for part, want in zip(parts(made), parts(same), strict=True):
             assert part.is_contiguous() and torch.equal(part.view(torch.uint8), want.view(torch.uint8))
 
 
@@ -139,35 +117,43 @@ def test_scaled_mm_is_well_formed(contract: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("contract", ["aoquant", "nvfp4_rescale", "dequantize"])
 def test_scaled_mm_that_measures_is_well_formed(contract: str, name: str, m: int) -> None:
     """It gives `scaled_mm`'s y, and the outer scale that W is encoded with; each is memory of its own."""
-    assert ops.finds_outer(get_format(name))
+    assert ops.finds_outer(get_operand(name))
     x, w = data("normal", m, K, BF16, 1), data("outlier", N, K, BF16, 2)
-    args = encoded(name, x), [w], None, name, name, contract, [m], K, BF16
-    opcheck(ops.scaled_mm_measuring, *args)
-    y, outer = ops.scaled_mm_measuring(*args)
-    assert_equal(y, ops.scaled_mm(*args))
-    assert_equal(outer, ops.encode(w, name)[3])
+    rest = None, name, name, contract, [m], BF16
+    args = arguments(encoded(name, x), w, *rest)
+    opcheck(ops.scaled_mm, *args)
+    with torch.no_grad():
+        direct = ops.scaled_mm(*args)
+    y, outer = ops.scaled_mm(*args)
+    e = ops.encode(w, get_operand(name))
+    assert_equal(y, ops.scaled_mm(*arguments(encoded(name, x), e, *rest)).y)
+    assert outer is not None and direct.measured is not None and e.outer is not None
+    assert_equal(outer, e.outer)
+    assert_equal(direct.y, y)
+    assert_equal(direct.measured, outer)
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "nvfp4"])
 def test_only_a_dynamic_outer_scale_is_measured(name: str) -> None:
-    assert not ops.finds_outer(get_format(name))
+    assert not ops.finds_outer(get_operand(name))
 
 
 def test_scaled_mm_is_well_formed_for_strided_and_nd_inputs() -> None:
     w, name = encoded("intx4-g32", data("normal", N, K, BF16)), "intx8-row-asym-native"
     x = data("normal", M, K, BF16, 1).view(2, 3, K).transpose(0, 1)
-    opcheck(ops.scaled_mm, (x,), w, None, "", "intx4-g32", "dequantize", [3, 2], K, BF16)
-    parts = encoded(name, x.reshape(-1, K))
-    opcheck(ops.scaled_mm, parts, w, None, name, "intx4-g32", "dequantize", [3, 2], K, BF16, list(x.stride()))
+    opcheck(ops.scaled_mm, *arguments(x, w, None, "", "intx4-g32", "dequantize", [3, 2], BF16))
+    rest = None, name, "intx4-g32", "dequantize", [3, 2], BF16
+    opcheck(ops.scaled_mm, *arguments(encoded(name, x.reshape(-1, K)), w, *rest, strides=list(x.stride())))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gradient_ops_are_well_formed(name: str) -> None:
     x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
-    opcheck(ops.dgrad, g, [w], name, K)
-    opcheck(ops.dgrad, g, list(encoded(name, w)), name, K)
-    opcheck(ops.wgrad, g, list(encoded(name, x)), name, K)
-    opcheck(ops.saturated, x, name)
+    operand = get_operand(name)
+    opcheck(ops.dgrad, g, w, operand)
+    opcheck(ops.dgrad, g, encoded(name, w), operand)
+    opcheck(ops.wgrad, g, encoded(name, x), operand)
+    opcheck(ops.saturated, x, operand)
 
 
 @pytest.mark.parametrize("name", ["hadamard16+nvfp4", "hadamard32-s5-inverse+mxfp4", "wush16+nvfp4"])
@@ -175,14 +161,14 @@ def test_ops_behind_a_transform_are_well_formed(name: str) -> None:
     """T is an argument where it is data."""
     x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
     t = torch.randn(K // 16, 16, 16) if name.startswith("wush") else None
-    none = (None, None, None)
-    opcheck(ops.encode, x, name, *none, t)
-    opcheck(ops.encode, x[:0], name, *none, t)
-    opcheck(ops.dgrad, g, [w], name, K, *none, t)
-    opcheck(ops.wgrad, g, [x], name, K, *none, t)
-    opcheck(ops.saturated, x, name, *none, t)
-    opcheck(ops.pull_back, x, name, t)
-    opcheck(ops.pull_back, x.t().contiguous().t(), name, t)
+    held, operand = Scales(transform=t), get_operand(name)
+    opcheck(ops.encode, x, operand, held)
+    opcheck(ops.encode, x[:0], operand, held)
+    opcheck(ops.dgrad, g, w, operand, held)
+    opcheck(ops.wgrad, g, x, operand, held)
+    opcheck(ops.saturated, x, operand, held)
+    opcheck(ops.pull_back, x, operand, t)
+    opcheck(ops.pull_back, x.t().contiguous().t(), operand, t)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
@@ -191,12 +177,17 @@ def test_bias_gradient_op_is_well_formed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_parts_round_trip(name: str) -> None:
-    e = get_format(name).encode(data("normal", 5, K, BF16))
-    back = from_parts(to_parts(e), K)
-    assert back.k == K
-    for a, b in zip(e[:4], back[:4], strict=True):
-        assert (a is None and b is None) or a is b
+def test_the_dispatcher_and_the_body_give_the_same_encoded_matrix(name: str) -> None:
+    """With gradients on a call goes through the registered op, without them straight to the body; a missing part is None either way."""
+    x, operand = data("normal", 5, K, BF16), get_operand(name)
+    registered = ops.encode(x, operand)
+    with torch.no_grad(), mock.patch.object(ops.encode, "overload", None):
+        direct = ops.encode(x, operand)
+    assert direct.k == registered.k == K
+    for a, b in zip(direct[:4], registered[:4], strict=True):
+        assert (a is None and b is None) or (
+            a is not None and b is not None and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        )
 
 
 # The router
@@ -230,15 +221,15 @@ def test_explain_names_the_shape_that_a_kernel_refuses() -> None:
 
 def test_forcing_runs_that_backend_and_only_inside_the_block() -> None:
     args = gemm("fp8_scaled_mm", F32)
-    free = ops.scaled_mm(*args)
+    free = ops.scaled_mm(*args).y
     with backend("torch._scaled_mm"):
-        assert_equal(ops.scaled_mm(*args), free)
+        assert_equal(ops.scaled_mm(*args).y, free)
     with backend("reference"):
-        reference = ops.scaled_mm(*args)
+        reference = ops.scaled_mm(*args).y
         with pytest.raises(ValueError, match="there are:"), backend("cuda-dreams"):
             pass
-        assert_equal(ops.scaled_mm(*args), reference)
-    assert_equal(ops.scaled_mm(*args), free)
+        assert_equal(ops.scaled_mm(*args).y, reference)
+    assert_equal(ops.scaled_mm(*args).y, free)
     # the reference multiplies the scales one after the other, so in float32 the two can be told apart
     assert not torch.equal(reference, free)
 
@@ -256,14 +247,14 @@ def test_forcing_a_backend_that_cannot_run_says_why() -> None:
 def test_forcing_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     args = gemm("fp8_scaled_mm", F32)
     with backend("reference"):
-        reference = ops.scaled_mm(*args)
+        reference = ops.scaled_mm(*args).y
     monkeypatch.setenv("AOQUANT_BACKEND", "reference")
-    assert_equal(ops.scaled_mm(*args), reference)
+    assert_equal(ops.scaled_mm(*args).y, reference)
     monkeypatch.setenv("AOQUANT_BACKEND", "torch._int_mm")
     with pytest.raises(ValueError, match="forced, but cannot run"):
         ops.scaled_mm(*args)
     with backend("reference"):  # the block is nearer than the environment
-        assert_equal(ops.scaled_mm(*args), reference)
+        assert_equal(ops.scaled_mm(*args).y, reference)
     monkeypatch.setenv("AOQUANT_BACKEND", "nonsense")
     with pytest.raises(ValueError, match=r"there is none; known: .*reference"):
         ops.scaled_mm(*args)
@@ -273,7 +264,7 @@ def test_forcing_reaches_compiled_layers() -> None:
     """The backend is chosen when the op runs, not when it is traced."""
     args = gemm("fp8_scaled_mm", F32)
     torch._dynamo.reset()
-    run = torch.compile(lambda: ops.scaled_mm(*args), backend="eager", fullgraph=True)
+    run = torch.compile(lambda: ops.scaled_mm(*args).y, backend="eager", fullgraph=True)
     free = run()
     with backend("reference"):
         assert not torch.equal(run(), free)
@@ -289,13 +280,11 @@ def test_reference_and_scaled_mm_differ_by_the_order_of_additions(contract: str,
     """Bound, an element: K float32 roundings of the sum of absolute products and two of the scales, then one of the output."""
     args = gemm(contract, dtype, m=64, n=32, k=512)
     with backend("reference"):
-        reference = ops.scaled_mm(*args)
+        reference = ops.scaled_mm(*args).y
     with backend("torch._scaled_mm"):
-        fast = ops.scaled_mm(*args)
-    x, w = from_parts(args[0], 512), from_parts(args[1], 512)
-    magnitude = (
-        get_format(args[3]).decode(x, F32).abs().double() @ get_format(args[4]).decode(w, F32).abs().double().t()
-    )
+        fast = ops.scaled_mm(*args).y
+    x, w = args[0], args[1]
+    magnitude = args[3].decode(x, F32).abs().double() @ args[4].decode(w, F32).abs().double().t()
     slack = magnitude * (512 + 4) * 2.0**-24 + reference.double().abs() * torch.finfo(dtype).eps
     assert ((reference.double() - fast.double()).abs() <= slack).all()
     noise = (reference.double() - fast.double()).square().sum()
@@ -312,9 +301,9 @@ def test_reference_int8_equals_int_mm(x_name: str, dtype: torch.dtype, kind: str
         x, w, b = data(kind, 7, k, dtype, 1), data(kind, 9, k, dtype, 2), data("normal", 1, 9, dtype, 3)[0]
         args = (encoded(x_name, x), encoded("int8-row", w), b, x_name, "int8-row", "int8_dynamic", [7], k, dtype)
         with backend("reference"):
-            reference = ops.scaled_mm(*args)
+            reference = ops.scaled_mm(*args).y
         with backend("torch._int_mm"):
-            assert_equal(ops.scaled_mm(*args), reference)
+            assert_equal(ops.scaled_mm(*args).y, reference)
 
 
 def test_a_route_is_asked_for_once_and_again_when_backends_or_force_change() -> None:
@@ -327,12 +316,12 @@ def test_a_route_is_asked_for_once_and_again_when_backends_or_force_change() -> 
         return "it only counts"
 
     args = gemm("fp8_scaled_mm", F32)
-    free = ops.scaled_mm(*args)
+    free = ops.scaled_mm(*args).y
     counts = router.Backend("counts", 99, why_not, lambda call: None)
     router.register(counts)
     try:
         for _ in range(3):
-            assert_equal(ops.scaled_mm(*args), free)
+            assert_equal(ops.scaled_mm(*args).y, free)
         assert len(asked) == 1
         with backend("reference"):
             ops.scaled_mm(*args)
@@ -341,7 +330,7 @@ def test_a_route_is_asked_for_once_and_again_when_backends_or_force_change() -> 
         with backend("counts"), pytest.raises(ValueError, match="it only counts"):  # no answer, nothing to remember
             ops.scaled_mm(*args)
         assert len(asked) == 3
-        assert_equal(ops.scaled_mm(*args), free)
+        assert_equal(ops.scaled_mm(*args).y, free)
         assert len(asked) == 3
     finally:
         router._backends.remove(counts)

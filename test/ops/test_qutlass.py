@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import scaled_mm
 from torch import Tensor
 
-from aoquant import backend, explain, get_format, ops
+from aoquant import backend, explain, get_format
 from aoquant.formats import Encoded, Format, layout
 from aoquant.ops import CodecRequest, Request, codec
 from aoquant.ops.gemm import qutlass as adapter
@@ -135,8 +136,8 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
 
 
 def gemm(x_name: str, w_name: str, x: Tensor, w: Encoded, bias: Tensor | None) -> Tensor:
-    parts = ops.to_parts(codec.encode(get_format(x_name), x)), ops.to_parts(w)
-    return ops.scaled_mm(*parts, bias, x_name, w_name, "aoquant", [x.shape[0]], x.shape[1], x.dtype)
+    x_q = codec.encode(get_format(x_name), x)
+    return scaled_mm(x_q, w, bias, x_name, w_name, "aoquant", [x.shape[0]], x.dtype)
 
 
 PAIRS = (
@@ -204,7 +205,7 @@ def test_mx_codes_are_the_formats(monkeypatch: pytest.MonkeyPatch, name: str, sw
         values = codec.quantize(fmt, x, BF16, operand=True, keep=False).values
     assert len(double.calls) == 2 and double.calls[0][0].endswith("abs_max" if "quest" not in name else "quest")
     agree_mostly(got, want)
-    assert torch.equal(values, fmt.base.operand(got, BF16))
+    assert torch.equal(values, fmt.operand(got, BF16))
 
 
 @pytest.mark.parametrize("name", ["qutlass-nvfp4", "qutlass-nvfp4-static:0.01", "hadamard16+qutlass-nvfp4"])
@@ -255,6 +256,7 @@ def verdict(r: Request | CodecRequest) -> str:
         (request("fp8-row", "nvfp4"), "got fp8-row"),
         (request("nvfp4", "gridflip"), "got gridflip"),
         (request("nvfp4", "te-nvfp4-16x16"), "got te-nvfp4-16x16"),
+        (request("nvfp4-row", "nvfp4"), "one alpha for the whole product, got one a row of x"),
         (request("mxfp4", "nvfp4"), "MX by MX and NVFP4 by NVFP4, got mxfp4 by nvfp4"),
         (request("nvfp4", "nvfp4", torch.float16), "qutlass computes bfloat16, got torch.float16"),
         (request("mxfp4", "mxfp4", torch.float32), "qutlass computes bfloat16, got torch.float32"),

@@ -1,4 +1,7 @@
-"""torch._scaled_mm where it has no kernel with a scale per row: cuBLAS, few rows, a large K. The kernel with one scale sums the same products."""
+"""The roundings of a GEMM's scales, in their order; and torch._scaled_mm where it has no kernel with a scale per row.
+
+cuBLAS has none for few rows and a large K. The kernel with one scale sums the same products.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm import scaled_mm
+from support.linear_cases import BF16, BY_NAME, F32, assert_equal, data, layer, prepared
 from torch import Tensor
 
-from aoquant import backend, get_format, ops
+from aoquant import backend, get_format
 from aoquant.ops.gemm import torch_kernels as external
 
 K, N = 64, 48
@@ -16,9 +21,8 @@ K, N = 64, 48
 
 def call(name: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     fmt = get_format(name)
-    parts = ops.to_parts(fmt.encode(x)), ops.to_parts(fmt.encode(w))
     with backend("torch._scaled_mm"):
-        return ops.scaled_mm(*parts, bias, name, name, "fp8_scaled_mm", [len(x)], K, torch.bfloat16)
+        return scaled_mm(fmt.encode(x), fmt.encode(w), bias, name, name, "fp8_scaled_mm", [len(x)], torch.bfloat16)
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
@@ -46,6 +50,39 @@ def test_one_scale_serves_where_a_scale_per_row_has_no_kernel(
     assert refused == [rows]  # and not asked again
     assert y.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(y, want, rtol=2**-7, atol=1e-5 * float(want.abs().max()))  # sums of another order
+
+
+def test_the_inputs_scale_comes_before_the_weights() -> None:
+    """(acc * alpha_x) * alpha_w: float32 products in another order have other last bits."""
+    linear, x, fmt = layer(BY_NAME["fp8-row-act"], F32, bias=False), data("normal", 64, 53, F32), get_format("fp8-row")
+    ex, ew = fmt.encode(x), fmt.encode(linear.weight.detach())
+    assert ex.scale is not None and ew.scale is not None
+    acc = ex.codes.float() @ ew.codes.float().t()
+    y = prepared(BY_NAME["fp8-row-act"], linear)(x)
+    assert_equal(y, (acc * ex.scale) * ew.scale.t())
+    assert not torch.equal(y, (acc * ew.scale.t()) * ex.scale) and not torch.equal(y, acc * (ex.scale * ew.scale.t()))
+
+
+def test_nvfp4_of_blackwell_rounds_the_product_of_the_outer_scales() -> None:
+    linear, fmt = layer(BY_NAME["ao.nvfp4"], BF16, bias=False), get_format("nvfp4")
+    x = data("normal", 64, 48, BF16)
+    ex, ew = fmt.encode(x), fmt.encode(linear.weight.detach())
+    assert ex.outer is not None and ew.outer is not None
+    acc = (fmt.operand(ex, F32) @ fmt.operand(ew, F32).t()).bfloat16()
+    y = prepared(BY_NAME["ao.nvfp4"], linear)(x)
+    assert_equal(y, acc * (ex.outer * ew.outer).bfloat16())
+    assert not torch.equal(y, (acc * (ex.outer * ew.outer)).bfloat16())
+
+
+def test_int8_rounds_after_the_inputs_scale_and_after_the_weights() -> None:
+    case = BY_NAME["ao.int8act-int8-row"]
+    linear, x = layer(case, BF16, bias=False), data("normal", 64, 52, BF16)
+    ex, ew = get_format("int8-row-native").encode(x), get_format("int8-row").encode(linear.weight.detach())
+    assert ex.scale is not None and ew.scale is not None
+    acc = (ex.codes.double() @ ew.codes.double().t()).float()
+    y = prepared(case, linear)(x)
+    assert_equal(y, ((acc * ex.scale).bfloat16() * ew.scale.t()).bfloat16())
+    assert not torch.equal(y, ((acc * ex.scale) * ew.scale.t()).bfloat16())
 
 
 def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

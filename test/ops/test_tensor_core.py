@@ -3,15 +3,15 @@
 import pytest
 import torch
 from support.accumulation import KINDS, adversarial, bound
-from support.golden_inputs import normal, weights
+from support.golden_inputs import normal, recorded_int4, weights
 from support.tensor_core import BF16, E4M3, TensorCore, matmul
-from test_int4_golden import GOLDEN
 from torch import Tensor
 
 from aoquant import get_format
 from aoquant.formats import Encoded, Format
 
 N, K, M = 32, 512, 16
+GOLDEN = recorded_int4()
 PRODUCTS = [(case, contract) for case in GOLDEN if case.startswith("gemm/") for contract in GOLDEN[case]]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import get_peft_model
-from test_hf import IDS, llama, logits
-from test_peft import lora, prepared
+from support.adapters import lora, prepared
+from support.models import IDS, llama, logits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

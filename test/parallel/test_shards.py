@@ -2,19 +2,14 @@
 
 import pytest
 import torch
+from support.formats import SHARDED_TOO
 from support.linear_cases import BF16, F32, data, dtype_name, same_bytes
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format, get_format, list_formats
 from aoquant.parallel.linear import extremes, measure
 
-FORMATS = [
-    *list_formats(),
-    "fp8-row-native",
-    "int8-row-asym-native",
-    "intx4-row-asym",
-    "fp8-row:ub50.0",
-]
+FORMATS = [*list_formats(), *SHARDED_TOO]
 
 
 def values(kind: str, rows: int, k: int, dtype: torch.dtype) -> Tensor:

@@ -1,28 +1,38 @@
-"""The documentation is true: its Python runs, and the messages that it quotes are those of the source.
+"""The documentation is true: its Python runs, its tables and links fit the source, its messages are the source's, and it is easy to read.
 
-Blocks of one page share a namespace and run in order in an empty folder. A block that cannot run in this suite has the line
-"<!-- not run: REASON -->" above it; how many there are is written down here, so that none is switched off unnoticed. In quoted messages
-"…" stands for whatever a placeholder becomes, or for words left out.
+Blocks of one page share a namespace and run in order in an empty folder; the README's have a model and what else they name. A block
+that cannot run in this suite has the line "<!-- not run: REASON -->" above it; how many there are is written down here, so that none is
+switched off unnoticed. In quoted messages "…" stands for whatever a placeholder becomes, or for words left out.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+import aoquant
 from aoquant.ops import backend_names
+from aoquant.recipes import list_recipes
 from aoquant.targets import REASONS, supported
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>.+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 NOT_RUN = 1
+WIDTH, ROW, README = 120, 400, 130
+WIDE = ("big-models", "nvfp4", "troubleshooting")  # pages with longer lines
+FIGURES = runpy.run_path(str(DOCS / "figures" / "draw.py"))["FIGURES"]
 ELLIPSIS = "…"
 
 
@@ -33,10 +43,8 @@ def blocks(page: Path) -> Iterator[tuple[int, str, str | None]]:
         yield text.count("\n", 0, match.start("code")) + 1, match["code"], match["why"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "docs"}
+def run(page: Path, namespace: dict[str, object]) -> None:
+    """Run the blocks of a page in `namespace`."""
     for line, code, why in blocks(page):
         if why is None:
             # the line numbers of the page, in tracebacks
@@ -45,22 +53,89 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
             compile(code, str(page), "exec")
 
 
-def test_few_blocks_are_not_run() -> None:
-    reasons = [why for page in PAGES for _, _, why in blocks(page) if why]
-    fences = sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
-    assert len(reasons) == NOT_RUN, reasons
-    assert fences == sum(1 for page in PAGES for _ in blocks(page)) > 12
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(page, {"__name__": "docs"})
+
+
+def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.models import llama
+
+    monkeypatch.chdir(tmp_path)
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = llama(attention_bias=False, num_key_value_heads=2, vocab_size=96, **size)
+    ids, trained = torch.arange(12).view(2, 6), []
+    namespace = {"model": model, "tokenizer": None, "train": lambda m: trained.append(m(ids).logits)}
+    run(ROOT / "README.md", namespace)
+    loaded = namespace["model"]
+    assert loaded is not model and torch.equal(loaded(ids).logits, trained[0])
+
+
+def test_few_blocks_are_not_run() -> None:
+    reasons = [why for page in READ for _, _, why in blocks(page) if why]
+    fences = sum(page.read_text(encoding="utf-8").count("```python") for page in READ)
+    assert len(reasons) == NOT_RUN, reasons
+    assert fences == sum(1 for page in READ for _ in blocks(page)) > 12
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda p: p.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     assert [t for t in targets if not (page.parent / t).exists()] == []
 
 
 def test_the_index_lists_every_page() -> None:
-    listed = set(LINK.findall((ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
-    assert {page.name for page in PAGES} - {"README.md"} <= listed
+    listed = set(LINK.findall((DOCS / "README.md").read_text(encoding="utf-8")))
+    assert {page.relative_to(DOCS).as_posix() for page in PAGES} - {"README.md"} <= listed
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
+    named = {line.removeprefix("::: ").rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
+    assert set(aoquant.__all__) - named == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
+def test_the_chosen_recipes_exist(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| you serve on |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :])
+    chosen = {name for row in rows for name in re.findall(r"`(.+?)`", row.split(" | ")[2])}
+    assert len(chosen) > 5 and chosen <= {recipe.name for recipe in list_recipes()}
+
+
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """(number, line) of each line that is no code, no heading and no comment."""
+    fence = ""
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        mark = re.match(r"\s*(```|~~~)", line)
+        if mark and fence in ("", mark[1]):
+            fence = "" if fence else mark[1]
+        elif not fence and not line.startswith(("#", "<!--")):
+            yield number, line
+
+
+@pytest.mark.parametrize("page", [p for p in READ if p.stem not in WIDE], ids=lambda p: p.stem)
+def test_lines_are_short(page: Path) -> None:
+    # a code span, a link's target and a line of a formula are not broken
+    unbroken = [
+        (n, re.sub(r"(`+).+?\1|\]\([^)]*\)", lambda m: m[0].replace(" ", "_"), line)) for n, line in prose(page)
+    ]
+    words = [(n, line) for n, line in unbroken if not line.startswith(("|", "    "))]
+    assert [n for n, line in words if len(line) > WIDTH and " " in line.lstrip(" -")] == []
+    assert [n for n, line in unbroken if line.startswith("|") and len(line) >= ROW] == []
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= README
+    assert "make demo" in text and "make test" in text
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_what_its_script_draws(name: str) -> None:
+    assert (DOCS / "figures" / name).read_text(encoding="utf-8") == FIGURES[name]()
 
 
 def test_the_pages_name_every_torchao_config() -> None:

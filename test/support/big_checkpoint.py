@@ -14,22 +14,22 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from support.models import llama_config
+from transformers import AutoModelForCausalLM
 
 from aoquant import cli
-from aoquant.integrations.slots import reserve
+from aoquant.integrations.safetensors_file import reserve
 
 
 def write(folder: Path, *, hidden: int, inner: int, layers: int, vocab: int) -> int:
     """Write a bf16 Llama with a shard per layer; returns its bytes."""
-    config = LlamaConfig(
+    config = llama_config(
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=8,
         vocab_size=vocab,
-        max_position_embeddings=64,
         tie_word_embeddings=True,
         dtype="bfloat16",
         architectures=["LlamaForCausalLM"],
@@ -45,9 +45,9 @@ def write(folder: Path, *, hidden: int, inner: int, layers: int, vocab: int) -> 
         shards.setdefault(f"model-{part}.safetensors", {})[name] = tensor
     generator = torch.Generator().manual_seed(0)
     for file, tensors in shards.items():
-        for slot in reserve(folder / file, tensors, {"format": "pt"}).values():
-            values = torch.randint(-0x7F7F, 0x7F7F, slot.shape, dtype=torch.int16, generator=generator)
-            slot.write((values.float() * 2**-20).bfloat16())
+        for place in reserve(folder / file, tensors, {"format": "pt"}).values():
+            values = torch.randint(-0x7F7F, 0x7F7F, place.shape, dtype=torch.int16, generator=generator)
+            place.write((values.float() * 2**-20).bfloat16())
     index = {"metadata": {}, "weight_map": {name: file for file, tensors in shards.items() for name in tensors}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return sum(t.numel() * t.dtype.itemsize for t in state.values())

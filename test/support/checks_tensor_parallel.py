@@ -66,6 +66,7 @@ from aoquant.parallel import packed as sharded
 
 @check(
     ("nvfp4", "bf16"),
+    ("nvfp4-row", "bf16"),
     ("nvfp4-h16", "bf16"),
     ("fp8-tensor", "bf16"),
     ("int8-tensor", "f32"),
@@ -115,7 +116,7 @@ def share(layer: nn.Module, x: Tensor, rank: int) -> Tensor:
     with torch.no_grad():
         w = layer.weight[:, half].contiguous()
         whole = scales(recipe.fprop_input, x), scales(recipe.fprop_weight, layer.weight)
-        return quantized_linear(x[..., half], [w], bias, recipe, HIDDEN // WORLD, *whole)
+        return quantized_linear(x[..., half], w, bias, recipe, *whole)
 
 
 @check(("mxfp4", -4, 4), ("int4-g32", -8, 7))
@@ -147,6 +148,8 @@ def codes_and_scales_are_those_of_the_whole(c: Ranks, which: str) -> None:
         "fp8-tensor",
         "mxfp4",
         "nvfp4",
+        "nvfp4-row",
+        "fouroversix-row",
         "gridflip",
     )
     for name in list_formats() if which == "all" else some:

@@ -9,24 +9,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from aoquant.integrations import checkpoint
 
-SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
+from . import models
 
 
 def llama(tied: bool, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    config = LlamaConfig(**SMALL, attention_bias=True, tie_word_embeddings=tied)
-    model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+    """One whose generation config is not the default."""
+    model = models.llama(tied, dtype)
     model.generation_config.update(temperature=0.7, do_sample=True)
     return model
 

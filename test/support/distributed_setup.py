@@ -53,7 +53,8 @@ K, HIDDEN, N = 64, 128, 48
 BF16, F32 = torch.bfloat16, torch.float32
 
 CONFIGS: dict[str, Any] = {
-    "nvfp4": NVFP4WeightConfig(),
+    "nvfp4": NVFP4WeightConfig(activation="nvfp4"),
+    "nvfp4-row": NVFP4WeightConfig(),
     "nvfp4-h16": NVFP4WeightConfig(transform=Hadamard(16, 0xA5C3)),
     "fp8-row": FP8WeightConfig(),
     "fp8-tensor": FP8WeightConfig(granularity="tensor", activation="fp8-tensor"),

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 MASK = (1 << 64) - 1
 BIG = 448.0
 OUTLIER = 1e-8
+INT4_FILE = Path(__file__).resolve().parent.parent / "golden" / "int4" / "h200.safetensors"
 
 
 def hashes(count: int, seed: int) -> np.ndarray:
@@ -146,3 +149,14 @@ def golden_input(name: str, dtype: torch.dtype) -> Tensor:
 
 # x_MK and w_NK of the recorded scaled matrix products
 SCALED_MM = (lambda dtype: normal(16, 256, dtype, 31), lambda dtype: weights(32, 256, dtype, 32))
+
+
+@cache
+def recorded_int4() -> dict[str, dict[str, Tensor]]:
+    """ "format/dtype" or "gemm/format" -> field -> tensor, of what `benchmarks/int4_layouts.py` recorded on a GPU."""
+    cases: dict[str, dict[str, Tensor]] = {}
+    with safe_open(INT4_FILE, "pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            case, _, field = key.rpartition("/")
+            cases.setdefault(case, {})[field] = file.get_tensor(key)
+    return cases

@@ -83,15 +83,11 @@ def attempt(
     values = signed * code.astype(F32)
     if flipped:
         values = values + c * min(signed, F32(0))
-    error = F32(0)
-    for v, x in zip(values, block, strict=True):
-        d = F32(F32(F32(v * amax) / F32(1536)) - x)
-        if metric == "mse":
-            error = F32(error + F32(d * d))
-        elif metric == "mae":
-            error = F32(error + abs(d))
-        else:
-            error = max(error, abs(d))
+    d = values * amax / F32(1536) - block  # float32 arrays: each operation rounds
+    if metric == "absmax":
+        error = np.fmax.reduce(np.abs(d))
+    else:
+        error = np.add.accumulate(d * d if metric == "mse" else np.abs(d))[-1]  # one after the other
     return code.view(np.uint8) & 15, values, error
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -64,6 +63,8 @@ from aoquant import (
 )
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLinear
+
+from .torchao_oracle import cuda_division
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ALL = (BF16, F16, F32)
@@ -354,6 +355,7 @@ def inputs(kind: str, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
         "transposed": rows.t().contiguous().t(),
         "strided": wide[:, ::2],
         "sliced": wide[:, 1 : k + 1],
+        "sliced3d": wide.view(2, 3, 2 * k)[..., 1 : k + 1],
         "permuted": rows.view(2, 3, k).transpose(0, 1),
         "expanded": rows[:1].expand(4, k),
     }
@@ -403,16 +405,6 @@ def torchao_converted(case: Case, linear: nn.Linear, *, cuda: bool = False) -> n
     return model["linear"]
 
 
-class cuda_division(TorchDispatchMode):
-    """`tensor / number` as PyTorch's CUDA kernels compute it: times the float32 reciprocal."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.div.Tensor and isinstance(args[1], int | float):
-            reciprocal = struct.unpack("f", struct.pack("f", 1.0 / args[1]))[0]
-            return (args[0].float() * reciprocal).to(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Equal dtype, shape and bytes."""
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -431,15 +423,15 @@ def assert_equal(got: Tensor, want: Tensor, what: str = "") -> None:
 
 
 @contextmanager
-def counting(*names: str) -> Iterator[dict[str, list[tuple[Any, ...]]]]:
-    """Calls of aoquant's ops inside the block: name -> argument tuples."""
-    calls: dict[str, list[tuple[Any, ...]]] = {n: [] for n in names}
+def counting(*names: str) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Calls of aoquant's ops inside the block: name -> the registered op's arguments by their names."""
+    calls: dict[str, list[dict[str, Any]]] = {n: [] for n in names}
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             namespace, _, name = func._schema.name.partition("::")
             if namespace == "aoquant" and name in calls:
-                calls[name].append(args)
+                calls[name].append(dict(zip((a.name for a in func._schema.arguments), args, strict=False)))
             return func(*args, **(kwargs or {}))
 
     with Mode():

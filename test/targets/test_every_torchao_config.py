@@ -178,3 +178,17 @@ FAKE: dict[str, tuple[dict[str, Any], str]] = {
 def test_fake_quantise_options_are_refused_with_a_reason(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         quantize_(nn.Sequential(nn.Linear(128, 64)), QATConfig(**arguments))
+
+
+@pytest.mark.parametrize("preference", [KernelPreference.TORCH, KernelPreference.AUTO])
+@pytest.mark.parametrize("fast", [True, False])
+def test_fp8_says_how_its_kernel_adds_up(fast: bool, preference: KernelPreference) -> None:
+    """Fast accumulation keeps 13 bits between the steps of a Hopper tensor core: other sums, hence another contract."""
+    config = Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), mm_config=Float8MMConfig(use_fast_accum=fast), kernel_preference=preference
+    )
+    model = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
+    quantize_(model, QATConfig(config))
+    assert model[0].prepared.recipe.contract == ("fp8_scaled_mm" if fast else "fp8_scaled_mm_precise")
+    quantize_(model, QATConfig(step="convert"))
+    assert model[0].weight.mm_config.use_fast_accum is fast

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from support.linear_cases import BF16, F32, assert_equal, cuda_division, data, same_bytes
-from test_prepared_converted import _fp4_scaled_mm
+from support.specified_kernels import fp4_scaled_mm
 from torch import Tensor, nn
 from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 from torchao.quantization import (
@@ -125,7 +125,7 @@ def test_nvfp4_step_prepare_calibrate_step_convert_is_torchaos(dtype: torch.dtyp
 
     batches = [batch(dtype, 2, 3, seed=s) for s in (3, 4)]
     theirs, ours = nn.Sequential(model(dtype)[0]), nn.Sequential(model(dtype)[0])
-    with cuda_division(), mock.patch.object(torch, "_scaled_mm", _fp4_scaled_mm):
+    with cuda_division(), mock.patch.object(torch, "_scaled_mm", fp4_scaled_mm):
         torchao_quantize_(theirs, config("prepare"))
         for x in batches:
             theirs(x)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
+    Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
     IntxWeightOnlyConfig,
     PerGroup,
@@ -153,8 +154,9 @@ def test_torchaos_mx_refuses_what_ours_takes() -> None:
         (NVFP4, (40, 128), r"0 \(40, 128\).*multiples of 16, got N = 40"),
         (MX, (32, 80), r"0 \(32, 80\).*multiple of 32, got K = 80"),
         (FP8WeightConfig(granularity="block"), (32, 192), r"0 \(32, 192\).*multiple of 128, got K = 192"),
+        (Int8DynamicActivationInt8WeightConfig(), (32, 1), r"0 \(32, 1\).*_int_mm.* when K = 1"),
     ],
-    ids=["intx", "fp8", "nvfp4", "mx", "fp8-block"],
+    ids=["intx", "fp8", "nvfp4", "mx", "fp8-block", "int8"],
 )
 def test_shapes_that_do_not_fit_are_errors_at_prepare(base: Any, shape: tuple[int, int], message: str) -> None:
     """torchao quantises some of these in QAT and skips them in PTQ, or the other way round, and says nothing."""

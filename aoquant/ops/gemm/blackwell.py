@@ -27,7 +27,7 @@ _FLOAT4 = torch.float4_e2m1fn_x2
 def _why_not(r: Request) -> str | None:
     if r.contract not in _CONTRACTS:
         return f"computes {' and '.join(_CONTRACTS)}, not {r.contract}"
-    if not (_takes(r.w_format) and r.x_format == r.w_format):
+    if not (_takes(r.w_format) and r.x_format is not None and _alike(r.x_format, r.w_format)):
         named = r.x_format.name if r.x_format else "high precision"
         return f"multiplies NVFP4 by NVFP4 and MX by MX, got {named} by {r.w_format.name}"
     if r.device.type != "cuda" or torch.cuda.get_device_capability(r.device)[0] < 10:
@@ -37,6 +37,11 @@ def _why_not(r: Request) -> str | None:
     if r.k % 32 or r.n % 16:
         return f"cuBLAS multiplies blocks where K is a multiple of 32 and N of 16, got K = {r.k}, N = {r.n}"
     return None
+
+
+def _alike(x: Format, w: Format) -> bool:
+    """Whether one instruction multiplies their codes. NVFP4's outer scales are the epilogue's: one for the tensor, one a row, or none."""
+    return x == w or type(x) is type(w) is NVFP4
 
 
 def _takes(f: Format) -> bool:
@@ -72,4 +77,4 @@ def _operand(e: Encoded) -> tuple[Tensor, Tensor]:
     return codes, layout.swizzle_128x4(e.scale)
 
 
-BLACKWELL = Backend("torch.scaled_mm.blocks", 10, _why_not, _run, reads_codes=True)
+BACKENDS = (Backend("torch.scaled_mm.blocks", 10, _why_not, _run, reads_codes=True),)

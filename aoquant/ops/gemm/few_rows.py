@@ -37,7 +37,6 @@ _KINDS: dict[type[Format], str] = {
 
 def kind(f: Format) -> str | None:
     """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip"; None: otherwise."""
-    f = f.base  # what a transform does to values is done before they are codes
     return _KINDS.get(type(f)) if f.bits == 4 else None  # a subclass is another format
 
 
@@ -51,12 +50,10 @@ def _why_not(r: Request) -> str | None:
         return "needs a CUDA device"
     if r.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bfloat16 or float16, got {r.dtype}"
-    scales = r.scale_dtype
-    if isinstance(r.w_format.base, Int4) and r.w_format.base.scales == "bfloat16":
-        scales = torch.bfloat16
-    if how == "int4" and scales not in (None, r.dtype):
+    scales = r.w_format.scale_dtype(r.scale_dtype or r.dtype)
+    if how == "int4" and scales != r.dtype:
         return f"makes int4's operands in one type, got scales in {scales} and activations in {r.dtype}"
-    block = r.w_format.base.block or 0
+    block = r.w_format.block or 0
     if r.k % 32 or block < 16 or block & (block - 1):
         return f"needs K % 32 == 0 and blocks of 16, 32, 64, ..., got K = {r.k} and blocks of {block}"
     return None
@@ -69,7 +66,7 @@ def _why_not_cuda(r: Request) -> str | None:
         return "its kernels are for Hopper (compute capability 9.0)"
     if (reason := native.why_not("decode_mm")) is not None:
         return reason
-    f, how = r.w_format.base, kind(r.w_format)
+    f, how = r.w_format, kind(r.w_format)
     if how == "e8m0" and r.dtype != torch.bfloat16:
         return f"needs bfloat16 activations for e8m0 scales, which leave the range of {r.dtype}"
     if isinstance(f, GridFlip) and math.frexp(f.c)[0] * 16 % 1:
@@ -92,7 +89,7 @@ def _too_many(r: Request, most: int) -> str | None:
 
 
 def _cuda(c: Call) -> Tensor:
-    f, w, x_MK = c.w_format, c.w, c.x_operand()
+    f, w, x_MK = c.w_format, c.w, c.x_matrix()
     assert w.scale is not None and f.block is not None
     how = kind(f)
     assert how is not None
@@ -130,14 +127,14 @@ def shifts(f: Format) -> tuple[float, float]:
 def _triton(c: Call) -> Tensor:
     from ..triton import few_rows, launch
 
-    how, x_MK = kind(c.w_format), c.x_operand()
+    how, x_MK = kind(c.w_format), c.x_matrix()
     assert how is not None
     with launch.on(x_MK):
         y_MN = few_rows.decode_mm(c.w_format, how, shifts(c.w_format), c.w, x_MK, c.alpha_x, c.alpha_w, c.bias)
     return c.shaped(y_MN)
 
 
-FEW_ROWS = (
+BACKENDS = (
     Backend("cuda-decode", 8, _why_not_cuda, _cuda, reads_codes=True),
     Backend("triton-decode", 7, _why_not_triton, _triton, reads_codes=True),
 )

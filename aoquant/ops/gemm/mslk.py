@@ -113,4 +113,4 @@ def _run(c: Call) -> Tensor:
     return c.plus_bias(call(c.x.codes, weight[0], c.x.scale.flatten(), *weight[1:]))
 
 
-MSLK = (Backend("mslk", 20, _why_not, _run, reads_codes=True),)
+BACKENDS = (Backend("mslk", 20, _why_not, _run, reads_codes=True),)

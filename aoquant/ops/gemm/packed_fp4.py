@@ -48,4 +48,4 @@ def _run(c: Call) -> Tensor:
 
 
 # below "tensor-cores", which is faster wherever a bf16 operand of the weight has room
-PACKED = Backend("triton", 4, _why_not, _run, reads_codes=True)
+BACKENDS = (Backend("triton", 4, _why_not, _run, reads_codes=True),)

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Encoded, Format, MXFP4Dialect, NVFP4Dialect, Transformed, layout
+from aoquant.formats import Encoded, Format, MXFP4Dialect, NVFP4Dialect, Operand, Random, layout
 
 from ..call import Call
-from ..codec import CodecRequest
-from ..router import Backend, Quantized, Request
+from ..router import Backend, CodecRequest, Quantized, Request
 from .packed_fp4 import why_not_packed
 
 NAME = "qutlass"
@@ -76,6 +75,8 @@ def _why_not(r: Request) -> str | None:
     assert r.x_format is not None
     if r.x_format.block != r.w_format.block:
         return f"multiplies MX by MX and NVFP4 by NVFP4, got {r.x_format.name} by {r.w_format.name}"
+    if r.x_format.reach == "row":
+        return f"has one alpha for the whole product, got one a row of x: choose activations with one for all, not {r.x_format.name}"
     return _lacks(r.device, r.dtype, _symbol(r.w_format))
 
 
@@ -83,7 +84,7 @@ def _run(c: Call) -> Tensor:
     assert c.x is not None
     (x_codes, x_scale), (w_codes, w_scale) = (operand(e, c.k) for e in (c.x, c.w))
     alpha_w = c.alpha_w
-    alpha = torch.ones(1, device=x_codes.device)
+    alpha = torch.ones(1, dtype=torch.float32, device=x_codes.device)
     for a in (c.alpha_x, alpha_w):
         alpha = alpha if a is None else alpha * a[:1, 0]
     y_MN = getattr(_package(), _symbol(c.w_format))(x_codes, w_codes, x_scale, w_scale, alpha)
@@ -110,31 +111,31 @@ _METHODS = {"qutlass-mxfp4": "abs_max", "mxfp4-quest": "quest"}
 
 
 def _why_not_encode(r: CodecRequest) -> str | None:
-    f = r.format
-    inner = f.base
+    made, inner = r.operand, r.operand.format
     if inner.name not in _METHODS and not (isinstance(inner, NVFP4Dialect) and inner.dialect == "qutlass"):
         return f"makes qutlass-mxfp4, mxfp4-quest and qutlass-nvfp4, not {inner.name}"
-    if isinstance(f, Transformed):
-        if f.fitted or f.inverse:
-            return f"takes one bf16 matrix for every block of activations, got {f.name}"
-        if f.transform.size < inner.block:  # type: ignore[operator]
-            return f"mixes {inner.block} values or more, got {f.name}"
+    if made.transform is not None:
+        if made.fitted or made.inverse:
+            return f"takes one bf16 matrix for every block of activations, got {made.name}"
+        if made.transform.size < (inner.block or 1):
+            return f"mixes {inner.block} values or more, got {made.name}"
     if r.k % K_MULTIPLE or r.rows == 0:
         return f"makes codes of rows that are a multiple of {K_MULTIPLE} long, got {r.rows} x {r.k}"
     return _lacks(r.device, r.dtype, "fusedQuantizeMx" if inner.block == 32 else "fusedQuantizeNv")
 
 
-def _encode(format: Format, x_RK: Tensor) -> Encoded:
-    inner, block = format.base, format.base.block
+def _encode(made_as: Operand, x_RK: Tensor) -> Encoded:
+    inner, block = made_as.format, made_as.format.block
     assert block is not None
-    eye = torch.eye(format.transform.size if isinstance(format, Transformed) else block, device=x_RK.device)
-    matrix = format.transformed(eye).to(torch.bfloat16)  # e_i T^T is row i of T^T
+    size = made_as.transform.size if made_as.transform else block
+    eye = torch.eye(size, dtype=torch.float32, device=x_RK.device)
+    matrix = made_as.transformed(eye).to(torch.bfloat16)  # e_i T^T is row i of T^T
     x_RK, outer = x_RK.contiguous(), None
     if isinstance(inner, MXFP4Dialect):
         codes, scale = _package().fusedQuantizeMx(x_RK, matrix, method=_METHODS[inner.name])
         made = _package().fusedQuantizeMx
     else:
-        outer = inner.measure(format.transformed(x_RK)).outer
+        outer = made_as.measure(x_RK).outer
         assert outer is not None
         made = _package().fusedQuantizeNv
         codes, scale = made(x_RK, matrix, outer.reciprocal().flatten())
@@ -157,13 +158,19 @@ def row_major(scale: Tensor, rows: int, groups: int, swizzled: bool) -> Tensor:
 
 
 def _quantize(
-    format: Format, x_RK: Tensor, dtype: torch.dtype, operand: bool, keep: bool, measured: Tensor | None = None
+    made: Operand,
+    x_RK: Tensor,
+    dtype: torch.dtype,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None,
+    random: Random | None,
 ) -> Quantized:
-    e, inner = _encode(format, x_RK), format.base
+    e, inner = _encode(made, x_RK), made.format
     return Quantized(e if keep else None, (inner.operand if operand else inner.decode)(e, dtype), inner.alpha(e))
 
 
-QUTLASS = (
+BACKENDS = (
     Backend(NAME, 8, _why_not, _run, reads_codes=True),
     Backend(NAME, -1, _why_not_encode, _encode, "encode"),
     Backend(NAME, -1, _why_not_encode, _quantize, "quantize"),

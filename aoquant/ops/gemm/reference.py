@@ -6,6 +6,8 @@ the additions is free. On the CPU and on the GPU these functions compute the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,29 +16,13 @@ from aoquant.formats import Affine, Encoded, Float8
 from aoquant.formats.elements import fma
 
 from ..call import Call
-from . import tinygemm
+from ..router import Backend, Request
+from . import ggml, tinygemm
 
 
 def scaled_mm(c: Call) -> Tensor:
     """y = x W^T under c.contract, shaped (*lead, N) in c.dtype."""
-    return {
-        "aoquant": _single_rounding,
-        "bias_after": _bias_after,
-        "fp8_bias_after": _fp8_bias_after,
-        "tinygemm_cuda": tinygemm.cuda_reference,
-        "tinygemm_cpu": tinygemm.cpu_reference,
-        "dequantize": _dequantize,
-        "dequantize_flat": _dequantize_flat,
-        "matmul_bias": _matmul_bias,
-        "int8_rescale": _int8_rescale,
-        "int8_dynamic": _int8_dynamic,
-        "fp8_scaled_mm": _single_rounding,
-        "fp8_scaled_mm_precise": _single_rounding,
-        "fp8_mslk": _fp8_bias_after,
-        "fp8_mslk_precise": _fp8_bias_after,
-        "fp8_blocks": _bias_after,
-        "nvfp4_rescale": _nvfp4_rescale,
-    }[c.contract](c)
+    return _CONTRACTS[c.contract](c)
 
 
 def accumulate(c: Call) -> Tensor:
@@ -45,7 +31,7 @@ def accumulate(c: Call) -> Tensor:
         block = c.x_format.block
         if block is not None and block == c.w_format.block:
             return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, block)
-    return c.x_operand(torch.float32) @ c.w_operand(torch.float32).t()
+    return c.x_matrix(torch.float32) @ c.w_matrix(torch.float32).t()
 
 
 def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float8, block: int) -> Tensor:
@@ -161,3 +147,29 @@ def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
 
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.to(dtype)
+
+
+def _always(request: Request) -> None:
+    """No request is refused."""
+
+
+_CONTRACTS: dict[str, Callable[[Call], Tensor]] = {
+    "aoquant": _single_rounding,
+    "bias_after": _bias_after,
+    "fp8_bias_after": _fp8_bias_after,
+    "tinygemm_cuda": tinygemm.cuda_reference,
+    "tinygemm_cpu": tinygemm.cpu_reference,
+    "dequantize": _dequantize,
+    "dequantize_flat": _dequantize_flat,
+    "matmul_bias": _matmul_bias,
+    "int8_rescale": _int8_rescale,
+    "int8_dynamic": _int8_dynamic,
+    "fp8_scaled_mm": _single_rounding,
+    "fp8_scaled_mm_precise": _single_rounding,
+    "fp8_mslk": _fp8_bias_after,
+    "fp8_mslk_precise": _fp8_bias_after,
+    "fp8_blocks": _bias_after,
+    "nvfp4_rescale": _nvfp4_rescale,
+    "ggml": ggml.scaled_mm,
+}
+BACKENDS = (Backend("reference", 0, _always, scaled_mm),)

@@ -46,7 +46,7 @@ def _kernels() -> tuple[Any, Any]:
 
 
 def _run(c: Call) -> Tensor:
-    x_MK, w_NK = c.x_operand(), c.w_operand()
+    x_MK, w_NK = c.x_matrix(), c.w_matrix()
     large = x_MK.shape[0] * w_NK.shape[0] >= _FULL
     if c.contract == "nvfp4_rescale":
         return nvfp4_epilogue(c, accumulate(x_MK, w_NK, large).to(c.dtype))
@@ -65,4 +65,4 @@ def accumulate(x_MK: Tensor, w_NK: Tensor, rounded: bool) -> Tensor:
     return torch.mm(x_MK, w_NK.t()) if rounded else torch.mm(x_MK, w_NK.t(), out_dtype=torch.float32)
 
 
-TENSOR_CORES = Backend("tensor-cores", 5, _why_not, _run)
+BACKENDS = (Backend("tensor-cores", 5, _why_not, _run),)

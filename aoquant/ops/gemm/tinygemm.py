@@ -86,7 +86,7 @@ def cpu_reference(c: Call) -> Tensor:
     """rn(acc) + bias, acc as the CPU operator sums it here: for each k, acc = fma(x, w, acc)."""
     x_KM1 = c.x_hp.reshape(-1, c.k).float().t().unsqueeze(-1)
     w_K1N = c.w_format.operand(c.w, torch.float32).t().unsqueeze(1)
-    acc_MN = torch.zeros(x_KM1.shape[1], w_K1N.shape[2], device=x_KM1.device)
+    acc_MN = torch.zeros(x_KM1.shape[1], w_K1N.shape[2], dtype=torch.float32, device=x_KM1.device)
     fused = fused_sums()
     for x_M1, w_1N in zip(x_KM1, w_K1N, strict=True):
         acc_MN = fma(x_M1, w_1N, acc_MN) if fused else x_M1 * w_1N + acc_MN
@@ -148,7 +148,7 @@ def _cuda(c: Call) -> Tensor:
     return _cuda_epilogue(c, y_MN[:, : c.w.codes.shape[0]])
 
 
-TINYGEMM = (
+BACKENDS = (
     Backend("torch._weight_int4pack_mm_for_cpu", 10, _why_not_cpu, _cpu, reads_codes=True),
     Backend("torch._weight_int4pack_mm", 10, _why_not_cuda, _cuda, reads_codes=True),
 )

@@ -70,7 +70,7 @@ _refused: set[tuple[object, ...]] = set()  # operands, by shapes and dtypes, for
 
 def _accumulated(x_MK: Tensor, w_NK: Tensor, fast: bool) -> Tensor:
     """(M, N) float32 sums of fp8 products, by the GEMM that has one scale for each side."""
-    one = torch.ones((), device=w_NK.device)
+    one = torch.ones((), dtype=torch.float32, device=w_NK.device)
     return torch._scaled_mm(x_MK, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
 
 
@@ -152,7 +152,7 @@ def _mm(c: Call) -> Tensor:
         y_MN = c.x_hp.reshape(-1, c.k).float() @ c.w_format.operand(c.w, torch.float32).t()
         return c.plus_bias(y_MN.to(c.dtype))
     # the operand tile is what MSLK's kernel builds; cuBLAS then adds in K's order wherever it does not split K
-    return c.plus_bias(c.x_operand() @ c.w_operand().t())
+    return c.plus_bias(c.x_matrix() @ c.w_matrix().t())
 
 
 def _why_not_blockwise(r: Request) -> str | None:
@@ -175,7 +175,7 @@ def _blockwise(c: Call) -> Tensor:
     return c.shaped(y_MN if c.bias is None else (y_MN + c.bias).to(c.dtype))
 
 
-TORCH = (
+BACKENDS = (
     Backend("torch.mm", 10, _why_not_mm, _mm),
     Backend("torchao.blockwise", 10, _why_not_blockwise, _blockwise, reads_codes=True),
     Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm, reads_codes=True),

@@ -1,7 +1,8 @@
 """The range of a whole tensor, as partial results that the next kernel finishes.
 
-An atomic maximum would need a cleared buffer, one more launch. Instead each of PARTIALS programs stores the range of what it read,
-and every program of the kernel that follows reduces those few kilobytes, which sit in the L2 cache. Deterministic, like any maximum.
+An atomic maximum would need a cleared buffer, one more launch. Instead each of PARTIALS programs stores the range of
+what it read, and every program of the kernel that follows reduces those few kilobytes, which sit in the L2 cache.
+Deterministic, like any maximum.
 """
 
 from __future__ import annotations
@@ -34,10 +35,38 @@ def _absmax(x_ptr, partial_ptr, n, FINITE: tl.constexpr, TILE: tl.constexpr):
 
 
 def absmax_partials(x: Tensor, finite: bool = False) -> Tensor:
-    """(PARTIALS,) int32: maxima of the bits of |x| as float32, so that NaN is larger than everything; or of what is finite. x is contiguous."""
+    """(PARTIALS,) int32: maxima of the bits of |x| as float32, so that NaN is larger than everything; or of what is
+    finite. x is contiguous.
+    """
     partials = torch.empty(PARTIALS, dtype=torch.int32, device=x.device)
     _absmax_of(x.numel(), finite)(x, partials)
     return partials
+
+
+@triton.jit
+def _row_absmax(x_ptr, found_ptr, k, FINITE: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    x_ptr += tl.cast(row, tl.int64) * k
+    most = tl.zeros([TILE], tl.int32)
+    for start in range(0, k, TILE):
+        at = start + tl.arange(0, TILE)
+        bits = float_bits(tl.load(x_ptr + at, mask=at < k, other=0.0).to(tl.float32)) & 0x7FFFFFFF
+        if FINITE:
+            bits = tl.where(bits < INF_BITS, bits, 0)
+        most = tl.maximum(most, bits)
+    tl.store(found_ptr + row, tl.max(most, axis=0))
+
+
+def row_absmax(x_RK: Tensor, finite: bool = False) -> Tensor:
+    """(R,) int32: the same maximum for each row of a contiguous matrix."""
+    found = torch.empty(x_RK.shape[0], dtype=torch.int32, device=x_RK.device)
+    _row_absmax_of(*x_RK.shape, finite)(x_RK, found)
+    return found
+
+
+@lru_cache(PLANS)
+def _row_absmax_of(rows: int, k: int, finite: bool) -> Launch:
+    return Launch(_row_absmax, (rows,), k=k, FINITE=finite, TILE=min(triton.next_power_of_2(k), 4096), num_warps=4)
 
 
 @lru_cache(PLANS)

@@ -1,9 +1,9 @@
 """MX and NVFP4 in one pass: read x once, write codes and scales, and the values that a GEMM will multiply, as asked.
 
-A contiguous (R, K) matrix whose blocks divide K is a stream of blocks, and codes, scales and values are streams in the same order,
-so the kernels are one-dimensional. NVFP4's dynamic outer scale needs an absmax of the whole tensor first: `amax.absmax_partials`
-leaves one per program, and every program of the encoder takes their maximum. The encoder then walks backwards, because what the
-first pass read last is what the L2 cache still holds.
+A contiguous (R, K) matrix whose blocks divide K is a stream of blocks, and codes, scales and values are streams in the
+same order, so the kernels are one-dimensional. NVFP4's dynamic outer scale needs an absmax of the whole tensor first:
+`amax.absmax_partials` leaves one per program, and every program of the encoder takes their maximum. The encoder then
+walks backwards, because what the first pass read last is what the L2 cache still holds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Encoded
-from aoquant.formats.blockscaled import E4M3_FLOOR, PTS_FLOOR
+from aoquant.formats import MX, NVFP4, Encoded, Operand
+from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
@@ -47,8 +47,28 @@ LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
 
 
 @triton.jit
-def _nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.constexpr):
-    """amax of each block -> (e4m3 scale, what x is multiplied by)."""
+def load_blocks(
+    x_ptr, tile, n_blocks, NB: tl.constexpr, B: tl.constexpr, G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr
+):  # fmt: skip
+    """(NB, B) int32: bits of the float32 values of a tile's blocks, transformed in blocks of G if that is not 0; 0
+    behind the last block.
+    """
+    if G:
+        T: tl.constexpr = NB * B // G
+        whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
+        mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * FACTOR
+        return float_bits(tl.reshape(mixed, (NB, B)))
+    else:
+        inside = (tile * NB + tl.arange(0, NB) < n_blocks)[:, None]
+        at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
+        return float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.constexpr):
+    """amax of each block -> (e4m3 scale, what x is multiplied by). pts, inverse_pts: one for all, or one a block; pts
+    may be None.
+    """
     amax = bits_float(tl.where(amax_bits == INF_BITS, NAN_BITS, amax_bits))
     ratio = amax * SIXTH
     if pts is not None:
@@ -59,6 +79,15 @@ def _nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.con
 
 
 @triton.jit
+def masked_codes(rounded, x, inverse, NB: tl.constexpr, B: tl.constexpr):
+    """(NB, B / 2) uint8 codes of `e2m1_rounded` magnitudes with the signs of x's bits; of a block whose inverse is NaN,
+    zeros without a sign.
+    """
+    keep = tl.where(inverse == inverse, 255, 0)
+    return (pack_e2m1(float_bits(rounded), x, NB, B) & keep[:, None]).to(tl.uint8)
+
+
+@triton.jit
 def _encode(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, pts,
     OUTER: tl.constexpr, RULE: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr,
@@ -66,7 +95,8 @@ def _encode(
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
     G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr. VALUES: "" none, "operand" without, "decode" with the outer scale.
+    """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr. VALUES: "" none, "operand" without, "decode"
+    with the outer scale.
 
     G: of a Hadamard transform, or 0.
     """
@@ -90,13 +120,7 @@ def _encode(
         block = tile * NB + tl.arange(0, NB)
         at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
         inside = (block < n_blocks)[:, None]
-        if G:
-            T: tl.constexpr = NB * B // G
-            whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
-            mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * FACTOR
-            x = float_bits(tl.reshape(mixed, (NB, B)))
-        else:
-            x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        x = load_blocks(x_ptr, tile, n_blocks, NB, B, G, SIGNS, FACTOR)
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
         if OUTER == "":
@@ -105,7 +129,7 @@ def _encode(
             if CODES:
                 tl.store(scale_ptr + block, byte.to(tl.uint8), mask=block < n_blocks)
         else:
-            scale, inverse = _nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
+            scale, inverse = nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
             scale_value = scale.to(tl.float32)
             if CODES:
                 tl.store(scale_ptr + block, scale.to(tl.uint8, bitcast=True), mask=block < n_blocks)
@@ -115,10 +139,8 @@ def _encode(
         if ELEMENT == "e2m1":
             rounded = e2m1_rounded(bits_float(magnitude) * inverse[:, None])
             if CODES:
-                keep = tl.where(inverse == inverse, 255, 0)  # NaN has no code, and no sign
-                codes = pack_e2m1(float_bits(rounded), x, NB, B) & keep[:, None]
                 half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
-                tl.store(codes_ptr + half, codes.to(tl.uint8), mask=inside)
+                tl.store(codes_ptr + half, masked_codes(rounded, x, inverse, NB, B), mask=inside)
             if VALUES != "":
                 value = e2m1_value(float_bits(rounded), x ^ magnitude)
         else:
@@ -138,7 +160,7 @@ def _decode(
     codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, blocks_per_row, OUTER_STRIDE,
     ELEMENT: tl.constexpr, MX_SCALE: tl.constexpr, OUTER: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether the outer scale multiplies the scale; it has one value a row (OUTER_STRIDE 1) or one in all (0)."""
+    """OUTER: whether the outer scale multiplies the scale; one a row (OUTER_STRIDE 1), or one in all (0)."""
     tile = tl.program_id(0).to(tl.int64)
     block = tile * NB + tl.arange(0, NB)
     at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
@@ -180,10 +202,15 @@ def _encoder(
         _encode, (triton.cdiv(rows * k, tile),),
         n_blocks=rows * k // format.block, pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
         OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=max_pow2, RECIPROCAL=reciprocal(largest),
-        MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(2688.0), FLOOR=E4M3_FLOOR,
+        MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
         SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
         **mixing, **LAUNCH | {"num_warps": warps},
     )  # fmt: skip
+
+
+def mixing(mix: Operand | None) -> tuple[Hadamard | None, bool]:
+    """The Hadamard transform in front of the encoder, and whether it is the weight's side."""
+    return (None, False) if mix is None else (mix.transform, mix.inverse)  # type: ignore[return-value]
 
 
 def quantize(
@@ -192,15 +219,17 @@ def quantize(
     dtype: torch.dtype | None,
     operand: bool,
     keep: bool,
-    measured: Tensor | None = None,
-    transform: Hadamard | None = None,
-    inverse: bool = False,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha).
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
+    operand's alpha).
 
-    measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer scale.
-    transform, inverse: to be applied first, in the same pass.
+    measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer
+        scale.
+    mix: its Hadamard transform is applied first, in the same pass.
     """
+    transform, inverse = mixing(mix)
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     element = format.element if isinstance(format, MX) else "e2m1"

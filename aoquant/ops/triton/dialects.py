@@ -1,7 +1,9 @@
-"""FP4 dialects in one pass, as `formats/dialects.py` defines them: blocks of 32 with e8m0 scales, blocks of 16 with e4m3 scales.
+"""FP4 dialects in one pass, as `formats/dialects.py` defines them: blocks of 32 with e8m0 scales, blocks of 16 with
+e4m3 scales.
 
-The frame is blockscaled.py's: a stream of blocks, the absmax of the tensor from a pass before, the encoder walking backwards. What differs is
-how a block gets its scale and what its values are multiplied or divided by. A value that 0 / 0 or a NaN scale made NaN has code 0.
+The frame is blockscaled.py's: a stream of blocks, the absmax of the tensor from a pass before, the encoder walking
+backwards. What differs is how a block gets its scale and what its values are multiplied or divided by. A value that 0 /
+0 or a NaN scale made NaN has code 0.
 
 The same kernel, writing nothing else, is what says which values an e8m0 block clips: QuEST's trust mask.
 """
@@ -15,13 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, MXFP4Dialect, NVFP4Dialect
-from aoquant.formats.blockscaled import PTS_FLOOR
-from aoquant.formats.dialects import FLT_MAX, QUEST
+from aoquant.formats import Encoded, MXFP4Dialect, NVFP4Dialect, Operand
+from aoquant.formats.blockscaled import NVFP4_TOP, PTS_FLOOR
+from aoquant.formats.dialects import QUEST
+from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
 from .amax import PARTIALS, absmax_partials
+from .blockscaled import LAUNCH, TILE, load_blocks
 from .elements import (
     INF_BITS,
     NAN_BITS,
@@ -35,11 +39,9 @@ from .elements import (
     pack_e2m1,
     unpack4,
 )
-from .hadamard import ENCODE_WARPS, WARP, beside
+from .hadamard import ENCODE_WARPS, WARP
 from .launch import on
 
-TILE = 1024
-LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
 HUGE_BITS = tl.constexpr(0x5D800000)  # 2^60
 
 
@@ -73,9 +75,11 @@ def _encode(
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
     G: tl.constexpr, SIGNS: tl.constexpr, MIX: tl.constexpr,
 ):  # fmt: skip
-    """DIALECT: "absmax" or "quest" (e8m0), or "xx", "qutlass", "te" (e4m3). VALUES: "" none, "operand" without, "decode" with the outer scale.
+    """DIALECT: "absmax" or "quest" (e8m0), or "xx", "qutlass", "te" (e4m3). VALUES: "" none, "operand" without,
+    "decode" with the outer scale.
 
-    clipped_ptr: for a bit of each value, 1 where an e8m0 block's largest code clips; or None. G, SIGNS, MIX: a Hadamard transform's, or 0.
+    clipped_ptr: for a bit of each value, 1 where an e8m0 block's largest code clips; or None. G, SIGNS, MIX: a Hadamard
+        transform's, or 0.
     """
     one = tl.full([], 1.0, tl.float32)
     outer = one
@@ -100,13 +104,7 @@ def _encode(
         block = tile * NB + tl.arange(0, NB)
         at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
         inside = (block < n_blocks)[:, None]
-        if G:
-            T: tl.constexpr = NB * B // G
-            whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
-            mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * MIX
-            x = float_bits(tl.reshape(mixed, (NB, B)))
-        else:
-            x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        x = load_blocks(x_ptr, tile, n_blocks, NB, B, G, SIGNS, MIX)
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
         ones = tl.full([NB], 1.0, tl.float32)
@@ -161,7 +159,9 @@ def _decode(
     codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, blocks_per_row, OUTER_STRIDE,
     OUTER: tl.constexpr, POST: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether there is an outer scale, one a row (OUTER_STRIDE 1) or one in all (0); POST multiplies the scales after it."""
+    """OUTER: whether there is an outer scale, one a row (OUTER_STRIDE 1) or one in all (0); POST multiplies the scales
+    after it.
+    """
     tile = tl.program_id(0).to(tl.int64)
     block = tile * NB + tl.arange(0, NB)
     at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
@@ -178,10 +178,10 @@ def _decode(
 
 
 def _post(format: MXFP4Dialect | NVFP4Dialect) -> float:
-    """What a decoded block's scale is multiplied by, after the outer scale."""
+    """The factor of a decoded block's scale, after the outer scale."""
     if isinstance(format, MXFP4Dialect):
         return reciprocal(format.gain)
-    return reciprocal(2688.0) if format.dialect == "te" else 1.0
+    return reciprocal(NVFP4_TOP) if format.dialect == "te" else 1.0
 
 
 def quantize(
@@ -190,12 +190,13 @@ def quantize(
     dtype: torch.dtype | None,
     operand: bool,
     keep: bool,
-    transform: Hadamard | None = None,
-    inverse: bool = False,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha).
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
+    operand's alpha).
 
-    transform, inverse: to be applied first, in the same pass, before an e8m0 format.
+    mix: its Hadamard transform is applied first, in the same pass, before an e8m0 format. measured: not used.
     """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
@@ -204,18 +205,20 @@ def quantize(
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = None if isinstance(format, MXFP4Dialect) else torch.empty(1, 1, dtype=torch.float32, device=device)
     made = "" if dtype is None else "operand" if operand else "decode"
-    _launch(format, x_RK, (codes, scale, outer, values, None), made, transform, inverse)
+    _launch(format, x_RK, (codes, scale, outer, values, None), made, mix)
     native = torch.float8_e8m0fnu if isinstance(format, MXFP4Dialect) else torch.float8_e4m3fn
     codes = x_RK.new_empty(0, k // 2, dtype=torch.uint8) if codes is None else codes
     e = Encoded(codes, None if scale is None else scale.view(native), None, outer, k)
     return (e if keep else None), values, format.alpha(e)
 
 
-def saturated(format: MXFP4Dialect, x_RK: Tensor, transform: Hadamard | None, inverse: bool) -> Tensor:
-    """(R, K / 8) uint8: bits of `format.saturated(x_RK, format.encode(x_RK))`, of transformed values if there is a transform."""
+def saturated(format: MXFP4Dialect, x_RK: Tensor, mix: Operand) -> Tensor:
+    """(R, K / 8) uint8: bits of `format.saturated(x_RK, format.encode(x_RK))`, of transformed values if `mix` has a
+    transform.
+    """
     x_RK = x_RK.contiguous()
     clipped = torch.empty(x_RK.shape[0], x_RK.shape[1] // 8, dtype=torch.uint8, device=x_RK.device)
-    _launch(format, x_RK, (None, None, None, None, clipped), "", transform, inverse)
+    _launch(format, x_RK, (None, None, None, None, clipped), "", mix)
     return clipped
 
 
@@ -224,8 +227,7 @@ def _launch(
     x_RK: Tensor,
     out: tuple[Tensor | None, ...],
     made: str,
-    transform: Hadamard | None,
-    inverse: bool,
+    mix: Operand | None,
 ) -> None:
     """The encoder; out: codes, scale, outer, values and the mask of clipped values, those that are wanted."""
     partials, fixed, warps, tile = None, 0.0, 1, TILE
@@ -236,15 +238,16 @@ def _launch(
         fixed = format.fixed[0] if format.fixed else 0.0
         kind |= {"DIALECT": format.dialect, "DYNAMIC": not format.fixed}
         partials = None if format.fixed else absmax_partials(x_RK)
-    if transform is not None:
-        kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(inverse)}
+    transform = None if mix is None else mix.transform
+    if isinstance(transform, Hadamard):
+        kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(mix.inverse)}  # type: ignore[union-attr]
         warps = ENCODE_WARPS[transform.size]
         tile = WARP * warps * transform.size  # a block of the transform for each lane
     codes, scale, outer, values, clipped = out
     with on(x_RK):
         _encode[(triton.cdiv(x_RK.numel(), tile),)](
             x_RK, partials, codes, scale, outer, values, clipped, x_RK.numel() // format.block, fixed,
-            POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(2688.0), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLT_MAX,
+            POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(NVFP4_TOP), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
             FACTOR=QUEST, CODES=codes is not None, VALUES=made,
             NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS, **kind, **LAUNCH | {"num_warps": warps},
         )  # fmt: skip

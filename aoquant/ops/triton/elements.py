@@ -1,12 +1,14 @@
 """Rounding on the device: the Triton counterparts of `formats.elements` and `formats.scales`.
 
-Three things keep a kernel's bytes equal to the reference's. Every launch has `enable_fp_fusion=False`, so that no multiply and add
-are contracted behind our back; division is `tl.div_rn`, IEEE, where the reference divides; and absmax compares integers, because
-a positive float's bits sort like its value, with NaN on top, where a float maximum would drop the NaN.
+Three things keep a kernel's bytes equal to the reference's. Every launch has `enable_fp_fusion=False`, so that no
+multiply and add are contracted behind our back; division is `tl.div_rn`, IEEE, where the reference divides; and absmax
+compares integers, because a positive float's bits sort like its value, with NaN on top, where a float maximum would
+drop the NaN.
 
-Rounding to nearest even is an addition: v + 2^23 has no bits left below 1, so the adder itself rounds. For e2m1, whose step is
-1/2, 1 and 2 in turn, the index of the nearest code is the least of three such roundings, rn(2v), rn(v) + 2 and rn(v/2) + 4:
-index over value is a concave, piecewise linear function, and the pieces agree, ties included, where they meet.
+Rounding to nearest even is an addition: v + 2^23 has no bits left below 1, so the adder itself rounds. For e2m1, whose
+step is 1/2, 1 and 2 in turn, the index of the nearest code is the least of three such roundings, rn(2v), rn(v) + 2 and
+rn(v/2) + 4: index over value is a concave, piecewise linear function, and the pieces agree, ties included, where they
+meet.
 """
 
 from __future__ import annotations
@@ -53,9 +55,10 @@ def round_even(v):
 def quotient(d, s, r):
     """d / s rounded to float32, given r = 1 / s rounded, for s in [2^-60, 2^60] and finite d; s is positive.
 
-    Markstein's division: the first correction makes q faithful, and from a faithful q and a rounded reciprocal the second makes the
-    rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990). A quotient below 2^-20 s
-    may lose last bits to underflow; every code is zero there. Hardware division does the same, with a reciprocal for each value.
+    Markstein's division: the first correction makes q faithful, and from a faithful q and a rounded reciprocal the
+    second makes the rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000",
+    1990). A quotient below 2^-20 s may lose last bits to underflow; every code is zero there. Hardware division does
+    the same, with a reciprocal for each value.
     """
     q = d * r
     q = tl.fma(tl.fma(-s, q, d), r, q)
@@ -115,7 +118,7 @@ def e8m0_value(byte):
 
 @triton.jit
 def e8m0_inverse(byte, RULE: tl.constexpr):
-    """What x is multiplied by: 2^(127 - byte), but for byte 0: 1 under rceil, 2^126 otherwise."""
+    """The factor of x: 2^(127 - byte), but for byte 0: 1 under rceil, 2^126 otherwise."""
     bits = tl.where(byte == 254, 1 << 22, (254 - byte) << 23)
     bits = tl.where(byte == 0, (127 if RULE == "rceil" else 253) << 23, bits)
     return bits_float(tl.where(byte == 255, NAN_BITS, bits))
@@ -130,7 +133,9 @@ def pack4(codes, NB: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def pack_e2m1(index, bits, NB: tl.constexpr, B: tl.constexpr):
-    """(NB, B) index of the magnitude in the lowest three bits, sign of the value in the highest of `bits` -> (NB, B / 2) int32."""
+    """(NB, B) index of the magnitude in the lowest three bits, sign of the value in the highest of `bits` -> (NB, B /
+    2) int32.
+    """
     low, high = tl.split(tl.reshape(index, (NB, B // 2, 2)))
     low_bits, high_bits = tl.split(tl.reshape(bits, (NB, B // 2, 2)))
     signs = ((low_bits >> 28) & 8) | ((high_bits >> 24) & 128)

@@ -1,4 +1,9 @@
-"""The epilogue of the "aoquant" contract: rn(acc * alpha_x * alpha_w + bias), in the reference's order, each step in float32."""
+"""The epilogue of the "aoquant" contract: rn(acc * alpha_x * alpha_w + bias), in the reference's order, each step in
+float32.
+
+GEMMs that end in it call `finished`, for a part of one row of y, or `finished_tile`. alpha_x and alpha_w are one number
+(stride 0) or one a row of x and of W (stride 1), float32; what is None is left out when the kernel is compiled.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,34 @@ _B = 2048  # outputs of a program
 
 
 @triton.jit
+def finished(y, row, column, inside, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE):
+    """(B,) float32 sums of one row -> outputs, not yet rounded. row: a scalar; column, inside: (B,), places in the row,
+    and which there are.
+    """
+    if alpha_x_ptr is not None:
+        y = y * tl.load(alpha_x_ptr + row * X_STRIDE)
+    if alpha_w_ptr is not None:
+        y = y * tl.load(alpha_w_ptr + column * W_STRIDE, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        y = y + tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def finished_tile(acc, at_m, at_n, in_m, in_n, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE):
+    """(BM, BN) float32 sums -> outputs, not yet rounded. at_m, in_m: (BM,), rows, and which there are; at_n, in_n:
+    (BN,), columns.
+    """
+    if alpha_x_ptr is not None:
+        acc = acc * tl.load(alpha_x_ptr + at_m * X_STRIDE, mask=in_m, other=0.0)[:, None]
+    if alpha_w_ptr is not None:
+        acc = acc * tl.load(alpha_w_ptr + at_n * W_STRIDE, mask=in_n, other=0.0)[None, :]
+    if bias_ptr is not None:
+        acc = acc + tl.load(bias_ptr + at_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
 def _rescale(
     acc_ptr, alpha_x_ptr, alpha_w_ptr, bias_ptr, y_ptr, n, X_STRIDE, W_STRIDE, B: tl.constexpr,
 ):  # fmt: skip
@@ -22,12 +55,7 @@ def _rescale(
     column = tl.program_id(1) * B + tl.arange(0, B)
     at = tl.cast(row, tl.int64) * n + column
     y = tl.load(acc_ptr + at, mask=column < n, other=0.0)
-    if alpha_x_ptr is not None:
-        y = y * tl.load(alpha_x_ptr + row * X_STRIDE)
-    if alpha_w_ptr is not None:
-        y = y * tl.load(alpha_w_ptr + column * W_STRIDE, mask=column < n, other=0.0)
-    if bias_ptr is not None:
-        y = y + tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)
+    y = finished(y, row, column, column < n, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=column < n)
 
 

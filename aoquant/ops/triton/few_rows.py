@@ -1,10 +1,11 @@
-"""y = x W^T for few rows of x and a packed 4-bit W, where the CUDA library is not built: codes are decoded in registers, once.
+"""y = x W^T for few rows of x and a packed 4-bit W, where the CUDA library is not built: codes are decoded in
+registers, once.
 
-Four bits of W are a quarter of its bytes, and a layer that serves a few tokens waits for nothing but those. A program reads a tile of
-codes as they lie, two to a byte; low nibbles are the even k, high ones the odd k, so each half of the byte meets its own half of x
-and nothing has to be interleaved. Programs share out K too, each a run of tiles; their float32 sums go through memory, and a second
-small kernel adds them in order, which is also where the epilogue of the "aoquant" contract is. How K is cut depends on N and K alone,
-so a row of y does not depend on how many rows there are.
+Four bits of W are a quarter of its bytes, and a layer that serves a few tokens waits for nothing but those. A program
+reads a tile of codes as they lie, two to a byte; low nibbles are the even k, high ones the odd k, so each half of the
+byte meets its own half of x and nothing has to be interleaved. Programs share out K too, each a run of tiles; their
+float32 sums go through memory, and a second small kernel adds them in order, which is also where the epilogue of the
+"aoquant" contract is. How K is cut depends on N and K alone, so a row of y does not depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format
 
 from .elements import e2m1_value, e8m0_value
+from .epilogue import finished
 from .integer import _int4_values
 
 ROWS = 64  # of x, at most
@@ -42,7 +44,9 @@ def _partial(
     KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr, ODD_SHIFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one run of tiles along K: (splits, m, n) float32. row_bytes: k / 2. WHOLE: the runs fill K, and nothing is masked."""
+    """Sums over one run of tiles along K: (splits, m, n) float32. row_bytes: k / 2. WHOLE: the runs fill K, and nothing
+    is masked.
+    """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     H: tl.constexpr = BK // 2
     SPAN: tl.constexpr = min(GROUP, BK)  # values of a tile that share a scale
@@ -101,12 +105,7 @@ def _finish(
     y = tl.load(partial_ptr + at, mask=inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
         y += tl.load(partial_ptr + at + tl.cast(m, tl.int64) * n * split, mask=inside, other=0.0)
-    if alpha_x_ptr is not None:
-        y = y * tl.load(alpha_x_ptr + row * X_STRIDE)
-    if alpha_w_ptr is not None:
-        y = y * tl.load(alpha_w_ptr + column * W_STRIDE, mask=inside, other=0.0)
-    if bias_ptr is not None:
-        y = y + tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    y = finished(y, row, column, inside, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -129,7 +128,9 @@ def decode_mm(
     alpha_w: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """(M, N) in x's dtype. kind, shifts: as in `ops.few_rows`. alpha_x: (M, 1) or (1, 1); alpha_w: (N, 1) or (1, 1); both float32."""
+    """(M, N) in x's dtype. kind, shifts: as in `ops.few_rows`. alpha_x: (M, 1) or (1, 1); alpha_w: (N, 1) or (1, 1);
+    both float32.
+    """
     assert w.scale is not None and format.block is not None
     (m, k), n = x_MK.shape, w.codes.shape[0]
     bn, bk, per_split = _cut(x_MK.device, n, k)

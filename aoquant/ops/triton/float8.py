@@ -1,7 +1,8 @@
-"""float8 with a float32 scale per row, per tensor or per block: codes in one pass, and the values that backward multiplies.
+"""float8 with a float32 scale per row, per tensor or per block: codes in one pass, and the values that backward
+multiplies.
 
-A row that fits a program's registers is read once; a longer one is read twice, the second time from the L2 cache. Blocks of 1 x 128 are
-a stream of rows of 128; a block of 128 x 128 is one program's.
+A row that fits a program's registers is read once; a longer one is read twice, the second time from the L2 cache.
+Blocks of 1 x 128 are a stream of rows of 128; a block of 128 x 128 is one program's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, Float8, Float8Mslk
+from aoquant.formats import Encoded, Float8, Float8Mslk, Operand
 from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.mslk import ROW_FLOOR
 from aoquant.formats.scales import reciprocal
@@ -32,7 +33,8 @@ TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float3
 def _scale(amax_bits, RECIPROCAL: tl.constexpr, DTYPE: tl.constexpr):
     """absmax / largest, in x's dtype."""
     scale = float_bits(through(bits_float(amax_bits) * RECIPROCAL, DTYPE))
-    # LLVM would see that it came from bfloat16, and multiply in float16 where the result is float16: it compares precision, not range
+    # LLVM would see that it came from bfloat16, and multiply in float16 where the result is float16: it compares
+    # precision, not range
     opaque = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [scale], dtype=tl.int32, is_pure=True, pack=1)
     return bits_float(opaque)
 
@@ -187,9 +189,19 @@ def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool
 
 
 def quantize(
-    format: Float8, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: Float8,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
+    operand's alpha).
+
+    measured, mix: not used.
+    """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     shape = {"row": (rows, 1), "tensor": (1, 1)}.get(format.per) or (triton.cdiv(rows, format.rows), k // format.cols)

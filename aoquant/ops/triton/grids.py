@@ -1,10 +1,12 @@
 """Four-over-six and GridFlip: encode, and decode with the sign of the scale that marks a shifted grid.
 
-The encoder is the one of `csrc/contest.cuh`, whose essay and proof hold here too: candidates are compared by a rough error, seven
-instructions for each value, and by the exact one of `formats/contest.py` only where two of them are closer than the rough one errs.
-Exact means in order: Triton adds along an axis in whatever order suits the layout, so the exact sum takes one column after the other.
+The encoder is the one of `csrc/contest.cuh`, whose essay and proof hold here too: candidates are compared by a rough
+error, seven instructions for each value, and by the exact one of `formats/contest.py` only where two of them are closer
+than the rough one errs. Exact means in order: Triton adds along an axis in whatever order suits the layout, so the
+exact sum takes one column after the other.
 
-It serves where the library of csrc was not built. That one is faster: a thread there holds a whole block, here two share it.
+It serves where the library of csrc was not built. That one is faster: a thread there holds a whole block, here two
+share it.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, FourOverSix, GridFlip
-from aoquant.formats.contest import AMAX_FLOOR, FLOAT32_MAX
-from aoquant.formats.scales import reciprocal
+from aoquant.formats import Encoded, FourOverSix, GridFlip, Operand
+from aoquant.formats.contest import AMAX_FLOOR, TOP
+from aoquant.formats.elements import FLOAT32_MAX
+from aoquant.formats.scales import float32, reciprocal
 
-from .amax import PARTIALS, absmax_partials
+from .amax import PARTIALS, absmax_partials, row_absmax
 from .elements import INF_BITS, bits_float, e2m1_rounded, e2m1_value, float_bits, pack_e2m1, quotient, unpack4
 from .launch import on
 
@@ -32,7 +35,7 @@ KAPPA, FLOOR = tl.constexpr(5.2e-5), tl.constexpr(1.3e-5)  # as csrc/contest.cuh
 STEP = tl.constexpr(6291456.0)  # 1.5 * 2^22: E * STEP has half of E for a unit in the last place, whatever E = 2^e
 LARGE = tl.constexpr(2.0**100)
 SIXTH, SIXTH_REST = tl.constexpr(reciprocal(6.0)), tl.constexpr(1.0 / 6.0 - reciprocal(6.0))
-TOP, TOP_REST = tl.constexpr(reciprocal(1536.0)), tl.constexpr(1.0 / 1536.0 - reciprocal(1536.0))
+TOP_RECIPROCAL, TOP_REST = tl.constexpr(reciprocal(TOP)), tl.constexpr(1.0 / TOP - reciprocal(TOP))
 MOST = tl.constexpr(FLOAT32_MAX)
 AMAX_LEAST = tl.constexpr(struct.unpack("i", struct.pack("f", AMAX_FLOOR))[0])  # its bits
 
@@ -97,7 +100,25 @@ def _rough(x, s, c, down, FLIPPED: tl.constexpr):
 
 
 @triton.jit
-def _exact(x, s, c, down, amax, FLIPPED, NB: tl.constexpr, B: tl.constexpr):
+def _outer(largest):
+    """(amax, up, down, t, power) of `contest.Outer`, of one absmax or of several."""
+    largest = tl.where(largest == 0.0, 1536.0, bits_float(tl.maximum(float_bits(largest), AMAX_LEAST)))
+    top = tl.zeros_like(largest) + 1536.0
+    t = tl.div_rn(largest, top)
+    power = tl.where(largest < 2.0**-60, 2.0**100, tl.where(largest > 2.0**60, 2.0**-100, 1.0))
+    amax = largest * power
+    up = tl.div_rn(top, amax)
+    return amax, up, tl.div_rn(tl.zeros_like(largest) + 1.0, up), t, power
+
+
+@triton.jit
+def _beside(v, EACH: tl.constexpr):
+    """One number for each block, EACH, as a column beside the block's values; or one number for all."""
+    return v[:, None] if EACH else v
+
+
+@triton.jit
+def _exact(x, s, c, down, amax, FLIPPED, EACH: tl.constexpr, NB: tl.constexpr, B: tl.constexpr):
     """(error, largest decoded magnitude without t) of a candidate, as `contest.Contest`."""
     y = x * _inverse(s, down)[:, None]
     z = tl.where(FLIPPED, -y - c[:, None], y)
@@ -105,8 +126,8 @@ def _exact(x, s, c, down, amax, FLIPPED, NB: tl.constexpr, B: tl.constexpr):
     signed = tl.where(FLIPPED, -s, s)
     v = q * signed[:, None]
     v = v + tl.where(FLIPPED, c * signed, 0.0)[:, None]
-    p = v * amax
-    d = tl.fma(p, TOP, p * TOP_REST) - x
+    p = v * _beside(amax, EACH)
+    d = tl.fma(p, TOP_RECIPROCAL, p * TOP_REST) - x
     squares = d * d
     k = tl.arange(0, B)[None, :]
     total = tl.zeros([NB], tl.float32)
@@ -119,24 +140,22 @@ def _exact(x, s, c, down, amax, FLIPPED, NB: tl.constexpr, B: tl.constexpr):
 def _encode(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, groups, known, shift,
     v6, r6, v4, r4, p6, q6, p4, q4,
-    EFFORT: tl.constexpr, ALTERNATING: tl.constexpr, ROUGH: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
+    EFFORT: tl.constexpr, ALTERNATING: tl.constexpr, ROUGH: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr,
     NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """EFFORT: 0 four-over-six, 1 base, 2 sided, 3 search. VALUES: "" none, "operand" without, "decode" with the outer scale."""
-    if partial_ptr is None:
-        largest = known + tl.zeros([], tl.float32)
-    else:
-        largest = bits_float(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0))
-    largest = tl.where(largest == 0.0, 1536.0, bits_float(tl.maximum(float_bits(largest), AMAX_LEAST)))
-    top = tl.full([], 1536.0, tl.float32)
-    t = tl.div_rn(largest, top)
-    power = tl.where(largest < 2.0**-60, 2.0**100, tl.where(largest > 2.0**60, 2.0**-100, 1.0))
-    amax = largest * power
-    up = tl.div_rn(top, amax)
-    down = tl.div_rn(tl.full([], 1.0, tl.float32), up)
-    if tl.program_id(0) == 0:
-        tl.store(outer_ptr, t)
-    fair = tl.where(amax >= 2.0**-44, 1, 0) & tl.where(t < 2.0**100, 1, 0) & (1 if ROUGH else 0)  # for rough errors
+    """EFFORT: 0 four-over-six, 1 base, 2 sided, 3 search. VALUES: "" none, "operand" without, "decode" with the outer
+    scale.
+
+    partial_ptr: bits of the absmax in parts; or, with ROWS, of each row's; or None, where it is `known`.
+    """
+    if not ROWS:
+        if partial_ptr is None:
+            largest = known + tl.zeros([], tl.float32)
+        else:
+            largest = bits_float(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0))
+        amax, up, down, t, power = _outer(largest)
+        if tl.program_id(0) == 0:
+            tl.store(outer_ptr, t)
     N: tl.constexpr = 26 if EFFORT == 3 else 2 * EFFORT + 2
 
     n_tiles = tl.cdiv(n_blocks, NB)
@@ -148,7 +167,13 @@ def _encode(
         raw = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         bits = tl.max(float_bits(raw) & 0x7FFFFFFF, axis=1)
         finite = bits < INF_BITS
-        x = raw * power
+        if ROWS:
+            row = block // groups
+            largest = bits_float(tl.load(partial_ptr + row, mask=block < n_blocks, other=0))
+            amax, up, down, t, power = _outer(largest)
+            tl.store(outer_ptr + row, t, mask=(block < n_blocks) & (block % groups == 0))
+        fair = tl.where(amax >= 2.0**-44, 1, 0) & tl.where(t < 2.0**100, 1, 0) & (1 if ROUGH else 0)  # for rough errors
+        x = raw * _beside(power, ROWS)
         a = tl.where(finite, tl.minimum(tl.abs(bits_float(bits) * power), LARGE), 0.0)
         c = shift + tl.zeros([NB], tl.float32)
         if ALTERNATING:
@@ -207,7 +232,7 @@ def _encode(
                     for j in tl.static_range(1, N):
                         u = tl.where(n == j, _scale(j, b, a, pos, neg, up, v6, r6, v4, r4, p6, q6, p4, q4), u)
                     flips = n >= 2
-                error, most = _exact(x, u, c, down, amax, flips, NB, B)
+                error, most = _exact(x, u, c, down, amax, flips, ROWS, NB, B)
                 better = (n == 0) | ((error < least) & (most * t < float("inf")))
                 least = tl.where(better, error, least)
                 winner = tl.where(better, tl.where(flips & (u > 0), -u, u), winner)
@@ -231,7 +256,7 @@ def _encode(
             if EFFORT > 0:
                 value = value + (c * tl.where(flagged, signed, 0.0))[:, None]
             if VALUES == "decode":
-                value = value * t
+                value = value * _beside(t, ROWS)
             tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside)
 
 
@@ -240,7 +265,7 @@ def _decode(
     codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, groups, OUTER_STRIDE, shift,
     TILE_ROWS: tl.constexpr, FLIPS: tl.constexpr, ALTERNATING: tl.constexpr, OUTER: tl.constexpr, NB: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: whether the outer scale multiplies the values; it has one value a row (OUTER_STRIDE 1) or one in all (0)."""
+    """OUTER: whether the outer scale multiplies the values; one a row (OUTER_STRIDE 1), or one in all (0)."""
     tile = tl.program_id(0).to(tl.int64)
     block = tile * NB + tl.arange(0, NB)
     inside = block < n_blocks
@@ -262,24 +287,36 @@ def _decode(
 
 
 def quantize(
-    format: FourOverSix, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool
+    format: FourOverSix,
+    x_RK: Tensor,
+    dtype: torch.dtype | None,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
+    operand's alpha).
+
+    measured, mix: not used.
+    """
     x_RK = x_RK.contiguous()
     (rows, k), device, nb = x_RK.shape, x_RK.device, TILE // format.block
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows, k // 16, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    outer = torch.empty(1, 1, dtype=torch.float32, device=device)
+    by_row = format.outer == "row"
+    outer = torch.empty(rows if by_row else 1, 1, dtype=torch.float32, device=device)
     flips = format if isinstance(format, GridFlip) else None
-    c = _rounded(flips.c) if flips else 0.0
-    tops = [_rounded(v) for v in (6 + c, 4 + c, 6 - c, 4 - c)]
+    c = float32(flips.c) if flips else 0.0
+    tops = [float32(v) for v in (6 + c, 4 + c, 6 - c, 4 - c)]
     with on(x_RK):
+        found = None if format.fixed else (row_absmax if by_row else absmax_partials)(x_RK, finite=True)
         _encode[(triton.cdiv(rows * k, TILE),)](
-            x_RK, None if format.fixed else absmax_partials(x_RK, finite=True), codes, scale, outer, values, rows * k // 16, k // 16,
+            x_RK, found, codes, scale, outer, values, rows * k // 16, k // 16,
             format.fixed[0] if format.fixed else 0.0, c, *(n for v in tops for n in (v, reciprocal(v))),
             EFFORT=_EFFORTS[flips.effort] if flips else 0, ALTERNATING=bool(flips and flips.alternating), ROUGH=c <= 0.29,
-            CODES=keep, VALUES="" if dtype is None else "operand" if operand else "decode",
+            ROWS=by_row, CODES=keep, VALUES="" if dtype is None else "operand" if operand else "decode",
             NB=nb, B=format.block, N_PARTIALS=PARTIALS, **LAUNCH,
         )  # fmt: skip
     if codes is None or scale is None:
@@ -296,13 +333,8 @@ def decode(format: FourOverSix, e: Encoded, dtype: torch.dtype, operand: bool) -
     with on(e.codes):
         _decode[(triton.cdiv(rows * e.k, TILE),)](
             e.codes.contiguous(), e.scale.contiguous().view(torch.uint8), e.outer, values, rows * e.k // 16, e.k // 16,
-            1 if e.outer.shape[0] > 1 else 0, _rounded(flips.c) if flips else 0.0,
+            1 if e.outer.shape[0] > 1 else 0, float32(flips.c) if flips else 0.0,
             TILE_ROWS=format.tile, FLIPS=flips is not None, ALTERNATING=bool(flips and flips.alternating), OUTER=not operand,
             NB=TILE // format.block, B=format.block, **LAUNCH,
         )  # fmt: skip
     return values
-
-
-def _rounded(c: float) -> float:
-    """c as float32."""
-    return float(struct.unpack("f", struct.pack("f", c))[0])

@@ -1,9 +1,9 @@
 """The Hadamard transform in registers: `transforms.Hadamard`, bit for bit, before an encoder or by itself.
 
-A lane holds whole blocks: it loads 16 bytes at a time, the lanes of a warp side by side on 32 blocks, so that every butterfly is
-an addition of two registers of one lane. No shuffle, no shared memory; the additions are those of the reference, in its order.
-Tiles are therefore 32 blocks for each warp (`WARP`); another shape is right too, and up to five times slower. How many warps is measured:
-with 128 values in registers a second warp costs more than it hides.
+A lane holds whole blocks: it loads 16 bytes at a time, the lanes of a warp side by side on 32 blocks, so that every
+butterfly is an addition of two registers of one lane. No shuffle, no shared memory; the additions are those of the
+reference, in its order. Tiles are therefore 32 blocks for each warp (`WARP`); another shape is right too, and up to
+five times slower. How many warps is measured: with 128 values in registers a second warp costs more than it hides.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def butterflies(
 ):  # fmt: skip
     """(T, SIZE) float32: values START.. of T blocks, signed and mixed among themselves.
 
-    origin: (T, 1), where a block begins, counted from x_ptr; its values are `step` apart. inside: (T, 1), which to load. bits_ptr: a bit for
-    each value of blocks that lie side by side, 1 where it counts as zero; or None. Signs are SIGNS, or, when they are drawn, bits of word, (T, 1).
+    origin: (T, 1), where a block begins, counted from x_ptr; its values are `step` apart. inside: (T, 1), which to
+        load. bits_ptr: a bit for
+    each value of blocks that lie side by side, 1 where it counts as zero; or None. Signs are SIGNS, or, when they are
+    drawn, bits of word, (T, 1).
     """
     WIDTH: tl.constexpr = 4 if x_ptr.dtype.element_ty == tl.float32 else 8
     if SIZE == WIDTH:
@@ -114,7 +116,9 @@ def absmax_partials(x: Tensor, t: Hadamard, inverse: bool, partials: int) -> Ten
 def mix(
     x: Tensor, t: Hadamard, inverse: bool, dtype: torch.dtype, *, back: bool = False, clipped: Tensor | None = None
 ) -> Tensor:
-    """`t.apply(x, inverse)`, or back: `t.pull_back(x, inverse)`, rounded to `dtype`. clipped: bit-packed mask of values that count as zero."""
+    """`t.apply(x, inverse)`, or back: `t.pull_back(x, inverse)`, rounded to `dtype`. clipped: bit-packed mask of values
+    that count as zero.
+    """
     x, y = x.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device)
     groups = x.numel() // t.size
     _mix[(triton.cdiv(groups, WARP),)](

@@ -1,9 +1,9 @@
 """Int4 (MSLK's dialect) and torchao's affine integers, encoded and decoded in one pass each.
 
-A row is taken as a block of K values, so one kernel serves scales per group, per row and, with the range of the whole tensor given
-by a first pass, per tensor. torchao's formulas round every step to the input's dtype (`through`), which is why scales of bfloat16
-weights are the same on every device. Int4's operand is q * s + z in one rounding: as in `formats.elements.fma_round`, the float32
-sum is rounded to odd first.
+A row is taken as a block of K values, so one kernel serves scales per group, per row and, with the range of the whole
+tensor given by a first pass, per tensor. torchao's formulas round every step to the input's dtype (`through`), which is
+why scales of bfloat16 weights are the same on every device. Int4's operand is q * s + z in one rounding: as in
+`formats.elements.fma_round`, the float32 sum is rounded to odd first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Int4
+from aoquant.formats import Affine, Encoded, Int4, Operand
 from aoquant.formats.int4 import INT4_EPS
 from aoquant.formats.scales import reciprocal
 
@@ -30,7 +30,7 @@ TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float3
 
 @triton.jit
 def _int4_values(q, s, z, FUSED: tl.constexpr, OUT: tl.constexpr):
-    """q * s + z: a multiply-add of type FUSED, then OUT; FUSED None: rounded once to OUT, where no instruction does it."""
+    """q * s + z: a multiply-add of type FUSED, then OUT; FUSED None: rounded once to OUT, by no single instruction."""
     if FUSED is not None:
         return tl.fma(q.to(FUSED), s.to(FUSED), z.to(FUSED)).to(OUT)
     product = q * s  # exact
@@ -167,7 +167,7 @@ def _decode(
 
 
 def _fused(format: Int4 | Affine, scale_dtype: torch.dtype, out: torch.dtype) -> tl.dtype | None:
-    """Type of the multiply-add that computes an int4 operand, see `formats.elements.fma_round`; None if there is none."""
+    """Type of the multiply-add that computes an int4 operand, as in `formats.elements.fma_round`, or None."""
     if torch.float32 in (scale_dtype, out):
         return tl.float32
     return TL_DTYPE[out] if scale_dtype == out else None
@@ -213,8 +213,14 @@ def quantize(
     dtype: torch.dtype | None,
     operand: bool,
     keep: bool,
+    measured: Tensor | None,
+    mix: Operand | None,
 ) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the operand's alpha)."""
+    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
+    operand's alpha).
+
+    measured, mix: not used.
+    """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
     per = "group" if isinstance(format, Int4) else format.per

@@ -1,13 +1,14 @@
 """Launching a kernel for the second time.
 
-`fn[grid](...)` binds arguments to parameters, reads the type and the alignment of each, writes all that down as a string and looks up the
-compiled kernel under it: twenty microseconds of Python before anything is launched, eight times in a training step of one layer. Between
-two steps none of it changes but the tensors' addresses. So a `Launch` has its grid and its numbers fixed, lets Triton do all of the
-above once for each device, dtypes and alignment, and after that hands addresses to the compiled kernel that Triton returned: to its
-launcher, as `kernel[grid](*arguments)` does, less what that prepares for a profiler's hooks. Where there are such hooks, they are served.
+`fn[grid](...)` binds arguments to parameters, reads the type and the alignment of each, writes all that down as a
+string and looks up the compiled kernel under it: twenty microseconds of Python before anything is launched, eight times
+in a training step of one layer. Between two steps none of it changes but the tensors' addresses. So a `Launch` has its
+grid and its numbers fixed, lets Triton do all of the above once for each device, dtypes and alignment, and after that
+hands addresses to the compiled kernel that Triton returned: to its launcher, as `kernel[grid](*arguments)` does, less
+what that prepares for a profiler's hooks. Where there are such hooks, they are served.
 
-Where there is no such kernel (Triton's interpreter) or it wants to be called differently (a Triton that we do not know), every call takes
-the long way.
+Where there is no such kernel (Triton's interpreter) or it wants to be called differently (a Triton that we do not
+know), every call takes the long way.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PLANS = 4096  # launches that a kernel's module remembers: one for each format, 
 
 
 def on(t: Tensor) -> AbstractContextManager[Any]:
-    """What to launch kernels in by `fn[grid](...)`, which takes the current device, when t may live on another."""
+    """A context in which `fn[grid](...)`, which launches on the current device, launches on t's."""
     device = t.get_device()
     return torch.cuda.device(device) if device >= 0 and device != torch.cuda.current_device() else nullcontext()
 
@@ -35,7 +36,9 @@ _checked: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a contiguous matrix that is read or written in blocks of rows x columns. What its constructor checks is checked once for a shape."""
+    """Of a contiguous matrix that is read or written in blocks of rows x columns. What its constructor checks is
+    checked once for a shape.
+    """
     key = t.shape, t.dtype, rows, columns
     fields = _checked.get(key)
     if fields is None or t.data_ptr() % 16:
@@ -51,7 +54,8 @@ def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
 class Launch:
     """`fn[grid](*tensors, **constants)`, for tensors of any dtype and device.
 
-    fn: a Triton kernel whose first parameters are tensors, or descriptors of tensors with the same blocks in every call. constants: its
+    fn: a Triton kernel whose first parameters are tensors, or descriptors of tensors with the same blocks in every
+        call. constants: its
     other parameters, numbers and constexprs, all of them; then launch options, such as num_warps.
     """
 
@@ -100,7 +104,9 @@ class Launch:
 
 
 def _again(kernel: Any, grid: Sequence[int], rest: Sequence[Any]) -> Callable[[Sequence[Any]], None] | None:
-    """What launches `kernel[grid](*addresses, *rest)` on the device that is current now; None if the kernel is none that we know."""
+    """A function that launches `kernel[grid](*addresses, *rest)` on the device that is current now; None if the kernel
+    is none that we know.
+    """
     try:
         launch, constant = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
     except AttributeError:

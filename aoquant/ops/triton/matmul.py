@@ -1,8 +1,10 @@
-"""A GEMM whose epilogue is the "aoquant" contract: rn(acc * alpha_x * alpha_w + bias), without a float32 matrix in memory.
+"""A GEMM whose epilogue is the "aoquant" contract: rn(acc * alpha_x * alpha_w + bias), without a float32 matrix in
+memory.
 
-One program per multiprocessor walks over 128 x 256 tiles of y, eight tile rows at a time so that W stays in the L2 cache; tiles come
-through the bulk tensor copy engine, and K is summed in order, so a row of y does not depend on how many rows there are. On an H200
-it runs within 3 % of cuBLAS's bf16 GEMM, which has no epilogue with scales that live on the device.
+One program per multiprocessor walks over 128 x 256 tiles of y, eight tile rows at a time so that W stays in the L2
+cache; tiles come through the bulk tensor copy engine, and K is summed in order, so a row of y does not depend on how
+many rows there are. On an H200 it runs within 3 % of cuBLAS's bf16 GEMM, which has no epilogue with scales that live on
+the device.
 Schedule: Triton's tutorial 09, "Persistent Matmul".
 """
 
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .epilogue import finished_tile
 from .launch import PLANS, Launch, described
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
@@ -38,12 +41,7 @@ def _matmul(
             w = w_desc.load([column, step * BK])
             acc = tl.dot(x, w.T, acc)
         at_m, at_n = row + tl.arange(0, BM), column + tl.arange(0, BN)
-        if alpha_x_ptr is not None:
-            acc = acc * tl.load(alpha_x_ptr + at_m * X_STRIDE, mask=at_m < m, other=0.0)[:, None]
-        if alpha_w_ptr is not None:
-            acc = acc * tl.load(alpha_w_ptr + at_n * W_STRIDE, mask=at_n < n, other=0.0)[None, :]
-        if bias_ptr is not None:
-            acc = acc + tl.load(bias_ptr + at_n, mask=at_n < n, other=0.0).to(tl.float32)[None, :]
+        acc = finished_tile(acc, at_m, at_n, at_m < m, at_n < n, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE)
         y_desc.store([row, column], acc.to(y_desc.dtype))
 
 

@@ -1,10 +1,10 @@
 """A GEMM of two packed FP4 matrices: codes and block scales are read, and become bf16 operands in registers.
 
-Products of e2m1 codes and block scales are exact in bf16, so a bf16 tensor core sums what an FP4 one sums. Nothing but codes and scales comes
-from memory, a quarter of the bytes of bf16 operands, and no operand is ever written: the GEMM for who has no room for one. Low and high
-nibbles (even and odd k) make two half tiles, multiplied one after the other; every launch adds K in that order, 64 rows or more
-to an instruction, so a row's result does not depend on how many rows there are. The epilogue is the contract "aoquant":
-rn(acc * alpha_x * alpha_w + bias).
+Products of e2m1 codes and block scales are exact in bf16, so a bf16 tensor core sums what an FP4 one sums. Nothing but
+codes and scales comes from memory, a quarter of the bytes of bf16 operands, and no operand is ever written: the GEMM
+for a device without room for one. Low and high nibbles (even and odd k) make two half tiles, multiplied one after the
+other; every launch adds K in that order, 64 rows or more to an instruction, so a row's result does not depend on how
+many rows there are. The epilogue is the contract "aoquant": rn(acc * alpha_x * alpha_w + bias).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .elements import e2m1_value, e8m0_value
+from .epilogue import finished_tile
 
 BLOCK_K = 128
 
@@ -64,12 +65,7 @@ def _multiply(
         w_even, w_odd = _halves(w_ptr, w_scale_ptr, row_n, in_n, step, k, BN, WB, BK)
         acc = tl.dot(x_even, tl.trans(w_even), acc)
         acc = tl.dot(x_odd, tl.trans(w_odd), acc)
-    if alpha_x_ptr is not None:
-        acc = acc * tl.load(alpha_x_ptr + at_m * X_STRIDE, mask=in_m, other=0.0)[:, None]
-    if alpha_w_ptr is not None:
-        acc = acc * tl.load(alpha_w_ptr + at_n * W_STRIDE, mask=in_n, other=0.0)[None, :]
-    if bias_ptr is not None:
-        acc = acc + tl.load(bias_ptr + at_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    acc = finished_tile(acc, at_m, at_n, in_m, in_n, alpha_x_ptr, alpha_w_ptr, bias_ptr, X_STRIDE, W_STRIDE)
     tl.store(
         y_ptr + row_m[:, None] * n + at_n[None, :], acc.to(y_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :]
     )
@@ -84,7 +80,9 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(M, N) in `dtype`. x, w: codes (rows, K / 2) uint8 and block scales (rows, K / 32) e8m0 or (rows, K / 16) e4m3; alphas as in matmul.py."""
+    """(M, N) in `dtype`. x, w: codes (rows, K / 2) uint8 and block scales (rows, K / 32) e8m0 or (rows, K / 16) e4m3;
+    alphas as in matmul.py.
+    """
     (x_codes, x_scale), (w_codes, w_scale) = ((c.contiguous(), s.contiguous()) for c, s in (x, w))
     m, n = x_codes.shape[0], w_codes.shape[0]
     y_MN = torch.empty(m, n, dtype=dtype, device=x_codes.device)

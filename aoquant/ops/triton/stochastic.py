@@ -1,14 +1,16 @@
 """The formats for gradients in one pass: rotate, scale, draw, and write codes, scales and the GEMM's operand.
 
-Numbers are made where they are used: Philox's counter is the element's place, its key the layer's state, which is read on the device. Bytes
-are `formats/stochastic.py`'s, so the rotation's butterflies and the sums over a block add in its order, neighbours first. A rotation's
-butterflies are hadamard.py's, a lane for 32 values and two exchanges between lanes for longer ones; signs are bits of two integers, which
-every program draws once.
+Numbers are made where they are used: Philox's counter is the element's place, its key the layer's state, which is read
+on the device. Bytes are `formats/stochastic.py`'s, so the rotation's butterflies and the sums over a block add in its
+order, neighbours first. A rotation's butterflies are hadamard.py's, a lane for 32 values and two exchanges between
+lanes for longer ones; signs are bits of two integers, which every program draws once.
 
-A matrix is a stream of groups, of the rotation or else of the scales. wgrad's operands are transposed views, of what is contiguous: their groups
-lie across memory, those of neighbouring rows side by side, which is as good for lanes that hold one group each, and spares a copy.
+A matrix is a stream of groups, of the rotation or else of the scales. wgrad's operands are transposed views, of what is
+contiguous: their groups lie across memory, those of neighbouring rows side by side, which is as good for lanes that
+    hold one group each, and spares a copy.
 
-An NVFP4 outer scale needs the absmax of what the rotation gives: a first pass rotates, in float32, and leaves the maximum, and a second draws.
+An NVFP4 outer scale needs the absmax of what the rotation gives: a first pass rotates, in float32, and leaves the
+maximum, and a second draws.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Encoded, Random, Randomized, Rotated
+from aoquant.formats import Encoded, Operand, Random
 from aoquant.formats.blockscaled import E4M3_FLOOR, PTS_FLOOR
 from aoquant.formats.random import SIGNS
 from aoquant.formats.scales import reciprocal
@@ -95,10 +97,11 @@ def _tile(
     x_ptr, low, high, tile, rows, columns,
     ACROSS: tl.constexpr, ROTATED: tl.constexpr, FACTOR: tl.constexpr, G: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """T groups of G values in parts of S: ((T * G / S, S) float32, rotated if ROTATED; place of each part's first; which there are).
+    """T groups of G values in parts of S: ((T * G / S, S) float32, rotated if ROTATED; place of each part's first;
+    which there are).
 
-    Parts are sorted by their place in the group: the T first ones, the T second ones, and so on. ACROSS: the memory of x is that of its
-    transpose, (columns, rows).
+    Parts are sorted by their place in the group: the T first ones, the T second ones, and so on. ACROSS: the memory of
+    x is that of its transpose, (columns, rows).
     """
     N: tl.constexpr = T * G // S
     n = tl.arange(0, N)
@@ -151,7 +154,9 @@ def _rotate(
 
 @triton.jit
 def _sum(x_NB, NB: tl.constexpr):
-    """(NB,) sums of blocks of 16, neighbours first. Every value of a block gets the sum, as in a rotation: layouts stay what they are."""
+    """(NB,) sums of blocks of 16, neighbours first. Every value of a block gets the sum, as in a rotation: layouts stay
+    what they are.
+    """
     x = tl.reshape(x_NB, (NB * 16,))
     for stage in tl.static_range(0, 4):
         a, b = tl.split(tl.permute(tl.reshape(x, (NB * 16 >> (stage + 1), 2, 1 << stage)), (0, 2, 1)))
@@ -233,7 +238,9 @@ def _memory(x_RK: Tensor) -> tuple[Tensor, bool]:
 
 
 def _tiling(x_RK: Tensor, across: bool, size: int, part: int) -> tuple[int, dict[str, Any]]:
-    """(number of tiles, arguments that say how a kernel goes through x_RK). size: of the rotation, or 0; part: values of a lane."""
+    """(number of tiles, arguments that say how a kernel goes through x_RK). size: of the rotation, or 0; part: values
+    of a lane.
+    """
     (rows, columns), group = x_RK.shape, size or part
     warps = max(2, group // part) if size else 1  # a part for each lane, and 32 groups side by side
     t = WARP * warps * part // group if size else TILE // part
@@ -251,14 +258,15 @@ def _rotated(x_RK: Tensor, across: bool, size: int, random: Random, partials: Te
     return y
 
 
-def rotate(format: Rotated, x_RK: Tensor, random: Random) -> Tensor:
-    """`formats.rotated.rotate(x_RK, random.signs(format.size))`: for an inner format that is not of this file."""
-    return _rotated(*_memory(x_RK), format.size, random, None)
+def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
+    """x_RK rotated as `operand` does: for a format that is not of this file."""
+    assert operand.transform is not None
+    return _rotated(*_memory(x_RK), operand.transform.size, random, None)
 
 
-def quantize(format: Randomized, x_RK: Tensor, dtype: torch.dtype, random: Random) -> tuple[Encoded, Tensor, Tensor]:
-    """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `format.encode(x_RK, random=random)` makes them."""
-    size, inner = (format.size, format.inner) if isinstance(format, Rotated) else (0, format)
+def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random) -> tuple[Encoded, Tensor, Tensor]:
+    """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `operand.encode(x_RK, random=random)` makes them."""
+    size, inner = 0 if operand.transform is None else operand.transform.size, operand.format
     x_RK, across = _memory(x_RK)
     (rows, k), device, block = x_RK.shape, x_RK.device, inner.block
     assert block is not None

@@ -1,0 +1,34 @@
+"""What the `aoquant` command keeps off the terminal: three lines of torchao and torch that say nothing to its users.
+
+torchao logs a line for each of its compiled libraries that was built for another Python or GPU, and torch one for each
+Enum of torchao's that is registered in an old way. In Python they stay, because there they may belong to somebody's
+own use of torchao; the command never calls those libraries without saying so (`aoquant doctor`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+_LINES = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported"}
+
+
+def quiet_the_command() -> None:
+    """Filter those lines in a process of `aoquant` or `python -m aoquant`; called before torch is imported."""
+    if _is_command():
+        for logger, line in _LINES.items():
+            logging.getLogger(logger).addFilter(_without(line))
+
+
+def _without(line: str) -> logging.Filter:
+    filter = logging.Filter()
+    filter.filter = lambda record: not str(record.msg).startswith(line)  # type: ignore[method-assign]
+    return filter
+
+
+def _is_command() -> bool:
+    script = Path(sys.argv[0]).name if sys.argv else ""
+    if script == "-m":  # what stands there until the module is found
+        return "aoquant" in sys.orig_argv[sys.orig_argv.index("-m") :][1:2]
+    return script in ("aoquant", "aoquant.exe")

@@ -1,0 +1,81 @@
+"""Export: what was trained, in the layouts that serving engines read. Codes and scales are repacked and never rounded.
+
+    aoquant.export(model, "out", format="compressed-tensors")  # vLLM, SGLang, transformers
+    aoquant.export(model, "out", format="modelopt")            # NVFP4 and fp8 for vLLM, SGLang, TensorRT-LLM
+    aoquant.export(model, "out", format="gguf")                # llama.cpp
+
+The order is always the same: every layer is asked whether the target can hold its numbers (`plan`), then files are
+filled one layer at a time. docs/serving.md says which engine computes exactly what training computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMATS = {"compressed-tensors": "compressed_tensors", "modelopt": "compressed_tensors", "gguf": "gguf"}
+
+
+def export(
+    model: nn.Module | str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    format: str = "compressed-tensors",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    skip: Sequence[str] = (),
+    max_shard_size: int | str = "5GB",
+) -> Path:
+    """Write a converted model for a serving engine; returns the folder, or GGUF's file in it.
+
+    model: a converted Hugging Face model, or the folder of a converted checkpoint, which is read one layer at a time.
+    directory: to write; must not exist, or be empty. It appears under its name when it is complete; an interrupted
+        export of a folder continues where it stopped when it is started again.
+    format: "compressed-tensors", "modelopt" or "gguf".
+    tokenizer: to write beside a model in memory; a checkpoint's own tokenizer is copied.
+    skip: quantised layers to write in the model's float dtype, as the values that they multiply by: names, globs or
+        "re:" patterns.
+
+    Raises:
+        ValueError: listing every layer whose numbers the format cannot hold, with the nearest format that it can;
+        nothing is written then. Or the model is not converted, `directory` is in use, or the disk is too small.
+        ImportError: the format's library is missing.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}")
+    try:
+        import_module(FORMATS[format])
+    except ImportError as error:
+        raise ImportError(f"format={format!r} needs {error.name}: pip install 'aoquant[export]'") from None
+    from aoquant.export import source
+
+    found = source.of_model(model) if isinstance(model, nn.Module) else source.of_checkpoint(Path(model))
+    writer: Callable[..., Path] = _writer(format)
+    return writer(found, Path(directory), tokenizer=tokenizer, skip=tuple(skip), max_shard_size=max_shard_size)
+
+
+def _writer(format: str) -> Callable[..., Any]:
+    if format == "gguf":
+        from aoquant.export import gguf_file
+
+        return gguf_file.write
+    from aoquant.export import hf_folder
+
+    store, describe = (f"aoquant.export.{name}" for name in _PARTS[format])
+
+    def write(*args: Any, **kwargs: Any) -> Path:
+        return hf_folder.write(
+            *args, store=import_module(store).store, describe=import_module(describe).describe, target=format, **kwargs
+        )
+
+    return write
+
+
+_PARTS = {"compressed-tensors": ("compressed", "compressed_folder"), "modelopt": ("modelopt", "modelopt")}

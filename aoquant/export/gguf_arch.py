@@ -1,0 +1,145 @@
+"""GGUF's names for an architecture: its metadata, and how its tensors differ from Hugging Face's.
+
+Three things differ. llama.cpp rotates pairs of neighbouring values where Hugging Face's Llama rotates halves of a head,
+so the rows of Llama's and Mistral's q and k projections are permuted (Qwen's and Gemma's are not). Gemma's norms
+multiply by 1 + w, and the file holds 1 + w. Llama 3's scaled rotation goes into a tensor of frequency factors. Names of
+tensors are the `gguf` library's mapping. Source: llama.cpp `convert_hf_to_gguf.py`, `src/llama-arch.cpp`; transformers
+`modeling_rope_utils.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, TensorNameMap, get_tensor_name_map
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """arch: gguf's. permuted: whether q's and k's rows are. norms_plus_one: whether norms are stored as 1 + w."""
+
+    arch: MODEL_ARCH
+    permuted: bool = False
+    norms_plus_one: bool = False
+
+    @property
+    def name(self) -> str:
+        return MODEL_ARCH_NAMES[self.arch]
+
+    def names(self, layers: int) -> TensorNameMap:
+        return get_tensor_name_map(self.arch, layers)
+
+    def rows(self, name: str, t: Tensor, config: Mapping[str, Any]) -> Tensor:
+        """A tensor's rows in llama.cpp's order. t: codes' bytes, values or a bias: the first dimension counts."""
+        if not self.permuted:
+            return t
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": kv_heads(config)}.get(module)
+        if heads is None:
+            return t
+        return t.reshape(heads, 2, -1, *t.shape[1:]).transpose(1, 2).reshape(t.shape)
+
+
+_LLAMA = Architecture(MODEL_ARCH.LLAMA, permuted=True)
+ARCHITECTURES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": Architecture(MODEL_ARCH.QWEN2),
+    "Qwen3ForCausalLM": Architecture(MODEL_ARCH.QWEN3),
+    "GemmaForCausalLM": Architecture(MODEL_ARCH.GEMMA, norms_plus_one=True),
+    "Gemma2ForCausalLM": Architecture(MODEL_ARCH.GEMMA2, norms_plus_one=True),
+    "Gemma3ForCausalLM": Architecture(MODEL_ARCH.GEMMA3, norms_plus_one=True),
+}
+
+
+def find(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a model's config.
+
+    Raises:
+        ValueError: none is known.
+    """
+    name = (config.get("architectures") or ["none"])[0]
+    if name not in ARCHITECTURES:
+        raise ValueError(
+            f"gguf: no architecture is known for {name}; there are {', '.join(ARCHITECTURES)}: use format='compressed-tensors'"
+        )
+    return ARCHITECTURES[name]
+
+
+def kv_heads(config: Mapping[str, Any]) -> int:
+    found: int = config.get("num_key_value_heads") or config["num_attention_heads"]
+    return found
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    found: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return found
+
+
+def add_metadata(writer: GGUFWriter, architecture: Architecture, config: Mapping[str, Any]) -> None:
+    """Sizes, norms and rotation.
+
+    Raises:
+        ValueError: the model scales its rotation in a way that the file cannot say.
+    """
+    dim = head_dim(config)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(kv_heads(config))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_rope_dimension_count(dim)
+    writer.add_vocab_size(config["vocab_size"])
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        writer.add_sliding_window(config["sliding_window"])
+    if (cap := config.get("attn_logit_softcapping")) is not None:
+        writer.add_attn_logit_softcapping(cap)
+    if (cap := config.get("final_logit_softcapping")) is not None:
+        writer.add_final_logit_softcapping(cap)
+    rope = rope_of(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif kind == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif kind not in ("default", "llama3"):
+        raise ValueError(
+            f"gguf: the model rotates by rope_type={kind!r}; the file can say default, linear, yarn and llama3"
+        )
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotation's parameters; of the global layers where a model has two kinds."""
+    found: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if isinstance(found.get("full_attention"), Mapping):
+        found = dict(found["full_attention"])
+    found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    return found
+
+
+def rope_factors(config: Mapping[str, Any]) -> Tensor | None:
+    """(head_dim / 2,) float32 by which llama.cpp divides Llama 3's frequencies; None for an unscaled rotation."""
+    rope = rope_of(config)
+    if rope.get("rope_type") != "llama3":
+        return None
+    dim = head_dim(config)
+    inverse = rope["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    wavelength = 2 * math.pi / inverse
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = (rope["original_max_position_embeddings"] / wavelength - low) / (high - low)
+    factor = torch.full_like(smooth, rope["factor"])
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return torch.where(smooth <= 0, factor, torch.where(smooth >= 1, torch.ones_like(factor), between))

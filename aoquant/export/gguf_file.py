@@ -1,0 +1,179 @@
+"""A GGUF file: metadata, tokenizer and tensors in llama.cpp's names and order, written one layer at a time.
+
+Quantised layers are ggml blocks (`ggml_types`); embeddings, the head and what is left out keep their dtype, F16, BF16
+or F32; vectors are F32, as llama.cpp wants them. The file appears under its name when it is complete. It is written
+from its start to its end by the `gguf` library, so an interrupted export starts again.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from aoquant.export import gguf_arch, gguf_tokenizer
+from aoquant.export.ggml_types import store
+from aoquant.export.gguf_arch import Architecture
+from aoquant.export.plan import Plan, plan, values
+from aoquant.export.source import Source
+from aoquant.planning.progress import bar
+from aoquant.tensor import PackedTensor
+
+_TYPES = {
+    torch.float32: GGMLQuantizationType.F32,
+    torch.float16: GGMLQuantizationType.F16,
+    torch.bfloat16: GGMLQuantizationType.BF16,
+}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the file. source: the model's name for it, "" where it is made here. part: of a packed layer."""
+
+    name: str
+    source: str
+    part: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+
+    @property
+    def nbytes(self) -> int:
+        block, size = gguf.GGML_QUANT_SIZES[self.type]
+        return int(np.prod(self.shape)) // block * size
+
+
+def write(
+    source: Source,
+    out: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    skip: Sequence[str],
+    max_shard_size: int | str,
+) -> Path:
+    """Write `source` as OUT/model.gguf; returns the file.
+
+    Raises:
+        ValueError: layers that no ggml type holds, an architecture or a tokenizer that is not known here, or a folder
+        in use.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")
+    architecture = gguf_arch.find(source.config)
+    decided = plan(source, store, skip, "gguf")
+    entries = _entries(source, decided, architecture)
+    out.mkdir(parents=True, exist_ok=True)
+    path, partial = out / "model.gguf", out / ".model.gguf.partial"
+    writer = gguf.GGUFWriter(partial, architecture.name)
+    try:
+        gguf_arch.add_metadata(writer, architecture, source.config)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_file_type(_file_type(entries))
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made) if source.folder is None else source.folder
+            if source.folder is None and tokenizer is not None:
+                tokenizer.save_pretrained(made)
+            gguf_tokenizer.add(writer, folder, source.config["vocab_size"])
+        for entry in entries:
+            raw = None if entry.type == GGMLQuantizationType.F32 else entry.type
+            writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        _fill(writer, entries, source, decided, architecture)
+        writer.close()
+        os.replace(partial, path)
+    except BaseException:
+        writer.close()
+        partial.unlink(missing_ok=True)
+        out.rmdir()
+        raise
+    return path
+
+
+def _entries(source: Source, decided: Plan, architecture: Architecture) -> list[_Entry]:
+    """Every tensor of the file, in the order in which it is written."""
+    names = architecture.names(source.config["num_hidden_layers"])
+    entries, unknown = [], []
+    for name, weight in source.weights.items():
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if new is None:
+            unknown.append(name)
+            continue
+        kept = weight.read(False)
+        if weight.module in decided.layers and name.endswith(".weight"):
+            stored = decided.layers[weight.module]
+            entries.append(_Entry(new, name, "weight", tuple(kept.shape), stored.scheme))
+            if "scale" in stored.tensors:
+                entries.append(
+                    _Entry(f"{new.removesuffix('.weight')}.scale", name, "scale", (1,), GGMLQuantizationType.F32)
+                )
+        else:
+            type = _TYPES[kept.dtype] if kept.dim() > 1 else GGMLQuantizationType.F32
+            entries.append(_Entry(new, name, "", tuple(kept.shape), type))
+    if unknown:
+        raise ValueError(
+            f"gguf: {architecture.name} has no tensors for {', '.join(unknown[:3])}"
+            + (" ..." if len(unknown) > 3 else "")
+        )
+    if (factors := gguf_arch.rope_factors(source.config)) is not None:
+        entries.append(_Entry("rope_freqs.weight", "", "", tuple(factors.shape), GGMLQuantizationType.F32))
+    return entries
+
+
+def _fill(
+    writer: gguf.GGUFWriter, entries: list[_Entry], source: Source, decided: Plan, architecture: Architecture
+) -> None:
+    config = source.config
+    parts: dict[str, Tensor] = {}
+    with bar(sum(e.nbytes for e in entries), "export") as advance:
+        for entry in entries:
+            if not entry.source:
+                factors = gguf_arch.rope_factors(config)
+                assert factors is not None
+                data = factors
+            elif entry.part:
+                if entry.part == "weight":
+                    packed = source.weights[entry.source].read(True)
+                    assert isinstance(packed, PackedTensor)
+                    parts = store(packed).tensors
+                data = parts[entry.part]
+                data = architecture.rows(entry.source, data, config) if entry.part == "weight" else data
+            else:
+                data = _float(entry, values(source.weights[entry.source]), architecture, config)
+            writer.write_tensor_data(_numpy(data))
+            advance(entry.nbytes, entry.name)
+
+
+def _float(entry: _Entry, t: Tensor, architecture: Architecture, config: dict[str, Any]) -> Tensor:
+    """A tensor that is no codes, as the file holds it."""
+    t = architecture.rows(entry.source, t, config)
+    if t.dim() > 1:
+        return t
+    t = t.float()
+    return t + 1 if architecture.norms_plus_one and entry.source.endswith("norm.weight") else t
+
+
+def _numpy(t: Tensor) -> np.ndarray[Any, Any]:
+    """The tensor's memory: numpy knows no bfloat16, and the file only bytes."""
+    t = t.detach().contiguous()
+    return t.view(torch.uint8).numpy() if t.dtype == torch.bfloat16 else t.numpy()
+
+
+def _file_type(entries: list[_Entry]) -> int:
+    """llama.cpp's name for the mixture: that of most of the file's bytes."""
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        sizes[entry.type.name] = sizes.get(entry.type.name, 0) + entry.nbytes
+    most = max((name for name in sizes if name not in ("F32", "F16", "BF16")), key=lambda name: sizes[name])
+    known = {t.name: t.value for t in gguf.LlamaFileType}
+    return int(known.get(f"MOSTLY_{most}", known.get(f"MOSTLY_{most}_MOE", gguf.LlamaFileType.GUESSED.value)))

@@ -1,0 +1,92 @@
+"""A Hugging Face folder in another library's layout: config.json, safetensors, generation config and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from aoquant.export.folder import Folder
+from aoquant.export.plan import Plan, Store, plan, values
+from aoquant.export.source import Source
+from aoquant.export.targets import Description
+from aoquant.integrations import checkpoint
+from aoquant.tensor import PackedTensor
+
+_NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|ckpt|index\.json)|config\.json")
+
+
+def write(
+    source: Source,
+    out: Path,
+    *,
+    store: Store,
+    describe: Callable[[Source, Plan], Description],
+    target: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    skip: Sequence[str],
+    max_shard_size: int | str,
+) -> Path:
+    """Write `source` to the folder `out`, packed layers as `store` says and config.json's quantization_config as
+    `describe` does.
+    """
+    folder = Folder(out, _identity(source, target, skip, max_shard_size))
+    decided = plan(source, store, skip, target)
+    description = describe(source, decided)
+    tensors = {f"{m}.{part}": t for m, stored in decided.layers.items() for part, t in stored.tensors.items()}
+    groups: dict[str, list[str]] = {m: [f"{m}.{part}" for part in s.tensors] for m, s in decided.layers.items()}
+    for name, weight in decided.floats.items():
+        kept = weight.read(False)
+        tensors[name] = torch.empty(kept.shape, dtype=kept.dtype, device="meta")
+        groups[name] = [name]
+
+    def make(group: str) -> dict[str, Tensor]:
+        if group in decided.floats:
+            return {group: values(decided.floats[group])}
+        packed = source.weights[f"{group}.weight"].read(True)
+        assert isinstance(packed, PackedTensor)
+        return {f"{group}.{part}": t for part, t in store(packed).tensors.items()}
+
+    index = folder.fill(tensors, groups, make, max_shard_size, {"format": "pt"})
+    if index is not None:
+        (folder.path / checkpoint.INDEX).write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
+    _copy(source, folder.path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder.path)
+    config = {**source.config, "quantization_config": description.config}
+    for name, content in description.files.items():
+        (folder.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder.path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    folder.finish()
+    return out
+
+
+def _identity(source: Source, target: str, skip: Sequence[str], size: int | str) -> list[Any] | None:
+    """What must be the same for an interrupted export to be continued; None for a model in memory, whose values have no
+    name.
+    """
+    if source.folder is None:
+        return None
+    files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in checkpoint.files(source.folder)]
+    return [str(source.folder.resolve()), files, target, list(skip), str(size)]
+
+
+def _copy(source: Source, folder: Path) -> None:
+    """Tokenizer, chat template, licence, generation config."""
+    if source.folder is not None:
+        for path in sorted(source.folder.iterdir()):
+            if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
+                shutil.copyfile(path, folder / path.name)
+        return
+    generation = getattr(source.modules[""], "generation_config", None)
+    if isinstance(generation, GenerationConfig):
+        generation.save_pretrained(folder)

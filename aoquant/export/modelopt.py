@@ -1,0 +1,105 @@
+"""NVIDIA ModelOpt's layout: NVFP4 with the outer scale itself, and fp8. vLLM, SGLang and TensorRT-LLM read it.
+
+| quant_algo                | weight                                    | weight_scale        | weight_scale_2 | input_scale      |
+|---------------------------|-------------------------------------------|---------------------|----------------|------------------|
+| NVFP4                     | uint8 (N, K / 2), even k in the low nibble | e4m3 (N, K / 16)   | f32, outer     | f32, calibrated  |
+| W4A16_NVFP4               | the same                                  | the same            | the same       | none             |
+| FP8                       | e4m3 (N, K)                               | f32, one            |                | f32, calibrated  |
+| FP8_PER_CHANNEL_PER_TOKEN | e4m3 (N, K)                               | f32 (N)             |                | made per token   |
+
+The outer scale multiplies, so any value is stored exactly; compressed-tensors stores a divisor instead. One algorithm
+for the whole model. vLLM fuses q, k, v and gate, up under one outer scale: siblings with different ones are refused
+here (train the recipe vllm-nvfp4). Source: docs/features/quantization/modelopt.md of vLLM; modelopt's export of a
+unified Hugging Face checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aoquant.export.compressed import VLLM_FP8
+from aoquant.export.fused import check_fused
+from aoquant.export.plan import Plan
+from aoquant.export.source import Source
+from aoquant.export.targets import Description, Stored, Unfit
+from aoquant.formats import NVFP4, Float8, Format, FourOverSix, GridFlip, Operand, get_format
+from aoquant.tensor import PackedTensor
+
+
+def store(p: PackedTensor) -> Stored:
+    """The layer's tensors and the algorithm's name.
+
+    Raises:
+        Unfit: no algorithm of this layout holds the layer's numbers.
+    """
+    format, x = p.weight_format, get_format(p.activation) if p.activation else None
+    if isinstance(format, NVFP4 | FourOverSix) and not isinstance(format, GridFlip) and format.tile_rows == 1:
+        return _nvfp4(p, x)
+    if isinstance(format, Float8) and format.element == "e4m3" and format.per != "block":
+        return _float8(format, p, x)
+    raise Unfit(
+        f"this layout holds nvfp4 and fp8, not {format.name}",
+        "use format='compressed-tensors', or train vllm-nvfp4 or vllm-fp8",
+    )
+
+
+def _nvfp4(p: PackedTensor, x: Format | Operand | None) -> Stored:
+    assert p.scale is not None
+    outer = torch.ones(1) if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
+    if not torch.equal(outer, outer[:1].expand_as(outer)):
+        raise Unfit(f"{p.format} has an outer scale for each row, and the layout one for the layer", "train nvfp4")
+    tensors = {"weight": p.qdata, "weight_scale": p.scale, "weight_scale_2": outer[0].clone()}
+    if x is None:
+        return Stored(tensors, "W4A16_NVFP4")
+    if not (type(x) is NVFP4 and x.outer == "static"):
+        raise Unfit(
+            f"its activations ({p.activation}) have no calibrated outer scale",
+            "train with activation='nvfp4-static' and aoquant.calibrate, or activation=None",
+        )
+    assert x.pts is not None
+    return Stored({**tensors, "input_scale": torch.tensor(x.pts)}, "NVFP4")
+
+
+def _float8(format: Float8, p: PackedTensor, x: Format | Operand | None) -> Stored:
+    assert p.scale is not None
+    if format.per == "row" and isinstance(x, Float8) and (x.per, x.fixed) == ("row", ()):
+        notes = () if x.name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {x.name}",)
+        return Stored({"weight": p.qdata, "weight_scale": p.scale.flatten()}, "FP8_PER_CHANNEL_PER_TOKEN", notes)
+    if format.per == "tensor" and isinstance(x, Float8) and x.per == "tensor" and x.fixed:
+        scales: dict[str, Tensor] = {
+            "weight_scale": p.scale.reshape(()),
+            "input_scale": torch.tensor(float(x.fixed[0])),
+        }
+        return Stored({"weight": p.qdata, **scales}, "FP8")
+    raise Unfit(
+        f"the layout holds fp8-row with fp8-row activations, or fp8-tensor with fp8-tensor-static ones, not {p.recipe}",
+        "use format='compressed-tensors', or train the recipe vllm-fp8",
+    )
+
+
+def describe(source: Source, plan: Plan) -> Description:
+    """config.json's quantization_config and hf_quant_config.json.
+
+    Raises:
+        ValueError: layers need several algorithms, or siblings that an engine fuses have different outer scales.
+    """
+    algorithms: dict[str, str] = {}
+    for module, stored in plan.layers.items():
+        algorithms.setdefault(stored.scheme, module)
+    if len(algorithms) > 1:
+        found = ", ".join(f"{algorithm} ({module})" for algorithm, module in algorithms.items())
+        raise ValueError(
+            f"modelopt: one algorithm for the whole model, got {found}: use format='compressed-tensors', or skip some layers"
+        )
+    algorithm = next(iter(algorithms))
+    check_fused({m: s.tensors["weight_scale_2"] for m, s in plan.layers.items() if "weight_scale_2" in s.tensors})
+    left = [module for module in source.linears() if module not in plan.layers]
+    quantization: dict[str, Any] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": left}
+    if "NVFP4" in algorithm:
+        quantization["group_size"] = 16
+    producer = {"name": "modelopt", "version": "0.39.0"}
+    config = {"quant_method": "modelopt", **quantization, "ignore": left, "producer": producer}
+    return Description(config, {"hf_quant_config.json": {"producer": producer, "quantization": quantization}})

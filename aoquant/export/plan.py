@@ -1,0 +1,101 @@
+"""What an export will write, decided for the whole model before anything is written.
+
+Every quantised layer is asked for its scheme with its codes left on meta. A layer that the target cannot hold is listed
+with the reason and the nearest format that would; all of them in one error. `skip` leaves layers in the model's float
+dtype: their values are those that the layer multiplies by, decoded once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from aoquant.export.source import Source, Weight
+from aoquant.export.targets import Stored, Unfit
+from aoquant.tensor import PackedTensor
+
+Store = Callable[[PackedTensor], Stored]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """layers: packed ones, by module, as they will be stored, codes on meta. floats: weights that are written as
+    values, by name.
+    """
+
+    layers: dict[str, Stored]
+    floats: dict[str, Weight]
+
+
+def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan:
+    """Ask the target for every quantised layer.
+
+    Raises:
+        ValueError: listing the layers that do not fit, or a name in `skip` that is no quantised layer's.
+    """
+    quantised = {w.module: w for w in source.weights.values() if w.kind != "Tensor"}
+    left = _matching(skip, quantised)
+    embeddings = source.embeddings()
+    layers: dict[str, Stored] = {}
+    problems, notes = [], dict[str, list[str]]()
+    for module, weight in quantised.items():
+        if module in left:
+            continue
+        try:
+            if weight.kind != "PackedTensor":
+                raise Unfit(
+                    f"it is torchao's {weight.kind}",
+                    "train with a config of aoquant's, such as IntxWeightConfig(4, 128)",
+                )
+            if module in embeddings:
+                raise Unfit("it is an embedding, and engines read embeddings as floats", "leave it out of quantize_")
+            packed = weight.read(False)
+            assert isinstance(packed, PackedTensor)
+            layers[module] = store(packed)
+        except Unfit as error:
+            problems.append(f"  {module}: {error.reason}. Instead: {error.instead}")
+            continue
+        for note in layers[module].notes:
+            notes.setdefault(note, []).append(module)
+    if problems:
+        raise ValueError(
+            f"{len(problems)} layer(s) do not fit {target} without rounding, and nothing was written:\n"
+            + "\n".join(problems)
+            + "\nOr leave layers in high precision: skip=[...] (--skip)"
+        )
+    if not layers:
+        raise ValueError("skip names every quantised layer: there is nothing to export")
+    for note, modules in notes.items():
+        warnings.warn(
+            f"{note} ({len(modules)} layers, such as {modules[0]}): weights are the same, activations are not",
+            stacklevel=3,
+        )
+    floats = {name: w for name, w in source.weights.items() if w.module not in layers}
+    return Plan(layers, floats)
+
+
+def values(weight: Weight) -> Tensor:
+    """A weight that is written as values: a skipped layer's are what its GEMM multiplies by."""
+    tensor = weight.read(True)
+    return tensor.dequantize() if weight.kind != "Tensor" else tensor
+
+
+def _matching(skip: Sequence[str], quantised: dict[str, Weight]) -> set[str]:
+    """Modules that `skip` names, by name, glob or "re:" pattern."""
+    chosen: set[str] = set()
+    for pattern in skip:
+        if pattern.startswith("re:"):
+            found = {m for m in quantised if re.fullmatch(pattern[3:], m)}
+        else:
+            found = set(fnmatch.filter(quantised, pattern))
+        if not found:
+            raise ValueError(
+                f"skip: {pattern!r} is no quantised layer's name; there are {len(quantised)}, such as {next(iter(quantised))}"
+            )
+        chosen |= found
+    return chosen

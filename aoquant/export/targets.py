@@ -1,0 +1,46 @@
+"""The vocabulary of a target: how it stores a layer, and how it says that it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A packed layer as a target stores it. tensors: by the name that follows the module's. scheme: what the target's
+    config says of it.
+
+    notes: where an engine that reads it will compute something else than training did, though every stored number is
+        the same.
+    """
+
+    tensors: dict[str, Tensor]
+    scheme: Any
+    notes: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a folder says of its quantisation. config: config.json's quantization_config. files: further JSON files, by
+    name.
+    """
+
+    config: dict[str, Any]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class Unfit(Exception):
+    """A target cannot hold a layer's numbers as they are. instead: what would fit, as advice."""
+
+    def __init__(self, reason: str, instead: str) -> None:
+        super().__init__(reason)
+        self.reason, self.instead = reason, instead
+
+
+def power_of_two(t: Tensor) -> bool:
+    """Whether every value is a normal power of two, by which multiplying and dividing are exact."""
+    mantissa, _ = t.float().frexp()
+    return bool(((mantissa == 0.5) & (t > 0)).all())

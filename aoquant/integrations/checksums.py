@@ -1,0 +1,134 @@
+"""Checksums of a checkpoint's tensors: damage that leaves a file readable is an error when the model is loaded.
+
+The header of a safetensors file says how long its data is, so a truncated file does not open. Bits that changed on a
+disk, in memory or in a copy leave the length as it was, and such a file loads as other weights. Every file that aoquant
+writes therefore has one more entry in its metadata, `aoquant_crc32`: a JSON object with a CRC-32 for each tensor, of
+its dtype, its shape and its bytes, and one for the rest of the metadata.
+
+CRC-32 (zlib's) finds every change within 32 neighbouring bits and misses another one in four billion. It guards against
+damage, not against somebody who changes the checksum too. Why this one: it is in the standard library, it can be
+computed piece by piece, and it is the fastest there (GB/s of one core of a 2.8 GHz Xeon: crc32 3.4, sha1 1.4, sha256
+1.1, blake2b 0.8, md5 0.7; xxhash, which is no dependency, 7.4). Threads share the work, as zlib releases the GIL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aoquant.integrations.safetensors_file import StoredTensor, dtype_name, header, raw_bytes
+
+KEY = "aoquant_crc32"
+_METADATA = "__metadata__"  # the entry of the rest of the metadata
+_BY_OTHERS = (KEY, "format")  # transformers adds "format" after the checksums are made
+_verifying: ContextVar[bool] = ContextVar("verifying", default=True)
+
+
+@contextmanager
+def not_verified() -> Iterator[None]:
+    """Load without comparing checksums: for a checkpoint that is read many times and was verified once."""
+    token = _verifying.set(False)
+    try:
+        yield
+    finally:
+        _verifying.reset(token)
+
+
+def start(dtype: torch.dtype, shape: Iterable[int]) -> int:
+    """The checksum of a tensor before its first byte: of its dtype and shape."""
+    return zlib.crc32(f"{dtype_name(dtype)} {list(shape)}".encode())
+
+
+def extend(checksum: int, values: Tensor) -> int:
+    """The checksum after further values of the tensor, in row-major order."""
+    return zlib.crc32(raw_bytes(values), checksum)
+
+
+def table(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """The entry for a file's metadata. tensors: by their names in the file; those on meta get a placeholder.
+
+    The result has the same length for the same names, so a placeholder can be overwritten in a file.
+    """
+
+    def checksum(values: Tensor) -> int:
+        return 0 if values.is_meta else extend(start(values.dtype, values.shape), values)
+
+    with ThreadPoolExecutor(_threads()) as pool:
+        return encoded(dict(zip(tensors, pool.map(checksum, tensors.values()), strict=True)), metadata)
+
+
+def encoded(checksums: Mapping[str, int], metadata: Mapping[str, str]) -> str:
+    """The entry for a file's metadata, of checksums that are known."""
+    every = {**checksums, _METADATA: _of_metadata(metadata)}
+    return json.dumps({name: f"{every[name]:08x}" for name in sorted(every)}, separators=(",", ":"))
+
+
+def verify(paths: Iterable[Path]) -> int:
+    """Compare every tensor of safetensors files with its checksum; returns how many were compared.
+
+    Files that another library wrote have no checksums, and nothing is compared then.
+
+    Raises:
+        ValueError: a tensor, or a header, is not what was written; names the file and the tensor.
+    """
+    work: list[tuple[StoredTensor, str]] = []
+    for path in paths:
+        metadata, tensors = header(path)
+        if KEY not in metadata:
+            continue
+        wanted = _read(path, metadata)
+        work += [(tensors[name], wanted[name]) for name in tensors if name in wanted]
+    work.sort(key=lambda pair: (pair[0].path, pair[0].start))
+
+    def compare(pair: tuple[StoredTensor, str]) -> None:
+        stored, wanted = pair
+        found = start(stored.dtype, stored.shape)
+        for piece in stored.pieces():
+            found = extend(found, piece)
+        if f"{found:08x}" != wanted:
+            raise ValueError(
+                f"{stored.path}: {stored.name} is damaged, its checksum is {found:08x} and was {wanted} when it was "
+                "written: copy or save the checkpoint again"
+            )
+
+    with ThreadPoolExecutor(_threads()) as pool:
+        list(pool.map(compare, work))
+    return len(work)
+
+
+def verify_unless_told(paths: Iterable[Path]) -> None:
+    """`verify`, but for loads inside `not_verified()`."""
+    if _verifying.get():
+        verify(paths)
+
+
+def _read(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
+    """The checksums in a header, when those of the header itself hold."""
+    try:
+        wanted: dict[str, str] = json.loads(metadata[KEY])
+        intact = wanted[_METADATA] == f"{_of_metadata(metadata):08x}"
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise ValueError(
+            f"{path}: its header is damaged, the metadata's checksum differs: copy or save the checkpoint again"
+        )
+    return wanted
+
+
+def _of_metadata(metadata: Mapping[str, str]) -> int:
+    rest = sorted((k, v) for k, v in metadata.items() if k not in _BY_OTHERS)
+    return zlib.crc32(json.dumps(rest).encode())
+
+
+def _threads() -> int:
+    return min(8, os.cpu_count() or 1)

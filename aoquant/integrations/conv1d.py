@@ -1,0 +1,71 @@
+"""transformers' Conv1D, the linear layer of GPT-2 and its kin: y = x W + b with W (K, N), so a linear layer with a
+transposed weight.
+
+Prepared, it keeps its parameters, their shapes and its state_dict keys, and computes what nn.Linear over W^T
+computes. Converted, it is a Conv1D again whose weight is a quantised tensor (N, K): codes and scales run along K, and
+a row is an output, as kernels, loaders and serving engines have it. `Conv1D.forward` cannot multiply by that, so
+importing this module teaches it to: a quantised weight goes to F.linear, any other weight goes where it went before.
+It is taught in the class, because a checkpoint's loader builds the class and puts the quantised weights in, and no
+code of ours runs in between.
+
+Importing aoquant loads this module as soon as transformers' Conv1D exists (`_register.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torchao.utils import TorchAOBaseTensor
+from transformers.pytorch_utils import Conv1D
+
+from aoquant.layers.kinds import KINDS, Kind
+from aoquant.layers.qat import QATLinear
+
+
+class QATConv1D(QATLinear, Conv1D):
+    """Conv1D whose forward computes what the converted layer will compute. weight: (K, N), as before."""
+
+    plain = Conv1D
+    nx: int
+    nf: int
+    __repr__ = QATLinear.__repr__
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """K, which Conv1D calls nx."""
+        return self.nx
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """N, which Conv1D calls nf."""
+        return self.nf
+
+    def matrix(self) -> Tensor:
+        """The weight as (N, K), copied: encoders read rows. Autograd keeps the copy from forward to backward."""
+        if isinstance(self.weight, DTensor):
+            raise ValueError(
+                "Conv1D under tensor parallelism is not supported: leave it out of the plan, or out of prepare"
+            )
+        return self.weight.t().contiguous()
+
+
+def teach() -> None:
+    """Let Conv1D multiply by quantised weights, and let aoquant prepare it."""
+    KINDS.append(Kind(Conv1D, QATConv1D, transposed=True))
+    before = Conv1D.forward
+
+    @functools.wraps(before)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if isinstance(self.weight, TorchAOBaseTensor):
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = before(self, x)
+        return y
+
+    Conv1D.forward = forward
+
+
+teach()

@@ -1,0 +1,111 @@
+"""transformers' quantizer for torchao's tensors, with what saving and loading them safely needs.
+
+`from_pretrained` and `save_pretrained` ask a quantizer how tensor subclasses become plain tensors and back.
+transformers keeps one for each quantisation method; importing aoquant puts this subclass of its torchao quantizer in
+that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds four things and
+changes no tensor:
+
+- a checksum for each tensor on saving, compared on loading (`checksums.py`);
+- a packed weight that the head and the input embedding share is written once, as transformers writes a float one;
+- a loaded model can be saved again: transformers 5.17 would run the rebuilding of the tensors backwards, which has no
+  reverse, and fails with an empty NotImplementedError;
+- config.json says that the checkpoint needs `import aoquant`.
+
+A quantisation method of our own, through transformers' `register_quantizer("aoquant")`, would be worse: without `import
+aoquant` transformers skips a method that it does not know, with a log line, and goes on with random weights. The
+torchao method stops there with an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.quantization import FqnToConfig
+from transformers.integrations.torchao import TorchAoDeserialize
+from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+from transformers.utils.quantization_config import TorchAoConfig
+
+from aoquant.config import WeightConfig
+from aoquant.integrations import checksums
+
+REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
+
+
+def install(auto: ModuleType) -> None:
+    """Make this the quantizer of method "torchao" in `transformers.quantizers.auto`."""
+    assert auto.AUTO_QUANTIZER_MAPPING["torchao"] is TorchAoHfQuantizer
+    auto.AUTO_QUANTIZER_MAPPING["torchao"] = Quantizer
+
+
+class Quantizer(TorchAoHfQuantizer):
+    """transformers' torchao quantizer with checksums, tied packed weights, and saving after loading.
+
+    original_names: whether `save_pretrained` writes tensors under the names that transformers read them by, as it does
+    unless save_original_format=False; checksums go by those names.
+    """
+
+    original_names = True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train beside codes of any width; transformers would refuse all but 8 bits."""
+        return needs_aoquant(self.quantization_config) or bool(super().is_trainable)
+
+    def set_metadata(self, checkpoint_files: list[str]) -> None:
+        super().set_metadata(checkpoint_files)
+        checksums.verify_unless_told(Path(f) for f in checkpoint_files if f.endswith(".safetensors"))
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """What is written: plain tensors, and each file's metadata with the checksums.
+
+        A model with offloaded weights gets no checksums: their values are not here to be read.
+        """
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        again = {to for to, source in model.all_tied_weights_keys.items() if weights.get(to) is weights.get(source)}
+        flat, metadata = flatten_tensor_state_dict({n: t for n, t in model.state_dict().items() if n not in again})
+        if not any(t.is_meta for t in flat.values()):
+            metadata[checksums.KEY] = checksums.table(self._as_written(model, flat), metadata)
+        return flat, metadata
+
+    def _as_written(self, model: Any, flat: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors under their names in the files, as transformers' save_pretrained makes them."""
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        ignored = model._keys_to_ignore_on_save or ()
+        kept = remove_tied_weights_from_state_dict({n: t for n, t in flat.items() if n not in ignored}, model)
+        return revert_weight_conversion(model, kept) if self.original_names else kept
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        model = super()._process_model_after_weight_loading(model, **kwargs)
+        if self.pre_quantized:
+            forget_rebuilding(model)
+        if needs_aoquant(self.quantization_config):
+            self.quantization_config.__class__ = NotedConfig
+        return model
+
+
+class NotedConfig(TorchAoConfig):
+    """transformers' TorchAoConfig whose entry in config.json says what has to be imported to read it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "requires": REQUIRES}
+
+
+def needs_aoquant(config: Any) -> bool:
+    """Whether a TorchAoConfig holds configs of aoquant's, which nobody can read without it."""
+    base = config.quant_type
+    every = base.fqn_to_config.values() if isinstance(base, FqnToConfig) else (base,)
+    return any(isinstance(c, WeightConfig) for c in every)
+
+
+def forget_rebuilding(model: Any) -> None:
+    """Drop the step that rebuilt tensor subclasses on loading: saving would run it backwards, and it has no reverse."""
+    if conversions := getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [
+            c for c in conversions if not any(isinstance(op, TorchAoDeserialize) for op in getattr(c, "operations", ()))
+        ]

@@ -1,0 +1,191 @@
+"""The main job: float, PTQ and QAT of one model under one recipe, measured, verified and saved.
+
+    float -> float fine-tuned on the same tokens -> PTQ -> QAT prepared -> QAT converted
+
+Every stage is scored by lm-eval with the same window and pages. `recovered` is the share of PTQ's loss that QAT wins
+back, in log perplexity, (PTQ - QAT) / (PTQ - float); it is n/a when PTQ's loss is within two standard errors of zero,
+paired over documents. The prepared and the converted model are compared layer by layer before anything is called done,
+and the saved checkpoint is loaded again and must give the same logits, bit for bit.
+
+The plan is checked on the whole model before the first stage. A stage that is done is written down (`folder.py`), and
+fine-tunes keep checkpoints, so the same command goes on where an interrupt or a crash stopped it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from aoquant import __version__
+from aoquant.config import WeightConfig
+from aoquant.export import export
+from aoquant.integrations.finetune import finetune
+from aoquant.integrations.hf import save_pretrained
+from aoquant.integrations.job.fingerprint import RESULTS, check_fingerprint, environment, logits_fingerprint
+from aoquant.integrations.job.folder import Folder
+from aoquant.integrations.job.models import (
+    chosen_layers,
+    convert,
+    load_checkpoint,
+    load_float,
+    model_bytes,
+    prepare,
+    probe,
+)
+from aoquant.integrations.job.options import GROUPS, Options, read_yaml
+from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
+from aoquant.integrations.lm_eval import Perplexity, evaluate
+from aoquant.integrations.text import assets, load_documents, token_blocks
+from aoquant.layers.qat import QATLayer
+from aoquant.planning.coverage import coverage, listed
+from aoquant.report import report, verify
+from aoquant.tools.doctor import MISSING_KERNEL
+
+FLOAT, TUNED, PTQ, PREPARED, CONVERTED = "float", "float, fine-tuned", "PTQ", "QAT, prepared", "QAT, converted"
+Score = Callable[[PreTrainedModel], Perplexity]
+
+
+def run(o: Options) -> Result:
+    """Run the whole job and write o.out/{report.md,.csv,.json,.png, float_against_quantized/, aoquant_run.json,
+    checkpoint/}.
+
+    Raises:
+        ValueError: bad options, layers that cannot take the recipe, another run in o.out, or prepared and converted
+            differ.
+    """
+    o.check()
+    folder = Folder(o)
+    if (done := folder.finished()) is not None:
+        return done
+    tokenizer, float_model = load_float(o.model, o.dtype, o.device)
+    config, skipped = chosen_layers(float_model, o)
+    for reason in skipped.values():
+        print(f"left out: {reason}", file=sys.stderr)
+    folder.begin()
+    documents = [d for path in o.train_text or [assets() / "train.jsonl"] for d in load_documents(path)]
+    blocks = token_blocks(documents, tokenizer, o.block)
+    tuning: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
+
+    def score(model: PreTrainedModel) -> Perplexity:
+        return evaluate(model, tokenizer, wikitext=o.wikitext, window=o.window, limit=o.limit)
+
+    def prepared_copy() -> PreTrainedModel:
+        model = copy.deepcopy(float_model)
+        prepare(model, config, blocks, o.batch_size)
+        return model
+
+    def tuned_stage() -> Stage:
+        tuned = copy.deepcopy(float_model)
+        finetune(tuned, blocks, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED), **tuning)
+        return Stage(TUNED, score(tuned), model_bytes(tuned))
+
+    stages = [folder.stage(FLOAT, lambda: Stage(FLOAT, score(float_model), model_bytes(float_model)))]
+    stages.append(folder.stage(TUNED, tuned_stage))
+    folder.forget(TUNED)
+    stages.append(folder.stage(PTQ, lambda: _ptq_stage(prepared_copy(), score)))
+
+    prepared = prepared_copy()
+    kept = folder.checkpoints(PREPARED)
+    finetune(prepared, blocks, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", checkpoints=kept, **tuning)
+    converted = copy.deepcopy(prepared)
+    convert(converted)
+    stages.append(folder.stage(PREPARED, lambda: Stage(PREPARED, score(prepared), model_bytes(prepared))))
+    as_prepared = stages[2].note  # why the kernel of the converted model does not run here
+    stages.append(
+        folder.stage(
+            CONVERTED,
+            lambda: Stage(
+                CONVERTED,
+                stages[3].perplexity if as_prepared else score(converted),
+                model_bytes(converted),
+                as_prepared,
+            ),
+        )
+    )
+
+    batch = {"input_ids": blocks[: o.batch_size].to(float_model.device)}
+    layers = verify(prepared, converted, batch, allow_not_run=bool(as_prepared))
+    save_pretrained(converted, o.out / "checkpoint", tokenizer)
+    fingerprint = None if as_prepared else logits_fingerprint(converted, batch["input_ids"])
+    covered = coverage(prepared)
+    result = Result(
+        recipe=o.recipe,
+        out=o.out,
+        stages=stages,
+        recovered=recovered(*(s.perplexity for s in (stages[0], stages[2], stages[4]))),
+        min_sqnr_db=layers.min_sqnr,
+        rows=len(layers.rows),
+        reload=_reload(o, batch["input_ids"], fingerprint),
+        coverage=str(covered),
+        stay_float=listed(covered.float_weights),
+        skipped=skipped,
+    )
+    record = {
+        "options": o.as_json(),
+        "probe_ids": batch["input_ids"].tolist(),
+        "logits_sha256": fingerprint,
+        "aoquant": __version__,
+        **environment(o.device),
+    }
+    write(result, layers, report(float_model, prepared if as_prepared else converted, batch), record)
+    folder.forget(PREPARED)
+    if o.export is not None:
+        export(o.out / "checkpoint", o.export, "gguf" if o.recipe.startswith("gguf-") else "compressed-tensors")
+    return result
+
+
+def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:
+    """PTQ: what convert makes of a model that was not trained.
+
+    Where its kernel does not run on this machine the prepared model is scored, which computes the same, and the note
+    says so.
+    """
+    own = all(
+        isinstance(m.prepared.config.base_config, WeightConfig) for m in prepared.modules() if isinstance(m, QATLayer)
+    )
+    deployed = copy.deepcopy(prepared)
+    convert(deployed)
+    try:
+        deployed(input_ids=torch.zeros(1, 8, dtype=torch.long, device=prepared.device))
+    except MISSING_KERNEL as error:
+        if own:
+            raise  # our own tensor runs everywhere
+        reason = str(error).splitlines()[0]
+        note = f"its kernel does not run here ({reason}); scored as prepared"
+        return Stage(PTQ, score(prepared), model_bytes(deployed), note)
+    return Stage(PTQ, score(deployed), model_bytes(deployed))
+
+
+def _reload(o: Options, ids_BT: Tensor, fingerprint: str | None) -> str:
+    """The verdict over the checkpoint, loaded again."""
+    if fingerprint is None:
+        return "written; not run, its kernel does not run here"
+    checkpoint = o.out / "checkpoint"
+    if logits_fingerprint(load_checkpoint(checkpoint, str(ids_BT.device))[1], ids_BT) != fingerprint:
+        raise ValueError(f"{checkpoint}: the reloaded checkpoint gives other logits than the model that was saved")
+    return "logits bit-equal"
+
+
+__all__ = [
+    "GROUPS",
+    "RESULTS",
+    "Options",
+    "Result",
+    "Stage",
+    "assets",
+    "check_fingerprint",
+    "load_checkpoint",
+    "load_float",
+    "prepare",
+    "probe",
+    "read_yaml",
+    "recovered",
+    "recovered_share",
+    "run",
+]

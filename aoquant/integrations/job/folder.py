@@ -1,0 +1,124 @@
+"""The folder of a run: which stages are done, so that the same command goes on where it stopped.
+
+    OUT/stages/command.json       what was asked for: options, versions, device, and the sizes and times of input files
+    OUT/stages/NAME.json          a stage that is done
+    OUT/stages/NAME/checkpoint-*  a fine-tune that is not scored yet; removed when nothing needs it any more
+    OUT/aoquant_run.json          the run is complete
+
+Stages of two different commands must not be mixed into one table, so a folder goes on with its own command alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aoquant
+from aoquant.integrations.job.fingerprint import RESULTS, environment
+from aoquant.integrations.job.options import Options
+from aoquant.integrations.job.result import Result, Stage
+
+
+class Folder:
+    """The out folder of one command."""
+
+    def __init__(self, o: Options) -> None:
+        """Look at the folder, and make it if it is not there.
+
+        Raises:
+            ValueError: it holds something else, or a run of another command; or it cannot be made.
+        """
+        self.out, self.stages = o.out, o.out / "stages"
+        self.command_file, self.command = self.stages / "command.json", _command(o)
+        if self.command_file.is_file():
+            before = json.loads(self.command_file.read_text(encoding="utf-8"))
+            begun = any(path != self.command_file for path in self.stages.iterdir()) or (self.out / RESULTS).is_file()
+            if begun and (other := _differences(before, self.command)):
+                raise ValueError(
+                    f"{o.out} holds a run of another command ({'; '.join(other)}): give the same options to go on "
+                    "with it, another --out, or remove the folder"
+                )
+        elif o.out.exists() and (not o.out.is_dir() or any(o.out.iterdir())):
+            raise ValueError(f"{o.out} exists and is not an empty folder: remove it or choose another --out")
+        try:
+            o.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out {o.out} cannot be made: {error}") from None
+
+    def begin(self) -> None:
+        """Write down what the stages belong to."""
+        self.stages.mkdir(exist_ok=True)
+        _write(self.command_file, self.command)
+
+    def finished(self) -> Result | None:
+        """The result, if the run is complete."""
+        path = self.out / RESULTS
+        return Result.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+    def stage(self, name: str, compute: Callable[[], Stage]) -> Stage:
+        """The stage called so: read if it is done, otherwise computed and written down."""
+        path = self.stages / f"{_file_name(name)}.json"
+        if path.is_file():
+            found = Stage.from_json(json.loads(path.read_text(encoding="utf-8")))
+            _say(f"{name}: done before, word perplexity {found.perplexity.word_perplexity:.3f}")
+            return found
+        _say(f"{name}: begins")
+        found = compute()
+        _write(path, asdict(found))
+        _say(f"{name}: word perplexity {found.perplexity.word_perplexity:.3f}")
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether the stage called so is done."""
+        return (self.stages / f"{_file_name(name)}.json").is_file()
+
+    def checkpoints(self, name: str) -> Path:
+        """Where the fine-tune called so keeps its checkpoints."""
+        return self.stages / _file_name(name)
+
+    def forget(self, name: str) -> None:
+        """Remove the checkpoints of a fine-tune that is scored."""
+        shutil.rmtree(self.checkpoints(name), ignore_errors=True)
+
+
+def _command(o: Options) -> dict[str, Any]:
+    """What has to be the same for stages to stand in one table."""
+    options = {name: value for name, value in o.as_json().items() if name != "out"}
+    here = environment(o.device)
+    here.pop("threads", None)  # the last bits of a sum, and not worth a fine-tune
+    inputs = [*([Path(o.model)] if o.model else []), *o.train_text, *([Path(o.wikitext)] if o.wikitext else [])]
+    files = [f for p in inputs for f in (sorted(p.iterdir()) if p.is_dir() else [p]) if f.is_file()]
+    stamps = {str(f): [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
+    return {**options, **here, "aoquant": aoquant.__version__, "input files": stamps}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """How two commands differ, in words."""
+    found = []
+    for name in sorted(before.keys() | now.keys()):
+        a, b = before.get(name), now.get(name)
+        if a != b:
+            changed = name == "input files"
+            found.append("input files have changed" if changed else f"{name} was {a} and is {b}")
+    return found
+
+
+def _file_name(stage: str) -> str:
+    return stage.replace(",", "").replace(" ", "_")
+
+
+def _write(path: Path, content: Any) -> None:
+    """Write JSON so that the file is there whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

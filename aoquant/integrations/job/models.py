@@ -1,0 +1,114 @@
+"""Models of a run: from a folder or the hub, float or quantised, and which of their layers a run quantises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from aoquant import QATConfig, calibrate, quantize_
+from aoquant.calibrate import uncalibrated
+from aoquant.integrations.hf import load_pretrained
+from aoquant.integrations.job.options import Options
+from aoquant.integrations.plans import checked_plan
+from aoquant.integrations.text import assets
+from aoquant.planning import coverage
+from aoquant.planning.sizes import stored_bytes
+from aoquant.recipes import Recipe, mixed
+from aoquant.tools.doctor import MISSING_KERNEL
+
+CALIBRATION_BATCHES = 8  # training batches that static activation scales are found on
+
+
+def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """Tokenizer and model of a folder or hub id, by default the embedded ones, in eval mode.
+
+    dtype: of torch by name, or "auto" for what is stored.
+
+    Raises:
+        ValueError: transformers finds no model there, or cannot read it.
+    """
+    where = model or str(assets())
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where)
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype, dtype))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            "model must be a folder of a causal language model, or its id on the hub; transformers cannot load "
+            f"{where!r}: {reason}"
+        ) from error
+    return tokenizer, loaded.to(device).eval()
+
+
+def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """Tokenizer and model of a folder, quantised (then checked) or float (as stored), on `device`, in eval mode."""
+    config = checkpoint / "config.json"
+    if config.exists() and "quantization_config" not in json.loads(config.read_text()):
+        return load_float(str(checkpoint), "auto", device)
+    model: PreTrainedModel = load_pretrained(checkpoint)
+    return AutoTokenizer.from_pretrained(checkpoint), model.to(device).eval()
+
+
+def probe(model: PreTrainedModel) -> None:
+    """Run eight tokens; raises ValueError when a deployed layer's kernel is missing on this machine."""
+    try:
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=model.device))
+    except MISSING_KERNEL as error:
+        raise ValueError(f"a layer's kernel does not run on this machine (see `aoquant doctor`): {error}") from None
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, tied ones once."""
+    return stored_bytes(*model.parameters(), *model.buffers())
+
+
+def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]:
+    """The config to train with, checked on the whole model, and why layers are left out that cannot take their recipe.
+
+    Raises:
+        ValueError: a layer cannot take its recipe, a name matches no layer, or --strict is not met.
+    """
+    layers = list(o.layers)
+    if o.embeddings:
+        named = {entry.rpartition("=")[0] or entry for entry in layers} | set(o.skip)
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        wanted = (
+            fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding) or (m is head and head is not None)
+        )
+        layers += [f"{fqn}={o.recipe}" for fqn in wanted if fqn not in named]
+    config = mixed(o.recipe, layers, o.skip, make=lambda recipe: _training(recipe, o))
+    found = checked_plan(model, config, skip_incompatible=o.skip_incompatible)
+    if o.strict and (left := coverage.after(model, found).unexpected):
+        raise ValueError(
+            f"--strict: {len(left)} matrix parameter(s) would stay in high precision: {coverage.listed(left)}. Name the "
+            "modules with --skip, or leave out --strict"
+        )
+    if found.skipped:
+        names = [name for label in found.skipped for name in label.split(", ")]
+        layers = [entry for entry in layers if (entry.rpartition("=")[0] or entry) not in names]
+        config = mixed(o.recipe, layers, [*o.skip, *names], make=lambda recipe: _training(recipe, o))
+    return config, found.skipped
+
+
+def prepare(model: nn.Module, config: Any, blocks_BT: Tensor, batch_size: int) -> None:
+    """Prepare; where activation scales are static, calibrate them on the first training batches."""
+    quantize_(model, config)
+    if uncalibrated(model):
+        device = next(model.parameters()).device
+        batches = blocks_BT.split(batch_size)[:CALIBRATION_BATCHES]
+        calibrate(model, [{"input_ids": ids.to(device)} for ids in batches])
+
+
+def convert(model: nn.Module) -> None:
+    """Convert every prepared layer to what it was prepared for."""
+    quantize_(model, QATConfig(step="convert"))
+
+
+def _training(recipe: Recipe, o: Options) -> QATConfig:
+    return recipe.prepare(seed=o.seed)

@@ -1,0 +1,193 @@
+"""What `aoquant run` takes: from the command line, from a YAML file, or in Python.
+
+The options stand in groups, which are the groups of `aoquant run --help`; `Options` is all of them together. A YAML
+file has the same names, with - or _; what is typed on the command line wins over the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+
+from aoquant.integrations.finetune import LOSSES
+from aoquant.integrations.hf import check_storable
+from aoquant.integrations.text import find_pages
+from aoquant.recipes import mixed
+from aoquant.targets import resolve
+from aoquant.tools.doctor import check_device
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass
+class Model:
+    """The float model."""
+
+    model: str | None = None
+    """A folder or hub id of a causal language model; the embedded demo model by default."""
+    dtype: str = "bfloat16"
+    """bfloat16, float16 or float32: what is deployed. AdamW keeps float32 copies in any case."""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """Where everything runs."""
+
+
+@dataclass
+class Layers:
+    """What is quantised, and to what."""
+
+    recipe: str = "nvfp4"
+    """A name from `aoquant recipes`, or two from `aoquant formats` as WEIGHT/ACTIVATION."""
+    embeddings: bool = False
+    """Quantise embeddings and the output head too; a tied pair keeps one weight."""
+    layers: list[str] = field(default_factory=list)
+    """NAME ... quantises these layers alone; NAME=RECIPE ... gives some layers another recipe. NAME is a layer's name,
+    or re: and a pattern for the whole of it, such as 're:.*down_proj'."""
+    skip: list[str] = field(default_factory=list)
+    """Layers to leave in high precision, by NAME."""
+    skip_incompatible: bool = False
+    """Leave out layers that cannot take their recipe, and list them, instead of stopping."""
+    strict: bool = False
+    """Stop when a layer stays in high precision that --skip does not name; the output head and embeddings may stay."""
+
+
+@dataclass
+class Training:
+    """The fine-tune."""
+
+    steps: int = 80
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Sequences in a step."""
+    block: int = 256
+    """Tokens in a sequence."""
+    learning_rate: float = 3e-4
+    """Of AdamW, at the top of its schedule."""
+    loss: str = "kl"
+    """kl: to the float model's distribution. ce: cross entropy."""
+    seed: int = 0
+    """Of the order of batches, and of a backward that rounds at random."""
+    train_text: list[Path] = field(default_factory=list)
+    """Files of text (.txt, .jsonl, .xz); by default text that the embedded model generated."""
+
+
+@dataclass
+class Evaluation:
+    """How every model is scored."""
+
+    wikitext: str | None = None
+    """hub, or a folder with WikiText-2 as test.jsonl; held-out generated documents by default."""
+    window: int | None = None
+    """Tokens that a prediction sees at most; the model's positions by default."""
+    limit: int | None = None
+    """Score the first documents only."""
+
+
+@dataclass
+class Output:
+    """Where results go."""
+
+    out: Path = Path("aoquant-run")
+    """Folder of the report, the numbers and the converted checkpoint. The same command again goes on in it."""
+    export: Path | None = None
+    """A folder for the engine that the recipe is for: GGUF for gguf-..., compressed-tensors for the others."""
+
+
+GROUPS = (Model, Layers, Training, Evaluation, Output)
+
+
+@dataclass
+class Options(Model, Layers, Training, Evaluation, Output):
+    """All options of `aoquant run`."""
+
+    def check(self) -> None:
+        """Raise ValueError for anything that would only fail after minutes of work and needs no model to be seen."""
+        for recipe in (self.recipe, *(e.rpartition("=")[2] for e in self.layers if "=" in e)):
+            check_storable(resolve(mixed(recipe)).tensor, f"recipe {recipe}")
+        mixed(self.recipe, self.layers, self.skip)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be bfloat16, float16 or float32, got {self.dtype!r}")
+        if self.steps < 1 or self.batch_size < 1 or self.block < 2:
+            raise ValueError(
+                f"steps, batch_size and block must be positive, got {self.steps}, {self.batch_size}, {self.block}"
+            )
+        find_pages(self.wikitext, None)
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.model is not None and self.model.startswith((".", "/", "~")) and not Path(self.model).is_dir():
+            raise ValueError(f"model must be a folder that exists, or a hub id, got {self.model!r}")
+        check_device(self.device)
+        if (self.limit is not None and self.limit < 1) or (self.window is not None and self.window < 1):
+            raise ValueError(f"limit and window must be at least 1, got {self.limit} and {self.window}")
+        if missing := [str(p) for p in self.train_text if not p.is_file()]:
+            raise ValueError(f"train_text must be existing files, missing: {', '.join(missing)}")
+
+        if self.export is not None and self.export.exists():
+            raise ValueError(f"{self.export} exists: remove it or choose another --export")
+
+    def as_json(self) -> dict[str, Any]:
+        """The options in JSON's types."""
+        return {
+            name: [str(v) for v in value]
+            if isinstance(value, list)
+            else str(value)
+            if isinstance(value, Path)
+            else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The options in a YAML file, by name, in the types of `Options`. Paths are relative to the working directory.
+
+    Raises:
+        ValueError: no such file, no YAML mapping, an unknown key, or a value of another type; names the file and the
+            key.
+    """
+    import yaml
+
+    if not path.is_file():
+        raise ValueError(f"--config must be a YAML file that exists, got {str(path)!r}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is no YAML file: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path}: must hold options as NAME: VALUE lines, got {type(content).__name__}")
+    kinds = get_type_hints(Options)
+    given = {str(key).replace("-", "_"): value for key, value in content.items()}
+    if unknown := [key for key in given if key not in kinds]:
+        near = [difflib.get_close_matches(key, kinds, 1, 0.5) for key in unknown]
+        hints = ", ".join(f"{key} (near it: {n[0]})" if n else key for key, n in zip(unknown, near, strict=True))
+        raise ValueError(f"{path}: run has no option {hints}; `aoquant run --help` lists them")
+    return {key: _of_kind(path, key, value, kinds[key]) for key, value in given.items()}
+
+
+def _of_kind(path: Path, key: str, value: Any, kind: Any) -> Any:
+    """A YAML value as an option's type."""
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        return [_of_kind(path, key, v, item) for v in (value if isinstance(value, list) else [value])]
+    choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if value is None and type(None) in choices:
+        return None
+    (wanted,) = (c for c in choices if c is not type(None))
+    if wanted is Path and isinstance(value, str):
+        return Path(value)
+    if wanted is float and not isinstance(value, bool) and isinstance(value, int | float | str):
+        try:
+            return float(value)  # YAML 1.1 reads 3e-4 as a string
+        except ValueError:
+            pass
+    if type(value) is wanted:
+        return value
+    raise ValueError(f"{path}: {key} must be {_NAMES[wanted]}, got {value!r}")
+
+
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}

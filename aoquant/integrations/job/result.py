@@ -1,0 +1,177 @@
+"""What a run found: its stages, its verdicts, and the files that it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aoquant.integrations.job.fingerprint import RESULTS
+from aoquant.integrations.lm_eval import Perplexity
+from aoquant.report import Report
+
+QUANTISATION_ERROR = "float_against_quantized"  # folder of the report of float against quantised
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the table. note: how it was run, when not as it is deployed."""
+
+    name: str
+    perplexity: Perplexity
+    bytes: int
+    note: str = ""
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Stage:
+        """The stage that `asdict` and JSON made of one."""
+        lists: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in found["perplexity"].items()}
+        return cls(**{**found, "perplexity": Perplexity(**lists)})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found. min_sqnr_db, rows: of prepared against converted. skipped: layers left out, and why, by name.
+
+    coverage: the share of parameters in quantised layers, a sentence. stay_float: matrices that stay in high precision,
+        and why.
+    """
+
+    recipe: str
+    out: Path
+    stages: list[Stage]
+    recovered: str
+    min_sqnr_db: float
+    rows: int
+    reload: str
+    coverage: str
+    stay_float: str
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def sqnr(self) -> str:
+        """The verdict over all layers, for people."""
+        if math.isnan(self.min_sqnr_db):
+            return "not run here, the kernel is missing"
+        return f"minimum SQNR {self.min_sqnr_db} dB over {self.rows} rows"
+
+    def table(self) -> str:
+        """The stages as a markdown table, then the verdicts."""
+        from tabulate import tabulate
+
+        rows = [
+            (
+                s.name,
+                s.perplexity.word_perplexity,
+                s.perplexity.byte_perplexity,
+                s.perplexity.bits_per_byte,
+                s.bytes / 1e6,
+                s.note,
+            )
+            for s in self.stages
+        ]
+        heads = ("model", "word perplexity", "byte perplexity", "bits/byte", "size MB", "note")
+        first = self.stages[0].perplexity
+        left = [f"left out: {reason}" for reason in self.skipped.values()]
+        return "\n".join(
+            (
+                tabulate(rows, heads, tablefmt="github", floatfmt=("", ".3f", ".4f", ".4f", ".2f", "")),
+                "",
+                f"recipe {self.recipe}; window {first.window} tokens; {first.documents} documents of {first.source}",
+                self.coverage,
+                f"stay in high precision: {self.stay_float or 'biases, norms and scales alone'}",
+                *left,
+                f"recovered by QAT: {self.recovered}",
+                f"prepared against converted: {self.sqnr()}",
+                f"checkpoint reloaded: {self.reload}",
+            )
+        )
+
+    def where_to_look(self) -> str:
+        """The files that a run left, and which of them to open first."""
+        out = self.out
+        return (
+            f"written to {out}/: report.md (all of this), {RESULTS}, report.csv and .json, checkpoint/\n"
+            f"what quantisation costs each layer: {out}/{QUANTISATION_ERROR}/report.png\n"
+            f"({out}/report.png compares training with what is deployed: inf everywhere is as it should be)"
+        )
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Result:
+        """The result in a finished run's `aoquant_run.json`."""
+        options = found["options"]
+        return cls(
+            recipe=options["recipe"],
+            out=Path(options["out"]),
+            stages=[Stage.from_json(s) for s in found["stages"]],
+            recovered=found["recovered"],
+            min_sqnr_db=float(found["min_sqnr_db"]),
+            rows=found["rows"],
+            reload=found["reload"],
+            coverage=found["coverage"],
+            stay_float=found["stay_float"],
+            skipped=found["skipped"],
+        )
+
+
+def write(result: Result, layers: Report, error: Report, record: Mapping[str, Any]) -> None:
+    """Write a run's files. layers: prepared against converted. error: float against quantised. record: for RESULTS."""
+    out = result.out
+    layers.save(out)
+    error.save(out / QUANTISATION_ERROR)
+    text = f"# aoquant run: {result.recipe}\n\n{result.table()}\n\n## Prepared against converted\n\n"
+    text += f"{layers.to_markdown()}\n\n## Float against quantised\n\n{error.to_markdown()}\n"
+    (out / "report.md").write_text(text, encoding="utf-8")
+    numbers = {
+        **record,
+        "stages": [asdict(s) for s in result.stages],
+        "recovered": result.recovered,
+        "min_sqnr_db": str(result.min_sqnr_db),
+        "rows": result.rows,
+        "reload": result.reload,
+        "coverage": result.coverage,
+        "stay_float": result.stay_float,
+        "skipped": dict(result.skipped),
+    }
+    for folder in (out / "checkpoint", out):  # in `out` last: its presence says that the run is complete
+        (folder / RESULTS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+
+
+def recovered(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> str:
+    """The share of PTQ's loss that QAT won back, as text; n/a where PTQ lost nothing that can be told from noise.
+
+    Differences are paired over documents, and count beyond two standard errors.
+    """
+    if len(base.words) < 2:
+        return "n/a (one document shows no noise to compare with)"
+    loss, noise = _paired(base, ptq)
+    size = f"{abs(loss):.4f} +- {noise:.4f} nats a word"
+    if abs(loss) <= 2 * noise:
+        return f"n/a (PTQ {'loses' if loss > 0 else 'gains'} {size}, which is within noise)"
+    if loss < 0:
+        return f"n/a (PTQ gains {size}: it scores better than float, so there is no loss to win back)"
+    gain, gain_noise = _paired(qat, ptq)
+    change = f"{abs(gain):.4f} +- {gain_noise:.4f}"
+    if abs(gain) <= 2 * gain_noise:
+        return f"nothing beyond noise (PTQ loses {size}; QAT {'wins back' if gain > 0 else 'loses another'} {change})"
+    if gain < 0:
+        return f"nothing (PTQ loses {size}, and QAT loses another {change})"
+    return f"{100 * recovered_share(base, ptq, qat):.0f} % of PTQ's loss ({size})"
+
+
+def _paired(better: Perplexity, worse: Perplexity) -> tuple[float, float]:
+    """(loss of `worse` against `better`, its standard error) in nats a word, paired over documents."""
+    words = sum(better.words)
+    pairs = [a - b for a, b in zip(better.loglikelihoods, worse.loglikelihoods, strict=True)]
+    mean = sum(pairs) / len(pairs)
+    variance = sum((p - mean) ** 2 for p in pairs) / (len(pairs) - 1)
+    return sum(pairs) / words, math.sqrt(len(pairs) * variance) / words
+
+
+def recovered_share(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> float:
+    """(PTQ - QAT) / (PTQ - float) in log perplexity: 1 when QAT equals float, above 1 when it is better."""
+    lost, gained = sum(base.loglikelihoods), sum(qat.loglikelihoods)
+    floor = sum(ptq.loglikelihoods)
+    return (gained - floor) / (lost - floor)

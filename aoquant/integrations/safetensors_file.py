@@ -1,0 +1,184 @@
+"""Tensors in safetensors files, read and written one by one.
+
+A safetensors file is eight bytes (the header's length, little endian), a JSON header (name: dtype, shape, data_offsets;
+and "__metadata__", strings) and the data without gaps (github.com/huggingface/safetensors, README "Format"). The
+library's `save_file` takes all tensors of a file at once, and its readers map whole files into memory. Converting a
+checkpoint larger than memory needs neither: plain reads touch what they return, and a file whose header is written
+first can be filled in any order, because the header says where each tensor belongs. Memory then depends on the largest
+tensor and not on the size of a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 22  # bytes that a copy holds at a time
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: bytes [start, start + size) of `path`."""
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """The tensor, in memory of its own."""
+        return _read(self, 0, self.size).view(self.dtype).view(self.shape)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The tensor's values in order, as flat tensors of at most `PIECE` bytes."""
+        for offset in range(0, self.size, PIECE):
+            yield _read(self, offset, min(PIECE, self.size - offset)).view(self.dtype)
+
+    def write(self, values: Tensor, offset: int = 0) -> int:
+        """Write values of this dtype, `offset` bytes behind the tensor's start; returns how many bytes they are."""
+        raw = raw_bytes(values)
+        assert values.dtype == self.dtype and offset + len(raw) <= self.size
+        with open(self.path, "r+b") as file:
+            file.seek(self.start + offset)
+            file.write(raw)
+        return len(raw)
+
+
+def raw_bytes(values: Tensor) -> memoryview:
+    """The bytes of a tensor's values in row-major order, as a file holds them."""
+    if values.numel() == 0:
+        return memoryview(b"")
+    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in a header, such as "BF16"."""
+    return _NAMES.get(dtype, str(dtype))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn a failed read into a ValueError with the file's name: an OSError outside is about the file being written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}: check the disk and the file's permissions") from error
+
+
+def _read(stored: StoredTensor, offset: int, size: int) -> Tensor:
+    """`size` bytes of a stored tensor, uint8."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    buffer = bytearray(size)
+    with reading(stored.path), open(stored.path, "rb", buffering=0) as file:
+        file.seek(stored.start + offset)
+        view, done = memoryview(buffer), 0
+        while done < size and (got := file.readinto(view[done:])):
+            done += got
+    if done < size:
+        raise ValueError(f"{stored.path}: damaged or truncated, {size - done} bytes missing: copy the checkpoint again")
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """Metadata and tensors of a file.
+
+    Raises:
+        ValueError: the file cannot be read, is shorter or longer than its header says, its header is no safetensors
+            header, or a dtype is unknown here.
+    """
+    with reading(path), open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, size))
+    try:
+        if size < 8 or length > size - 8:
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        content = json.loads(text)
+        metadata: dict[str, str] = content.pop("__metadata__", {})
+        tensors, end = {}, 0
+        for name, t in sorted(content.items(), key=lambda item: item[1]["data_offsets"]):
+            if t["dtype"] not in _DTYPES:
+                raise ValueError(f"{name} is stored as {t['dtype']}, which is none of {', '.join(_DTYPES)}")
+            start = t["data_offsets"][0]
+            tensors[name] = StoredTensor(path, name, _DTYPES[t["dtype"]], tuple(t["shape"]), 8 + length + start)
+            if start != end or start + tensors[name].size != t["data_offsets"][1]:
+                raise ValueError(f"{name} does not fill its place")
+            end += tensors[name].size
+        if 8 + length + end != size:
+            raise ValueError(f"{8 + length + end} bytes promised, {size} there")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # bytes that are no JSON, JSON that is no header
+        raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
+    return metadata, tensors
+
+
+def reserve(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Write a file's header, with room for `tensors` (by dtype and shape); returns what to fill in."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # every tensor lies aligned
+    content: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        t = tensors[name]
+        start, end = end, end + t.numel() * t.dtype.itemsize
+        content[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return header(path)[1]
+
+
+def replace_metadata(path: Path, metadata: Mapping[str, str]) -> None:
+    """Write other metadata, of the same length, into the header of a file: its tensors stay where they are."""
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        content = {**json.loads(file.read(length)), "__metadata__": dict(metadata)}
+        text = json.dumps(content, separators=(",", ":")).encode()
+        assert len(text) <= length < len(text) + 8
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's (or folder's) contents are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

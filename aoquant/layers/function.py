@@ -1,0 +1,213 @@
+"""The one autograd function of a quantised linear layer.
+
+forward:   1. encode the input, or take the codes of a layer that was given the same one   2. multiply: W is encoded on the way
+           3. keep for backward what the gradients that are asked for will read
+backward:  1. dx = dy W^: W is encoded again, never kept   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
+
+Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to nothing. Behind a transform both
+GEMMs multiply in the transformed domain, where the codes are. What was clipped there is masked there, and gradients are pulled back: dx = dx' T,
+dW = dW' T^-T. The gradient of a learned scale needs x / s, so a layer whose input scale is learned keeps x.
+
+A side that no GEMM will read (a frozen weight, an input without gradient) is neither kept nor encoded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aoquant import ops
+from aoquant.formats import Encoded, Operand, Scales
+from aoquant.layers.recipe import recipe_of
+from aoquant.layers.saved import Saved, keep, kept
+from aoquant.layers.shared_inputs import SharedInput
+
+
+class Given(NamedTuple):
+    """What a call is given beside the tensors that may need a gradient, which autograd sees as arguments of `apply` alone.
+
+    recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer holds; a learned scale is
+    an argument. random: the state of its random numbers, advanced by one in backward. shared: where another layer's codes of x may be.
+    """
+
+    recipe: str
+    packed: Encoded | None = None
+    x_held: Scales | None = None
+    w_held: Scales | None = None
+    random: Tensor | None = None
+    shared: SharedInput | None = None
+
+
+class Needs(NamedTuple):
+    """Which arguments of `apply` need a gradient."""
+
+    x: bool
+    w: bool
+    bias: bool
+    x_scale: bool
+    w_scale: bool
+
+
+NO_GRADIENT = Needs(False, False, False, False, False)
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """y (*lead, N) of x (*lead, K) and w (N, K), or a packed weight. Shapes and errors: `linear.quantized_linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor | None,
+        bias: Tensor | None,
+        x_scale: Tensor | None,
+        w_scale: Tensor | None,
+        given: Given,
+    ) -> Tensor:
+        needs = Needs(*ctx.needs_input_grad[:5])
+        if x_scale is not None and given.x_held is not None:
+            given = given._replace(x_held=given.x_held._replace(scale=x_scale))
+        if w_scale is not None and given.w_held is not None:
+            given = given._replace(w_held=given.w_held._replace(scale=w_scale))
+        y, saved = multiply(x, w, bias, given, needs)
+        keep(ctx, saved)
+        ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
+        ctx.random = given.random  # not saved: the calls of a step advance one state, in place
+        ctx.w_dtype = None if w is None else w.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        recipe, needs, saved = recipe_of(ctx.recipe), ctx.needs, kept(ctx)
+        x_as: Any = recipe.fprop_input
+        w_as = recipe.fprop_weight
+        x: Any = saved.x
+        w: Any = saved.w
+        x_held: Any = saved.x_held
+        w_held: Any = saved.w_held
+        grad_MN = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # reshape(-1, 0) is ambiguous
+        dx: Tensor | None = None
+        dw: Tensor | None = None
+        db = dx_scale = dw_scale = None
+
+        if needs.x or needs.x_scale:
+            along_n = recipe.dgrad_grad_output, recipe.dgrad_weight
+            dx, clipped = ops.dgrad(grad_MN, w, w_as, w_held, saved.measured, *along_n, ctx.random), saved.clipped
+            if needs.x_scale:
+                dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
+                clipped = ops.saturated(x, x_as, x_held)
+            dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
+
+        if needs.w or needs.w_scale:
+            along_m = recipe.wgrad_grad_output, recipe.wgrad_input
+            if x_as is None:
+                x = x.reshape(-1, x.shape[-1])
+            if x_as is None and along_m == (None, None):
+                dw = grad_MN.t() @ x
+            else:
+                dw = ops.wgrad(grad_MN, x, x_as, x_held, *along_m, ctx.random)
+            if needs.w_scale:
+                dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
+            if needs.w:
+                clipped = ops.saturated(w, w_as, w_held) if recipe.weight_clips else None
+                dw = pulled_back(dw.to(ctx.w_dtype), w_as, w_held, clipped)
+            else:
+                dw = None
+
+        if needs.bias:
+            db = ops.bgrad(grad_MN, ctx.bias_dtype)
+        if ctx.random is not None:
+            ctx.random[2:].add_(1)  # the step
+        return dx, dw, db, dx_scale, dw_scale, None
+
+
+def multiply(
+    x: Tensor, w: Tensor | None, bias: Tensor | None, given: Given, needs: Needs = NO_GRADIENT
+) -> tuple[Tensor, Saved]:
+    """(y, what the gradients in `needs` will read); without autograd."""
+    recipe = recipe_of(given.recipe)
+    x_as, w_as, contract = recipe.fprop_input, recipe.fprop_weight, recipe.contract
+    x_held, w_held = given.x_held, given.w_held
+    x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+    # 1. The input's codes, and what the GEMM reads of it where both come of one pass.
+    x_q: Tensor | Encoded = x
+    values = None
+    if x_as is not None:
+        found = None if given.shared is None else given.shared.get()
+        if found is not None:
+            x_q = found
+        else:
+            x_q, values = _encoded(x_MK, x_as, x_held, ops.reads(contract))
+            if given.shared is not None:
+                given.shared.put(x_q)
+
+    # 2. The product. On a GPU the GEMM makes what it reads of W in one pass; elsewhere, or under held scales, W is encoded first.
+    w_q = given.packed if w is None else w
+    assert w_q is not None
+    if w is not None and (w_held is not None or not one_pass(w)):
+        w_q = ops.encode(w, w_as, w_held)
+    lead, strides = list(x.shape[:-1]), None
+    if x_as is not None and contract == "dequantize" and not x.is_contiguous():
+        strides = list(torch.empty_like(x, device="meta").stride())  # of an elementwise operation's result
+    y, measured = ops.scaled_mm(x_q, w_q, bias, x_as, w_as, contract, lead, x.dtype, values, strides)
+    if not any(needs):
+        return y, Saved()
+
+    # 3. For backward. If W changes before it, autograd objects; so what was measured of it still holds there.
+    dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
+    reads_w = dgrad or needs.w_scale or (needs.w and recipe.weight_clips)
+    clips = recipe.input_clips and needs.x and not needs.x_scale
+    saved = Saved(
+        x=x_MK if needs.x_scale else x_q if wgrad else None,
+        w=(given.packed if w is None else w) if reads_w else None,
+        x_held=x_held if needs.x_scale else _transform_of(x_held) if needs.x else None,
+        w_held=w_held if reads_w else _transform_of(w_held) if needs.w else None,
+        measured=measured if dgrad else None,
+        clipped=ops.saturated(x_MK, x_as, x_held) if clips and x_as is not None else None,
+    )
+    return y, saved
+
+
+def _transform_of(held: Scales | None) -> Scales | None:
+    """The fitted transform alone, which pulls gradients back."""
+    return None if held is None or held.transform is None else Scales(transform=held.transform)
+
+
+def one_pass(x_RK: Tensor) -> bool:
+    """Whether what a GEMM reads of x is best made together with its codes: on a GPU, where a pass over x is what costs."""
+    return x_RK.is_cuda
+
+
+def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str) -> tuple[Encoded, Tensor | None]:
+    """Codes and scales of x; where both come of one pass, also what the GEMM reads of it, unless that is the codes."""
+    if reads == "codes" or held is not None or not one_pass(x_MK):
+        return ops.encode(x_MK, operand, held), None
+    made = ops.encode_with_values(x_MK, operand, reads == "operand")
+    return made.encoded, made.values
+
+
+def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, clipped: Tensor | None = None) -> Tensor:
+    """The gradient of an operand from that of its values, zero where they were `clipped`; through the transform, which `held` holds if it is
+    fitted.
+    """
+    if operand is None or operand.transform is None:
+        return grad_RK if clipped is None else ops.masked(grad_RK, clipped)
+    return ops.pull_back(grad_RK, operand, None if held is None else held.transform, clipped)
+
+
+def refuse_second_derivative() -> None:
+    """Raise in a backward that is to be differentiated itself (create_graph=True): rounding has no second derivative, so it would be wrong.
+
+    Raises:
+        ValueError: autograd records this backward.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "a prepared layer cannot be differentiated twice (create_graph=True): take second derivatives of the float model, or switch fake "
+            "quantisation off for them with aoquant.set_fake_quant(model, False)"
+        )

@@ -1,0 +1,97 @@
+"""The codec: what is done to one matrix beside the GEMM, in six roles for which backends compete in the router.
+
+    encode    x -> codes and scales
+    decode    codes and scales -> the operand, or the values, of a GEMM
+    quantize  x -> the operand or the values, and the codes too if they will be read: both in one pass over x
+    transform x -> what a transformed operand rounds of it, or a gradient back
+    rotate    x -> x after a rotation by drawn signs
+    saturate  x -> which of its values are clipped, a bit each
+
+A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a time on a CPU
+(`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's. A forced backend rules the roles that it has; the
+others choose freely.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Format, Operand, Random, as_operand
+
+from ..router import CodecRequest, Quantized, register, routed
+from . import cuda, reference, triton
+from .reference import masked
+from .triton import finds_outer, has_triton, lacks_triton
+
+__all__ = [
+    "decode",
+    "encode",
+    "finds_outer",
+    "has_triton",
+    "lacks_triton",
+    "masked",
+    "quantize",
+    "saturated",
+    "transform",
+]
+
+register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS)
+
+
+def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
+    """`operand.encode(x_RK)`, on the fastest backend."""
+    if not isinstance(operand, Operand):
+        operand = Operand(operand)
+    rows, k = x_RK.shape
+    return routed(CodecRequest, "encode", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK)
+
+
+def decode(
+    format: Format | Operand, e: Encoded, dtype: torch.dtype, *, operand: bool = False, out: torch.dtype | None = None
+) -> Tensor:
+    """`format.decode(e, dtype)`, or `format.operand`, then cast to `out`. Codes know no transform, so an operand stands for its format."""
+    if isinstance(format, Operand):
+        format = format.format
+    found = routed(CodecRequest, "decode", format, e.codes.device, dtype, e.codes.shape[0], e.k)
+    return found.run(format, e, dtype, operand, out or dtype)
+
+
+def quantize(
+    operand_: Operand | Format,
+    x_RK: Tensor,
+    dtype: torch.dtype,
+    *,
+    operand: bool = False,
+    keep: bool = False,
+    measured: Tensor | None = None,
+    random: Random | None = None,
+) -> Quantized:
+    """`operand_.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or a GEMM's `operand` and its alpha.
+
+    measured: alpha of an earlier call for these very values, from which a backend need not look for a scale of the whole again.
+    random: where the numbers come from, for an operand that draws.
+    """
+    made = operand_ if isinstance(operand_, Operand) else Operand(operand_)
+    if made.transform is not None and made.transform.drawn and not made.format.draws:
+        assert random is not None
+        turns = routed(CodecRequest, "rotate", made, x_RK.device, x_RK.dtype, *x_RK.shape)
+        x_RK, random, made = turns.run(made, x_RK, random), None, Operand(made.format)
+    rows, k = x_RK.shape
+    found = routed(CodecRequest, "quantize", made, x_RK.device, x_RK.dtype, rows, k, keep)
+    return found.run(made, x_RK, dtype, operand, keep, measured, random)
+
+
+def transform(
+    operand: Operand, x_RK: Tensor, matrix: Tensor | None, *, back: bool = False, clipped: Tensor | None = None
+) -> Tensor:
+    """`operand.transformed(x_RK, matrix)`, or back: `operand.pull_back(masked(x_RK, clipped), matrix)`."""
+    rows, k = x_RK.shape
+    found = routed(CodecRequest, "transform", operand, x_RK.device, x_RK.dtype, rows, k)
+    return found.run(operand, x_RK, matrix, back, clipped)
+
+
+def saturated(operand: Operand | Format, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
+    """(R, ceil(K / 8)) uint8: bits of the values that are clipped when x_RK is encoded; matrix: of a fitted transform."""
+    operand, (rows, k) = as_operand(operand), x_RK.shape
+    return routed(CodecRequest, "saturate", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, matrix)

@@ -1,0 +1,163 @@
+"""Which formats have Triton kernels, in which roles, and what these cannot do: one record for each file of `ops/triton`.
+
+A kernel knows exact formats: a subclass is another format, with other numbers, and needs a record of its own. Triton is not imported here, so
+that a machine without it can say why a kernel does not run. To add a kernel: its launchers (`quantize`, `decode`) in a file of `ops/triton`,
+and its record here.
+
+    quantize(format, x_RK, dtype or None, operand, keep, measured, mix) -> (Encoded or None, values or None, alpha or None)
+    decode(format, e, dtype, operand) -> values
+    saturated(format, x_RK, mix) -> mask, where `clips`
+    draw(operand, x_RK, dtype, random) -> (Encoded, values, alpha), where `draws`
+
+mix is the operand whose Hadamard transform comes first in the same pass, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from aoquant.formats import (
+    MX,
+    NVFP4,
+    Affine,
+    Float8,
+    Float8Mslk,
+    Format,
+    FourOverSix,
+    GridFlip,
+    Int4,
+    MXFP4Dialect,
+    NVFP4Dialect,
+    NVFP4Search,
+)
+from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
+
+from ..router import CodecRequest
+
+LONGEST_ROW = 16384  # values of an integer row that its kernel holds in registers
+
+
+@dataclass(frozen=True)
+class Family:
+    """The kernels of one file.
+
+    module: its name in `ops/triton`.
+    formats: exactly these classes, in all roles.
+    decodes: classes that they decode, but do not encode.
+    has: whether the kernels know the options of an instance.
+    why_not: a reason against a request for a format that they have, or None.
+    mixes: classes that are encoded behind a Hadamard transform in the same pass.
+    measures: classes whose encoder starts with a pass that finds an outer scale, and takes it as `measured` instead.
+    clips: classes for whose clipped values there is a kernel.
+    draws: the formats are encoded under random numbers, and never decoded here.
+    encoder: name of another file that encodes an instance, or "".
+    """
+
+    module: str
+    formats: tuple[type[Format], ...]
+    decodes: tuple[type[Format], ...] = ()
+    has: Callable[[Any], bool] = lambda format: True
+    why_not: Callable[[CodecRequest], str | None] = lambda request: None
+    mixes: tuple[type[Format], ...] = ()
+    measures: tuple[type[Format], ...] = ()
+    clips: tuple[type[Format], ...] = ()
+    draws: bool = False
+    encoder: Callable[[Any], str] = lambda format: ""
+
+    @property
+    def kernels(self) -> ModuleType:
+        """The file itself, imported when a CUDA device first asks for it."""
+        return imported(self.module)
+
+    def encoders(self, format: Format) -> ModuleType:
+        """The file whose `quantize` encodes `format`."""
+        return imported(self.encoder(format) or self.module)
+
+
+@cache
+def imported(module: str) -> ModuleType:
+    """A file of `ops/triton`: an import statement in a function costs as much as what follows it there."""
+    return import_module(f"aoquant.ops.triton.{module}")
+
+
+def _why_not_float8(r: CodecRequest) -> str | None:
+    # Codes that a thread stores byte by byte come out wrong after fp8-tensor's conversions: in one such kernel Triton 3.6's PTX reads
+    # right, so the assembler is suspected, not proved (H200, 2026-11-21); stores of 16 bytes are right.
+    return f"reads rows of float8 by 16, got K = {r.k}" if r.k % 16 else None
+
+
+def _why_not_integers(r: CodecRequest) -> str | None:
+    f: Any = r.operand.format
+    row = r.k if f.block is None and f.per == "row" else 0
+    if f.bits not in (4, 8) and r.codes:
+        return f"packs codes of 4 and 8 bits, not {f.bits}"
+    if f.bits == 4 and (r.k % 2 or (f.block or 2) % 2):
+        return f"packs pairs along K, got K = {r.k} in blocks of {f.block or r.k}"
+    if r.role != "decode" and (f.block or row) > LONGEST_ROW:
+        return f"holds blocks of up to {LONGEST_ROW} values, got {f.block or r.k}"
+    return None
+
+
+def _why_not_grids(r: CodecRequest) -> str | None:
+    f: Any = r.operand.format
+    if r.role != "decode" and (f.tile > 1 or f.metric != "mse"):
+        return f"encodes blocks of 16 by their squared error, not {f.name}"
+    return None
+
+
+def _why_not_random(r: CodecRequest) -> str | None:
+    if r.k % r.operand.period:
+        return f"rotates and scales {r.operand.period} values at once, got K = {r.k}"
+    return None
+
+
+def _has_affine(f: Affine) -> bool:
+    return f.mapping in ("symmetric", "asymmetric") and not f.fixed and not f.stored and f.width > 1
+
+
+def _has_float8(f: Float8) -> bool:
+    square = f.per != "block" or (f.cols == 128 and f.rows in (1, 128))
+    return square and not f.fixed and f.low is None and f.high is None
+
+
+FAMILIES = (
+    Family("blockscaled", (MX,), mixes=(MX,)),
+    Family(
+        "blockscaled",
+        (NVFP4,),
+        decodes=(NVFP4Search,),
+        mixes=(NVFP4,),
+        measures=(NVFP4,),
+        encoder=lambda f: "nvfp4_rows" if f.outer == "row" else "",
+    ),
+    Family("dialects", (MXFP4Dialect,), mixes=(MXFP4Dialect,), clips=(MXFP4Dialect,)),
+    Family("dialects", (NVFP4Dialect,), has=lambda f: f.tile == 1),
+    Family("grids", (FourOverSix, GridFlip), why_not=_why_not_grids),
+    Family("integer", (Int4,), why_not=_why_not_integers),
+    Family("integer", (Affine,), has=_has_affine, why_not=_why_not_integers),
+    Family("float8", (Float8,), has=_has_float8, why_not=_why_not_float8),
+    Family("float8", (Float8Mslk,), why_not=_why_not_float8),
+    Family("stochastic", (MXStochastic, NVFP4Stochastic, MSEden), why_not=_why_not_random, draws=True),
+)
+_OF = {kind: family for family in FAMILIES for kind in (*family.formats, *family.decodes)}
+
+
+def family_of(format: Format) -> Family | None:
+    """The kernels of exactly this class of formats."""
+    return _OF.get(type(format))
+
+
+def why_not(r: CodecRequest) -> str | None:
+    """Why no kernel encodes, decodes or quantises the request's format, its transform apart; None when one does."""
+    format, family = r.operand.format, family_of(r.operand.format)
+    if family is not None and family.draws:
+        return family.why_not(r) if r.role == "quantize" else f"has no kernel to {r.role} {r.operand.name}"
+    known = family is not None and (type(format) in family.formats or r.role == "decode")
+    if family is None or not known or not family.has(format):
+        return f"has no kernel for {r.operand.name}"
+    return family.why_not(r)

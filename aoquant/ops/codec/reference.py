@@ -1,0 +1,81 @@
+"""The codec in plain PyTorch: `Format` itself, some rows at a time where that saves memory (`tiles.py`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Format, Operand, Random, layout
+
+from .. import tiles
+from ..router import Backend, Quantized
+
+
+def encode(operand: Operand, x_RK: Tensor) -> Encoded:
+    """`operand.encode(x_RK)`."""
+    return tiles.encode(operand.format if operand.transform is None else operand, x_RK)
+
+
+def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
+    """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
+    return tiles.decoded(format, format.operand if operand else format.decode, e, dtype, out)
+
+
+def quantize(
+    made: Operand,
+    x_RK: Tensor,
+    dtype: torch.dtype,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None,
+    random: Random | None,
+) -> Quantized:
+    """Codes, if `keep`, and what they stand for."""
+    e = encode(made, x_RK) if random is None else made.encode(x_RK, random=random)
+    values = decode(made.format, e, dtype, operand, dtype)
+    return Quantized(e if keep else None, values, made.format.alpha(e))
+
+
+def transform(operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool, clipped: Tensor | None) -> Tensor:
+    """`operand.transformed(x_RK, matrix)`, or back, zero where it is clipped."""
+    if not back:
+        return operand.transformed(x_RK, matrix)
+    return operand.pull_back(x_RK if clipped is None else masked(x_RK, clipped), matrix)
+
+
+def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
+    """x_RK rotated by drawn signs."""
+    assert operand.transform is not None
+    return operand.transform.apply(x_RK, False, random.signs(operand.transform.size))
+
+
+def saturated(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Tensor:
+    """Bit-packed mask of clipped values, of transformed ones behind a transform."""
+    from . import encode as fastest_encode
+    from . import transform as fastest_transform
+
+    y_RK = x_RK if operand.transform is None else fastest_transform(operand, x_RK, matrix)
+    clipped = operand.format.saturated(y_RK, fastest_encode(operand.format, y_RK))
+    return layout.pack(clipped.to(torch.uint8), 1)
+
+
+def masked(grad_RK: Tensor, clipped: Tensor) -> Tensor:
+    """Zero the gradient of clipped values, which `saturated` names."""
+    return grad_RK.masked_fill(layout.unpack(clipped, 1, grad_RK.shape[1]).bool(), 0)
+
+
+def _always(request: object) -> None:
+    """No request is refused."""
+
+
+BACKENDS = tuple(
+    Backend("reference", 0, _always, run, role)
+    for role, run in (
+        ("encode", encode),
+        ("decode", decode),
+        ("quantize", quantize),
+        ("transform", transform),
+        ("rotate", rotate),
+        ("saturate", saturated),
+    )
+)

@@ -1,0 +1,194 @@
+"""The codec's backend "triton": what stands around the kernels of `ops/triton`, which `families.py` lists.
+
+A Hadamard transform is applied in the encoder's own pass where its family `mixes`, else by a kernel before it. `formats/` stays the truth:
+every kernel reproduces `Format.encode`, `operand` and `decode` bit for bit, NaN, Inf, zeros and subnormals included
+(`test/gpu/test_triton_exact.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random
+from aoquant.transforms import Hadamard
+
+from ..router import Backend, CodecRequest, Quantized
+from . import families
+from .families import family_of, imported
+
+_Made = tuple[Encoded | None, Tensor | None, Tensor | None]
+
+
+@cache
+def lacks_triton(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on `device`."""
+    if device.type != "cuda":
+        return "its kernels are for CUDA devices"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "its float8 conversions need compute capability 8.9 (Ada, Hopper) or later"
+    return None
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether our Triton kernels run on `device`."""
+    return lacks_triton(device) is None
+
+
+def finds_outer(operand: Operand) -> bool:
+    """Whether encoding starts with a pass that finds one outer scale, and can be spared it (`dgrad`'s `measured`)."""
+    family = family_of(operand.format)
+    return family is not None and type(operand.format) in family.measures and operand.format.per_tensor
+
+
+def _why_not(r: CodecRequest) -> str | None:
+    """Of the roles that make or read codes."""
+    if reason := why_not_read(r):
+        return reason
+    transform, exact = r.operand.transform, isinstance(r.operand.format, HighPrecision)
+    if transform is None:
+        return families.why_not(r)
+    if transform.drawn:
+        return families.why_not(r) if r.operand.format.draws else f"has no kernel to {r.role} {r.operand.name}"
+    if exact and r.role != "decode":
+        return _why_not_mix(r)
+    return families.why_not(replace(r, operand=Operand(r.operand.format), dtype=torch.float32))
+
+
+def why_not_read(r: CodecRequest) -> str | None:
+    """Why nothing of ours runs on the request's device, or reads its matrix; None when something may."""
+    if lacks := lacks_triton(r.device):
+        return lacks
+    if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
+        return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
+    return None
+
+
+def why_not_transform(r: CodecRequest) -> str | None:
+    """Of the role "transform", and of encoders that have no transform of their own."""
+    return why_not_read(r) or _why_not_mix(r)
+
+
+def _why_not_mix(r: CodecRequest) -> str | None:
+    transform = r.operand.transform
+    return (
+        None
+        if isinstance(transform, Hadamard)
+        else f"has no kernel for {transform.name if transform else 'no transform'}"
+    )
+
+
+def _why_not_rotate(r: CodecRequest) -> str | None:
+    period = r.operand.period
+    return why_not_read(r) or (f"rotates and scales {period} values at once, got K = {r.k}" if r.k % period else None)
+
+
+def _why_not_saturate(r: CodecRequest) -> str | None:
+    family = family_of(r.operand.format)
+    clips = family is not None and type(r.operand.format) in family.clips
+    mixes = r.operand.transform is None or isinstance(r.operand.transform, Hadamard)
+    return why_not_read(r) or (None if clips and mixes else f"has no kernel for {r.operand.name}")
+
+
+def encode(operand: Operand, x_RK: Tensor) -> Encoded:
+    """`operand.encode(x_RK)`."""
+    encoded, *_ = _made(operand, x_RK, None, True, True, None)
+    assert encoded is not None
+    return encoded
+
+
+def quantize(
+    made: Operand,
+    x_RK: Tensor,
+    dtype: torch.dtype,
+    operand: bool,
+    keep: bool,
+    measured: Tensor | None,
+    random: Random | None,
+) -> Quantized:
+    """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured` yet.
+
+    At random, codes and operand alike.
+    """
+    if random is not None:
+        family = family_of(made.format)
+        assert family is not None and operand
+        with _on(x_RK):
+            return Quantized(*family.kernels.draw(made, x_RK, dtype, random))
+    encoded, values, alpha = _made(made, x_RK, dtype, operand, keep, measured)
+    assert values is not None
+    return Quantized(encoded, values, alpha)
+
+
+def _made(
+    made: Operand, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
+) -> _Made:
+    """(codes and scales if `keep`, values in `dtype` unless it is None, the operand's alpha)."""
+    format, family = made.format, family_of(made.format)
+    if made.transform is None:
+        assert family is not None
+        return family.encoders(format).quantize(format, x_RK, dtype, operand, keep, measured, None)
+    if family is not None and type(format) in family.mixes and isinstance(made.transform, Hadamard):
+        with _on(x_RK):
+            return family.encoders(format).quantize(format, x_RK, dtype, operand, keep, measured, made)
+    y_RK = transform(made, x_RK, None)
+    if isinstance(format, HighPrecision):
+        return format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
+    assert family is not None
+    return family.encoders(format).quantize(format, y_RK, dtype, operand, keep, measured, None)
+
+
+def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
+    """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
+    family = family_of(format)
+    assert family is not None
+    values: Tensor = family.kernels.decode(format, e, dtype, operand)
+    return values if out is dtype else values.to(out)
+
+
+def transform(
+    operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool = False, clipped: Tensor | None = None
+) -> Tensor:
+    """`operand.transformed(x_RK, matrix)`, or back: `operand.pull_back(x_RK, matrix)`, zero where it is `clipped`; in one pass."""
+    dtype = x_RK.dtype if back or isinstance(operand.format, HighPrecision) else torch.float32
+    with _on(x_RK):
+        return imported("hadamard").mix(x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped)
+
+
+def saturated(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Tensor:
+    """Bit-packed mask of the values that are clipped, of transformed ones behind a transform."""
+    family = family_of(operand.format)
+    assert family is not None
+    with _on(x_RK):
+        return family.kernels.saturated(operand.format, x_RK, operand)
+
+
+def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
+    """x_RK rotated by drawn signs."""
+    with _on(x_RK):
+        return imported("stochastic").rotate(operand, x_RK, random)
+
+
+def _on(x: Tensor) -> Any:
+    """The context in which x's device is the current one."""
+    return imported("launch").on(x)
+
+
+BACKENDS = tuple(
+    Backend("triton", 10, why_not, run, role)
+    for role, why_not, run in (
+        ("encode", _why_not, encode),
+        ("decode", _why_not, decode),
+        ("quantize", _why_not, quantize),
+        ("transform", why_not_transform, transform),
+        ("rotate", _why_not_rotate, rotate),
+        ("saturate", _why_not_saturate, saturated),
+    )
+)

@@ -1,0 +1,52 @@
+"""llama.cpp's product of quantised rows: integer sums of 32 products, each times the product of its two scales, added
+in float32.
+
+    y = rn(sum over blocks, in K's order, of (sum q_x q_w) * (d_x * d_w) [+ m_w * (d_x * sum q_x)] + bias)
+
+Integer sums and products of two float16 scales are exact in float32, so a block is rounded once; m is q4_1's minimum.
+ggml's kernels add the blocks in lanes, in an order that differs by CPU: within float32's rounding of this one. Where
+one side is not in ggml's blocks, both are decoded to float32, exactly, and multiplied there. Source: ggml
+`ggml_vec_dot_q4_0_q8_0_generic` and its like.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Format, Ggml
+
+from ..call import Call
+
+
+def scaled_mm(c: Call) -> Tensor:
+    """y under the contract "ggml"."""
+    x = c.x_hp.reshape(-1, c.k).float() if c.x is None else None
+    if c.x is not None and isinstance(c.x_format, Ggml) and isinstance(c.w_format, Ggml) and c.x_format.bits == 8:
+        acc_MN = _blocks(c.x, c.x_format, c.w, c.w_format)
+    else:
+        x_MK = x if c.x is None else c.x_format.decode(c.x, torch.float32)
+        assert x_MK is not None
+        acc_MN = x_MK @ c.w_format.decode(c.w, torch.float32).t()
+    if c.bias is not None:
+        acc_MN = acc_MN + c.bias.float()
+    return c.shaped(acc_MN.to(c.dtype))
+
+
+def _blocks(x: Encoded, x_format: Ggml, w: Encoded, w_format: Ggml) -> Tensor:
+    """(M, N) float32."""
+    assert x.scale is not None and w.scale is not None
+    x_GMB, w_GNB = _split(x_format, x), _split(w_format, w)
+    dx_GM, dw_GN = x.scale.float().t(), w.scale.float().t()
+    acc_MN = dx_GM.new_zeros(dx_GM.shape[1], dw_GN.shape[1])
+    for g, (x_MB, w_NB) in enumerate(zip(x_GMB, w_GNB, strict=True)):
+        acc_MN += (x_MB @ w_NB.t()) * (dx_GM[g].unsqueeze(1) * dw_GN[g])
+        if w.zero is not None:
+            acc_MN += (dx_GM[g] * x_MB.sum(-1)).unsqueeze(1) * w.zero[:, g].float()
+    return acc_MN
+
+
+def _split(format: Format, e: Encoded) -> Tensor:
+    """(G, R, 32) float32 integers: sums of 32 products of them are exact."""
+    assert isinstance(format, Ggml)
+    return format.integers(e).float().unflatten(1, (-1, 32)).transpose(0, 1)

@@ -1,0 +1,124 @@
+"""Ops of a linear layer: its three GEMMs, and the sum that is its bias's gradient.
+
+`dgrad` encodes the weight again, so that a compiled backward has nothing to keep of it but the parameter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Operand, Scales
+from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
+
+from . import backward, codec
+from .call import Call
+from .define import op
+from .encoding import encode
+
+
+class Product(NamedTuple):
+    """y (*lead, N), and the outer scale (1, 1) of a W that was encoded on the way, where `codec.finds_outer`: backward can use it again."""
+
+    y: Tensor
+    measured: Tensor | None
+
+
+def _product(a: Any) -> Product:
+    rows = a.w.codes if isinstance(a.w, Encoded) else a.w
+    found = isinstance(a.w, Tensor) and codec.finds_outer(a.w_operand)
+    return Product(
+        rows.new_empty(*a.lead, rows.shape[0], dtype=a.dtype),
+        rows.new_empty(1, 1, dtype=torch.float32) if found else None,
+    )
+
+
+@op(_product)
+def scaled_mm(
+    x: Tensor | Encoded,
+    w: Tensor | Encoded,
+    bias: Tensor | None,
+    x_operand: Operand | None,
+    w_operand: Operand,
+    contract: str,
+    lead: Sequence[int],
+    dtype: torch.dtype,
+    x_values: Tensor | None = None,
+    strides: Sequence[int] | None = None,
+) -> Product:
+    """y (*lead, N) in `dtype` under `contract`.
+
+    x: (*lead, K) without x_operand, else encoded after being flattened to (M, K). w: (N, K), encoded here, or encoded already.
+    x_values: what the contract reads of an encoded x (`contracts.reads`), where encoding made it in passing.
+    strides: of the decoded (*lead, K) input, for "dequantize" with an encoded x that was not contiguous.
+    """
+    call = Call(contract, x, x_operand, w, w_operand, bias, lead, dtype, strides, x_values)
+    if 0 in lead:
+        y = call.w_rows.new_empty(*lead, call.w_rows.shape[0], dtype=dtype)
+    else:
+        y = call.run()
+    # no view, for autograd: `relu_` of a Function's view is an error
+    y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+    found = isinstance(w, Tensor) and codec.finds_outer(w_operand)
+    return Product(y, call.alpha_w if found else None)
+
+
+@op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[0], a.w.k if isinstance(a.w, Encoded) else a.w.shape[1]))
+def dgrad(
+    grad_MN: Tensor,
+    w: Tensor | Encoded,
+    w_operand: Operand,
+    held: Scales | None = None,
+    measured: Tensor | None = None,
+    grad_as: Operand | None = None,
+    w_as: Operand | None = None,
+    random: Tensor | None = None,
+) -> Tensor:
+    """dx (M, K) = dy W^ in dy's dtype; w (N, K) is encoded here, or encoded already.
+
+    measured: what `scaled_mm` measured of W. grad_as, w_as: what dy and W^ are encoded as along N, None for high precision.
+    random: the state of their random numbers, if they draw.
+    """
+    dtype = grad_MN.dtype
+    if isinstance(w, Tensor) and held is None:
+        w_NK = codec.quantize(w_operand, w, dtype, measured=measured).values
+    else:
+        e = w if isinstance(w, Encoded) else encode.body(w, w_operand, held)
+        w_NK = codec.decode(w_operand.format, e, dtype)
+    if grad_as is None or w_as is None:
+        return grad_MN @ w_NK
+    return backward.product(grad_MN, w_NK.t(), grad_as, w_as, random, DGRAD_GRAD_OUTPUT)
+
+
+@op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], a.x.k if isinstance(a.x, Encoded) else a.x.shape[1]))
+def wgrad(
+    grad_MN: Tensor,
+    x: Tensor | Encoded,
+    x_operand: Operand | None,
+    held: Scales | None = None,
+    grad_as: Operand | None = None,
+    x_as: Operand | None = None,
+    random: Tensor | None = None,
+) -> Tensor:
+    """dW (N, K) = dy^T x^ in dy's dtype; x is encoded, or (M, K) and encoded here, or multiplied as it is without x_operand.
+
+    grad_as, x_as, random: as in `dgrad`, along M.
+    """
+    if x_operand is None:
+        assert isinstance(x, Tensor)
+        x_MK = x.to(grad_MN.dtype)
+    else:
+        e = x if isinstance(x, Encoded) else encode.body(x, x_operand, held)
+        x_MK = codec.decode(x_operand.format, e, grad_MN.dtype)
+    if grad_as is None or x_as is None:
+        return grad_MN.t() @ x_MK
+    return backward.product(grad_MN.t(), x_MK.t(), grad_as, x_as, random, WGRAD_GRAD_OUTPUT)
+
+
+@op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], dtype=a.dtype))
+def bgrad(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """db (N,) in `dtype`, summed in float32. An op because compiled sums add in another order."""
+    return grad_MN.sum(0, dtype=torch.float32).to(dtype)

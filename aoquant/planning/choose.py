@@ -1,0 +1,226 @@
+"""Which layer gets which config: filter functions, names and patterns, and what applies when neither says.
+
+By default every linear layer is chosen but the output head, which costs quality and is often tied, and no embedding.
+A filter function replaces that rule. torchao's `FqnToConfig` chooses by exact names, then "re:" patterns in their
+order, then "_default"; a key names a layer ("model.layers.0.mlp.up_proj") or its weight ("....up_proj.weight").
+
+A choice that cannot be honoured is an error or a warning, never silence. A key that names a parameter which is no
+layer's weight, such as a bias or stacked experts, raises. A filter that picks a module without support, such as a
+convolution, is noted for the coverage's warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torchao.quantization import FqnToConfig
+
+from aoquant.config import QATConfig
+from aoquant.layers.kinds import is_layer, is_linear, kind_of
+from aoquant.layers.qat import QATLayer
+from aoquant.planning import tied
+
+Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
+
+
+@dataclass
+class Choice:
+    """What a config and a filter choose in a model.
+
+    layers: (all names of a layer, the layer, its config). left_alone: names and classes of chosen layers that are
+    subclasses of a layer that is supported. left_out: ids of modules without support that the filter or the names do
+    not pick. picked: ids of those that they do.
+    """
+
+    layers: list[tuple[str, Any, Any]] = field(default_factory=list)
+    left_alone: list[str] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
+    picked: set[int] = field(default_factory=set)
+
+
+def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
+    """Every layer that `config` applies to, each once, with its config.
+
+    Raises:
+        ValueError: filter_fn beside FqnToConfig, a pattern that is no regular expression, a key that names a
+            parameter which is no layer's weight, or a module with several names that were given different configs.
+    """
+    config = _pushed_into_names(config)
+    by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else None
+    if by_name is not None and filter_fn is not None:
+        raise ValueError("FqnToConfig chooses the layers itself: give filter_fn or FqnToConfig, not both")
+    _check_patterns(by_name or {})
+    found, used = Choice(), set[str]()
+
+    def config_for(module: nn.Module, fqn: str) -> Any:
+        """The config of a layer under one of its names, None to leave it as it is."""
+        if by_name is not None:
+            used.update(key for key in by_name if _means(key, fqn))
+            key = key_of(by_name, fqn, default=is_usual(model, module, fqn))
+            return by_name[key] if key else None
+        # a head or an embedding that was prepared by name is converted with the others
+        usual = isinstance(module, QATLayer) or is_usual(model, module, fqn)
+        return config if (usual if filter_fn is None else filter_fn(module, fqn)) else None
+
+    every: list[str] = []
+    for names, module in tied.modules(model):
+        if is_layer(module):
+            every += names
+            label = ", ".join(names)
+            chosen, *others = [config_for(module, fqn) for fqn in names]
+            if any(other != chosen for other in others):
+                raise ValueError(
+                    f"{label}: are one module, which has one config: choose it under all of its names or under none, with the same config"
+                )
+            if chosen is not None and kind_of(module) is not None:
+                found.layers.append((label, module, chosen))
+            elif chosen is not None:
+                found.left_alone.append(f"{label} ({type(module).__name__})")
+        elif any(p is not None and p.dim() > 1 for p in module._parameters.values()):
+            picked = _picks(module, names, by_name, filter_fn)
+            if picked is not None:
+                (found.picked if picked else found.left_out).add(id(module))
+    unmet = [k for k in by_name or () if k not in used and k != "_default"]
+    unmet = [k for k in unmet if not _is_float_parameter(model, k, (by_name or {})[k])]
+    _warn_of_unmet(unmet, every, filter_fn)
+    return found
+
+
+def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool) -> str | None:
+    """The key that applies to layer `fqn`.
+
+    Exact names come before patterns, patterns are in order, "_default" is last; a weight's name comes before its
+    layer's.
+    """
+    for pattern in (False, True):
+        for name in (_weight(fqn), fqn):
+            for key in by_name:
+                if key.startswith("re:") == pattern and _means(key, name, exactly=True):
+                    return key
+    return "_default" if default and "_default" in by_name else None
+
+
+def is_usual(model: nn.Module, module: nn.Module, fqn: str) -> bool:
+    """Whether a layer is quantised by default: every linear layer is but the output head."""
+    return is_linear(module) and not is_head(model, module, fqn)
+
+
+def is_head(model: nn.Module, module: nn.Module, fqn: str) -> bool:
+    """Whether a layer is the output head, by its name or because a Hugging Face model says so."""
+    head = getattr(model, "get_output_embeddings", None)
+    return fqn.rpartition(".")[2] == "lm_head" or (callable(head) and head() is module)
+
+
+def _pushed_into_names(config: Any) -> Any:
+    """QATConfig(FqnToConfig({name: base})) as FqnToConfig({name: QATConfig(base)})."""
+    if not (isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig)):
+        return config
+    by_name = config.base_config.fqn_to_config
+    return FqnToConfig({key: base and dataclasses.replace(config, base_config=base) for key, base in by_name.items()})
+
+
+def _check_patterns(keys: Mapping[str, Any]) -> None:
+    for key in keys:
+        if key.startswith("re:"):
+            try:
+                re.compile(key[3:])
+            except re.error as error:
+                raise ValueError(f"FqnToConfig pattern {key!r} is no regular expression: {error}") from None
+
+
+def _picks(
+    module: nn.Module, names: list[str], by_name: Mapping[str, Any] | None, filter_fn: Filter | None
+) -> bool | None:
+    """Whether the names or the filter pick a module without support; None where the default decides."""
+    if by_name is not None:
+        parameters = [_join(fqn, p) for fqn in names for p in module._parameters]
+        keys = [key for key in by_name for name in (*names, *parameters) if _means(key, name, exactly=True)]
+        return None if not keys and "_default" in by_name else any(by_name[key] is not None for key in keys)
+    if filter_fn is None:
+        return None
+    try:
+        return any(bool(filter_fn(module, fqn)) for fqn in names)
+    except Exception:  # a filter may take what it is shown for a linear layer, and read its in_features
+        return False
+
+
+def _is_float_parameter(model: nn.Module, key: str, config: Any) -> bool:
+    """Whether `key` names parameters, or modules without support, that its config (None) leaves as they are.
+
+    Raises:
+        ValueError: it has a config, and names a parameter that is no layer's weight.
+    """
+    for fqn, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not _means(key, _join(fqn, name), exactly=True):
+                continue
+            if config is not None:
+                raise ValueError(
+                    f"{key!r} names the parameter {_join(fqn, name)} {tuple(parameter.shape)} of a {type(module).__name__}, which aoquant "
+                    "cannot quantise: it takes the weights of nn.Linear, nn.Embedding and transformers' Conv1D. Leave the key out, or "
+                    "give it None, which leaves the parameter in high precision"
+                )
+            return True
+        if config is None and fqn and _means(key, fqn, exactly=True):
+            return True
+    return False
+
+
+def _warn_of_unmet(unmet: list[str], every: list[str], filter_fn: Filter | None) -> None:
+    if filter_fn is not None:  # its names may be parts of names
+        unmet = list(getattr(filter_fn, "unmet", ()))
+        every = sorted({part for fqn in every for part in (fqn, *fqn.split("."))})
+    for key in unmet:
+        near = difflib.get_close_matches(key.removeprefix("re:"), every, 3, 0.3)
+        warnings.warn(
+            f"the name or pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}", stacklevel=5
+        )
+
+
+def _join(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _weight(fqn: str) -> str:
+    return _join(fqn, "weight")
+
+
+def _means(key: str, name: str, *, exactly: bool = False) -> bool:
+    """Whether a key means `name`, or, not exactly, the layer called so or its weight."""
+    names = (name,) if exactly else (name, _weight(name))
+    return any(re.fullmatch(key[3:], n) is not None if key.startswith("re:") else key == n for n in names)
+
+
+def nothing_chosen(model: nn.Module, *, converts: bool) -> str:
+    """Why no layer was chosen. converts: the step is "convert"."""
+    linears = [fqn for fqn, m in model.named_modules() if is_linear(m)]
+    plain = [fqn for fqn, m in model.named_modules() if (kind := kind_of(m)) is not None and kind.gemm]
+    if linears and not plain:
+        return (
+            f"nothing to quantise: all {len(linears)} linear layer(s) are subclasses of nn.Linear, which are left alone"
+        )
+    if converts:
+        return "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
+    if not linears:
+        return f"nothing to quantise: {type(model).__name__} has no nn.Linear{_instead(model)}"
+    return (
+        f"nothing to quantise: {len(linears)} linear layer(s), such as {', '.join(linears[:3])}, and none was chosen. "
+        f"lm_head and embeddings are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns{_instead(model)}"
+    )
+
+
+def _instead(model: nn.Module) -> str:
+    """The classes of the modules without support that hold matrices, as the end of a sentence."""
+    others = {
+        type(m).__name__
+        for m in model.modules()
+        if not is_layer(m) and any(p is not None and p.dim() > 1 for p in m._parameters.values())
+    }
+    return f". No support for the weights of {', '.join(sorted(others))}" if others else ""

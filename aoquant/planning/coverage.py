@@ -1,0 +1,266 @@
+"""Coverage: what quantisation reaches in a model, and what stays float, parameter by parameter.
+
+A model's parameters are counted once each, by the memory that they are stored in, so tied weights count once under
+all of their names. A parameter is the weight of a quantised or a prepared layer, or it is float for one of these
+reasons:
+
+    default       embeddings and the output head, which are left out unless they are named
+    left out      a layer that no config was given to
+    incompatible  a layer that cannot take its config, and was left out by skip_incompatible=True
+    subclass      the weight of a subclass of a supported layer, whose forward may differ
+    adapter       LoRA's matrices
+    unsupported   a matrix of a module that aoquant cannot quantise: stacked experts, a convolution, nn.LSTM
+    small         biases, norms, scales: at most one dimension longer than 1. They are added up and not listed.
+
+The first two are documented or asked for. A user expects the unsupported ones to be quantised, and they can be most
+of a model: the experts of a Mixtral are 3-D parameters, and its linear layers a sixth of it. So `quantize_` warns
+when they are more than `WORTH_A_WARNING` of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from aoquant.layers.kinds import is_layer, is_packed, kind_of
+from aoquant.layers.qat import QATLayer
+from aoquant.planning.choose import is_head
+from aoquant.planning.sizes import stored_bytes
+from aoquant.planning.tied import identity, modules
+from aoquant.tensor import PackedTensor
+
+if TYPE_CHECKING:
+    from aoquant.planning.plan import Plan
+
+WORTH_A_WARNING = 0.05  # share of a model's elements in unsupported matrices
+SKIPPED = "aoquant_skipped"  # attribute of a layer that skip_incompatible left out: why
+REACHED = ("quantised", "prepared")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter, with all of its names.
+
+    shape: as it is stored; (N, K) when quantised. elements: values that it stands for. bytes: that it occupies now.
+    state: "quantised", "prepared", or one of the reasons above. about: the format, or why it is float. asked: a
+    filter or a name picked it, without support.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    elements: int
+    bytes: int
+    state: str
+    about: str
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Every parameter of a model. Print it for a table; `weights` are its rows, small parameters last."""
+
+    weights: tuple[Weight, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(w.elements for w in self.weights)
+
+    @property
+    def share(self) -> float:
+        """Share of the model's parameters, by elements, in quantised or prepared layers."""
+        return self._share(w.elements for w in self.weights if w.state in REACHED)
+
+    @property
+    def bytes_share(self) -> float:
+        """Share of the model's bytes, as it is stored now, in quantised or prepared layers. Packed weights take few."""
+        total = sum(w.bytes for w in self.weights)
+        return sum(w.bytes for w in self.weights if w.state in REACHED) / total if total else 0.0
+
+    @property
+    def float_weights(self) -> tuple[Weight, ...]:
+        """Matrices that are float, the largest first."""
+        found = [w for w in self.weights if w.state not in (*REACHED, "small")]
+        return tuple(sorted(found, key=lambda w: -w.elements))
+
+    @property
+    def unexpected(self) -> tuple[Weight, ...]:
+        """Matrices that are float though nothing documented or asked for leaves them out, the largest first."""
+        return tuple(w for w in self.float_weights if w.state in ("unsupported", "subclass", "incompatible"))
+
+    @property
+    def problem(self) -> str | None:
+        """A sentence about the unsupported matrices; None when nothing asked for them and they are at most
+        `WORTH_A_WARNING` of the model.
+        """
+        found = [w for w in self.unexpected if w.state == "unsupported"]
+        share = self._share(w.elements for w in found)
+        if share <= WORTH_A_WARNING and not any(w.asked for w in found):
+            return None
+        return f"{self}, and {share:.1%} are matrices without support, which stay float: {listed(found)}"
+
+    def __str__(self) -> str:
+        return f"{self.share:.1%} of {self.elements:,} parameters are in quantised layers"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: shares, and the float matrices."""
+        weights = [
+            {"names": list(w.names), "shape": list(w.shape), "state": w.state, "why": w.about}
+            for w in self.float_weights
+        ]
+        return {
+            "share": self.share,
+            "bytes_share": self.bytes_share,
+            "parameters": self.elements,
+            "float_weights": weights,
+        }
+
+    def to_markdown(self) -> str:
+        """A table with a line for layers that differ in their number only, and a line of totals."""
+        lines = ["| parameter | shape | elements | bytes | share | state | |", "|:--|:--|--:|--:|--:|:--|:--|"]
+        for names, shape, group in _grouped(self.weights):
+            elements, size = sum(w.elements for w in group), sum(w.bytes for w in group)
+            share = elements / self.elements if self.elements else 0.0
+            lines.append(
+                f"| {names} | {shape} | {elements:,} | {size:,} | {share:.2%} | {group[0].state} | {group[0].about} |"
+            )
+        return "\n".join([*lines, "", f"{self}, which hold {self.bytes_share:.1%} of the bytes."])
+
+    def _share(self, parts: Iterable[int]) -> float:
+        return sum(parts) / self.elements if self.elements else 0.0
+
+
+def coverage(model: nn.Module) -> Coverage:
+    """What is quantised in `model` and what stays float, with the reason: every parameter, once.
+
+    A prepared layer counts as reached. Buffers are not counted. Example::
+
+        print(aoquant.coverage(model).to_markdown())
+    """
+    return inventory(model)
+
+
+def after(model: nn.Module, plan: Plan) -> Coverage:
+    """The coverage that a model will have once `plan` is carried out."""
+    formats: dict[Hashable, str] = {identity(s.module.weight): s.target.recipe.fprop_weight.name for s in plan.steps}
+    skipped = {id(m): plan.skipped[fqn] for fqn, m, _ in plan.choice.layers if fqn in plan.skipped}
+    return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped)
+
+
+def inventory(
+    model: nn.Module,
+    planned: dict[Hashable, str] | None = None,
+    left_out: Collection[int] = (),
+    picked: Collection[int] = (),
+    skipped: dict[int, str] | None = None,
+) -> Coverage:
+    """The coverage of a model, as it will be after a plan.
+
+    planned: format by the identity of each weight that will be quantised. left_out: ids of modules that the user
+    chose to leave out. picked: ids of modules without support that the user chose. skipped: by the id of each layer
+    that cannot take its config, why.
+    """
+    planned, skipped = planned or {}, skipped or {}
+    users: dict[Hashable, list[tuple[str, str, nn.Module]]] = {}
+    tensors: dict[Hashable, Tensor] = {}
+    for names, module in modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                key = identity(parameter)
+                tensors[key] = parameter
+                users.setdefault(key, []).extend((fqn, name, module) for fqn in names)
+    rows, small = list[Weight](), list[Weight]()
+    for key, owners in users.items():
+        tensor = tensors[key]
+        state, about = _state(model, tensor, owners, planned.get(key), left_out, skipped)
+        labels = tuple(f"{fqn}.{name}" if fqn else name for fqn, name, _ in owners)
+        asked = any(id(module) in picked for _, _, module in owners)
+        row = Weight(labels, tuple(tensor.shape), tensor.numel(), stored_bytes(tensor), state, about, asked)
+        (small if state == "small" else rows).append(row)
+    if small:
+        elements, size = sum(w.elements for w in small), sum(w.bytes for w in small)
+        rows.append(Weight((f"{len(small)} biases, norms and scales",), (), elements, size, "small", "not quantised"))
+    return Coverage(tuple(rows))
+
+
+def listed(weights: Collection[Weight], count: int = 5) -> str:
+    """Names and shapes by reason, the first `count` of each, for messages."""
+    said = []
+    for about in dict.fromkeys(w.about for w in weights):
+        names = [f"{names} {shape}" for names, shape, _ in _grouped(w for w in weights if w.about == about)]
+        more = f" and {len(names) - count} more" if len(names) > count else ""
+        said.append(f"{', '.join(names[:count])}{more}: {about}")
+    return "; ".join(said)
+
+
+def _grouped(weights: Iterable[Weight]) -> list[tuple[str, str, list[Weight]]]:
+    """(names, shape, rows): rows whose names differ in numbers only are one, as layers.*.mlp.up_proj.weight."""
+    groups: dict[tuple[Any, ...], list[Weight]] = {}
+    for w in weights:
+        pattern = tuple(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in w.names)
+        groups.setdefault((pattern, w.shape, w.state, w.about), []).append(w)
+    named: list[tuple[str, str, list[Weight]]] = []
+    for (pattern, shape, _, _), group in groups.items():
+        names = ", ".join(pattern if len(group) > 1 else group[0].names)
+        sizes = "x".join(map(str, shape))
+        named.append((names, f"{len(group)} x ({sizes})" if len(group) > 1 else f"({sizes})" if shape else "", group))
+    return named
+
+
+def _state(
+    model: nn.Module,
+    tensor: Tensor,
+    owners: list[tuple[str, str, nn.Module]],
+    planned: str | None,
+    left_out: Collection[int],
+    skipped: dict[int, str],
+) -> tuple[str, str]:
+    """(state, about) of one parameter, from the modules that hold it."""
+    if is_packed(tensor):
+        return "quantised", tensor.format if isinstance(tensor, PackedTensor) else type(tensor.data).__name__
+    weights = [module for _, name, module in owners if name == "weight"]
+    if (prepared := next((m for m in weights if isinstance(m, QATLayer)), None)) is not None:
+        return "prepared", prepared.prepared.recipe.fprop_weight.name
+    if planned is not None:
+        return "quantised", planned
+    if sum(n > 1 for n in tensor.shape) < 2 or all(isinstance(m, QATLayer) for _, _, m in owners):
+        return "small", ""
+    reason = next((r for m in weights if (r := skipped.get(id(m)) or vars(m).get(SKIPPED))), None)
+    if reason is not None:
+        return "incompatible", reason
+    fqn, name, module = owners[0]
+    if _is_adapter(model, fqn):
+        return "adapter", "trained beside the quantised weight"
+    if any(is_head(model, m, f) for f, _, m in owners):
+        return "default", "the output head: left out unless it is named"
+    if isinstance(module, nn.Embedding):
+        return "default", "an embedding: left out unless it is named"
+    if kind_of(module) is not None and name == "weight":
+        return "left out", "no config was given to this layer"
+    if id(module) in left_out:
+        return "left out", f"a parameter of {type(module).__name__}, left out by name"
+    if is_layer(module) and name == "weight":
+        return "subclass", f"{type(module).__name__} is a subclass of a supported layer, whose forward may differ"
+    return "unsupported", _why_unsupported(module, fqn, tensor)
+
+
+def _why_unsupported(module: nn.Module, fqn: str, tensor: Tensor) -> str:
+    kind = type(module).__name__
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return f"{kind} is a convolution"
+    if tensor.dim() > 2 and re.search("expert|moe", f"{fqn} {kind}", re.IGNORECASE):
+        return f"experts stacked into one parameter of {kind}, and only weights of linear layers are quantised"
+    return f"a parameter of {kind}, and only weights of nn.Linear, nn.Embedding and Conv1D are quantised"
+
+
+def _is_adapter(model: nn.Module, fqn: str) -> bool:
+    """Whether a module is part of an adapter: beneath a tuner layer of peft's, beside its base_layer."""
+    parts = fqn.split(".")
+    for i in range(len(parts)):
+        parent = model.get_submodule(".".join(parts[:i]))
+        if hasattr(parent, "base_layer") and hasattr(parent, "merged"):
+            return parts[i] != "base_layer"
+    return False

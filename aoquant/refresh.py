@@ -1,0 +1,118 @@
+"""A converted copy that follows a model in training: rollouts of reinforcement learning with the trained policy, bit
+for bit.
+
+The copy's layers are encoded anew from the prepared layers, into the tensors that they have: no tensor is made or
+replaced, so compiled code and CUDA graphs of the copy stay valid, and memory beyond both models is one layer's codes.
+The codes come from the encoding that convert would use, under the scales that the prepared layer holds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from aoquant import ops
+from aoquant.formats import Scales
+from aoquant.layers.qat import QATLayer, QATLinear
+from aoquant.tensor import PackedTensor
+
+
+@torch.no_grad()
+def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
+    """Give `packed`, a converted copy of `prepared`, the codes, scales and floats that `prepared` has now; returns the
+    layers encoded.
+
+    Log-probabilities of the two are then equal on one device. Both may be on different devices.
+
+    Raises:
+        ValueError: the two do not belong together: names, shapes, formats, or constant activation scales, which are
+        part of the copy's compiled code. Nothing is changed then.
+    """
+    layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
+    if not layers:
+        raise ValueError("refresh_: the second model has no prepared layer; give (converted copy, model in training)")
+    targets = {name: _target(name, layer, packed) for name, layer in layers.items()}
+    floats = _floats(packed, prepared, targets)
+    done: set[int] = set()
+    for name, layer in layers.items():
+        target = targets[name]
+        if id(target) not in done:  # tied weights are one
+            done.add(id(target))
+            _encode(layer, target)
+    for mine, theirs in floats:
+        mine.copy_(theirs)
+    return len(layers)
+
+
+def _target(name: str, layer: QATLayer, packed: nn.Module) -> PackedTensor:
+    """The packed weight that belongs to a prepared layer."""
+    try:
+        module = packed.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"refresh_: the converted model has no layer {name}: convert a copy of this model") from None
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, PackedTensor):
+        raise ValueError(
+            f"refresh_: {name} is prepared, and in the converted model its weight is {type(weight).__name__}: convert a copy"
+        )
+    if isinstance(layer.weight, DTensor):
+        raise ValueError(f"refresh_: {name} is sharded over ranks: gather it first")
+    recipe = layer.prepared.recipe
+    wanted = (recipe.fprop_weight.name, recipe.contract, tuple(layer.weight.shape))
+    got = (weight.format, weight.contract, tuple(weight.shape))
+    if wanted != got:
+        raise ValueError(
+            f"refresh_: {name} is prepared as {wanted}, and the converted model has {got}: convert a copy of this model"
+        )
+    activation = recipe.input_name
+    if (
+        isinstance(layer, QATLinear)
+        and (scales := layer.deployed_input_scales()) is not None
+        and recipe.fprop_input is not None
+    ):
+        activation = recipe.fprop_input.fix(*_numbers(scales)).name if not recipe.fitted else activation
+    if activation != weight.activation:
+        raise ValueError(
+            f"refresh_: {name} quantises its input as {activation}, and the converted model as {weight.activation or 'high precision'}, which "
+            "its compiled code knows as a constant: convert a copy anew after calibrating, and freeze input scales while rollouts run"
+        )
+    return weight
+
+
+def _numbers(scales: Scales) -> list[float]:
+    return [float(t.item()) for t in scales[:3] if t is not None]
+
+
+def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTensor]) -> list[tuple[Tensor, Tensor]]:
+    """(to, from) for everything that is not quantised."""
+    own = {f"{name}.weight" for name in targets}
+    mine = dict(packed.named_parameters(remove_duplicate=False)) | dict(packed.named_buffers())
+    pairs = []
+    for name, theirs in (*prepared.named_parameters(), *prepared.named_buffers()):
+        module, _, parameter = name.rpartition(".")
+        if name in own or (
+            module in targets and parameter != "bias"
+        ):  # held scales and random states stay with training
+            continue
+        if name not in mine or mine[name].shape != theirs.shape:
+            raise ValueError(
+                f"refresh_: the converted model has no {name} of shape {tuple(theirs.shape)}: convert a copy of this model"
+            )
+        if not isinstance(mine[name], PackedTensor):
+            pairs.append((mine[name], theirs.detach()))
+    return pairs
+
+
+def _encode(layer: QATLayer, target: PackedTensor) -> None:
+    """Encode a layer's weight as convert does, into the tensors of `target`."""
+    format, scales = layer.prepared.recipe.fprop_weight, layer.held_scales("weight")
+    weight = layer.weight.detach().to(target.dtype)
+    e = ops.codec.encode(format, weight) if scales is None and format.portable else format.encode(weight, scales)
+    matrix = None if scales is None or scales.transform is None else layer.get_buffer("input_transform")
+    new = (e.codes, e.scale, e.zero, e.outer, matrix)
+    old = (target.qdata, target.scale, target.zero_point, target.per_tensor_scale, target.act_pre_scale)
+    for mine, theirs in zip(old, new, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            mine.copy_(theirs.expand_as(mine) if theirs.shape != mine.shape else theirs)

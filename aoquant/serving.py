@@ -1,0 +1,83 @@
+"""Where an engine on a GPU computes something else than a layer trains, as far as it was read in the engine's source.
+
+vLLM chooses its kernel by the GPU: on Hopper, NVFP4 and MXFP4 layers are Marlin's, which leaves activations in
+bfloat16; on Blackwell MXFP4 layers quantise activations even in weight-only checkpoints. Machete, Hopper's kernel for
+groups of 64 and 128, rounds scale * zero point before it adds, so asymmetric integers differ there. A QAT run should
+know before it starts. Sources: vLLM 0.32, read and not run on these GPUs.
+"""
+
+from __future__ import annotations
+
+from aoquant.layers.linear import LinearRecipe
+
+ENGINES = {"vllm": ("h100", "h200", "b200"), "llama.cpp": ("cpu", "cuda")}
+_HOPPER = ("h100", "h200")
+_FP8 = ("fp8-row-mslk",)
+
+
+def check(engine: str, gpu: str | None) -> None:
+    """Raise ValueError for an engine or a GPU that nothing is known about."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine is one of {', '.join(ENGINES)}, got {engine!r}")
+    if gpu is not None and gpu not in ENGINES[engine]:
+        raise ValueError(f"gpu is one of {', '.join(ENGINES[engine])} with engine={engine!r}, got {gpu!r}")
+
+
+def differences(recipe: LinearRecipe, engine: str, gpu: str | None = None) -> list[str]:
+    """What `engine` on `gpu` (None: any) will compute otherwise than `recipe` trains. Empty: nothing that is known.
+
+    Raises:
+        ValueError: an engine or a GPU that nothing is known about.
+    """
+    check(engine, gpu)
+    return _vllm(recipe, gpu) if engine == "vllm" else _llama_cpp(recipe, gpu)
+
+
+def _vllm(recipe: LinearRecipe, gpu: str | None) -> list[str]:
+    weight, x = recipe.fprop_weight.name, recipe.input_name
+    found = []
+    if weight.startswith("nvfp4") and x and gpu in _HOPPER:
+        found.append(
+            f"vLLM on {gpu} leaves NVFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train with activation=None"
+        )
+    if weight.startswith("mxfp4") and x and gpu in _HOPPER:
+        found.append(
+            f"vLLM on {gpu} leaves MXFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train with activation=None"
+        )
+    if weight.startswith("mxfp4") and not x and gpu == "b200":
+        found.append(
+            "vLLM on b200 quantises MXFP4 layers' activations even where the checkpoint says weights only: train with mxfp4-even"
+        )
+    if x.startswith("mxfp4") and x != "mxfp4-even" and gpu not in _HOPPER:
+        found.append(f"vLLM rounds MXFP4 activations by the rule 'even', trained as {x}: train with mxfp4-even")
+    if x.startswith("fp8-row") and x not in _FP8:
+        found.append(f"vLLM's CUDA kernel quantises fp8 activations as fp8-row-vllm, trained as {x}")
+    if x in ("int8-row", "int8-row-native", "int8-row-asym"):
+        found.append(f"vLLM quantises int8 activations as int8-row-vllm, trained as {x}")
+    if x == "nvfp4" and recipe.input_scales == "dynamic":
+        found.append("vLLM needs NVFP4 activations with a calibrated outer scale: train with activation='nvfp4-static'")
+    if weight.startswith("intx") and weight.endswith("-asym") and gpu in _HOPPER and not x:
+        found.append(
+            f"vLLM on {gpu} multiplies groups of 64 and 128 by Machete, which rounds scale * zero point: train a symmetric format"
+        )
+    if weight.startswith("intx") and not x and recipe.contract != "dequantize":
+        found.append(
+            f"vLLM multiplies (q - zp) * s, rounded once, as the contract 'dequantize' does, trained as {recipe.contract!r}"
+        )
+    return found
+
+
+def _llama_cpp(recipe: LinearRecipe, gpu: str | None) -> list[str]:
+    weight, x = recipe.fprop_weight.name, recipe.input_name
+    found = []
+    if weight not in ("q4_0", "q4_1", "q8_0", "mxfp4", "mxfp4-even") and not weight.startswith("nvfp4"):
+        found.append(
+            f"llama.cpp has no type for {weight}, or multiplies its scales unrounded: train q4_0, q4_1 or q8_0"
+        )
+    if x != "q8_0-x86":
+        found.append(f"llama.cpp quantises activations to Q8_0 (q8_0-x86), trained as {x or 'high precision'}")
+    elif gpu == "cuda":
+        found.append(
+            "llama.cpp's CUDA kernels round Q8_1 activations half away from zero, and q8_0-x86 half to even: some codes differ by one"
+        )
+    return found

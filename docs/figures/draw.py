@@ -1,0 +1,172 @@
+"""The drawn figures of the documentation, as SVG text: `python docs/figures/draw.py` writes them beside this file.
+
+recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. floors.svg shows the package's floors,
+operands.svg the six operands of a linear layer. Each has its own background, and colours for light and for dark, so it can be read on
+any page. Text is drawn as text, so a reader can search and select it. The test suite compares the files with what this script draws.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from xml.sax.saxutils import escape
+
+HERE = Path(__file__).parent
+RUNS = HERE.parents[1] / "benchmarks" / "results" / "recover_h200.csv"
+STYLE = """
+text { font: 14px system-ui, sans-serif; fill: #1f2430 }
+.small { font-size: 12px; fill: #566 } .head { font-size: 15px; font-weight: 600 } .code { font-family: ui-monospace, monospace }
+.code.small { font-size: 11.5px }
+.middle { text-anchor: middle } .end { text-anchor: end }
+.page { fill: #fdfdfd; stroke: #d5d8de } .box { fill: #eef1f6; stroke: #aab2c0 } .warm { fill: #fbeedd; stroke: #d3a566 }
+.cool { fill: #e3effa; stroke: #74a3cf } .line { stroke: #566; fill: none } .grid { stroke: #e1e4ea }
+.float { fill: #9aa3b2 } .ptq { fill: #d98841 } .qat { fill: #3173b8 } .tip { fill: #566 }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6e8ee } .small { fill: #a9b0bd } .page { fill: #1c1f27; stroke: #3a3f4b }
+.box { fill: #2a2f3a; stroke: #5b6475 } .warm { fill: #40321f; stroke: #a57d45 } .cool { fill: #1f3347; stroke: #4d7ba6 }
+.line { stroke: #a9b0bd } .grid { stroke: #333946 } .tip { fill: #a9b0bd }
+.float { fill: #7d8696 } .ptq { fill: #e09a58 } .qat { fill: #5b9bdc } }
+"""
+
+
+def text(x: float, y: float, content: str, style: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{style}">{escape(content)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, style: str, corner: float = 6) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{corner:g}" class="{style}"/>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, style: str = "line", *, arrow: bool = False) -> str:
+    tip = ' marker-end="url(#tip)"' if arrow else ""
+    return f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" class="{style}"{tip}/>'
+
+
+def svg(width: int, height: int, title: str, parts: list[str]) -> str:
+    marker = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style>",
+        f'<defs>{marker}<path d="M0 0L8 4L0 8z" class="tip"/></marker></defs>',
+        rect(0.5, 0.5, width - 1, height - 1, "page", 8),
+    ]
+    return "\n".join([*head, *parts, "</svg>\n"])
+
+
+def perplexities() -> tuple[float, dict[str, dict[str, list[float]]]]:
+    """(float's, recipe -> stage -> one number a run): distilled runs alone, cross entropy's are left out."""
+    base, found = 0.0, defaultdict[str, dict[str, list[float]]](lambda: defaultdict(list))
+    with RUNS.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            value = float(row["word_perplexity"])
+            if row["stage"] == "float":
+                base = value
+            elif row["stage"] == "PTQ":
+                found[row["recipe"]]["PTQ"] = [value]
+            elif row["stage"] == "QAT" and row["loss"] == "kl":
+                found[row["recipe"]]["QAT"].append(value)
+    return base, found
+
+
+def recover() -> str:
+    """Bars, and a dot for each seed."""
+    base, found = perplexities()
+    low, high, left, right, top, bottom = 0.0, 190.0, 60, 700, 64, 290
+
+    def y(value: float) -> float:
+        return bottom - (value - low) / (high - low) * (bottom - top)
+
+    parts = [text(20, 30, "WikiText-2 word perplexity of a 4.85 M-parameter Llama (lower is better)", "head")]
+    for tick in range(0, 181, 30):
+        parts += [
+            line(left, y(tick), right, y(tick), "grid"),
+            text(left - 8, y(tick) + 4, str(tick), "small end"),
+        ]
+    for i, recipe in enumerate(("int4-g32", "nvfp4", "mxfp4")):
+        centre = 170 + i * 210
+        stages = [
+            ("float", "float", [base]),
+            ("PTQ", "ptq", found[recipe]["PTQ"]),
+            ("QAT", "qat", found[recipe]["QAT"]),
+        ]
+        for j, (label, style, values) in enumerate(stages):
+            x, value = centre - 84 + j * 58, mean(values)
+            parts += [
+                rect(x, y(value), 50, bottom - y(value), style, 2),
+                text(x + 25, y(max(values)) - 8, f"{value:.1f}", "small middle"),
+                text(x + 25, bottom + 16, label, "small middle"),
+            ]
+            if len(values) > 1:
+                parts += [f'<circle cx="{x + 25}" cy="{y(v):.1f}" r="2.5" class="tip"/>' for v in values]
+        parts.append(text(centre, bottom + 38, recipe, "middle code"))
+    note = "QAT: 300 steps, distilled, then converted; mean of three seeds (dots). H200, 2026-11-20."
+    parts.append(text(20, bottom + 64, note, "small"))
+    return svg(740, 372, "Perplexity of float, PTQ and QAT", parts)
+
+
+def floors() -> str:
+    rows = [
+        ("4", "Edges", "cli   integrations/", "torchrun, Hugging Face, peft, lm-eval, the command line", "warm"),
+        ("3", "User surface", "config  quantize  calibrate  recipes  report/  planning/  targets/  tools/",
+         "configs in, plans, comparisons out; speaks torchao", "cool"),
+        ("2", "Layers", "layers/   parallel/   tensor.py", "the prepared linear, the packed tensor, both on several devices", "cool"),
+        ("1", "Operations", "ops/   ops/gemm/   ops/triton/   csrc", "one schema, many backends, a router with reasons", "box"),
+        ("0", "Numbers", "formats/   transforms/", "encode, decode, operand: torch alone", "box"),
+    ]  # fmt: skip
+    parts = [text(20, 30, "A file imports from its own floor and from lower ones", "head")]
+    for i, (number, name, modules, what, style) in enumerate(rows):
+        y = 48 + i * 66
+        parts += [
+            rect(20, y, 650, 56, style),
+            text(38, y + 34, number, "head"),
+            text(64, y + 23, name, "head"),
+            text(64, y + 43, what, "small"),
+            text(184, y + 23, modules, "code small"),
+        ]
+    parts += [line(700, 60, 700, 362, arrow=True), text(678, 394, "imports", "small")]
+    return svg(740, 410, "The floors of the package", parts)
+
+
+def operands() -> str:
+    """Three GEMMs in a row each: two operands, each of which may have a format, and what comes out."""
+    rows = [
+        ("fprop", "y = x Wᵀ", ("input  x", "along K"), ("weight  W", "along K"), "y", "K", "cool"),
+        ("dgrad", "dx = dy W", ("grad_output  dy", "along N"), ("weight  Ŵ", "along N"), "dx", "N", "warm"),
+        ("wgrad", "dW = dyᵀ x", ("grad_output  dy", "along M"), ("input  x̂", "along M"), "dW", "M", "warm"),
+    ]
+    parts = [
+        text(20, 30, "Six operands, each with a format of its own", "head"),
+        text(20, 50, "M tokens, N outputs, K inputs. x̂, Ŵ: by default the values that fprop multiplied, decoded from its codes.", "small"),
+    ]  # fmt: skip
+    for i, (name, formula, first, second, out, axis, style) in enumerate(rows):
+        y = 70 + i * 104
+        parts += [text(20, y + 38, name, "head"), text(20, y + 58, formula, "code small")]
+        for j, (what, along) in enumerate((first, second)):
+            x = 130 + j * 180
+            parts += [
+                rect(x, y, 160, 84, style),
+                text(x + 80, y + 24, what, "middle"),
+                text(x + 80, y + 46, "transform, scale, round", "small middle"),
+                text(x + 80, y + 66, f"quantised {along}", "small middle"),
+            ]
+        parts += [
+            text(300, y + 47, "×", "middle"),
+            line(470, y + 42, 500, y + 42, arrow=True),
+            rect(504, y + 6, 150, 72, "box"),
+            text(579, y + 30, f"GEMM sums over {axis}", "small middle"),
+            text(579, y + 49, "then outer scales, bias" if i == 0 else "in float32", "small middle"),
+            text(579, y + 68, "by the contract" if i == 0 else "straight through", "small middle"),
+            line(654, y + 42, 684, y + 42, arrow=True),
+            text(704, y + 47, out, "middle code"),
+        ]
+    return svg(740, 388, "The six operands of a linear layer", parts)
+
+
+FIGURES = {"recover.svg": recover, "floors.svg": floors, "operands.svg": operands}
+
+if __name__ == "__main__":
+    for name, draw in FIGURES.items():
+        (HERE / name).write_text(draw(), encoding="utf-8")

@@ -1,0 +1,174 @@
+"""Run tests in forks of one process that has imported torch, so that a run pays for our package alone.
+
+Each slot has a copy of the package and the tests, which a mutant is written into; the checkout is never touched. A fork gets one core
+(tests take as many threads as there are cores to run on), a session of its own and a deadline, after which all of it is killed.
+"""
+
+from __future__ import annotations
+
+import compileall
+import importlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("aoquant", "test", "benchmarks", "csrc", "eval", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
+HEAVY = (
+    "torch", "torch._dynamo", "torch.distributed.tensor", "torchao.quantization", "transformers.models.llama.modeling_llama",
+    "transformers.quantizers.quantizer_torchao", "peft", "safetensors.torch", "ml_dtypes", "hypothesis", "xdist",
+)  # fmt: skip
+MARKS = "not gpu and not slow and not nightly"
+KILLED, SURVIVED, TIMEOUT, BROKEN = "killed", "survived", "timeout", "broken"
+_OUTCOMES = {
+    0: SURVIVED,
+    1: KILLED,
+    2: KILLED,
+}  # pytest's exit codes: passed, failed, interrupted by an error in collection
+T = TypeVar("T")
+
+
+class Job(NamedTuple, Generic[T]):
+    """tests: paths below test/. file, source: what to overwrite in the copy of the package, if anything. limit: seconds."""
+
+    of: T
+    tests: tuple[str, ...]
+    limit: float
+    file: str = ""
+    source: bytes = b""
+
+
+class Done(NamedTuple, Generic[T]):
+    """outcome: killed, survived, timeout, or broken where pytest itself failed. log: what it printed."""
+
+    of: T
+    outcome: str
+    seconds: float
+    log: str
+
+
+class _Running(NamedTuple, Generic[T]):
+    job: Job[T]
+    slot: int
+    began: float
+
+
+def prepare() -> None:
+    """Import what is heavy and not ours, under the environment of the tests, with one thread."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a run that is ended ends its forks too
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.dont_write_bytecode = True  # a mutant of the same size within a second would be taken for the file it replaced
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.path.insert(0, str(ROOT / "test"))
+    importlib.import_module("conftest")  # sets the environment that the libraries read when they are imported
+    sys.path.remove(str(ROOT / "test"))
+    del sys.modules["conftest"]
+    for name in HEAVY:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    ours = [name for name in sys.modules if name.partition(".")[0] == "aoquant"]
+    if ours:
+        raise RuntimeError(f"a library has imported the package before its mutation: {ours[0]}")
+
+
+class Pool(Generic[T]):
+    """`workers` slots below `folder`."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self.cores = sorted(os.sched_getaffinity(0))
+        self.slots = [folder / f"slot{i}" for i in range(workers)]
+        first, *others = self.slots
+        first.mkdir(parents=True)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, first / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy2(source, first / name)
+        compileall.compile_dir(first / "aoquant", quiet=2)
+        for slot in others:
+            shutil.copytree(first, slot)
+
+    def run(self, jobs: Iterable[Job[T]]) -> Iterator[Done[T]]:
+        """Run all jobs, as many at a time as there are slots; yields each as it ends."""
+        waiting, running = iter(jobs), dict[int, _Running[T]]()
+        free, more = list(range(len(self.slots))), True
+        try:
+            while True:
+                while free and more:
+                    job = next(waiting, None)
+                    if job is None:
+                        more = False
+                        break
+                    slot = free.pop()
+                    running[self._start(job, slot)] = _Running(job, slot, time.monotonic())
+                if not running:
+                    return
+                for done, slot in self._ended(running):
+                    free.append(slot)
+                    yield done
+        finally:
+            for process in running:
+                _kill(process)
+
+    def _start(self, job: Job[T], slot: int) -> int:
+        if job.file:
+            self._write(slot, job.file, job.source)
+        if process := os.fork():
+            return process
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os._exit(self._test(job, slot))
+        finally:
+            os._exit(70)
+
+    def _test(self, job: Job[T], slot: int) -> int:
+        """In the fork: pytest's exit code."""
+        place = self.slots[slot]
+        os.setsid()
+        os.sched_setaffinity(0, {self.cores[slot % len(self.cores)]})
+        os.chdir(place)
+        log = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ["PYTHONPATH"] = str(place)
+        sys.path[:] = [str(place), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
+        import pytest
+
+        tests = [f"test/{name}" for name in job.tests]
+        return int(pytest.main(["-x", "-q", "-n", "0", "--tb", "line", "-p", "no:cacheprovider", "-m", MARKS, *tests]))
+
+    def _ended(self, running: dict[int, _Running[T]]) -> Iterator[tuple[Done[T], int]]:
+        for process, one in list(running.items()):
+            late = time.monotonic() - one.began > one.job.limit
+            if late:
+                _kill(process)
+            found, status = os.waitpid(process, 0 if late else os.WNOHANG)
+            if not found:
+                continue
+            del running[process]
+            _kill(process)  # what the tests started and left
+            outcome = TIMEOUT if late else _OUTCOMES.get(os.waitstatus_to_exitcode(status), BROKEN)
+            log = (self.slots[one.slot] / "log").read_text(errors="replace")
+            if one.job.file:
+                self._write(one.slot, one.job.file, (ROOT / "aoquant" / one.job.file).read_bytes())
+            yield Done(one.job.of, outcome, time.monotonic() - one.began, log), one.slot
+        time.sleep(0.02)
+
+    def _write(self, slot: int, file: str, source: bytes) -> None:
+        path = self.slots[slot] / "aoquant" / file
+        path.write_bytes(source)
+        for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            stale.unlink()
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)

@@ -1,0 +1,184 @@
+"""Exporting as an act: from a model or a checkpoint folder, in shards, interrupted, refused, skipped, from the command
+line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.export_cases import byte_level, converted, llama, packed
+from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
+
+from aoquant import Int4WeightConfig, PackedWeightConfig, QATConfig, cli, export, quantize_, save_pretrained
+from aoquant.export import folder, hf_folder
+from aoquant.export import plan as plans
+from aoquant.export.targets import Stored
+from aoquant.integrations.hf import load_pretrained
+from aoquant.tensor import PackedTensor
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "checkpoint"
+    save_pretrained(converted("intx4-g128", tied=True), path, max_shard_size="60KB")
+    return path
+
+
+def test_a_folder_and_its_model_give_the_same_tensors(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(
+        [
+            "export",
+            str(saved),
+            "--format",
+            "compressed-tensors",
+            "--out",
+            str(tmp_path / "a"),
+            "--max-shard-size",
+            "80KB",
+        ]
+    )
+    assert "written" in capsys.readouterr().out
+    export(load_pretrained(saved), tmp_path / "b", max_shard_size="80KB")
+    a, b = contents(tmp_path / "a"), contents(tmp_path / "b")
+    assert a.keys() == b.keys() and len([n for n in a if n.endswith(".safetensors")]) > 2
+    assert {n for n in a if a[n] != b[n]} <= {"config.json", "generation_config.json"}
+    assert "lm_head.weight" not in load_all(tmp_path / "a")
+
+
+def load_all(path: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def test_an_interrupted_export_continues(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(saved, tmp_path / "whole")
+    made: list[str] = []
+    real = plans.values
+
+    def counted(weight: plans.Weight) -> torch.Tensor:
+        made.append(weight.name)
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return real(weight)
+
+    monkeypatch.setattr(folder, "FLUSHED", 1)
+    monkeypatch.setattr(hf_folder, "values", counted)
+    with pytest.raises(KeyboardInterrupt):
+        export(saved, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and (tmp_path / ".out.partial").is_dir()
+    assert not (tmp_path / ".out.partial" / "config.json").exists()
+    export(saved, tmp_path / "out")
+    assert made[:3] == list(dict.fromkeys(made))[:3] and made.count(made[0]) == 1 and made.count(made[3]) == 2
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_another_export_starts_anew(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "FLUSHED", 1)
+        patched.setattr(hf_folder, "values", stop)
+        with pytest.raises(KeyboardInterrupt):
+            export(saved, tmp_path / "out")
+    skip = ["model.layers.0.mlp.down_proj"]
+    export(saved, tmp_path / "out", skip=skip)
+    export(saved, tmp_path / "fresh", skip=skip)
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "gguf"])
+def test_one_layer_is_in_memory(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """When a layer of a folder is repacked, the codes of the one before are gone."""
+    where = "aoquant.export.gguf_file" if format == "gguf" else "aoquant.export.compressed"
+    module = importlib.import_module(where)
+    real = module.store
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = []
+
+    def watched(p: PackedTensor) -> Stored:
+        if not p.qdata.is_meta:
+            alive.append(weakref.ref(p.qdata))
+            most.append(sum(ref() is not None for ref in alive))
+        return real(p)
+
+    monkeypatch.setattr(module, "store", watched)
+    source = saved
+    if format == "gguf":
+        source = tmp_path / "saved"
+        save_pretrained(converted("q4_0"), source, byte_level())
+    export(source, tmp_path / "out", format)
+    assert len(most) == 14 and max(most) <= 2  # a local name may outlive its use until it is bound again
+
+
+def test_skipped_layers_are_floats(tmp_path: Path) -> None:
+    model = converted("intx4-g128")
+    out = export(model, tmp_path / "out", skip=["*.down_proj", "re:.*layers\\.0\\.self_attn\\.q_proj"])
+    tensors = load_file(out / "model.safetensors")
+    for name in ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"):
+        assert torch.equal(tensors[f"{name}.weight"], packed(model)[name].dequantize())
+        assert name in (out / "config.json").read_text()
+    with pytest.raises(ValueError, match="'q_porj' is no quantised layer's name"):
+        export(model, tmp_path / "other", skip=["q_porj"])
+
+
+def test_layers_that_do_not_fit_are_listed_before_anything_is_written(saved: Path, tmp_path: Path) -> None:
+    model = llama()
+    quantize_(
+        model, FqnToConfig({r"re:.*down_proj": Int4WeightConfig(128), "_default": PackedWeightConfig("intx4-g32")})
+    )
+    out = tmp_path / "out"
+    expected = (
+        r"(?s)2 layer\(s\) do not fit compressed-tensors.*layers\.0\.mlp\.down_proj: no scheme holds int4-g128\. "
+        r"Instead: train intx4-g128-asym"
+    )
+    with pytest.raises(ValueError, match=expected):
+        export(model, out)
+    cases = {
+        "its outer scale": converted("nvfp4-static:0.0009"),
+        "no scheme holds gridflip": converted("gridflip"),
+        "behind a transform": converted(PackedWeightConfig("hadamard32-inverse+mxfp4", "hadamard32+mxfp4")),
+        "make an outer scale in every call": converted(PackedWeightConfig("nvfp4-static:0.0009765625", "nvfp4")),
+    }
+    for message, other in cases.items():
+        with pytest.raises(ValueError, match=message):
+            export(other, out)
+    foreign = llama()
+    quantize_(foreign, Int8WeightOnlyConfig())
+    with pytest.raises(ValueError, match="it is torchao's Int8Tensor"):
+        export(foreign, out)
+    embeddings = llama()
+    quantize_(embeddings, FqnToConfig({"model.embed_tokens": PackedWeightConfig("intx4-g32"), "_default": None}))
+    with pytest.raises(ValueError, match="it is an embedding, and engines read embeddings as floats"):
+        export(embeddings, out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_converted_model_is_refused(saved: Path, tmp_path: Path) -> None:
+    out, model = tmp_path / "out", llama()
+    with pytest.raises(ValueError, match="no layer of the model is quantised"):
+        export(model, out)
+    quantize_(model, QATConfig(PackedWeightConfig("intx4-g32"), step="prepare"))
+    with pytest.raises(ValueError, match="are prepared and not converted"):
+        export(model, out)
+    with pytest.raises(ValueError, match="export writes Hugging Face models, got Linear"):
+        export(torch.nn.Linear(2, 2), out)
+    with pytest.raises(ValueError, match="format is one of compressed-tensors, modelopt, gguf, got 'ggml'"):
+        export(saved, out, "ggml")
+    assert list(tmp_path.iterdir()) == []
+    out.mkdir()
+    (out / "mine").write_text("")
+    for format in ("compressed-tensors", "gguf"):
+        with pytest.raises(ValueError, match="exists and is not an empty folder"):
+            export(saved, out, format)

@@ -1,0 +1,208 @@
+"""GGUF files: ggml's types hold the trained numbers, and transformers' own reader of GGUF finds model and tokenizer in
+them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from support.export_cases import SHAPE, byte_level, converted, packed
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from aoquant import PackedWeightConfig, export, load_pretrained, quantize_, save_pretrained
+from aoquant.export import gguf_arch, gguf_tokenizer
+
+TEXT = "the quick brown fox, 12 times"
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """A BPE with byte fallback, as Llama 2, Gemma and the first Mistral have."""
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz,12"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(64)), *letters, "th", "the", "▁the"]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
+    made = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def read(path: Path) -> dict[str, Any]:
+    return {t.name: t for t in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize(
+    ("name", "type"),
+    [
+        ("q4_0", Type.Q4_0),
+        ("q4_1", Type.Q4_1),
+        ("q8_0", Type.Q8_0),
+        ("intx4-g32-sfloat16", Type.Q4_0),
+        ("intx8-g128-sfloat16", Type.Q8_0),
+        ("mxfp4", Type.MXFP4),
+        ("nvfp4", Type.NVFP4),
+    ],
+)
+def test_values_in_the_file_are_the_trained_ones(name: str, type: Type, tmp_path: Path) -> None:
+    model = converted(PackedWeightConfig(name), dtype=torch.float32)
+    tensors = read(export(model, tmp_path / "out", "gguf", byte_level()))
+    names = {
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.down_proj": "ffn_down",
+    }  # not permuted
+    for layer in (0, 1):
+        for ours, theirs in names.items():
+            weight = packed(model)[f"model.layers.{layer}.{ours}"]
+            found = tensors[f"blk.{layer}.{theirs}.weight"]
+            assert found.tensor_type == type
+            values = torch.from_numpy(gguf.quants.dequantize(found.data, type))
+            if weight.per_tensor_scale is not None:
+                outer = torch.from_numpy(tensors[f"blk.{layer}.{theirs}.scale"].data.copy())
+                assert torch.equal(outer, weight.per_tensor_scale[0])
+                e = weight.encoded._replace(outer=None)
+                assert torch.equal(values, weight.weight_format.operand(e, torch.float32))
+            else:
+                assert torch.equal(values, weight.dequantize(torch.float32))
+
+
+FAMILIES: dict[str, Any] = {
+    "llama": (LlamaConfig, {}),
+    "llama3": (
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 32}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "gemma2": (Gemma2Config, {"head_dim": 32, "query_pre_attn_scalar": 32}),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_the_file_back(family: str, tmp_path: Path) -> None:
+    """Names, permuted rows, norms and sizes: every weight of the model that transformers builds from the file alone."""
+    kind, more = FAMILIES[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**{**SHAPE, **more}), dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    quantize_(model, PackedWeightConfig("q8_0"))
+    export(model, tmp_path / "out", "gguf", byte_level())
+    if family == "llama3":  # transformers' reader leaves the factors out: they are compared with its own rotation
+        factors = torch.from_numpy(read(tmp_path / "out" / "model.gguf")["rope_freqs.weight"].data.copy())
+        plain = 10000.0 ** -(torch.arange(0, 32, 2) / 32)
+        torch.testing.assert_close(plain / factors, model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+        return
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32).eval()
+    wanted, found = dict(model.named_parameters()), dict(again.named_parameters())
+    assert wanted.keys() == found.keys()
+    for name, w in wanted.items():
+        values = w.dequantize() if name.removesuffix(".weight") in packed(model) else w
+        if w.dim() == 1 and family.startswith(
+            "gemma"
+        ):  # 1 + w is rounded to float32, as the model rounds it in every forward
+            values, found[name] = values + 1, found[name] + 1
+        assert torch.equal(found[name], values), name
+    for size in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size"):
+        assert getattr(again.config, size) == pytest.approx(getattr(model.config, size)), size
+
+
+def test_a_checkpoint_folder_gives_the_same_file(tmp_path: Path) -> None:
+    model = converted(PackedWeightConfig("q4_0"))
+    save_pretrained(model, tmp_path / "saved", byte_level())
+    a = export(load_pretrained(tmp_path / "saved"), tmp_path / "a", "gguf", byte_level())
+    b = export(tmp_path / "saved", tmp_path / "b", "gguf")
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    model = converted(PackedWeightConfig("q4_0"))
+    for name, tokenizer in (("bytes", byte_level()), ("pieces", sentencepiece_like())):
+        path = export(model, tmp_path / name, "gguf", tokenizer)
+        fields = gguf.GGUFReader(path).fields
+        tokens = fields["tokenizer.ggml.tokens"].contents()
+        assert len(tokens) == 128 and all(tokens[i] == t for t, i in tokenizer.get_vocab().items())
+        if name == "bytes":
+            assert (
+                fields["tokenizer.ggml.model"].contents() == "gpt2"
+                and fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+            )
+            assert fields["tokenizer.ggml.merges"].contents() == ["t h", "th e", "Ġ q"]
+            assert "messages" in fields["tokenizer.chat_template"].contents()
+            again = AutoTokenizer.from_pretrained(tmp_path / name, gguf_file="model.gguf")
+            assert again.encode("the q", add_special_tokens=False) == tokenizer.encode(
+                "the q", add_special_tokens=False
+            )
+        else:
+            assert fields["tokenizer.ggml.model"].contents() == "llama"
+            scores = dict(zip(tokens, fields["tokenizer.ggml.scores"].contents(), strict=True))
+            assert scores["th"] > scores["the"] > scores["▁the"] > scores["a"]
+            types = dict(zip(tokens, fields["tokenizer.ggml.token_type"].contents(), strict=True))
+            assert (types["<unk>"], types["<s>"], types["<0x00>"], types["a"]) == (2, 3, 6, 1)
+            assert fields["tokenizer.ggml.add_space_prefix"].contents() is True
+
+
+@pytest.mark.parametrize(
+    ("regex", "name"),
+    [
+        (r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+", "llama-bpe"),
+        (r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+", "qwen2"),
+        (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*|\p{N}", "tekken"),
+    ],
+)
+def test_the_split_names_the_tokenizer(regex: str, name: str) -> None:
+    split = {"type": "Split", "pattern": {"Regex": regex}}
+    steps = [split, {"type": "ByteLevel", "use_regex": False}]
+    assert gguf_tokenizer.split_name({"type": "Sequence", "pretokenizers": steps}) == name
+    with pytest.raises(ValueError, match="not known here"):
+        gguf_tokenizer.split_name({"type": "Split", "pattern": {"Regex": r"\d+"}})
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(
+        ValueError, match=r"(?s)14 layer.*q_proj: no ggml type holds fp8-row. Instead: train q8_0.*--skip"
+    ):
+        export(converted("fp8-row"), out, "gguf", byte_level())
+    with pytest.raises(ValueError, match="are no float16 numbers"):
+        export(converted("intx4-g32", dtype=torch.float32), out, "gguf", byte_level())
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        export(converted("q4_0"), out, "gguf")
+    with pytest.raises(ValueError, match="no architecture is known for MixtralForCausalLM"):
+        gguf_arch.find({"architectures": ["MixtralForCausalLM"]})
+    with pytest.warns(UserWarning, match="which training rounded to bfloat16"):
+        export(converted("intx4-g32"), out, "gguf", byte_level(), skip=["re:.*down_proj"])
+    tensors = read(out / "model.gguf")
+    assert (tensors["blk.0.ffn_down.weight"].tensor_type, tensors["blk.0.ffn_up.weight"].tensor_type) == (
+        Type.BF16,
+        Type.Q4_0,
+    )
+
+
+def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", fail)
+    with pytest.raises(OSError, match="disk"):
+        export(converted("q4_0"), tmp_path / "out", "gguf", byte_level())
+    assert list(tmp_path.iterdir()) == []

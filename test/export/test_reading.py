@@ -1,0 +1,155 @@
+"""Reading compressed-tensors folders: the codes that were stored, as packed tensors, and as prepared layers that start
+from them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from support.export_cases import IDS, converted, llama, packed
+from torch import nn
+
+from aoquant import PackedWeightConfig, QATConfig, export, load_pretrained, quantize_, unpack_
+from aoquant.layers.qat import QATLinear
+from aoquant.tensor import same_bits
+
+PAIRS = [
+    ("intx4-g128", None),
+    ("intx4-g32-asym", None),
+    ("intx3-g32", None),
+    ("intx8-row", None),
+    ("int8-row", "int8-row-vllm"),
+    ("fp8-row", "fp8-row-vllm"),
+    ("fp8-tensor", "fp8-tensor-static:0.015625"),
+    ("fp8-128x128", "fp8-1x128"),
+    ("mxfp4-even", "mxfp4-even"),
+    ("mxfp8", "mxfp8"),
+]
+
+
+@pytest.mark.parametrize(("weight", "activation"), PAIRS)
+def test_reading_gives_the_same_packed_tensors(weight: str, activation: str | None, tmp_path: Path) -> None:
+    contract = "aoquant" if activation else "dequantize"
+    model = converted(PackedWeightConfig(weight, activation, contract), tied=weight == "intx4-g128")
+    again = load_pretrained(export(model, tmp_path / "out"))
+    assert packed(again).keys() == packed(model).keys()
+    assert all(same_bits(w, packed(model)[name]) for name, w in packed(again).items())
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_nvfp4_is_read_with_its_outer_scale(tmp_path: Path) -> None:
+    config = PackedWeightConfig("nvfp4-static:0.0009765625", "nvfp4-static:0.00390625")
+    model = converted(config)
+    again = load_pretrained(export(model, tmp_path / "out"))
+    for name, w in packed(again).items():
+        before = packed(model)[name]
+        assert (w.format, w.activation) == ("nvfp4", before.activation)
+        assert torch.equal(w.dequantize(), before.dequantize())
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("weight", ["intx4-g128", "intx4-g32-asym", "intx8-row", "fp8-row", "mxfp4", "nvfp4"])
+def test_training_starts_from_the_packed_codes(weight: str) -> None:
+    """SQNR inf before the first step; after one, the model trains and converts to what it trained."""
+    model = converted(weight)
+    with torch.no_grad():
+        before = model(IDS).logits
+        codes = {name: w.dequantize() for name, w in packed(model).items()}
+    unpack_(model)
+    assert sum(isinstance(m, QATLinear) for m in model.modules()) == 14
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, before)
+    model(IDS, labels=IDS).loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.05 * p.grad  # type: ignore[operator]
+        trained = model(IDS).logits
+        quantize_(model, QATConfig(step="convert"))
+        assert torch.equal(model(IDS).logits, trained) and not torch.equal(trained, before)
+    assert any(not torch.equal(w.dequantize(), codes[name]) for name, w in packed(model).items())
+
+
+def test_unpack_refuses_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="nothing to unpack"):
+        unpack_(llama())
+    model = converted("intx4-g128")
+    with pytest.raises(ValueError, match="scales is static or learned, got 'dynamic'"):
+        unpack_(model, scales="dynamic")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    before = copy.deepcopy(weight)
+    monkeypatch.setattr("aoquant.unpack._restored", lambda layer, p: False)
+    with pytest.raises(ValueError, match=r"14 layer.* have values whose codes are others"):
+        unpack_(model)
+    assert model.model.layers[0].mlp.up_proj.weight is weight and same_bits(weight, before)
+    assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "MXFP4A16"])
+def test_a_folder_that_compressed_tensors_made(preset: str, tmp_path: Path) -> None:
+    """Its own min-max scales and its own compressor: what llm-compressor publishes. Values and training start equal its
+    values.
+    """
+    model = llama()
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    assert isinstance(scheme, QuantizationScheme) and scheme.weights is not None
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and hasattr(module, "weight_scale"):
+            _observe(module, scheme)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path / "out")
+    compressor.update_config(tmp_path / "out")
+    compressor.decompress_model(model)
+    # bfloat16 has fewer steps than int8 has codes: such a model is trained further in float32
+    read = load_pretrained(tmp_path / "out", dtype=torch.float32 if preset == "W8A8" else torch.bfloat16)
+    for name, w in packed(read).items():
+        assert torch.equal(w.dequantize(torch.bfloat16), model.get_submodule(name).weight), name
+    assert len(packed(read)) == 14
+    with torch.no_grad():
+        logits = read(IDS).logits
+        unpack_(read)
+        assert torch.equal(read(IDS).logits, logits)
+
+
+def _observe(module: nn.Module, scheme: QuantizationScheme) -> None:
+    """Min-max scales, by compressed-tensors' own arithmetic."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = scheme.weights
+    assert args is not None and isinstance(module.weight, torch.Tensor)
+    group = args.group_size or module.weight.shape[1]
+    blocks = module.weight.detach().float().unflatten(1, (-1, group))
+    scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    module.weight_scale.data = scale.to(module.weight_scale.dtype)  # type: ignore[union-attr]
+    if hasattr(module, "weight_zero_point"):
+        module.weight_zero_point.data = zero.to(module.weight_zero_point.dtype)  # type: ignore[union-attr]
+
+
+def test_what_no_format_equals_is_refused(tmp_path: Path) -> None:
+    out = export(converted("intx4-g128"), tmp_path / "out")
+    told = json.loads((out / "config.json").read_text())
+    told["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {
+        "num_bits": 4, "type": "int", "strategy": "token", "dynamic": True,
+    }  # fmt: skip
+    (out / "config.json").write_text(json.dumps(told))
+    with pytest.raises(
+        ValueError, match=r"q_proj: aoquant has no format for this layer: activations of 4 bits \(int\)"
+    ):
+        load_pretrained(out)
+    with pytest.raises(ValueError, match="onto one device, got device_map='auto'"):
+        load_pretrained(out, device_map="auto")

@@ -1,0 +1,135 @@
+"""Recipes by goal: prepare, train, convert, export, and the exported numbers are the trained ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from support.export_cases import IDS, byte_level, llama, load_elsewhere, packed, write_expected
+
+from aoquant import calibrate, explain, export, quantize_
+from aoquant.config import PackedWeightConfig, QATConfig
+from aoquant.layers.qat import QATLinear
+from aoquant.planning.fused import share_outer_scales, siblings
+from aoquant.recipes import get_recipe
+
+VLLM = ["vllm-w4a16-g128", "vllm-w4a16-g32", "vllm-fp8", "vllm-int8", "vllm-nvfp4", "vllm-mxfp4"]
+GGUF = ["gguf-q4_0", "gguf-q8_0"]
+
+
+def trained(name: str) -> Any:
+    """A model after two steps towards a recipe, converted; converting changed nothing."""
+    torch.manual_seed(0)
+    model = llama()
+    quantize_(model, get_recipe(name).prepare())
+    if name == "vllm-nvfp4":
+        calibrate(model, [IDS])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        before = model(IDS).logits
+        quantize_(model, QATConfig(step="convert"))
+        assert torch.equal(model(IDS).logits, before)
+    return model
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folders = []
+    for name in VLLM:
+        model = trained(name)
+        folders.append(export(model, tmp_path_factory.mktemp("out") / name))
+        write_expected(model, Path(f"{folders[-1]}.pt"))
+    return load_elsewhere(folders)
+
+
+@pytest.mark.parametrize("name", VLLM)
+@pytest.mark.filterwarnings("error")
+def test_recipes_for_vllm(served: dict[str, dict[str, Any]], name: str) -> None:
+    assert (served[name]["different"], served[name]["layers"]) == ([], 14)
+    if "w4a16" in name:
+        assert served[name]["logits"]
+
+
+@pytest.mark.parametrize("name", GGUF)
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_recipes_for_llama_cpp(name: str, tmp_path: Path) -> None:
+    model = trained(name)
+    tensors = {t.name: t for t in gguf.GGUFReader(export(model, tmp_path / "out", "gguf", byte_level())).tensors}
+    found = tensors["blk.1.ffn_down.weight"]
+    values = torch.from_numpy(gguf.quants.dequantize(found.data, found.tensor_type))
+    assert torch.equal(values, packed(model)["model.layers.1.mlp.down_proj"].dequantize(torch.float32))
+
+
+def test_siblings_share_an_outer_scale_that_survives_training_and_calibration() -> None:
+    model = llama()
+    quantize_(model, get_recipe("vllm-nvfp4").prepare())
+
+    def scales() -> dict[str, float]:
+        return {n: m.weight_outer.item() for n, m in model.named_modules() if isinstance(m, QATLinear)}
+
+    before = scales()
+    groups = siblings(before)
+    assert len(groups) == 4 and {len(g) for g in groups} == {2, 3}
+    assert all(len({before[n] for n in group}) == 1 for group in groups)
+    model.model.layers[0].self_attn.k_proj.weight.data *= 8
+    calibrate(model, [IDS])
+    after = scales()
+    first = [n for n in after if "layers.0.self_attn" in n and "o_proj" not in n]
+    assert all(after[n] == 8 * before[n] or after[n] > before[n] for n in first) and len({after[n] for n in first}) == 1
+    named = ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]
+    model.model.layers[0].mlp.down_proj.weight_outer *= 4
+    assert share_outer_scales(model, [named]) == 1 and len({scales()[n] for n in named}) == 1
+    with pytest.raises(ValueError, match="lm_head is no prepared layer with format nvfp4-pow2"):
+        share_outer_scales(model, [["lm_head"]])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engine", "gpu", "said"),
+    [
+        ("vllm-nvfp4", "vllm", "h100", "leaves NVFP4 layers' activations in bfloat16"),
+        ("vllm-nvfp4", "vllm", "b200", None),
+        ("vllm-mxfp4", "vllm", "b200", None),
+        ("mxfp4-weight", "vllm", "b200", "even where the checkpoint says weights only"),
+        ("mxfp4-weight", "vllm", "h100", None),
+        ("mxfp4", "vllm", "b200", "by the rule 'even'"),
+        ("fp8", "vllm", "h100", "as fp8-row-vllm, trained as fp8-row"),
+        ("vllm-fp8", "vllm", "h100", None),
+        ("vllm-int8", "vllm", None, None),
+        ("vllm-w4a16-g128", "vllm", "h100", None),
+        ("gguf-q4_0", "llama.cpp", "cpu", None),
+        ("gguf-q4_0", "llama.cpp", "cuda", "half away from zero"),
+        ("int4-g32", "llama.cpp", "cpu", "has no type for int4-g32"),
+    ],
+)
+def test_what_an_engine_computes_otherwise_is_said(recipe: str, engine: str, gpu: str | None, said: str | None) -> None:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = get_recipe(recipe).prepare(engine=engine, gpu=gpu)
+    messages = [str(w.message) for w in caught]
+    assert any(said in m for m in messages) if said else messages == []
+    layer = torch.nn.Sequential(torch.nn.Linear(128, 128, dtype=torch.bfloat16))
+    with warnings.catch_warnings(action="ignore"):
+        quantize_(layer, config)
+    assert (f"served: {messages[0]}" if said else "served") in str(
+        explain(layer[0], engine=engine, gpu=gpu)
+    ) or not said
+
+
+def test_engines_that_are_not_known() -> None:
+    base = PackedWeightConfig("intx4-g32")
+    for arguments, message in (
+        ({"engine": "tgi"}, "engine is one of vllm, llama.cpp, got 'tgi'"),
+        ({"engine": "vllm", "gpu": "a100"}, "gpu is one of h100, h200, b200"),
+        ({"gpu": "h100"}, "give engine too"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            QATConfig(base, step="prepare", **arguments)

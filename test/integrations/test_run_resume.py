@@ -1,0 +1,277 @@
+"""`aoquant run` goes on where it stopped: stages, fine-tunes bit for bit, and one clear line for everything in between."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from aoquant import QATConfig, cli, quantize_
+from aoquant.integrations import finetune as tuning
+from aoquant.integrations import job
+from aoquant.integrations.finetune import finetune
+from aoquant.integrations.job import models
+from aoquant.integrations.lm_eval import Perplexity
+
+STEPS = 4
+BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
+
+
+def llama(recipe: str | None, seed: int = 0, **size: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, **size}
+    model = LlamaForCausalLM._from_config(
+        LlamaConfig(vocab_size=32, max_position_embeddings=32, tie_word_embeddings=True, **sizes), dtype=torch.bfloat16
+    )
+    if recipe:
+        quantize_(model, QATConfig(recipe))
+    return model
+
+
+def tune(model: Any, checkpoints: Path | None, steps: int = STEPS) -> list[float]:
+    return finetune(
+        model, BLOCKS, steps=steps, batch_size=2, learning_rate=1e-2, loss="ce", teacher=None, seed=3, label="tune",
+        checkpoints=checkpoints,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4", "quartet"])
+def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
+    recipe: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, losses and, for a backward that draws, the random state; the float32 masters are part of it."""
+    whole = llama(recipe)
+    losses = tune(whole, None)
+    calls = 0
+    step = tuning._Trainer.compute_loss
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(tuning._Trainer, "compute_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune(llama(recipe), tmp_path)
+    assert calls == 2  # the step was finished, and no other begun
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = llama(recipe, seed=9)
+    assert tune(resumed, tmp_path) == losses
+    assert calls == STEPS
+    again = llama(recipe, seed=10)
+    assert tune(again, tmp_path) == losses
+    assert calls == STEPS  # nothing was trained a second time
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(tuning._Trainer, "compute_loss", twice)
+    with pytest.raises(KeyboardInterrupt):
+        tune(llama(None), tmp_path)
+    assert list(tmp_path.glob("checkpoint-*")) == []
+
+
+def test_checkpoints_are_kept_as_time_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "CHECKPOINT_SECONDS", 0.0)
+    saved: list[int] = []
+    save = tuning._Trainer._save_checkpoint
+    monkeypatch.setattr(
+        tuning._Trainer,
+        "_save_checkpoint",
+        lambda self, *a, **k: (saved.append(self.state.global_step), save(self, *a, **k)),
+    )
+    tune(llama(None), tmp_path)
+    assert saved == [1, 2, 3, 4]
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+# ---- the whole job, with a small model and an evaluation that costs nothing
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces lm-eval; what was scored, in order."""
+    seen: list[str] = []
+
+    def evaluate(model: Any, *_: Any, **__: Any) -> Perplexity:
+        with torch.no_grad():
+            nats = -float(model(BLOCKS[:2]).logits.float().logsumexp(-1).sum())
+        seen.append(f"{nats:.6f}")
+        rest: Any = dict.fromkeys(("window", "documents", "limit", "batch_size"), 1)
+        texts: Any = dict.fromkeys(("source", "task", "task_version"), "fake")
+        return Perplexity(2.0, 2.0, 1.0, **rest, **texts, loglikelihoods=(nats, nats - 1), words=(10, 11))
+
+    monkeypatch.setattr(job, "evaluate", evaluate)
+    return seen
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of a small run; its model has one layer with K = 48."""
+    folder = tmp_path / "model"
+    llama(None, intermediate_size=48).save_pretrained(folder)
+
+    class Tokenizer:
+        eos_token_id = 0
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[ord(c) % 31 for c in t] for t in texts]}
+
+        def save_pretrained(self, folder: Path) -> None: ...
+
+    monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", lambda *a, **k: Tokenizer())
+    (tmp_path / "text.txt").write_text("all that glitters is not gold " * 30)
+    monkeypatch.chdir(tmp_path)
+    options = {"model": folder, "train-text": "text.txt", "steps": 2, "batch-size": 2, "block": 16, "device": "cpu"}
+    return [str(a) for name, value in options.items() for a in (f"--{name}", value)]
+
+
+def run(arguments: list[str], *more: str) -> int:
+    """The exit code of `aoquant run`."""
+    try:
+        cli.main(["run", *arguments, *more])
+    except SystemExit as exit:
+        return int(exit.code or 0)
+    return 0
+
+
+def numbers(out: str) -> dict[str, Any]:
+    return json.loads((Path(out) / job.RESULTS).read_text())
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(
+    small: list[str], scored: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*small, "--recipe", "int8-weight"]
+    assert run(arguments, "--out", "whole") == 0
+    whole = list(scored)
+    assert len(whole) == 5
+    scored.clear()
+
+    evaluate = job.evaluate
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        if len(scored) == 3:
+            raise KeyboardInterrupt
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(job, "evaluate", stop)
+    capsys.readouterr()
+    assert run(arguments, "--out", "parts") == 130
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said == "aoquant: interrupted; stages that are done are kept in parts/; the same command goes on"
+    assert scored == whole[:3]
+
+    monkeypatch.setattr(job, "evaluate", evaluate)
+    capsys.readouterr()
+    assert run([*arguments, "--seed", "1"], "--out", "parts") == 2
+    refused = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "parts holds a run of another command (seed was 0 and is 1): give the same options" in refused
+    Path("text.txt").write_text(Path("text.txt").read_text())  # written again: another time
+    assert run(arguments, "--out", "parts") == 2
+    assert "input files have changed" in capsys.readouterr().err
+
+    stamp = json.loads(Path("whole/stages/command.json").read_text())["input files"]["text.txt"][1]
+    import os
+
+    os.utime("text.txt", ns=(stamp, stamp))
+    assert run(arguments, "--out", "parts") == 0
+    assert scored == whole
+    assert numbers("parts")["stages"] == numbers("whole")["stages"]
+    assert numbers("parts")["logits_sha256"] == numbers("whole")["logits_sha256"]
+    assert numbers("parts")["options"]["train_text"] == ["text.txt"]
+    assert list(Path("parts").rglob("checkpoint-*")) == []  # nothing needs them any more
+
+    assert run(arguments, "--out", "parts") == 0
+    assert scored == whole  # the table again, and nothing is computed
+
+
+def test_the_plan_is_checked_before_anything_is_scored(
+    small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(small, "--recipe", "int4-g32", "--out", "a") == 2
+    said = capsys.readouterr().err
+    assert scored == []
+    assert "model.layers.0.mlp.down_proj (32, 48)" in said and "--skip NAME or --skip-incompatible" in said
+    assert run(small, "--recipe", "int4-g32", "--out", "a", "--skip", "model.layers.0.mlp.dwn_proj") == 2
+    assert "matches no linear layer; near it: model.layers.0.mlp.down_proj" in capsys.readouterr().err
+    assert scored == []
+
+
+def test_layers_are_skipped_by_name_chosen_by_pattern_or_left_out_where_they_do_not_fit(
+    small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def packed(out: str) -> list[str]:
+        config = json.loads((Path(out) / "checkpoint" / "config.json").read_text())["quantization_config"]
+        return sorted(config["modules_to_not_convert"])
+
+    assert run(small, "--recipe", "int4-g32", "--out", "named", "--skip", "model.layers.0.mlp.down_proj") == 0
+    assert packed("named") == ["lm_head", "model.layers.0.mlp.down_proj"]
+    capsys.readouterr()
+    assert run(small, "--recipe", "int4-g32", "--out", "found", "--skip-incompatible") == 0
+    assert packed("found") == packed("named")
+    printed = capsys.readouterr().out
+    assert "left out: model.layers.0.mlp.down_proj (32, 48): " in printed
+    assert numbers("found")["skipped"].keys() == {"model.layers.0.mlp.down_proj"}
+    assert run(small, "--recipe", "int4-g32", "--out", "b", "--layers", r"re:.*self_attn\..*") == 0
+    assert [n for n in packed("b") if "self_attn" in n] == [] and len(packed("b")) == 4
+    assert run(small, "--recipe", "int4-g32", "--out", "c", "--skip-incompatible", "--strict") == 2
+    said = capsys.readouterr().err
+    assert "--strict: 1 matrix parameter(s) would stay in high precision: model.layers.0.mlp.down_proj" in said
+
+
+def test_options_in_a_yaml_file(small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"{small[i].removeprefix('--')}: {small[i + 1]}" for i in range(0, len(small), 2)]
+    Path("run.yaml").write_text(
+        "\n".join([*lines, "recipe: int8-weight", "learning_rate: 3e-4", "skip: []", "out: filed"])
+    )
+    assert run(["run.yaml"]) == 0
+    options = numbers("filed")["options"]
+    assert (options["recipe"], options["learning_rate"], options["steps"]) == ("int8-weight", 3e-4, 2)
+    assert run(["--config", "run.yaml", "--steps", "1", "--out", "flags"]) == 0
+    assert numbers("flags")["options"]["steps"] == 1  # what is typed wins
+    capsys.readouterr()
+    for text, message in (
+        ("stepz: 3", "run.yaml: run has no option stepz (near it: steps)"),
+        ("steps: many", "run.yaml: steps must be an integer, got 'many'"),
+        ("embeddings: 1", "run.yaml: embeddings must be true or false, got 1"),
+        ("steps: [", "run.yaml: is no YAML file: "),
+    ):
+        Path("run.yaml").write_text(text)
+        assert run(["run.yaml"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_where_there_is_no_terminal_there_are_lines(
+    small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(small, "--recipe", "int8-weight", "--out", "lines") == 0
+    said = capsys.readouterr().err
+    assert "QAT int8-weight: 1 of 2 steps, 50 %" in said and "QAT int8-weight: 2 of 2 steps, 100 %, loss=" in said
+    assert "\r" not in said
+    for stage in ("float", "float, fine-tuned", "PTQ", "QAT, prepared", "QAT, converted"):
+        assert f"{stage}: word perplexity" in said
+
+
+def test_a_model_that_is_nowhere_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([], "--model", "nosuchdir", "--device", "cpu", "--out", "a") == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("aoquant: model must be a folder of a causal language model, or its id on the hub")
+    assert "nosuchdir" in said[-1] and "Traceback" not in "".join(said)
+    assert not (tmp_path / "a" / "stages").exists()  # so that the next command may use the folder

@@ -1,0 +1,98 @@
+"""Models of transformers of which linear layers are a part: what is not quantised is named, and weights read directly are noticed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import aoquant
+from aoquant import Int8WeightConfig, QATConfig, quantize_, verify
+
+IDS = torch.arange(32).view(2, 16)
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+}
+RANKS = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+MODELS: dict[str, tuple[Any, Any]] = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=8)),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig(**SIZES, num_local_experts=8, head_dim=16)),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=64, head_dim=16)),
+    "deepseek-v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **SIZES,
+            **RANKS,
+            n_routed_experts=8,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=64,
+            first_k_dense_replace=1,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("model_class", "config"), MODELS.values(), ids=MODELS)
+def test_stacked_experts_are_named_with_their_share(model_class: Any, config: Any) -> None:
+    model = model_class(config).eval()
+    names = (
+        r"model.layers.[*\d].mlp.experts.gate_up_proj .*model.layers.[*\d].mlp.experts.down_proj .*: experts stacked"
+    )
+    with pytest.warns(UserWarning, match=rf"% are matrices without support, which stay float: {names}"):
+        quantize_(model, QATConfig(Int8WeightConfig(), step="prepare"))
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    with pytest.warns(UserWarning, match="verified, but .*experts"):
+        found = verify(model, converted, {"input_ids": IDS})
+    quantised = sum(w.elements for w in found.coverage.weights if w.state == "quantised")
+    assert found.coverage.share == quantised / sum(p.numel() for p in converted.parameters()) < 0.5
+    with pytest.raises(ValueError, match=r"strict: .*experts.gate_up_proj"):
+        quantize_(model_class(config), Int8WeightConfig(), strict=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*stay float.*")
+def test_mambas_dt_proj_is_noticed_and_can_be_left_out() -> None:
+    config = MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64, state_size=16, time_step_rank=32)
+    model = MambaForCausalLM(config).eval()
+    quantize_(model, QATConfig(Int8WeightConfig(), step="prepare"))
+    expected = r"the weight of backbone.layers.0.mixer.dt_proj \(by matmul\), backbone.layers.1.mixer.dt_proj .* is read directly"
+    with pytest.warns(UserWarning, match=expected):
+        model(input_ids=IDS)
+    quantize_(model, QATConfig(step="convert"))
+    with pytest.raises(
+        NotImplementedError, match=r"quantised weight \(128, 32\) \(int8-row\).*reads a layer's weight directly"
+    ):
+        model(input_ids=IDS)
+
+    model = MambaForCausalLM(config).eval()
+
+    def chosen(module: torch.nn.Module, fqn: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and not fqn.endswith(("dt_proj", "lm_head"))
+
+    quantize_(model, QATConfig(Int8WeightConfig(), step="prepare"), filter_fn=chosen)
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    verify(model, converted, {"input_ids": IDS})
+    assert {w.state for w in aoquant.coverage(converted).weights if "dt_proj" in w.names[0]} == {"left out"}

@@ -1,0 +1,68 @@
+"""The vLLM plugin against a stand-in for the module that it patches; vLLM itself is a nightly matter (docs/serving.md)."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import FqnToConfig, quantize_
+
+from aoquant import GridFlipFP4WeightConfig, IntxWeightConfig, PackedTensor
+from aoquant.integrations import vllm
+
+MAPPING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+
+def stand_in() -> Any:
+    """vLLM's loader in small: a placeholder's data, quantised by torchao's own function."""
+
+    def quantise(param: torch.Tensor, config: Any) -> torch.Tensor:
+        linear = nn.Linear(param.shape[1], param.shape[0], bias=False)
+        linear.weight = nn.Parameter(param, requires_grad=False)
+        quantize_(linear, config)
+        return linear.weight
+
+    class Config:
+        packed_modules_mapping = MAPPING
+
+        def __init__(self, config: Any) -> None:
+            self.torchao_config = config
+
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            return self.torchao_config.fqn_to_config.get(prefix)
+
+    return SimpleNamespace(torchao_quantize_param_data=quantise, TorchAOConfig=Config)
+
+
+def test_placeholders_of_uninitialised_memory_load() -> None:
+    module = stand_in()
+    garbage = torch.full((32, 64), torch.nan, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        module.torchao_quantize_param_data(garbage.clone(), GridFlipFP4WeightConfig())
+    vllm.patch(module)
+    vllm.patch(module)  # vLLM may call a plugin twice
+    weight = module.torchao_quantize_param_data(garbage, GridFlipFP4WeightConfig())
+    assert isinstance(weight.data, PackedTensor) or isinstance(weight, PackedTensor)
+
+
+def test_fused_layers_get_the_recipe_of_their_parts() -> None:
+    module = stand_in()
+    vllm.patch(module)
+    one, other = IntxWeightConfig(4, 32), IntxWeightConfig(8, 32)
+    names = {f"model.layers.0.self_attn.{n}": one for n in MAPPING["qkv_proj"]}
+    config = module.TorchAOConfig(FqnToConfig(dict(names)))
+    assert config.get_quant_method(None, "model.layers.0.self_attn.qkv_proj") == one
+    assert config.get_quant_method(None, "model.layers.0.self_attn.o_proj") is None
+    mixed = module.TorchAOConfig(FqnToConfig({**names, "model.layers.0.self_attn.v_proj": other}))
+    with pytest.raises(ValueError, match=r"qkv_proj: vLLM computes these layers as one.*q_proj: .*give them one"):
+        mixed.get_quant_method(None, "model.layers.0.self_attn.qkv_proj")
+
+
+def test_the_entry_point_is_declared() -> None:
+    found = [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "aoquant"]
+    assert found in ([], ["aoquant.integrations.vllm:register"])  # empty where the project is not installed anew
+    vllm.register()  # without vLLM it does nothing

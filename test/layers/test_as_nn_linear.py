@@ -1,0 +1,77 @@
+"""A prepared layer is called, differentiated and pruned as nn.Linear is, or says why not."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, quantize_, set_fake_quant
+from aoquant.formats import Operand, get_format, get_operand
+from aoquant.layers.law import why_not
+from aoquant.layers.recipe import LinearRecipe, recipe_of
+
+K, N = 64, 32
+
+
+def prepared(config: object = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N)).bfloat16()
+    quantize_(model, QATConfig(config or NVFP4WeightConfig(activation="nvfp4")))  # type: ignore[arg-type]
+    return model
+
+
+def data() -> Tensor:
+    return torch.randn(4, K, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def test_the_input_goes_by_name() -> None:
+    model, x = prepared(), data()
+    assert torch.equal(model[0](input=x), model(x))
+    table = nn.Sequential(nn.Embedding(16, K)).bfloat16()
+    quantize_(table, QATConfig(Int4WeightConfig(32)), filter_fn=lambda m, _: isinstance(m, nn.Embedding))
+    ids = torch.tensor([3, 1])
+    assert torch.equal(table[0](input=ids), table(ids))
+
+
+@pytest.mark.parametrize("config", [NVFP4WeightConfig(activation="nvfp4"), Int4WeightConfig(32)], ids=["W+A", "W"])
+def test_a_second_derivative_is_refused_at_once(config: object) -> None:
+    """It would be silently wrong: the ops have no derivative of their own."""
+    model, x = prepared(config), data().requires_grad_()
+    with pytest.raises(ValueError, match=r"cannot be differentiated twice.*set_fake_quant"):
+        torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
+    set_fake_quant(model, False)  # what the message says
+    (dx,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
+    dx.float().square().sum().backward()
+    assert model[0].weight.grad.abs().sum() > 0
+
+
+def test_a_pruned_prepared_layer_converts_once_pruning_is_permanent() -> None:
+    model, x = prepared(), data()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    y = model(x)
+    with pytest.raises(ValueError, match=r"make the pruning permanent first.*prune\.remove"):
+        quantize_(model, QATConfig(step="convert"))
+    prune.remove(model[0], "weight")
+    quantize_(model, QATConfig(step="convert"))
+    with torch.no_grad():
+        assert torch.equal(model(x), y)
+
+
+def test_a_recipe_is_found_by_its_key_after_a_pickle() -> None:
+    recipe = LinearRecipe(get_format("int8-tensor"), get_operand("int4-g32"), input_scales="static")
+    again = pickle.loads(pickle.dumps(recipe))
+    assert again == recipe and again.key == recipe.key and recipe_of(recipe.key) == recipe
+    assert again.fprop_input.scales == again.input_scales == "static"
+    assert recipe.deployed.fprop_weight == Operand(get_format("int4-g32"))
+
+
+def test_the_law_of_backward() -> None:
+    sr, h, other = (get_operand(name) for name in ("rht32+mxfp4-sr", "hadamard32+mxfp4", "nvfp4-sr"))
+    assert why_not("dgrad", sr, sr) is why_not("dgrad", None, None) is None
+    assert "the two operands of wgrad have one format" in (why_not("wgrad", sr, other) or "")
+    assert "got rht32+mxfp4-sr and high precision" in (why_not("dgrad", sr, None) or "")
+    assert "does not cancel in dgrad's product: use rht32+mxfp4" in (why_not("dgrad", h, h) or "")

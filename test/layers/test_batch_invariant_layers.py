@@ -1,0 +1,152 @@
+"""C3 in layers and in a model: what a token gets does not depend on what is computed with it.
+
+Codes are compared to the byte in test_batch_invariance.py. Outputs differ by the order of sums that a GEMM of another height takes, no more:
+the bound is SUMS. torchao's dynamic NVFP4, which makes no such promise, is two orders of magnitude outside of it.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import aoquant
+from aoquant import NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant.config import WeightConfig
+from aoquant.layers.qat import QATLinear
+from aoquant.recipes import get_recipe, list_recipes
+
+SUMS = 1e-5  # relative to the largest value of a row, for float32 sums of up to 256 products taken in another order
+OWN = [r.name for r in list_recipes() if isinstance(r.make(), WeightConfig)]
+CONFIGS: dict[str, WeightConfig] = {
+    **{name: get_recipe(name).make() for name in OWN},  # type: ignore[dict-item]
+    "nvfp4-none": NVFP4WeightConfig("none"),
+    "nvfp4-static": NVFP4WeightConfig(activation="nvfp4-static"),
+    "gridflip-search/nvfp4-search-row": get_recipe("gridflip-search/nvfp4-search-row").make(),  # type: ignore[dict-item]
+}
+LEFT: dict[str, WeightConfig] = {
+    "nvfp4": NVFP4WeightConfig(activation="nvfp4"),
+    "fouroversix": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
+    "te-nvfp4": NVFP4WeightConfig(numerics="te"),
+    "int8-tensor": aoquant.Int8WeightConfig(activation="int8-tensor"),
+}
+
+
+def layer(config: WeightConfig, device: torch.device, step: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64)).to(device)
+    quantize_(model, QATConfig(config))
+    recipe = model[0].prepared.recipe  # type: ignore[union-attr]
+    if recipe.fitted or recipe.input_scales == "static":
+        aoquant.calibrate(model, lambda m: m(torch.randn(64, 256, device=device)))
+    if step == "convert":
+        quantize_(model, QATConfig(step="convert"))
+    return model.eval()
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """Largest difference, in the largest value of its row."""
+    return float(((one - other).abs().amax(-1) / other.abs().amax(-1)).max())
+
+
+def worst(model: nn.Module, device: torch.device) -> float:
+    """How far a token's output is apart alone, in a loud batch, behind padding and at another place."""
+    x = torch.randn(1, 256, generator=torch.Generator().manual_seed(1)).to(device)
+    loud, padding = 300.0 * torch.randn(9, 256, device=device), torch.zeros(3, 256, device=device)
+    with torch.no_grad():
+        alone = model(x)
+        found = [
+            model(torch.cat((x, loud)))[:1],
+            model(torch.cat((loud, x)))[9:],
+            model(torch.cat((padding, x)))[3:],
+            model(torch.stack((padding, torch.cat((loud[:2], x)))))[1, 2:],
+        ]
+    return max(apart(y, alone) for y in found)
+
+
+@pytest.mark.parametrize("step", ["prepare", "convert"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer(name: str, step: str, device: torch.device) -> None:
+    config = CONFIGS[name]
+    assert config.recipe().batch_invariant, "every recipe whose target is ours promises it"
+    assert worst(layer(config, device, step), device) <= SUMS
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_makes_no_promise_shows_why(name: str, device: torch.device) -> None:
+    assert not LEFT[name].recipe().batch_invariant
+    assert worst(layer(LEFT[name], device, "convert"), device) > 100 * SUMS
+
+
+def llama(config: Any, device: torch.device) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, attn_implementation="eager",
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape).to(device).eval()
+    quantize_(model, config)
+    return model
+
+
+def decoding(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Logits (1, T, V): a prompt of four, then token by token with the cache."""
+    out = model(ids[:, :4], use_cache=True)
+    logits, cache = [out.logits], out.past_key_values
+    for t in range(4, ids.shape[1]):
+        out = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+@torch.no_grad()
+def leaks(model: LlamaForCausalLM, device: torch.device) -> dict[str, float]:
+    """How far the logits of a prompt are apart from what it gets in other company."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, 96, (4, 12), generator=generator).to(device)
+    whole = model(ids[:1]).logits
+    padded = torch.cat((torch.zeros(1, 5, dtype=torch.int64, device=device), ids[:1]), 1)
+    mask = (torch.arange(17, device=device) >= 5).long()[None]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return {
+        "batch": apart(model(ids).logits[:1], whole),
+        "padding": apart(model(padded, attention_mask=mask, position_ids=positions).logits[:, 5:], whole),
+        "decode": apart(decoding(model, ids[:1]), whole),
+    }
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-4over6", "nvfp4-h16", "mxfp4", "fp8", "int8-int4"])
+def test_a_model(name: str, device: torch.device) -> None:
+    """A prompt at once, in a batch, behind padding, and as prefill and decode."""
+    found = leaks(llama(CONFIGS[name], device), device)
+    assert max(found.values()) <= 2 * SUMS, found  # of two layers
+
+
+def test_a_model_with_one_scale_for_the_batch(device: torch.device) -> None:
+    found = leaks(llama(NVFP4WeightConfig(activation="nvfp4"), device), device)
+    assert min(found["batch"], found["decode"]) > 1e-2, found
+
+
+def test_where_it_is_said() -> None:
+    said = str(aoquant.explain(layer(NVFP4WeightConfig(), torch.device("cpu"), "convert")[0]))  # type: ignore[index]
+    assert "input=nvfp4-row" in said and "a token's codes are its own" in said
+    said = str(aoquant.explain(layer(NVFP4WeightConfig(activation="nvfp4"), torch.device("cpu"), "prepare")[0]))  # type: ignore[index]
+    assert "a token's codes depend on its batch" in said
+
+
+def test_a_checkpoint_keeps_the_format_that_it_names() -> None:
+    """Configs write every field, so what was saved with activation="nvfp4" as the default comes back as that."""
+    from torchao.core.config import config_from_dict, config_to_dict
+
+    saved = {"_type": "NVFP4WeightConfig", "_version": 1, "_data": {"outer": "dynamic", "pts": None, "activation": "nvfp4", "rule": "absmax",
+             "metric": "mse", "tile": 1, "transform": None, "numerics": "ao"}}  # fmt: skip
+    assert config_from_dict(saved).recipe().input_name == "nvfp4"
+    assert config_to_dict(NVFP4WeightConfig())["_data"]["activation"] == "nvfp4-row"
+    saved = {"_type": "GridFlipFP4WeightConfig", "_version": 1, "_data": {"effort": "base", "c": 0.25, "alternating": False,
+             "activation": "nvfp4", "tile": 1, "transform": None}}  # fmt: skip
+    assert config_from_dict(saved).recipe().input_name == "nvfp4"
+    model = layer(NVFP4WeightConfig(activation="nvfp4"), torch.device("cpu"), "convert")
+    weight = model[0].weight  # type: ignore[index]
+    assert isinstance(weight, PackedTensor) and weight.activation == "nvfp4"
+    assert not isinstance(model[0], QATLinear)  # type: ignore[index]

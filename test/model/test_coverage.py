@@ -1,0 +1,194 @@
+"""What stays float is counted, said, and raised where asked for; choices that cannot be honoured are never silent."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import FqnToConfig
+
+import aoquant
+from aoquant import Int4WeightConfig, Int8WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant.layers.qat import QATLinear
+from aoquant.report import verify
+
+
+class Experts(nn.Module):
+    """Experts as transformers stacks them: one 3-D parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bk,enk->bn", x, self.gate_up_proj)
+
+
+class Model(nn.Module):
+    """4096 parameters in a linear layer, 16384 in experts, 1024 in an embedding, 1024 + 64 in small things and a bag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 64)
+        self.up = nn.Linear(64, 64, bias=False)
+        self.experts = Experts()
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.experts(self.up(x)))
+
+
+def states(model: nn.Module) -> dict[str, str]:
+    return {name: w.state for w in aoquant.coverage(model).weights for name in w.names}
+
+
+def quiet(*args: Any, **kwargs: Any) -> None:
+    with warnings.catch_warnings(action="error"):
+        quantize_(*args, **kwargs)
+
+
+def test_every_parameter_is_counted_once_with_its_state() -> None:
+    model = Model()
+    assert states(model) == {
+        "embed.weight": "default",
+        "up.weight": "left out",
+        "experts.gate_up_proj": "unsupported",
+        "2 biases, norms and scales": "small",
+    }
+    found = aoquant.coverage(model)
+    assert (found.elements, found.share, found.bytes_share) == (1024 + 4096 + 16384 + 128, 0.0, 0.0)
+    with pytest.warns(UserWarning, match="stay float"):
+        quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+    assert states(model)["up.weight"] == "prepared"
+    quiet(model, QATConfig(step="convert"))  # prepare has said it
+    found = aoquant.coverage(model)
+    assert states(model)["up.weight"] == "quantised"
+    assert found.share == 4096 / found.elements
+    packed = 64 * (
+        32 + 2 * 2 * 2
+    )  # nibbles, and bf16 scales and zeros would be 2 bytes; float32 weights keep float32 ones
+    assert packed <= next(w for w in found.weights if w.state == "quantised").bytes < 4 * 4096
+    assert "| experts.gate_up_proj | (4x64x64) | 16,384 |" in found.to_markdown()
+    assert json.dumps(found.to_dict())
+    assert "18.9% of 21,632 parameters" in str(found)
+
+
+def test_stacked_experts_are_named_and_strict_raises() -> None:
+    model = Model()
+    expected = r"75\.7% are matrices without support, which stay float: experts.gate_up_proj \(4x64x64\): experts stacked into one"
+    with pytest.warns(UserWarning, match=expected):
+        quantize_(model, NVFP4WeightConfig())
+    model = Model()
+    with pytest.raises(ValueError, match=r"strict: 1 matrix .*unchanged: experts.gate_up_proj \(4x64x64\)"):
+        quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare"), strict=True)
+    assert type(model.up) is nn.Linear
+    # left out by name: nothing to say, nothing to raise
+    names = {"experts.gate_up_proj": None, "up": Int4WeightConfig(32)}
+    quiet(model, FqnToConfig(names), strict=True)
+    quiet(Model(), Int4WeightConfig(32), lambda m, fqn: fqn == "up", strict=True)
+
+
+def test_verify_and_the_report_say_what_they_do_not_cover() -> None:
+    model = Model()
+    with pytest.warns(UserWarning, match="stay float"):
+        quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    with pytest.warns(UserWarning, match="verified, but .*experts.gate_up_proj"):
+        found = verify(model, converted, torch.randn(3, 64))
+    assert found.coverage.share == aoquant.coverage(converted).share
+    text = found.to_markdown()
+    assert "- experts.gate_up_proj (4x64x64): experts stacked" in text
+    totals = json.loads(found.to_json())["totals"]["coverage"]
+    assert [w["names"] for w in totals["float_weights"]] == [["experts.gate_up_proj"], ["embed.weight"]]
+
+
+def test_a_convolution_and_a_bag_are_named_when_a_filter_picks_them() -> None:
+    with pytest.warns(UserWarning, match=r"0.weight \(64x8x3x3\): Conv2d is a convolution"):
+        quantize_(nn.Sequential(nn.Conv2d(8, 64, 3), nn.Linear(64, 64)), Int4WeightConfig(32))
+    bag = nn.Sequential(nn.EmbeddingBag(4, 64), nn.Linear(64, 512))  # less than 5 % of the model
+    quiet(nn.Sequential(nn.EmbeddingBag(4, 64), nn.Linear(64, 512)), Int4WeightConfig(32))
+    with pytest.warns(UserWarning, match=r"0.weight \(4x64\): a parameter of EmbeddingBag"):
+        quantize_(bag, Int4WeightConfig(32), filter_fn=lambda m, fqn: True)
+    only = nn.Sequential(nn.EmbeddingBag(4, 64))
+    with pytest.raises(ValueError, match="No support for the weights of EmbeddingBag"):
+        quantize_(only, Int4WeightConfig(32), filter_fn=lambda m, fqn: True)
+
+
+def test_a_filter_that_reads_in_features_is_not_broken_by_modules_without_them() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.Linear(64, 64))
+    quantize_(model, Int4WeightConfig(32), filter_fn=lambda m, fqn: m.in_features == 64)
+    assert isinstance(model[1].weight, PackedTensor)
+
+
+@pytest.mark.parametrize("key", ["experts.gate_up_proj", "re:.*gate_up_proj", "norm.weight"])
+def test_a_key_that_names_a_parameter_is_refused(key: str) -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=r"names the parameter (experts.gate_up_proj|norm.weight) .*cannot quantise"):
+        quantize_(model, FqnToConfig({key: Int4WeightConfig(32), "up": Int4WeightConfig(32)}))
+    assert type(model.up.weight) is nn.Parameter
+
+
+def test_a_key_that_names_a_layers_weight_is_honoured() -> None:
+    model = Model()
+    quiet(model, FqnToConfig({"up.weight": QATConfig(Int4WeightConfig(32), step="prepare")}))
+    assert type(model.up) is QATLinear
+
+
+def tied_by_memory() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    assert model[2].weight is not model[0].weight
+    return model
+
+
+def test_two_parameters_over_one_memory_are_tied() -> None:
+    model = tied_by_memory()
+    assert [w.names for w in aoquant.coverage(model).weights if w.elements == 4096] == [("0.weight", "2.weight")]
+    x = torch.randn(2, 64)
+    quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+    y = model(x)
+    quantize_(model, QATConfig(step="convert"))
+    assert model[0].weight is model[2].weight
+    assert torch.equal(model(x), y)
+    with pytest.raises(ValueError, match=r"its weight is tied \(0.weight, 2.weight\)"):
+        quantize_(tied_by_memory(), Int4WeightConfig(32), filter_fn=lambda m, fqn: fqn == "0")
+
+
+def test_skip_incompatible_leaves_out_what_cannot_and_says_why() -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128))
+
+    config = QATConfig(Int4WeightConfig(128), step="prepare")
+    model = build()
+    with pytest.raises(ValueError, match=r"1 .* K = 64"):
+        quantize_(model, config)
+    with pytest.warns(
+        UserWarning, match=r"(?s)1 layer\(s\) cannot take their config and stay float:\s+1 \(128, 64\): .*K = 64"
+    ):
+        quantize_(model, config, skip_incompatible=True)
+    assert [type(m) for m in model] == [QATLinear, nn.Linear]
+    row = next(w for w in aoquant.coverage(model).weights if w.names == ("1.weight",))
+    assert (row.state, "K = 64" in row.about) == ("incompatible", True)
+    with pytest.raises(ValueError, match=r"strict: 1 .*1.weight"):
+        quantize_(build(), config, skip_incompatible=True, strict=True)
+    with pytest.raises(ValueError, match="none of the 2 chosen"):
+        quantize_(build(), Int4WeightConfig(256), skip_incompatible=True)
+
+
+def test_skip_incompatible_leaves_out_both_users_of_a_weight() -> None:
+    model = tied_by_memory()
+    model.append(nn.Linear(128, 64))
+    with pytest.warns(UserWarning, match="2 layer"):
+        quantize_(model, Int4WeightConfig(128), skip_incompatible=True)
+    assert [isinstance(model[i].weight, PackedTensor) for i in (0, 2, 3)] == [False, False, True]
+
+
+def test_nothing_is_said_of_a_model_that_is_covered() -> None:
+    model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64), nn.LayerNorm(64))
+    quiet(model, QATConfig(Int8WeightConfig(), step="prepare"), strict=True)

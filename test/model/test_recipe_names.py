@@ -1,0 +1,123 @@
+"""Recipes by name wherever a config goes, and a public table of them."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import FqnToConfig
+
+import aoquant
+from aoquant import Int4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant.layers.qat import QATLinear
+from aoquant.recipes import mixed, named
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 32))
+
+
+def test_the_table_is_public() -> None:
+    assert aoquant.get_recipe("nvfp4").make() == NVFP4WeightConfig()
+    assert {r.name for r in aoquant.list_recipes()} >= {"nvfp4", "int4-g128", "quartet"}
+    assert {"get_recipe", "list_recipes", "Recipe"} <= set(aoquant.__all__)
+
+
+def test_quantize_takes_a_name() -> None:
+    by_name, by_config = model(), None
+    by_config = copy.deepcopy(by_name)
+    quantize_(by_name, "int4-g64")
+    quantize_(by_config, Int4WeightConfig(64))
+    x = torch.randn(3, 128)
+    assert isinstance(by_name[0].weight, PackedTensor)
+    assert torch.equal(by_name(x), by_config(x))
+
+
+def test_qat_config_takes_a_name_in_both_steps() -> None:
+    m = model()
+    quantize_(m, QATConfig("int4-g64", step="prepare"))
+    assert m[0].prepared.recipe.fprop_weight.name == "int4-g64"
+    quantize_(m, QATConfig("int4-g64", step="convert"))
+    assert m[0].weight.format == "int4-g64"
+
+
+def test_a_recipe_brings_its_training_options_and_those_given_win() -> None:
+    assert QATConfig("quartet") == QATConfig(aoquant.get_recipe("quartet").make(), backward="quartet")
+    assert QATConfig("mxfp4-quest").straight_through == "clipped"
+    assert QATConfig("mxfp4-quest", straight_through="identity").straight_through == "identity"
+    assert QATConfig("quartet", backward="quartet2").backward == "quartet2"
+    assert QATConfig("quartet", step="convert").backward is None
+
+
+def test_names_as_values_of_fqn_to_config() -> None:
+    m = model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize_(m, FqnToConfig({"0": "nvfp4", "1": QATConfig("int8")}))
+    assert m[0].weight.format == "nvfp4"
+    assert isinstance(m[1], QATLinear)
+    assert named(FqnToConfig({"a": "nvfp4", "b": None})).fqn_to_config == {"a": NVFP4WeightConfig(), "b": None}
+    assert QATConfig(FqnToConfig({"a": "nvfp4"})).base_config.fqn_to_config == {"a": NVFP4WeightConfig()}
+
+
+@pytest.mark.parametrize(
+    "use", [lambda m: quantize_(m, "nvpf4"), lambda m: QATConfig("nvpf4"), lambda m: mixed("nvpf4")]
+)
+def test_a_wrong_name_lists_the_nearest(use) -> None:
+    with pytest.raises(ValueError, match=r"no recipe is called 'nvpf4'; near it: nvfp4"):
+        use(model())
+
+
+def test_bare_names_choose_layers_and_names_with_recipes_change_them() -> None:
+    only, changed = model(), model()
+    quantize_(only, mixed("nvfp4", ["1"]))
+    assert type(only[0].weight) is nn.Parameter and only[1].weight.format == "nvfp4"
+    quantize_(changed, mixed("nvfp4", ["1=int8-weight"]))
+    assert [m.weight.format for m in changed] == ["nvfp4", changed[1].weight.format] and "8" in changed[1].weight.format
+    with pytest.raises(ValueError, match="layers are given as NAME or NAME=RECIPE, got '=nvfp4'"):
+        mixed("nvfp4", ["=nvfp4"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quantize_({"a": 1}, "nvfp4"), "model must be an nn.Module, got dict"),
+        (lambda: quantize_(torch.ones(2), "nvfp4"), "model must be an nn.Module, got Tensor"),
+        (
+            lambda: quantize_(model(), "nvfp4", filter_fn="0"),
+            r"filter_fn must be a function \(module, name\) -> bool, got str",
+        ),
+        (lambda: quantize_(model(), "nvfp4", filter_fn=["0"]), "filter_fn must be a function .* got list"),
+    ],
+)
+def test_what_is_no_model_or_no_filter_is_said(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_layers_that_cannot_take_their_config_can_be_left_out() -> None:
+    m = nn.Sequential(nn.Linear(128, 64), nn.Linear(48, 32))
+    with pytest.raises(ValueError, match="K = 48"):
+        quantize_(m, "int4-g64")
+    quantize_(m, "int4-g64", skip_incompatible=True)
+    assert isinstance(m[0].weight, PackedTensor) and type(m[1].weight) is nn.Parameter
+
+
+def test_star_import_without_transformers() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from aoquant import *\n"
+        "assert quantize_ and QATConfig and 'load_pretrained' not in globals()\n"
+        "import aoquant\n"
+        "try: aoquant.load_pretrained\n"
+        "except ImportError as e: print(e)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search("checkpoints need transformers", done.stdout)

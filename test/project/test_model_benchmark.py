@@ -1,0 +1,74 @@
+"""benchmarks/model.py and compare.py run from end to end on a CPU: every part has its rows, and a variant that fails does not end the run."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIANTS = ["bf16", "int4-g128", "torchao:int4"]
+
+
+def ran(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own with one thread."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+@pytest.mark.slow
+def test_every_part_has_its_rows(tmp_path: Path) -> None:
+    run = ran("model.py", "--recipes", "int4-g128", "--torchao", "int4", "--out", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    for part, hows in (("train", 2), ("generate", 2), ("prefill", 1)):
+        found = rows(tmp_path / f"model_{part}.csv")
+        assert [row["variant"] for row in found] == VARIANTS * hows
+        assert all(row["torch"] and row["date"] and row["command"] for row in found)
+        for row in found:
+            deploys = part != "train" and row["variant"] == "torchao:int4"  # its kernel is MSLK's, for GPUs
+            assert bool(row["note"]) == deploys
+            assert deploys or float(row["ms"]) > 0
+    converted = rows(tmp_path / "model_convert.csv")
+    assert [row["variant"] for row in converted] == VARIANTS[1:]
+    assert float(converted[0]["ms"]) > 0 and converted[1]["note"].startswith("ImportError")
+
+
+@pytest.mark.slow
+def test_rows_are_appended_and_a_limit_ends_the_run(tmp_path: Path) -> None:
+    arguments = ["prefill", "--recipes", "int4-g128", "--torchao", "--out", str(tmp_path)]
+    assert ran("model.py", *arguments).returncode == 0
+    assert ran("model.py", *arguments, "--limit", "0.0001").returncode == 0
+    first, second, *late = rows(tmp_path / "model_prefill.csv")
+    assert float(first["ms"]) > 0 and float(second["ms"]) > 0
+    assert late and all(row["note"] == "not run: out of time" and not row["ms"] for row in late)
+
+
+@pytest.mark.slow
+def test_an_unknown_variant_is_refused() -> None:
+    run = ran("model.py", "--torchao", "int5")
+    assert run.returncode == 2
+    assert "'torchao:int5' is no variant; torchao's are torchao:int4, " in run.stderr
+
+
+@pytest.mark.slow
+def test_two_checkouts_are_compared(tmp_path: Path) -> None:
+    """This checkout with itself, under a slack that no noise fills, and under one that every row exceeds."""
+    arguments = [str(ROOT), "host", "--only", "int4-g128", "--turns", "1", "--out", str(tmp_path / "compare.csv")]
+    run = ran("compare.py", *arguments, "--slack", "50")
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    found = rows(tmp_path / "compare.csv")
+    assert len(found) == 3
+    assert all(float(row["old"]) > 0 and float(row["new"]) > 0 for row in found)
+    run = ran("compare.py", *arguments, "--slack", "-0.99")
+    assert run.returncode == 1
+    assert all(row["flag"] == "SLOWER" for row in rows(tmp_path / "compare.csv"))

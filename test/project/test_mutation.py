@@ -1,0 +1,106 @@
+"""Mutation testing itself: which mistakes it makes, that its tables name what there is, and that it leaves the checkout alone."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+from mutation import near  # noqa: E402
+from mutation.equivalent import EQUIVALENT  # noqa: E402
+from mutation.operators import compiles, mutants  # noqa: E402
+
+SOURCE = b'''"""A docstring: 1 + 1."""
+from x import y
+
+@cache(2)
+def f(a: int | None, b: float = 0.5) -> int | None:
+    if a is None and not b:
+        raise ValueError(f"{a + 1} is no number")
+    if a.is_cuda:
+        return a + 2
+    b -= 1  # \xc3\xa4
+    return torch.where((a) <= (b), a.clamp(min=b), max(a, b))
+'''
+MADE = {
+    "def f(a: int | None, b: float = 1.0) -> int | None:",
+    "if a is not None and not b:",
+    "if a is None or not b:",
+    "if a is None and (b):",
+    "if (not (a is None and not b)):",
+    "if False:",
+    "pass # \u00e4",
+    "return torch.where((a) < (b), a.clamp(min=b), max(a, b))",
+    "return torch.where((a) <= (b), max(a, b), a.clamp(min=b))",
+    "return torch.where((a) <= (b), (a), max(a, b))",
+    "return torch.where((a) <= (b), a.clamp(max=b), max(a, b))",
+    "return torch.where((a) <= (b), a.clamp(min=b), min(a, b))",
+}
+
+
+def test_mistakes_are_made_in_code_and_nowhere_else() -> None:
+    found = mutants("f.py", SOURCE)
+    after = {m.after for m in found}
+    assert after - {"b -= 2 # \u00e4", "b -= 0 # \u00e4"} == MADE  # one of the two
+    assert len(found) == len(MADE) + 1
+    for m in found:
+        changed = m.apply(SOURCE)
+        assert compiles(changed) and changed != SOURCE
+        assert " ".join(changed.decode().splitlines()[m.line - 1].split()) == m.after
+
+
+def test_tables_name_what_there_is() -> None:
+    for prefix, tests in near.NEAR.items():
+        assert (ROOT / "aoquant" / prefix).exists(), f"mutation/near.py: there is no aoquant/{prefix}"
+        for test in tests:
+            file, _, name = test.partition("::")
+            path = ROOT / "test" / file
+            assert path.exists(), f"mutation/near.py: there is no test/{file}"
+            assert not name or f"def {name}(" in path.read_text(), f"mutation/near.py: there is no test/{test}"
+    assert near.tests_near("formats/integer.py") != near.tests_near("formats/base.py")
+    assert near.tests_near("formats/new.py") == near.NEAR["formats/"] and near.tests_near("cli.py") == ()
+
+
+def test_every_equivalent_mutant_is_of_a_line_that_is_there() -> None:
+    for e in EQUIVALENT:
+        lines = [" ".join(line.split()) for line in (ROOT / "aoquant" / e.file).read_text().splitlines()]
+        assert e.before in lines, f"mutation/equivalent.py: {e.file} has no such line any more: {e.before}"
+        assert e.before != e.after and e.why
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_tells_survivors_from_killed_goes_on_and_leaves_the_checkout_alone(tmp_path: Path) -> None:
+    file = ROOT / "aoquant" / "formats" / "layout.py"
+    before = file.read_bytes()
+
+    def run(number: int) -> tuple[str, list[dict[str, str]]]:
+        command = [sys.executable, "-m", "mutation", "--only", "formats/layout.py", "--number", str(number)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, "--workers", "1", "--out", str(tmp_path)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        with open(tmp_path / "mutation.csv", newline="") as rows:
+            return done.stdout, list(csv.DictReader(rows))
+
+    said, rows = run(4)
+    assert "4 mutants, 0 known, 4 to run" in said and len(rows) == 4
+    assert {row["outcome"] for row in rows} <= {"killed", "survived", "timeout"}
+    assert sum(row["outcome"] == "killed" for row in rows) >= 2
+    said, again = run(5)
+    assert "5 mutants, 4 known, 1 to run" in said and len(again) == 5
+    assert {row["id"] for row in rows} < {row["id"] for row in again}
+    assert file.read_bytes() == before

@@ -1,0 +1,46 @@
+"""Small Llamas that tests share: one builder, and a name for each set of sizes that several files use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+IDS = torch.arange(24).view(2, 12)
+SMALL: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """SMALL and the changes to it."""
+    return LlamaConfig(**(SMALL | {"tie_word_embeddings": False} | changes))
+
+
+def llama(tied: bool = False, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> LlamaForCausalLM:
+    """SMALL with biases, in `dtype`, in eval mode; its weights come from torch's generator as it is.
+
+    Made as `from_pretrained` makes it: `.to(dtype)` would also round the rotary frequencies, which no checkpoint holds.
+    """
+    config = llama_config(**({"attention_bias": True, "tie_word_embeddings": tied} | changes))
+    return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def narrow_llama() -> LlamaForCausalLM:
+    """No biases, no tie, 64 wide; the same weights in every test."""
+    torch.manual_seed(0)
+    return llama(attention_bias=False, **NARROW)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """Of IDS."""
+    return model(IDS).logits
