@@ -126,6 +126,7 @@ COMPOSED = {
     "hadamard16+nvfp4": "any format behind a Hadamard transform of 16, 32, 64 or 128 values: transform=aoquant.Hadamard(16) of a config",
     "hadamard32-s1f+mxfp4": "the same with random signs, a hexadecimal mask: aoquant.Hadamard(32, signs=0x1f)",
     "hadamard32-inverse+mxfp4": "the weight side of 32 and 128, where the two sides differ",
+    "te-hadamard16-sd7e8+te-nvfp4": "TransformerEngine's, rounded to the tensor's dtype: for both operands of wgrad",
     "wush16+nvfp4": "any format behind a transform that calibration fits: aoquant.WUSH(16)",
     "mxfp4-sr": "for gradients, rounded at random: QATConfig(backward='mxfp4-sr')",
     "nvfp4-sr": "the same in NVFP4",

@@ -2,7 +2,8 @@
 
 Between a layer's forward and its backward autograd keeps the codes of its input. As long as it does, another layer that is given the
 same input, in the same format, takes those codes instead of making them again, and both keep one. Nothing is kept alive for that:
-what is remembered of an encoding are weak references to its storages. Without gradients, or with a frozen weight, autograd keeps no
+what is remembered of an encoding are weak references to its storages. (One exception: where autograd keeps the column side alone, the row
+codes of the latest input are held until that input goes.) Without gradients, or with a frozen weight, autograd keeps no
 codes, so nothing is shared; after backward they are gone, and so is what was remembered of them.
 
 The same input means: the same tensor object, or an equal view of it, with the same address and version counter, on the same stream.
@@ -19,6 +20,7 @@ CUDA graph is captured, whose memory lives by other rules.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aoquant.formats import Encoded, Operand
+from aoquant.layers.sides import Side
 
 
 class _Part(NamedTuple):
@@ -58,6 +61,7 @@ class _Encoding:
         self.parts: list[_Part | None] = []
         self.k = 0
         self.layers: set[int] = set()
+        self.held: Encoded | None = None
 
 
 class _Input:
@@ -70,6 +74,7 @@ class _Input:
 
 
 _inputs: dict[int, _Input] = {}
+_latest: Callable[[], _Encoding | None] = lambda: None  # the encoding that is held
 
 
 class SharedInput:
@@ -90,14 +95,22 @@ class SharedInput:
         assert codes is not None
         return Encoded(codes, scale, zero, outer, self._encoding.k)
 
-    def put(self, encoded: Encoded) -> None:
-        """Remember what this layer made."""
+    def put(self, encoded: Encoded, *, alive: bool = False) -> None:
+        """Remember what this layer made.
+
+        alive: autograd keeps other codes of the input, so these are held until the input goes, or the next one is encoded.
+        """
+        global _latest
+        if alive:
+            if (last := _latest()) is not None:
+                last.held = None
+            self._encoding.held, _latest = encoded, weakref.ref(self._encoding)
         self._encoding.parts, self._encoding.k = [None if t is None else _Part.of(t) for t in encoded[:4]], encoded.k
         self._encoding.layers = {self._layer}
 
 
-def shared_input(x: Tensor, dtype: torch.dtype, operand: Operand, w: Tensor) -> SharedInput | None:
-    """The place of x's encoding, as `dtype` and by `operand`, for the layer with weight `w`; None where nothing may be shared."""
+def shared_input(x: Tensor, dtype: torch.dtype, operand: Operand | Side, w: Tensor) -> SharedInput | None:
+    """The place of x's encoding, as `dtype` and by `operand`, or of its column side, for the layer with weight `w`; None where nothing may be shared."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and w.requires_grad):
         return None
     if type(x) not in (Tensor, torch.nn.Parameter) or x.is_inference():
