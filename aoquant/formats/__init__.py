@@ -28,6 +28,7 @@ from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
 from .integer import Affine
 from .mslk import Float8Mslk
+from .mx_square import MXSquare
 from .operand import Operand, as_operand, is_composed
 from .random import Random
 from .search import NVFP4Search
@@ -58,6 +59,7 @@ __all__ = [
     "Int4Float8Row",
     "Int8Vllm",
     "MXFP4Dialect",
+    "MXSquare",
     "NVFP4Dialect",
     "NVFP4PowerOfTwo",
     "NVFP4Search",
@@ -94,6 +96,7 @@ _STANDARD: tuple[Format, ...] = (
     *(Float8("e4m3", "block", rows=rows, cols=128) for rows in (1, 128)),
     *(MX("e2m1", rule) for rule in ("rceil", "floor", "ceil", "even")),
     *(MX(element, rule) for element in ("e4m3", "e5m2") for rule in ("rceil", "floor", "ceil", "even")),
+    *(MXSquare(element) for element in ("e4m3", "e5m2")),
     NVFP4(),
     NVFP4("row"),
     NVFP4("none"),

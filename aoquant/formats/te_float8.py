@@ -11,8 +11,6 @@ factor down to a power of two, 2^floor(log2(MAX / amax)), so that the stored sca
 TransformerEngine saturates Inf to MAX. Here Inf becomes NaN (e4m3 has no other way to show it): an overflow in a gradient has to reach
 the loss scaler. Every finite value has TransformerEngine's bytes. Source: NVIDIA/TransformerEngine `Float8Quantizer`,
 `Float8BlockQuantizer`.
-
-`DelayedScaling` (layers/delayed.py) makes the factor of a step from the amaxes of the steps before it; `hold` encodes under it.
 """
 
 from __future__ import annotations

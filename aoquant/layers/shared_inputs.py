@@ -20,7 +20,6 @@ CUDA graph is captured, whose memory lives by other rules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ class _Input:
 
 
 _inputs: dict[int, _Input] = {}
-_latest: Callable[[], _Encoding | None] = lambda: None  # the encoding that is held
+_latest: weakref.ref[_Encoding] | None = None  # the encoding that is held
 
 
 class SharedInput:
@@ -102,7 +101,7 @@ class SharedInput:
         """
         global _latest
         if alive:
-            if (last := _latest()) is not None:
+            if _latest is not None and (last := _latest()) is not None:
                 last.held = None
             self._encoding.held, _latest = encoded, weakref.ref(self._encoding)
         self._encoding.parts, self._encoding.k = [None if t is None else _Part.of(t) for t in encoded[:4]], encoded.k
@@ -110,7 +109,7 @@ class SharedInput:
 
 
 def shared_input(x: Tensor, dtype: torch.dtype, operand: Operand | Side, w: Tensor) -> SharedInput | None:
-    """The place of x's encoding, as `dtype` and by `operand`, or of its column side, for the layer with weight `w`; None where nothing may be shared."""
+    """The place of x's encoding by `operand`, as `dtype`, or of a column side, for the layer with weight `w`; None where nothing may be shared."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and w.requires_grad):
         return None
     if type(x) not in (Tensor, torch.nn.Parameter) or x.is_inference():

@@ -142,8 +142,8 @@ class Columns(NamedTuple):
 
 
 def _columns(a: Any) -> Columns:
-    (m, k), f = a.x_MK.shape, a.operand
-    e = f.encode(a.x_MK.new_empty(k, -(-m // a.multiple) * a.multiple))
+    m, k = a.x_MK.shape
+    e: Encoded = a.operand.encode(a.x_MK.new_empty(k, -(-torch.sym_max(m, 1) // a.multiple) * a.multiple))
     return Columns(*e[:4])
 
 

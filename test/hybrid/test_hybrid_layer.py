@@ -171,3 +171,23 @@ def test_a_batch_without_rows(backward_name: str | None) -> None:
     x, g = data(m=0)
     got = step(linear, x, g)
     assert got["x"].shape == x.shape and not got["weight"].any()
+
+
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("rows", [M, 0], ids=["rows", "empty"])
+@pytest.mark.parametrize("name", ["mxfp8", "te-nvfp4", "te-fp8-tensor", "te-hadamard16-sd7e8+te-nvfp4"])
+def test_the_ops_are_well_formed(name: str, rows: int) -> None:
+    operand, (x, g) = named(name), data(m=rows)
+    assert operand is not None
+    torch.library.opcheck(
+        ops.encode_columns.overload, tuple(ops.encode_columns.flat(x, operand, operand.period)), test_utils=CHECKS
+    )
+    made = ops.encode_columns(x, operand, operand.period)
+    columns = Encoded(*made, k=rows + -rows % operand.period)
+    flat = tuple(ops.wgrad_of_columns.flat(g, columns, operand, operand))
+    torch.library.opcheck(ops.wgrad_of_columns.overload, flat, test_utils=CHECKS)
+    if operand.square and operand.transform is None:
+        flat = tuple(ops.wgrad.flat(g, ops.encode(x, operand), operand, None, operand, operand, None, True))
+        torch.library.opcheck(ops.wgrad.overload, flat, test_utils=CHECKS)
