@@ -13,7 +13,7 @@ STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup kernels demo test gpu-test gpu-bench nightly mutate bench docs lint format types imports check clean
+.PHONY: setup kernels demo test gpu-test gpu-bench model-bench nightly mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -39,15 +39,19 @@ gpu-test: setup
 	AOQUANT_REQUIRE_GPU=1 $(PYTEST) -n $(GPU_WORKERS) --dist loadgroup --durations 10 -m "$(GPU_MARKS)"
 
 # What benchmarks/results holds of a GPU, about five minutes.
-gpu-# How many plausible mistakes the tests near them notice; CPU only. It goes on where it stopped: MUTATE="--minutes 8", say.
-mutate: setup
-	$(BIN)/python -m mutation --workers $(WORKERS) $(MUTATE)
-
-bench: setup
+gpu-bench: setup
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/convert_speed.py
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/ceilings.py
+
+# Whole models beside bf16 and torchao, on one GPU; torchrun of the same file measures FSDP2.
+model-bench: setup
+	$(BIN)/python benchmarks/model.py
+
+# How many plausible mistakes the tests near them notice; CPU only. It goes on where it stopped: MUTATE="--minutes 8", say.
+mutate: setup
+	$(BIN)/python -m mutation --workers $(WORKERS) $(MUTATE)
 
 nightly: setup
 	$(PYTEST) -n $(WORKERS) -m "not gpu" --timeout 3600 --hypothesis-profile nightly

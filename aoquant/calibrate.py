@@ -1,15 +1,18 @@
 """Calibration: static scales, and fitted transforms, found by running the model on a few batches.
 
-Every prepared layer whose recipe holds scales is watched during one forward loop, in eval mode, without gradients and without fake
-quantisation: the running minimum and maximum of its input, two scalars a layer however long the loop is. The format's own `measure`
-then makes the scale of a two-element tensor that holds the two, and that is the scale of everything the layer saw, because a
-per-tensor scale depends on nothing else. Held weight scales are measured anew on the weights as they are.
+Every prepared layer whose recipe holds scales is watched during one forward loop, in eval mode, without gradients and
+without fake quantisation: the running minimum and maximum of its input, two scalars a layer however long the loop is.
+The format's own `measure` then makes the scale of a two-element tensor that holds the two, and that is the scale of
+everything the layer saw, because a per-tensor scale depends on nothing else. Held weight scales are measured anew on
+the weights as they are.
 
-A layer with a fitted transform has the Gram matrices of its input's blocks added up instead, in float64: K * size numbers a layer, and
-again no matter how long the loop is (`transforms/wush.py`). Those of its weight are made when the loop is over.
+A layer with a fitted transform has the Gram matrices of its input's blocks added up instead, in float64: K * size
+numbers a layer, and again no matter how long the loop is (`transforms/wush.py`). Those of its weight are made when
+the loop is over.
 
-On several ranks extrema and Grams are reduced before anything is measured, so every rank holds the same scales and transforms. Nothing
-is written unless all layers have been reached and everything is usable; a second calibration replaces the first.
+On several ranks extrema and Grams are reduced before anything is measured, so every rank holds the same scales and
+transforms. Nothing is written unless all layers have been reached and everything is usable; a second calibration
+replaces the first.
 """
 
 from __future__ import annotations
@@ -36,15 +39,17 @@ NOT_REACHED = "the forward loop did not reach it: run batches that use every lay
 
 
 def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Iterable[Any]) -> None:
-    """Find the scales that `model`'s prepared layers hold, static ones and the start values of learned ones, and fitted transforms, in place.
+    """Find the scales that `model`'s prepared layers hold, static ones and the start values of learned ones, and
+    fitted transforms, in place.
 
-    forward_loop: runs the model on representative data, as forward_loop(model); or the batches themselves, each a tensor, positional
-        arguments (tuple, list) or keyword arguments (dict). Scales come from the smallest and the largest input value of each layer,
-        transforms from all of its input values.
+    forward_loop: runs the model on representative data, as forward_loop(model); or the batches themselves, each a
+        tensor, positional arguments (tuple, list) or keyword arguments (dict). Scales come from the smallest and the
+        largest input value of each layer, transforms from all of its input values.
 
     Raises:
-        ValueError: forward_loop is neither; no layer holds scales; or naming each layer that the loop did not reach, or that saw nothing but zeros,
-            NaN or Inf, or the first that got an input of a wrong width. The scales are what they were then.
+        ValueError: forward_loop is neither; no layer holds scales; or naming each layer that the loop did not reach,
+            or that saw nothing but zeros, NaN or Inf, or the first that got an input of a wrong width. The scales are
+            what they were then.
     """
     one = isinstance(forward_loop, Tensor | Mapping | str)  # iterating over these gives no batches
     if not callable(forward_loop) and (
@@ -104,7 +109,8 @@ def uncalibrated(model: nn.Module) -> list[str]:
 
 
 class Range:
-    """Running minimum and maximum of what `format` rounds of a layer's input, (2,) in its dtype; None before the first value.
+    """Running minimum and maximum of what `format` rounds of a layer's input, (2,) in its dtype; None before the
+    first value.
 
     dims: of the last input.
     """
@@ -234,7 +240,9 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
 
 
 def _fitted(layer: QATLinear, seen: Gram) -> tuple[dict[str, Scales], str | None]:
-    """The transform of both sides, and why it cannot be fitted; found on the CPU, where all ranks and devices have one eigensolver."""
+    """The transform of both sides, and why it cannot be fitted; found on the CPU, where all ranks and devices have
+    one eigensolver.
+    """
     if seen.rows == 0:
         return {}, NOT_REACHED
     weight, size = layer.matrix().detach(), seen.total.shape[-1]

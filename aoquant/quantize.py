@@ -1,13 +1,15 @@
 """`quantize_`: plan the whole model, check it, apply, and put everything back if anything fails.
 
-Prepare swaps a layer's class in place; convert replaces its weight and swaps the class back. In both cases the module object, its
-name, hooks, attributes, mode and bias stay what they were.
+Prepare swaps a layer's class in place; convert replaces its weight and swaps the class back. In both cases the module
+object, its name, hooks, attributes, mode and bias stay what they were.
 
-Putting back needs what was there, and a model and its packed copy may not fit on one GPU. So a float weight on a GPU goes as soon as it
-is packed, and what could fail is tried first: one layer of every kind is packed and forgotten before anything is touched.
+Putting back needs what was there, and a model and its packed copy may not fit on one GPU. So a float weight on a GPU
+goes as soon as it is packed, and what could fail is tried first: one layer of every kind is packed and forgotten
+before anything is touched.
 
-What is not quantised is said: a warning names matrices without support when they are much of the model (planning/coverage.py), and the
-first forward after prepare is watched for weights that are read outside their layer (layers/direct_reads.py).
+What is not quantised is said: a warning names matrices without support when they are much of the model
+(planning/coverage.py), and the first forward after prepare is watched for weights that are read outside their layer
+(layers/direct_reads.py).
 """
 
 from __future__ import annotations
@@ -53,24 +55,28 @@ def quantize_(
 ) -> None:
     """Prepare, convert or quantise the linear layers, and embeddings where asked for, of `model` in place.
 
-    config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of either, whose
-        keys are layer names, names of their weights, "re:" patterns and "_default". The name of a recipe (`list_recipes`) is a PTQ config.
-    filter_fn: (module, fully qualified name) -> bool; by default every linear layer but the output head, and no nn.Embedding.
+    config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of
+        either, whose keys are layer names, names of their weights, "re:" patterns and "_default". The name of a recipe
+        (`list_recipes`) is a PTQ config.
+    filter_fn: (module, fully qualified name) -> bool; by default every linear layer but the output head, and no
+        nn.Embedding.
     device: where weights are quantised, moved there one at a time, and where the model is afterwards.
-    undo: keep the float weights until the last one is packed, so that any error or interrupt leaves the model as it was. False lets each
-        go as soon as it is packed: extra memory for one layer, and after an interrupt some layers are packed and some are not. By
-        default only weights on a GPU go.
-    strict: raise when a matrix stays float that neither the defaults nor filter_fn nor a name leaves out, such as stacked experts or a
-        convolution. Otherwise a warning names them, when they are more than 5 % of the model. `aoquant.coverage(model)` lists everything.
-    skip_incompatible: leave out layers that cannot take their config, such as one with K = 64 for groups of 128, with a warning that lists
-        them and why, instead of raising.
+    undo: keep the float weights until the last one is packed, so that any error or interrupt leaves the model as it
+        was. False lets each go as soon as it is packed: extra memory for one layer, and after an interrupt some
+        layers are packed and some are not. By default only weights on a GPU go.
+    strict: raise when a matrix stays float that neither the defaults nor filter_fn nor a name leaves out, such as
+        stacked experts or a convolution. Otherwise a warning names them, when they are more than 5 % of the model.
+        `aoquant.coverage(model)` lists everything.
+    skip_incompatible: leave out layers that cannot take their config, such as one with K = 64 for groups of 128, with
+        a warning that lists them and why, instead of raising.
 
     Raises:
-        ValueError: naming every layer that cannot take its config, or, with strict, every matrix that would stay float. The model is
-            unchanged then, whatever `undo` is.
+        ValueError: naming every layer that cannot take its config, or, with strict, every matrix that would stay
+            float. The model is unchanged then, whatever `undo` is.
 
-    On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a load), and
-    convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is loaded in the same way.
+    On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a
+    load), and convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is
+    loaded in the same way.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -161,7 +167,9 @@ def _carry_out(model: nn.Module, steps: list[Step], device: torch.device | str |
 
 
 def _try(steps: list[Step], kept: Collection[int], device: torch.device | str | None) -> None:
-    """Pack one weight of every kind that cannot be put back, and forget it, so that a kernel's packer refuses before anything changes."""
+    """Pack one weight of every kind that cannot be put back, and forget it, so that a kernel's packer refuses before
+    anything changes.
+    """
     seen: set[Any] = set()
     for step in steps:
         kind = (
@@ -183,7 +191,8 @@ def apply(
 ) -> nn.Module:
     """Carry out one layer's step. packed: weights done so far, by the `identity` of the original.
 
-    A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors do not hold all of it, and checkpoints name it.
+    A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors do not hold all of it, and
+    checkpoints name it.
     """
     module: nn.Module = step.module
     if step.kind == "prepare":
@@ -209,7 +218,8 @@ def apply(
 def config_of(module: nn.Module) -> Any:
     """The PTQ config that makes a layer's quantised weight; None for a float weight, or where it is not known.
 
-    A `PackedTensor` knows its config. A torchao tensor does not hold the whole of it, so `apply` leaves it on the layer.
+    A `PackedTensor` knows its config. A torchao tensor does not hold the whole of it, so `apply` leaves it on the
+    layer.
     """
     weight = getattr(module, "weight", None)
     if isinstance(weight, PackedTensor):

@@ -1,21 +1,24 @@
 """Weights that are read outside their layer: noticed in the first forward after prepare.
 
-A prepared layer quantises in its own forward. A model that takes the weight and multiplies by it itself, as in `F.linear(x, layer.weight)` or
-Mamba's `dt_proj.weight @ x`, computes float numbers in training and, after convert, other numbers or an error. Nothing about the layer shows
-that, but the first forward does:
+A prepared layer quantises in its own forward. A model that takes the weight and multiplies by it itself, as in
+`F.linear(x, layer.weight)` or Mamba's `dt_proj.weight @ x`, computes float numbers in training and, after convert,
+other numbers or an error. Nothing about the layer shows that, but the first forward does:
 
-- A TorchFunctionMode sees every torch function of that forward. Products (`PRODUCTS`) that get a prepared weight, or a tensor made of one,
-  outside a prepared layer's forward are direct reads. Whether a call comes from a prepared layer's own forward is read off the stack.
-- What the mode cannot see, such as a custom autograd function that is handed the weight, shows in backward: a layer whose forward did not run
-  has a weight that gets a gradient. Only layers that did not run in the first forward are watched for that, until they run.
+- A TorchFunctionMode sees every torch function of that forward. Products (`PRODUCTS`) that get a prepared weight, or
+  a tensor made of one, outside a prepared layer's forward are direct reads. Whether a call comes from a prepared
+  layer's own forward is read off the stack.
+- What the mode cannot see, such as a custom autograd function that is handed the weight, shows in backward: a layer
+  whose forward did not run has a weight that gets a gradient. Only layers that did not run in the first forward are
+  watched for that, until they run.
 
-Reading a weight is no direct read: only products are, so norms, penalties, casts, copies between devices and all that optimizers, FSDP,
-accelerate and peft do between products pass.
+Reading a weight is no direct read: only products are, so norms, penalties, casts, copies between devices and all that
+optimizers, FSDP, accelerate and peft do between products pass.
 
-The watch is a forward pre-hook of the model and of its children, a plain function, so that modules can be copied and pickled. The first of them
-that is called starts the watch and takes all of them away, and an error in that forward puts them back. So later steps pay nothing. Nothing is
-watched while a compiler or a tracer runs, nor in a model with compiled parts, whose guards would see the mode. nn.MultiheadAttention, too, sees
-the mode, and leaves its fused path for another with other roundings: a model that has one is watched when it trains.
+The watch is a forward pre-hook of the model and of its children, a plain function, so that modules can be copied and
+pickled. The first of them that is called starts the watch and takes all of them away, and an error in that forward
+puts them back. So later steps pay nothing. Nothing is watched while a compiler or a tracer runs, nor in a model with
+compiled parts, whose guards would see the mode. nn.MultiheadAttention, too, sees the mode, and leaves its fused path
+for another with other roundings: a model that has one is watched when it trains.
 """
 
 from __future__ import annotations
@@ -128,7 +131,9 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the torch functions of one forward. found: name of each layer whose weight went into a product outside, and the product."""
+    """Sees the torch functions of one forward. found: name of each layer whose weight went into a product outside,
+    and the product.
+    """
 
     def __init__(self, root: nn.Module, layers: dict[str, QATLayer]) -> None:
         super().__init__()
@@ -170,7 +175,9 @@ class _Watch(TorchFunctionMode):
             self._weights.setdefault(id(layer.weight), (layer.weight, []))[1].append(fqn)
 
     def _layers_of(self, t: Tensor) -> Iterable[str]:
-        """Names of the layers whose weight `t` is, or is made of. FSDP puts other parameters in place for a forward: they are looked up again."""
+        """Names of the layers whose weight `t` is, or is made of. FSDP puts other parameters in place for a forward:
+        they are looked up again.
+        """
         if isinstance(t, nn.Parameter):
             if id(t) not in self._weights and id(t) not in self._others:
                 self._find_weights()

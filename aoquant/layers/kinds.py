@@ -1,12 +1,13 @@
-"""The kinds of layers that can be quantised: for each, the plain class, the prepared class, and how its weight is stored.
+"""The kinds of layers that can be quantised: for each, the plain class, the prepared class, and how its weight is
+stored.
 
-Formats and GEMMs know one layout, W (N, K) with N outputs and K inputs. transformers' Conv1D, the linear layer of GPT-2, stores (K, N)
-and multiplies x W; it is the same layer with a transposed weight. Its kind says `transposed`, and `matrix` turns the weight round
-wherever a layer is encoded, compared or counted. A converted weight is (N, K) whatever its float form was, because a row of codes
-is a row of outputs.
+Formats and GEMMs know one layout, W (N, K) with N outputs and K inputs. transformers' Conv1D, the linear layer of
+GPT-2, stores (K, N) and multiplies x W; it is the same layer with a transposed weight. Its kind says `transposed`,
+and `matrix` turns the weight round wherever a layer is encoded, compared or counted. A converted weight is (N, K)
+whatever its float form was, because a row of codes is a row of outputs.
 
-A layer has a kind by its exact class. A subclass may compute something else in its forward, so it has none. Integrations add the kinds of
-other libraries to `KINDS`, when those libraries are imported.
+A layer has a kind by its exact class. A subclass may compute something else in its forward, so it has none.
+Integrations add the kinds of other libraries to `KINDS`, when those libraries are imported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def is_packed(weight: Any) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of layer. gemm: it multiplies activations, as opposed to reading rows. transposed: its float weight is (K, N)."""
+    """One kind of layer. gemm: it multiplies activations, as opposed to reading rows. transposed: its float weight is
+    (K, N).
+    """
 
     plain: type[nn.Module]
     prepared: type[QATLayer]

@@ -1,11 +1,12 @@
 """Which layer gets which config: filter functions, names and patterns, and what applies when neither says.
 
-By default every linear layer is chosen but the output head, which costs quality and is often tied, and no embedding. A filter function
-replaces that rule. torchao's `FqnToConfig` chooses by exact names, then "re:" patterns in their order, then "_default"; a key names a layer
-("model.layers.0.mlp.up_proj") or its weight ("....up_proj.weight").
+By default every linear layer is chosen but the output head, which costs quality and is often tied, and no embedding.
+A filter function replaces that rule. torchao's `FqnToConfig` chooses by exact names, then "re:" patterns in their
+order, then "_default"; a key names a layer ("model.layers.0.mlp.up_proj") or its weight ("....up_proj.weight").
 
-A choice that cannot be honoured is an error or a warning, never silence. A key that names a parameter which is no layer's weight, such as a
-bias or stacked experts, raises. A filter that picks a module without support, such as a convolution, is noted for the coverage's warning.
+A choice that cannot be honoured is an error or a warning, never silence. A key that names a parameter which is no
+layer's weight, such as a bias or stacked experts, raises. A filter that picks a module without support, such as a
+convolution, is noted for the coverage's warning.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those
 class Choice:
     """What a config and a filter choose in a model.
 
-    layers: (all names of a layer, the layer, its config). left_alone: names and classes of chosen layers that are subclasses of a layer that
-    is supported. left_out: ids of modules without support that the filter or the names do not pick. picked: ids of those that they do.
+    layers: (all names of a layer, the layer, its config). left_alone: names and classes of chosen layers that are
+    subclasses of a layer that is supported. left_out: ids of modules without support that the filter or the names do
+    not pick. picked: ids of those that they do.
     """
 
     layers: list[tuple[str, Any, Any]] = field(default_factory=list)
@@ -47,8 +49,8 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     """Every layer that `config` applies to, each once, with its config.
 
     Raises:
-        ValueError: filter_fn beside FqnToConfig, a pattern that is no regular expression, a key that names a parameter which is no layer's
-            weight, or a module with several names that were given different configs.
+        ValueError: filter_fn beside FqnToConfig, a pattern that is no regular expression, a key that names a
+            parameter which is no layer's weight, or a module with several names that were given different configs.
     """
     config = _pushed_into_names(config)
     by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else None
@@ -92,7 +94,11 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
 
 
 def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool) -> str | None:
-    """The key that applies to layer `fqn`: exact names, then patterns in order, then "_default"; parameter before module."""
+    """The key that applies to layer `fqn`.
+
+    Exact names come before patterns, patterns are in order, "_default" is last; a weight's name comes before its
+    layer's.
+    """
     for pattern in (False, True):
         for name in (_weight(fqn), fqn):
             for key in by_name:
@@ -132,7 +138,7 @@ def _check_patterns(keys: Mapping[str, Any]) -> None:
 def _picks(
     module: nn.Module, names: list[str], by_name: Mapping[str, Any] | None, filter_fn: Filter | None
 ) -> bool | None:
-    """Whether the names or the filter pick a module without support; None where the default decides, which knows layers only."""
+    """Whether the names or the filter pick a module without support; None where the default decides."""
     if by_name is not None:
         parameters = [_join(fqn, p) for fqn in names for p in module._parameters]
         keys = [key for key in by_name for name in (*names, *parameters) if _means(key, name, exactly=True)]

@@ -1,7 +1,8 @@
 """Coverage: what quantisation reaches in a model, and what stays float, parameter by parameter.
 
-A model's parameters are counted once each, by the memory that they are stored in, so tied weights count once under all of their names. A
-parameter is the weight of a quantised or a prepared layer, or it is float for one of these reasons:
+A model's parameters are counted once each, by the memory that they are stored in, so tied weights count once under
+all of their names. A parameter is the weight of a quantised or a prepared layer, or it is float for one of these
+reasons:
 
     default       embeddings and the output head, which are left out unless they are named
     left out      a layer that no config was given to
@@ -11,8 +12,9 @@ parameter is the weight of a quantised or a prepared layer, or it is float for o
     unsupported   a matrix of a module that aoquant cannot quantise: stacked experts, a convolution, nn.LSTM
     small         biases, norms, scales: at most one dimension longer than 1. They are added up and not listed.
 
-The first two are documented or asked for. A user expects the unsupported ones to be quantised, and they can be most of a model: the experts of a
-Mixtral are 3-D parameters, and its linear layers a sixth of it. So `quantize_` warns when they are more than `WORTH_A_WARNING` of the model.
+The first two are documented or asked for. A user expects the unsupported ones to be quantised, and they can be most
+of a model: the experts of a Mixtral are 3-D parameters, and its linear layers a sixth of it. So `quantize_` warns
+when they are more than `WORTH_A_WARNING` of the model.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ REACHED = ("quantised", "prepared")
 class Weight:
     """One parameter, with all of its names.
 
-    shape: as it is stored; (N, K) when quantised. elements: values that it stands for. bytes: that it occupies now. state: "quantised",
-    "prepared", or one of the reasons above. about: the format, or why it is float. asked: a filter or a name picked it, without support.
+    shape: as it is stored; (N, K) when quantised. elements: values that it stands for. bytes: that it occupies now.
+    state: "quantised", "prepared", or one of the reasons above. about: the format, or why it is float. asked: a
+    filter or a name picked it, without support.
     """
 
     names: tuple[str, ...]
@@ -87,7 +90,9 @@ class Coverage:
 
     @property
     def problem(self) -> str | None:
-        """A sentence about the unsupported matrices; None when nothing asked for them and they are at most `WORTH_A_WARNING` of the model."""
+        """A sentence about the unsupported matrices; None when nothing asked for them and they are at most
+        `WORTH_A_WARNING` of the model.
+        """
         found = [w for w in self.unexpected if w.state == "unsupported"]
         share = self._share(w.elements for w in found)
         if share <= WORTH_A_WARNING and not any(w.asked for w in found):
@@ -144,8 +149,9 @@ def inventory(
 ) -> Coverage:
     """The coverage of a model, as it will be after a plan.
 
-    planned: format by the identity of each weight that will be quantised. left_out: ids of modules that the user chose to leave out.
-    picked: ids of modules without support that the user chose. skipped: by the id of each layer that cannot take its config, why.
+    planned: format by the identity of each weight that will be quantised. left_out: ids of modules that the user
+    chose to leave out. picked: ids of modules without support that the user chose. skipped: by the id of each layer
+    that cannot take its config, why.
     """
     planned, skipped = planned or {}, skipped or {}
     users: dict[Hashable, list[tuple[str, str, nn.Module]]] = {}

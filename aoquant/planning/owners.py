@@ -1,10 +1,11 @@
 """Layers whose forward or weight is another object's: a step taken on them would have no effect, or the wrong one.
 
-- A weight that is recomputed before every forward: `torch.nn.utils.weight_norm`, `spectral_norm` and `prune` take the parameter away, keep
-  another one ("weight_g", "weight_orig"), and set `weight` from a hook. Codes made of it now would be overwritten, or never used.
+- A weight that is recomputed before every forward: `torch.nn.utils.weight_norm`, `spectral_norm` and `prune` take the
+  parameter away, keep another one ("weight_g", "weight_orig"), and set `weight` from a hook. Codes made of it now
+  would be overwritten, or never used.
 - A forward that is replaced on the instance, so that the prepared class's forward never runs.
-- A forward that belongs to another model: a trainer replaced `model.forward` by a function that holds the original, and `copy.deepcopy` copies
-  modules but not functions, so the copy runs the original's layers.
+- A forward that belongs to another model: a trainer replaced `model.forward` by a function that holds the original,
+  and `copy.deepcopy` copies modules but not functions, so the copy runs the original's layers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import prune
 
 DEPTH = 8  # wrappers around a forward that are looked through
 
@@ -45,8 +45,8 @@ def why_not(module: nn.Module, kind: str) -> str | None:
 
 def _recomputed(module: nn.Module) -> str:
     """What recomputes the layer's weight, and how to end that."""
-    hooks = {type(hook).__name__: hook for hook in module._forward_pre_hooks.values()}
-    if any(isinstance(hook, prune.BasePruningMethod) for hook in hooks.values()):
+    hooks = {cls.__name__ for hook in module._forward_pre_hooks.values() for cls in type(hook).__mro__}
+    if "BasePruningMethod" in hooks:
         return (
             "torch.nn.utils.prune recomputes its weight from weight_orig and weight_mask before every forward: make the pruning permanent "
             "first, with torch.nn.utils.prune.remove(layer, 'weight')"

@@ -1,8 +1,8 @@
 """Plans: every layer's step, decided and checked before anything is touched.
 
-A model-wide promise ("on any error the model is as it was") cannot be kept by a handler that sees one module at a time. So
-`aoquant.quantize_` first lists every layer by its fully qualified name with the config that applies to it (choose.py), then checks them all,
-and reports every problem in one error. Only then does it apply.
+A model-wide promise ("on any error the model is as it was") cannot be kept by a handler that sees one module at a
+time. So `aoquant.quantize_` first lists every layer by its fully qualified name with the config that applies to it
+(choose.py), then checks them all, and reports every problem in one error. Only then does it apply.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ SHOWN = 10  # problems that an error lists
 
 @dataclass(frozen=True)
 class Step:
-    """One layer's change: "prepare" swaps the class, "convert" and "quantize" replace the weight. fqn: all its names, joined by ", ".
+    """One layer's change: "prepare" swaps the class, "convert" and "quantize" replace the weight. fqn: all its names,
+    joined by ", ".
 
     dtype: that forward sees the weight in, which is what is encoded.
     """
@@ -56,7 +57,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps for a model. skipped: names of layers that cannot take their config, and why, where they may be left out. choice: of all."""
+    """The steps for a model. skipped: names of layers that cannot take their config, and why, where they may be left
+    out. choice: of all.
+    """
 
     steps: list[Step]
     skipped: dict[str, str]
@@ -64,7 +67,9 @@ class Plan:
 
 
 def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incompatible: bool = False) -> Plan:
-    """Every layer's step, checked. skip_incompatible: leave out layers that cannot take their config, instead of raising.
+    """Every layer's step, checked.
+
+    skip_incompatible: leave out layers that cannot take their config, instead of raising.
 
     Raises:
         ValueError: naming each layer that cannot take its config, or saying that there is nothing to do.

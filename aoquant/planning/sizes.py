@@ -11,7 +11,8 @@ def stored_bytes(*tensors: Tensor) -> int:
     total = 0
     for t in tensors:
         if is_traceable_wrapper_subclass(t):
-            total += stored_bytes(*(getattr(t, name) for name in t.__tensor_flatten__()[0]))
+            parts = (getattr(t, name) for name in t.__tensor_flatten__()[0])
+            total += stored_bytes(*(part for part in parts if isinstance(part, Tensor)))  # a DTensor has a mesh, too
         else:
             total += t.numel() * t.element_size()
     return total

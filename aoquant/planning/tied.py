@@ -1,9 +1,10 @@
 """Sharing: one module under several names, and one weight in several modules.
 
-Both are common: a block called twice, an output head that is the input embedding. Quantising one user of a shared weight either
-quantises it for all, or makes two weights of it without a word. So every module is planned once, with all its names, and a shared weight
-is quantised for all of its users, with one config and into one packed tensor, or for none. An embedding and the head tied to it fit one
-encoding: a row is a token in both, and scales run along K, the hidden size, in both.
+Both are common: a block called twice, an output head that is the input embedding. Quantising one user of a shared
+weight either quantises it for all, or makes two weights of it without a word. So every module is planned once, with
+all its names, and a shared weight is quantised for all of its users, with one config and into one packed tensor, or
+for none. An embedding and the head tied to it fit one encoding: a row is a token in both, and scales run along K, the
+hidden size, in both.
 
 A weight is shared when it is one parameter, or one memory: two `nn.Parameter`s over the same elements are tied too.
 """
@@ -69,7 +70,8 @@ def _names(sharers: list[tuple[str, nn.Module]], chosen: dict[int, LinearRecipe]
 
 
 def adapter_problem(model: nn.Module, module: nn.Module, fqn: str, kind: str) -> str | None:
-    """Why a layer under an adapter (peft's tuner layers: `base_layer`, `merged`) cannot be quantised now; None when it can.
+    """Why a layer under an adapter (peft's tuner layers: `base_layer`, `merged`) cannot be quantised now; None when
+    it can.
 
     The adapter itself is never quantised; its base is before the adapter is put on, or once it is merged.
     """

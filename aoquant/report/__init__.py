@@ -4,13 +4,14 @@
     report(prepared, converted, batch)       whether training computed what is deployed: inf in every row
     verify(prepared, converted, batch)       the same, as an error that names the layers where it is not so
 
-A row compares one layer of the two models: the values of the weights, and the outputs for the same input (see `compare.py`). The
-last row compares what the models return, each running by itself. Shares say how often a format reached its limits: values that its
-largest code clips, and blocks whose scale is the smallest one that it can store. Both are small in a healthy model, and a
-warning says when they are not. A report also says how much of model b is quantised, and which matrices stay float (`coverage.py`).
+A row compares one layer of the two models: the values of the weights, and the outputs for the same input (see
+`compare.py`). The last row compares what the models return, each running by itself. Shares say how often a format
+reached its limits: values that its largest code clips, and blocks whose scale is the smallest one that it can store.
+Both are small in a healthy model, and a warning says when they are not. A report also says how much of model b is
+quantised, and which matrices stay float (`coverage.py`).
 
-A figure is None when it could not be measured, and the row's warning says why. In JSON, inf and nan are the strings "inf", "-inf"
-and "nan", because strict JSON has no such numbers; null is "not measured".
+A figure is None when it could not be measured, and the row's warning says why. In JSON, inf and nan are the strings
+"inf", "-inf" and "nan", because strict JSON has no such numbers; null is "not measured".
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ MODEL_OUTPUT = "(model output)"
 class Report:
     """Rows of layers, then the row of the models' outputs.
 
-    bytes_before, bytes_after: of the quantised layers' weights in their own dtype, and quantised. model_bytes: of everything that
-    model a and model b hold. Tied weights count once. coverage: which parameters of model b are quantised, and why others are not.
+    bytes_before, bytes_after: of the quantised layers' weights in their own dtype, and quantised. model_bytes: of
+    everything that model a and model b hold. Tied weights count once. coverage: which parameters of model b are
+    quantised, and why others are not.
     """
 
     layers: tuple[Row, ...]
@@ -69,7 +71,9 @@ class Report:
 
     @property
     def mean_sqnr(self) -> float:
-        """Mean output SQNR in dB over the layers that are not bit-equal; inf when all are, nan when none was measured."""
+        """Mean output SQNR in dB over the layers that are not bit-equal; inf when all are, nan when none was
+        measured.
+        """
         found = self._measured()
         finite = [v for v in found if v != math.inf]
         return sum(finite) / len(finite) if finite else math.inf if found else math.nan
@@ -107,7 +111,9 @@ class Report:
         return render.json_text({"rows": [asdict(r) for r in self.rows], "totals": self.totals})
 
     def plot(self, path: Path | str) -> None:
-        """Bars of weight and output SQNR for every layer, as a picture of the kind that `path` ends in. Needs matplotlib."""
+        """Bars of weight and output SQNR for every layer, as a picture of the kind that `path` ends in. Needs
+        matplotlib.
+        """
         render.bars(self.layers, Path(path))
 
     def save(self, folder: Path | str) -> None:
@@ -125,11 +131,12 @@ class Report:
 def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool = True) -> Report:
     """Compare every layer that is prepared or quantised in either model, and the models' outputs, on `batch`.
 
-    batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay as they are:
-    weights, train or eval mode, and random state. A layer that is called more than once has one row.
+    batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay
+    as they are: weights, train or eval mode, and random state. A layer that is called more than once has one row.
 
     Raises:
-        ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that a model does not take.
+        ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that
+        a model does not take.
     """
     if not isinstance(batch, Tensor | tuple | list | Mapping):
         raise ValueError(f"batch must be a tensor, a tuple or list, or a dict, got {type(batch).__name__}")
@@ -162,12 +169,14 @@ def verify(
 ) -> Report:
     """The report of `prepared` against `converted`, when weights and outputs of every layer reach `min_db`.
 
-    The default is bit equality. Where all layers that ran are bit-equal, the models' own outputs have to reach min_db too, and both models have
-    to run every layer equally often. Errors of layers that are not bit-equal add up in the outputs, so those are then left to the reader.
-    A warning names matrices without support that stay float, when they are much of the model: nothing is verified of them.
+    The default is bit equality. Where all layers that ran are bit-equal, the models' own outputs have to reach min_db
+    too, and both models have to run every layer equally often. Errors of layers that are not bit-equal add up in the
+    outputs, so those are then left to the reader. A warning names matrices without support that stay float, when they
+    are much of the model: nothing is verified of them.
 
     Raises:
-        ValueError: naming the worst layers; or layers that this batch does not run, or that could not be compared here, unless allow_not_run.
+        ValueError: naming the worst layers; or layers that this batch does not run, or that could not be compared
+        here, unless allow_not_run.
     """
     found = report(prepared, converted, batch, progress=False)
     exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers)

@@ -1,15 +1,16 @@
 """Two models compared: layer by layer, and by their own outputs.
 
-The comparison of layers is local. One model runs the batch, and behind each of its layers the same layer of the other model is called with
-the same input. So a layer's figure is that layer's alone: an early error does not reappear in every later row, nothing is stored
-but two sums a layer, and "inf" means that this GEMM is reproduced bit for bit.
+The comparison of layers is local. One model runs the batch, and behind each of its layers the same layer of the other
+model is called with the same input. So a layer's figure is that layer's alone: an early error does not reappear in
+every later row, nothing is stored but two sums a layer, and "inf" means that this GEMM is reproduced bit for bit.
 
-What a layer's figure cannot show is measured on the whole models: errors that add up, and weights that are used without their layer. For
-that each model runs by itself from the same random state, without any hook, because a hook changes the path that torch takes (its
-fused encoder layer, for one, stands back where there are hooks).
+What a layer's figure cannot show is measured on the whole models: errors that add up, and weights that are used
+without their layer. For that each model runs by itself from the same random state, without any hook, because a hook
+changes the path that torch takes (its fused encoder layer, for one, stands back where there are hooks).
 
-A kernel that cannot run here is a result, not a crash: the row keeps the reason instead of a number. When it is in the model
-that drives the pass, the other one drives. A layer that ran in one model only, or in neither, is a result too.
+A kernel that cannot run here is a result, not a crash: the row keeps the reason instead of a number. When it is in
+the model that drives the pass, the other one drives. A layer that ran in one model only, or in neither, is a result
+too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from aoquant.report.measure import (
 class Pair:
     """One layer of both models, and what has been measured on it so far.
 
-    values: compared output values. problem: why there are none. calls: of the layer in model a and in model b; (0, 0) when one of them fails.
+    values: compared output values. problem: why there are none. calls: of the layer in model a and in model b; (0, 0)
+    when one of them fails.
     """
 
     fqn: str

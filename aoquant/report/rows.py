@@ -1,8 +1,9 @@
 """Rows: everything that a report says about one layer.
 
-The shares say how often the format had to give in: values that its largest code clips, and blocks whose scale sits on the smallest
-value that it can take. Both are small in a healthy model. One value a block is allowed to clip without a warning: symmetric
-integers choose their scale from a group's absmax and then, half of the time, clip exactly that value.
+The shares say how often the format had to give in: values that its largest code clips, and blocks whose scale sits on
+the smallest value that it can take. Both are small in a healthy model. One value a block is allowed to clip without a
+warning: symmetric integers choose their scale from a group's absmax and then, half of the time, clip exactly that
+value.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ HEALTHY = 0.01  # share of saturated values, and of blocks on the floor, that is
 class Row:
     """One layer of two models, a → b. None: not measured, see warning.
 
-    shape: (N, K). format, activation: names, or the class of a torchao tensor; "" is high precision. bits_per_weight, bytes: of
-    the quantised weight as it is stored, or as convert will store it. *_sqnr_db: of b against a. backend: what ran the GEMMs.
-    batch_invariant: whether a token's codes are the same in any batch; None for torchao's tensors. saturated_share: of
-    the weight's values. floored_share: of its blocks. calls: of the layer's forward in a and in b, each running by itself.
+    shape: (N, K). format, activation: names, or the class of a torchao tensor; "" is high precision. bits_per_weight,
+    bytes: of the quantised weight as it is stored, or as convert will store it. *_sqnr_db: of b against a. backend:
+    what ran the GEMMs. batch_invariant: whether a token's codes are the same in any batch; None for torchao's tensors.
+    saturated_share: of the weight's values. floored_share: of its blocks. calls: of the layer's forward in a and in b,
+    each running by itself.
     """
 
     fqn: str

@@ -1,7 +1,7 @@
 """What this machine can run, found by trying: the tables of `aoquant doctor`.
 
-Each recipe prepares a small bf16 layer, trains it for one step, converts it and runs it. Where the kernel of a converted layer is missing, the
-table has the kernel's own reason. The prepared layer trains without it.
+Each recipe prepares a small bf16 layer, trains it for one step, converts it and runs it. Where the kernel of a
+converted layer is missing, the table has the kernel's own reason. The prepared layer trains without it.
 """
 
 from __future__ import annotations

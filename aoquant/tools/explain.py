@@ -1,9 +1,10 @@
 """`explain`: which backend runs a layer, for which M, and why the others do not.
 
-The router decides call by call, from a request that holds no data, so asking it costs nothing: `explain` asks for every M that a
-threshold is likely at, and bisects between two that differ. A threshold and its opposite between two neighbours of `_PROBES` would be
-missed; up to 64 every M is asked. What is made of the weight depends on the GEMM that reads it: a backend that multiplies codes wants those of
-a prepared layer encoded, and takes a packed layer's as they are.
+The router decides call by call, from a request that holds no data, so asking it costs nothing: `explain` asks for
+every M that a threshold is likely at, and bisects between two that differ. A threshold and its opposite between two
+neighbours of `_PROBES` would be missed; up to 64 every M is asked. What is made of the weight depends on the GEMM
+that reads it: a backend that multiplies codes wants those of a prepared layer encoded, and takes a packed layer's as
+they are.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _PROBES = (*range(1, 65), *(m + d for e in range(7, 21) for m in (1 << e,) for d
 
 @dataclass(frozen=True)
 class Route:
-    """One step of a layer's forward for first <= M <= last (None: without end). rows: (backend, what the router says), by falling priority."""
+    """One step of a layer's forward for first <= M <= last (None: without end). rows: (backend, what the router
+    says), by falling priority.
+    """
 
     step: str
     first: int
@@ -62,8 +65,8 @@ class Routes:
 def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None = None, gpu: str | None = None) -> Any:
     """Which backend runs, and why the others do not.
 
-    what: a prepared layer, or a converted one: `Routes`, for every M. Or a request (`ops.Request`, `ops.CodecRequest`): a list of
-        (backend, "runs" | "willing, lower priority" | reason why not).
+    what: a prepared layer, or a converted one: `Routes`, for every M. Or a request (`ops.Request`,
+        `ops.CodecRequest`): a list of (backend, "runs" | "willing, lower priority" | reason why not).
     dtype: of the activations, by default the weight's.
     engine, gpu: as in `QATConfig`: say too what that engine will compute otherwise than the layer.
 

@@ -172,7 +172,8 @@ def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in printed
     assert "DIFFERENT" not in printed
     assert "0 (128, 256)" not in printed
-    said = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in printed.splitlines() if "|" in line}
+    table = printed.split("names that are put together")[0]
+    said = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in table.splitlines() if "|" in line}
     assert (said["nvfp4"], said["nvfp4-row"], said["nvfp4-static:0.001"], said["fp8-tensor"]) == (
         "no",
         "yes",
