@@ -139,7 +139,9 @@ class PackedTensor(TorchAOBaseTensor):
     def _stable_hash_for_caching(self) -> str:
         """What compiled code depends on, for torch's compile cache: everything but the numbers."""
         inner = [t if t is None else (t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in _tensors(self)]
-        return repr((SCHEMAS, self.format, self.activation, self.contract, self.k, self.dtype, self.requires_grad, inner))
+        return repr(
+            (SCHEMAS, self.format, self.activation, self.contract, self.k, self.dtype, self.requires_grad, inner)
+        )
 
     def _with(
         self, tensors: list[Tensor | None], k: int | None = None, dtype: torch.dtype | None = None
