@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .base import Encoded, Scales
-from .elements import ELEMENTS, from_float8, to_float8
+from .elements import ELEMENTS, from_float8, rounding_limit, to_float8
 from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, divide
 
@@ -109,10 +109,8 @@ class Float8(OneScale):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         assert e.scale is not None
-        # one code step above the largest: a value that rounding alone brings back is not clipped
-        limit = ELEMENTS[self.element][1] * (1 + 2.0 ** -ELEMENTS[self.element][2])
         s_RG1 = self.spread(e.scale, x_RK.shape[0]).unsqueeze(-1)
-        return (self._blocks(x_RK).float().abs() > s_RG1 * limit).flatten(1)
+        return (self._blocks(x_RK).float().abs() > s_RG1 * rounding_limit(self.element)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None

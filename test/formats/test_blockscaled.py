@@ -142,6 +142,19 @@ def test_none_puts_small_weights_on_the_floor_and_an_outer_scale_does_not() -> N
 
 
 @pytest.mark.parametrize(
+    ("name", "edge"), [("mxfp4-floor", 7.0), ("mxfp8-floor", 464.0), ("mxfp8-e5m2-floor", 61440.0)]
+)
+def test_an_mx_value_saturates_beyond_half_a_step_above_the_largest_code(name: str, edge: float) -> None:
+    """The block's scale is 1, since floor takes the power of two of `edge`."""
+    fmt = get_format(name)
+    for value, clipped in ((edge * (1 - 2.0**-20), False), (edge, False), (edge * (1 + 2.0**-20), True)):
+        x = torch.full((1, 32), value)
+        e = fmt.encode(x)
+        assert e.scale is not None and (e.scale.float() == 1).all()
+        assert (fmt.saturated(x, e) == clipped).all(), value
+
+
+@pytest.mark.parametrize(
     ("name", "unit"),
     [
         ("nvfp4-none", 448.0),

@@ -31,7 +31,6 @@ BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>.+) -->\n+)?^```python\n(?P<code>
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 NOT_RUN = 1
 WIDTH, ROW, README = 120, 400, 130
-WIDE = ("big-models", "nvfp4", "troubleshooting")  # pages with longer lines
 FIGURES = runpy.run_path(str(DOCS / "figures" / "draw.py"))["FIGURES"]
 ELLIPSIS = "…"
 
@@ -116,7 +115,7 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-@pytest.mark.parametrize("page", [p for p in READ if p.stem not in WIDE], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", READ, ids=lambda p: p.stem)
 def test_lines_are_short(page: Path) -> None:
     # a code span, a link's target and a line of a formula are not broken
     unbroken = [
