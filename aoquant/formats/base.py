@@ -10,9 +10,8 @@ them, with the same second step.
 
 A GEMM does not multiply decoded values, it multiplies operands and scales the accumulator. So decoding comes in two
 parts: `operand` is what the matrix unit sees, exact in bf16 wherever the format allows it, and `alpha` is the outer
-    scale that
-multiplies the float32 accumulator. `decode` is their product, for gradients, for reports and for kernels that
-dequantise.
+scale that multiplies the float32 accumulator. `decode` is their product, for gradients, for reports and for kernels
+that dequantise.
 
 Shapes: R rows, K values along the contraction axis, G = K / group scales in a row. Everything is 2-D; callers flatten.
 """
@@ -146,7 +145,9 @@ class Format:
         return True
 
     def scale_dtype(self, source: torch.dtype) -> torch.dtype | None:
-        """dtype of the scales of a matrix of `source`, for a format that stores them in a 16-bit or wider type; None: as `Encoded` says."""
+        """dtype of the scales of a matrix of `source`, for a format that stores them in a 16-bit or wider type; None:
+        as `Encoded` says.
+        """
         return None
 
     def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
@@ -230,7 +231,9 @@ class Format:
         return self.decode_rows(self.encode(x_RK), ids, x_RK.dtype)
 
     def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
-        """(R, G) float32 gradient of each learned scale, from the gradient of the values, for a format that is `learnable`."""
+        """(R, G) float32 gradient of each learned scale, from the gradient of the values, for a format that is
+        `learnable`.
+        """
         raise NotImplementedError
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:

@@ -25,7 +25,7 @@ underflows to 0 decodes to zeros, in codes of +-6, which tell it from a block of
 approximate reciprocals: with the IEEE ones here three codes in ten thousand differ. Inf and NaN make their block's
 scale NaN (with te and dynamic g: the tensor's).
 Sources: github.com/IST-DASLab/WUSH, /qutlass (its float64 test references), /Quartet; NVIDIA/TransformerEngine
-    `NVFP4QuantizerRef`.
+`NVFP4QuantizerRef`.
 """
 
 from __future__ import annotations

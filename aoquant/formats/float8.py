@@ -36,8 +36,7 @@ class Float8(OneScale):
     """float8 e4m3 or e5m2; scale (R, 1), (1, 1) or (ceil(R / rows), K / cols), float32.
 
     native: divide as x's device does (see scales.py). rows, cols: of a block. low, high: bounds of the absmax. fixed:
-        (scale,), a
-    constant instead of one made from x; per tensor only.
+        (scale,), a constant instead of one made from x; per tensor only.
     """
 
     element: str = "e4m3"

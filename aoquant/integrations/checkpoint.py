@@ -60,7 +60,9 @@ def check(directory: Path) -> dict[str, str]:
 
 
 def method(directory: Path) -> str | None:
-    """The library whose layout the folder's config.json names; None for a float checkpoint, or where there is no config.json."""
+    """The library whose layout the folder's config.json names; None for a float checkpoint, or where there is no
+    config.json.
+    """
     if not (directory / "config.json").is_file():
         return None
     quantization = read_json(directory / "config.json").get("quantization_config") or {}

@@ -1,8 +1,8 @@
 """Targets: what convert leaves behind for each PTQ config, and what prepare therefore has to compute.
 
-A target joins a recipe (formats and the GEMM contract of the deployed kernel), the shapes and dtypes which that kernel takes, and
-`build`, which wraps the codes we encoded in the deployed tensor. torchao's configs keep torchao's own tensor subclasses, built from
-OUR codes, so that the deploy path is unchanged and converting needs no kernel package.
+A target joins a recipe (formats and the GEMM contract of the deployed kernel), the shapes and dtypes which that kernel
+takes, and `build`, which wraps the codes we encoded in the deployed tensor. torchao's configs keep torchao's own tensor
+subclasses, built from OUR codes, so that the deploy path is unchanged and converting needs no kernel package.
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ def test_mx_values_are_idempotent(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_largest_values(dtype: torch.dtype) -> None:
-    """Up to the largest finite value nothing becomes NaN; floor clips, the others may round up to Inf, as in torchao."""
+    """Up to the largest finite value nothing becomes NaN; floor clips, the others may round up to Inf, as in
+    torchao.
+    """
     x = torch.full((1, 32), torch.finfo(dtype).max, dtype=dtype)
     for name in NAMES:
         got = get_format(name).fake_quantize(x)

@@ -1,8 +1,10 @@
-"""The documentation is true: its Python runs, its tables and links fit the source, its messages are the source's, and it is easy to read.
+"""The documentation is true: its Python runs, its tables and links fit the source, its messages are the source's, and
+it is easy to read.
 
-Blocks of one page share a namespace and run in order in an empty folder; the README's have a model and what else they name. A block
-that cannot run in this suite has the line "<!-- not run: REASON -->" above it; how many there are is written down here, so that none is
-switched off unnoticed. In quoted messages "…" stands for whatever a placeholder becomes, or for words left out.
+Blocks of one page share a namespace and run in order in an empty folder; the README's have a model and what else they
+name. A block that cannot run in this suite has the line "<!-- not run: REASON -->" above it; how many there are is
+written down here, so that none is switched off unnoticed. In quoted messages "…" stands for whatever a placeholder
+becomes, or for words left out.
 """
 
 from __future__ import annotations

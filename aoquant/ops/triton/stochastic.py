@@ -265,7 +265,9 @@ def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
 
 
 def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random) -> tuple[Encoded, Tensor, Tensor]:
-    """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `operand.encode(x_RK, random=random)` makes them."""
+    """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `operand.encode(x_RK, random=random)` makes
+    them.
+    """
     size, inner = 0 if operand.transform is None else operand.transform.size, operand.format
     x_RK, across = _memory(x_RK)
     (rows, k), device, block = x_RK.shape, x_RK.device, inner.block
