@@ -270,9 +270,8 @@ class GridFlipFP4WeightConfig(WeightConfig):
     """GridFlip weights: four-over-six with a second grid, shifted by c, in the blocks whose scale is negative.
 
     effort: how many scales a block tries: "base" (4), "sided" (6) or "search" (26), see `formats/gridflip.py`.
-        alternating: the shift's
-    sign alternates from block to block. tile: rows that share a scale, 1 or 16. activation: "nvfp4-row" or
-    "fouroversix-row", say, but not GridFlip.
+        alternating: the shift's sign alternates from block to block. tile: rows that share a scale, 1 or 16.
+        activation: "nvfp4-row" or "fouroversix-row", say, but not GridFlip.
     """
 
     effort: str = "base"

@@ -33,8 +33,7 @@ class Encoded(NamedTuple):
 
     codes: packed codes, (R, bytes of K codes), uint8, int8 or a float8 dtype.
     scale: (R, G), (R, 1), (1, 1) or (ceil(R / tile_rows), G); float32, the input's dtype, float8_e4m3fn or
-        float8_e8m0fnu as the
-           format says; or None.
+        float8_e8m0fnu as the format says; or None.
     zero:  like scale: the integer zero point (int8) or the value of code 0 (int4, scale's dtype); or None.
     outer: (1, 1) or (R, 1) float32, multiplies the accumulator; or None.
     k:     K, the unpacked width.

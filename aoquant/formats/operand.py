@@ -58,7 +58,7 @@ class Operand:
         return hash(self.name)  # computed once; the fields' own would be hashed again at every look-up
 
     def __getattr__(self, name: str) -> Any:
-        """What a transform leaves as it is, is the format's."""
+        """Ask the format for attributes that a transform does not change."""
         if name.startswith("__") or name == "format":  # while unpickling there is no format yet
             raise AttributeError(name)
         return getattr(self.format, name)
@@ -108,7 +108,7 @@ class Operand:
         return self.format.period if self.transform is None else lcm(self.format.period, self.transform.size)
 
     def transformed(self, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """What is quantised when x_RK is encoded. matrix: of a fitted transform."""
+        """The values that are quantised when x_RK is encoded. matrix: of a fitted transform."""
         if self.transform is None:
             return x_RK
         y_RK = self.transform.apply(x_RK, self.inverse, matrix)

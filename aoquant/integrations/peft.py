@@ -1,6 +1,6 @@
 """LoRA adapters on layers of aoquant's, through plain `peft.get_peft_model`.
 
-What an adapter means depends on what it is put on, and the two are different models:
+An adapter on a prepared layer and one on a packed layer are different models:
 
 - on a PREPARED layer, quantisation-aware training of the merged weight: the forward multiplies by fake_quantize(W + s B
   A), which is what convert leaves after `merge_and_unload`, bit for bit. Train, merge, convert: no loss at the merge.
@@ -148,7 +148,7 @@ class _LoraLinear(Linear):
         return ()
 
     def base(self) -> str:
-        """What the adapter is on, for errors."""
+        """The class of the adapted layer, for errors."""
         raise NotImplementedError
 
     def value(self) -> Tensor:

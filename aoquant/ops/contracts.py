@@ -93,5 +93,5 @@ _READS = {
 
 
 def reads(contract: str) -> str:
-    """What a GEMM under `contract` reads of an encoded x: "operand", "decoded", or "codes"."""
+    """The form in which a GEMM under `contract` reads an encoded x: "operand", "decoded", or "codes"."""
     return _READS.get(contract, "codes")

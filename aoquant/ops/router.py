@@ -33,7 +33,7 @@ _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 
 
 class Quantized(NamedTuple):
-    """What the codec's role "quantize" returns: encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1)
+    """The result of the codec's role "quantize": encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1)
     float32, by which an operand's accumulator is multiplied, or None.
     """
 
@@ -44,7 +44,7 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecRequest:
-    """What a codec is asked for: a role of a (rows, k) matrix.
+    """A request to the codec: a role of a (rows, k) matrix.
 
     role: as above. operand: a `Format` stands for itself without a transform. dtype: of the values that are read, or of
     those that "decode" makes. codes: whether "quantize" has to keep them.
@@ -67,7 +67,7 @@ class CodecRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """What a GEMM is asked for, without its data: y (m, n) = x (m, k) w (n, k)^T.
+    """A request for a GEMM, without its data: y (m, n) = x (m, k) w (n, k)^T.
 
     x_format, w_format: of codes; an `Operand` stands for its format, since a GEMM multiplies codes and knows nothing of
     a transform before them. scale_dtype: what `call.scale_dtype` says of the weight; None: `dtype`.
@@ -172,10 +172,10 @@ def forced(role: str) -> tuple[str | None, bool]:
 
 @functools.lru_cache
 def _by_role(text: str) -> dict[str, str]:
-    """What the environment forces: a name for each role, "" for all of them.
+    """The backends that the environment forces: a name for each role, "" for all of them.
 
     Raises:
-        ValueError: it names a role that there is not.
+        ValueError: it names an unknown role.
     """
     entries = [e.strip().rpartition("=") for e in text.split(",")]
     roles = sorted({b.role for b in _backends})

@@ -1,4 +1,4 @@
-"""What aoquant must know about FSDP2 (`fully_shard`) and its kin `replicate`.
+"""Facts about FSDP2 (`fully_shard`) and its kin `replicate` that aoquant relies on.
 
 They make a module theirs by swapping its class for a new one, FSDP<X>(FSDPModule, X), and they put their own parameters
 back into it around every forward. Three consequences:

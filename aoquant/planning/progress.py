@@ -1,4 +1,4 @@
-"""A progress bar where somebody is watching: tqdm when it is installed and stderr is a terminal, nothing otherwise."""
+"""A progress bar on a terminal: tqdm when it is installed and stderr is a terminal, nothing otherwise."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = ["REASONS", "Target", "fake_target", "resolve", "supported"]
 
 fake_target = fake.target
 
-# by class name: torchao's prototype configs are not imported before somebody else has
+# by class name, so that torchao's prototype configs need not be imported here
 _TORCHAO: dict[str, Callable[[Any], Target]] = {**integers.TARGETS, **int4.TARGETS, **floats.TARGETS}
 
 

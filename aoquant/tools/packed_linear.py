@@ -1,5 +1,4 @@
-"""A linear layer from packed FP4 tensors that somebody holds already: of a checkpoint, or of another library's
-quantiser.
+"""A linear layer from packed FP4 tensors that exist already: a checkpoint's, or those of another library's quantiser.
 
 The layer is an nn.Linear whose weight is a `PackedTensor`, the very one that convert makes: backends, forcing,
 compilation, state_dict and moving between devices are the packed tensor's own. `format` says which dialect the codes

@@ -77,7 +77,7 @@ def parse(prefix: str) -> tuple[Transform, bool] | None:
     """The transform called `prefix`, and whether it is a weight side's; None when it is no transform's name.
 
     Raises:
-        ValueError: a random rotation of a size that there is not.
+        ValueError: a random rotation of an unsupported size.
     """
     from .hadamard import Hadamard
     from .rotation import Rotation

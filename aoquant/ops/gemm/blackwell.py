@@ -1,8 +1,8 @@
 """Blackwell's block-scaled tensor cores: PyTorch's NVFP4 and MX GEMMs, which torchao's NVFP4Tensor and MXTensor call.
 
 They take our codes as they are and block scales swizzled in tiles of 128 x 4 (`formats.layout`), and accumulate in
-float32. Outer scales are none of their business: under "aoquant" the GEMM hands over its accumulators in float32 and
-the epilogue scales them, adds the bias and rounds once; without outer scales its own rounding, bias included, is that
+float32. They know no outer scales: under "aoquant" the GEMM hands over its accumulators in float32 and the epilogue
+scales them, adds the bias and rounds once; without outer scales its own rounding, bias included, is that
 rounding; "nvfp4_rescale" is torchao's order.
 
 Contract-tested against a double of the operator that checks its arguments and multiplies what they stand for

@@ -8,12 +8,12 @@ their outer scale (q, k and v loaded into one) their ratio to the first comes af
 
 Codes: `fusedQuantizeMx(x, B, method=...)` and `fusedQuantizeNv(x, B, global_scale)` quantise x B, B the identity or a
 Hadamard matrix. Their global scale is the one that encodes, the reciprocal of ours. The kernels divide approximately,
-so a few codes in ten thousand differ from `Format.encode`: they run when somebody forces them, never by themselves.
+so a few codes in ten thousand differ from `Format.encode`: the router never chooses them; they run when forced.
 
 Contract-tested against a double that checks every argument and multiplies what they stand for
-(test/ops/test_qutlass.py). Not run on
-hardware: none was at hand. Older builds give the scales of `fusedQuantize*` as padded rows, newer ones swizzled; both
-are read. Each symbol is probed by itself: a build without one of them still serves the others.
+(test/ops/test_qutlass.py). Not run on hardware, since none was at hand. Older builds give the scales of
+`fusedQuantize*` as padded rows, newer ones swizzled; both are read. Each symbol is probed by itself: a build without
+one of them still serves the others.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def pack_cuda(format: Int4, e: Encoded, rows: int = 8) -> tuple[Tensor, Tensor]:
 
 @cache
 def _blank(format: Int4, dtype: torch.dtype) -> tuple[int, float, float]:
-    """Code (0 to 15), scale and zero that zeros have; made on a CPU, where reading them waits for nobody."""
+    """Code (0 to 15), scale and zero that zeros have; made on a CPU, where reading them does not wait for a device."""
     e = format.encode(torch.zeros(1, format.group, dtype=dtype))
     scale, zero = _both(e)
     return int(format.integers(e)[0, 0]) + 8, float(scale[0, 0]), float(zero[0, 0])

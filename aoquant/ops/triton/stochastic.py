@@ -5,9 +5,9 @@ on the device. Bytes are `formats/stochastic.py`'s, so the rotation's butterflie
 order, neighbours first. A rotation's butterflies are hadamard.py's, a lane for 32 values and two exchanges between
 lanes for longer ones; signs are bits of two integers, which every program draws once.
 
-A matrix is a stream of groups, of the rotation or else of the scales. wgrad's operands are transposed views, of what is
-contiguous: their groups lie across memory, those of neighbouring rows side by side, which is as good for lanes that
-    hold one group each, and spares a copy.
+A matrix is a stream of groups, of the rotation or else of the scales. wgrad's operands are transposed views of
+contiguous matrices: their groups lie across memory, those of neighbouring rows side by side, which is as good for lanes
+that hold one group each, and spares a copy.
 
 An NVFP4 outer scale needs the absmax of what the rotation gives: a first pass rotates, in float32, and leaves the
 maximum, and a second draws.
