@@ -113,10 +113,9 @@ class Op(Generic[P, R]):
         """All arguments in order, defaults filled in."""
         rest = zip(self._names[len(args) :], self._defaults[len(args) :], strict=True)
         whole = [*args, *(kwargs.pop(name, default) for name, default in rest)]
-        if kwargs or any(value is inspect.Parameter.empty for value in whole[len(args) :]):
-            raise TypeError(
-                f"{self.__name__} takes {', '.join(self._names)}, got {len(args)} arguments and {list(kwargs)}"
-            )
+        assert not kwargs and all(value is not inspect.Parameter.empty for value in whole), (
+            f"arguments of {self.__name__}"
+        )
         return whole
 
 

@@ -23,7 +23,9 @@ GPU_TILE = 1 << 22  # for encoding on a GPU: 16 MB in float32
 
 
 def encode(format: Format | Operand, x_RK: Tensor) -> Encoded:
-    """format.encode(x_RK)."""
+    """format.encode(x_RK), for a format or for an operand with its transform."""
+    if isinstance(format, Operand) and format.transform is None:
+        format = format.format
     total, k = x_RK.shape
     rows = _rows(total, k, GPU_TILE if x_RK.is_cuda else TILE, format.tile_rows)
     if rows is None or not (x_RK.is_cuda or x_RK.is_cpu):

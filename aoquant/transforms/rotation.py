@@ -47,4 +47,4 @@ class Rotation(Transform):
         return butterflies(signed, self.size) * self.size**-0.5
 
     def pull_back(self, grad_RK: Tensor, inverse: bool, matrix: Tensor | None) -> Tensor:
-        raise NotImplementedError("a drawn rotation cancels in the product of both operands")
+        raise NotImplementedError  # it cancels in the product of both operands

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import COMPOSED, Affine, Encoded, Format, Randomized, get_format, list_formats
-from aoquant.ops import codec, grids
+from aoquant.ops import codec
+from aoquant.ops.codec import cuda
 from aoquant.transforms.wush import fit, gram
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -134,5 +135,5 @@ def test_csrc_leaves_rows_to_other_kernels_and_says_so(name: str) -> None:
     """Its encoders hold one outer scale; Triton serves four-over-six and GridFlip, the reference the searched
     scales.
     """
-    reason = grids.why_not_encode(get_format(name), torch.device("cuda"))
+    reason = cuda.why_not_encode(get_format(name), torch.device("cuda"))
     assert reason == f"encodes under one outer scale for the tensor, not one a row: {name}"

@@ -223,7 +223,7 @@ def test_the_scale_is_found_after_the_transform() -> None:
 @pytest.mark.parametrize("inner", ["nvfp4", "mxfp4", "int4-g128", "intx4-g64"])
 def test_transform_and_quantiser_may_have_different_groups(size: int, inner: str) -> None:
     f = get_format(f"hadamard{size}+{inner}")
-    assert f.block == max(size, f.inner.block)
+    assert f.block == max(size, f.format.block)
     assert f.why_not(f.block, BF16) is None
     assert f.why_not(f.block + 8, BF16) is not None
     x = torch.randn(64, 512)
