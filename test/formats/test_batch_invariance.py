@@ -1,7 +1,8 @@
-"""C3, a row is its own: the formats that claim it encode a row alike alone, in any batch and at any place in it. Tolerance 0.
+"""C3, a row is its own: the formats that claim it encode a row alike alone, in any batch and at any place in it.
+Tolerance 0.
 
-The neighbours are chosen to show what leaks: rows a thousand times as large, zeros (padding), NaN and Inf. A format that does not claim it
-must be seen to fail, so that a claim that is missing is noticed too.
+The neighbours are chosen to show what leaks: rows a thousand times as large, zeros (padding), NaN and Inf. A format
+that does not claim it must be seen to fail, so that a claim that is missing is noticed too.
 """
 
 import pytest
@@ -132,6 +133,8 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["fouroversix-row", "gridflip-row", "nvfp4-search-row"])
 def test_csrc_leaves_rows_to_other_kernels_and_says_so(name: str) -> None:
-    """Its encoders hold one outer scale; Triton serves four-over-six and GridFlip, the reference the searched scales."""
+    """Its encoders hold one outer scale; Triton serves four-over-six and GridFlip, the reference the searched
+    scales.
+    """
     reason = cuda.why_not_encode(get_format(name), torch.device("cuda"))
     assert reason == f"encodes under one outer scale for the tensor, not one a row: {name}"
