@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aoquant.formats import COMPOSED, Affine, Encoded, Format, Randomized, get_format, list_formats
+from aoquant.formats import COMPOSED, Affine, Encoded, Format, Operand, get_format, get_operand, list_formats
 from aoquant.ops import codec
 from aoquant.ops.codec import cuda
 from aoquant.transforms.wush import fit, gram
@@ -24,12 +24,13 @@ NAMES = sorted({*list_formats(), *COMPOSED, *EXTRA})
 ROW_NAMES = ("nvfp4-row", "nvfp4-search-row", "fouroversix-row", "gridflip-row", "gridflip-alternating-row")
 
 
-def encode(format: Format, x: Tensor) -> Encoded:
+def encode(format: Format | Operand, x: Tensor) -> Encoded:
     """By the kernel that serves x's device."""
-    if not format.fitted:
-        return codec.encode(format, x)
+    operand = format if isinstance(format, Operand) else Operand(format)
+    if not operand.fitted:
+        return codec.encode(operand, x)
     matrix, _ = fit(gram(FITTED.to(x.device), 16) / 64, gram(FITTED.flip(1).to(x.device), 16) / 64)
-    return format.encode(x, SCALES._replace(transform=matrix))
+    return operand.encode(x, SCALES._replace(transform=matrix))
 
 
 SCALES = get_format("high-precision").measure(torch.zeros(1, 1))  # none
@@ -90,7 +91,7 @@ def test_a_row_is_its_own(name: str, dtype: torch.dtype, device: torch.device) -
 @pytest.mark.parametrize("name", [n for n in NAMES if not get_format(n).batch_invariant])
 def test_a_format_that_does_not_claim_it_really_is_not(name: str) -> None:
     format = get_format(name)
-    if isinstance(format, Randomized):
+    if get_operand(name).draws:
         with pytest.raises(ValueError, match="rounds at random"):  # no activation's format
             format.encode(rows_of(F32, torch.device("cpu"))[0])
         return
