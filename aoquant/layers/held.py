@@ -58,7 +58,7 @@ def read(layer: nn.Module, side: str) -> Scales:
 def matrices(scales: Scales) -> Scales:
     """`scales` with two dimensions, as formats know them."""
     flat = (t if t is None else t.reshape(-1, t.shape[-1]) for t in scales[:3])
-    return Scales(*flat)._replace(transform=scales.transform)
+    return Scales(*flat, scales.transform)  # no _replace: Dynamo of torch 2.11 cannot hand what it makes to a graph
 
 
 @torch.no_grad()
