@@ -322,7 +322,9 @@ def activated(recipe: LinearRecipe, activation: str | None) -> LinearRecipe:
 
 
 def backward_slots(backward: str | HybridConfig | None) -> dict[str, Any]:
-    """`LinearRecipe`'s arguments for QATConfig's `backward`: four slots, and a HybridConfig's sources; none for None."""
+    """`LinearRecipe`'s arguments for QATConfig's `backward`: four slots, and a HybridConfig's sources; none for
+    None.
+    """
     if backward is None:
         return {}
     if isinstance(backward, HybridConfig):

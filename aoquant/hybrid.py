@@ -4,10 +4,12 @@
     dgrad  dx = dy W       dgrad_grad_output    dgrad_weight
     wgrad  dW = dy^T x     wgrad_grad_output    wgrad_input
 
-A cast is a format and its source: "original", the high-precision tensor, which loses least; or "forward", the value that fprop made of it, so that
-backward differentiates the function that forward computed. `layers/law.py` says which casts may meet; a config that breaks the law is never built.
+A cast is a format and its source: "original", the high-precision tensor, which loses least; or "forward", the value
+that fprop made of it, so that backward differentiates the function that forward computed. `layers/law.py` says which
+casts may meet; a config that breaks the law is never built.
 
-The forward's pair is what convert deploys. Configs are values: a change of mind is another config, given to `quantize_` again.
+The forward's pair is what convert deploys. Configs are values: a change of mind is another config, given to `quantize_`
+again.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ PAIRS = {
 class Cast:
     """How one operand is made.
 
-    format: a name of `list_formats()`, with a transform in front where it has one; None is high precision. source: "original" or "forward".
+    format: a name of `list_formats()`, with a transform in front where it has one; None is high precision. source:
+        "original" or "forward".
     """
 
     format: str | None = None
@@ -49,16 +52,19 @@ class Cast:
 class HybridConfig(AOBaseConfig):
     """Train linear layers with a cast for each operand, and convert them to the formats of fprop.
 
-    fprop_input, fprop_weight: "base" is what the base_config of a QATConfig deploys. dgrad_*, wgrad_*: of a backward GEMM, along the axis
-        that it contracts. Each is a `Cast`, the name of a format, or None for high precision; a name alone has the source "original", and
-        "forward" for dgrad_weight.
-    save: what forward keeps of the input: "col", the side that wgrad reads (never more than its codes), or "hp", the input itself.
+    fprop_input, fprop_weight: "base" is what the base_config of a QATConfig deploys. dgrad_*, wgrad_*: of a backward
+        GEMM, along the axis that it contracts. Each is a `Cast`, the name of a format, or None for high precision; a
+        name alone has the source "original", and "forward" for dgrad_weight.
+    save: what forward keeps of the input: "col", the side that wgrad reads (never more than its codes), or "hp", the
+        input itself.
     seed: of the random numbers of casts that draw.
 
-    Example: `quantize_(model, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))`, then train, then `quantize_(model, QATConfig(step="convert"))`.
+    Example: `quantize_(model, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))`, then train, then `quantize_(model,
+        QATConfig(step="convert"))`.
 
     Raises:
-        ValueError: the casts break the law (docs/hybrid.md); the message names the GEMM, its operands and their formats.
+        ValueError: the casts break the law (docs/hybrid.md); the message names the GEMM, its operands and their
+            formats.
     """
 
     fprop_input: Cast | str | None = BASE
@@ -95,7 +101,9 @@ class HybridConfig(AOBaseConfig):
 
     @classmethod
     def bwd(cls, bwd: str | None, **options: Any) -> HybridConfig:
-        """One format for the operands of dgrad and wgrad, beside a base_config: `QATConfig(base, backward=HybridConfig.bwd("te-nvfp4"))`."""
+        """One format for the operands of dgrad and wgrad, beside a base_config: `QATConfig(base,
+        backward=HybridConfig.bwd("te-nvfp4"))`.
+        """
         return cls(**cls._backward(bwd), **options)
 
     @staticmethod

@@ -92,7 +92,9 @@ class Format:
 
     @property
     def square(self) -> bool:
-        """Whether a transposed matrix has the transposed codes and scales: a square tile, or the whole tensor, shares a scale."""
+        """Whether a transposed matrix has the transposed codes and scales: a square tile, or the whole tensor, shares a
+        scale.
+        """
         return False
 
     @property

@@ -1,7 +1,9 @@
-"""MXFP8 in tiles of 32 x 32: one e8m0 scale for a square, so that a transposed weight has the transposed codes and scales.
+"""MXFP8 in tiles of 32 x 32: one e8m0 scale for a square, so that a transposed weight has the transposed codes and
+scales.
 
-A weight that forward and dgrad both read is then encoded once, and backward differentiates exactly what forward computed. It loses a little:
-1024 values share an exponent in place of 32. The largest |value| of a tile, the rule "rceil", rounding and saturation are those of `MX`.
+A weight that forward and dgrad both read is then encoded once, and backward differentiates exactly what forward
+computed. It loses a little: 1024 values share an exponent in place of 32. The largest |value| of a tile, the rule
+"rceil", rounding and saturation are those of `MX`.
 """
 
 from __future__ import annotations

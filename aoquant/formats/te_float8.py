@@ -1,16 +1,18 @@
-"""float8 as TransformerEngine computes it: x is multiplied by MAX / amax, and what is stored is the reciprocal of that factor.
+"""float8 as TransformerEngine computes it: x is multiplied by MAX / amax, and what is stored is the reciprocal of that
+factor.
 
     factor = MAX / amax          one IEEE float32 division, MAX = 448 (e4m3) or 57344 (e5m2)
     q = saturate(x * factor)     rounded once to the element
     scale = 1 / factor           stored;  value = q * scale
 
-`Float8` divides x by amax / MAX instead, which gives other codes and other scales. An amax of 0, Inf or NaN has the factor 1, and a
-factor that overflows becomes the largest float32. Blocks of 1 x 128 (activations, gradients) and of 128 x 128 (weights) round their
-factor down to a power of two, 2^floor(log2(MAX / amax)), so that the stored scale is exact; "-f32" keeps it as it is.
+`Float8` divides x by amax / MAX instead, which gives other codes and other scales. An amax of 0, Inf or NaN has the
+factor 1, and a factor that overflows becomes the largest float32. Blocks of 1 x 128 (activations, gradients) and of 128
+x 128 (weights) round their factor down to a power of two, 2^floor(log2(MAX / amax)), so that the stored scale is exact;
+"-f32" keeps it as it is.
 
-TransformerEngine saturates Inf to MAX. Here Inf becomes NaN (e4m3 has no other way to show it): an overflow in a gradient has to reach
-the loss scaler. Every finite value has TransformerEngine's bytes. Source: NVIDIA/TransformerEngine `Float8Quantizer`,
-`Float8BlockQuantizer`.
+TransformerEngine saturates Inf to MAX. Here Inf becomes NaN (e4m3 has no other way to show it): an overflow in a
+gradient has to reach the loss scaler. Every finite value has TransformerEngine's bytes. Source:
+NVIDIA/TransformerEngine `Float8Quantizer`, `Float8BlockQuantizer`.
 """
 
 from __future__ import annotations

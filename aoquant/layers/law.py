@@ -7,11 +7,12 @@ Both operands stay in high precision, or have one format, or two formats of one 
 
     FP8 per tensor    FP8 in blocks of 128    MXFP8    MXFP4    NVFP4 of any dialect
 
-Within a family they may differ in e4m3 and e5m2, in one-dimensional and square tiles, and in the gradient's stochastic rounding:
-TransformerEngine's own recipes do. A transform in front of them has to cancel in the product: the same matrix, with the same signs, on both
-sides, and its own inverse transposed.
+Within a family they may differ in e4m3 and e5m2, in one-dimensional and square tiles, and in the gradient's stochastic
+rounding: TransformerEngine's own recipes do. A transform in front of them has to cancel in the product: the same
+matrix, with the same signs, on both sides, and its own inverse transposed.
 
-`why_not` binds every recipe. `why_not_cast` binds configs that name each cast; presets such as "quartet" draw on both sides.
+`why_not` binds every recipe. `why_not_cast` binds configs that name each cast; presets such as "quartet" draw on both
+sides.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class QATLinear(QATLayer, nn.Linear):
         return linear
 
     def replace(self, prepared: Prepared) -> None:
-        """Take another recipe with the same forward; the state of the random numbers stays, and so do seed and name of one that has it."""
+        """Take another recipe with the same forward; a state of random numbers that is there stays, with its seed."""
         self.prepared = prepared
         if RANDOM not in self._buffers:
             self._register_random()

@@ -4,12 +4,13 @@
     dgrad  dx = dy W       grad_output, weight    along N
     wgrad  dW = dy^T x     grad_output, input     along the rows of the batch
 
-None is high precision. Backward starts from the values that fprop used ("forward"), so it differentiates the function that forward computed, and
-rounding itself passes the gradient straight through; or from the high-precision tensors ("original"), so that nothing is rounded twice. A backward
-GEMM without operands multiplies these values as they are; `law.py` says which two operands it may have, `sides.py` what forward keeps for it.
+None is high precision. Backward starts from the values that fprop used ("forward"), so it differentiates the function
+that forward computed, and rounding itself passes the gradient straight through; or from the high-precision tensors
+("original"), so that nothing is rounded twice. A backward GEMM without operands multiplies these values as they are;
+`law.py` says which two operands it may have, `sides.py` what forward keeps for it.
 
-Scales are dynamic (found on what is encoded, each time), static (held by the layer, see held.py) or learned (held, and trained: LSQ). A transform
-stands before the rounding of both operands of fprop.
+Scales are dynamic (found on what is encoded, each time), static (held by the layer, see held.py) or learned (held, and
+trained: LSQ). A transform stands before the rounding of both operands of fprop.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ _RECIPES: dict[str, LinearRecipe] = {}
 
 @dataclass(frozen=True)
 class LinearRecipe:
-    """Operands of a linear layer, and the kernel contract of its forward. A `Format` stands for an operand without a transform.
+    """Operands of a linear layer, and the kernel contract of its forward. A `Format` stands for an operand without a
+    transform.
 
-    fprop_input, fprop_weight: along K. dgrad_*, wgrad_*: of a backward GEMM, along the axis that it contracts. None: high precision.
+    fprop_input, fprop_weight: along K. dgrad_*, wgrad_*: of a backward GEMM, along the axis that it contracts. None:
+        high precision.
     contract: one of `ops.CONTRACTS`: which deployed kernel the forward equals.
     straight_through: "identity", or "clipped": no gradient for values that the format's largest code clips.
     input_scales, weight_scales: "dynamic", "static" or "learned"; "" is what the operand itself says.
     transform: of both operands of fprop before they are rounded; None: the one that either of them has.
     weight_source, input_source: what dgrad's weight and wgrad's input are made of, "forward" or "original".
-    save: what forward keeps: "row" (codes of the input, as fprop made them), "col" (the side that backward reads) or "hp" (no codes).
+    save: what forward keeps: "row" (codes of the input, as fprop made them), "col" (the side that backward reads) or
+        "hp" (no codes).
 
     Raises:
         ValueError: the operands, or the scales, cannot go together.
@@ -191,7 +195,9 @@ class LinearRecipe:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's codes and scales are the same alone and in any batch: quantised by themselves, under held scales, or not at all."""
+        """Whether a token's codes and scales are the same alone and in any batch: quantised by themselves, under held
+        scales, or not at all.
+        """
         return self.fprop_input is None or self.fprop_input.batch_invariant or self.input_scales != "dynamic"
 
     @property
@@ -232,7 +238,9 @@ def _names(first: Operand | None, second: Operand | None) -> str:
 
 
 def _one_transform(x: Operand | None, w: Operand, given: Transform | None, contract: str) -> Transform | None:
-    """The one transform that the recipe or either operand has; operands with drawn ones are refused later, by their name."""
+    """The one transform that the recipe or either operand has; operands with drawn ones are refused later, by their
+    name.
+    """
     if given is not None and given.drawn:
         raise ValueError(f"{given.name} rotates at random, and a deployed layer does not: it is for backward")
     own = None if x is None else x.transform

@@ -1,7 +1,7 @@
 """What forward keeps for backward, by name.
 
-`save_for_backward` knows a flat list of tensors. Here a value's parts go into that list and come back as the value, so that a field is never
-found by its position.
+`save_for_backward` knows a flat list of tensors. Here a value's parts go into that list and come back as the value, so
+that a field is never found by its position.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from aoquant.formats import Encoded, Scales
 class Saved(NamedTuple):
     """None where no gradient needs it.
 
-    x: the input, encoded (M, K) or along its columns (K, M padded), or as it came (*lead, K). w: the weight, or its codes. x_held, w_held:
-    scales and transforms that the layer holds. measured: of W, by forward (`ops.linear.Product`). clipped: a bit for each value of x, 1 where
-    it gets no gradient.
+    x: the input, encoded (M, K) or along its columns (K, M padded), or as it came (*lead, K). w: the weight, or its
+    codes. x_held, w_held: scales and transforms that the layer holds. measured: of W, by forward
+    (`ops.linear.Product`). clipped: a bit for each value of x, 1 where it gets no gradient.
     """
 
     x: Tensor | Encoded | None = None

@@ -8,8 +8,9 @@
     "columns"   codes along the batch, of an input    those
     "values"    the high-precision tensor             encoded in backward, from the original or from what fprop made of it
 
-"rows" of an input and "values" of a weight are what presets such as "quartet" keep. With save="col" an input costs what its column side
-costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns. save="hp" keeps values alone.
+"rows" of an input and "values" of a weight are what presets such as "quartet" keep. With save="col" an input costs what
+its column side costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns.
+save="hp" keeps values alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ SAVES = ("row", "col", "hp")
 class Side:
     """The operand of a backward GEMM that is no gradient.
 
-    keeps: as above. forward: what fprop encodes it as; None where backward starts from the original, or fprop does not quantise it.
+    keeps: as above. forward: what fprop encodes it as; None where backward starts from the original, or fprop does not
+        quantise it.
     grad_as, backward: the two operands of the backward GEMM.
     """
 
@@ -66,7 +68,9 @@ class Side:
         backward: Operand | None,
         reads_values: bool,
     ) -> Side:
-        """What a recipe keeps of its weight. reads_values: whether backward reads the weight itself for other reasons."""
+        """What a recipe keeps of its weight. reads_values: whether backward reads the weight itself for other
+        reasons.
+        """
         same = _same_codes(forward, backward)
         original = source == "original" or same or isinstance(forward.format, HighPrecision)
         if save == "col" and not reads_values:

@@ -1,10 +1,11 @@
 """The GEMMs of a backward whose operands are quantised, each along the axis that its GEMM contracts.
 
-dgrad contracts N and wgrad contracts the rows of the batch, so an operand of backward is another encoding than forward's, of another
-axis: of the value that forward multiplied (the decoded weight, the decoded input), so that backward differentiates the function that
-forward computed, as Quartet and Quartet II do; or of the original, which loses less. Square tiles and a scale of the whole tensor are the
-exception: there the other axis has the transposed codes, and nothing is encoded again. Both operands are padded with zeros, which are
-inert, to what their formats take together. The product itself is the forward's: the contract "aoquant" on whatever backend runs it.
+dgrad contracts N and wgrad contracts the rows of the batch, so an operand of backward is another encoding than
+forward's, of another axis: of the value that forward multiplied (the decoded weight, the decoded input), so that
+backward differentiates the function that forward computed, as Quartet and Quartet II do; or of the original, which
+loses less. Square tiles and a scale of the whole tensor are the exception: there the other axis has the transposed
+codes, and nothing is encoded again. Both operands are padded with zeros, which are inert, to what their formats take
+together. The product itself is the forward's: the contract "aoquant" on whatever backend runs it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def product(
 ) -> Tensor:
     """(R, S) = a b^T in a's dtype, both operands quantised along C, R and S rows of any number.
 
-    b_SC: encoded here, or encoded already, padded along C. state: of the random numbers, where an operand draws; side: of a, b's is the next.
+    b_SC: encoded here, or encoded already, padded along C. state: of the random numbers, where an operand draws; side:
+        of a, b's is the next.
     """
     rows, columns = a_RC.shape[0], (b_SC.codes if isinstance(b_SC, Encoded) else b_SC).shape[0]
     if not a_RC.numel() or not columns:

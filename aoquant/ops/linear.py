@@ -82,7 +82,8 @@ def dgrad(
     random: Tensor | None = None,
     transposes: bool = False,
 ) -> Tensor:
-    """dx (M, K) = dy W^ in dy's dtype; w (N, K) is encoded here, or encoded already, or read as it is without w_operand.
+    """dx (M, K) = dy W^ in dy's dtype; w (N, K) is encoded here, or encoded already, or read as it is without
+    w_operand.
 
     measured: what `scaled_mm` measured of W. grad_as, w_as: what dy and W^ are encoded as along N, None for high
         precision.
@@ -138,7 +139,9 @@ def wgrad(
 
 
 class Columns(NamedTuple):
-    """The column side of an (M, K) input: `encoded` is (K, M padded), in a tuple because its width is not the input's."""
+    """The column side of an (M, K) input: `encoded` is (K, M padded), in a tuple because its width is not the
+    input's.
+    """
 
     codes: Tensor
     scale: Tensor | None

@@ -229,7 +229,8 @@ def not_finite(weight: torch.Tensor) -> str | None:
 
 
 def ours(config: Any, module: Any = None) -> Any:
-    """torchao's QATConfig as ours, and so its PTQ configs with a step of their own, and a HybridConfig beside its base; everything else as it is.
+    """torchao's QATConfig as ours, and so its PTQ configs with a step of their own, and a HybridConfig beside its base;
+    everything else as it is.
 
     module: the layer, whose base a HybridConfig without one takes, if the layer is prepared.
     """

@@ -1,12 +1,14 @@
-"""The Hadamard transform of TransformerEngine's NVFP4 recipe: "te-hadamard16-sd7e8", fixed signs, rounded to the tensor's dtype.
+"""The Hadamard transform of TransformerEngine's NVFP4 recipe: "te-hadamard16-sd7e8", fixed signs, rounded to the
+tensor's dtype.
 
     y_blk = x_blk diag(s) H16 / 4, in float32, then rounded to x's dtype
 
-`Hadamard` quantises the float32 result. TransformerEngine's kernels write a tensor of x's dtype before they find scales, so that codes and
-absmax differ. It stands before both operands of wgrad, along the rows of the batch, and cancels in the product.
+`Hadamard` quantises the float32 result. TransformerEngine's kernels write a tensor of x's dtype before they find
+scales, so that codes and absmax differ. It stands before both operands of wgrad, along the rows of the batch, and
+cancels in the product.
 
-The mask 0xD7E8 is TransformerEngine's default. Its kernels sum on tensor cores, here it is the butterflies of `Hadamard`: the order of sums is
-not defined there, which float32 results show in their last bit.
+The mask 0xD7E8 is TransformerEngine's default. Its kernels sum on tensor cores, here it is the butterflies of
+`Hadamard`: the order of sums is not defined there, which float32 results show in their last bit.
 Source: NVIDIA/TransformerEngine `hadamard_transform`, `NVFP4Quantizer`.
 """
 

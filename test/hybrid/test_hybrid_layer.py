@@ -34,7 +34,9 @@ SQUARE = ("te-nvfp4-16x16", "te-fp8-tensor", "te-fp8-e5m2-tensor", "te-fp8-128x1
 
 @pytest.fixture
 def operands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Encoded]]:
-    """Names and codes of the operands of every backward GEMM, grad_output and the other, in the order in which they are multiplied."""
+    """Names and codes of the operands of every backward GEMM, grad_output and the other, in the order in which they are
+    multiplied.
+    """
     seen: list[tuple[str, Encoded]] = []
     real = backward.Call
 

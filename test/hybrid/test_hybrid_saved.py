@@ -37,7 +37,9 @@ def nbytes(tensors: list[Tensor]) -> int:
 
 
 def of_input(config: Any) -> float:
-    """Bytes kept for each value of x, by a layer whose input needs no gradient, so that it keeps nothing of its weight."""
+    """Bytes kept for each value of x, by a layer whose input needs no gradient, so that it keeps nothing of its
+    weight.
+    """
     linear, (x, _) = layer(config, n=N, k=K), data(m=M, n=N, k=K)
     return nbytes(saved(linear, x)) / x.numel()
 

@@ -90,7 +90,9 @@ def quantize(
 
 
 def _rounded_first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
-    """A transform whose result has x's dtype is applied before any backend: what is left to encode is a plain matrix."""
+    """A transform whose result has x's dtype is applied before any backend: what is left to encode is a plain
+    matrix.
+    """
     if not isinstance(operand.transform, RoundedHadamard):
         return operand, x_RK
     return Operand(operand.format), operand.transformed(x_RK)
