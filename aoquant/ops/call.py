@@ -1,7 +1,8 @@
 """A GEMM with its data, and what a backend may ask of its two matrices.
 
-A backend that multiplies codes asks for `x` and `w`; one that multiplies bf16 asks for an operand, or for decoded values. What is
-not there yet is made by the codec when a backend asks, so that a weight which was never encoded becomes an operand in one pass.
+A backend that multiplies codes asks for `x` and `w`; one that multiplies bf16 asks for an operand, or for decoded
+values. What is not there yet is made by the codec when a backend asks, so that a weight which was never encoded becomes
+an operand in one pass.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def gemm_request(
 class Call:
     """y (*lead, N) in `dtype` = x W^T + bias under `contract`.
 
-    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: what encodes it.
+    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: what encodes
+        it.
     strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
     x_values, w_values: what the contract reads of x and W (see `contracts.reads`), when encoding made it in passing.
     """
@@ -122,7 +124,9 @@ class Call:
         return y_MN if len(self.lead) == 1 else y_MN.reshape(*self.lead, y_MN.shape[-1])
 
     def plus_bias(self, y_MN: Tensor) -> Tensor:
-        """(M, N) product, rounded to its dtype already -> (*lead, N) in `dtype`, the bias added with a rounding of its own."""
+        """(M, N) product, rounded to its dtype already -> (*lead, N) in `dtype`, the bias added with a rounding of its
+        own.
+        """
         return self.shaped((y_MN if self.bias is None else (y_MN + self.bias).to(y_MN.dtype)).to(self.dtype))
 
     def run(self) -> Tensor:

@@ -1,10 +1,11 @@
 """Encoding and decoding some rows at a time, so that what is in between stays in memory that is warm.
 
-A format's arithmetic is a dozen passes over the data, each into a new tensor. For a whole weight each of these is megabytes of
-memory that a CPU's allocator takes from the system and gives back: touching it for the first time costs ten times the arithmetic. A
-GPU's allocator keeps what it has, but a float32 copy of a weight is twice the weight, and several of them at once are what a conversion
-cannot afford; tiles that fit the L2 cache cost neither memory nor time. Where a row's codes depend on that row and on the scales alone,
-or on whole tiles of rows, the numbers are those of `Format.encode`, `operand` and `decode`.
+A format's arithmetic is a dozen passes over the data, each into a new tensor. For a whole weight each of these is
+megabytes of memory that a CPU's allocator takes from the system and gives back: touching it for the first time costs
+ten times the arithmetic. A GPU's allocator keeps what it has, but a float32 copy of a weight is twice the weight, and
+several of them at once are what a conversion cannot afford; tiles that fit the L2 cache cost neither memory nor time.
+Where a row's codes depend on that row and on the scales alone, or on whole tiles of rows, the numbers are those of
+`Format.encode`, `operand` and `decode`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def encode(format: Format | Operand, x_RK: Tensor) -> Encoded:
 
 
 def _joined(tiles: Iterator[Encoded], total: int, rows: int, shared: tuple[int, ...] | None) -> Encoded:
-    """Tiles of `rows` rows as one, each written into its place, so that codes are never there twice. shared: shape of what all have alike."""
+    """Tiles of `rows` rows as one, each written into its place, so that codes are never there twice. shared: shape of
+    what all have alike.
+    """
     first = next(tiles)
     whole = [
         t if t is None or t.shape == shared else t.new_empty(-(-total * len(t) // rows), *t.shape[1:])

@@ -1,4 +1,6 @@
-"""Transforms: the Hadamard transform against its dense matrix, the formats behind it, and layers that train through it."""
+"""Transforms: the Hadamard transform against its dense matrix, the formats behind it, and layers that train through
+it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_hadamard_is_its_dense_matrix(size: int) -> None:
 
 @sizes
 def test_the_two_sides_leave_the_product_alone(size: int) -> None:
-    """T has bf16 entries: its own inverse is the weight side, and T on both sides would be off by twice 1.1e-4 for 32 and 128."""
+    """T has bf16 entries: its own inverse is the weight side, and T on both sides would be off by twice 1.1e-4 for 32
+    and 128.
+    """
     t = Hadamard(size, MASKS[size])
     x, w = torch.randn(4, 2 * size), torch.randn(5, 2 * size)
     y = x.double() @ w.double().t()

@@ -1,8 +1,9 @@
-"""What forward keeps for backward: never more than nn.Linear's for weights alone, packed codes and scales for activations.
+"""What forward keeps for backward: never more than nn.Linear's for weights alone, packed codes and scales for
+activations.
 
-Two meters. `saved` counts the storages that reach autograd's saved-tensor hooks, which a compiled graph's go through as well.
-`alive` counts, after an eager forward, the storages made in it that still live: activation checkpointing hides what it keeps
-from the hooks of others. Parameters are not counted, and each storage once.
+Two meters. `saved` counts the storages that reach autograd's saved-tensor hooks, which a compiled graph's go through as
+well. `alive` counts, after an eager forward, the storages made in it that still live: activation checkpointing hides
+what it keeps from the hooks of others. Parameters are not counted, and each storage once.
 """
 
 from __future__ import annotations

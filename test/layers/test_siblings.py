@@ -176,7 +176,9 @@ def test_a_changed_input_is_encoded_again(change: str) -> None:
 
 @pytest.mark.parametrize("write", [lambda x: x.data.zero_(), _numpy], ids=["data", "numpy"])
 def test_what_autograd_cannot_see(write: Callable[[Tensor], Any]) -> None:
-    """Such a write spoils gradients while x is kept for backward, in any program; before and after that it is seen here."""
+    """Such a write spoils gradients while x is kept for backward, in any program; before and after that it is seen
+    here.
+    """
     model, x = Three("nvfp4"), torch.randn(ROWS, K, dtype=BF16)
     kept = model.q(x)
     write(x)
@@ -323,7 +325,9 @@ class Block(nn.Module):
     ("recipe", "bytes_"), [("nvfp4", 0.5 + 1 / 16), ("mxfp4", 0.5 + 1 / 32), ("mxfp8", 1 + 1 / 32)]
 )
 def test_a_transformer_block_keeps_codes_in_place_of_its_linears_inputs(recipe: str, bytes_: float) -> None:
-    """Three inputs shrink to codes; the fourth is kept by attention as well, as its output, so there codes come on top."""
+    """Three inputs shrink to codes; the fourth is kept by attention as well, as its output, so there codes come on
+    top.
+    """
     d, hidden = 128, 256
     block, x = Block(d, hidden).bfloat16(), inner((2, ROWS, d))
     plain = saved_bytes(block, x, block)
