@@ -51,13 +51,15 @@ from aoquant.transforms import WUSH, Hadamard
 class Recipe:
     """name: for the command line. make: builds the PTQ config. about: what the converted layer is.
 
-    training: how a model is trained towards it, as arguments of `QATConfig`.
+    training: how a model is trained towards it, as arguments of `QATConfig`. experts: it takes experts alone, and a model
+    without any has nothing to quantise.
     """
 
     name: str
     make: Callable[[], AOBaseConfig]
     about: str
     training: Mapping[str, Any] = field(default_factory=dict)
+    experts: bool = False
 
     def prepare(self, **options: Any) -> QATConfig:
         """The config of prepare; options are further arguments of `QATConfig`, and win."""
@@ -161,11 +163,13 @@ _RECIPES = (
         "int4-g32-experts",
         lambda: _experts_only(Int4WeightConfig(32)),
         "experts alone: int4 weights in groups of 32, asymmetric; all else in high precision",
+        experts=True,
     ),
     Recipe(
         "mxfp4-experts",
         lambda: _experts_only(MXFP4WeightConfig(activation=None)),
         "experts alone: MXFP4 weights, high-precision activations; all else in high precision",
+        experts=True,
     ),
     Recipe("int8", lambda: Int8WeightConfig(activation="int8-row"), "int8 weights per row, int8 activations per token"),
     Recipe(

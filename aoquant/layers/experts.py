@@ -15,7 +15,6 @@ expert's tokens, so a token's codes then depend on its batch.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -187,10 +186,14 @@ class QATExperts(PreparedModule):
         return _empty, (self.plain,), self.__dict__
 
 
-@functools.cache
-def prepared_class(plain: Any) -> type[QATExperts]:
+_classes: dict[type[nn.Module], type[QATExperts]] = {}
+
+
+def prepared_class(plain: type[nn.Module]) -> type[QATExperts]:
     """The prepared class of a class of experts: one for each."""
-    return type(f"QAT{plain.__name__}", (QATExperts, plain), {"plain": plain, "__module__": __name__})
+    return _classes.get(plain) or _classes.setdefault(
+        plain, type(f"QAT{plain.__name__}", (QATExperts, plain), {"plain": plain, "__module__": __name__})
+    )
 
 
 def _empty(plain: type[nn.Module]) -> QATExperts:

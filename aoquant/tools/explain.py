@@ -67,7 +67,8 @@ class Routes:
 def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None = None, gpu: str | None = None) -> Any:
     """Which backend runs, and why the others do not.
 
-    what: a prepared layer, or a converted one: `Routes`, for every M. Stacked experts: `Routes` in which M is the tokens of one expert. Or a request (`ops.Request`,
+    what: a prepared layer, or a converted one: `Routes`, for every M. Stacked experts: the same, M the tokens of
+        one expert. Or a request (`ops.Request`,
         `ops.CodecRequest`): a list of (backend, "runs" | "willing, lower priority" | reason why not).
     dtype: of the activations, by default the weight's.
     engine, gpu: as in `QATConfig`: say too what that engine will compute otherwise than the layer.
