@@ -81,7 +81,8 @@ def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
 def why_unsupported(module: nn.Module) -> str:
     """Why the stacked parameters of a module are not quantised."""
     missing = ", ".join(lacks(module)) or "3-D parameters"
-    return f"{type(module).__name__} stacks experts, and its class lacks what transformers' experts protocol has: {missing}"
+    kind = type(module).__name__
+    return f"experts stacked into one parameter of {kind}, whose class lacks what transformers' experts protocol has: {missing}"
 
 
 def apply(step: ExpertStep, device: torch.device | str | None = None) -> None:
