@@ -1,6 +1,7 @@
 """Old import paths: a module that has moved can still be imported, and unpickled from, by the name that it had.
 
-`from aoquant.qat import QATLinear` and a pickle that names `aoquant.qat.QATLinear` find the class of `aoquant.layers.qat`.
+`from aoquant.qat import QATLinear` and a pickle that names `aoquant.qat.QATLinear` find the class of
+`aoquant.layers.qat`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the `aoquant` command keeps off the terminal: three lines of torchao and torch that say nothing to its users.
+"""The `aoquant` command keeps three lines of torchao and torch off the terminal that do not concern its users.
 
 torchao logs a line for each of its compiled libraries that was built for another Python or GPU, and torch one for each
-Enum of torchao's that is registered in an old way. In Python they stay, because there they may belong to somebody's
-own use of torchao; the command never calls those libraries without saying so (`aoquant doctor`).
+Enum of torchao's that is registered in an old way. In Python they stay, because there a program
+may use torchao itself; the command never calls those libraries without saying so (`aoquant doctor`).
 """
 
 from __future__ import annotations

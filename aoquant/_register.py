@@ -1,4 +1,4 @@
-"""What has to be told to torchao and others once, when aoquant is imported.
+"""Registrations with torchao and others, made once, when aoquant is imported.
 
 torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of
 tensor classes. The second list lives in a prototype module that is imported when a checkpoint is saved or loaded; it is

@@ -151,7 +151,7 @@ class Gram:
 
 
 def _observer(layer: QATLinear) -> Range | Gram | None:
-    """What a layer's input is watched for."""
+    """The observer of a layer's input; None where nothing is to be calibrated."""
     recipe = layer.prepared.recipe
     if recipe.fitted and recipe.transform is not None:
         return Gram(recipe.transform.size, layer.matrix().detach())

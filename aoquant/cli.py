@@ -170,7 +170,8 @@ def formats(arguments: list[str]) -> Callable[..., None]:
     def command() -> None:
         """List the number formats with their bits per weight, and how other names are put together.
 
-        Batch-invariant: as an activation's format, it gives a token the same codes and scales whatever else is in the batch.
+        Batch-invariant: as an activation's format, it gives a token the same codes and scales whatever else is in the
+        batch.
         """
         rows = []
         for name in list_formats():

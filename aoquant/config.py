@@ -270,9 +270,8 @@ class GridFlipFP4WeightConfig(WeightConfig):
     """GridFlip weights: four-over-six with a second grid, shifted by c, in the blocks whose scale is negative.
 
     effort: how many scales a block tries: "base" (4), "sided" (6) or "search" (26), see `formats/gridflip.py`.
-        alternating: the shift's
-    sign alternates from block to block. tile: rows that share a scale, 1 or 16. activation: "nvfp4-row" or
-    "fouroversix-row", say, but not GridFlip.
+        alternating: the shift's sign alternates from block to block. tile: rows that share a scale, 1 or 16.
+        activation: "nvfp4-row" or "fouroversix-row", say, but not GridFlip.
     """
 
     effort: str = "base"
@@ -377,10 +376,10 @@ def _choice(config: WeightConfig, name: str, *allowed: str) -> str:
 class QATConfig(AOBaseConfig):
     """Prepare a model for quantisation-aware training, or convert it afterwards. Takes torchao's arguments.
 
-    base_config: a PTQ config of torchao's or ours, or the name of a recipe, which brings its training options (backward,
-        straight_through) unless they are given. activation_config, weight_config: instead of a base, fake-quantisation configs
-        of torchao's, formats, or names of formats; such layers convert to aoquant's packed tensor. An activation_config alone
-        leaves the weight in high precision.
+    base_config: a PTQ config of torchao's or ours, or the name of a recipe, which brings its training options
+        (backward, straight_through) unless they are given. activation_config, weight_config: instead of a base,
+        fake-quantisation configs of torchao's, formats, or names of formats; such layers convert to aoquant's packed
+        tensor. An activation_config alone leaves the weight in high precision.
     step: "prepare" or "convert". Convert takes the base that prepare was given, or none, which means the same.
     straight_through: "identity" passes every gradient; "clipped" stops it at values that the largest code clips.
     scales: how training treats the scales that the deployed layer holds. "dynamic": weight scales follow the weights.
@@ -390,8 +389,8 @@ class QATConfig(AOBaseConfig):
         four of them, or None for high precision. "quartet" also sets straight_through="clipped", its trust mask, unless
         that is given.
     seed: of the random numbers that such a backward draws.
-    engine, gpu: what will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda": prepare warns where it
-        will compute something else than is trained (`aoquant.serving`).
+    engine, gpu: what will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda":
+        prepare warns where it will compute something else than is trained (`aoquant.serving`).
 
     Raises:
         ValueError: the arguments do not go together.

@@ -7,7 +7,7 @@ Putting back needs what was there, and a model and its packed copy may not fit o
 goes as soon as it is packed, and what could fail is tried first: one layer of every kind is packed and forgotten
 before anything is touched.
 
-What is not quantised is said: a warning names matrices without support when they are much of the model
+A warning names matrices without support when they are much of the model
 (planning/coverage.py), and the first forward after prepare is watched for weights that are read outside their layer
 (layers/direct_reads.py).
 """
@@ -106,7 +106,7 @@ def quantize_(
 
 
 def _what_stays_float(model: nn.Module, planned: Plan, strict: bool) -> str | None:
-    """What to warn of; raises ValueError in its place where `strict`."""
+    """The warning about matrices that stay float, or None; raises ValueError in its place where `strict`."""
     found = coverage.after(model, planned)
     if strict and (unexpected := found.unexpected):
         raise ValueError(

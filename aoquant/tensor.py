@@ -25,6 +25,7 @@ from aoquant.layers.embedding import looked_up
 from aoquant.layers.linear import LinearRecipe, check_device, quantized_linear
 
 aten = torch.ops.aten
+SCHEMAS = 2  # of the registered ops: a graph that another version compiled and cached calls other ones
 
 
 class PackedTensor(TorchAOBaseTensor):
@@ -138,7 +139,9 @@ class PackedTensor(TorchAOBaseTensor):
     def _stable_hash_for_caching(self) -> str:
         """What compiled code depends on, for torch's compile cache: everything but the numbers."""
         inner = [t if t is None else (t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in _tensors(self)]
-        return repr((self.format, self.activation, self.contract, self.k, self.dtype, self.requires_grad, inner))
+        return repr(
+            (SCHEMAS, self.format, self.activation, self.contract, self.k, self.dtype, self.requires_grad, inner)
+        )
 
     def _with(
         self, tensors: list[Tensor | None], k: int | None = None, dtype: torch.dtype | None = None

@@ -2,9 +2,9 @@
 
     python benchmarks/ceilings.py [FORMAT ...] [--out DIR]
 
-Needs a CUDA device and `ncu` with access to the counters. Encodes an 8192 x 4096 bf16 matrix in each format, by default the three whose
-encoding is slowest against a copy in results/speed_encode.csv, and profiles every kernel of it with cold caches. Writes
-benchmarks/results/ceilings_<gpu>.txt.
+Needs a CUDA device and `ncu` with access to the counters. Encodes an 8192 x 4096 bf16 matrix in each format, by default
+the three whose encoding is slowest against a copy in results/speed_encode.csv, and profiles every kernel of it with
+cold caches. Writes benchmarks/results/ceilings_<gpu>.txt.
 
     us           time of the kernel, clocks as they are        must, moved   MB that have to move, each value once, and that DRAM moved
     of copy      must / us against a copy of the same matrix   dram, issue   % of the peak: DRAM throughput, issue slots of the schedulers

@@ -2,13 +2,14 @@
 
     python benchmarks/convert_speed.py [RECIPE ...] [--layers 32] [--out DIR]
 
-Needs a CUDA device with 25 GB to spare. The layers are those of Llama-3.1-8B (q, o 4096 x 4096; k, v 1024 x 4096; gate, up
-14336 x 4096; down 4096 x 14336) in bfloat16 with random weights, 14 GB. Each recipe is prepared, calibrated if it has static scales, and
-converted. One block goes first: it compiles the kernels (column "first block"), and where it says that all 32 would take more than
-`PATIENCE` seconds they are not run and the row says so ("estimated").
+Needs a CUDA device with 25 GB to spare. The layers are those of Llama-3.1-8B (q, o 4096 x 4096; k, v 1024 x 4096; gate,
+up 14336 x 4096; down 4096 x 14336) in bfloat16 with random weights, 14 GB. Each recipe is prepared, calibrated if it
+has static scales, and converted. One block goes first: it compiles the kernels (column "first block"), and where it
+says that all 32 would take more than `PATIENCE` seconds they are not run and the row says so ("estimated").
 
-peak: what `torch.cuda.max_memory_allocated` rose by during the conversion, in GB and in units of the largest layer in bfloat16, 117 MB.
-Gate: for each shape, the packed bytes are those of the reference encoder; a red row has no numbers and makes the exit code 1.
+peak: what `torch.cuda.max_memory_allocated` rose by during the conversion, in GB and in units of the largest layer in
+bfloat16, 117 MB. Gate: for each shape, the packed bytes are those of the reference encoder; a red row has no numbers
+and makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Skeleton(nn.Module):
 
 
 def convert(config: Any, layers: int) -> tuple[nn.Module, float, int]:
-    """(converted model, seconds, bytes by which the peak of the conversion lies above what the prepared model takes)."""
+    """(converted model, seconds, bytes by which the peak of the conversion lies above what the prepared model
+    takes).
+    """
     model = Skeleton(layers)
     quantize_(model, QATConfig(config))
     if any(not m.calibrated for m in model.modules() if isinstance(m, QATLinear)):

@@ -2,13 +2,15 @@
 
     OMP_NUM_THREADS=1 python benchmarks/cpu.py [--rounds N] [--only NAME ...] [--out DIR]
 
-One bf16 layer of 1024 x 1024 without bias and 256 tokens: forward, and backward to input and weight, eager, prepared by aoquant,
-prepared by torchao, and plain. A round runs them one after another and its ratios are taken within it, so that what else the machine
-does hits all alike; the cells are medians over rounds. With one thread the clock counts this process's time alone.
+One bf16 layer of 1024 x 1024 without bias and 256 tokens: forward, and backward to input and weight, eager, prepared by
+aoquant, prepared by torchao, and plain. A round runs them one after another and its ratios are taken within it, so that
+what else the machine does hits all alike; the cells are medians over rounds. With one thread the clock counts this
+process's time alone.
 
-Each row is shown twice: with torchao's config the layer computes what torchao's deployed layer computes; with aoquant's own, one
-float32 sum and one rounding, whose GEMM takes a CPU longer than bf16's. torchao's NVFP4 runs on Blackwell alone, so its GEMM is given
-a stand-in. The exit code is 1 when a row of ours takes longer than torchao's by more than `SLACK`.
+Each row is shown twice: with torchao's config the layer computes what torchao's deployed layer computes; with aoquant's
+own, one float32 sum and one rounding, whose GEMM takes a CPU longer than bf16's. torchao's NVFP4 runs on Blackwell
+alone, so its GEMM is given a stand-in. The exit code is 1 when a row of ours takes longer than torchao's by more than
+`SLACK`.
 """
 
 from __future__ import annotations

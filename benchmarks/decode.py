@@ -1,9 +1,10 @@
-"""The packed layer's GEMM from one token to thousands, beside cuBLAS in bf16 and the kernels of others: `run.py`'s suite "decode".
+"""The packed layer's GEMM from one token to thousands, beside cuBLAS in bf16 and the kernels of others: `run.py`'s
+suite "decode".
 
-A variant is one CUDA graph of some `CALLS` calls, so that launching the graph does not count, over copies of the weight, rotated beyond
-the L2 cache; the variants of a cell (shape, rows of x) are interleaved, and a ratio is cuBLAS's time over theirs. Nothing is timed before
-the gate: one-hot rows must return the operand to the bit, in every range of rows, and random ones lie within the bound of
-`test/gpu/test_decode.py`.
+A variant is one CUDA graph of some `CALLS` calls, so that launching the graph does not count, over copies of the
+weight, rotated beyond the L2 cache; the variants of a cell (shape, rows of x) are interleaved, and a ratio is cuBLAS's
+time over theirs. Nothing is timed before the gate: one-hot rows must return the operand to the bit, in every range of
+rows, and random ones lie within the bound of `test/gpu/test_decode.py`.
 """
 
 from __future__ import annotations

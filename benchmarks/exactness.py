@@ -1,12 +1,14 @@
-"""The table of exactness: config x shape x M -> how far a prepared layer is from the converted one, with the kernels that deploy.
+"""The table of exactness: config x shape x M -> how far a prepared layer is from the converted one, with the kernels
+that deploy.
 
     python benchmarks/exactness.py [CONFIG ...] [--out DIR]
 
-Needs a CUDA device; MSLK's rows need a Hopper GPU and `mslk-cuda`. Two minutes. Writes `benchmarks/results/exactness_<gpu>.txt`.
+Needs a CUDA device; MSLK's rows need a Hopper GPU and `mslk-cuda`. Two minutes. Writes
+`benchmarks/results/exactness_<gpu>.txt`.
 
-One bf16 layer with bias for each shape. The converted layer of torchao's configs is made by torchao's own `quantize_`; that of aoquant's
-recipes by ours. A cell is "=" where every element is equal, else the SQNR of prepared against converted in dB; "raises" where
-the converted layer does.
+One bf16 layer with bias for each shape. The converted layer of torchao's configs is made by torchao's own `quantize_`;
+that of aoquant's recipes by ours. A cell is "=" where every element is equal, else the SQNR of prepared against
+converted in dB; "raises" where the converted layer does.
 
     routed       the backend that the router takes, as users train
     reference    the same layer in plain PyTorch, float32 sums: what a machine without the kernel computes

@@ -1,16 +1,19 @@
-"""Every int4 layout on a GPU: record what torchao and MSLK really convert to, probe the kernels, compare prepared with converted.
+"""Every int4 layout on a GPU: record what torchao and MSLK really convert to, probe the kernels, compare prepared with
+converted.
 
     python benchmarks/int4_layouts.py [--out DIR]
 
-Needs torch, torchao, safetensors, one Hopper GPU and `mslk-cuda`. Takes a minute or two. Writes `test/golden/int4/<gpu>.safetensors`,
-which `test/formats/test_int4_golden.py` checks on every CPU, and `benchmarks/results/int4_<gpu>.txt`; with `--out`, both go to DIR.
+Needs torch, torchao, safetensors, one Hopper GPU and `mslk-cuda`. Takes a minute or two. Writes
+`test/golden/int4/<gpu>.safetensors`, which `test/formats/test_int4_golden.py` checks on every CPU, and
+`benchmarks/results/int4_<gpu>.txt`; with `--out`, both go to DIR.
 
 1. bytes: the packed tensors of torchao's own `quantize_` equal ours, and their codes and scales equal our CPU encoding.
 2. operands: a kernel times the identity matrix is its operand tile.
 3. epilogues: products of one-hot rows, which no order of additions can change, against the candidate formulas.
 4. layers: prepared(x) against torchao's layer at several M, by the kernel that deploys and by PyTorch's own GEMMs.
 
-Report lines: OK; DIFF, counted, no failure; FAIL, an exception or other bytes than promised, which makes the exit code 1.
+Report lines: OK; DIFF, counted, no failure; FAIL, an exception or other bytes than promised, which makes the exit
+code 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A training step of one layer, eager and compiled, beside nn.Linear and torchao's own QAT: `run.py`'s suite "layer".
 
-A step is forward and backward of one linear layer, 8192 tokens. The variants of a group (what computes the same format) are interleaved
-with nn.Linear, so that a ratio is taken within the rounds that it is about. "compiled" is `torch.compile` in its default mode, and for
-our layers as one graph. More numbers beside the time:
+A step is forward and backward of one linear layer, 8192 tokens. The variants of a group (what computes the same format)
+are interleaved with nn.Linear, so that a ratio is taken within the rounds that it is about. "compiled" is
+`torch.compile` in its default mode, and for our layers as one graph. More numbers beside the time:
 
     cpu_ms        what the host needs to issue a step while the GPU is behind: a step cannot be faster than that without CUDA graphs
     isolated_ms   a step that starts on an idle GPU and waits for it: the time with a part of cpu_ms in it
@@ -10,8 +10,9 @@ our layers as one graph. More numbers beside the time:
     one_thread_*  time, ratio and cpu_ms again, with backward in the thread that calls it (`torch.autograd.set_multithreading_enabled(False)`)
                   instead of PyTorch's own, for nn.Linear too
 
-Nothing is timed unless prepared layers equal converted ones, and compiled steps eager ones, bit for bit: y, dx and dW. torchao's QAT runs
-where it runs; elsewhere the row says what it raised. Its MX formats have an emulation, which is what trains on Hopper.
+Nothing is timed unless prepared layers equal converted ones, and compiled steps eager ones, bit for bit: y, dx and dW.
+torchao's QAT runs where it runs; elsewhere the row says what it raised. Its MX formats have an emulation, which is what
+trains on Hopper.
 """
 
 from __future__ import annotations
@@ -189,7 +190,9 @@ def peak_mib(run: Callable[[], Any]) -> float:
 
 
 def measure(rounds: int, quick: bool = False) -> list[Row]:
-    """Every group and shape; ratio to the eager nn.Linear of the same rounds. quick: torchao's layers are compiled for one shape."""
+    """Every group and shape; ratio to the eager nn.Linear of the same rounds. quick: torchao's layers are compiled for
+    one shape.
+    """
     rows: list[Row] = []
     for k, n in SHAPES:
         x = torch.randn(TOKENS, k, device=CUDA, dtype=BF16).requires_grad_()

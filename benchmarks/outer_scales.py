@@ -1,10 +1,12 @@
-"""What NVFP4's outer scale of the activations costs and brings: for the tensor, for each token, calibrated, or none at all.
+"""What NVFP4's outer scale of the activations costs and brings: for the tensor, for each token, calibrated, or none at
+all.
 
     OMP_NUM_THREADS=1 python benchmarks/outer_scales.py
 
-Error of the activations alone on 2^20 values, as SQNR in dB: normal, and with outliers (one channel in 128 thirty times as large). Then word
-perplexity of the embedded model, quantised without training: NVFP4 weights, these activations, windows of 256 tokens, a window a batch. Then
-how far the logits of a document's first 64 tokens move, relative to their norm, when other documents stand beside it in the batch.
+Error of the activations alone on 2^20 values, as SQNR in dB: normal, and with outliers (one channel in 128 thirty times
+as large). Then word perplexity of the embedded model, quantised without training: NVFP4 weights, these activations,
+windows of 256 tokens, a window a batch. Then how far the logits of a document's first 64 tokens move, relative to their
+norm, when other documents stand beside it in the batch.
 """
 
 from __future__ import annotations

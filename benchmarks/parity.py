@@ -2,14 +2,17 @@
 
     python benchmarks/parity.py [--device cuda|cpu] [--workers N] [--out DIR]
 
-Needs torch and torchao; where a deployed kernel is missing (int4's is in `mslk-cuda`, for NVIDIA GPUs) the row says "not run" and why. Takes minutes,
-most of them for compiling kernels: N processes do it at once. With `--out`, the table is also written to DIR/parity_<gpu>.txt.
+Needs torch and torchao; where a deployed kernel is missing (int4's is in `mslk-cuda`, for NVIDIA GPUs) the row says
+"not run" and why. Takes minutes, most of them for compiling kernels: N processes do it at once. With `--out`, the table
+is also written to DIR/parity_<gpu>.txt.
 
-One bf16 layer of N x K with bias, under every recipe and torchao's other configs, at M rows from decoding to training: "equal" is
-every element; a number is the SQNR of converted against prepared in dB, finite only where two kernels sum the same exact products
-in another order. gemm: what runs the prepared layer's. cos dW, cos dx: gradients at M = 128 against those of the float nn.Linear.
-compiled: whether torch.compile(fullgraph=True) of the prepared layer leaves output and gradients as they were. The exit code is 1
-when a line says FAIL: an exception, an output that is not finite, compiled unlike eager, a cosine or an SQNR below its bound.
+One bf16 layer of N x K with bias, under every recipe and torchao's other configs, at M rows from decoding to training:
+"equal" is every element; a number is the SQNR of converted against prepared in dB, finite only where two kernels sum
+the same exact products in another order. gemm: what runs the prepared layer's. cos dW, cos dx: gradients at M = 128
+against those of the float nn.Linear.
+compiled: whether torch.compile(fullgraph=True) of the prepared layer leaves output and gradients as they were. The exit
+code is 1 when a line says FAIL: an exception, an output that is not finite, compiled unlike eager, a cosine or an SQNR
+below its bound.
 """
 
 from __future__ import annotations

@@ -2,15 +2,17 @@
 
     python benchmarks/pretrain_recipes.py --text mix.txt.xz --validation held_out.txt --out DIR --steps 3000 --seeds 3 --jobs 6
 
-The model and its training are `eval/pretrain.py`'s. The text is encoded once and kept in DIR/corpus.pt, which a later call takes as it is.
+The model and its training are `eval/pretrain.py`'s. The text is encoded once and kept in DIR/corpus.pt, which a later
+call takes as it is.
 
-A seed fixes initial weights and the order of the data, for every variant alike. So variants are compared seed by seed: what a seed does to
-all of them drops out of the differences, whose standard error is that of the mean over seeds. Differences between seeds are several times
-larger than those between recipes.
+A seed fixes initial weights and the order of the data, for every variant alike. So variants are compared seed by seed:
+what a seed does to all of them drops out of the differences, whose standard error is that of the mean over seeds.
+Differences between seeds are several times larger than those between recipes.
 
-Every variant is a process, `--jobs` of them at once, which trains one seed after the other, so that it is compiled once. A step is one CUDA
-graph; what a recipe does not quantise is fused by torch.compile. DIR/pretrain_recipes.csv has a row for each validation of each run, and is
-rewritten with pretrain_recipes.txt every ten seconds and when `--limit` seconds are over. The same call then goes on where the runs stopped.
+Every variant is a process, `--jobs` of them at once, which trains one seed after the other, so that it is compiled
+once. A step is one CUDA graph; what a recipe does not quantise is fused by torch.compile. DIR/pretrain_recipes.csv has
+a row for each validation of each run, and is rewritten with pretrain_recipes.txt every ten seconds and when `--limit`
+seconds are over. The same call then goes on where the runs stopped.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ def corpus(o: argparse.Namespace) -> None:
 
 
 def work(o: argparse.Namespace, run: Run, model: torch.nn.Module | None = None) -> torch.nn.Module:
-    """Train one run, from its checkpoint if it has one; writes row.json. Returns the model; one that was given is trained again."""
+    """Train one run, from its checkpoint if it has one; writes row.json. Returns the model; one that was given is
+    trained again.
+    """
     sys.path.insert(0, str(EVAL))
     import pretrain
     from corpus import Corpus

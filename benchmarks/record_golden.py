@@ -3,9 +3,9 @@
     python benchmarks/record_golden.py [--device cuda|cpu] [--out DIR]
 
 Needs torch, torchao, safetensors and one NVIDIA GPU; without MSLK (`mslk-cuda`) the int4 part is skipped, and said so.
-Takes less than a minute. Writes `test/golden/<gpu>.safetensors`, which `test/formats/test_golden.py` checks on every CPU,
-and `benchmarks/results/golden_<gpu>.txt`; with `--out`, both go to DIR. `--device cpu` is a dry run, written only with
-`--out`, in which torchao is given CUDA's rule for dividing by a constant (see `test/support/torchao_oracle.py`).
+Takes less than a minute. Writes `test/golden/<gpu>.safetensors`, which `test/formats/test_golden.py` checks on every
+CPU, and `benchmarks/results/golden_<gpu>.txt`; with `--out`, both go to DIR. `--device cpu` is a dry run, written only
+with `--out`, in which torchao is given CUDA's rule for dividing by a constant (see `test/support/torchao_oracle.py`).
 
 Report lines: OK; DIFF, torchao differs from aoquant (counted, no failure); SKIP with the reason; FAIL, which makes the
 exit code 1: an exception, other bytes on the device than on the CPU, or golden bytes that our CPU does not reproduce.

@@ -2,14 +2,14 @@
 
     python benchmarks/run.py [encode] [layer] [decode] [--out DIR] [--quick]
 
-Needs a CUDA device and Triton. Before anything is timed, the exactness gate runs: every format that is timed must give the
-reference's bytes through the Triton kernels, and every layer that is timed must equal its converted self; else the exit code is 1
-and there are no numbers. The full proof is `make gpu-test`.
+Needs a CUDA device and Triton. Before anything is timed, the exactness gate runs: every format that is timed must give
+the reference's bytes through the Triton kernels, and every layer that is timed must equal its converted self; else the
+exit code is 1 and there are no numbers. The full proof is `make gpu-test`.
 
-Variants of a row are interleaved, one round after another, so that a clock that drifts drifts for all of them; a time is the median
-over rounds, with the 20th and 80th percentile beside it. Kernels are timed in CUDA graphs over inputs rotated beyond the L2 cache;
-training steps run as users run them, eager and compiled, with CUDA events around each. GB/s counts the bytes that have to move, each once,
-against the rate of a copy measured in the same rounds.
+Variants of a row are interleaved, one round after another, so that a clock that drifts drifts for all of them; a time
+is the median over rounds, with the 20th and 80th percentile beside it. Kernels are timed in CUDA graphs over inputs
+rotated beyond the L2 cache; training steps run as users run them, eager and compiled, with CUDA events around each.
+GB/s counts the bytes that have to move, each once, against the rate of a copy measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
 def interleaved(runs: dict[str, Callable[[], Any]], rounds: int, per_run: int = 1) -> dict[str, list[float]]:
     """Milliseconds of each run, `rounds` times in turn; one run does its work `per_run` times.
 
-    Each round begins with another run, and with an untimed one, so that nobody pays for a GPU that waits for its first launch.
+    Each round begins with another run, and with an untimed one, so that nobody pays for a GPU that waits for its first
+    launch.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
@@ -136,7 +137,9 @@ def gate_format(name: str) -> bool:
 
 
 def fitted(name: str, k: int) -> Tensor:
-    """(K / size, size, size) float32 with bf16 entries, as calibration leaves them; its values cost nothing, so any will do."""
+    """(K / size, size, size) float32 with bf16 entries, as calibration leaves them; its values cost nothing, so any
+    will do.
+    """
     transform = get_operand(name).transform
     assert transform is not None
     size = transform.size
@@ -188,7 +191,9 @@ def measure_encode(rounds: int) -> list[Row]:
 
 
 def measure_grids(rounds: int) -> list[Row]:
-    """Encoders that try several scales, 4096 x 4096 bf16, by each backend: with their own amax, and with a constant one."""
+    """Encoders that try several scales, 4096 x 4096 bf16, by each backend: with their own amax, and with a constant
+    one.
+    """
     xs = [torch.randn(4096, 4096, device=CUDA, dtype=BF16) * 0.02 for _ in range(8)]
     runs: dict[str, Callable[[], Any]] = {"copy": graph(lambda i: xs[i].clone(), len(xs))}
     moved = {"copy": 2 * nbytes(xs[0])}

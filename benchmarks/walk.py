@@ -2,10 +2,10 @@
 
     python benchmarks/walk.py [RECIPE ...]
 
-For a small model of each recipe (by default nvfp4) it counts, with `sys.setprofile`, the calls, functions and files of aoquant, the deepest
-call inside call, and the classes of aoquant that were met as arguments: of one forward, one backward and one packed forward, each after a first one
-that fills the caches, and of one prepare. Then it times, on a tiny layer, where a step is all host work, what a step and a packed forward cost.
-Median of rounds; the figures in docs/architecture.md are of a machine that did nothing else.
+For a small model of each recipe (by default nvfp4) it counts, with `sys.setprofile`, the calls, functions and files of
+aoquant, the deepest call inside call, and the classes of aoquant whose instances were passed or returned: of one
+forward, one backward and one packed forward, each after a first one that fills the caches, and of one prepare. Then it
+times a tiny layer, where a step is all host work.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def walked(run: Callable[[], object]) -> Walk:
             types.update(type(v) for v in values if type(v).__module__.startswith("aoquant"))
         elif event == "return":
             depth -= 1
+            if type(argument).__module__.startswith("aoquant"):
+                types.add(type(argument))
 
     sys.setprofile(look)
     try:

@@ -1,10 +1,10 @@
 """A training step as one CUDA graph.
 
-A small model's step is a few thousand kernels of a few microseconds, and Python needs longer to launch one than the device to run it.
-A graph is launched at once: the device works without a pause, and several processes can share it.
+A small model's step is a few thousand kernels of a few microseconds, and Python needs longer to launch one than the
+device to run it. A graph is launched at once: the device works without a pause, and several processes can share it.
 
-A capture needs everything compiled, and the optimizer's state made, so a few steps run before it. What they changed is put back; every
-step that counts is a replay, so a run that resumes does what the run that did not stop does.
+A capture needs everything compiled, and the optimizer's state made, so a few steps run before it. What they changed is
+put back; every step that counts is a replay, so a run that resumes does what the run that did not stop does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ WARM_UP = 3
 def graphed(
     step: Callable[[Tensor], Tensor], model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """`step(batch) -> loss`, gradients zeroed at its end, as a graph: for batches of this one's shape; the loss is overwritten by the next.
+    """`step(batch) -> loss`, gradients zeroed at its end, as a graph: for batches of this one's shape; the loss is
+    overwritten by the next.
 
     optimizer: capturable, its learning rate a tensor, its state (moments, step) zero where it has none yet.
     """

@@ -1,4 +1,5 @@
-"""Pretrain a small Llama from text files: the float model that the demos and evaluations quantise, or a quantised one from scratch.
+"""Pretrain a small Llama from text files: the float model that the demos and evaluations quantise, or a quantised one
+from scratch.
 
     python eval/pretrain.py --text mix.txt.xz --anneal wikitext2_train.txt.xz --out demo --steps 10000
     python eval/pretrain.py --text mix.txt.xz --out demo-quartet2 --recipe quartet2
@@ -10,19 +11,21 @@ step) alone, so the data position is the step, and a run that stops and resumes 
 one that did not. (On CUDA the backward passes of flash attention and embedding add in no fixed order: there the same
 holds only with `--deterministic`, which is slower.)
 
-With `--recipe` every linear layer but the head is prepared for that recipe of `aoquant recipes` before the first step, so that
-forward is the deployed layer's from the beginning, and so is backward quantised where the recipe says how ("quartet", "quartet2");
-`--backward` sets another one. Layers draw their numbers from a state that is part of the checkpoint. `accumulate` splits
-a batch into micro-batches. `--graph` makes a step one CUDA graph, several times as fast at this size (see `graphed.py`).
+With `--recipe` every linear layer but the head is prepared for that recipe of `aoquant recipes` before the first step,
+so that forward is the deployed layer's from the beginning, and so is backward quantised where the recipe says how
+("quartet", "quartet2"); `--backward` sets another one. Layers draw their numbers from a state that is part of the
+checkpoint. `accumulate` splits a batch into micro-batches. `--graph` makes a step one CUDA graph, several times as fast
+at this size (see `graphed.py`).
 
 Learning rate: warm-up, then "wsd" (flat, then linear to zero; Hu et al., arXiv:2404.06395) or "cosine" to zero. A
 decay fraction of 1 is the linear-to-zero schedule (Bergsma et al., arXiv:2502.15938). In the last `anneal_fraction`
 of the steps a share of every batch comes from the anneal text: text near to the target helps most while the rate
 falls.
 
-`out` receives `model/` (bf16 safetensors of the high-precision weights, config, tokenizer), `checkpoint.pt` (f32 weights, optimizer, RNG, step),
-`train_log.json`, and `validation.jsonl`, a line for every `validate_every` steps. Validation is bits per byte over consecutive windows,
-a harder measure than lm-eval's only in that pages are not aligned to windows.
+`out` receives `model/` (bf16 safetensors of the high-precision weights, config, tokenizer), `checkpoint.pt` (f32
+weights, optimizer, RNG, step), `train_log.json`, and `validation.jsonl`, a line for every `validate_every` steps.
+Validation is bits per byte over consecutive windows, a harder measure than lm-eval's only in that pages are not aligned
+to windows.
 """
 
 import hashlib
@@ -213,7 +216,9 @@ def window_loss(
 
 
 def compiled(model: LlamaForCausalLM) -> Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]:
-    """`window_loss` with compiled decoder layers, which take their weights as inputs: one of them is compiled, and serves all."""
+    """`window_loss` with compiled decoder layers, which take their weights as inputs: one of them is compiled, and
+    serves all.
+    """
     for layer in model.model.layers:
         layer.compile(dynamic=False)
     return partial(window_loss, loss=torch.compile(token_loss, dynamic=False))

@@ -2,10 +2,11 @@
 
     python eval/recover.py --wikitext DIR --train-text wikitext2_train.txt.xz --recipes nvfp4 mxfp4 int4-g32 --seeds 0 1 2 --out DIR
 
-For each recipe the float model and its PTQ are scored once on WikiText-2's test pages; then every seed and loss ("kl" to the float model,
-or "ce") fine-tunes the prepared model and scores what convert leaves. The float model fine-tuned by cross entropy with the same budget
-is the control: what the training text alone is worth. Every conversion is verified against its prepared model, and a difference is an
-error, not a row. `out/recover.csv` has a row a run, with device, versions and date; the table printed last has mean and spread.
+For each recipe the float model and its PTQ are scored once on WikiText-2's test pages; then every seed and loss ("kl"
+to the float model, or "ce") fine-tunes the prepared model and scores what convert leaves. The float model fine-tuned by
+cross entropy with the same budget is the control: what the training text alone is worth. Every conversion is verified
+against its prepared model, and a difference is an error, not a row. `out/recover.csv` has a row a run, with device,
+versions and date; the table printed last has mean and spread.
 """
 
 import copy

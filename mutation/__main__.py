@@ -5,15 +5,17 @@
     python -m mutation --shard 1/4                   # every fourth mutant, for one of four machines; then once without, for all
     python -m mutation --list                        # the tests, how long each takes unmutated, and what is drawn
 
-A sample of `--number` mutants is drawn from the files of `near.py`. A mutant's place in the sample depends on `--seed` and on its own
-line alone, so a change elsewhere leaves the sample as it was. Tests that fail or find nothing to do without a mutant are left out, and
-named. A mutant that runs five times as long as the tests do without it, and 30 seconds more, counts as killed.
+A sample of `--number` mutants is drawn from the files of `near.py`. A mutant's place in the sample depends on `--seed`
+and on its own line alone, so a change elsewhere leaves the sample as it was. Tests that fail or find nothing to do
+without a mutant are left out, and named. A mutant that runs five times as long as the tests do without it, and 30
+seconds more, counts as killed.
 
-Results: mutation.csv (a row for each mutant), mutation_score.csv and mutation_survivors.csv, in benchmarks/results or `--out`.
+Results: mutation.csv (a row for each mutant), mutation_score.csv and mutation_survivors.csv, in benchmarks/results or
+`--out`.
 
-Why a tool of our own: a mutant costs its tests and no import of torch, as in mutmut, which however mutates functions alone, takes no
-sample, and learns which tests belong to a function from a run of the whole suite; cosmic-ray has one test command for all mutants, and
-starts a process for each.
+Why a tool of our own: a mutant costs its tests and no import of torch, as in mutmut, which however mutates functions
+alone, takes no sample, and learns which tests belong to a function from a run of the whole suite; cosmic-ray has one
+test command for all mutants, and starts a process for each.
 """
 
 from __future__ import annotations

@@ -108,6 +108,8 @@ NEAR: dict[str, tuple[str, ...]] = {
 
 
 def tests_near(file: str) -> tuple[str, ...]:
-    """Test files of a source file (a path below aoquant/), as paths below test/; none where the table has no word on it."""
+    """Test files of a source file (a path below aoquant/), as paths below test/; none where the table has no word on
+    it.
+    """
     prefixes = [prefix for prefix in NEAR if file.startswith(prefix)]
     return NEAR[max(prefixes, key=len)] if prefixes else ()

@@ -1,9 +1,9 @@
 """Mutants: small wrong changes to a source file, one each, that some test ought to notice.
 
-A mutant replaces a stretch of the text, found through the syntax tree, so the rest of the file keeps its form and a survivor can be
-read as a diff of one line. The operators are those that arithmetic code gets wrong: a comparison off by its equality, a sum for a
-difference, a constant off by one, a condition turned round, min for max, two arguments swapped, a cast, clamp or rounding left out,
-a statement or a returned value left out.
+A mutant replaces a stretch of the text, found through the syntax tree, so the rest of the file keeps its form and a
+survivor can be read as a diff of one line. The operators are those that arithmetic code gets wrong: a comparison off by
+its equality, a sum for a difference, a constant off by one, a condition turned round, min for max, two arguments
+swapped, a cast, clamp or rounding left out, a statement or a returned value left out.
 
 Left alone: annotations, decorators, docstrings, messages (f-strings, raise, assert), code that runs on a GPU only.
 """
@@ -47,7 +47,9 @@ ON_GPU = re.compile(r"""is_cuda|\.cuda\b|['"]cuda['"]|current_stream|capability|
 
 
 class Mutant(NamedTuple):
-    """start, end: the byte range of the source that `text` replaces. before, after: its first line, stripped, to read."""
+    """start, end: the byte range of the source that `text` replaces. before, after: its first line, stripped, to
+    read.
+    """
 
     file: str
     line: int
@@ -176,7 +178,9 @@ class _Finder:
                     yield self._make("opposite", start, start + 3, OPPOSITE[keyword.arg], keyword.lineno)
 
     def _between(self, operator: str, left: ast.AST, right: ast.AST, pattern: str, new: str) -> Iterator[Mutant]:
-        """Replace the operator that stands between two operands, which parentheses or a comment may stand between too."""
+        """Replace the operator that stands between two operands, which parentheses or a comment may stand between
+        too.
+        """
         start, end = self._end(left), self._start(right)
         if match := re.search(pattern, self.source[start:end].decode()):
             yield self._make(operator, start + match.start(), start + match.end(), new, getattr(left, "end_lineno", 0))

@@ -1,7 +1,8 @@
 """Run tests in forks of one process that has imported torch, so that a run pays for our package alone.
 
-Each slot has a copy of the package and the tests, which a mutant is written into; the checkout is never touched. A fork gets one core
-(tests take as many threads as there are cores to run on), a session of its own and a deadline, after which all of it is killed.
+Each slot has a copy of the package and the tests, which a mutant is written into; the checkout is never touched. A fork
+gets one core (tests take as many threads as there are cores to run on), a session of its own and a deadline, after
+which all of it is killed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ T = TypeVar("T")
 
 
 class Job(NamedTuple, Generic[T]):
-    """tests: paths below test/. file, source: what to overwrite in the copy of the package, if anything. limit: seconds."""
+    """tests: paths below test/. file, source: what to overwrite in the copy of the package, if anything. limit:
+    seconds.
+    """
 
     of: T
     tests: tuple[str, ...]

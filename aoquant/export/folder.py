@@ -1,8 +1,8 @@
 """A folder of safetensors, filled a layer at a time, that can be continued after an interrupt.
 
-The folder is ".NAME.partial" until it is complete, and has no config.json before that, so nobody loads it by mistake. A
-journal in it names the source and what is on the disk already; the same export, started again, continues there, and any
-other one starts anew.
+The folder is ".NAME.partial" until it is complete, and has no config.json before that, so it cannot be loaded by
+mistake. A journal in it names the source and what is on the disk already; the same export, started again, continues
+there, and any other one starts anew.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ from aoquant.export.targets import Description
 from aoquant.integrations import checkpoint
 from aoquant.tensor import PackedTensor
 
-_NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|ckpt|index\.json)|config\.json")
+_NOT_COPIED = re.compile(
+    r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|ckpt|index\.json)|(config|aoquant_run)\.json"
+)
 
 
 def write(

@@ -1,4 +1,4 @@
-"""What an export will write, decided for the whole model before anything is written.
+"""The plan of an export: every file and tensor is decided for the whole model before anything is written.
 
 Every quantised layer is asked for its scheme with its codes left on meta. A layer that the target cannot hold is listed
 with the reason and the nearest format that would; all of them in one error. `skip` leaves layers in the model's float

@@ -1,4 +1,4 @@
-"""What is exported: a converted model, in memory or as a checkpoint folder, weight by weight.
+"""The source of an export: a converted model, in memory or as a checkpoint folder, weight by weight.
 
 Both give the same things: the model's config as JSON, its modules (on meta for a folder: classes, names and ties, no
 values) and a reader for every weight. A weight is read twice: once without its codes, to decide whether the target can

@@ -24,8 +24,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Description:
-    """What a folder says of its quantisation. config: config.json's quantization_config. files: further JSON files, by
-    name.
+    """The description of a folder's quantisation. config: config.json's quantization_config. files: further JSON files,
+    by name.
     """
 
     config: dict[str, Any]

@@ -146,10 +146,11 @@ _REGISTERED: dict[str, Format] = {}
 
 
 def register_format(format: Format) -> Format:
-    """Make a format that is defined elsewhere known by its name, as ops, recipes, checkpoints and the command line look formats up.
+    """Make a format that is defined elsewhere known by its name, as ops, recipes, checkpoints and the command line look
+    formats up.
 
-    Call it where the format is defined: a process that loads a checkpoint of it has to import that module first. Names are lower-case
-    letters, digits, dots and hyphens. Returns the format.
+    Call it where the format is defined: a process that loads a checkpoint of it has to import that module first. Names
+    are lower-case letters, digits, dots and hyphens. Returns the format.
 
     Raises:
         ValueError: the name has another form, or belongs to a format with other numerics.
@@ -170,7 +171,8 @@ def register_format(format: Format) -> Format:
 
 @cache
 def get_format(name: str) -> Format | Operand:
-    """The format called `name`; an `Operand`, which encodes and decodes like one, for a name with a transform: "hadamard16+nvfp4".
+    """The format called `name`; an `Operand`, which encodes and decodes like one, for a name with a transform:
+    "hadamard16+nvfp4".
 
     Sizes and static scales are part of the name: "int4-g64", "intx3-g128", "fp8-1x64", "int8-tensor-static:0.02", with
     a zero point "int8-tensor-asym-static:0.02:-3", "nvfp4-static:0.001". So are options: "intx4-g32-asym",

@@ -10,9 +10,8 @@ them, with the same second step.
 
 A GEMM does not multiply decoded values, it multiplies operands and scales the accumulator. So decoding comes in two
 parts: `operand` is what the matrix unit sees, exact in bf16 wherever the format allows it, and `alpha` is the outer
-    scale that
-multiplies the float32 accumulator. `decode` is their product, for gradients, for reports and for kernels that
-dequantise.
+scale that multiplies the float32 accumulator. `decode` is their product, for gradients, for reports and for kernels
+that dequantise.
 
 Shapes: R rows, K values along the contraction axis, G = K / group scales in a row. Everything is 2-D; callers flatten.
 """
@@ -34,8 +33,7 @@ class Encoded(NamedTuple):
 
     codes: packed codes, (R, bytes of K codes), uint8, int8 or a float8 dtype.
     scale: (R, G), (R, 1), (1, 1) or (ceil(R / tile_rows), G); float32, the input's dtype, float8_e4m3fn or
-        float8_e8m0fnu as the
-           format says; or None.
+        float8_e8m0fnu as the format says; or None.
     zero:  like scale: the integer zero point (int8) or the value of code 0 (int4, scale's dtype); or None.
     outer: (1, 1) or (R, 1) float32, multiplies the accumulator; or None.
     k:     K, the unpacked width.
@@ -146,7 +144,9 @@ class Format:
         return True
 
     def scale_dtype(self, source: torch.dtype) -> torch.dtype | None:
-        """dtype of the scales of a matrix of `source`, for a format that stores them in a 16-bit or wider type; None: as `Encoded` says."""
+        """dtype of the scales of a matrix of `source`, for a format that stores them in a 16-bit or wider type; None:
+        as `Encoded` says.
+        """
         return None
 
     def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
@@ -230,7 +230,9 @@ class Format:
         return self.decode_rows(self.encode(x_RK), ids, x_RK.dtype)
 
     def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
-        """(R, G) float32 gradient of each learned scale, from the gradient of the values, for a format that is `learnable`."""
+        """(R, G) float32 gradient of each learned scale, from the gradient of the values, for a format that is
+        `learnable`.
+        """
         raise NotImplementedError
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:

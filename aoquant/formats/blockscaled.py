@@ -1,5 +1,4 @@
-"""Block-scaled formats: MX (blocks of 32, power-of-two scales) and NVFP4 (blocks of 16, e4m3 scales, an outer float32
-scale).
+"""Block-scaled formats: MX (blocks of 32, power-of-two scales) and NVFP4 (blocks of 16, e4m3 scales, an outer scale).
 
 e2m1 x e8m0, e2m1 x e4m3 and e4m3 x e8m0 products have at most 6 significant bits, so an operand decoded WITHOUT the
 outer scale is exact in bf16, and a bf16 GEMM with float32 accumulation sums exactly the products that an FP4 tensor
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from . import layout
 from .base import Encoded, Format, Scales
-from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, from_float8, to_e2m1, to_float8
+from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, from_float8, rounding_limit, to_e2m1, to_float8
 from .fixed import check_fixed
 from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e8m0
 
@@ -86,7 +85,7 @@ class MX(Format):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         x_RGB = self._blocks(x_RK).float()
-        limit = self._scale(e) * (ELEMENTS[self.element][1] * (1 + 2.0 ** -(ELEMENTS[self.element][2] + 1)))
+        limit = self._scale(e) * rounding_limit(self.element)
         return (x_RGB.abs() > limit.unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
@@ -186,7 +185,7 @@ class NVFP4(Format):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         assert e.scale is not None
-        limit = e.scale.float() * (e.outer if e.outer is not None else 1.0) * (E2M1_MAX + 1)
+        limit = e.scale.float() * (e.outer if e.outer is not None else 1.0) * rounding_limit("e2m1")
         return (self._blocks(x_RK).float().abs() > limit.unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:

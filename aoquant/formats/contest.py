@@ -41,8 +41,7 @@ class Outer:
     (B,); float32.
 
     amax, up, down: absmax, 1536 / absmax and its inverse, of the tensor as the contest sees it, multiplied by `power`.
-        t: what
-    decoding multiplies by. All have amax's shape.
+        t: what decoding multiplies by. All have amax's shape.
     """
 
     amax: Tensor

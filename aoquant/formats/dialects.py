@@ -25,7 +25,7 @@ underflows to 0 decodes to zeros, in codes of +-6, which tell it from a block of
 approximate reciprocals: with the IEEE ones here three codes in ten thousand differ. Inf and NaN make their block's
 scale NaN (with te and dynamic g: the tensor's).
 Sources: github.com/IST-DASLab/WUSH, /qutlass (its float64 test references), /Quartet; NVIDIA/TransformerEngine
-    `NVFP4QuantizerRef`.
+`NVFP4QuantizerRef`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch import Tensor
 from . import layout
 from .base import Encoded, Format, Scales
 from .blockscaled import NVFP4_TOP, PTS_FLOOR, e2m1_values
-from .elements import E2M1_MAX, FLOAT32_MAX, to_e2m1, to_float8
+from .elements import E2M1_MAX, FLOAT32_MAX, rounding_limit, to_e2m1, to_float8
 from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, divide, e8m0_values, reciprocal, sum_by_pairs, visible_e8m0
 
@@ -223,7 +223,7 @@ class NVFP4Dialect(_E2M1, OneScale):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         step = self._steps(e).unsqueeze(-1)
-        return ((self._blocks(x_RK).float().abs() > step * (E2M1_MAX + 1)) & (step != 0)).flatten(1)
+        return ((self._blocks(x_RK).float().abs() > step * rounding_limit("e2m1")) & (step != 0)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None

@@ -1,10 +1,9 @@
 """Elements: rounding a scaled value to the nearest code, and codes back to values.
 
 e2m1 has the magnitudes 0 .5 1 1.5 2 3 4 6; the code is sign * 8 + index. Rounding is half to even, overflow saturates,
-and
--0.0 keeps its sign. float8 casts in eager PyTorch before 2.12 do not saturate, so every cast clamps first; NaN
-survives. `fma_round` and `fma` are for kernels that fuse a multiplication and an addition into one rounding, which no
-PyTorch operation promises.
+and a negative zero keeps its sign. float8 casts in eager PyTorch before 2.12 do not saturate, so every cast clamps
+first; NaN survives. `fma_round` and `fma` are for kernels that fuse a multiplication and an addition into one rounding,
+which no PyTorch operation promises.
 """
 
 from __future__ import annotations
@@ -19,6 +18,12 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # element -> (largest power of two, largest value, mantissa bits): the constants of the e8m0 rules
 ELEMENTS = {"e2m1": (2, E2M1_MAX, 1), "e4m3": (8, 448.0, 3), "e5m2": (15, 57344.0, 2)}
+
+
+def rounding_limit(element: str) -> float:
+    """Half a step above the largest code: 7, 464, 61440. Values beyond it are clipped; nearer ones are only rounded."""
+    max_pow2, max_value, mantissa_bits = ELEMENTS[element]
+    return max_value + 2.0 ** (max_pow2 - mantissa_bits - 1)
 
 
 def to_e2m1(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .base import Encoded, Scales
-from .elements import ELEMENTS, from_float8, to_float8
+from .elements import ELEMENTS, from_float8, rounding_limit, to_float8
 from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, divide
 
@@ -36,8 +36,7 @@ class Float8(OneScale):
     """float8 e4m3 or e5m2; scale (R, 1), (1, 1) or (ceil(R / rows), K / cols), float32.
 
     native: divide as x's device does (see scales.py). rows, cols: of a block. low, high: bounds of the absmax. fixed:
-        (scale,), a
-    constant instead of one made from x; per tensor only.
+        (scale,), a constant instead of one made from x; per tensor only.
     """
 
     element: str = "e4m3"
@@ -109,10 +108,8 @@ class Float8(OneScale):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         assert e.scale is not None
-        # one code step above the largest: a value that rounding alone brings back is not clipped
-        limit = ELEMENTS[self.element][1] * (1 + 2.0 ** -ELEMENTS[self.element][2])
         s_RG1 = self.spread(e.scale, x_RK.shape[0]).unsqueeze(-1)
-        return (self._blocks(x_RK).float().abs() > s_RG1 * limit).flatten(1)
+        return (self._blocks(x_RK).float().abs() > s_RG1 * rounding_limit(self.element)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None

@@ -35,7 +35,7 @@ from . import layout
 from .base import Encoded, Scales
 from .blockscaled import e2m1_values
 from .contest import METRICS, Contest, Outer, e4m3
-from .elements import E2M1_MAX, from_float8
+from .elements import E2M1_MAX, from_float8, rounding_limit
 from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, quotient
 
@@ -143,7 +143,7 @@ class FourOverSix(OneScale):
         s_RG1 = self._signed(e).unsqueeze(-1)
         step = s_RG1.abs() * e.outer.unsqueeze(-1)
         x_RGB = self._blocks(x_RK).float()
-        clipped = self._off_centre(x_RGB, step, s_RG1).abs() > step * (E2M1_MAX + 1)
+        clipped = self._off_centre(x_RGB, step, s_RG1).abs() > step * rounding_limit("e2m1")
         return (clipped & (step > 0)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:

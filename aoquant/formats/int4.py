@@ -22,10 +22,9 @@ and int4 then quantises the fp8 codes, in code units:
     operand = rn_e4m3(q * s);  the row scale multiplies the accumulator
 
 Sources: MSLK 1.1 `int4_row_quantize_zp`, `int4_row_quantize`, `quantize_int4_preshuffle`; operands read from the
-    kernels on an H200
-with identity matrices, in bf16 and float32 scales (benchmarks/results/int4_h200.txt). The fp8 kernels' epilogues are
-rn_bf16(x_scale * acc), plain, and rn_bf16(row * (x_scale * acc)), preshuffled; torchao adds the bias to that and rounds
-again.
+kernels on an H200 with identity matrices, in bf16 and float32 scales (benchmarks/results/int4_h200.txt). The fp8
+kernels' epilogues are rn_bf16(x_scale * acc), plain, and rn_bf16(row * (x_scale * acc)), preshuffled; torchao adds the
+bias to that and rounds again.
 """
 
 from __future__ import annotations

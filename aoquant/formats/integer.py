@@ -32,8 +32,7 @@ class Affine(OneScale):
     """Integers of `width` bits with one scale per group, row or tensor. Source: torchao 0.18 `quant_primitives`.
 
     scales: "input" keeps scale and arithmetic in x's dtype (IntxUnpackedToInt8Tensor); "float32" stores a float32
-        scale, made
-    in x's dtype with float32's eps, and quantises in float32 (Int8Tensor).
+        scale, made in x's dtype with float32's eps, and quantises in float32 (Int8Tensor).
     native: divide as x's device does; for activations that torchao quantises again at run time.
     fixed: (scale,) or (scale, zero point), constants instead of ones made from x; per tensor only.
     stored: with scales "input", the dtype that the finished scale is cast to before anything is quantised with it; ""

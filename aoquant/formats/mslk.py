@@ -13,8 +13,7 @@ and rounded again, a float32 bias is fused, rn_bf16(fma(w_scale, x_scale * acc, 
 gives its bytes.
 
 Source: MSLK 1.1 `quantize_fp8_row`, its Triton kernel, on an H200; the fallback that the same package takes on a CPU
-    multiplies by
-448 / absmax instead, and releases before 1.1 did too: neither is a reference.
+multiplies by 448 / absmax instead, and releases before 1.1 did too: neither is a reference.
 """
 
 from __future__ import annotations

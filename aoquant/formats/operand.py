@@ -5,14 +5,14 @@
     hadamard16+nvfp4  nvfp4   Hadamard(16)    x T^T, an activation; the weight's side is W T^-1 ("hadamard32-inverse+...")
     rht32+mxfp4-sr    mxfp4-sr  Rotation(32)  x rotated by signs that are drawn for each GEMM of backward
 
-A transform is no format. It maps values to values before they are rounded; codes, scales and what a GEMM decodes of them are the
-format's, in the transformed domain. So an operand answers for its format wherever the transform changes nothing (`bits`, `decode`, `alpha`,
-...), and has methods of its own where it does.
+A transform is no format. It maps values to values before they are rounded; codes, scales and what a GEMM decodes of
+them are the format's, in the transformed domain. So an operand answers for its format wherever the transform changes
+nothing (`bits`, `decode`, `alpha`, ...), and has methods of its own where it does.
 
-`encode` quantises the float32 result of the transform, never rounded to x's dtype in between, and finds scales on that result. Formats
-that store scales in their input's dtype store float32 then. Values in high precision are the exception, they ARE the layer's dtype:
-"hadamard16+high-precision" is the activation of a weight-only layer, rounded once. The way back is `pull_back`, for gradients of this side;
-and for the other side's values, because W = (W T^-1) T.
+`encode` quantises the float32 result of the transform, never rounded to x's dtype in between, and finds scales on that
+result. Formats that store scales in their input's dtype store float32 then. Values in high precision are the exception,
+they ARE the layer's dtype: "hadamard16+high-precision" is the activation of a weight-only layer, rounded once. The way
+back is `pull_back`, for gradients of this side; and for the other side's values, because W = (W T^-1) T.
 
 The name crosses the boundaries of ops and stands in checkpoints; `get_operand` takes it back.
 """
@@ -41,9 +41,9 @@ SCALES = ("dynamic", "static", "learned")
 class Operand:
     """How one operand of a GEMM is made.
 
-    format: of codes and scales. transform: applied before them, or None. inverse: the weight's side of it; always False where both
-    sides are alike. scales: "dynamic" (found on what is encoded), "static" or "learned" (held by the layer). How it rounds, to nearest or at
-    random, is the format's.
+    format: of codes and scales. transform: applied before them, or None. inverse: the weight's side of it; always False
+    where both sides are alike. scales: "dynamic" (found on what is encoded), "static" or "learned" (held by the layer).
+    How it rounds, to nearest or at random, is the format's.
     """
 
     format: Format
@@ -58,7 +58,7 @@ class Operand:
         return hash(self.name)  # computed once; the fields' own would be hashed again at every look-up
 
     def __getattr__(self, name: str) -> Any:
-        """What a transform leaves as it is, is the format's."""
+        """Ask the format for attributes that a transform does not change."""
         if name.startswith("__") or name == "format":  # while unpickling there is no format yet
             raise AttributeError(name)
         return getattr(self.format, name)
@@ -108,7 +108,7 @@ class Operand:
         return self.format.period if self.transform is None else lcm(self.format.period, self.transform.size)
 
     def transformed(self, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """What is quantised when x_RK is encoded. matrix: of a fitted transform."""
+        """The values that are quantised when x_RK is encoded. matrix: of a fitted transform."""
         if self.transform is None:
             return x_RK
         y_RK = self.transform.apply(x_RK, self.inverse, matrix)
@@ -181,7 +181,9 @@ class Operand:
         return 2 * self.transform.size * k if self.transform is not None and self.fitted else 0
 
     def bits_per_weight(self, rows: int, k: int) -> float:
-        """Stored bits for each of rows * k values: codes, scales, zeros, outer scale and matrices, for a bfloat16 source."""
+        """Stored bits for each of rows * k values: codes, scales, zeros, outer scale and matrices, for a bfloat16
+        source.
+        """
         e = self.planned(torch.empty(rows, k, dtype=torch.bfloat16, device="meta"))
         stored = sum(t.numel() * t.element_size() for t in e[:4] if t is not None)
         return 8 * (stored + self.matrix_bytes(k)) / (rows * k)

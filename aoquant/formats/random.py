@@ -13,7 +13,7 @@ any element's number can be computed by itself:
 it in its state_dict and adds one to the step in every backward. Triton's `tl.philox` gives the same words.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, and the test vectors of its library
-    Random123.
+Random123.
 """
 
 from __future__ import annotations

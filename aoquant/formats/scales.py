@@ -80,8 +80,8 @@ def e8m0_bytes(amax: Tensor, rule: str, *, max_pow2: int, max_value: float, mant
     """uint8 biased exponents of power-of-two scales.
 
     amax: float32. rule: "floor", "ceil", "even" (exponent of amax, down, up or after rounding the mantissa to the
-        element's)
-    or "rceil" (smallest power of two >= amax / max_value). max_pow2, max_value, mantissa_bits: of the element.
+        element's) or "rceil" (smallest power of two >= amax / max_value). max_pow2, max_value, mantissa_bits: of the
+        element.
     """
     if rule == "rceil":
         # exact, as the hardware's cvt.rp.ue8m0: ceil(log2(x)) in float32 misses powers of two by a few ulps

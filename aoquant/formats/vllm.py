@@ -8,7 +8,8 @@
 
 vLLM computes q, k, v, and gate, up, as one layer with one outer scale, and compressed-tensors stores an outer scale as
 its reciprocal. Powers of two survive both: `planning/fused.py` gives siblings the largest one. All divisions are
-correctly rounded float32 ones, on every device. Source: vLLM 0.32 `csrc/quantization/w8a8`, `input_quant_fp8.py`, `nvfp4_emulation_utils.py`.
+correctly rounded float32 ones, on every device. Source: vLLM 0.32 `csrc/quantization/w8a8`, `input_quant_fp8.py`,
+`nvfp4_emulation_utils.py`.
 """
 
 from __future__ import annotations

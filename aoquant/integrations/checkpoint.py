@@ -1,10 +1,11 @@
-"""What a checkpoint folder must be, checked on headers alone, before a model is built from it.
+"""Check a checkpoint folder by its headers alone, before a model is built from it.
 
-A quantised checkpoint in Hugging Face's layout is three promises that nobody checks together: `config.json` names the
-PTQ configs, the safetensors header describes the tensor subclass of every parameter, and the data holds that subclass's
-codes and scales under names of their own ("...q_proj._weight_qdata"). A missing part surfaces far away, as a random
-weight or a KeyError; here each is a ValueError that names the file and says what to do. Reading headers costs
-milliseconds and finds truncation: a safetensors file whose length differs from what its header promises does not open.
+A quantised checkpoint in Hugging Face's layout has three parts that have to agree, and loaders check each by itself:
+`config.json` names the PTQ configs, the safetensors header describes the tensor subclass of every parameter, and the
+data holds that subclass's codes and scales under names of their own ("...q_proj._weight_qdata"). A missing part
+surfaces far away, as a random weight or a KeyError; here each is a ValueError that names the file and says what to do.
+Reading headers costs milliseconds and finds truncation: a safetensors file whose length differs from what its header
+promises does not open.
 
 The checkpoint schema is the "_version" of aoquant's configs (see `config.SCHEMA`); torchao's configs carry torchao's
 own.
@@ -60,7 +61,9 @@ def check(directory: Path) -> dict[str, str]:
 
 
 def method(directory: Path) -> str | None:
-    """The library whose layout the folder's config.json names; None for a float checkpoint, or where there is no config.json."""
+    """The library whose layout the folder's config.json names; None for a float checkpoint, or where there is no
+    config.json.
+    """
     if not (directory / "config.json").is_file():
         return None
     quantization = read_json(directory / "config.json").get("quantization_config") or {}

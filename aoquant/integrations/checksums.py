@@ -6,9 +6,10 @@ writes therefore has one more entry in its metadata, `aoquant_crc32`: a JSON obj
 its dtype, its shape and its bytes, and one for the rest of the metadata.
 
 CRC-32 (zlib's) finds every change within 32 neighbouring bits and misses another one in four billion. It guards against
-damage, not against somebody who changes the checksum too. Why this one: it is in the standard library, it can be
-computed piece by piece, and it is the fastest there (GB/s of one core of a 2.8 GHz Xeon: crc32 3.4, sha1 1.4, sha256
-1.1, blake2b 0.8, md5 0.7; xxhash, which is no dependency, 7.4). Threads share the work, as zlib releases the GIL.
+damage, not against an attacker, who would change the checksum too. CRC-32 was chosen because it is in the standard
+library, can be computed piece by piece, and is the fastest there (GB/s of one core of a 2.8 GHz Xeon: crc32 3.4, sha1
+1.4, sha256 1.1, blake2b 0.8, md5 0.7; xxhash, which is no dependency, 7.4). Threads share the work, as zlib releases
+the GIL.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class LeaveOut:
 
     def __init__(self, names: list[str]) -> None:
         self.patterns = {name: re.compile(rf"(.*\.)?{re.escape(name)}(\..*)?") for name in names}
-        self.unmet = [name for name in names if name != "lm_head"]  # the default, which nobody named
+        self.unmet = [name for name in names if name != "lm_head"]  # the default need not match a layer
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         met = [name for name, pattern in self.patterns.items() if pattern.fullmatch(fqn)]

@@ -97,7 +97,7 @@ class NotedConfig(TorchAoConfig):
 
 
 def needs_aoquant(config: Any) -> bool:
-    """Whether a TorchAoConfig holds configs of aoquant's, which nobody can read without it."""
+    """Whether a TorchAoConfig holds configs of aoquant's, which cannot be read without it."""
     base = config.quant_type
     every = base.fqn_to_config.values() if isinstance(base, FqnToConfig) else (base,)
     return any(isinstance(c, WeightConfig) for c in every)

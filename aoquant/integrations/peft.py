@@ -1,20 +1,21 @@
 """LoRA adapters on layers of aoquant's, through plain `peft.get_peft_model`.
 
-What an adapter means depends on what it is put on, and the two are different models:
+An adapter on a prepared layer and one on a packed layer are different models:
 
-- on a PREPARED layer, quantisation-aware training of the merged weight: the forward multiplies by fake_quantize(W + s B A), which is what
-  convert leaves after `merge_and_unload`, bit for bit. Train, merge, convert: no loss at the merge.
-- on a PACKED layer, an adapter beside a quantised base: y = x W^ + s B A x, W^ fixed. It is deployed as it was trained, base and adapter
-  apart. Merging rounds again, W^' = encode(decode(codes) + s B A) in the same format, and that costs what PTQ of a small change costs.
+- on a PREPARED layer, quantisation-aware training of the merged weight: the forward multiplies by fake_quantize(W + s B
+  A), which is what convert leaves after `merge_and_unload`, bit for bit. Train, merge, convert: no loss at the merge.
+- on a PACKED layer, an adapter beside a quantised base: y = x W^ + s B A x, W^ fixed. It is deployed as it was trained,
+  base and adapter apart. Merging rounds again, W^' = encode(decode(codes) + s B A) in the same format, and that costs
+  what PTQ of a small change costs.
 
-Prepare or quantise first, then add adapters; the other order is refused. The frozen W has no gradient and no GEMM is spent on one: with
-dW = dy^T x never formed, dB = s dy^T (x A^T) and dA = s (dy B)^T x, where x is what the quantised GEMM saw. Only where W trains too, or
-clipped values pass no gradient (straight_through="clipped", learned weight scales), is dW needed. A layer keeps its merged weight from
-forward to backward, in W's dtype.
+Prepare or quantise first, then add adapters; the other order is refused. The frozen W has no gradient and no GEMM is
+spent on one: with dW = dy^T x never formed, dB = s dy^T (x A^T) and dA = s (dy B)^T x, where x is what the quantised
+GEMM saw. Only where W trains too, or clipped values pass no gradient (straight_through="clipped", learned weight
+scales), is dW needed. A layer keeps its merged weight from forward to backward, in W's dtype.
 
-peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see `_register.py`). Gradients
-have to come through every layer above an adapter, adapted or not, and torchao's kernels give the input of a packed layer none, so
-injecting adapters also mends those layers (`peft_gradients.py`).
+peft builds its layers from a list of dispatchers; importing aoquant puts one in front of torchao's (see
+`_register.py`). Gradients have to come through every layer above an adapter, adapted or not, and torchao's kernels give
+the input of a packed layer none, so injecting adapters also mends those layers (`peft_gradients.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ from aoquant.report.measure import weight_value
 
 
 def install(module: ModuleType) -> None:
-    """Put `dispatch` in front of the torchao dispatcher of `peft.tuners.lora.model`, and checks around every tuner's injection."""
+    """Put `dispatch` in front of the torchao dispatcher of `peft.tuners.lora.model`, and checks around every tuner's
+    injection.
+    """
     before: Callable[..., nn.Module | None] = module.dispatch_torchao
 
     def dispatch_torchao(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
@@ -80,7 +83,9 @@ def _trained_scales(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _only_lora(tuner: BaseTuner) -> Iterator[None]:
-    """Let `tuner` adapt prepared layers only if it is LoRA: others add to the output of a rounded weight, and merge changes it."""
+    """Let `tuner` adapt prepared layers only if it is LoRA: others add to the output of a rounded weight, and merge
+    changes it.
+    """
     replace = tuner._create_and_replace
 
     def create_and_replace(config: Any, adapter_name: str, target: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +125,9 @@ def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -
 
 
 class _LoraLinear(Linear):
-    """peft's LoRA layer with a merge that rounds once and an unmerge that is exact. kept: the weight from before the merge, if merged."""
+    """peft's LoRA layer with a merge that rounds once and an unmerge that is exact. kept: the weight from before the
+    merge, if merged.
+    """
 
     kept: list[Any]
 
@@ -141,7 +148,7 @@ class _LoraLinear(Linear):
         return ()
 
     def base(self) -> str:
-        """What the adapter is on, for errors."""
+        """The class of the adapted layer, for errors."""
         raise NotImplementedError
 
     def value(self) -> Tensor:
@@ -169,7 +176,9 @@ class _LoraLinear(Linear):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the base. safe_merge raises ValueError, before anything is changed, where the sum is not finite."""
+        """Merge adapters into the base. safe_merge raises ValueError, before anything is changed, where the sum is not
+        finite.
+        """
         names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
         if not names:
             return
@@ -291,7 +300,8 @@ class QATLoraLinear(_LoraLinear):
 
 
 class _LowRankGradient(torch.autograd.Function):
-    """y as it is; backward adds the gradients of A (r, K) and B (N, r) in y = x (W + s B A)^T, in A's dtype. held: x's scales, if static.
+    """y as it is; backward adds the gradients of A (r, K) and B (N, r) in y = x (W + s B A)^T, in A's dtype. held: x's
+    scales, if static.
 
     Behind a transform the codes are of x', and x' T^-T is what A meets: w_as and w_held are the weight's side of it.
     """

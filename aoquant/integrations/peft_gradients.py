@@ -42,7 +42,7 @@ class _Gradient:
         """y with a gradient.
 
         Raises:
-            ValueError: one is needed, and nobody can tell the values of this tensor.
+            ValueError: one is needed, and the values of this tensor class cannot be decoded.
         """
         w, bias = layer.weight, layer.bias
         trains = inputs[0].requires_grad or (bias is not None and bias.requires_grad)

@@ -32,7 +32,7 @@ def no_bars_in_logs() -> None:
 
 
 class Lines:
-    """What tqdm does, in lines: "QAT nvfp4: 40 of 80 steps, 50 %, loss=1.2345, 130 s, 130 s left"."""
+    """A progress bar in lines: "QAT nvfp4: 40 of 80 steps, 50 %, loss=1.2345, 130 s, 130 s left"."""
 
     def __init__(self, total: int, label: str, unit: str) -> None:
         self.total, self.label, self.unit, self.n, self.notes = total, label, unit, 0, ""
@@ -46,7 +46,7 @@ class Lines:
             self._write()
 
     def set_postfix(self, **notes: Any) -> None:
-        """What a line says besides numbers."""
+        """The words of a line, without its numbers."""
         self.notes = "".join(f", {name}={value}" for name, value in notes.items())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a converted checkpoint will look like, file by file, before a single weight is read.
+"""The layout of a converted checkpoint, file by file, before a single weight is read.
 
 The model is built on the meta device from config.json; planned and quantised there by the code that quantises real
 models; and taken through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and

@@ -1,13 +1,13 @@
 """Convert a checkpoint on disk, with one layer in memory at a time.
 
-`skeleton` knows every tensor that will be written and where, so what is left is to fill in: read a layer's weight,
-encode it, write codes and scales into their places, forget it. Neither the model nor a shard is ever in memory, and
+`skeleton` knows every tensor that will be written and where, so the rest is filling in: read a layer's weight, encode
+it, write codes and scales into their places, forget it. Neither the model nor a shard is ever in memory, and
 codes and scales are those of loading the model whole, `aoquant.quantize_` and `aoquant.save_pretrained`, bit for bit,
 because they come from the same plan and the same `Format.encode`.
 
 The result appears under its name only when it is complete, checked and on the disk. Until then it is a folder
-".NAME.partial-*", without config.json so that nobody loads it by mistake, and removed on any error; a killed process
-can leave one behind.
+".NAME.partial-*", without config.json so that it cannot be loaded by mistake, and removed on any error; a killed
+process can leave one behind.
 """
 
 from __future__ import annotations

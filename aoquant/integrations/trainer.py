@@ -9,7 +9,7 @@ from where it will end: during the first N optimizer steps the layers are plain 
 `state.global_step` alone and is set again when training begins, so a run that is resumed from a checkpoint is where it
 was. It is on after step N, for what the Trainer evaluates or saves there too.
 
-What is logged: the lowest and the mean SQNR, in dB, of the fake-quantised weights against the high-precision ones. That
+It logs the lowest and the mean SQNR, in dB, of the fake-quantised weights against the high-precision ones. That
 is what rounding does to the weights as they are now: it moves little in a healthy run, and drops when outliers grow. It
 costs one encode and decode of each weight. With `batch`, also the SQNR of the model's output on it, float against
 fake-quantised.
@@ -93,7 +93,7 @@ class QATCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if "loss" not in logs or state.global_step % (self.log_every or 1):
-            return  # logs of an evaluation, of the end of training, or of a step that nobody asked for
+            return  # logs of an evaluation, of the end of training, or of a step that `log_every` leaves out
         found = self._measure(model)
         logs.update(found)
         state.log_history[-1].update(found)  # the Trainer has copied logs into it already

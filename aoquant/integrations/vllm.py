@@ -7,8 +7,7 @@ vllm.general_plugins):
 - The placeholder is uninitialised memory, which aoquant refuses to quantise when it holds NaN or Inf. It is zeroed
   first.
 - A config of several recipes names q_proj and k_proj, and vLLM asks for qkv_proj. The fused layer gets the recipe that
-  all of its parts have, and
-  parts with different ones are refused by name: one GEMM has one recipe.
+  all of its parts have, and parts with different ones are refused by name: one GEMM has one recipe.
 
 Weights fused by rows need an outer scale a row, which is how PackedTensor stores it, so any format is served: GridFlip,
 four-over-six and transforms too. Source: vLLM 0.32 `quantization/torchao.py`. A first version was run by hand on its

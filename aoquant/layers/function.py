@@ -165,17 +165,17 @@ def multiply(
     saved = Saved(
         x=x_MK if needs.x_scale else x_q if wgrad else None,
         w=(given.packed if w is None else w) if reads_w else None,
-        x_held=x_held if needs.x_scale else _transform_of(x_held) if needs.x else None,
-        w_held=w_held if reads_w else _transform_of(w_held) if needs.w else None,
+        x_held=x_held if needs.x_scale else _transform_of(x_held) if needs.x and x_held else None,
+        w_held=w_held if reads_w else _transform_of(w_held) if needs.w and w_held else None,
         measured=measured if dgrad else None,
         clipped=ops.saturated(x_MK, x_as, x_held) if clips and x_as is not None else None,
     )
     return y, saved
 
 
-def _transform_of(held: Scales | None) -> Scales | None:
+def _transform_of(held: Scales) -> Scales | None:
     """The fitted transform alone, which pulls gradients back."""
-    return None if held is None or held.transform is None else Scales(transform=held.transform)
+    return None if held.transform is None else Scales(transform=held.transform)
 
 
 def one_pass(x_RK: Tensor) -> bool:

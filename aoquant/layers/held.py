@@ -57,8 +57,10 @@ def read(layer: nn.Module, side: str) -> Scales:
 
 def matrices(scales: Scales) -> Scales:
     """`scales` with two dimensions, as formats know them."""
-    flat = (t if t is None else t.reshape(-1, t.shape[-1]) for t in scales[:3])
-    return Scales(*flat)._replace(transform=scales.transform)
+    scale, zero, outer = (t if t is None else t.reshape(-1, t.shape[-1]) for t in scales[:3])
+    return Scales(
+        scale, zero, outer, scales.transform
+    )  # Dynamo of torch 2.11 cannot put into a graph what _replace makes
 
 
 @torch.no_grad()

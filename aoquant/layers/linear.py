@@ -104,9 +104,9 @@ def quantized_linear(
     x_scale = w_scale = None
     if recipe.holds:  # autograd sees tensors that are arguments, none inside a tuple
         if x_held is not None and recipe.input_scales == "learned":
-            x_scale, x_held = x_held.scale, x_held._replace(scale=None)
+            x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
         if w_held is not None and recipe.weight_scales == "learned":
-            w_scale, w_held = w_held.scale, w_held._replace(scale=None)
+            w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
     given = Given(recipe.key, packed, x_held, w_held, random, shared)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 

@@ -1,10 +1,10 @@
 """The GEMMs of a backward whose operands are quantised, each along the axis that its GEMM contracts.
 
-dgrad contracts N and wgrad contracts the rows of the batch, so an operand of backward is another encoding than forward's, of another
-axis. What is encoded is the value that forward multiplied (the decoded weight, the decoded input), so that backward differentiates the
-function that forward computed; Quartet and Quartet II do the same, and nothing but forward's codes has to be kept. Both operands are
-padded with zeros, which are inert, to what their formats take together. The product itself is the forward's: the contract "aoquant"
-on whatever backend runs it.
+dgrad contracts N and wgrad contracts the rows of the batch, so an operand of backward is another encoding than
+forward's, of another axis. Backward encodes the value that forward multiplied (the decoded weight, the decoded
+input), so that backward differentiates the function that forward computed; Quartet and Quartet II do the same, and
+nothing but forward's codes has to be kept. Both operands are padded with zeros, which are inert, to what their formats
+take together. The product itself is the forward's: the contract "aoquant" on whatever backend runs it.
 """
 
 from __future__ import annotations

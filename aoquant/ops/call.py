@@ -1,7 +1,8 @@
 """A GEMM with its data, and what a backend may ask of its two matrices.
 
-A backend that multiplies codes asks for `x` and `w`; one that multiplies bf16 asks for an operand, or for decoded values. What is
-not there yet is made by the codec when a backend asks, so that a weight which was never encoded becomes an operand in one pass.
+A backend that multiplies codes asks for `x` and `w`; one that multiplies bf16 asks for an operand, or for decoded
+values. What is not there yet is made by the codec when a backend asks, so that a weight which was never encoded becomes
+an operand in one pass.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, Operand
+from aoquant.formats import Encoded, Operand
 
 from . import codec
 from .router import Request, routed
@@ -47,7 +48,8 @@ def gemm_request(
 class Call:
     """y (*lead, N) in `dtype` = x W^T + bias under `contract`.
 
-    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: what encodes it.
+    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: what encodes
+        it.
     strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
     x_values, w_values: what the contract reads of x and W (see `contracts.reads`), when encoding made it in passing.
     """
@@ -65,26 +67,20 @@ class Call:
     w_values: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Read off what backends ask for: x, codes and scales, or None where it stays in high precision; the formats of both matrices' codes;
-        K; and w_rows, a tensor with W's N rows on its device.
+        """Read off what backends ask for: x, codes and scales, or None where it stays in high precision; x_format (None
+        there) and w_format, of the codes; K; and w_rows, a tensor with W's N rows on its device.
         """
         x, w = self.given_x, self.given_w
         self.x = x if isinstance(x, Encoded) else None
         self.w_rows, self.k = (w.codes, w.k) if isinstance(w, Encoded) else (w, w.shape[1])
-        self._x_format = None if self.x_operand is None else self.x_operand.format
-        self.w_format = self.w_operand.format
+        self.x_format: Any = None if self.x_operand is None else self.x_operand.format
+        self.w_format: Any = self.w_operand.format
 
     @property
     def x_hp(self) -> Tensor:
         """x (*lead, K) in high precision."""
         assert isinstance(self.given_x, Tensor)
         return self.given_x
-
-    @property
-    def x_format(self) -> Format:
-        """Of x's codes."""
-        assert self._x_format is not None
-        return self._x_format
 
     @cached_property
     def w(self) -> Encoded:
@@ -94,7 +90,7 @@ class Call:
     @property
     def alpha_x(self) -> Tensor | None:
         """(M, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
-        return None if self.x is None or self._x_format is None else self._x_format.alpha(self.x)
+        return None if self.x is None else self.x_format.alpha(self.x)
 
     @cached_property
     def alpha_w(self) -> Tensor | None:
@@ -121,16 +117,16 @@ class Call:
 
     def integers(self) -> tuple[Tensor, Tensor]:
         """x (M, K) and w (N, K) int8 codes."""
-        x_format: Any = self.x_format
-        w_format: Any = self.w_format
-        return x_format.integers(self.x), w_format.integers(self.w)
+        return self.x_format.integers(self.x), self.w_format.integers(self.w)
 
     def shaped(self, y_MN: Tensor) -> Tensor:
         """(M, N) -> (*lead, N)."""
         return y_MN if len(self.lead) == 1 else y_MN.reshape(*self.lead, y_MN.shape[-1])
 
     def plus_bias(self, y_MN: Tensor) -> Tensor:
-        """(M, N) product, rounded to its dtype already -> (*lead, N) in `dtype`, the bias added with a rounding of its own."""
+        """(M, N) product, rounded to its dtype already -> (*lead, N) in `dtype`, the bias added with a rounding of its
+        own.
+        """
         return self.shaped((y_MN if self.bias is None else (y_MN + self.bias).to(y_MN.dtype)).to(self.dtype))
 
     def run(self) -> Tensor:
@@ -141,7 +137,7 @@ class Call:
     def request_fields(self) -> tuple[Any, ...]:
         """The fields of the `Request` that this call is."""
         w, x = self.w_rows, self.given_x
-        x_format, m = (self._x_format, x.codes.shape[0]) if isinstance(x, Encoded) else (None, x.numel() // self.k)
+        x_format, m = (self.x_format, x.codes.shape[0]) if isinstance(x, Encoded) else (None, x.numel() // self.k)
         scales = scale_dtype(self.w_operand, self.given_w)
         return self.contract, x_format, self.w_format, w.device, self.dtype, m, w.shape[0], self.k, scales
 

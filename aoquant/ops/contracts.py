@@ -1,9 +1,9 @@
 """GEMM contracts: what a kernel computes from the same operands, down to where it rounds.
 
-Two kernels that read the same codes still differ in their epilogue: whether the outer scale multiplies the float32 accumulator
-or an already rounded result, and whether the bias is added before or after that rounding. A QAT forward that is to equal a
-deployed layer has to name the kernel it imitates, so the epilogue has a name, travels with the recipe and with the packed tensor, and every
-backend states which contracts it keeps.
+Two kernels that read the same codes still differ in their epilogue: whether the outer scale multiplies the float32
+accumulator or an already rounded result, and whether the bias is added before or after that rounding. A QAT forward
+that is to equal a deployed layer has to name the kernel it imitates, so the epilogue has a name, travels with the
+recipe and with the packed tensor, and every backend states which contracts it keeps.
 
 | contract        | deployed layer                                 | y =                                                        |
 |-----------------|------------------------------------------------|------------------------------------------------------------|
@@ -24,8 +24,9 @@ backend states which contracts it keeps.
 | nvfp4_rescale   | torchao NVFP4Tensor on Blackwell               | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
 | ggml            | llama.cpp's quantised rows                     | rn(float32 sum of blocks' integer sums * scales + bias)    |
 
-acc is the float32 sum of products of operands; rn rounds to the output's dtype. Where both operands are float8 in blocks along K,
-acc is the sum over blocks, in K's order, of (the block's products summed) * x's scale * w's scale, as DeepSeek-V3's kernel has it.
+acc is the float32 sum of products of operands; rn rounds to the output's dtype. Where both operands are float8 in
+blocks along K, acc is the sum over blocks, in K's order, of (the block's products summed) * x's scale * w's scale, as
+DeepSeek-V3's kernel has it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ _BFLOAT16 = {
 
 
 def input_error(contract: str, dtype: torch.dtype, weight: torch.dtype) -> str | None:
-    """Why the kernel of `contract` cannot take activations of `dtype` with a weight whose scales are in dtype `weight`; or None."""
+    """Why the kernel of `contract` cannot take activations of `dtype` with a weight whose scales are in dtype `weight`;
+    or None.
+    """
     if contract == "aoquant":  # takes everything, and a compiled layer need not watch the table below
         return None
     if contract in _BFLOAT16 and dtype != torch.bfloat16:
@@ -90,5 +93,5 @@ _READS = {
 
 
 def reads(contract: str) -> str:
-    """What a GEMM under `contract` reads of an encoded x: "operand", "decoded", or "codes"."""
+    """The form in which a GEMM under `contract` reads an encoded x: "operand", "decoded", or "codes"."""
     return _READS.get(contract, "codes")

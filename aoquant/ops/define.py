@@ -1,21 +1,23 @@
 """The boundary of an op: one typed Python function, and the `torch.library` op that is made of its signature.
 
-Callers and bodies speak of operands, encoded matrices and scales, with None for what is missing. PyTorch's dispatcher knows tensors, numbers and
-strings. Here, and nowhere else, the one becomes the other:
+Callers and bodies speak of operands, encoded matrices and scales, with None for what is missing. PyTorch's dispatcher
+knows tensors, numbers and strings. Here, and nowhere else, the one becomes the other:
 
     Operand                   its name; "" for None
     Encoded, Tensor | Encoded codes (or the tensor), scale, zero, outer, and K, which is None for a plain tensor
     Scales | None             scale, zero, outer, transform
     a result that is missing  an empty 1-D tensor, since a schema has no optional results
 
-`torch.compile` keeps float32 between fused operations where eager rounds to bf16, which moves scales by an ulp and codes by one. The registered
-op is opaque to it and runs the same body, so eager equals compiled by construction.
+`torch.compile` keeps float32 between fused operations where eager rounds to bf16, which moves scales by an ulp and
+codes by one. The registered op is opaque to it and runs the same body, so eager equals compiled by construction.
 
-The dispatcher costs as much as the launch of a kernel, and a training step of a small layer waits for it. So where nothing watches the
-dispatcher (ordinary CPU or CUDA tensors, no gradients, compiler or mode), a call goes straight to the body.
+The dispatcher costs as much as the launch of a kernel, and a training step of a small layer waits for it. So where
+nothing watches the dispatcher (ordinary CPU or CUDA tensors, no gradients, compiler or mode), a call goes straight to
+the body.
 
-`torch.library.custom_op` would put Python layers of its own between the two, for autograd, views and aliasing checks. Our ops run inside an
-`autograd.Function`, so they are defined the plain way: one kernel for every device. `opcheck`, in the tests, sees that outputs alias nothing.
+`torch.library.custom_op` would put Python layers of its own between the two, for autograd, views and aliasing checks.
+Our ops run inside an `autograd.Function`, so they are defined the plain way: one kernel for every device. `opcheck`, in
+the tests, sees that outputs alias nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ R = TypeVar("R")
 
 
 class Op(Generic[P, R]):
-    """A function behind the dispatcher: call it like the function. `overload` is the registered op, for compilers and tests."""
+    """A function behind the dispatcher: call it like the function. `overload` is the registered op, for compilers and
+    tests.
+    """
 
     def __init__(self, body: Callable[P, R], fake: Callable[[Any], Any]) -> None:
         hints = get_type_hints(body)
@@ -109,15 +113,15 @@ class Op(Generic[P, R]):
         """All arguments in order, defaults filled in."""
         rest = zip(self._names[len(args) :], self._defaults[len(args) :], strict=True)
         whole = [*args, *(kwargs.pop(name, default) for name, default in rest)]
-        if kwargs or any(value is inspect.Parameter.empty for value in whole[len(args) :]):
-            raise TypeError(
-                f"{self.__name__} takes {', '.join(self._names)}, got {len(args)} arguments and {list(kwargs)}"
-            )
+        assert not kwargs and all(value is not inspect.Parameter.empty for value in whole), (
+            f"arguments of {self.__name__}"
+        )
         return whole
 
 
 def op(fake: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Decorator: the op "aoquant::NAME" of a typed function called NAME, which mutates nothing and has a tensor as its first argument.
+    """Decorator: the op "aoquant::NAME" of a typed function called NAME, which mutates nothing and has a tensor as its
+    first argument.
 
     fake: what the op returns in shapes and dtypes, a function of one namespace that holds the arguments by their names.
     """

@@ -1,7 +1,8 @@
-"""Ops that make codes of values, and what goes with them: back to values, gradients back through a transform, masks of clipped values.
+"""Ops that make codes of values, and what goes with them: back to values, gradients back through a transform, masks of
+clipped values.
 
-Scales are found on what is encoded, unless the caller holds them (`held`): static or learned ones, and the matrices of a fitted transform.
-Codes behind a transform are codes of the format behind it.
+Scales are found on what is encoded, unless the caller holds them (`held`): static or learned ones, and the matrices of
+a fitted transform. Codes behind a transform are codes of the format behind it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def decode(x: Encoded, operand: Operand, dtype: torch.dtype) -> Tensor:
 
 @op(lambda a: torch.empty_like(a.grad_RK, memory_format=torch.contiguous_format))
 def pull_back(grad_RK: Tensor, operand: Operand, matrix: Tensor | None = None, clipped: Tensor | None = None) -> Tensor:
-    """The gradient of what an operand encodes, from the gradient of its values, in grad's dtype: an op because compilers round elsewhere.
+    """The gradient of what an operand encodes, from the gradient of its values, in grad's dtype: an op because
+    compilers round elsewhere.
 
     matrix: of a fitted transform. clipped: what `saturated` gave, of values that get no gradient.
     """
@@ -78,7 +80,9 @@ def _mask(a: Any) -> Tensor:
 
 @op(_mask)
 def saturated(x_RK: Tensor, operand: Operand, held: Scales | None = None, ids: Tensor | None = None) -> Tensor:
-    """Bit-packed mask (R, K/8) of the values that the format clips, or of rows `ids`; unpack with `formats.layout.unpack(mask, 1, K)`."""
+    """Bit-packed mask (R, K/8) of the values that the format clips, or of rows `ids`; unpack with
+    `formats.layout.unpack(mask, 1, K)`.
+    """
     if ids is not None and operand.by_rows:
         x_RK, ids = x_RK.index_select(0, ids), None
     if held is None or held.dynamic:
@@ -96,8 +100,9 @@ def scale_grad(
 ) -> Tensor:
     """Gradient of a learned scale, float32 and of its shape, from the gradient of x's quantised values (LSQ).
 
-    count: values that share a scale; the gradient is divided by sqrt(count * largest code), which keeps a scale's relative step
-    comparable to a weight's. Source: Esser et al., "Learned Step Size Quantization", ICLR 2020, section 2.2.
+    count: values that share a scale; the gradient is divided by sqrt(count * largest code), which keeps a scale's
+    relative step comparable to a weight's. Source: Esser et al., "Learned Step Size Quantization", ICLR 2020, section
+    2.2.
     """
     f = operand.format
     return f.scale_gradient(x_RK, Scales(scale, zero), grad_RK) / (count * operand.limits[1]) ** 0.5

@@ -21,7 +21,9 @@ from .encoding import encode
 
 
 class Product(NamedTuple):
-    """y (*lead, N), and the outer scale (1, 1) of a W that was encoded on the way, where `codec.finds_outer`: backward can use it again."""
+    """y (*lead, N), and the outer scale (1, 1) of a W that was encoded on the way, where `codec.finds_outer`: backward
+    can use it again.
+    """
 
     y: Tensor
     measured: Tensor | None
@@ -51,7 +53,8 @@ def scaled_mm(
 ) -> Product:
     """y (*lead, N) in `dtype` under `contract`.
 
-    x: (*lead, K) without x_operand, else encoded after being flattened to (M, K). w: (N, K), encoded here, or encoded already.
+    x: (*lead, K) without x_operand, else encoded after being flattened to (M, K). w: (N, K), encoded here, or encoded
+        already.
     x_values: what the contract reads of an encoded x (`contracts.reads`), where encoding made it in passing.
     strides: of the decoded (*lead, K) input, for "dequantize" with an encoded x that was not contiguous.
     """
@@ -79,7 +82,8 @@ def dgrad(
 ) -> Tensor:
     """dx (M, K) = dy W^ in dy's dtype; w (N, K) is encoded here, or encoded already.
 
-    measured: what `scaled_mm` measured of W. grad_as, w_as: what dy and W^ are encoded as along N, None for high precision.
+    measured: what `scaled_mm` measured of W. grad_as, w_as: what dy and W^ are encoded as along N, None for high
+        precision.
     random: the state of their random numbers, if they draw.
     """
     dtype = grad_MN.dtype
@@ -103,7 +107,8 @@ def wgrad(
     x_as: Operand | None = None,
     random: Tensor | None = None,
 ) -> Tensor:
-    """dW (N, K) = dy^T x^ in dy's dtype; x is encoded, or (M, K) and encoded here, or multiplied as it is without x_operand.
+    """dW (N, K) = dy^T x^ in dy's dtype; x is encoded, or (M, K) and encoded here, or multiplied as it is without
+    x_operand.
 
     grad_as, x_as, random: as in `dgrad`, along M.
     """

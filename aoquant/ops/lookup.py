@@ -24,5 +24,7 @@ def embedding(ids: Tensor, w: Tensor | Encoded, w_operand: Operand, dtype: torch
 
 @op(lambda a: a.grad.new_empty(a.rows, a.grad.shape[-1]))
 def embedding_grad(grad: Tensor, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
-    """dW (rows, K) of a lookup, as nn.Embedding's. padding: the row that gets none, or -1. An op because compiled sums add in another order."""
+    """dW (rows, K) of a lookup, as nn.Embedding's. padding: the row that gets none, or -1. An op because compiled sums
+    add in another order.
+    """
     return torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, by_frequency)

@@ -1,8 +1,9 @@
 """The CUDA library that `csrc/` builds: found, loaded, and asked which operators it holds.
 
-It lies beside this file when the install had nvcc and a CUDA torch (`csrc/builder.py`), and it need not be there: `why_not` says in
-words why an operator is missing, and no backend is offered for one that is. An older library without a newer operator is the same case.
-Its operators are called inside this package's own opaque ones; their fakes serve those who trace them by themselves.
+It lies beside this file when the install had nvcc and a CUDA torch (`csrc/builder.py`), and it need not be there:
+`why_not` says in words why an operator is missing, and no backend is offered for one that is. An older library without
+a newer operator is the same case. Its operators are called inside this package's own opaque ones; their fakes serve
+those who trace them by themselves.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _load(library: Path) -> str | None:
 
 @cache
 def why_not_on(device: torch.device) -> str | None:
-    """Why the library's encoders cannot run on `device`, a CUDA one: it may have been built for others. Asked by trying its smallest kernel."""
+    """Why the library's encoders cannot run on `device`, a CUDA one: it may have been built for others. Asked by trying
+    its smallest kernel.
+    """
     try:
         operator("finite_absmax")(torch.zeros(16, dtype=torch.float32, device=device))
     except RuntimeError as error:

@@ -1,12 +1,14 @@
 """The router: which backend runs a GEMM, or a role of the codec, and why the others do not.
 
-A backend states for a request (contract, formats, device, dtype, shape) either None, "I keep this contract", or the reason why
-not. The router takes the willing backend of highest priority; the reference is willing always. Forcing a backend, by
-`with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing falls back silently.
+A backend states for a request (contract, formats, device, dtype, shape) either None, "I keep this contract", or the
+reason why not. The router takes the willing backend of highest priority; the reference is willing always. Forcing a
+backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing
+falls back silently.
 
-Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, transform, rotate, saturate; see `codec`). A forced
-name rules every role that has a backend of that name, or the one role that is named with it: `backend("triton", role="gemm")`,
-AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing "quantize" forces "encode" too: both make codes of values.
+Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, transform, rotate, saturate;
+see `codec`). A forced name rules every role that has a backend of that name, or the one role that is named with it:
+`backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing "quantize" forces "encode"
+too: both make codes of values.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 
 
 class Quantized(NamedTuple):
-    """What the codec's role "quantize" returns: encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1) float32, by
-    which an operand's accumulator is multiplied, or None.
+    """The result of the codec's role "quantize": encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1)
+    float32, by which an operand's accumulator is multiplied, or None.
     """
 
     encoded: Encoded | None
@@ -42,10 +44,10 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecRequest:
-    """What a codec is asked for: a role of a (rows, k) matrix.
+    """A request to the codec: a role of a (rows, k) matrix.
 
-    role: as above. operand: a `Format` stands for itself without a transform. dtype: of the values that are read, or of those that "decode"
-    makes. codes: whether "quantize" has to keep them.
+    role: as above. operand: a `Format` stands for itself without a transform. dtype: of the values that are read, or of
+    those that "decode" makes. codes: whether "quantize" has to keep them.
     """
 
     role: str
@@ -65,10 +67,10 @@ class CodecRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """What a GEMM is asked for, without its data: y (m, n) = x (m, k) w (n, k)^T.
+    """A request for a GEMM, without its data: y (m, n) = x (m, k) w (n, k)^T.
 
-    x_format, w_format: of codes; an `Operand` stands for its format, since a GEMM multiplies codes and knows nothing of a transform before
-    them. scale_dtype: what `call.scale_dtype` says of the weight; None: `dtype`.
+    x_format, w_format: of codes; an `Operand` stands for its format, since a GEMM multiplies codes and knows nothing of
+    a transform before them. scale_dtype: what `call.scale_dtype` says of the weight; None: `dtype`.
     """
 
     role: ClassVar[str] = "gemm"
@@ -137,7 +139,8 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
     role: "gemm", "quantize" (values to codes, "encode" included), "encode" or "decode".
 
     Raises:
-        ValueError: no backend has that name, or none in that role; and inside the block, when it cannot run a request, with its reason.
+        ValueError: no backend has that name, or none in that role; and inside the block, when it cannot run a request,
+            with its reason.
     """
     roles = sorted({b.role for b in _backends})
     if role is not None and role not in roles:
@@ -155,7 +158,9 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
 
 
 def forced(role: str) -> tuple[str | None, bool]:
-    """(name that is forced for a role, by the innermost block about it or else by the environment; whether for that role alone)."""
+    """(name that is forced for a role, by the innermost block about it or else by the environment; whether for that
+    role alone).
+    """
     named = (role, _ALSO.get(role, role))
     for of, name in reversed(_forced.get()):
         if of is None or of in named:
@@ -167,10 +172,10 @@ def forced(role: str) -> tuple[str | None, bool]:
 
 @functools.lru_cache
 def _by_role(text: str) -> dict[str, str]:
-    """What the environment forces: a name for each role, "" for all of them.
+    """The backends that the environment forces: a name for each role, "" for all of them.
 
     Raises:
-        ValueError: it names a role that there is not.
+        ValueError: it names an unknown role.
     """
     entries = [e.strip().rpartition("=") for e in text.split(",")]
     roles = sorted({b.role for b in _backends})
@@ -220,7 +225,9 @@ def route(request: Request | CodecRequest) -> Backend:
 
 
 def routed(kind: Callable[..., Request | CodecRequest], *fields: Any) -> Backend:
-    """`route(kind(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask about."""
+    """`route(kind(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask
+    about.
+    """
     key = kind, fields, _forced.get(), os.environ.get(_ENVIRONMENT)
     found = _routes.get(key)
     if found is None:

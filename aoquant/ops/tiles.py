@@ -1,10 +1,11 @@
 """Encoding and decoding some rows at a time, so that what is in between stays in memory that is warm.
 
-A format's arithmetic is a dozen passes over the data, each into a new tensor. For a whole weight each of these is megabytes of
-memory that a CPU's allocator takes from the system and gives back: touching it for the first time costs ten times the arithmetic. A
-GPU's allocator keeps what it has, but a float32 copy of a weight is twice the weight, and several of them at once are what a conversion
-cannot afford; tiles that fit the L2 cache cost neither memory nor time. Where a row's codes depend on that row and on the scales alone,
-or on whole tiles of rows, the numbers are those of `Format.encode`, `operand` and `decode`.
+A format's arithmetic is a dozen passes over the data, each into a new tensor. For a whole weight each of these is
+megabytes of memory that a CPU's allocator takes from the system and gives back: touching it for the first time costs
+ten times the arithmetic. A GPU's allocator keeps what it has, but a float32 copy of a weight is twice the weight, and
+several of them at once are what a conversion cannot afford; tiles that fit the L2 cache cost neither memory nor time.
+Where a row's codes depend on that row and on the scales alone, or on whole tiles of rows, the numbers are those of
+`Format.encode`, `operand` and `decode`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ GPU_TILE = 1 << 22  # for encoding on a GPU: 16 MB in float32
 
 
 def encode(format: Format | Operand, x_RK: Tensor) -> Encoded:
-    """format.encode(x_RK)."""
+    """format.encode(x_RK), for a format or for an operand with its transform."""
+    if isinstance(format, Operand) and format.transform is None:
+        format = format.format
     total, k = x_RK.shape
     rows = _rows(total, k, GPU_TILE if x_RK.is_cuda else TILE, format.tile_rows)
     if rows is None or not (x_RK.is_cuda or x_RK.is_cpu):
@@ -36,7 +39,9 @@ def encode(format: Format | Operand, x_RK: Tensor) -> Encoded:
 
 
 def _joined(tiles: Iterator[Encoded], total: int, rows: int, shared: tuple[int, ...] | None) -> Encoded:
-    """Tiles of `rows` rows as one, each written into its place, so that codes are never there twice. shared: shape of what all have alike."""
+    """Tiles of `rows` rows as one, each written into its place, so that codes are never there twice. shared: shape of
+    what all have alike.
+    """
     first = next(tiles)
     whole = [
         t if t is None or t.shape == shared else t.new_empty(-(-total * len(t) // rows), *t.shape[1:])

@@ -1,14 +1,16 @@
-"""What aoquant must know about FSDP2 (`fully_shard`) and its kin `replicate`.
+"""Facts about FSDP2 (`fully_shard`) and its kin `replicate` that aoquant relies on.
 
-They make a module theirs by swapping its class for a new one, FSDP<X>(FSDPModule, X), and they put their own parameters back into
-it around every forward. Three consequences:
+They make a module theirs by swapping its class for a new one, FSDP<X>(FSDPModule, X), and they put their own parameters
+back into it around every forward. Three consequences:
 
 - the class of a layer is to be read, and swapped, beneath theirs;
-- under a mixed precision policy a forward sees weights cast to the policy's param_dtype, and encodes those; so does convert;
-- a converted weight is no longer theirs: a group that kept it would gather the float weight into its place at the next forward.
+- under a mixed precision policy a forward sees weights cast to the policy's param_dtype, and encodes those; so does
+  convert;
+- a converted weight is no longer theirs: a group that kept it would gather the float weight into its place at the next
+  forward.
 
-The last two read FSDP's private lists (torch has no way to take a parameter back), each in one place; when another torch has other
-ones, converting says so.
+The last two read FSDP's private lists (torch has no way to take a parameter back), each in one place; when another
+torch has other ones, converting says so.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def compute_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
 
 
 def is_distributed(model: nn.Module) -> bool:
-    """Whether ranks share out the parameters of `model`, by FSDP or by tensor parallelism: its layers run together, or not at all."""
+    """Whether ranks share out the parameters of `model`, by FSDP or by tensor parallelism: its layers run together, or
+    not at all.
+    """
     wrappers = (FSDPModule, FullyShardedDataParallel)
     return any(isinstance(m, wrappers) for m in model.modules()) or any(
         isinstance(p, DTensor) for p in model.parameters()
@@ -74,7 +78,9 @@ def is_managed(module: nn.Module) -> bool:
 
 
 def is_flattened(module: nn.Module) -> bool:
-    """Whether FSDP1 holds the parameters of `module`, as parts of one long vector: its weight is a view that comes and goes."""
+    """Whether FSDP1 holds the parameters of `module`, as parts of one long vector: its weight is a view that comes and
+    goes.
+    """
     if isinstance(module, FSDPModule) or not hasattr(module, "_fsdp_use_orig_params"):
         return False
     return hasattr(module.weight, "_fsdp_flattened") or "weight" not in module._parameters

@@ -1,7 +1,7 @@
 """One quantised linear layer over the shards of its operands: tensor and sequence parallelism.
 
-A prepared layer whose weight is a DTensor computes on its shard what the whole layer computes there, and says how the results
-belong together. On each dimension of the mesh, the weight's placement decides:
+A prepared layer whose weight is a DTensor computes on its shard what the whole layer computes there, and says how the
+results belong together. On each dimension of the mesh, the weight's placement decides:
 
     weight     input           output       input's grad   weight's grad   bias        made by
     Shard(0)   Replicate       Shard(-1)    Partial        Shard(0)        Shard(0)    ColwiseParallel
@@ -11,13 +11,15 @@ belong together. On each dimension of the mesh, the weight's placement decides:
 
 An input in another placement is redistributed first; a Partial one, above all, is summed before it is rounded.
 
-Codes and scales are those of the whole operand, byte for byte. A scale that reaches over the cut (per row of a tensor sharded along
-K, per tensor in any case) depends on the smallest and the largest value alone, so the scales of the whole are those of its extremes:
-a maximum over the ranks, taken of integers, so that NaN survives, and then `Format.measure`. Formats whose scales end within a shard
-communicate nothing. What cannot be cut is refused from shapes alone, by every rank alike: blocks, and scales that need all values.
+Codes and scales are those of the whole operand, byte for byte. A scale that reaches over the cut (per row of a tensor
+sharded along K, per tensor in any case) depends on the smallest and the largest value alone, so the scales of the whole
+are those of its extremes: a maximum over the ranks, taken of integers, so that NaN survives, and then `Format.measure`.
+Formats whose scales end within a shard communicate nothing. What cannot be cut is refused from shapes alone, by every
+rank alike: blocks, and scales that need all values.
 
-Outputs: Shard(0) and Replicate give columns and rows of what one process computes. Under Shard(1) each rank rounds its partial sum
-to the output's dtype and the sum is rounded again, as RowwiseParallel does with any layer: equal where all sums are exact.
+Outputs: Shard(0) and Replicate give columns and rows of what one process computes. Under Shard(1) each rank rounds its
+partial sum to the output's dtype and the sum is rounded again, as RowwiseParallel does with any layer: equal where all
+sums are exact.
 """
 
 from __future__ import annotations
@@ -40,16 +42,21 @@ Local = Callable[[Tensor, Tensor, Tensor | None, Scales | None, Scales | None], 
 
 def is_sharded(*tensors: Tensor) -> bool:
     """Whether any of them is a DTensor."""
-    return any(isinstance(t, DTensor) for t in tensors)
+    for t in tensors:  # noqa: SIM110 - every forward asks, and a generator is a call for each tensor
+        if isinstance(t, DTensor):
+            return True
+    return False
 
 
 def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side, w_side: Side) -> DTensor:
     """y (..., N) of a layer whose weight (N, K) is a DTensor, differentiable in all three.
 
-    x_side, w_side: the operand, None for an input in high precision and for a weight that is encoded already, and held scales.
+    x_side, w_side: the operand, None for an input in high precision and for a weight that is encoded already, and held
+        scales.
 
     Raises:
-        ValueError: an operand is no DTensor of one mesh, a shard would cut through a block, or the layer learns its scales.
+        ValueError: an operand is no DTensor of one mesh, a shard would cut through a block, or the layer learns its
+            scales.
     """
     _check(x, w, bias)
     assert isinstance(x, DTensor) and isinstance(w, DTensor)
@@ -61,7 +68,8 @@ def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side
 
     x = _placed(x, layout.x)
     x_local = x.to_local(grad_placements=layout.dx)
-    # the second redistribution is there for its backward, which adds up the ranks' shares of a replicated weight's gradient
+    # the second redistribution is there for its backward, which adds up the ranks' shares of a replicated weight's
+    # gradient
     w_local = w.redistribute(placements=w.placements).to_local(grad_placements=layout.dw)
     bias_local = None
     if isinstance(bias, DTensor):
@@ -96,7 +104,9 @@ def scales(
 
 
 def extremes(format: Format, x_RK: Tensor) -> Tensor:
-    """(R, 2), or (1, 2) for the reach "tensor", int32: how far values lie below and above 0, as bits that the numbers are ordered by."""
+    """(R, 2), or (1, 2) for the reach "tensor", int32: how far values lie below and above 0, as bits that the numbers
+    are ordered by.
+    """
     grouped = x_RK.reshape(1, x_RK.numel()) if format.reach == "tensor" else x_RK
     if format.finite_only:
         grouped = grouped.nan_to_num(0.0, 0.0, 0.0)
@@ -115,7 +125,9 @@ def measure(format: Format, bits: Tensor, dtype: torch.dtype) -> Scales:
 
 @torch.no_grad()
 def all_finite(w: Tensor) -> bool:
-    """Whether no value of `w` is NaN or Inf, in any rank's shard: every rank gets one answer (DTensor's own `all` gives each its own)."""
+    """Whether no value of `w` is NaN or Inf, in any rank's shard: every rank gets one answer (DTensor's own `all` gives
+    each its own).
+    """
     if not isinstance(w, DTensor):
         return bool(_finite(w))
     finite = _finite(w.to_local()).int()
@@ -125,7 +137,9 @@ def all_finite(w: Tensor) -> bool:
 
 
 def _finite(w: Tensor) -> Tensor:
-    """Whether all of `w` is finite, a scalar, without a temporary of w's size: smallest and largest value carry NaN and Inf."""
+    """Whether all of `w` is finite, a scalar, without a temporary of w's size: smallest and largest value carry NaN and
+    Inf.
+    """
     if not w.numel():
         return w.new_ones((), dtype=torch.bool)
     least, most = torch.aminmax(w)
@@ -192,7 +206,9 @@ def _cut(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor
 
 
 def _cut_matrix(t: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], last: int) -> Tensor:
-    """The matrices (K / size, size, size) of a fitted transform, equal on all ranks, that belong to a shard's part of K."""
+    """The matrices (K / size, size, size) of a fitted transform, equal on all ranks, that belong to a shard's part of
+    K.
+    """
     whole = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
     like = [Shard(0) if _is_cut(p, last) else Replicate() for p in placements]
     return whole.redistribute(placements=like).to_local()
@@ -249,7 +265,9 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
 
 
 class _Zeros(torch.autograd.Function):
-    """Zeros for the bias of a rank whose partial sum is not the first; the gradient passes, since all ranks hold one bias."""
+    """Zeros for the bias of a rank whose partial sum is not the first; the gradient passes, since all ranks hold one
+    bias.
+    """
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor) -> Tensor:

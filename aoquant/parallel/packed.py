@@ -1,13 +1,16 @@
 """A converted layer whose weight is sharded, as it was in training: each rank holds the codes and scales of its shard.
 
-The weight is a DTensor over `PackedTensor`s, with the mesh and the placements that the float weight had, so a converted model takes
-1/ranks of the packed bytes and no rank ever holds a float weight whole. What forward does depends on the input:
+The weight is a DTensor over `PackedTensor`s, with the mesh and the placements that the float weight had, so a converted
+model takes 1/ranks of the packed bytes and no rank ever holds a float weight whole. What forward does depends on the
+input:
 
 - a DTensor (tensor parallelism): each rank multiplies its shard, exactly as the prepared layer did (`sharding.linear`);
-- a plain tensor (FSDP2): the codes and scales are gathered for the call, as FSDP gathers parameters, and at a fraction of the bytes.
+- a plain tensor (FSDP2): the codes and scales are gathered for the call, as FSDP gathers parameters, and at a fraction
+  of the bytes.
 
-`gather` puts a weight together again: what converting the whole model would have made, byte for byte. The parts of an `Encoded` are
-plain matrices, so every part travels as a DTensor of its own: cut like the weight, or replicated along a cut that it has no share in.
+`gather` puts a weight together again: what converting the whole model would have made, byte for byte. The parts of an
+`Encoded` are plain matrices, so every part travels as a DTensor of its own: cut like the weight, or replicated along a
+cut that it has no share in.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def _on_shard(
 
 
 def why_not(module: nn.Module, kind: str, recipe: LinearRecipe, dtype: torch.dtype | None) -> str | None:
-    """Why a step ("prepare", "convert", "quantize") cannot be taken on a layer's shards; None when it can, and for plain weights.
+    """Why a step ("prepare", "convert", "quantize") cannot be taken on a layer's shards; None when it can, and for
+    plain weights.
 
     dtype: that a forward sees the weight in; None where no FSDP module is known to hold it.
     """
@@ -97,7 +101,9 @@ def gather(w: DTensor) -> Encoded:
 
 
 def _on_mesh(w: DTensor, mesh: DeviceMesh) -> DTensor:
-    """The weight on the mesh that the input is on, gathered over the other dimensions of its own (FSDP's, beside tensor parallelism)."""
+    """The weight on the mesh that the input is on, gathered over the other dimensions of its own (FSDP's, beside tensor
+    parallelism).
+    """
     if w.device_mesh == mesh:
         return w
     names, wanted = w.device_mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()

@@ -34,7 +34,7 @@ Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those
 
 @dataclass
 class Choice:
-    """What a config and a filter choose in a model.
+    """The layers that a config and a filter choose in a model.
 
     layers: (all names of a layer, the layer, its config). left_alone: names and classes of chosen layers that are
     subclasses of a layer that is supported. left_out: ids of modules without support that the filter or the names do

@@ -136,7 +136,7 @@ class Coverage:
 
 
 def coverage(model: nn.Module) -> Coverage:
-    """What is quantised in `model` and what stays float, with the reason: every parameter, once.
+    """List every parameter of `model` once: quantised, or float with the reason.
 
     A prepared layer counts as reached. Buffers are not counted. Example::
 

@@ -44,7 +44,7 @@ def why_not(module: nn.Module, kind: str) -> str | None:
 
 
 def _recomputed(module: nn.Module) -> str:
-    """What recomputes the layer's weight, and how to end that."""
+    """Why a hook that recomputes the layer's weight is refused, and how to remove it."""
     hooks = {cls.__name__ for hook in module._forward_pre_hooks.values() for cls in type(hook).__mro__}
     if "BasePruningMethod" in hooks:
         return (

@@ -1,4 +1,4 @@
-"""A progress bar where somebody is watching: tqdm when it is installed and stderr is a terminal, nothing otherwise."""
+"""A progress bar on a terminal: tqdm when it is installed and stderr is a terminal, nothing otherwise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def track(items: Iterable[T], label: str, unit: str = "layer") -> Iterator[T]:
 
 @contextmanager
 def bar(total: int, label: str) -> Iterator[Callable[[int, str], None]]:
-    """A bar over `total` bytes with rate and remaining time; gives the function to call with bytes done and what they were."""
+    """A bar over `total` bytes with rate and remaining time; gives the function to call with bytes done and what they
+    were.
+    """
     try:
         from tqdm import tqdm
     except ImportError:

@@ -28,7 +28,7 @@ def modules(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
 
 
 def identity(weight: Tensor) -> Hashable:
-    """What two weights have in common when they are one: the parameter, or the same elements of the same memory."""
+    """The identity of a weight, equal for tied ones: the parameter, or the same elements of the same memory."""
     if is_traceable_wrapper_subclass(weight) or weight.numel() == 0:
         return id(weight)
     try:

@@ -4,9 +4,9 @@ The comparison of layers is local. One model runs the batch, and behind each of 
 model is called with the same input. So a layer's figure is that layer's alone: an early error does not reappear in
 every later row, nothing is stored but two sums a layer, and "inf" means that this GEMM is reproduced bit for bit.
 
-What a layer's figure cannot show is measured on the whole models: errors that add up, and weights that are used
-without their layer. For that each model runs by itself from the same random state, without any hook, because a hook
-changes the path that torch takes (its fused encoder layer, for one, stands back where there are hooks).
+A layer's figure cannot show some errors, which are measured on the whole models: errors that add up, and weights that
+are used without their layer. For that each model runs by itself from the same random state, without any hook, because a
+hook changes the path that torch takes (its fused encoder layer, for one, stands back where there are hooks).
 
 A kernel that cannot run here is a result, not a crash: the row keeps the reason instead of a number. When it is in
 the model that drives the pass, the other one drives. A layer that ran in one model only, or in neither, is a result

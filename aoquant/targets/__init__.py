@@ -1,8 +1,8 @@
 """Targets: what convert leaves behind for each PTQ config, and what prepare therefore has to compute.
 
-A target joins a recipe (formats and the GEMM contract of the deployed kernel), the shapes and dtypes which that kernel takes, and
-`build`, which wraps the codes we encoded in the deployed tensor. torchao's configs keep torchao's own tensor subclasses, built from
-OUR codes, so that the deploy path is unchanged and converting needs no kernel package.
+A target joins a recipe (formats and the GEMM contract of the deployed kernel), the shapes and dtypes which that kernel
+takes, and `build`, which wraps the codes we encoded in the deployed tensor. torchao's configs keep torchao's own tensor
+subclasses, built from OUR codes, so that the deploy path is unchanged and converting needs no kernel package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["REASONS", "Target", "fake_target", "resolve", "supported"]
 
 fake_target = fake.target
 
-# by class name: torchao's prototype configs are not imported before somebody else has
+# by class name, so that torchao's prototype configs need not be imported here
 _TORCHAO: dict[str, Callable[[Any], Target]] = {**integers.TARGETS, **int4.TARGETS, **floats.TARGETS}
 
 

@@ -21,9 +21,9 @@ def _no_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class Target:
-    """recipe: of the prepared layer. build(encoded, weight): the deployed tensor. limit(n, k, dtype): why the kernel cannot take a
-    weight, or None. tensor: the deployed class's name. fix(scales): this target with the layer's calibrated activation scales, for
-    recipes whose input_scales are held.
+    """recipe: of the prepared layer. build(encoded, weight): the deployed tensor. limit(n, k, dtype): why the kernel
+    cannot take a weight, or None. tensor: the deployed class's name. fix(scales): this target with the layer's
+    calibrated activation scales, for recipes whose input_scales are held.
     """
 
     recipe: LinearRecipe
@@ -38,7 +38,8 @@ class Target:
         return next((reason for f in formats if (reason := f.why_not(k, dtype))), None) or self.limit(n, k, dtype)
 
     def why_not_embedding(self, embedding: nn.Embedding, *, has_gemm: bool) -> str | None:
-        """Why an embedding cannot have this target, and what to do; None when it can. The kernel's limits are about its GEMM.
+        """Why an embedding cannot have this target, and what to do; None when it can. The kernel's limits are about its
+        GEMM.
 
         has_gemm: whether a linear layer shares the weight and quantises its inputs.
         """
@@ -58,7 +59,9 @@ EMBEDDABLE = ("PackedTensor", "IntxUnpackedToInt8Tensor", "Int8Tensor", "Float8T
 
 
 def packed_target(recipe: LinearRecipe, matrix: Tensor | None = None) -> Target:
-    """aoquant's packed tensor; calibrated activation scales become part of its activation format's name, a fitted transform of the tensor."""
+    """aoquant's packed tensor; calibrated activation scales become part of its activation format's name, a fitted
+    transform of the tensor.
+    """
 
     def fix(scales: Scales) -> Target:
         assert recipe.fprop_input is not None

@@ -1,7 +1,8 @@
-"""Targets of `QATConfig(weight_config=, activation_config=)`: formats, their names, or torchao's fake-quantisation configs.
+"""Targets of `QATConfig(weight_config=, activation_config=)`: formats, their names, or torchao's fake-quantisation
+configs.
 
-There is no deployed tensor to imitate, so such layers convert to aoquant's packed tensor, with the GEMM that the fake-quantisation
-config implies.
+There is no deployed tensor to imitate, so such layers convert to aoquant's packed tensor, with the GEMM that the
+fake-quantisation config implies.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """torchao's float configs: Float8, MX and NVFP4.
 
-Float8 with dynamic activations is stamped KernelPreference.TORCH: with AUTO, what torchao computes depends on whether mslk happens
-to be installed on the machine that serves, and a prepared layer cannot equal both. TORCH is what prepare computed. MSLK is kept:
-its rows are quantised by another formula (formats/mslk.py) and multiplied by another kernel, which the recipe names. NVFP4 is stamped
-use_triton_kernel=False: MSLK's quantiser multiplies by 1 / pts where torch's divides, and lets block scales fall below 2^-6, so
-small blocks get other codes.
+Float8 with dynamic activations is stamped KernelPreference.TORCH: with AUTO, what torchao computes depends on whether
+mslk happens to be installed on the machine that serves, and a prepared layer cannot equal both. TORCH is what prepare
+computed. MSLK is kept: its rows are quantised by another formula (formats/mslk.py) and multiplied by another kernel,
+which the recipe names. NVFP4 is stamped use_triton_kernel=False: MSLK's quantiser multiplies by 1 / pts where torch's
+divides, and lets block scales fall below 2^-6, so small blocks get other codes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     PrototypeInt4WeightOnlyConfig            opaque: PyTorch's CPU kernel
     Float8DynamicActivationInt4WeightConfig  preshuffled, plain: two MSLK kernels with fp8 activations
 
-Preparing and training work on any machine. Packing for a layout is its kernel's own business: where the operator that packs is
-missing, convert says so and leaves the model as it was. Layouts without a kernel that anybody can run are refused by name.
+Preparing and training work on any machine. Packing for a layout is its kernel's own business: where the operator that
+packs is missing, convert says so and leaves the model as it was. Layouts without a kernel that anybody can run are
+refused by name.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ def _float8_dynamic(config: Any) -> Target:
 
 
 def float8_dialect() -> str | None:
-    """Why the MSLK that is installed here quantises fp8 rows by another formula than ours; None when it does not, or there is none."""
+    """Why the MSLK that is installed here quantises fp8 rows by another formula than ours; None when it does not, or
+    there is none.
+    """
     for package in ("mslk-cuda", "mslk"):
         try:
             version = importlib.metadata.version(package)

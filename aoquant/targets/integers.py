@@ -96,7 +96,7 @@ def _intx(config: Any, granularity: Any, mapping_type: Any, scale_dtype: str, ac
 def intx_tensor(
     format: Affine | Stretched, dtype: torch.dtype, activation: str | None
 ) -> Callable[[Encoded, Tensor], Tensor]:
-    """What builds torchao's tensor from codes; a stretched grid has half a step as its zero point."""
+    """A function that builds torchao's tensor from codes; a stretched grid has half a step as its zero point."""
 
     def build(e: Encoded, w: Tensor) -> Tensor:
         assert e.scale is not None
@@ -189,7 +189,7 @@ def _int8_dynamic(config: Any) -> Target:
 
 def _int8_limit(n: int, k: int, dtype: torch.dtype) -> str | None:
     if k == 1:
-        return "torch._int_mm, the deployed kernel, returns memory that nobody wrote when K = 1: leave the layer out"
+        return "torch._int_mm, the deployed kernel, returns uninitialised memory when K = 1: leave the layer out"
     return None
 
 

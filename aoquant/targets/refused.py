@@ -1,8 +1,8 @@
 """torchao configs that have no target here: why, and what to use instead.
 
-A config that nobody recognises and a config that cannot be trained are different answers, so every class that torchao's `quantize_`
-handles is either among the targets or here; a test walks torchao's own table and finds what a new version adds. Read from the source
-of torchao 0.18.
+An unknown config and a config that cannot be trained get different answers, so every class that torchao's
+`quantize_` handles is either among the targets or here; a test walks torchao's own table and finds what a new version
+adds. Read from the source of torchao 0.18.
 """
 
 from __future__ import annotations

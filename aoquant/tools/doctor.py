@@ -1,4 +1,4 @@
-"""What this machine can run, found by trying: the tables of `aoquant doctor`.
+"""The tables of `aoquant doctor`: this machine's kernels, each of which is tried.
 
 Each recipe prepares a small bf16 layer, trains it for one step, converts it and runs it. Where the kernel of a
 converted layer is missing, the table has the kernel's own reason. The prepared layer trains without it.
@@ -122,5 +122,5 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
 
 
 def _line(error: BaseException) -> str:
-    """The last line of a message: the problem of the only layer, whose name and shape nobody asked for."""
+    """The last line of a message: the problem of the only layer, without its name and shape."""
     return str(error).strip().splitlines()[-1].strip().removeprefix("0 (128, 256): ")

@@ -1,8 +1,8 @@
-"""A linear layer from packed FP4 tensors that somebody holds already: of a checkpoint, or of another library's quantiser.
+"""A linear layer from packed FP4 tensors that exist already: a checkpoint's, or those of another library's quantiser.
 
-The layer is an nn.Linear whose weight is a `PackedTensor`, the very one that convert makes: backends, forcing, compilation, state_dict and moving
-between devices are the packed tensor's own. `format` says which dialect the codes are; a layer whose numbers are not those of the library that
-made the codes has the wrong one.
+The layer is an nn.Linear whose weight is a `PackedTensor`, the very one that convert makes: backends, forcing,
+compilation, state_dict and moving between devices are the packed tensor's own. `format` says which dialect the codes
+are; a layer whose numbers are not those of the library that made the codes has the wrong one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ def packed_linear(
 ) -> nn.Linear:
     """nn.Linear (K -> N) over packed codes.
 
-    codes: (N, K / 2) uint8 or float4_e2m1fn_x2, the lower nibble is the even k. scale: block scales, row-major, e8m0 or e4m3 as the format has
-        them, or their bytes. outer: what multiplies in decoding: one number, or one a row; of TransformerEngine its absmax; of qutlass the
-        reciprocal of its global scale. bias: (N,), applied.
+    codes: (N, K / 2) uint8 or float4_e2m1fn_x2, the lower nibble is the even k. scale: block scales, row-major, e8m0 or
+        e4m3 as the format has them, or their bytes. outer: what multiplies in decoding: one number, or one a row; of
+        TransformerEngine its absmax; of qutlass the reciprocal of its global scale. bias: (N,), applied.
     format: of the codes, such as "xx-nvfp4" or "nvfp4".
-    activation: of the input. "default" is the same format, or with an outer scale for each token ("nvfp4-row") where aoquant's own NVFP4 and
-        four-over-six have one for the tensor; None is high precision; "xx-nvfp4-static:0.1" gives the input an outer scale of its own.
-    transform: what the weight went through: `Hadamard(16)`, or the matrices T by which the input is multiplied, x_blk T^T: (G, G) for all blocks
-        or (K / G, G, G), bf16 numbers.
+    activation: of the input. "default" is the same format, or with an outer scale for each token ("nvfp4-row") where
+        aoquant's own NVFP4 and four-over-six have one for the tensor; None is high precision; "xx-nvfp4-static:0.1"
+        gives the input an outer scale of its own.
+    transform: what the weight went through: `Hadamard(16)`, or the matrices T by which the input is multiplied, x_blk
+        T^T: (G, G) for all blocks or (K / G, G, G), bf16 numbers.
     dtype: of the layer as others see it, and the one that its bias has.
 
     Raises:

@@ -57,12 +57,16 @@ class Transform(ABC):
 
     @property
     def drawn(self) -> bool:
-        """Whether its signs are drawn for every use, as `Random.signs` gives them: for the operands of a backward GEMM alone."""
+        """Whether its signs are drawn for every use, as `Random.signs` gives them: for the operands of a backward GEMM
+        alone.
+        """
         return False
 
     @abstractmethod
     def apply(self, x_RK: Tensor, inverse: bool, matrix: Tensor | None) -> Tensor:
-        """Blocks of x times P^T: float32 (R, K). inverse: the weight side. matrix: P where it is data, signs where drawn."""
+        """Blocks of x times P^T: float32 (R, K). inverse: the weight side. matrix: P where it is data, signs where
+        drawn.
+        """
 
     @abstractmethod
     def pull_back(self, grad_RK: Tensor, inverse: bool, matrix: Tensor | None) -> Tensor:
@@ -73,7 +77,7 @@ def parse(prefix: str) -> tuple[Transform, bool] | None:
     """The transform called `prefix`, and whether it is a weight side's; None when it is no transform's name.
 
     Raises:
-        ValueError: a random rotation of a size that there is not.
+        ValueError: a random rotation of an unsupported size.
     """
     from .hadamard import Hadamard
     from .rotation import Rotation

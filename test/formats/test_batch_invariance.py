@@ -1,15 +1,17 @@
-"""C3, a row is its own: the formats that claim it encode a row alike alone, in any batch and at any place in it. Tolerance 0.
+"""C3, a row is its own: the formats that claim it encode a row alike alone, in any batch and at any place in it.
+Tolerance 0.
 
-The neighbours are chosen to show what leaks: rows a thousand times as large, zeros (padding), NaN and Inf. A format that does not claim it
-must be seen to fail, so that a claim that is missing is noticed too.
+The neighbours are chosen to show what leaks: rows a thousand times as large, zeros (padding), NaN and Inf. A format
+that does not claim it must be seen to fail, so that a claim that is missing is noticed too.
 """
 
 import pytest
 import torch
 from torch import Tensor
 
-from aoquant.formats import COMPOSED, Affine, Encoded, Format, Randomized, get_format, list_formats
-from aoquant.ops import codec, grids
+from aoquant.formats import COMPOSED, Affine, Encoded, Format, Operand, get_format, get_operand, list_formats
+from aoquant.ops import codec
+from aoquant.ops.codec import cuda
 from aoquant.transforms.wush import fit, gram
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -22,12 +24,13 @@ NAMES = sorted({*list_formats(), *COMPOSED, *EXTRA})
 ROW_NAMES = ("nvfp4-row", "nvfp4-search-row", "fouroversix-row", "gridflip-row", "gridflip-alternating-row")
 
 
-def encode(format: Format, x: Tensor) -> Encoded:
+def encode(format: Format | Operand, x: Tensor) -> Encoded:
     """By the kernel that serves x's device."""
-    if not format.fitted:
-        return codec.encode(format, x)
+    operand = format if isinstance(format, Operand) else Operand(format)
+    if not operand.fitted:
+        return codec.encode(operand, x)
     matrix, _ = fit(gram(FITTED.to(x.device), 16) / 64, gram(FITTED.flip(1).to(x.device), 16) / 64)
-    return format.encode(x, SCALES._replace(transform=matrix))
+    return operand.encode(x, SCALES._replace(transform=matrix))
 
 
 SCALES = get_format("high-precision").measure(torch.zeros(1, 1))  # none
@@ -88,7 +91,7 @@ def test_a_row_is_its_own(name: str, dtype: torch.dtype, device: torch.device) -
 @pytest.mark.parametrize("name", [n for n in NAMES if not get_format(n).batch_invariant])
 def test_a_format_that_does_not_claim_it_really_is_not(name: str) -> None:
     format = get_format(name)
-    if isinstance(format, Randomized):
+    if get_operand(name).draws:
         with pytest.raises(ValueError, match="rounds at random"):  # no activation's format
             format.encode(rows_of(F32, torch.device("cpu"))[0])
         return
@@ -130,6 +133,8 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["fouroversix-row", "gridflip-row", "nvfp4-search-row"])
 def test_csrc_leaves_rows_to_other_kernels_and_says_so(name: str) -> None:
-    """Its encoders hold one outer scale; Triton serves four-over-six and GridFlip, the reference the searched scales."""
-    reason = grids.why_not_encode(get_format(name), torch.device("cuda"))
+    """Its encoders hold one outer scale; Triton serves four-over-six and GridFlip, the reference the searched
+    scales.
+    """
+    reason = cuda.why_not_encode(get_format(name), torch.device("cuda"))
     assert reason == f"encodes under one outer scale for the tensor, not one a row: {name}"

@@ -107,7 +107,9 @@ def test_mx_values_are_idempotent(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_largest_values(dtype: torch.dtype) -> None:
-    """Up to the largest finite value nothing becomes NaN; floor clips, the others may round up to Inf, as in torchao."""
+    """Up to the largest finite value nothing becomes NaN; floor clips, the others may round up to Inf, as in
+    torchao.
+    """
     x = torch.full((1, 32), torch.finfo(dtype).max, dtype=dtype)
     for name in NAMES:
         got = get_format(name).fake_quantize(x)
@@ -139,6 +141,19 @@ def test_none_puts_small_weights_on_the_floor_and_an_outer_scale_does_not() -> N
     assert NVFP4("none").floored(NVFP4("none").encode(x)).float().mean() > 0.9
     assert not NVFP4().floored(NVFP4().encode(x)).any()
     assert reciprocal(2688.0) * 2688 == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "edge"), [("mxfp4-floor", 7.0), ("mxfp8-floor", 464.0), ("mxfp8-e5m2-floor", 61440.0)]
+)
+def test_an_mx_value_saturates_beyond_half_a_step_above_the_largest_code(name: str, edge: float) -> None:
+    """The block's scale is 1, since floor takes the power of two of `edge`."""
+    fmt = get_format(name)
+    for value, clipped in ((edge * (1 - 2.0**-20), False), (edge, False), (edge * (1 + 2.0**-20), True)):
+        x = torch.full((1, 32), value)
+        e = fmt.encode(x)
+        assert e.scale is not None and (e.scale.float() == 1).all()
+        assert (fmt.saturated(x, e) == clipped).all(), value
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""FP4 dialects against their definitions, written again in numpy: bytes, error bars, what they say of zeros, NaN and floors."""
+"""FP4 dialects against their definitions, written again in numpy: bytes, error bars, what they say of zeros, NaN and
+floors.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def test_mx_dialects_equal_the_definition(name: str, dtype: torch.dtype) -> None
 
 
 def test_quests_deviation_is_a_difference_of_two_means() -> None:
-    """E[x^2] - E[x]^2 in float32, clamped at 0, as published: far from zero it is mostly its own rounding, and often negative."""
+    """E[x^2] - E[x]^2 in float32, clamped at 0, as published: far from zero it is mostly its own rounding, and often
+    negative.
+    """
     for offset, size in ((1.0, 1e-4), (100.0, 1e-2), (-3.0, 1e-3), (1.0, 0.1)):
         x = offset + size * data_set("normal", 24, 256, torch.float32)
         e = get_format("mxfp4-quest").encode(x)
@@ -208,7 +212,9 @@ def test_relative_error(which: int) -> None:
 
 
 def test_quest_and_absmax_are_qutlass_float64_references() -> None:
-    """Its tests compute both rules in float64; float32 may round a scale across a power of two, once in many thousands of blocks."""
+    """Its tests compute both rules in float64; float32 may round a scale across a power of two, once in many thousands
+    of blocks.
+    """
     x = torch.randn(4096, 256).to(BF16)
     y = x.double().view(-1, 32)
     for name, v, gain in (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.golden_inputs import data_set
 
-from aoquant.formats import get_format
+from aoquant.formats import Scales, get_format
 from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
 
@@ -68,3 +68,7 @@ def test_saturated_means_clipped(element: str) -> None:
     assert e.scale is not None
     assert not fmt.saturated(x, e).any()  # half a bf16 step is less than half a float8 step
     assert fmt.saturated(x * 2, e).any()
+    edge = {"e4m3": 464.0, "e5m2": 61440.0}[element]  # half a step above the largest code
+    x = torch.tensor([[edge, edge * (1 + 2.0**-20)]])
+    e = fmt.hold(x, Scales(torch.ones(1, 1)))
+    assert fmt.saturated(x, e).tolist() == [[False, True]]

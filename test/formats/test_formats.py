@@ -192,7 +192,8 @@ def test_nan_and_inf_stay_visible(name: str, dtype: torch.dtype) -> None:
 @every_format
 def test_zeros_are_zeros(name: str, dtype: torch.dtype) -> None:
     fmt = get_format(name)
-    # int4 rounds scale and zero to float16, where 1e-6 / 15 is a subnormal and 8 of it no longer cancel: one step is left
+    # int4 rounds scale and zero to float16, where 1e-6 / 15 is a subnormal and 8 of it no longer cancel: one step is
+    # left
     limit = 2.0**-24 if isinstance(fmt, Int4) and dtype == torch.float16 else 0.0
     for x in (torch.zeros(3, 512, dtype=dtype), -torch.zeros(3, 512, dtype=dtype)):
         assert fmt.fake_quantize(x).abs().max() <= limit
@@ -294,7 +295,9 @@ NEAREST = [
 @settings(max_examples=100)
 @given(name=st.sampled_from(NEAREST), row=st.lists(values, min_size=4, max_size=24), exponent=st.integers(-8, 8))
 def test_no_other_code_is_nearer(name: str, row: list[float], exponent: int) -> None:
-    """Every element gets the code nearest to it under the stored scales, clipped ones included; ties may go either way."""
+    """Every element gets the code nearest to it under the stored scales, clipped ones included; ties may go either
+    way.
+    """
     fmt = get_format(name)
     k = fmt.block or 24
     x = torch.zeros(2, k)
@@ -318,7 +321,9 @@ def test_no_other_code_is_nearer(name: str, row: list[float], exponent: int) -> 
     exponent=st.integers(-60, 60),
 )
 def test_mx_scales_bound_the_largest_value(name: str, row: list[float], exponent: int) -> None:
-    """rceil and ceil never clip; every rule keeps absmax above a quarter of the largest code, so that no bit is wasted."""
+    """rceil and ceil never clip; every rule keeps absmax above a quarter of the largest code, so that no bit is
+    wasted.
+    """
     fmt = get_format(name)
     assert isinstance(fmt, MX)
     x = torch.zeros(1, 32)

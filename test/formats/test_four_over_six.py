@@ -1,4 +1,6 @@
-"""Four-over-six and GridFlip against their definition: bytes of an independent oracle, the published errors, and blocks at the edges."""
+"""Four-over-six and GridFlip against their definition: bytes of an independent oracle, the published errors, and blocks
+at the edges.
+"""
 
 import numpy as np
 import pytest
@@ -35,7 +37,9 @@ def unpacked(e: Encoded) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(name: str, x: Tensor, what: str) -> None:
-    """Bytes of t, scales and codes; below scale 0 codes mean nothing, and far from 1 they depend on the power that x is multiplied by."""
+    """Bytes of t, scales and codes; below scale 0 codes mean nothing, and far from 1 they depend on the power that x is
+    multiplied by.
+    """
     e = get_format(name).encode(x)
     want = oracle.encode(x.float().numpy(), **CASES[name])  # type: ignore[arg-type]
     scales, codes = unpacked(e)

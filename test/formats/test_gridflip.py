@@ -47,7 +47,9 @@ def table(byte: int, c: Fraction) -> list[Fraction] | None:
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("name", ["gridflip", "gridflip-search", "gridflip-alternating", "gridflip-c0.5"])
 def test_every_scale_byte_with_every_code(name: str, dtype: torch.dtype) -> None:
-    """256 x 16, operands and values; 0x80 is 0, 0x7F and 0xFF are NaN. A bf16 operand is rounded where it has 9 bits."""
+    """256 x 16, operands and values; 0x80 is 0, 0x7F and 0xFF are NaN. A bf16 operand is rounded where it has 9
+    bits.
+    """
     fmt, e = get_format(name), every_byte(2)
     assert isinstance(fmt, GridFlip)
     operand, values = fmt.operand(e, dtype).tolist(), fmt.decode(e, F32).tolist()
@@ -126,7 +128,9 @@ def call(x: Tensor, w: Tensor, x_name: str, w_name: str, bias: Tensor | None) ->
 @pytest.mark.parametrize("x_name", ["nvfp4", "fouroversix"])
 @pytest.mark.parametrize("w_name", ["gridflip-search", "gridflip-16x16"])
 def test_two_gemms_are_the_layer(x_name: str, w_name: str) -> None:
-    """The same product as the reference's one GEMM, but for the order of additions, and for operands that bf16 rounds."""
+    """The same product as the reference's one GEMM, but for the order of additions, and for operands that bf16
+    rounds.
+    """
     for dtype, bound in ((F32, 1e-6), (BF16, 4e-3)):
         x, w = data_set("normal", 24, 256, dtype), data_set("heavy", 48, 256, dtype)
         c = call(x, w, x_name, w_name, torch.linspace(-1, 1, 48).to(dtype))
@@ -180,7 +184,9 @@ def test_one_weight_forward_and_backward(config: NVFP4WeightConfig | GridFlipFP4
 @pytest.mark.parametrize("scales", ["dynamic", "static"])
 @every_config
 def test_gradients_accumulate_over_micro_batches(config: object, scales: str) -> None:
-    """Also under a held amax: each micro-batch has its own graph, the sum is the sum, and the amax follows the weight when it should."""
+    """Also under a held amax: each micro-batch has its own graph, the sum is the sum, and the amax follows the weight
+    when it should.
+    """
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(128, 48))
     quantize_(model, QATConfig(config, scales=scales))  # type: ignore[arg-type]
@@ -210,7 +216,9 @@ def test_gradients_accumulate_over_micro_batches(config: object, scales: str) ->
 
 @pytest.mark.parametrize("config", [CONFIGS["base"], CONFIGS["4/6"]], ids=["gridflip", "4/6"])
 def test_the_amax_is_that_of_the_transformed_tensor(config: NVFP4WeightConfig | GridFlipFP4WeightConfig) -> None:
-    """Ones become 4, 0, 0, ... under a Hadamard transform of 16: with the amax from before it they would be clipped to 1."""
+    """Ones become 4, 0, 0, ... under a Hadamard transform of 16: with the amax from before it they would be clipped
+    to 1.
+    """
     behind = replace(config, transform=Hadamard(16))
     fmt = behind.recipe().fprop_weight
     assert fmt.name == f"hadamard16+{config.weight_format().name}"

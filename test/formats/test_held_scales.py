@@ -1,7 +1,7 @@
 """Scales that are held: encoding under them is encoding, constants are names, and a learned scale's gradient is LSQ's.
 
-The gradient's reference is written out here in float64 with autograd's own straight-through rounding. Where every value is clipped,
-nothing is rounded: there the gradient is checked against differences of the function itself.
+The gradient's reference is written out here in float64 with autograd's own straight-through rounding. Where every value
+is clipped, nothing is rounded: there the gradient is checked against differences of the function itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def test_encoding_under_the_scales_that_were_measured_is_encoding(name: str, dty
 
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_a_constant_is_part_of_the_name_exactly(name: str) -> None:
-    """Forty float32 scales through the name and back; the constant format encodes as the dynamic one under that scale."""
+    """Forty float32 scales through the name and back; the constant format encodes as the dynamic one under that
+    scale.
+    """
     fmt = affine(name) if name == "intx4-tensor" else get_format(name)
     zero = (-3,) if getattr(fmt, "mapping", "") == "asymmetric" else ()
     x = data("normal", 4, 64, BF16)
@@ -101,7 +103,9 @@ def test_what_is_no_constant_is_refused(name: str, says: str) -> None:
     "name", ["int8-tensor", "int8-tensor-asym", "fp8-tensor", "nvfp4", "int4-g32", "mxfp4", "intx4-g32"]
 )
 def test_beyond_the_range_saturates_and_nan_stays_visible(name: str, dtype: torch.dtype) -> None:
-    """Under the scales of a tensor without outliers: what is 100 times larger becomes the largest value, NaN stays NaN."""
+    """Under the scales of a tensor without outliers: what is 100 times larger becomes the largest value, NaN stays
+    NaN.
+    """
     fmt = get_format(name)
     usual = data("normal", 2, 64, dtype)
     scales = kept(fmt.measure(usual))
@@ -155,7 +159,9 @@ LEARNED = ["intx4-g32", "intx3-row", "intx4-g32-asym", "int8-row", "int8-tensor"
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_scale_gradient_is_lsqs(name: str) -> None:
-    """float32 against float64 written by hand, at scales .5, .93 and 1.7 times the measured ones: from much to nothing is clipped."""
+    """float32 against float64 written by hand, at scales .5, .93 and 1.7 times the measured ones: from much to nothing
+    is clipped.
+    """
     fmt = affine(name)
     x, grad = data("normal", 8, 64, F32, 1), data("normal", 8, 64, F32, 2)
     for factor in (0.5, 0.93, 1.7):  # not 1: there the largest value is a tie
@@ -173,7 +179,9 @@ def test_scale_gradient_is_lsqs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["intx4-g32", "int8-tensor"])
 def test_scale_gradient_of_clipped_values_is_the_slope_of_the_function(name: str) -> None:
-    """All values clipped: value = code * s is smooth in s, so central differences are an oracle without any straight-through."""
+    """All values clipped: value = code * s is smooth in s, so central differences are an oracle without any
+    straight-through.
+    """
     fmt = affine(name)
     x, grad = data("normal", 4, 64, F32, 1).sign() * 50, data("normal", 4, 64, F32, 2)
     scale = torch.full_like(fmt.measure(x).scale.float(), 2.0**-6)

@@ -1,7 +1,8 @@
 """Every int4 layout that needs a GPU, on a CPU: our codes, scales and operands are those in torchao's packed tensors.
 
-The file is what `python benchmarks/int4_layouts.py` recorded: the fields of torchao's own converted tensors ("packed_..."), operand
-tiles read from the kernels with identity matrices, and small GEMM outputs. Nothing of it was made by aoquant but the name.
+The file is what `python benchmarks/int4_layouts.py` recorded: the fields of torchao's own converted tensors
+("packed_..."), operand tiles read from the kernels with identity matrices, and small GEMM outputs. Nothing of it was
+made by aoquant but the name.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ def nibbles(packed: Tensor) -> Tensor:
 
 
 def _looked_up(codes: Tensor) -> Tensor:
-    """The fp8 kernel looks products up in a table of -8 s .. -s; a positive code becomes its negative's index, with a clear top bit."""
+    """The fp8 kernel looks products up in a table of -8 s .. -s; a positive code becomes its negative's index, with a
+    clear top bit.
+    """
     low, high = codes & 15, codes >> 4
     low, high = (torch.where(n < 8, (8 - n) & 7, n) for n in (low, high))
     return low | (high << 4)
 
 
 def unpacked_tiles(packed: Tensor) -> Tensor:
-    """(N, K) codes 0..15 out of tinygemm's (N/8, K/128, 32, 4) int32, where each lane of a warp holds what its mma instructions read."""
+    """(N, K) codes 0..15 out of tinygemm's (N/8, K/128, 32, 4) int32, where each lane of a warp holds what its mma
+    instructions read.
+    """
     n8, k128, lanes, pairs = packed.shape
     codes = torch.full((n8 * 8, k128 * 128), -1, dtype=torch.int32)
     for lane in range(lanes):
@@ -102,7 +107,9 @@ def test_operands_are_the_kernels(case: str) -> None:
 
 @pytest.mark.parametrize(("case", "contract"), [(c, f) for c in GOLDEN if c.startswith("gemm/") for f in GOLDEN[c]])
 def test_small_products_differ_by_the_order_of_additions(case: str, contract: str) -> None:
-    """torchao's layer on the GPU against the reference on this CPU: within 512 roundings of the accumulator, e4m3's being 13 bits wide."""
+    """torchao's layer on the GPU against the reference on this CPU: within 512 roundings of the accumulator, e4m3's
+    being 13 bits wide.
+    """
     fmt = get_format(case.removeprefix("gemm/"))
     w, x, bias = (
         weights(32, 512, torch.bfloat16, 61),

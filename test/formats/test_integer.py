@@ -100,7 +100,9 @@ def test_int4_of_a_constant_group_is_exact() -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_symmetric_codes_clip_at_the_highest_alone(bits: int) -> None:
-    """absmax / ((2^b - 1) / 2) puts absmax on a half: at code top - 1 or, clipped, at top; -absmax at -top or -top + 1."""
+    """absmax / ((2^b - 1) / 2) puts absmax on a half: at code top - 1 or, clipped, at top; -absmax at -top or -top +
+    1.
+    """
     fmt = get_format(f"intx{bits}-row")
     assert isinstance(fmt, Affine)
     top = 2 ** (bits - 1)
@@ -125,7 +127,9 @@ def test_asymmetric_zero_point_by_hand() -> None:
 
 
 def test_a_zero_point_beyond_the_codes_is_clamped() -> None:
-    """In bfloat16 the scale of 170 is rounded down so far that -170 lies 128 steps below zero, and seven bits hold 127."""
+    """In bfloat16 the scale of 170 is rounded down so far that -170 lies 128 steps below zero, and seven bits hold
+    127.
+    """
     fmt = get_format("intx7-row-asym")
     assert isinstance(fmt, Affine)
     x = torch.tensor([[-170.0, 0.0, -85.0, -1.0]]).bfloat16()

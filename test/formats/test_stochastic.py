@@ -57,7 +57,9 @@ def test_an_element_has_its_number_whatever_is_drawn_beside_it() -> None:
 
 
 def test_key_and_counter_are_where_the_documentation_puts_them() -> None:
-    """Element 6 is word 2 of counter 1; the step is the counter's upper half; the side is in the key's lowest three bits."""
+    """Element 6 is word 2 of counter 1; the step is the counter's upper half; the side is in the key's lowest three
+    bits.
+    """
     state = torch.tensor([5, 9, (3 << 32) + 4])
     words = philox(*(torch.tensor(v) for v in (1, 0, 4, 3, 5, (9 << 3) | 2)))
     assert int(Random(state, 2).words(8)[6]) == int(words[2])
@@ -190,7 +192,9 @@ def test_rounding_follows_the_numbers_alone(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @every
 def test_awkward_values(name: str, dtype: torch.dtype) -> None:
-    """Zeros stay, NaN and Inf show in their block at least, large and small numbers neither overflow nor turn to NaN."""
+    """Zeros stay, NaN and Inf show in their block at least, large and small numbers neither overflow nor turn to
+    NaN.
+    """
     info = torch.finfo(dtype)
     assert torch.equal(drawn(name, torch.zeros(4, 128, dtype=dtype)), torch.zeros(4, 128))
     for bad in (math.nan, math.inf, -math.inf):

@@ -1,4 +1,6 @@
-"""Transforms: the Hadamard transform against its dense matrix, the formats behind it, and layers that train through it."""
+"""Transforms: the Hadamard transform against its dense matrix, the formats behind it, and layers that train through
+it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_hadamard_is_its_dense_matrix(size: int) -> None:
 
 @sizes
 def test_the_two_sides_leave_the_product_alone(size: int) -> None:
-    """T has bf16 entries: its own inverse is the weight side, and T on both sides would be off by twice 1.1e-4 for 32 and 128."""
+    """T has bf16 entries: its own inverse is the weight side, and T on both sides would be off by twice 1.1e-4 for 32
+    and 128.
+    """
     t = Hadamard(size, MASKS[size])
     x, w = torch.randn(4, 2 * size), torch.randn(5, 2 * size)
     y = x.double() @ w.double().t()
@@ -219,7 +223,7 @@ def test_the_scale_is_found_after_the_transform() -> None:
 @pytest.mark.parametrize("inner", ["nvfp4", "mxfp4", "int4-g128", "intx4-g64"])
 def test_transform_and_quantiser_may_have_different_groups(size: int, inner: str) -> None:
     f = get_format(f"hadamard{size}+{inner}")
-    assert f.block == max(size, f.inner.block)
+    assert f.block == max(size, f.format.block)
     assert f.why_not(f.block, BF16) is None
     assert f.why_not(f.block + 8, BF16) is not None
     x = torch.randn(64, 512)

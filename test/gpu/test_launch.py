@@ -117,7 +117,7 @@ def step(model: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Param
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bodies_and_ops_agree(recipe: str) -> None:
-    """Where somebody watches the dispatcher, the ops are called; elsewhere their bodies."""
+    """Under a dispatch mode the registered ops are called, elsewhere their bodies."""
     model, x = layer(recipe), torch.randn(256, 1024, device=CUDA, dtype=BF16)
     plain = step(model, x, list(model.parameters()))
     with Watched():
@@ -128,7 +128,8 @@ def test_bodies_and_ops_agree(recipe: str) -> None:
     leaf = x.clone().requires_grad_()
     y = model(leaf)
     grad = torch.linspace(-1, 1, y.numel(), device=CUDA).to(y.dtype).view_as(y)
-    mixed = torch.autograd.grad(y, [leaf, *model.parameters()], grad, create_graph=True)
+    with Watched():
+        mixed = torch.autograd.grad(y, [leaf, *model.parameters()], grad)
     for a, b in zip(plain[1:], mixed, strict=True):
         assert same(a, b)
 

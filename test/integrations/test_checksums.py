@@ -1,4 +1,6 @@
-"""Damage that leaves a file readable is an error when it is loaded: every tensor has a checksum, whoever wrote the file."""
+"""Damage that leaves a file readable is an error when it is loaded: every tensor has a checksum, whoever wrote the
+file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The command line, on the embedded model with a budget of two steps: every stage, every file, and errors of one line."""
+"""The command line, on the embedded model with a budget of two steps: every stage, every file, and errors of one
+line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""GPT-2, whose linear layers are transformers' Conv1D: prepared, trained, converted, verified, saved, loaded and converted on disk."""
+"""GPT-2, whose linear layers are transformers' Conv1D: prepared, trained, converted, verified, saved, loaded and
+converted on disk.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Converting a checkpoint on disk: the very files that loading it whole, quantising and saving would write, in little memory."""
+"""Converting a checkpoint on disk: the very files that loading it whole, quantising and saving would write, in little
+memory.
+"""
 
 from __future__ import annotations
 

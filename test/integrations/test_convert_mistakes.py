@@ -1,4 +1,6 @@
-"""What `aoquant convert` refuses, in one sentence, with exit code 2, before or while it works, leaving nothing behind."""
+"""What `aoquant convert` refuses, in one sentence, with exit code 2, before or while it works, leaving nothing
+behind.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ DISK = dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk"}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Folders with a float and a quantised checkpoint, in shards, and logits of each stage of a model loaded plainly."""
+    """Folders with a float and a quantised checkpoint, in shards, and logits of each stage of a model loaded
+    plainly.
+    """
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("saved")
     llama(False).save_pretrained(folder / "float", max_shard_size="150KB")

@@ -1,4 +1,6 @@
-"""FP-Quant's options, against transformers' own FPQuantConfig: every combination that it takes, and what becomes of the weights."""
+"""FP-Quant's options, against transformers' own FPQuantConfig: every combination that it takes, and what becomes of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,9 @@ def test_objects_dictionaries_and_names_mean_the_same() -> None:
 
 @pytest.mark.parametrize(("method", "mask"), [("quest", "clipped"), ("abs_max", "identity")])
 def test_only_quest_gives_clipped_values_no_gradient(method: str, mask: str) -> None:
-    """QuEST's trust mask: its scale clips on purpose, and a clipped weight's gradient is no guide. abs_max clips nothing."""
+    """QuEST's trust mask: its scale clips on purpose, and a clipped weight's gradient is no guide. abs_max clips
+    nothing.
+    """
     config, _ = from_fp_quant(
         forward_dtype="mxfp4", forward_method=method, store_master_weights=True, transform_init="identity"
     )

@@ -1,4 +1,6 @@
-"""Hugging Face checkpoints: what comes back is, bit for bit, what was saved, and what is no checkpoint is refused with a reason."""
+"""Hugging Face checkpoints: what comes back is, bit for bit, what was saved, and what is no checkpoint is refused with
+a reason.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Hugging Face checkpoints of models whose embeddings are quantised: tied stays tied, stored once, and comes back bit for bit."""
+"""Hugging Face checkpoints of models whose embeddings are quantised: tied stays tied, stored once, and comes back bit
+for bit.
+"""
 
 from __future__ import annotations
 

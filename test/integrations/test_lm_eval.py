@@ -1,4 +1,6 @@
-"""`evaluate` is lm-eval: the number of its command line, its stock task and hand arithmetic; nothing it borrows changes."""
+"""`evaluate` is lm-eval: the number of its command line, its stock task and hand arithmetic; nothing it borrows
+changes.
+"""
 
 import json
 import logging
@@ -305,7 +307,9 @@ def test_borrowed_state_comes_back(tokenizer: Any, documents: Path, fails: bool)
 def test_local_evaluation_leaves_nothing_and_stays_offline(
     model: Any, tokenizer: Any, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a process that is not set offline: `datasets` counts each load with a request, and swallows its failure."""
+    """Also in a process that is not set offline: `datasets` counts each load with a request, and swallows its
+    failure.
+    """
     calls = []
 
     def refuse(*args: Any, **_: Any) -> None:

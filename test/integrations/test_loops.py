@@ -40,7 +40,9 @@ def prepare_all(model: nn.Module) -> None:
 
 
 def run(folder: Path, precision: str, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """The ordinary loop over steps start..stop, from the saved state of `start` if that is not 0, saving the state at the end."""
+    """The ordinary loop over steps start..stop, from the saved state of `start` if that is not 0, saving the state at
+    the end.
+    """
     torch.manual_seed(0)
     model = llama(tied=True, dtype=torch.float32)
     prepare_all(model)

@@ -1,4 +1,6 @@
-"""LoRA through plain get_peft_model: on a prepared base it trains the merged weight, on a packed base it stands beside the codes."""
+"""LoRA through plain get_peft_model: on a prepared base it trains the merged weight, on a packed base it stands beside
+the codes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The gradient that reaches an adapter is that of the values which the base multiplies by: whoever packed them, and where scales clip them."""
+"""The gradient that reaches an adapter is that of the values which the base multiplies by: whoever packed them, and
+where scales clip them.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,9 @@ def test_stopping_and_resuming_changes_no_bit(
 def test_a_recipe_from_scratch_resumes_bit_for_bit(
     scripts: dict[str, ModuleType], text: Path, tmp_path: Path, recipe: str, backward: str | None
 ) -> None:
-    """In two micro-batches a step; what is saved as a model is plain, and what is saved as a checkpoint draws on where it stopped."""
+    """In two micro-batches a step; what is saved as a model is plain, and what is saved as a checkpoint draws on where
+    it stopped.
+    """
     pretrain = scripts["pretrain"]
     settings = {"text": (text,), "validation": (text,)} | SMALL
     settings |= {"recipe": recipe, "backward": backward, "accumulate": 2, "steps": 5}

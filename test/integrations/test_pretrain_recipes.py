@@ -1,4 +1,6 @@
-"""The comparison of training recipes: variants of a seed share weights and data, differences are theirs, a stopped run goes on."""
+"""The comparison of training recipes: variants of a seed share weights and data, differences are theirs, a stopped run
+goes on.
+"""
 
 import argparse
 import csv

@@ -1,5 +1,5 @@
-"""Models whose tensors transformers stores under other names than the model's own, and models that are no causal LM: saved, loaded
-and converted like any other.
+"""Models whose tensors transformers stores under other names than the model's own, and models that are no causal LM:
+saved, loaded and converted like any other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`aoquant run` goes on where it stopped: stages, fine-tunes bit for bit, and one clear line for everything in between."""
+"""`aoquant run` goes on where it stopped: stages, fine-tunes bit for bit, and one clear line for everything in
+between.
+"""
 
 from __future__ import annotations
 

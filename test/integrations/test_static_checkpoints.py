@@ -1,4 +1,6 @@
-"""Checkpoints of layers with static activation scales: each layer's constant travels as part of its activation format's name."""
+"""Checkpoints of layers with static activation scales: each layer's constant travels as part of its activation format's
+name.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def prepared(name: str) -> LlamaForCausalLM:
 
 @EACH
 def test_folder_is_bit_equal_and_saves_again(name: str, tmp_path: Path) -> None:
-    """Trained, converted, saved, loaded by aoquant and by transformers alone, saved again: the prepared model's logits."""
+    """Trained, converted, saved, loaded by aoquant and by transformers alone, saved again: the prepared model's
+    logits.
+    """
     model = prepared(name)
     model(IDS, labels=IDS).loss.backward()
     torch.optim.SGD(model.parameters(), 0.01).step()

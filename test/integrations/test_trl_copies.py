@@ -1,4 +1,6 @@
-"""After TRL's SFTTrainer, which replaces `model.forward` on the instance, a copy of the model runs the original's layers: it is refused."""
+"""After TRL's SFTTrainer, which replaces `model.forward` on the instance, a copy of the model runs the original's
+layers: it is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models of transformers of which linear layers are a part: what is not quantised is named, and weights read directly are noticed."""
+"""Models of transformers of which linear layers are a part: what is not quantised is named, and weights read directly
+are noticed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The vLLM plugin against a stand-in for the module that it patches; vLLM itself is a nightly matter (docs/serving.md)."""
+"""The vLLM plugin against a stand-in for the module that it patches; vLLM itself is a nightly matter
+(docs/serving.md).
+"""
 
 from __future__ import annotations
 

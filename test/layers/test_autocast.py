@@ -1,4 +1,6 @@
-"""Autocast: x and the output follow it, the weight is encoded from the dtype it is stored in, and prepared still equals converted."""
+"""Autocast: x and the output follow it, the weight is encoded from the dtype it is stored in, and prepared still equals
+converted.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""torch.compile changes nothing: prepared and converted, eager and compiled, are four equal outputs, and so are their gradients.
+"""torch.compile changes nothing: prepared and converted, eager and compiled, are four equal outputs, and so are their
+gradients.
 
-Everything that rounds is an opaque op, so a few cases stand for all; the rest of the matrix is eager. Whole graphs only.
+Everything that rounds is an opaque op, so a few cases stand for all; the rest of the matrix is eager. Whole graphs
+only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Layers under another default dtype: prepared equals converted, and both are what float32 as the default gives, to the byte.
+"""Layers under another default dtype: prepared equals converted, and both are what float32 as the default gives, to the
+byte.
 
 A model says its dtype; `torch.set_default_dtype`, which model loaders set for a while, is no part of it.
 """

@@ -1,4 +1,6 @@
-"""Embeddings: the prepared layer, the converted layer and torchao's own converted layer read the same rows, and gradients are nn.Embedding's."""
+"""Embeddings: the prepared layer, the converted layer and torchao's own converted layer read the same rows, and
+gradients are nn.Embedding's.
+"""
 
 from __future__ import annotations
 

@@ -278,9 +278,7 @@ def test_classes_without_the_protocol_are_refused_by_name() -> None:
     model = Holder(Llama4TextExperts(Llama4TextConfig(hidden_size=H, intermediate_size=WIDTH, num_local_experts=E)))
     found = aoquant.coverage(model).unexpected
     assert {w.names[0] for w in found} == {"experts.gate_up_proj", "experts.down_proj"}
-    assert all(
-        "of Llama4TextExperts, whose class lacks" in w.about and "has_gate" in w.about for w in found
-    )
+    assert all("of Llama4TextExperts, whose class lacks" in w.about and "has_gate" in w.about for w in found)
     with pytest.raises(ValueError, match=r"experts.down_proj.* of a Llama4TextExperts, which aoquant cannot quantise"):
         quantize_(model, FqnToConfig({"experts.down_proj": Int4WeightConfig(32)}))
 

@@ -1,7 +1,8 @@
-"""torchao's fake-quantisation configs: our prepared layer equals torchao's own, and, unlike torchao's, converts to what it trained.
+"""torchao's fake-quantisation configs: our prepared layer equals torchao's own, and, unlike torchao's, converts to what
+it trained.
 
-`QATConfig(activation_config=...)` alone leaves the weight in high precision: torchao accepts it and its convert crashes, or forgets the
-activations; ours packs the weight as it is, with the activation's format.
+`QATConfig(activation_config=...)` alone leaves the weight in high precision: torchao accepts it and its convert
+crashes, or forgets the activations; ours packs the weight as it is, with the activation's format.
 """
 
 from __future__ import annotations

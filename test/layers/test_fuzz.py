@@ -1,8 +1,10 @@
-"""Whatever is asked of a layer, in whatever order: C1 and C2 hold, or a ValueError says why not and nothing has changed.
+"""Whatever is asked of a layer, in whatever order: C1 and C2 hold, or a ValueError says why not and nothing has
+changed.
 
-An example is one or two linear layers with drawn shapes, dtypes, numbers, configs and inputs, and a drawn history: training steps,
-switching off and on, copies, checkpoints, casts, autocast, and mistakes. Then convert, and more history. 200 examples run always,
-10 000 with the nightly tests. Codes and scales are taken from the prepared layer's own GEMM call, not made again.
+An example is one or two linear layers with drawn shapes, dtypes, numbers, configs and inputs, and a drawn history:
+training steps, switching off and on, copies, checkpoints, casts, autocast, and mistakes. Then convert, and more
+history. 200 examples run always, 10 000 with the nightly tests. Codes and scales are taken from the prepared layer's
+own GEMM call, not made again.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ PLAIN = ("1d", "2d", "3d")
 
 @st.composite
 def layers(draw: st.DrawFn) -> Layer:
-    """Half of them a case of torchao's or ours, half a pair of formats; K and N mostly what the config takes, sometimes not."""
+    """Half of them a case of torchao's or ours, half a pair of formats; K and N mostly what the config takes, sometimes
+    not.
+    """
     if draw(st.booleans()):
         case = BY_NAME[draw(st.sampled_from(sorted(BY_NAME)))]
         name, config, n, k, dtypes = case.name, case.config, case.n, case.k, case.dtypes
@@ -259,7 +263,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def in_range(linear: nn.Linear, x: Tensor) -> bool:
-    """Whether nothing comes near a dtype's largest number: values, their sums doubled, sums times codes, stored scales."""
+    """Whether nothing comes near a dtype's largest number: values, their sums doubled, sums times codes, stored
+    scales.
+    """
     if not x.isfinite().all() or not x.numel():
         return x.numel() == 0
     w_NK, x_MK = linear.weight.detach().double().abs(), x.double().abs().reshape(-1, x.shape[-1])
@@ -299,7 +305,9 @@ def check_stored(stored: Tensor, expected: Tensor) -> None:
 
 
 def comparable(drawn: Layer, weight: Tensor, x: Tensor) -> bool:
-    """torchao's tensors refuse some layouts, divide zeros by zeros and treat what is not finite in ways of their own."""
+    """torchao's tensors refuse some layouts, divide zeros by zeros and treat what is not finite in ways of their
+    own.
+    """
     if isinstance(weight, PackedTensor):
         return True
     rows = x.reshape(-1, x.shape[-1])
@@ -317,7 +325,9 @@ def check_outputs(model: Model, drawn: list[Layer], xs: list[Tensor], ys: list[T
 
 
 def history(drawn: list[Layer], before: list[Any], after: list[Any], cast_to: Any, tile: int, **qat: str) -> None:
-    """One example. cast_to: autocast's dtype, or None; tile: values that a CPU encodes at a time; qat: options of QATConfig."""
+    """One example. cast_to: autocast's dtype, or None; tile: values that a CPU encodes at a time; qat: options of
+    QATConfig.
+    """
     model, xs = Model([d.linear() for d in drawn]), [d.input() for d in drawn]
     with mock.patch.object(tiles, "TILE", tile), autocast(cast_to):
         _history(model, xs, drawn, before, after, cast_to, qat)

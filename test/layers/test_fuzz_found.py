@@ -15,7 +15,7 @@ from aoquant.ops import tiles
 
 
 def test_int8_layers_of_one_input_are_refused() -> None:
-    """torch._int_mm returns memory that nobody wrote on a CPU when K = 1."""
+    """torch._int_mm returns uninitialised memory on a CPU when K = 1."""
     case = BY_NAME["ao.int8act-int8-row"]
     with pytest.raises(ValueError, match=r"linear \(3, 1\): torch\._int_mm.*K = 1: leave the layer out"):
         prepared(case, layer(case, torch.bfloat16, n=3, k=1))

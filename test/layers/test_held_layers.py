@@ -1,4 +1,6 @@
-"""Layers that hold static or learned scales: saved, cast, trained, resumed and converted with the numbers that calibration found."""
+"""Layers that hold static or learned scales: saved, cast, trained, resumed and converted with the numbers that
+calibration found.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_nan_in_the_input_is_seen_in_the_output(name: str) -> None:
 
 @EACH
 def test_convert_takes_the_scales_as_they_are(name: str) -> None:
-    """Set to numbers that nothing would measure; they come out in the name of the activation and in the packed weight."""
+    """Set to numbers that nothing would measure; they come out in the name of the activation and in the packed
+    weight.
+    """
     model = prepared(name)
     recipe = model.up.prepared.recipe
     for k, v in model.named_buffers():
@@ -117,7 +121,9 @@ def test_convert_takes_the_scales_as_they_are(name: str) -> None:
     ],
 )
 def test_prepared_equals_converted_after_training(name: str, dtype: torch.dtype) -> None:
-    """2-D, 3-D, one row, no row, and values far beyond the calibrated range; the report says inf, and finds the weights equal."""
+    """2-D, 3-D, one row, no row, and values far beyond the calibrated range; the report says inf, and finds the weights
+    equal.
+    """
     model = prepared(name, dtype)
     train(model, adam(model), 1, dtype)
     deployed = copy.deepcopy(model)
@@ -167,7 +173,9 @@ def test_static_costs_no_more_memory_than_dynamic() -> None:
 
 @EACH
 def test_resume_into_a_fresh_prepared_model_is_bitwise(name: str) -> None:
-    """torch.save after two steps, load into an uncalibrated model, two more: losses and every number as if never stopped."""
+    """torch.save after two steps, load into an uncalibrated model, two more: losses and every number as if never
+    stopped.
+    """
     model = prepared(name)
     optimizer = adam(model)
     train(model, optimizer, 2)
@@ -271,7 +279,9 @@ def test_compiled_is_eager() -> None:
 
 @pytest.mark.slow
 def test_learned_scales_beat_the_measured_ones_on_outliers() -> None:
-    """Three bits, a weight with one large value a group: absmax wastes the codes, and LSQ finds that clipping costs less."""
+    """Three bits, a weight with one large value a group: absmax wastes the codes, and LSQ finds that clipping costs
+    less.
+    """
 
     def loss(scales: str) -> float:
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """prepared(x) == converted(x), and == the layer that torchao makes by itself, at tolerance 0.
 
-Every config, dtype, kind of number and shape of input; see `linear_cases.py`. Where torchao's own layer fails (empty batches, rows of
-zeros, strided inputs) the test says so and holds aoquant's to what it should have been.
+Every config, dtype, kind of number and shape of input; see `linear_cases.py`. Where torchao's own layer fails (empty
+batches, rows of zeros, strided inputs) the test says so and holds aoquant's to what it should have been.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ from aoquant import PackedTensor
 from aoquant.formats import layout
 
 NOT_CONTIGUOUS = ("transposed", "strided", "sliced", "sliced3d", "permuted", "expanded")
-# torchao: MXTensor.to_mx asserts contiguity; F.linear of a permuted 3-D input calls ops that its wrappers do not implement
+# torchao: MXTensor.to_mx asserts contiguity; F.linear of a permuted 3-D input calls ops that its wrappers do not
+# implement
 TORCHAO_STRIDES = {"MXTensor": NOT_CONTIGUOUS, "NVFP4Tensor": ("permuted",)}
 
 
 def deployed(layer: nn.Linear, x: Tensor, shape: str, dynamic: bool) -> Tensor | None:
-    """The deployed layer's output; None where torchao's tensor cannot take the input, which is asserted, not assumed."""
+    """The deployed layer's output; None where torchao's tensor cannot take the input, which is asserted, not
+    assumed.
+    """
     w = layer.weight.data
     kind = type(w).__name__
     crashes = shape in TORCHAO_STRIDES.get(kind, ())
@@ -111,8 +114,8 @@ def test_prepared_equals_converted(case: Case, dtype: torch.dtype, kind: str) ->
 def test_prepared_equals_what_torchao_makes_itself(case: Case, dtype: torch.dtype, kind: str) -> None:
     """Same outputs, and byte for byte the same tensors in the checkpoint.
 
-    Where torchao divides float32 by a constant (float32 weights, and NVFP4 always) its CPU and its GPU differ by an ulp; ours
-    is the GPU's.
+    Where torchao divides float32 by a constant (float32 weights, and NVFP4 always) its CPU and its GPU differ by an
+    ulp; ours is the GPU's.
     """
     for bias in (True, False):
         linear = layer(case, dtype, bias=bias, kind=kind)
@@ -190,7 +193,9 @@ def test_after_optimizer_steps(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", ["permuted", "sliced3d"])
 def test_the_layout_of_an_input_is_part_of_the_contract(shape: str) -> None:
-    """F.linear rounds the product and the sum with the bias of a 3-D input that is not contiguous; quantising makes it dense first."""
+    """F.linear rounds the product and the sum with the bias of a 3-D input that is not contiguous; quantising makes it
+    dense first.
+    """
     case = BY_NAME["ao.int8act-intx4-g32"]
     qat = prepared(case, layer(case, BF16))
     x = inputs("normal", case.k, BF16)[shape]
@@ -216,7 +221,9 @@ def test_ragged_shapes(name: str, n: int, k: int) -> None:
 
 @pytest.fixture
 def mslk_int4() -> Iterator[None]:
-    """`torch.ops.mslk.bf16i4bf16_rowwise` as spec/int4.md section 2 has it: one rounding of q * s + z, float32 sums, one rounding."""
+    """`torch.ops.mslk.bf16i4bf16_rowwise` as spec/int4.md section 2 has it: one rounding of q * s + z, float32 sums,
+    one rounding.
+    """
     library = torch.library.Library("mslk", "FRAGMENT")
     library.define("bf16i4bf16_rowwise(Tensor x, Tensor q, Tensor s, Tensor z) -> Tensor")
 

@@ -1,4 +1,6 @@
-"""A backward whose operands are quantised: equal to a reference by hand, right on average, and a function of the layer's state alone."""
+"""A backward whose operands are quantised: equal to a reference by hand, right on average, and a function of the
+layer's state alone.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def gradients(layer: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
 
 
 def product(a: Tensor, b: Tensor, f: Format, state: Tensor | None, side: int) -> Tensor:
-    """a b^T by hand: each operand padded with zeros and encoded along its last axis, float32 sums, outer scales, one rounding."""
+    """a b^T by hand: each operand padded with zeros and encoded along its last axis, float32 sums, outer scales, one
+    rounding.
+    """
     operands, alphas = [], []
     for i, t in enumerate((a, b)):
         t = F.pad(t, (0, -t.shape[1] % f.period))
@@ -110,7 +114,9 @@ def test_inputs_of_any_shape(shape: tuple[int, ...]) -> None:
 
 
 def averaged(backward: str, draws: int, dtype: torch.dtype = F32) -> dict[str, tuple[float, float]]:
-    """part -> (slope, relative squared error) of the mean gradient against the exact gradient of what forward computed."""
+    """part -> (slope, relative squared error) of the mean gradient against the exact gradient of what forward
+    computed.
+    """
     layer, exact, (x, g) = prepared(backward, dtype=dtype), prepared(None, dtype=dtype), data(dtype)
     want = gradients(exact, x, g)
     total = {part: torch.zeros_like(t, dtype=torch.float64) for part, t in want.items()}
@@ -126,7 +132,9 @@ def averaged(backward: str, draws: int, dtype: torch.dtype = F32) -> dict[str, t
 
 
 def test_quartet_through_its_transform_and_mask() -> None:
-    """By hand, dx = (Q(dy) Q(W^) * mask_x) H^T and dW likewise, W^ and x^ in the transformed domain; the mean is the exact gradient."""
+    """By hand, dx = (Q(dy) Q(W^) * mask_x) H^T and dW likewise, W^ and x^ in the transformed domain; the mean is the
+    exact gradient.
+    """
     base = MXFP4WeightConfig(rule="quest", transform=Hadamard(32))
     layer, exact, (x, g) = (*(prepared(b, base, straight_through="clipped") for b in ("quartet", None)), data())
     for one in (layer, exact):
@@ -158,8 +166,8 @@ def test_bare_scales_make_the_product_16_ninths_too_small() -> None:
     torch.testing.assert_close(product(a, b, f, state, 0), bare[0] @ bare[1].t() * 16 / 9)
 
 
-# relative squared error of one draw of a gradient, about twice its format's: of the mean over n draws it is 1/n of that if and only if
-# nothing is left that does not average out
+# relative squared error of one draw of a gradient, about twice its format's: of the mean over n draws it is 1/n of that
+# if and only if nothing is left that does not average out
 ERROR = {"mxfp4-sr": 0.057, "nvfp4-sr": 0.049, "rht32+mxfp4-sr": 0.06, "rht128+ms-eden": 0.02}
 
 
@@ -173,7 +181,9 @@ def test_the_mean_gradient_is_the_exact_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "rht32+xx-mxfp4"])
 def test_rounding_to_nearest_is_biased(name: str) -> None:
-    """The mean over 32 rotations keeps an error that stochastic rounding loses, and shrinks: .991 squared, for two operands."""
+    """The mean over 32 rotations keeps an error that stochastic rounding loses, and shrinks: .991 squared, for two
+    operands.
+    """
     for part, (slope, error) in averaged(name, 32).items():
         assert error > 3 * ERROR["rht32+mxfp4-sr"] / 256, part
         assert slope < (1 if name == "mxfp4" else 0.985), part

@@ -1,8 +1,9 @@
-"""What forward keeps for backward: never more than nn.Linear's for weights alone, packed codes and scales for activations.
+"""What forward keeps for backward: never more than nn.Linear's for weights alone, packed codes and scales for
+activations.
 
-Two meters. `saved` counts the storages that reach autograd's saved-tensor hooks, which a compiled graph's go through as well.
-`alive` counts, after an eager forward, the storages made in it that still live: activation checkpointing hides what it keeps
-from the hooks of others. Parameters are not counted, and each storage once.
+Two meters. `saved` counts the storages that reach autograd's saved-tensor hooks, which a compiled graph's go through as
+well. `alive` counts, after an eager forward, the storages made in it that still live: activation checkpointing hides
+what it keeps from the hooks of others. Parameters are not counted, and each storage once.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ WEIGHT_ONLY = [
 ]
 # bytes for each element of the input: codes, and scales of 1 / 16 or 1 / 32 byte, or 4 or 2 bytes a row
 ACTIVATIONS = {
-    "nvfp4-act": 0.5 + 1 / 16,
+    "nvfp4-act": 0.5 + 1 / 16 + 4 / K,
     "nvfp4-static-act": 0.5 + 1 / 16,
     "mxfp4-act": 0.5 + 1 / 32,
     "mxfp8-act": 1 + 1 / 32,
@@ -126,8 +127,8 @@ ACTIVATIONS = {
     "ao.int8act-int8-row": 1 + 4 / K,
     "ao.fp8act-fp8-row": 1 + 4 / K,
     "ao.mxfp4-rceil": 0.5 + 1 / 32,
-    "nvfp4-h16": 0.5 + 1 / 16,
-    "nvfp4-h64-signs": 0.5 + 1 / 16,
+    "nvfp4-h16": 0.5 + 1 / 16 + 4 / K,
+    "nvfp4-h64-signs": 0.5 + 1 / 16 + 4 / K,
     "nvfp4-h16-weight": 2.0,  # the transformed input instead of the input
     "mxfp4-h32": 0.5 + 1 / 32,
 }

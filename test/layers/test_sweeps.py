@@ -1,7 +1,7 @@
 """Every finite bf16 value through every format, and every stored byte back: against numpy and ml_dtypes, tolerance 0.
 
-Each value is met three times: alone in its block, where it makes the scale; among its neighbours, where all values are of one size; and
-among strangers, where a large one makes the scale of small ones.
+Each value is met three times: alone in its block, where it makes the scale; among its neighbours, where all values are
+of one size; and among strangers, where a large one makes the scale of small ones.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def test_every_bf16_value_encodes_as_defined(name: str, arrangement: str) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_every_bf16_value_under_every_scale_byte(element: str) -> None:
-    """x times 2^(127 - byte), then the element: as if calibrated, so that it saturates and vanishes too. 16.7 million pairs."""
+    """x times 2^(127 - byte), then the element: as if calibrated, so that it saturates and vanishes too. 16.7 million
+    pairs.
+    """
     fmt = MX(element)
     x = torch.nn.functional.pad(VALUES, (0, -len(VALUES) % 32)).view(-1, 32)
     values = x.double().numpy()

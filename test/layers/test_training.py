@@ -1,7 +1,8 @@
-"""Training: gradients equal a reference written out here, frozen operands cost nothing, runs resume bit for bit, and it learns.
+"""Training: gradients equal a reference written out here, frozen operands cost nothing, runs resume bit for bit, and it
+learns.
 
-The reference is straight through: the layer computed y = x^ W^T + b, so dx = dy W^, dW = dy^T x^ and db = sum dy, as if x^ and W^
-were the operands and rounding were the identity. Nothing flows through a scale.
+The reference is straight through: the layer computed y = x^ W^T + b, so dx = dy W^, dW = dy^T x^ and db = sum dy, as if
+x^ and W^ were the operands and rounding were the identity. Nothing flows through a scale.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def decoded(fmt: Format | None, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reference(qat: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Gradients by hand: two matrix products and a sum, in dy's dtype; pulled back through a transform (dense: test_transforms.py)."""
+    """Gradients by hand: two matrix products and a sum, in dy's dtype; pulled back through a transform (dense:
+    test_transforms.py).
+    """
     recipe = qat.prepared.recipe
     x_MK, g_MN = x.detach().reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
     w_hat = decoded(recipe.fprop_weight, qat.weight.detach(), g.dtype)
@@ -205,7 +208,9 @@ def test_packed_layers_pass_the_input_gradient(name: str) -> None:
     ],
 )
 def test_clipped_straight_through_zeroes_what_the_largest_code_clips(name: str) -> None:
-    """By hand: the mask is where the value lies beyond half a step above the largest code, found from the decoded values."""
+    """By hand: the mask is where the value lies beyond half a step above the largest code, found from the decoded
+    values.
+    """
     case = BY_NAME[name]
     linear = layer(case, BF16, n=32)
     plain, clipped = prepared(case, linear), prepared(case, linear, straight_through="clipped")
@@ -274,7 +279,9 @@ def test_deepcopy_is_independent(name: str) -> None:
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias", "x weight", "x weight bias"])
 @one_of_each
 def test_frozen_operands_cost_nothing(name: str, frozen: str) -> None:
-    """No op for a gradient that nobody wants, no encode beyond the two of forward, and the others' gradients unchanged."""
+    """No op for a gradient that nobody wants, no encode beyond the two of forward, and the others' gradients
+    unchanged.
+    """
     case = BY_NAME[name]
     qat = prepared(case, layer(case, BF16))
     x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
@@ -307,7 +314,9 @@ def test_frozen_operands_cost_nothing(name: str, frozen: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 @one_of_each
 def test_gradient_accumulation(name: str, dtype: torch.dtype) -> None:
-    """Two micro-batches add the reference's two gradients exactly; where scales are per row, that is the whole batch's."""
+    """Two micro-batches add the reference's two gradients exactly; where scales are per row, that is the whole
+    batch's.
+    """
     case = BY_NAME[name]
     qat = prepared(case, layer(case, dtype))
     x, g = data("normal", 12, case.k, dtype, 1), data("normal", 12, case.n, dtype, 2)
@@ -383,7 +392,8 @@ def test_resume_in_a_new_process(tmp_path: Path) -> None:
         assert_equal(model.state_dict()[name], want, name)
 
 
-# The toy of spec/torchao.md: 300 AdamW steps, a student of 64-64-64 after a teacher of 64-256-64; the target's variance is .056
+# The toy of spec/torchao.md: 300 AdamW steps, a student of 64-64-64 after a teacher of 64-256-64; the target's variance
+# is .056
 
 
 def toy(config: Any, *, anneal: bool) -> tuple[float, nn.Module, Tensor, Tensor]:
@@ -417,9 +427,10 @@ def test_toy_in_eight_bits_is_within_five_percent_of_float32(recipe: str) -> Non
     assert toy(RECIPES[recipe], anneal=False)[0] <= 1.05 * float32_toy(anneal=False)[0]
 
 
-# At a constant rate of 3e-3 four-bit weights keep hopping between codes: 1.11, 1.11, 1.24 and 1.39 times float32's loss. With the
-# rate annealed int4 comes within 5 %; fp4 activations and weights do not, for want of precision in so small a network:
-# measured 1.033, 1.032, 1.103 and 1.154, where rounding float32's solution gives 1.056, 1.056, 1.162 and 1.241.
+# At a constant rate of 3e-3 four-bit weights keep hopping between codes: 1.11, 1.11, 1.24 and 1.39 times float32's
+# loss. With the rate annealed int4 comes within 5 %; fp4 activations and weights do not, for want of precision in so
+# small a network: measured 1.033, 1.032, 1.103 and 1.154, where rounding float32's solution gives 1.056, 1.056, 1.162
+# and 1.241.
 FOUR_BITS = {"int4": 1.05, "int4-int8": 1.05, "nvfp4": 1.15, "mxfp4": 1.2}
 
 

@@ -1,4 +1,6 @@
-"""Calibration: what the forward loop finds, and what it refuses. Static and learned scales afterwards: test_held_layers.py."""
+"""Calibration: what the forward loop finds, and what it refuses. Static and learned scales afterwards:
+test_held_layers.py.
+"""
 
 from __future__ import annotations
 

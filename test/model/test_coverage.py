@@ -30,7 +30,9 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """4096 parameters in a linear layer, 16384 in experts, 1024 in an embedding, 1024 + 64 in small things and a bag."""
+    """4096 parameters in a linear layer, 16384 in experts, 1024 in an embedding, 1024 + 64 in small things and a
+    bag.
+    """
 
     def __init__(self) -> None:
         super().__init__()

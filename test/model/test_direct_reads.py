@@ -1,4 +1,6 @@
-"""A weight that is read outside its layer is noticed in the first forward after prepare, or in its backward; other reads are not."""
+"""A weight that is read outside its layer is noticed in the first forward after prepare, or in its backward; other
+reads are not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""torch's fused encoder layer reads weights directly in eval: it is kept off where layers are prepared, and verify sees such a path."""
+"""torch's fused encoder layer reads weights directly in eval: it is kept off where layers are prepared, and verify sees
+such a path.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ def _import(module: str) -> tuple[float, set[str]]:
 
 
 def test_import_is_light() -> None:
-    """Nothing beyond what torchao.quantization imports, but our own files; no CUDA context. The time is checked below."""
+    """Nothing beyond what torchao.quantization imports, but our own files; no CUDA context. The time is checked
+    below.
+    """
     ours, theirs = _import("aoquant")[1], _import("torchao.quantization")[1]
     extra = {m for m in ours - theirs if not m.startswith("aoquant")}
     # the standard library's own small modules do not count
@@ -38,7 +40,9 @@ def test_import_is_light() -> None:
 
 
 def test_import_time() -> None:
-    """Processor time below 1.5 times torchao.quantization's: the best of three runs each, taken in turns on a busy machine."""
+    """Processor time below 1.5 times torchao.quantization's: the best of three runs each, taken in turns on a busy
+    machine.
+    """
     runs = [(_import("aoquant")[0], _import("torchao.quantization")[0]) for _ in range(3)]
     assert min(ours for ours, _ in runs) < 1.5 * min(theirs for _, theirs in runs)
 

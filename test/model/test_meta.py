@@ -1,4 +1,6 @@
-"""Models that are built before their weights exist (meta device), that accelerate moves about, and the way back (`unprepare`)."""
+"""Models that are built before their weights exist (meta device), that accelerate moves about, and the way back
+(`unprepare`).
+"""
 
 from __future__ import annotations
 

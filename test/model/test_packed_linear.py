@@ -1,4 +1,6 @@
-"""packed_linear: the layer that convert makes, from tensors that somebody holds; and what a packed FP4 layer promises."""
+"""packed_linear: the layer that convert makes, from tensors that somebody holds; and what a packed FP4 layer
+promises.
+"""
 
 from __future__ import annotations
 

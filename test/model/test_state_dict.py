@@ -191,7 +191,9 @@ def test_meta_deepcopy_and_pickle(config: Any) -> None:
 
 @pytest.mark.parametrize("config", [Int4WeightConfig(32), IntxWeightConfig(3), Int8WeightConfig()], ids=repr)
 def test_plain_pickle(config: Any) -> None:
-    """Not for float8 parts: torch 2.13 pickles a float8 tensor, of any kind, and cannot load it back without torch.load."""
+    """Not for float8 parts: torch 2.13 pickles a float8 tensor, of any kind, and cannot load it back without
+    torch.load.
+    """
     model = converted(config)
     assert_equal(pickle.loads(pickle.dumps(model)), model)
 

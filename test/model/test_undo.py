@@ -1,4 +1,6 @@
-"""What conversion keeps: the float weights until all is done, or one layer at a time, with what can fail tried first."""
+"""What conversion keeps: the float weights until all is done, or one layer at a time, with what can fail tried
+first.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""PyTorch's block-scaled GEMMs by contract: doubles that check what the operators ask for, and multiply what their arguments stand for.
+"""PyTorch's block-scaled GEMMs by contract: doubles that check what the operators ask for, and multiply what their
+arguments stand for.
 
-Nothing here ran on a Blackwell GPU. What is tested is ours: which requests the adapter takes, what it hands over (dtypes, shapes,
-swizzled scales, where the bias goes) and what it makes of the accumulators.
+Nothing here ran on a Blackwell GPU. What is tested is ours: which requests the adapter takes, what it hands over
+(dtypes, shapes, swizzled scales, where the bias goes) and what it makes of the accumulators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The calls of csrc's encoders, on a CPU: what Python passes, against the schemas that the sources define. The operators are stand-ins.
+"""The calls of csrc's encoders, on a CPU: what Python passes, against the schemas that the sources define. The
+operators are stand-ins.
 
 What the operators compute is test_csrc_grids.py's and test/gpu/test_grids.py's.
 """
@@ -55,7 +56,9 @@ def test_fakes_take_what_the_operators_take(name: str) -> None:
 def test_encoders_call_the_operators_as_they_are_defined(
     name: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each argument has its schema's type, the names lead to the options, and the results are taken for what they are."""
+    """Each argument has its schema's type, the names lead to the options, and the results are taken for what they
+    are.
+    """
     fmt, types, calls = get_format(name), {"Tensor": Tensor, "int": int, "float": float, "bool": bool}, []
 
     def operator(called: str) -> Any:

@@ -152,7 +152,9 @@ def test_searched_scales(library: ctypes.CDLL, name: str, dtype: torch.dtype) ->
 
 
 def test_nearest_magnitudes(library: ctypes.CDLL) -> None:
-    """Without looking for an octave: around every tie and every power of two, and one float32 of each 101 (all of them were compared once)."""
+    """Without looking for an octave: around every tie and every power of two, and one float32 of each 101 (all of them
+    were compared once).
+    """
     wrong = library.wrong_magnitude
     wrong.restype = ctypes.c_int64
     spots = torch.tensor([0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0])

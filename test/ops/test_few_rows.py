@@ -1,4 +1,6 @@
-"""What the packed layer's kernels are asked for, and what they refuse; the kernels themselves run in test/gpu/test_decode.py."""
+"""What the packed layer's kernels are asked for, and what they refuse; the kernels themselves run in
+test/gpu/test_decode.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""int4's other numerics, against oracles that share no code with them: rational arithmetic, float64, torchao, PyTorch's operator.
+"""int4's other numerics, against oracles that share no code with them: rational arithmetic, float64, torchao, PyTorch's
+operator.
 
 `test_integer.py` has MSLK's asymmetric int4; here are its bf16 scales, the two fp8 kinds, tinygemm's, and HQQ.
 """
@@ -85,7 +86,9 @@ def test_fp8_plain_in_numpy(data: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("data", ["weights", "heavy", "special"])
 def test_fp8_preshuffled_in_numpy(data: str, dtype: torch.dtype) -> None:
-    """fp8 rows first, then int4 of the fp8 codes in code units, scales in e4m3; operand e4m3(q s), row scale outside."""
+    """fp8 rows first, then int4 of the fp8 codes in code units, scales in e4m3; operand e4m3(q s), row scale
+    outside.
+    """
     x = data_set(data, 24, 256, dtype)
     fmt = Int4Float8Row(128)
     e = fmt.encode(x)
@@ -186,7 +189,9 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["int4-tinygemm-hqq-g64", "int4-tinygemm-cpu-hqq-g32"])
 def test_hqq_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bytes some rows at a time, with one intermediate of the whole matrix, |w - v|, beside three of some rows."""
+    """The same bytes some rows at a time, with one intermediate of the whole matrix, |w - v|, beside three of some
+    rows.
+    """
     x = torch.cat([DATA[kind](64, 512, BF16, 9) for kind in ("heavy", "normal", "weights")])
     whole = get_format(name).encode(x)
     monkeypatch.setattr(hqq, "TILE", 4096)
@@ -308,7 +313,9 @@ def operands(e: Encoded, fmt: TinyGemm, capability: str, monkeypatch: pytest.Mon
 
 
 def test_operand_rules_in_rational_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 on AVX512, bf16 on AVX2, and float32 with and without fused multiply-adds; they differ, and each is its definition."""
+    """bf16 on AVX512, bf16 on AVX2, and float32 with and without fused multiply-adds; they differ, and each is its
+    definition.
+    """
     for dtype in (BF16, F32):
         _, e, fmt = cpu_case(dtype, n=8, size=2.0**-20 if dtype == BF16 else 0.1)
         got = {c: operands(e, fmt, c, monkeypatch) for c in ("AVX512", "AVX2", "DEFAULT")}
@@ -340,7 +347,9 @@ for dtype in (torch.bfloat16, torch.float16, torch.float32):
 
 
 def outputs_under(capability: str) -> dict[str, tuple[int, str]]:
-    """dtype -> (elements in which the reference differs from the operator, the operator's output) in another process."""
+    """dtype -> (elements in which the reference differs from the operator, the operator's output) in another
+    process.
+    """
     run = subprocess.run(
         [sys.executable, "-c", SUBPROCESS, capability, ":".join(sys.path)],
         env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "MSLK_PYTHON_ONLY": "1"},
@@ -404,7 +413,9 @@ def test_hqq_lowers_the_error_and_traces() -> None:
 
 
 def test_what_the_cuda_operator_gets_is_padded_with_zeros_to_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N to a multiple of 8, or of what is asked for, K to one of 1024; the operator itself needs a GPU, so here it is left out."""
+    """N to a multiple of 8, or of what is asked for, K to one of 1024; the operator itself needs a GPU, so here it is
+    left out.
+    """
     monkeypatch.setattr(tinygemm._aten, "_convert_weight_to_int4pack", lambda pairs, tiles: pairs, raising=False)
     fmt = TinyGemm(64)
     e = fmt.encode(DATA["weights"](13, 192, BF16, 1))

@@ -1,7 +1,9 @@
-"""MSLK's kernels under both of their names, by contract: doubles of the operators under `torch.ops.mslk` and `torch.ops.fbgemm`.
+"""MSLK's kernels under both of their names, by contract: doubles of the operators under `torch.ops.mslk` and
+`torch.ops.fbgemm`.
 
-The doubles have the schemas of MSLK 1.1 and FBGEMM GenAI 1.6 and multiply what their arguments stand for; the kernels themselves are run by
-test/gpu/test_int4_layouts_gpu.py. What is tested here: which package is asked, that either serves alone, and what the adapter hands over.
+The doubles have the schemas of MSLK 1.1 and FBGEMM GenAI 1.6 and multiply what their arguments stand for; the kernels
+themselves are run by test/gpu/test_int4_layouts_gpu.py. What is tested here: which package is asked, that either serves
+alone, and what the adapter hands over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The CUDA library's way from sources to operators, as far as it goes without a GPU: when it is built, what is said when it is not.
+"""The CUDA library's way from sources to operators, as far as it goes without a GPU: when it is built, what is said
+when it is not.
 
-nvcc compiles without a device, so the sources are compiled here for three architectures where nvcc is (slow). What the kernels compute is
-test/gpu's business.
+nvcc compiles without a device, so the sources are compiled here for three architectures where nvcc is (slow). What the
+kernels compute is test/gpu's business.
 """
 
 from __future__ import annotations
@@ -146,7 +147,9 @@ def make_wheel(folder: Path, **environment: str) -> tuple[str, list[str], str]:
 
 
 def test_wheels(fake_nvcc: Path, tmp_path: Path) -> None:
-    """Pure Python where torch has no CUDA; bound to the platform and to no Python, with the library in it, where both are there."""
+    """Pure Python where torch has no CUDA; bound to the platform and to no Python, with the library in it, where both
+    are there.
+    """
     fake = tmp_path / "fake"
     (fake / "torch").mkdir(parents=True)
     (fake / "torch" / "__init__.py").write_text(FAKE_TORCH.replace('"13.0"', "None"))

@@ -66,7 +66,9 @@ def request(contract: str, **options: Any) -> Request:
 
 
 def opcheck(op: Any, *args: Any, only: tuple[str, ...] = ()) -> None:
-    """PyTorch's checks; its schema check compares inputs with allclose, which float8 lacks, so that one is done here by bytes."""
+    """PyTorch's checks; its schema check compares inputs with allclose, which float8 lacks, so that one is done here by
+    bytes.
+    """
     op, args = op.overload, tuple(op.flat(*args))
     tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
     float8 = any(t.is_floating_point() and t.element_size() == 1 for t in tensors)
@@ -178,7 +180,9 @@ def test_bias_gradient_op_is_well_formed(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_dispatcher_and_the_body_give_the_same_encoded_matrix(name: str) -> None:
-    """With gradients on a call goes through the registered op, without them straight to the body; a missing part is None either way."""
+    """With gradients on a call goes through the registered op, without them straight to the body; a missing part is
+    None either way.
+    """
     x, operand = data("normal", 5, K, BF16), get_operand(name)
     registered = ops.encode(x, operand)
     with torch.no_grad(), mock.patch.object(ops.encode, "overload", None):
@@ -277,7 +281,9 @@ def test_forcing_reaches_compiled_layers() -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 @pytest.mark.parametrize("contract", ["fp8_scaled_mm", "fp8_scaled_mm_precise"])
 def test_reference_and_scaled_mm_differ_by_the_order_of_additions(contract: str, dtype: torch.dtype) -> None:
-    """Bound, an element: K float32 roundings of the sum of absolute products and two of the scales, then one of the output."""
+    """Bound, an element: K float32 roundings of the sum of absolute products and two of the scales, then one of the
+    output.
+    """
     args = gemm(contract, dtype, m=64, n=32, k=512)
     with backend("reference"):
         reference = ops.scaled_mm(*args).y

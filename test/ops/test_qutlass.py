@@ -1,7 +1,7 @@
 """The qutlass adapter over a double of the package: it checks each argument and computes what the arguments stand for.
 
-The double shares nothing with aoquant: layouts are index formulas, values a table, sums float64. What is tested is the contract (shapes, padding,
-swizzle, dtypes, who is asked for what); the kernels themselves were not run on hardware.
+The double shares nothing with aoquant: layouts are index formulas, values a table, sums float64. What is tested is the
+contract (shapes, padding, swizzle, dtypes, who is asked for what); the kernels themselves were not run on hardware.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ PAIRS = (
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 40, 32), (5, 130, 96), (129, 16, 2080), (3, 8, 256)])
 @pytest.mark.parametrize(("x_name", "w_name"), PAIRS)
 def test_the_gemm_is_the_references(package: Package, x_name: str, w_name: str, m: int, n: int, k: int) -> None:
-    """K padded to 128 with zero codes and zero scales, any M; alpha and no bias: one rounding, as the contract has it."""
+    """K padded to 128 with zero codes and zero scales, any M; alpha and no bias: one rounding, as the contract has
+    it.
+    """
     x, w = torch.randn(m, k).to(BF16), codec.encode(get_format(w_name), torch.randn(n, k).to(BF16) * 0.02)
     with backend("reference"):
         want = gemm(x_name, w_name, x, w, None)
@@ -195,7 +197,9 @@ def test_rows_with_outer_scales_of_their_own(package: Package) -> None:
     "name", ["qutlass-mxfp4", "mxfp4-quest", "hadamard32+mxfp4-quest", "hadamard64-s5+mxfp4-quest"]
 )
 def test_mx_codes_are_the_formats(monkeypatch: pytest.MonkeyPatch, name: str, swizzles: bool) -> None:
-    """Layout, method, matrix: B is T^T, random signs before the mixing. Codes differ where the double's float64 rounds elsewhere."""
+    """Layout, method, matrix: B is T^T, random signs before the mixing. Codes differ where the double's float64 rounds
+    elsewhere.
+    """
     double = Package(swizzles)
     install(monkeypatch, double)
     fmt, x = get_format(name), torch.randn(70, 384).to(BF16)

@@ -100,7 +100,9 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_without_a_kernel_leave_one_scale_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal shapes, other scales: what cuBLAS refused for rows it still does for tensors, in the order of sums that torchao's layer has."""
+    """Equal shapes, other scales: what cuBLAS refused for rows it still does for tensors, in the order of sums that
+    torchao's layer has.
+    """
     x, w, bias = torch.randn(3, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N).bfloat16()
     real, asked = torch._scaled_mm, []
 

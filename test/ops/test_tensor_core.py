@@ -1,4 +1,6 @@
-"""Products recorded on an H200, reproduced on a CPU to the last bit: operands from the formats, sums from the model of the tensor core."""
+"""Products recorded on an H200, reproduced on a CPU to the last bit: operands from the formats, sums from the model of
+the tensor core.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ PRODUCTS = [(case, contract) for case in GOLDEN if case.startswith("gemm/") for 
 
 
 def tinygemm(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """PyTorch's CUDA kernel: each k16 product from zero; eight warps take tiles in runs of eight and add in order, then warp by warp."""
+    """PyTorch's CUDA kernel: each k16 product from zero; eight warps take tiles in runs of eight and add in order, then
+    warp by warp.
+    """
     tiles = [matmul(x, w, BF16) for x, w in zip(x_MK.split(16, 1), w_NK.split(16, 1), strict=True)]
     warps = []
     for warp in range(8):

@@ -1,6 +1,7 @@
 """FSDP2, DDP and tensor parallelism on the CPU: two processes, gloo, every check of `distributed_checks`.
 
-One test, because starting the processes takes longer than most of the checks, and each worker of pytest-xdist would start its own.
+One test, because starting the processes takes longer than most of the checks, and each worker of pytest-xdist would
+start its own.
 """
 
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Sharded models in a world of one rank, where that is enough: what saving, adapters and transformers' own sharding say of them."""
+"""Sharded models in a world of one rank, where that is enough: what saving, adapters and transformers' own sharding say
+of them.
+"""
 
 from __future__ import annotations
 

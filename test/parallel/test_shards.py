@@ -1,4 +1,6 @@
-"""A shard that is encoded under the scales of its whole has the codes of the whole: what every sharded layer stands on."""
+"""A shard that is encoded under the scales of its whole has the codes of the whole: what every sharded layer stands
+on.
+"""
 
 import pytest
 import torch
@@ -88,7 +90,9 @@ def test_the_clipped_values_of_a_shard_are_those_of_the_whole(name: str) -> None
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_reach_is_what_changes_elsewhere_do(name: str) -> None:
-    """The codes of the first values stand still when others, out of reach of their scales, grow; and not when within."""
+    """The codes of the first values stand still when others, out of reach of their scales, grow; and not when
+    within.
+    """
     format = get_format(name)
     k = 4 * (format.block or 16)
     x = data("normal", 4 * format.tile_rows, k, F32)

@@ -1,4 +1,6 @@
-"""Training a prepared layer on a CPU takes no longer than torchao's QAT of the same base; see benchmarks/cpu.py for the table."""
+"""Training a prepared layer on a CPU takes no longer than torchao's QAT of the same base; see benchmarks/cpu.py for the
+table.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The documentation is true: its Python runs, its tables and links fit the source, its messages are the source's, and it is easy to read.
+"""The documentation is true: its Python runs, its tables and links fit the source, its messages are the source's, and
+it is easy to read.
 
-Blocks of one page share a namespace and run in order in an empty folder; the README's have a model and what else they name. A block
-that cannot run in this suite has the line "<!-- not run: REASON -->" above it; how many there are is written down here, so that none is
-switched off unnoticed. In quoted messages "…" stands for whatever a placeholder becomes, or for words left out.
+Blocks of one page share a namespace and run in order in an empty folder; the README's have a model and what else they
+name. A block that cannot run in this suite has the line "<!-- not run: REASON -->" above it; how many there are is
+written down here, so that none is switched off unnoticed. In quoted messages "…" stands for whatever a placeholder
+becomes, or for words left out.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>.+) -->\n+)?^```python\n(?P<code>
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 NOT_RUN = 1
 WIDTH, ROW, README = 120, 400, 130
-WIDE = ("big-models", "nvfp4", "troubleshooting")  # pages with longer lines
 FIGURES = runpy.run_path(str(DOCS / "figures" / "draw.py"))["FIGURES"]
 ELLIPSIS = "…"
 
@@ -116,7 +117,7 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-@pytest.mark.parametrize("page", [p for p in READ if p.stem not in WIDE], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", READ, ids=lambda p: p.stem)
 def test_lines_are_short(page: Path) -> None:
     # a code span, a link's target and a line of a formula are not broken
     unbroken = [

@@ -1,4 +1,6 @@
-"""What the documentation site adds to MkDocs: links to repository files, and parameters in docstrings. `make docs` builds the whole."""
+"""What the documentation site adds to MkDocs: links to repository files, and parameters in docstrings. `make docs`
+builds the whole.
+"""
 
 from __future__ import annotations
 

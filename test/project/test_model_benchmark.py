@@ -1,4 +1,6 @@
-"""benchmarks/model.py and compare.py run from end to end on a CPU: every part has its rows, and a variant that fails does not end the run."""
+"""benchmarks/model.py and compare.py run from end to end on a CPU: every part has its rows, and a variant that fails
+does not end the run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Mutation testing itself: which mistakes it makes, that its tables name what there is, and that it leaves the checkout alone."""
+"""Mutation testing itself: which mistakes it makes, that its tables name what there is, and that it leaves the checkout
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
-"""How far a Hopper tensor core's float32 sum of bf16 products may be from the exact one. Derived from the model in tensor_core.py.
+"""How far a Hopper tensor core's float32 sum of bf16 products may be from the exact one. Derived from the model in
+tensor_core.py.
 
-One wgmma instruction aligns 16 products and the accumulator to their largest exponent e and drops what lies below 2^(e - 25): at most one
-quantum for each of 17 terms. It then chops the sum to 23 bits of fraction: 2^-23 of it. 2^e is at most the largest of the terms, since
-normal significands are at least 1, and no term and no partial sum exceeds S = sum |x_k w_k| (but for factors 1 + 2^-23, which the
-slack of the last term covers). So an instruction adds at most (17 / 4 + 1) 2^-23 S, and where a GEMM splits K and adds the parts in
-float32, there are fewer parts than instructions, each addition rounding by 2^-24 S:
+One wgmma instruction aligns 16 products and the accumulator to their largest exponent e and drops what lies below
+2^(e - 25): at most one quantum for each of 17 terms. It then chops the sum to 23 bits of fraction: 2^-23 of it. 2^e is
+at most the largest of the terms, since normal significands are at least 1, and no term and no partial sum exceeds S =
+sum |x_k w_k| (but for factors 1 + 2^-23, which the slack of the last term covers). So an instruction adds at most (17 /
+4 + 1) 2^-23 S, and where a GEMM splits K and adds the parts in float32, there are fewer parts than instructions, each
+addition rounding by 2^-24 S:
 
     |acc - sum x_k w_k|  <=  ceil(K / 16) * (17 * 2^-25 + 2^-23 + 2^-24) * S
 
-The bound is nearly reached: a 1 followed by products just below 2^-25 loses all of them, 16/23 of it. Its relative form needs operands
-that are normal bf16 numbers or zero, as every decoded code is unless its scale is below 2^-120.
+The bound is nearly reached: a 1 followed by products just below 2^-25 loses all of them, 16/23 of it. Its relative form
+needs operands that are normal bf16 numbers or zero, as every decoded code is unless its scale is below 2^-120.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ def bound(x_MK: Tensor, w_NK: Tensor) -> Tensor:
 def adversarial(kind: str, m: int, k: int, device: torch.device | str = "cpu") -> Tensor:
     """(m, k) bf16 rows that a block format keeps as they are, or nearly.
 
-    dust: 1, then values that vanish beside it, then -1: everything that counts is dropped. same sign: truncation never cancels.
-    cancel: large values and their negatives at random places. spread: magnitudes over 24 binades. normal: for comparison.
+    dust: 1, then values that vanish beside it, then -1: everything that counts is dropped. same sign: truncation never
+        cancels.
+    cancel: large values and their negatives at random places. spread: magnitudes over 24 binades. normal: for
+        comparison.
     """
     g = torch.Generator().manual_seed(7)
     x = torch.randn(m, k, generator=g)

@@ -1,6 +1,7 @@
 """A random Llama checkpoint of any size, written tensor by tensor, and one that is loaded whole, to compare with.
 
-`python big_checkpoint.py MODEL OUT RECIPE MEGABYTES` converts MODEL under a limit on the process's own memory (`limited`).
+`python big_checkpoint.py MODEL OUT RECIPE MEGABYTES` converts MODEL under a limit on the process's own memory
+(`limited`).
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def write(folder: Path, *, hidden: int, inner: int, layers: int, vocab: int) -> 
 
 
 def limited(model: str, out: str, recipe: str, megabytes: int) -> None:
-    """Convert `model` with that much memory of the process's own, beyond the imports; then see that it does not load in that.
+    """Convert `model` with that much memory of the process's own, beyond the imports; then see that it does not load in
+    that.
 
-    The limit is RLIMIT_DATA: all private writable memory, in RAM or not, which is what cannot be given back when memory runs out;
-    malloc fails at it. File pages, which can, and shared libraries do not count.
+    The limit is RLIMIT_DATA: all private writable memory, in RAM or not, which is what cannot be given back when memory
+    runs out; malloc fails at it. File pages, which can, and shared libraries do not count.
     """
     with tempfile.TemporaryDirectory() as small, contextlib.redirect_stdout(io.StringIO()):
         write(Path(small) / "model", hidden=64, inner=64, layers=1, vocab=64)

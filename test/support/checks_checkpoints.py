@@ -34,7 +34,9 @@ from aoquant.integrations.distributed import full_state_dict
 
 @check("fsdp", "tensor-parallel")
 def a_checkpoint_resumes_bitwise(c: Ranks, how: str) -> None:
-    """Two steps, save, a new model prepared and sharded anew, load, two steps: as four steps without a stop, optimizer included."""
+    """Two steps, save, a new model prepared and sharded anew, load, two steps: as four steps without a stop, optimizer
+    included.
+    """
 
     def build(seeded: bool) -> nn.Module:
         model = mlp(c, BF16) if seeded else MLP(BF16, c.device)

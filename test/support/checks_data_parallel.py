@@ -61,7 +61,9 @@ from aoquant.layers.qat import QATLinear
 
 
 def train_alone(c: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
-    """The same steps in one process: both ranks' batches, and the mean of the gradients. Returns this rank's outputs."""
+    """The same steps in one process: both ranks' batches, and the mean of the gradients. Returns this rank's
+    outputs.
+    """
     outputs = []
     for step in range(steps):
         gradients = []
@@ -101,7 +103,9 @@ def data_parallel_training_equals_one_process(c: Ranks, how: str) -> None:
 
 @check("int4", "ao.int8")
 def packed_layers_in_ddp_are_left_out_of_its_first_broadcast(c: Ranks, kind: str) -> None:
-    """A norm trained through packed layers equals one process's, and DDP says what to do where it would broadcast codes."""
+    """A norm trained through packed layers equals one process's, and DDP says what to do where it would broadcast
+    codes.
+    """
     one = mlp(c, BF16)
     quantize_(one, Int4WeightConfig(32) if kind == "int4" else Int8WeightOnlyConfig())
     two, three = copy.deepcopy(one), copy.deepcopy(one)
@@ -130,7 +134,9 @@ def packed_layers_in_ddp_are_left_out_of_its_first_broadcast(c: Ranks, kind: str
 
 @check()
 def fsdp_options_do_not_change_the_numbers(c: Ranks) -> None:
-    """reshard_after_forward, activation checkpointing, sharding along K, HSDP and gradient accumulation without synchronisation."""
+    """reshard_after_forward, activation checkpointing, sharding along K, HSDP and gradient accumulation without
+    synchronisation.
+    """
     base = prepare(mlp(c, BF16), CONFIGS["fp8-tensor"])
     hsdp = init_device_mesh(c.device, (1, WORLD), mesh_dim_names=("replicate", "shard"))
     along_k = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
@@ -190,7 +196,9 @@ def average(p: Tensor) -> None:
 
 @check()
 def learned_scales_stay_out_of_fsdp(c: Ranks) -> None:
-    """As the docs say: bfloat16 weights sharded, float32 scales beside them; three steps equal one process's. A cast scale is refused."""
+    """As the docs say: bfloat16 weights sharded, float32 scales beside them; three steps equal one process's. A cast
+    scale is refused.
+    """
     config = QATConfig(Int8WeightConfig("row"), scales="learned")
     one = mlp(c, BF16)
     quantize_(one, config)
@@ -222,7 +230,9 @@ def learned_scales_stay_out_of_fsdp(c: Ranks) -> None:
 
 @check("nvfp4", "int4-g32", "ao.int8act-intx4", slow=("fp8-row", "fp8-tensor", "int8-tensor", "mxfp4", "intx3-row"))
 def fsdp_converted_equals_prepared(c: Ranks, name: str) -> None:
-    """Each rank keeps its packed shard; forward equals the prepared one; gathered, it is the whole model's conversion."""
+    """Each rank keeps its packed shard; forward equals the prepared one; gathered, it is the whole model's
+    conversion.
+    """
     one = prepare(mlp(c, BF16), CONFIGS[name])
     for leaves in (False, True):
         for after in (False, True):  # whether FSDP has been used, and holds its parameters unsharded
@@ -274,7 +284,9 @@ def a_model_prepared_on_meta_is_sharded_and_then_loaded(c: Ranks) -> None:
 
 @check()
 def torchao_quantize_takes_sharded_layers(c: Ranks) -> None:
-    """torchao's own entry point hands over one layer at a time: enough for tensor parallelism, refused where FSDP must let go."""
+    """torchao's own entry point hands over one layer at a time: enough for tensor parallelism, refused where FSDP must
+    let go.
+    """
     one, two = two_of(mlp(c, BF16))
     torchao_quantize_(tensor_parallel(c, two), QATConfig(CONFIGS["nvfp4"]))
     prepare(tensor_parallel(c, one), CONFIGS["nvfp4"])
@@ -324,7 +336,9 @@ def tied_weights_stay_tied(c: Ranks) -> None:
 
 @check("FSDP2", "tensor parallelism")
 def a_report_of_a_sharded_model_is_refused(c: Ranks, how: str) -> None:
-    """On every rank, before and after the model has run; gathered as the message says, prepared and converted are verified."""
+    """On every rank, before and after the model has run; gathered as the message says, prepared and converted are
+    verified.
+    """
     prepared, converted = two_of(prepare(mlp(c, BF16), CONFIGS["nvfp4"]))
     for model in (prepared, converted):
         shard(c, model) if how == "FSDP2" else tensor_parallel(c, model)
@@ -351,7 +365,9 @@ def quantizing_below_fsdp_is_refused(c: Ranks) -> None:
 
 @check(True, False)
 def fsdp1_takes_prepared_layers_and_its_own_are_refused(c: Ranks, original: bool) -> None:
-    """original: use_orig_params, which alone lets layers be prepared in place; nothing else is done to flattened weights, used or not yet."""
+    """original: use_orig_params, which alone lets layers be prepared in place; nothing else is done to flattened
+    weights, used or not yet.
+    """
     one = prepare(mlp(c, BF16), CONFIGS["nvfp4"])
     options = {"use_orig_params": original, "device_id": torch.device(c.device, c.rank if c.device == "cuda" else None)}
     two = FullyShardedDataParallel(copy.deepcopy(one), **options)

@@ -73,7 +73,9 @@ from aoquant.parallel import packed as sharded
     slow=tuple((n, d) for n in CONFIGS for d in DTYPES),
 )
 def tensor_parallel_equals_one_process(c: Ranks, name: str, dtype_name: str) -> None:
-    """Colwise bit-equal; rowwise the sum of the ranks' rounded shares, bit for bit; gradients likewise; codes those of the whole."""
+    """Colwise bit-equal; rowwise the sum of the ranks' rounded shares, bit for bit; gradients likewise; codes those of
+    the whole.
+    """
     dtype = DTYPES[dtype_name]
     one, two = two_of(prepare(mlp(c, dtype), CONFIGS[name]))
     tensor_parallel(c, two)
@@ -105,7 +107,9 @@ def tensor_parallel_equals_one_process(c: Ranks, name: str, dtype_name: str) -> 
 
 
 def share(layer: nn.Module, x: Tensor, rank: int) -> Tensor:
-    """What one rank of RowwiseParallel adds, from the whole weight: its columns, the scales of the whole, the bias on rank 0."""
+    """What one rank of RowwiseParallel adds, from the whole weight: its columns, the scales of the whole, the bias on
+    rank 0.
+    """
     assert isinstance(layer, QATLinear)
     recipe, half = layer.prepared.recipe, slice(rank * HIDDEN // WORLD, (rank + 1) * HIDDEN // WORLD)
 
@@ -138,7 +142,9 @@ def rowwise_is_bit_equal_where_sums_are_exact(c: Ranks, name: str, low: int, hig
 
 @check("some", slow=("all",))
 def codes_and_scales_are_those_of_the_whole(c: Ranks, which: str) -> None:
-    """Cut along N and along K, unevenly too; `test_extent` has the same without processes, with more kinds of numbers."""
+    """Cut along N and along K, unevenly too; `test_extent` has the same without processes, with more kinds of
+    numbers.
+    """
     some = (
         "int4-g32",
         "intx3-row",
@@ -198,7 +204,9 @@ def shards_may_be_uneven_or_empty(c: Ranks) -> None:
 
 @check("nvfp4", "fp8-tensor")
 def sequence_parallel_equals_plain_tensor_parallel(c: Ranks, name: str) -> None:
-    """Norm on shards of the tokens, gathered before up and scattered after down; and DTensors all the way between the layers."""
+    """Norm on shards of the tokens, gathered before up and scattered after down; and DTensors all the way between the
+    layers.
+    """
     one, two = two_of(prepare(mlp(c, F32), CONFIGS[name]))
     tensor_parallel(c, one, use_local_output=False)
     plan = {
@@ -220,7 +228,9 @@ def sequence_parallel_equals_plain_tensor_parallel(c: Ranks, name: str) -> None:
 
 @check()
 def a_replicated_weight_takes_sharded_tokens(c: Ranks) -> None:
-    """Each rank multiplies its tokens; a per-tensor activation scale is that of all tokens; the weight's gradient is reduced."""
+    """Each rank multiplies its tokens; a per-tensor activation scale is that of all tokens; the weight's gradient is
+    reduced.
+    """
     one, two = two_of(prepare(mlp(c, F32), FP8WeightConfig(granularity="tensor", activation="fp8-tensor")))
     for layer in (two.up, two.down):
         for name, p in list(layer.named_parameters()):

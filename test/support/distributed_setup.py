@@ -1,11 +1,12 @@
 """Checks that two processes make together: FSDP2, DDP and tensor parallelism of prepared and converted models.
 
-`run(backend, device)` starts the processes once, lets them make every check in turn and returns what went wrong in each. The checks
-know a device and a mesh, nothing else, so gloo on CPUs and NCCL on GPUs make the same ones. "One process" is the same model, not
-distributed, computed beside it by every rank: plain tensors, equal on both.
+`run(backend, device)` starts the processes once, lets them make every check in turn and returns what went wrong in
+each. The checks know a device and a mesh, nothing else, so gloo on CPUs and NCCL on GPUs make the same ones. "One
+process" is the same model, not distributed, computed beside it by every rank: plain tensors, equal on both.
 
-`same` is torch.equal where the arithmetic is the same. A GPU's GEMM may choose another kernel, with another order of additions, for
-half of the columns, so there results of GEMMs over random numbers are compared within a bound; integers are equal everywhere.
+`same` is torch.equal where the arithmetic is the same. A GPU's GEMM may choose another kernel, with another order of
+additions, for half of the columns, so there results of GEMMs over random numbers are compared within a bound; integers
+are equal everywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Names of formats: one of each kind, for tests that are slow, and names beyond `list_formats`, which has no options and few sizes."""
+"""Names of formats: one of each kind, for tests that are slow, and names beyond `list_formats`, which has no options
+and few sizes.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ NATIVE = [
     "intx8-row-asym-sfloat32-native",
     "fp8-1x128-native",
 ]
-# bounds clip on purpose, float16 scales underflow, a stretched grid has no zero: their promises are tested by themselves
+# bounds clip on purpose, float16 scales underflow, a stretched grid has no zero: their promises are tested by
+# themselves
 OTHERS = [
     "fp8-row:lb0.5",
     "fp8-row:ub10.0",

@@ -1,13 +1,15 @@
 """GridFlip on FP4 tensor cores: an exact identity that leaves them plain NVFP4 operands.
 
-A tensor core takes e2m1 codes and unsigned scales, and knows no second grid. A flagged block (s~ < 0) decodes q to -(q + c) |s|, so with
-the codes' signs turned there and the scales' taken off, the shift is all that is missing, and it is the same for a whole block:
+A tensor core takes e2m1 codes and unsigned scales, and knows no second grid. A flagged block (s~ < 0) decodes q to
+-(q + c) |s|, so with the codes' signs turned there and the scales' taken off, the shift is all that is missing, and it
+is the same for a whole block:
 
     X W^T = t * (X plain^T + Xbar C^T)      C = -c |s| in flagged blocks, else 0; Xbar[m, b] = the sum of X over block b
 
-The first product is what the tensor core computes, the second has K / 16 columns and runs beside it: C is exact in bf16 when c is a power
-of two, Xbar must not be rounded to FP4. `GridFlip.split` makes both parts. No operand is rounded on the way, where a bf16 operand of
-GridFlip rounds its largest codes under some scales (see `formats/gridflip.py`), so this sums what `decode` says.
+The first product is what the tensor core computes, the second has K / 16 columns and runs beside it: C is exact in bf16
+when c is a power of two, Xbar must not be rounded to FP4. `GridFlip.split` makes both parts. No operand is rounded on
+the way, where a bf16 operand of GridFlip rounds its largest codes under some scales (see `formats/gridflip.py`), so
+this sums what `decode` says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Four-over-six and GridFlip written again, from their definition, in numpy: one block after the other, no code shared with aoquant.
+"""Four-over-six and GridFlip written again, from their definition, in numpy: one block after the other, no code shared
+with aoquant.
 
-float32 arithmetic is IEEE's, one rounding an operation; small floats are ml_dtypes'. `encode` takes float32 values, and gives what is
+float32 arithmetic is IEEE's, one rounding an operation; small floats are ml_dtypes'. `encode` takes float32 values, and
+gives what is
 stored: t, scale bytes and codes.
 """
 
@@ -47,7 +49,9 @@ def outer(x: np.ndarray) -> tuple[np.float32, np.float32, np.float32]:
 
 
 def candidates(block: np.ndarray, amax: np.float32, effort: str, c: np.float32) -> list[tuple[np.float32, bool]]:
-    """(unsigned scale, flipped), in order. effort "none": four-over-six. c is negative where the shift's sign is turned."""
+    """(unsigned scale, flipped), in order. effort "none": four-over-six. c is negative where the shift's sign is
+    turned.
+    """
     top = F32(F32(1536) / amax)
     a, size = F32(np.abs(block).max()), abs(c)
     b = F32(F32(a / F32(6)) * top)

@@ -1,7 +1,9 @@
-"""What the tests of the linear layer share: every config in small, inputs and weights of every awkward kind, and comparisons.
+"""What the tests of the linear layer share: every config in small, inputs and weights of every awkward kind, and
+comparisons.
 
-A case is one PTQ config with the shapes and dtypes that its deployed layer takes. `layer` makes an nn.Linear for it, `prepared`
-and `converted` are what aoquant makes of a copy, `torchao_converted` is what torchao makes of the same weight by itself.
+A case is one PTQ config with the shapes and dtypes that its deployed layer takes. `layer` makes an nn.Linear for it,
+`prepared` and `converted` are what aoquant makes of a copy, `torchao_converted` is what torchao makes of the same
+weight by itself.
 """
 
 from __future__ import annotations
@@ -305,7 +307,9 @@ _LIKE_ANOTHER = re.compile(
 
 
 def with_kinds(cases: tuple[Case, ...]) -> list[Any]:
-    """(case, dtype, kind of data) parameters. "mixed" holds the other kinds row by row: where a case is like another, they are slow."""
+    """(case, dtype, kind of data) parameters. "mixed" holds the other kinds row by row: where a case is like another,
+    they are slow.
+    """
     return [
         pytest.param(
             c,

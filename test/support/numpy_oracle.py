@@ -1,7 +1,8 @@
-"""What formats compute, written again in numpy from their definitions: float32 arithmetic is IEEE's, small floats are ml_dtypes'.
+"""What formats compute, written again in numpy from their definitions: float32 arithmetic is IEEE's, small floats are
+ml_dtypes'.
 
-Each function takes blocks (B, block) of bf16 values as float32 and gives (scale, codes) in the values that are stored, codes as the
-numbers they stand for. No code is shared with aoquant or torch.
+Each function takes blocks (B, block) of bf16 values as float32 and gives (scale, codes) in the values that are stored,
+codes as the numbers they stand for. No code is shared with aoquant or torch.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def float8(x: np.ndarray, name: str) -> Arrays:
 
 
 def affine(x: np.ndarray, bits: int, mapping: str, wide: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(scale, zero point, codes). wide: quantised in float32, with float32's eps; otherwise every step is rounded to bf16."""
+    """(scale, zero point, codes). wide: quantised in float32, with float32's eps; otherwise every step is rounded to
+    bf16.
+    """
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     eps = F32(np.finfo(F32).eps if wide else 2.0**-126)
 

@@ -1,4 +1,6 @@
-"""Kernels that torchao calls and that need a GPU, written from their specification: torchao's own layers run over them on a CPU."""
+"""Kernels that torchao calls and that need a GPU, written from their specification: torchao's own layers run over them
+on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from aoquant.formats import layout
 
 
 def blockwise_fp8_gemm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor, block_size: int) -> Tensor:
-    """torchao's Triton kernel on paper: (a block's float32 sum) * x's scale * w's scale, blocks added in order, one rounding."""
+    """torchao's Triton kernel on paper: (a block's float32 sum) * x's scale * w's scale, blocks added in order, one
+    rounding.
+    """
     assert all(t.is_contiguous() for t in (a, a_s, b, b_s))
     blocks = a.shape[1] // block_size
     a_s = a_s.view(len(a), blocks)
@@ -25,7 +29,9 @@ def blockwise_fp8_gemm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor, block_siz
 def fp4_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
-    """`torch._scaled_mm` of two NVFP4 operands, as Blackwell has it: exact products, float32 sums, bias, one rounding."""
+    """`torch._scaled_mm` of two NVFP4 operands, as Blackwell has it: exact products, float32 sums, bias, one
+    rounding.
+    """
 
     def values(codes: Tensor, scale: Tensor) -> Tensor:
         grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

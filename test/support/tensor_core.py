@@ -1,12 +1,13 @@
 """A CPU model of Hopper's tensor core, bit for bit: the oracle for kernels that CI cannot run.
 
-One wgmma instruction adds `depth` products to the accumulator (16 in bf16, 32 in e4m3). It aligns them all to the largest exponent of
-the set, drops what lies more than F bits below it, adds the rest exactly and rounds toward zero:
+One wgmma instruction adds `depth` products to the accumulator (16 in bf16, 32 in e4m3). It aligns them all to the
+largest exponent of the set, drops what lies more than F bits below it, adds the rest exactly and rounds toward zero:
 
     quantum = 2^(max exponent - F);  acc = chop(sum(trunc(term / quantum)) * quantum)
 
-F is 25 for bf16 operands, 13 for e4m3, where the accumulator keeps no more than 13 bits of fraction either. A product's exponent is the sum
-of its factors' and is not normalised, so 1.5 * 1.5 has exponent 0. Subnormals have their format's smallest exponent; zeros have -126.
+F is 25 for bf16 operands, 13 for e4m3, where the accumulator keeps no more than 13 bits of fraction either. A product's
+exponent is the sum of its factors' and is not normalised, so 1.5 * 1.5 has exponent 0. Subnormals have their format's
+smallest exponent; zeros have -126.
 
 Source: arXiv:2511.10909 (MMA-Sim); checked against kernels recorded on an H200.
 """

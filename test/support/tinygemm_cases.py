@@ -1,4 +1,6 @@
-"""A call of tinygemm's CPU operator whose outputs show how its operand was rounded; a subprocess with other instructions makes it too."""
+"""A call of tinygemm's CPU operator whose outputs show how its operand was rounded; a subprocess with other
+instructions makes it too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from aoquant.formats import Encoded, TinyGemm, layout
 def cpu_case(
     dtype: torch.dtype, m: int = 5, n: int = 80, k: int = 128, size: float = 2.0**-20
 ) -> tuple[Tensor, Encoded, TinyGemm]:
-    """Inputs whose outputs show a rounding of the operand: groups of nearly equal values, multiplied by 1 and -1. size: of scales."""
+    """Inputs whose outputs show a rounding of the operand: groups of nearly equal values, multiplied by 1 and -1. size:
+    of scales.
+    """
     fmt = TinyGemm(32, device="cpu")
     g = torch.Generator().manual_seed(7)
     codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)

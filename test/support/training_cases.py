@@ -1,4 +1,6 @@
-"""A small student, the configs it trains under, and its training loop; a subprocess that resumes a run imports them too."""
+"""A small student, the configs it trains under, and its training loop; a subprocess that resumes a run imports them
+too.
+"""
 
 from __future__ import annotations
 

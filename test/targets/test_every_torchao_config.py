@@ -1,6 +1,8 @@
-"""Every config that torchao's `quantize_` handles is supported and exact, or refused by name with a reason: nothing is left unsaid.
+"""Every config that torchao's `quantize_` handles is supported and exact, or refused by name with a reason: nothing is
+left unsaid.
 
-The list is torchao's own source: each class that it registers a handler for. A new torchao with a new config fails here first.
+The list is torchao's own source: each class that it registers a handler for. A new torchao with a new config fails here
+first.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def test_every_supported_config_has_an_exact_case(name: str) -> None:
 
 
 def config_called(name: str) -> Any:
-    """An instance that nothing was asked of: of torchao's class, or of one that looks like it where that cannot be imported."""
+    """An instance that nothing was asked of: of torchao's class, or of one that looks like it where that cannot be
+    imported.
+    """
     try:
         cls = getattr(importlib.import_module(HANDLED[name]), name)
     except ImportError:

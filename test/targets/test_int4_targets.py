@@ -58,7 +58,9 @@ def model(n: int = 32, k: int = 256, dtype: torch.dtype = BF16) -> nn.Module:
 
 @each
 def test_recipe_and_gradients(name: str) -> None:
-    """Trains on a machine without the kernel: gradients close to the float layer's, bias included; the second backward pass is equal."""
+    """Trains on a machine without the kernel: gradients close to the float layer's, bias included; the second backward
+    pass is equal.
+    """
     config, weight, contract = CONFIGS[name]
     m = model()
     x, g = torch.randn(64, 256).to(BF16), torch.randn(64, 32).to(BF16)
@@ -112,7 +114,9 @@ def test_plain_layouts_convert_anywhere(name: str) -> None:
 
 
 def test_converting_to_another_dialect_or_layout_raises() -> None:
-    """fp8 rows in MSLK's dialect are stored in the recipe: PyTorch's dialect, and every other layout, are other layers."""
+    """fp8 rows in MSLK's dialect are stored in the recipe: PyTorch's dialect, and every other layout, are other
+    layers.
+    """
     pairs = [
         (float8(), float8(preference=KernelPreference.TORCH)),
         (float8(), float8(preference=KernelPreference.AUTO)),
@@ -214,7 +218,9 @@ def test_tile_packed_takes_any_activation_and_rounds_it_to_bf16() -> None:
 
 
 def test_bias_is_rounded_on_its_own() -> None:
-    """rn(rn(acc) + bias), not rn(acc + bias): with a layer without bias, and torch's own addition, as torchao has it."""
+    """rn(rn(acc) + bias), not rn(acc + bias): with a layer without bias, and torch's own addition, as torchao has
+    it.
+    """
     for name in CONFIGS:
         m = model()
         x = torch.randn(64, 256).to(BF16)

@@ -1,7 +1,7 @@
 """torchao's static configs: prepared == converted == what torchao makes by itself from the same scale. Tolerance 0.
 
-Int8Static and Float8Static keep their activation scale in the weight tensor, with as many dimensions as the input it was calibrated
-on. torchao's NVFP4 runs over a kernel written from the specification, as in test_prepared_converted.py.
+Int8Static and Float8Static keep their activation scale in the weight tensor, with as many dimensions as the input it
+was calibrated on. torchao's NVFP4 runs over a kernel written from the specification, as in test_prepared_converted.py.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def test_a_given_scale_is_ptq_and_torchaos_own(name: str, dtype: torch.dtype) ->
 
 
 def test_fp8_calibration_is_torchaos_observer() -> None:
-    """Observe with torchao, calibrate with us: the same scales, codes and outputs. bf16, where dividing is dividing everywhere."""
+    """Observe with torchao, calibrate with us: the same scales, codes and outputs. bf16, where dividing is dividing
+    everywhere.
+    """
     batches = [batch(BF16, 2, 3, seed=s) for s in (3, 4, 5)]
     theirs, ours = model(BF16), model(BF16)
     torchao_quantize_(theirs, Float8StaticActivationFloat8WeightConfig(step="prepare"))
@@ -118,7 +120,9 @@ def test_fp8_calibration_is_torchaos_observer() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 def test_nvfp4_step_prepare_calibrate_step_convert_is_torchaos(dtype: torch.dtype) -> None:
-    """torchao's two steps around its own calibration loop and around ours: the same tensors; and prepared equals both."""
+    """torchao's two steps around its own calibration loop and around ours: the same tensors; and prepared equals
+    both.
+    """
 
     def config(step: str) -> Any:
         return NVFP4DynamicActivationNVFP4WeightConfig(step=step, use_triton_kernel=False)

@@ -41,7 +41,8 @@ VARIANTS = [
     "fp8-tensor:ub1.25",
     "fp8-1x32:lb0.01:ub10.0",
 ]
-# int4 and MSLK's rows need other oracles: test_integer.py, test_int4_layouts.py; torchao has none of the other FP4 formats
+# int4 and MSLK's rows need other oracles: test_integer.py, test_int4_layouts.py; torchao has none of the other FP4
+# formats
 NAMES = [n for n in [*list_formats(), *VARIANTS] if type(get_format(n)) in (MX, NVFP4, Affine, Float8)]
 NATIVE = [n for n in NAMES if isinstance(get_format(n), Affine | Float8)]
 FINITE = [d for d in DATA if d != "nonfinite"]

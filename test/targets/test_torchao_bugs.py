@@ -1,8 +1,10 @@
-"""What torchao's QAT gets wrong, silently or loudly, held against ours: one test a bug, beside torchao's behaviour where that is cheap.
+"""What torchao's QAT gets wrong, silently or loudly, held against ours: one test a bug, beside torchao's behaviour
+where that is cheap.
 
-Elsewhere: float8 that does not train (layers/test_training.py), zero rows and tensors (layers/test_prepared_converted.py), an activation
-config alone (layers/test_fake_quantize_configs.py), conversions with another config or without prepare, hooks, attributes, mode,
-subclasses and tied embeddings (model/test_api.py), compiled layers (layers/test_compile.py).
+Elsewhere: float8 that does not train (layers/test_training.py), zero rows and tensors
+(layers/test_prepared_converted.py), an activation config alone (layers/test_fake_quantize_configs.py), conversions with
+another config or without prepare, hooks, attributes, mode, subclasses and tied embeddings (model/test_api.py), compiled
+layers (layers/test_compile.py).
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def inputs(*shape: int) -> Tensor:
 
 @every_base
 def test_no_gradient_flows_through_a_scale(base: Any) -> None:
-    """Doubling one row's largest weight's gradient path through absmax would show in every other weight of its block."""
+    """Doubling one row's largest weight's gradient path through absmax would show in every other weight of its
+    block.
+    """
     qat = model()
     quantize_(qat, QATConfig(base))
     x, g = inputs(8, 128).requires_grad_(), torch.zeros(8, 32, dtype=torch.bfloat16)
@@ -174,7 +178,9 @@ def test_torchao_skips_the_same_shape_silently() -> None:
 
 
 def test_the_largest_weight_of_a_group_moves() -> None:
-    """torchao's straight-through zeroes the gradient where the code is clipped: a symmetric group's largest positive weight, always."""
+    """torchao's straight-through zeroes the gradient where the code is clipped: a symmetric group's largest positive
+    weight, always.
+    """
     base = IntxWeightOnlyConfig(torch.int4, PerGroup(32))
     ours = model()
     with torch.no_grad():

@@ -26,7 +26,9 @@ def logits_fingerprint(model: PreTrainedModel, ids_BT: Tensor) -> str:
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
-    """What the order of sums depends on: torch, the kind of device, which one, and the threads of a CPU."""
+    """The environment that the order of sums depends on: torch, the kind of device, which one, and the threads of a
+    CPU.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         return {"torch": torch.__version__, "device": "cuda", "device_name": torch.cuda.get_device_name(device)}

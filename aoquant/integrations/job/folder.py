@@ -88,7 +88,7 @@ class Folder:
 
 
 def _command(o: Options) -> dict[str, Any]:
-    """What has to be the same for stages to stand in one table."""
+    """The settings that have to be equal for stages to stand in one table."""
     options = {name: value for name, value in o.as_json().items() if name != "out"}
     here = environment(o.device)
     here.pop("threads", None)  # the last bits of a sum, and not worth a fine-tune

@@ -40,7 +40,7 @@ class Model:
 
 @dataclass
 class Layers:
-    """What is quantised, and to what."""
+    """The layers that are quantised, and their recipes."""
 
     recipe: str = "nvfp4"
     """A name from `aoquant recipes`, or two from `aoquant formats` as WEIGHT/ACTIVATION."""

@@ -1,4 +1,4 @@
-"""What a run found: its stages, its verdicts, and the files that it leaves."""
+"""The result of a run: its stages, its verdicts, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found. min_sqnr_db, rows: of prepared against converted. skipped: layers left out, and why, by name.
+    """The result of a run. min_sqnr_db, rows: of prepared against converted. skipped: layers left out, and why, by
+    name.
 
     coverage: the share of parameters in quantised layers, a sentence. stay_float: matrices that stay in high precision,
         and why.

@@ -7,9 +7,9 @@
     rotate    x -> x after a rotation by drawn signs
     saturate  x -> which of its values are clipped, a bit each
 
-A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a time on a CPU
-(`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's. A forced backend rules the roles that it has; the
-others choose freely.
+A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
+time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's. A forced
+backend rules the roles that it has; the others choose freely.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
 def decode(
     format: Format | Operand, e: Encoded, dtype: torch.dtype, *, operand: bool = False, out: torch.dtype | None = None
 ) -> Tensor:
-    """`format.decode(e, dtype)`, or `format.operand`, then cast to `out`. Codes know no transform, so an operand stands for its format."""
+    """`format.decode(e, dtype)`, or `format.operand`, then cast to `out`. Codes know no transform, so an operand stands
+    for its format.
+    """
     if isinstance(format, Operand):
         format = format.format
     found = routed(CodecRequest, "decode", format, e.codes.device, dtype, e.codes.shape[0], e.k)
@@ -67,9 +69,11 @@ def quantize(
     measured: Tensor | None = None,
     random: Random | None = None,
 ) -> Quantized:
-    """`operand_.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or a GEMM's `operand` and its alpha.
+    """`operand_.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or a GEMM's `operand` and
+    its alpha.
 
-    measured: alpha of an earlier call for these very values, from which a backend need not look for a scale of the whole again.
+    measured: alpha of an earlier call for these very values, from which a backend need not look for a scale of the
+        whole again.
     random: where the numbers come from, for an operand that draws.
     """
     made = operand_ if isinstance(operand_, Operand) else Operand(operand_)
@@ -92,6 +96,8 @@ def transform(
 
 
 def saturated(operand: Operand | Format, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """(R, ceil(K / 8)) uint8: bits of the values that are clipped when x_RK is encoded; matrix: of a fitted transform."""
+    """(R, ceil(K / 8)) uint8: bits of the values that are clipped when x_RK is encoded; matrix: of a fitted
+    transform.
+    """
     operand, (rows, k) = as_operand(operand), x_RK.shape
     return routed(CodecRequest, "saturate", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, matrix)

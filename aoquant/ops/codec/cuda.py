@@ -1,8 +1,9 @@
-"""Formats that try several scales for a block, encoded by `csrc/`: the codec's backend "cuda", for the roles that encode.
+"""Formats that try several scales for a block, encoded by `csrc/`: the codec's backend "cuda", for the roles that
+encode.
 
-Four-over-six and GridFlip take two launches, the largest finite magnitude and the encoder, or one where the format's amax is constant;
-NVFP4's search takes the outer scale that the format measures. Decoding is Triton's: it is bound by memory, and there is nothing that CUDA
-could do better.
+Four-over-six and GridFlip take two launches, the largest finite magnitude and the encoder, or one where the format's
+amax is constant; NVFP4's search takes the outer scale that the format measures. Decoding is Triton's: it is bound by
+memory, and there is nothing that CUDA could do better.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def quantize(
     measured: Tensor | None = None,
     random: Random | None = None,
 ) -> Quantized:
-    """Codes, and in the same pass what they stand for. measured: an outer scale, which gives four-over-six's amax not back exactly."""
+    """Codes, and in the same pass what they stand for. measured: an outer scale, which gives four-over-six's amax not
+    back exactly.
+    """
     e, values = _run(made.format, _transformed(made, x_RK), dtype, operand, measured)
     return Quantized(e if keep else None, values, e.outer)
 

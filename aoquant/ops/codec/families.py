@@ -1,8 +1,9 @@
-"""Which formats have Triton kernels, in which roles, and what these cannot do: one record for each file of `ops/triton`.
+"""Which formats have Triton kernels, in which roles, and what these cannot do: one record for each file of
+`ops/triton`.
 
-A kernel knows exact formats: a subclass is another format, with other numbers, and needs a record of its own. Triton is not imported here, so
-that a machine without it can say why a kernel does not run. To add a kernel: its launchers (`quantize`, `decode`) in a file of `ops/triton`,
-and its record here.
+A kernel knows exact formats: a subclass is another format, with other numbers, and needs a record of its own. Triton is
+not imported here, so that a machine without it can say why a kernel does not run. To add a kernel: its launchers
+(`quantize`, `decode`) in a file of `ops/triton`, and its record here.
 
     quantize(format, x_RK, dtype or None, operand, keep, measured, mix) -> (Encoded or None, values or None, alpha or None)
     decode(format, e, dtype, operand) -> values
@@ -86,8 +87,8 @@ def imported(module: str) -> ModuleType:
 
 
 def _why_not_float8(r: CodecRequest) -> str | None:
-    # Codes that a thread stores byte by byte come out wrong after fp8-tensor's conversions: in one such kernel Triton 3.6's PTX reads
-    # right, so the assembler is suspected, not proved (H200, 2026-11-21); stores of 16 bytes are right.
+    # Codes that a thread stores byte by byte come out wrong after fp8-tensor's conversions: in one such kernel Triton
+    # 3.6's PTX reads right, so the assembler is suspected, not proved (H200, 2026-11-21); stores of 16 bytes are right.
     return f"reads rows of float8 by 16, got K = {r.k}" if r.k % 16 else None
 
 

@@ -11,11 +11,6 @@ from .. import tiles
 from ..router import Backend, Quantized
 
 
-def encode(operand: Operand, x_RK: Tensor) -> Encoded:
-    """`operand.encode(x_RK)`."""
-    return tiles.encode(operand.format if operand.transform is None else operand, x_RK)
-
-
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
     """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
     return tiles.decoded(format, format.operand if operand else format.decode, e, dtype, out)
@@ -31,7 +26,7 @@ def quantize(
     random: Random | None,
 ) -> Quantized:
     """Codes, if `keep`, and what they stand for."""
-    e = encode(made, x_RK) if random is None else made.encode(x_RK, random=random)
+    e = tiles.encode(made, x_RK) if random is None else made.encode(x_RK, random=random)
     values = decode(made.format, e, dtype, operand, dtype)
     return Quantized(e if keep else None, values, made.format.alpha(e))
 
@@ -71,7 +66,7 @@ def _always(request: object) -> None:
 BACKENDS = tuple(
     Backend("reference", 0, _always, run, role)
     for role, run in (
-        ("encode", encode),
+        ("encode", tiles.encode),
         ("decode", decode),
         ("quantize", quantize),
         ("transform", transform),

@@ -1,8 +1,8 @@
 """The codec's backend "triton": what stands around the kernels of `ops/triton`, which `families.py` lists.
 
-A Hadamard transform is applied in the encoder's own pass where its family `mixes`, else by a kernel before it. `formats/` stays the truth:
-every kernel reproduces `Format.encode`, `operand` and `decode` bit for bit, NaN, Inf, zeros and subnormals included
-(`test/gpu/test_triton_exact.py`).
+A Hadamard transform is applied in the encoder's own pass where its family `mixes`, else by a kernel before it.
+`formats/` stays the truth: every kernel reproduces `Format.encode`, `operand` and `decode` bit for bit, NaN, Inf, zeros
+and subnormals included (`test/gpu/test_triton_exact.py`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def quantize(
     measured: Tensor | None,
     random: Random | None,
 ) -> Quantized:
-    """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured` yet.
+    """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured`
+    yet.
 
     At random, codes and operand alike.
     """
@@ -156,7 +157,9 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
 def transform(
     operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool = False, clipped: Tensor | None = None
 ) -> Tensor:
-    """`operand.transformed(x_RK, matrix)`, or back: `operand.pull_back(x_RK, matrix)`, zero where it is `clipped`; in one pass."""
+    """`operand.transformed(x_RK, matrix)`, or back: `operand.pull_back(x_RK, matrix)`, zero where it is `clipped`; in
+    one pass.
+    """
     dtype = x_RK.dtype if back or isinstance(operand.format, HighPrecision) else torch.float32
     with _on(x_RK):
         return imported("hadamard").mix(x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped)

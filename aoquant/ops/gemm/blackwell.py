@@ -1,8 +1,9 @@
 """Blackwell's block-scaled tensor cores: PyTorch's NVFP4 and MX GEMMs, which torchao's NVFP4Tensor and MXTensor call.
 
-They take our codes as they are and block scales swizzled in tiles of 128 x 4 (`formats.layout`), and accumulate in float32. Outer scales
-are none of their business: under "aoquant" the GEMM hands over its accumulators in float32 and the epilogue scales them, adds the bias and
-rounds once; without outer scales its own rounding, bias included, is that rounding; "nvfp4_rescale" is torchao's order.
+They take our codes as they are and block scales swizzled in tiles of 128 x 4 (`formats.layout`), and accumulate in
+float32. They know no outer scales: under "aoquant" the GEMM hands over its accumulators in float32 and the epilogue
+scales them, adds the bias and rounds once; without outer scales its own rounding, bias included, is that
+rounding; "nvfp4_rescale" is torchao's order.
 
 Contract-tested against a double of the operator that checks its arguments and multiplies what they stand for
 (test/ops/test_blackwell.py). Never run on a Blackwell GPU: none was at hand.
@@ -40,7 +41,9 @@ def _why_not(r: Request) -> str | None:
 
 
 def _alike(x: Format, w: Format) -> bool:
-    """Whether one instruction multiplies their codes. NVFP4's outer scales are the epilogue's: one for the tensor, one a row, or none."""
+    """Whether one instruction multiplies their codes. NVFP4's outer scales are the epilogue's: one for the tensor, one
+    a row, or none.
+    """
     return x == w or type(x) is type(w) is NVFP4
 
 
@@ -59,7 +62,9 @@ def _run(c: Call) -> Tensor:
 
 
 def _multiply(format: Format, x: Encoded, w: Encoded, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """(M, N) in `out`: products of codes and block scales, summed in float32, plus bias, rounded once. torchao's own calls."""
+    """(M, N) in `out`: products of codes and block scales, summed in float32, plus bias, rounded once. torchao's own
+    calls.
+    """
     (a_MK, scale_a), (b_NK, scale_b) = _operand(x), _operand(w)
     if isinstance(format, NVFP4) or a_MK.dtype != _FLOAT4:
         return torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, bias=bias, out_dtype=out)

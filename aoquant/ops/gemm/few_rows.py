@@ -1,11 +1,13 @@
-"""GEMMs of few rows of x with a 4-bit W, decoded on the way to the tensor core: what serving a model spends its time on.
+"""GEMMs of few rows of x with a 4-bit W, decoded on the way to the tensor core: what serving a model spends its time
+on.
 
-Two backends keep the contract "aoquant" from the packed tensor's own bytes, without a second copy of W: "cuda-decode", kernels of
-`csrc/`, and "triton-decode", for an aoquant that was installed without them. Above `rows` rows of x it is cheaper to decode W once and
-to leave the GEMM to `matmul.py`.
+Two backends keep the contract "aoquant" from the packed tensor's own bytes, without a second copy of W: "cuda-decode",
+kernels of `csrc/`, and "triton-decode", for an aoquant that was installed without them. Above `rows` rows of x it is
+cheaper to decode W once and to leave the GEMM to `matmul.py`.
 
-Both choose how they cut K by N, K and a range of M, so within a range a row of y does not depend on how many rows there are; between two ranges,
-and between backends, the order of additions differs. A prepared layer asks for the same (M, N, K) as the converted one, so it gets the same kernel.
+Both choose how they cut K by N, K and a range of M, so within a range a row of y does not depend on how many rows there
+are; between two ranges, and between backends, the order of additions differs. A prepared layer asks for the same (M, N,
+K) as the converted one, so it gets the same kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _KINDS: dict[type[Format], str] = {
 
 
 def kind(f: Format) -> str | None:
-    """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip"; None: otherwise."""
+    """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip"; None:
+    otherwise.
+    """
     return _KINDS.get(type(f)) if f.bits == 4 else None  # a subclass is another format
 
 

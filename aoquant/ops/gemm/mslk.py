@@ -1,13 +1,14 @@
 """MSLK's kernels, formerly FBGEMM GenAI's: int4 with bf16 and with fp8 activations, and fp8 rows.
 
-`torch.ops.mslk` (package mslk-cuda) and `torch.ops.fbgemm` (fbgemm-gpu-genai) hold the same operators, so one adapter asks both. A
-placeholder called mslk exists without any kernel, and mslk cannot be imported on a machine without a GPU: what counts is the symbol, on
-a machine that has a GPU.
+`torch.ops.mslk` (package mslk-cuda) and `torch.ops.fbgemm` (fbgemm-gpu-genai) hold the same operators, so one adapter
+asks both. A placeholder called mslk exists without any kernel, and mslk cannot be imported on a machine without a GPU:
+what counts is the symbol, on a machine that has a GPU.
 
-A converted torchao layer calls these operators, and with them the prepared layer equals it whatever M is. Without them torch.mm and
-torch._scaled_mm sum the same products, in the same order wherever cuBLAS does not split K. The preshuffled layouts need no adapter of
-their own: with bf16 activations shuffled and plain kernels return the same bytes. With fp8 the shuffle runs on the host, which no
-training step could afford; the fp8 GEMM over the operand tile has the shuffled kernel's sums and epilogue, and returns its bytes.
+A converted torchao layer calls these operators, and with them the prepared layer equals it whatever M is. Without them
+torch.mm and torch._scaled_mm sum the same products, in the same order wherever cuBLAS does not split K. The preshuffled
+layouts need no adapter of their own: with bf16 activations shuffled and plain kernels return the same bytes. With fp8
+the shuffle runs on the host, which no training step could afford; the fp8 GEMM over the operand tile has the shuffled
+kernel's sums and epilogue, and returns its bytes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def _find(name: str) -> tuple[Callable[..., Any] | None, str | None]:
 
 
 def int4_limit(n: int, k: int, group: int, multiple: int) -> str | None:
-    """Why the plain int4 kernels cannot take an (n, k) weight in groups of `group`; multiple: 64 for bf16 activations, 128 for fp8."""
+    """Why the plain int4 kernels cannot take an (n, k) weight in groups of `group`; multiple: 64 for bf16 activations,
+    128 for fp8.
+    """
     if group % multiple and group != k:
         return (
             f"the MSLK int4 kernel returns wrong numbers, silently, for groups that are not a multiple of {multiple}, got {group}: "

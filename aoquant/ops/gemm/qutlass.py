@@ -1,17 +1,19 @@
 """qutlass: FP4 kernels for Blackwell (sm_100, 101, 110, 120) by IST Austria, for the GEMM and for making codes.
 
-GEMM: `matmul_mxf4_bf16_tn(a, b, a_sf, b_sf, alpha)` and `matmul_nvf4_bf16_tn`: packed codes, block scales swizzled in tiles of 128 x 4, one
-float32 alpha on the device, bf16 out. K is padded to a multiple of 128 with zero codes and zero scales; NVFP4's scales go as a matrix of
-K / 16 columns, MX's flat. It rounds acc * alpha to bf16 itself, alpha the product of both sides' scales, so a bias comes after that rounding, a
-second one; where rows of the weight differ in their outer scale (q, k and v loaded into one) their ratio to the first comes after it too.
+GEMM: `matmul_mxf4_bf16_tn(a, b, a_sf, b_sf, alpha)` and `matmul_nvf4_bf16_tn`: packed codes, block scales swizzled in
+tiles of 128 x 4, one float32 alpha on the device, bf16 out. K is padded to a multiple of 128 with zero codes and zero
+scales; NVFP4's scales go as a matrix of K / 16 columns, MX's flat. It rounds acc * alpha to bf16 itself, alpha the
+product of both sides' scales, so a bias comes after that rounding, a second one; where rows of the weight differ in
+their outer scale (q, k and v loaded into one) their ratio to the first comes after it too.
 
-Codes: `fusedQuantizeMx(x, B, method=...)` and `fusedQuantizeNv(x, B, global_scale)` quantise x B, B the identity or a Hadamard matrix. Their
-global scale is the one that encodes, the reciprocal of ours. The kernels divide approximately, so a few codes in ten thousand differ from
-`Format.encode`: they run when somebody forces them, never by themselves.
+Codes: `fusedQuantizeMx(x, B, method=...)` and `fusedQuantizeNv(x, B, global_scale)` quantise x B, B the identity or a
+Hadamard matrix. Their global scale is the one that encodes, the reciprocal of ours. The kernels divide approximately,
+so a few codes in ten thousand differ from `Format.encode`: the router never chooses them; they run when forced.
 
-Contract-tested against a double that checks every argument and multiplies what they stand for (test/ops/test_qutlass.py). Not run on
-hardware: none was at hand. Older builds give the scales of `fusedQuantize*` as padded rows, newer ones swizzled; both are read.
-Each symbol is probed by itself: a build without one of them still serves the others.
+Contract-tested against a double that checks every argument and multiplies what they stand for
+(test/ops/test_qutlass.py). Not run on hardware, since none was at hand. Older builds give the scales of
+`fusedQuantize*` as padded rows, newer ones swizzled; both are read. Each symbol is probed by itself: a build without
+one of them still serves the others.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ def _run(c: Call) -> Tensor:
 
 
 def operand(e: Encoded, k: int) -> tuple[Tensor, Tensor]:
-    """Codes (R, K' / 2) with K padded to K', a multiple of 128, and swizzled block scales: a zero byte where there is no block."""
+    """Codes (R, K' / 2) with K padded to K', a multiple of 128, and swizzled block scales: a zero byte where there is
+    no block.
+    """
     assert e.scale is not None
     padded, block = -(-k // K_MULTIPLE) * K_MULTIPLE, k // e.scale.shape[1]
     codes = F.pad(e.codes, (0, (padded - k) // 2)).contiguous()
@@ -150,7 +154,9 @@ def _swizzles(function: Any) -> bool:
 
 
 def row_major(scale: Tensor, rows: int, groups: int, swizzled: bool) -> Tensor:
-    """(rows, groups) of the padded buffer that a quantiser returns, whatever shape it gives it; the padding is uninitialised."""
+    """(rows, groups) of the padded buffer that a quantiser returns, whatever shape it gives it; the padding is
+    uninitialised.
+    """
     if swizzled:
         return layout.unswizzle_128x4(scale.flatten(), rows, groups)
     columns = -(-groups // 4) * 4

@@ -1,7 +1,9 @@
-"""The reference backend: every contract in plain PyTorch. The oracle for other backends, and what runs where none of them does.
+"""The reference backend: every contract in plain PyTorch. The oracle for other backends, and what runs where none of
+them does.
 
-Operands are exact in the compute dtype, so a float32 matmul of them sums the products that a tensor core sums; only the order of
-the additions is free. On the CPU and on the GPU these functions compute the same contract, to the last bit of each addition.
+Operands are exact in the compute dtype, so a float32 matmul of them sums the products that a tensor core sums; only the
+order of the additions is free. On the CPU and on the GPU these functions compute the same contract, to the last bit of
+each addition.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def _fp8_bias_after(c: Call) -> Tensor:
 
 
 def fp8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
-    """The scales on the float32 accumulator, one rounding, the bias and its rounding; MSLK's fp8 GEMM fuses a float32 bias."""
+    """The scales on the float32 accumulator, one rounding, the bias and its rounding; MSLK's fp8 GEMM fuses a float32
+    bias.
+    """
     if c.contract.startswith("fp8_mslk") and c.bias is not None and c.bias.dtype == torch.float32:
         assert c.alpha_x is not None and c.alpha_w is not None
         return c.shaped(fma(acc_MN * c.alpha_x, c.alpha_w.t(), c.bias).to(c.dtype))
@@ -111,7 +115,9 @@ def _int8_dynamic(c: Call) -> Tensor:
 
 
 def int8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
-    """torchao's order: int32 * alpha_x rounded, minus the zero point's share, times alpha_w in float32, plus bias, rounded."""
+    """torchao's order: int32 * alpha_x rounded, minus the zero point's share, times alpha_w in float32, plus bias,
+    rounded.
+    """
     assert c.x is not None and c.x.scale is not None and c.w.scale is not None
     y_MN = (acc_MN.float() * c.x.scale).to(c.dtype)
     if c.x.zero is not None:

@@ -1,9 +1,11 @@
-"""The emulated GEMM on tensor cores: operands that are exact in bf16, float32 accumulators, and the contract's epilogue.
+"""The emulated GEMM on tensor cores: operands that are exact in bf16, float32 accumulators, and the contract's
+epilogue.
 
-e2m1, e4m3 and integer codes times their block scales are exact in bf16, so a bf16 tensor core sums the very products that an FP4 or
-FP8 one sums. What the contract rounds is the accumulator: without outer scales and bias cuBLAS's own rounding is that rounding, and
-nothing is left to do; with them, a Triton GEMM does it in its epilogue (`triton/matmul.py`). Where y has too few tiles to fill the chip,
-cuBLAS splits K, and might sum bf16 partial results; there it hands over float32, and one small kernel scales, adds the bias and rounds.
+e2m1, e4m3 and integer codes times their block scales are exact in bf16, so a bf16 tensor core sums the very products
+that an FP4 or FP8 one sums. What the contract rounds is the accumulator: without outer scales and bias cuBLAS's own
+rounding is that rounding, and nothing is left to do; with them, a Triton GEMM does it in its epilogue
+(`triton/matmul.py`). Where y has too few tiles to fill the chip, cuBLAS splits K, and might sum bf16 partial results;
+there it hands over float32, and one small kernel scales, adds the bias and rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def _why_not(r: Request) -> str | None:
 
 @cache
 def _kernels() -> tuple[Any, Any]:
-    """The modules of the GEMM and of the epilogue alone: an import statement in a function costs as much as what follows it there."""
+    """The modules of the GEMM and of the epilogue alone: an import statement in a function costs as much as what
+    follows it there.
+    """
     from ..triton import epilogue, matmul
 
     return matmul, epilogue

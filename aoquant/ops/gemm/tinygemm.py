@@ -1,11 +1,12 @@
 """PyTorch's own int4 kernels, "tinygemm": adapters that run them, and what they compute where they cannot run.
 
-Both operators take packed weights that no other kernel reads, so an adapter packs the codes in every call: a permutation, small
-beside the multiplication that follows. A converted torchao layer holds the same packed codes and calls the same operator.
+Both operators take packed weights that no other kernel reads, so an adapter packs the codes in every call: a
+permutation, small beside the multiplication that follows. A converted torchao layer holds the same packed codes and
+calls the same operator.
 
-On a CPU an output is one chain of float32 fused multiply-adds in k's order, whatever the shape and the number of threads, so
-`cpu_reference` can follow it to the last bit (slowly: a float64 emulation for each k). The CUDA kernel adds tiles of 16 k's in an order of
-its own; `cuda_reference` sums the same products in another.
+On a CPU an output is one chain of float32 fused multiply-adds in k's order, whatever the shape and the number of
+threads, so `cpu_reference` can follow it to the last bit (slowly: a float64 emulation for each k). The CUDA kernel adds
+tiles of 16 k's in an order of its own; `cuda_reference` sums the same products in another.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ _aten = torch.ops.aten
 
 
 def pack_cpu(format: Int4, e: Encoded) -> tuple[Tensor, Tensor]:
-    """(packed codes (N, K/2) uint8, scales and zeros (G, N, 2)) of the CPU operator. Its layout depends on the vector instructions here."""
+    """(packed codes (N, K/2) uint8, scales and zeros (G, N, 2)) of the CPU operator. Its layout depends on the vector
+    instructions here.
+    """
     codes = (format.integers(e) + 8).to(torch.int32)
     return _aten._convert_weight_to_int4pack_for_cpu(codes, 1), _scales_and_zeros(e)
 
 
 def pack_cuda(format: Int4, e: Encoded, rows: int = 8) -> tuple[Tensor, Tensor]:
-    """(packed codes (N/8, K/128, 32, 4) int32, scales and zeros (G, N, 2)) of the CUDA operator, padded to `rows` and CUDA_K.
+    """(packed codes (N/8, K/128, 32, 4) int32, scales and zeros (G, N, 2)) of the CUDA operator, padded to `rows` and
+    CUDA_K.
 
     The padding is what the format makes of zeros: every value of it is 0.
     """
@@ -55,7 +59,7 @@ def pack_cuda(format: Int4, e: Encoded, rows: int = 8) -> tuple[Tensor, Tensor]:
 
 @cache
 def _blank(format: Int4, dtype: torch.dtype) -> tuple[int, float, float]:
-    """Code (0 to 15), scale and zero that zeros have; made on a CPU, where reading them waits for nobody."""
+    """Code (0 to 15), scale and zero that zeros have; made on a CPU, where reading them does not wait for a device."""
     e = format.encode(torch.zeros(1, format.group, dtype=dtype))
     scale, zero = _both(e)
     return int(format.integers(e)[0, 0]) + 8, float(scale[0, 0]), float(zero[0, 0])

@@ -1,12 +1,12 @@
 """Kernels that other people ship. Each adapter probes the symbol it calls and says why when it cannot run.
 
 Here: PyTorch's own. `torch._scaled_mm` is the fp8 GEMM that torchao's Float8Tensor calls; `torch._int_mm` the int8 one.
-Both take the codes that our formats made, so a prepared linear and a converted torchao tensor call one kernel with equal inputs.
-torchao's own Triton kernel multiplies float8 blocks. It tunes its tiles by shape, once a process, so two processes may add in
-different orders; within one, prepared and converted agree.
-`torch.mm` on CUDA multiplies MSLK's int4 operand tile by cuBLAS, which equals MSLK's own kernel bit for bit unless it splits K, and
-`torch._scaled_mm` with unit scales does the same for the kernels with fp8 activations, whose epilogues follow it. MSLK's own
-operators have higher priority where they are installed (mslk.py).
+Both take the codes that our formats made, so a prepared linear and a converted torchao tensor call one kernel with
+equal inputs. torchao's own Triton kernel multiplies float8 blocks. It tunes its tiles by shape, once a process, so two
+processes may add in different orders; within one, prepared and converted agree. `torch.mm` on CUDA multiplies MSLK's
+int4 operand tile by cuBLAS, which equals MSLK's own kernel bit for bit unless it splits K, and `torch._scaled_mm` with
+unit scales does the same for the kernels with fp8 activations, whose epilogues follow it. MSLK's own operators have
+higher priority where they are installed (mslk.py).
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _scaled_mm(c: Call) -> Tensor:
             if "NOT_SUPPORTED" not in str(error):
                 raise
         _refused.add(shape)  # an exception costs more than the GEMM
-    # torchao's layer raises here: with a bias and a scale per row cuBLAS has no kernel that splits K; with one scale it has, and the same sums
+    # torchao's layer raises here: with a bias and a scale per row cuBLAS has no kernel that splits K; with one scale it
+    # has, and the same sums
     return rescale(c, _accumulated(c.x.codes, c.w.codes, c.contract == "fp8_scaled_mm"))
 
 

@@ -43,9 +43,8 @@ def butterflies(
     """(T, SIZE) float32: values START.. of T blocks, signed and mixed among themselves.
 
     origin: (T, 1), where a block begins, counted from x_ptr; its values are `step` apart. inside: (T, 1), which to
-        load. bits_ptr: a bit for
-    each value of blocks that lie side by side, 1 where it counts as zero; or None. Signs are SIGNS, or, when they are
-    drawn, bits of word, (T, 1).
+        load. bits_ptr: a bit for each value of blocks that lie side by side, 1 where it counts as zero; or None. Signs
+        are SIGNS, or, when they are drawn, bits of word, (T, 1).
     """
     WIDTH: tl.constexpr = 4 if x_ptr.dtype.element_ty == tl.float32 else 8
     if SIZE == WIDTH:

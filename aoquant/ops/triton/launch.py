@@ -55,8 +55,8 @@ class Launch:
     """`fn[grid](*tensors, **constants)`, for tensors of any dtype and device.
 
     fn: a Triton kernel whose first parameters are tensors, or descriptors of tensors with the same blocks in every
-        call. constants: its
-    other parameters, numbers and constexprs, all of them; then launch options, such as num_warps.
+        call. constants: its other parameters, numbers and constexprs, all of them; then launch options, such as
+        num_warps.
     """
 
     def __init__(self, fn: Any, grid: Sequence[int], **constants: Any) -> None:

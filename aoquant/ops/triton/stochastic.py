@@ -5,9 +5,9 @@ on the device. Bytes are `formats/stochastic.py`'s, so the rotation's butterflie
 order, neighbours first. A rotation's butterflies are hadamard.py's, a lane for 32 values and two exchanges between
 lanes for longer ones; signs are bits of two integers, which every program draws once.
 
-A matrix is a stream of groups, of the rotation or else of the scales. wgrad's operands are transposed views, of what is
-contiguous: their groups lie across memory, those of neighbouring rows side by side, which is as good for lanes that
-    hold one group each, and spares a copy.
+A matrix is a stream of groups, of the rotation or else of the scales. wgrad's operands are transposed views of
+contiguous matrices: their groups lie across memory, those of neighbouring rows side by side, which is as good for lanes
+that hold one group each, and spares a copy.
 
 An NVFP4 outer scale needs the absmax of what the rotation gives: a first pass rotates, in float32, and leaves the
 maximum, and a second draws.
@@ -265,7 +265,9 @@ def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
 
 
 def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random) -> tuple[Encoded, Tensor, Tensor]:
-    """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `operand.encode(x_RK, random=random)` makes them."""
+    """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `operand.encode(x_RK, random=random)` makes
+    them.
+    """
     size, inner = 0 if operand.transform is None else operand.transform.size, operand.format
     x_RK, across = _memory(x_RK)
     (rows, k), device, block = x_RK.shape, x_RK.device, inner.block
