@@ -1,7 +1,8 @@
 """`quantize_`: plan the whole model, check it, apply, and put everything back if anything fails.
 
-Prepare swaps a layer's class in place; convert replaces its weight and swaps the class back. In both cases the module
-object, its name, hooks, attributes, mode and bias stay what they were.
+Prepare swaps a layer's class in place; convert replaces its weight and swaps the class back, or to the subclass of
+nn.Linear whose forward reads packed weights fast (layers/packed.py). In both cases the module object, its name, hooks,
+attributes, mode and bias stay what they were.
 
 Putting back needs what was there, and a model and its packed copy may not fit on one GPU. So a float weight on a GPU
 goes as soon as it is packed, and what could fail is tried first: one layer of every kind is packed and forgotten
@@ -30,6 +31,7 @@ from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path
 from aoquant.layers.experts import QATExperts
+from aoquant.layers.packed import adopt
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
@@ -221,6 +223,8 @@ def apply(
     module.weight = packed[key]
     if isinstance(weight, DTensor):
         fsdp.swap_class(module, sharded.ShardedLinear)
+    else:
+        adopt(module)
     vars(module)["aoquant_config"] = config.base_config if isinstance(config, QATConfig) else config
     module.extra_repr = functools.partial(_extra_repr, module)  # type: ignore[method-assign]  # a bound method cannot be pickled
     return module

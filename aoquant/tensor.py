@@ -23,8 +23,10 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
 from aoquant.layers.embedding import looked_up
 from aoquant.layers.linear import LinearRecipe, check_device, quantized_linear
+from aoquant.layers.plan import Plan
 
 aten = torch.ops.aten
+_PLAN, _FLAT = "_plan", "_flattened"  # what a tensor remembers of itself: made when asked for, never copied or stored
 SCHEMAS = 2  # of the registered ops: a graph that another version compiled and cached calls other ones
 
 
@@ -83,6 +85,40 @@ class PackedTensor(TorchAOBaseTensor):
         self.qdata, self.scale, self.zero_point, self.per_tensor_scale = qdata, scale, zero_point, per_tensor_scale
         self.act_pre_scale = act_pre_scale
         self.format, self.activation, self.contract, self.k = format, activation, contract, k
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Setting a part or an attribute makes the tensor forget what it remembers of itself."""
+        self.__dict__.pop(_PLAN, None)
+        self.__dict__.pop(_FLAT, None)
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and stored."""
+        return {name: value for name, value in self.__dict__.items() if name not in (_PLAN, _FLAT)}
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        """torchao's, made once: a compiled step asks each weight for it several times."""
+        found: tuple[list[str], dict[str, Any]] | None = self.__dict__.get(_FLAT)
+        if found is None:
+            found = self.__dict__[_FLAT] = super().__tensor_flatten__()
+        return found
+
+    @property
+    def plan(self) -> Plan:
+        """How a call without gradients multiplies by this weight."""
+        found: Plan | None = self.__dict__.get(_PLAN)
+        if found is None:
+            found = self.__dict__[_PLAN] = Plan(self.encoded, self.recipe, self.dtype, self.act_pre_scale)
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """F.linear without gradients first: it is what serving a model consists of, and the tables of torchao cost as much again."""
+        if func is F.linear and not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and not kwargs:
+            w, bias = args[1], args[2] if len(args) == 3 else None
+            if type(w) is PackedTensor and (y := w.plan.product(args[0], bias)) is not None:
+                return y
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

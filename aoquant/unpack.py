@@ -17,6 +17,7 @@ from torchao.quantization import FqnToConfig
 from aoquant.config import QATConfig
 from aoquant.formats import Scales
 from aoquant.layers import held
+from aoquant.layers.packed import adopt
 from aoquant.layers.qat import QATLinear
 from aoquant.quantize import config_of, quantize_
 from aoquant.tensor import PackedTensor
@@ -63,6 +64,7 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
             if isinstance(layer, QATLinear):
                 layer.unprepare()
             layer.weight = packed[name]
+            adopt(layer)
         raise
 
 

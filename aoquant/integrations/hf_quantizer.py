@@ -2,13 +2,14 @@
 
 `from_pretrained` and `save_pretrained` ask a quantizer how tensor subclasses become plain tensors and back.
 transformers keeps one for each quantisation method; importing aoquant puts this subclass of its torchao quantizer in
-that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds four things and
+that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds five things and
 changes no tensor:
 
 - a checksum for each tensor on saving, compared on loading (`checksums.py`);
 - a packed weight that the head and the input embedding share is written once, as transformers writes a float one;
 - a loaded model can be saved again: transformers 5.17 would run the rebuilding of the tensors backwards, which has no
   reverse, and fails with an empty NotImplementedError;
+- a loaded linear layer with a packed weight gets the class that convert gives it (layers/packed.py);
 - config.json says that the checkpoint needs `import aoquant`.
 
 A quantisation method of our own, through transformers' `register_quantizer("aoquant")`, would be worse: without `import
@@ -31,6 +32,7 @@ from transformers.utils.quantization_config import TorchAoConfig
 
 from aoquant.config import WeightConfig
 from aoquant.integrations import checksums
+from aoquant.layers.packed import adopt
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
 
@@ -84,6 +86,8 @@ class Quantizer(TorchAoHfQuantizer):
         model = super()._process_model_after_weight_loading(model, **kwargs)
         if self.pre_quantized:
             forget_rebuilding(model)
+        for module in model.modules():
+            adopt(module)
         if needs_aoquant(self.quantization_config):
             self.quantization_config.__class__ = NotedConfig
         return model

@@ -39,6 +39,7 @@ from aoquant.integrations import peft_gradients
 from aoquant.layers import held
 from aoquant.layers.kinds import kind_of
 from aoquant.layers.linear import pulled_back
+from aoquant.layers.packed import adopt
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.parallel.linear import is_sharded
 from aoquant.planning.plan import plan_layer
@@ -228,6 +229,7 @@ class PackedLoraLinear(_LoraLinear):
             apply(step)
         except BaseException:
             base.weight = packed
+            adopt(base)
             raise
 
     def restore(self, kept: Tensor) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from aoquant.layers.embedding import QATEmbedding
+from aoquant.layers.packed import PackedLinear
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.parallel.fsdp import layer_class
 
@@ -30,26 +31,27 @@ def is_packed(weight: Any) -> bool:
 @dataclass(frozen=True)
 class Kind:
     """One kind of layer. gemm: it multiplies activations, as opposed to reading rows. transposed: its float weight is
-    (K, N).
+    (K, N). packed: the class that it has once its weight is a `PackedTensor`; None: `plain`.
     """
 
     plain: type[nn.Module]
     prepared: type[QATLayer]
     gemm: bool = True
     transposed: bool = False
+    packed: type[nn.Module] | None = None
 
     def matrix(self, weight: Tensor) -> Tensor:
         """A float weight as (N, K), a view; a quantised one is so already."""
         return weight.t() if self.transposed and not is_packed(weight) else weight
 
 
-KINDS = [Kind(nn.Linear, QATLinear), Kind(nn.Embedding, QATEmbedding, gemm=False)]
+KINDS = [Kind(nn.Linear, QATLinear, packed=PackedLinear), Kind(nn.Embedding, QATEmbedding, gemm=False)]
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of a layer, plain or prepared; None for any other module, subclasses included."""
+    """The kind of a layer, plain, prepared or packed; None for any other module, subclasses included."""
     cls = layer_class(module)
-    return next((kind for kind in KINDS if cls in (kind.plain, kind.prepared)), None)
+    return next((kind for kind in KINDS if cls in (kind.plain, kind.prepared, kind.packed)), None)
 
 
 def is_layer(module: nn.Module) -> bool:

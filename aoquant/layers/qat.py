@@ -63,14 +63,14 @@ class QATLayer(PreparedModule):
         swap_class(layer, cls)
         assert isinstance(layer, cls)
         layer.prepared, layer.fake_quant = prepared, True
-        _rebind(layer)
+        rebind(layer)
         return layer
 
     def unprepare(self) -> nn.Module:
         """Swap back to the plain layer in place."""
         del self.prepared, self.fake_quant
         swap_class(self, self.plain)
-        _rebind(self)
+        rebind(self)
         return self
 
     def matrix(self) -> Tensor:
@@ -225,7 +225,7 @@ def unprepare(model: nn.Module) -> int:
     return len(layers)
 
 
-def _rebind(module: nn.Module) -> None:
+def rebind(module: nn.Module) -> None:
     """Let accelerate's hooks (device_map, offload) call the new class: they keep the bound forward of the one they found."""
     if "_old_forward" in vars(module):
         vars(module)["_old_forward"] = MethodType(type(module).forward, module)

@@ -12,7 +12,7 @@ Everything that rounds runs inside an op, and `router` says on which backend.
 
 from __future__ import annotations
 
-from . import codec
+from . import codec, router
 from .call import gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
@@ -46,6 +46,7 @@ __all__ = [
     "pull_back",
     "reads",
     "register",
+    "router",
     "saturated",
     "scale_grad",
     "scaled_mm",

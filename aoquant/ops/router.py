@@ -32,6 +32,9 @@ _ENVIRONMENT = "AOQUANT_BACKEND"
 _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 
 
+Product = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (x (M, K), alpha_x, bias) -> y (M, N)
+
+
 class Quantized(NamedTuple):
     """The result of the codec's role "quantize": encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1)
     float32, by which an operand's accumulator is multiplied, or None.
@@ -100,6 +103,8 @@ class Backend:
 
     run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
     reads_codes: whether a GEMM multiplies W's codes and scales, so that W's values are never made.
+    bind: (W's format, W) -> the product alone, (x (M, K), alpha_x, bias) -> y (M, N) with the bits of `run`, with all about W looked up
+    once and nothing of it copied; or None, for a W that it would have to copy.
     """
 
     name: str
@@ -108,9 +113,11 @@ class Backend:
     run: Callable[..., Any] = field(repr=False)
     role: str = "gemm"
     reads_codes: bool = False
+    bind: Callable[[Format, Encoded], Product | None] | None = field(default=None, repr=False)
 
 
 _backends: list[Backend] = []
+_generation = 0  # how often the list has changed
 # what a process can run does not change while it runs, so the backend of a request is found once
 _routes: dict[tuple[Any, ...], Backend] = {}
 _MOST_ROUTES = 1 << 16  # a bound for programs whose every batch has another shape
@@ -118,9 +125,21 @@ _MOST_ROUTES = 1 << 16  # a bound for programs whose every batch has another sha
 
 def register(*backends: Backend) -> None:
     """Add backends; the list stays sorted by falling priority."""
+    global _generation
     _backends.extend(backends)
     _backends.sort(key=lambda b: -b.priority)
     _routes.clear()
+    _generation += 1
+
+
+def generation() -> int:
+    """Another number whenever backends were added: what was chosen before may not be the choice now."""
+    return _generation
+
+
+def forcing() -> bool:
+    """Whether any backend is forced now, by a block or by the environment."""
+    return bool(_forced.get()) or bool(os.environ.get(_ENVIRONMENT))
 
 
 def backend_names(role: str = "gemm") -> list[str]:

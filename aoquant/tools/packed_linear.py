@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from aoquant.config import activated
 from aoquant.formats import MX, NVFP4, Encoded, Format, FourOverSix, MXFP4Dialect, NVFP4Dialect, NVFP4Search, get_format
 from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.packed import adopt
 from aoquant.tensor import PackedTensor
 from aoquant.transforms import WUSH, Transform
 
@@ -74,6 +75,7 @@ def packed_linear(
     weight = PackedTensor.from_encoded(Encoded(codes.contiguous(), scale, None, outer, k), recipe, dtype, matrix)
     layer = nn.Linear(k, n, bias=False, device="meta", dtype=dtype)
     layer.weight = nn.Parameter(weight, requires_grad=False)
+    adopt(layer)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
     return layer

@@ -109,7 +109,7 @@ def recover() -> str:
 
 def floors() -> str:
     rows = [
-        ("4", "Edges", "cli   integrations/", "torchrun, Hugging Face, peft, lm-eval, the command line", "warm"),
+        ("4", "Edges", "cli   integrations/   export/", "Hugging Face, peft, lm-eval, engines, the command line", "warm"),
         ("3", "User surface", "config  quantize  calibrate  recipes  report/  planning/  targets/  tools/",
          "configs in, plans, comparisons out; speaks torchao", "cool"),
         ("2", "Layers", "layers/   parallel/   tensor.py", "the prepared linear, the packed tensor, both on several devices", "cool"),

@@ -305,7 +305,7 @@ def test_reference_int8_equals_int_mm(x_name: str, dtype: torch.dtype, kind: str
     """Integers have one sum: bit-equal, whatever K."""
     for k in (53, 4096):
         x, w, b = data(kind, 7, k, dtype, 1), data(kind, 9, k, dtype, 2), data("normal", 1, 9, dtype, 3)[0]
-        args = (encoded(x_name, x), encoded("int8-row", w), b, x_name, "int8-row", "int8_dynamic", [7], k, dtype)
+        args = arguments(encoded(x_name, x), encoded("int8-row", w), b, x_name, "int8-row", "int8_dynamic", [7], dtype)
         with backend("reference"):
             reference = ops.scaled_mm(*args).y
         with backend("torch._int_mm"):

@@ -392,7 +392,7 @@ def converted(case: Case, linear: nn.Linear) -> nn.Linear:
     assert isinstance(linear, QATLinear)
     model = nn.ModuleDict({"linear": copy.deepcopy(linear)})
     quantize_(model, QATConfig(case.config, step="convert"))
-    assert type(model["linear"]) is nn.Linear
+    assert isinstance(model["linear"], nn.Linear) and not isinstance(model["linear"], QATLinear)
     return model["linear"]
 
 

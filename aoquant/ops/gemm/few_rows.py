@@ -17,11 +17,22 @@ import math
 import torch
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Format, FourOverSix, GridFlip, Int4, MXFP4Dialect, NVFP4Dialect, NVFP4Search
+from aoquant.formats import (
+    MX,
+    NVFP4,
+    Encoded,
+    Format,
+    FourOverSix,
+    GridFlip,
+    Int4,
+    MXFP4Dialect,
+    NVFP4Dialect,
+    NVFP4Search,
+)
 
 from .. import codec, native
 from ..call import Call
-from ..router import Backend, Request
+from ..router import Backend, Product, Request
 
 CUDA_ROWS, TRITON_ROWS = 256, 64
 _CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3}  # `Format` of csrc/decode_call.cuh
@@ -93,32 +104,44 @@ def _too_many(r: Request, most: int) -> str | None:
 
 
 def _cuda(c: Call) -> Tensor:
-    f, w, x_MK = c.w_format, c.w, c.x_matrix()
+    x_MK = c.x_matrix()
+    return c.shaped(_cuda_product(c.w_format, c.w)(_aligned(x_MK), c.alpha_x, c.bias))
+
+
+def _cuda_product(f: Format, w: Encoded) -> Product:
+    """x (M, K) -> y (M, N) with W's tensors as the kernel reads them; x aligned."""
     assert w.scale is not None and f.block is not None
     how = kind(f)
     assert how is not None
-    scale = w.scale if how == "int4" else w.scale.view(torch.uint8)
-    bias = c.bias if c.bias is None or c.bias.dtype in (x_MK.dtype, torch.float32) else c.bias.float()
-    y_MN: Tensor = native.operator("decode_mm")(
-        _aligned(x_MK),
-        _aligned(w.codes),
-        _aligned(scale),
-        None if w.zero is None else _aligned(w.zero),
-        c.alpha_x,
-        c.alpha_w,
-        None if bias is None else bias.contiguous(),
-        _CUDA_FORMATS[how],
-        f.block,
-        f.tile_rows,
-        *shifts(f),
-    )
-    return c.shaped(y_MN)
+    multiply, constants = native.operator("decode_mm"), (_CUDA_FORMATS[how], f.block, f.tile_rows, *shifts(f))
+    codes, scale = _aligned(w.codes), _aligned(w.scale if how == "int4" else w.scale.view(torch.uint8))
+    zero = None if w.zero is None else _aligned(w.zero)
+
+    def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
+        if bias is not None:
+            bias = (bias if bias.dtype in (x_MK.dtype, torch.float32) else bias.float()).contiguous()
+        # alpha_w anew: where it is not W's own outer scale, it is computed of one that may have been written since
+        y_MN: Tensor = multiply(x_MK, codes, scale, zero, alpha_x, f.alpha(w), bias, *constants)
+        return y_MN
+
+    return product
+
+
+def _bind_cuda(f: Format, w: Encoded) -> Product | None:
+    if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)):
+        return None  # it would multiply a copy, which codes written in place do not reach
+    product = _cuda_product(f, w)
+    return lambda x_MK, alpha_x, bias: product(_aligned(x_MK), alpha_x, bias)
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Whether kernels can read t as it lies: contiguous, from an address that is a multiple of 16."""
+    return t.is_contiguous() and t.data_ptr() % 16 == 0
 
 
 def _aligned(t: Tensor) -> Tensor:
     """Contiguous, from an address that is a multiple of 16: itself, but for some views."""
-    t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
+    return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def shifts(f: Format) -> tuple[float, float]:
@@ -129,16 +152,23 @@ def shifts(f: Format) -> tuple[float, float]:
 
 
 def _triton(c: Call) -> Tensor:
+    return c.shaped(_bind_triton(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
+
+
+def _bind_triton(f: Format, w: Encoded) -> Product:
     from ..triton import few_rows, launch
 
-    how, x_MK = kind(c.w_format), c.x_matrix()
+    how = kind(f)
     assert how is not None
-    with launch.on(x_MK):
-        y_MN = few_rows.decode_mm(c.w_format, how, shifts(c.w_format), c.w, x_MK, c.alpha_x, c.alpha_w, c.bias)
-    return c.shaped(y_MN)
+
+    def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
+        with launch.on(x_MK):
+            return few_rows.decode_mm(f, how, shifts(f), w, x_MK, alpha_x, f.alpha(w), bias)
+
+    return product
 
 
 BACKENDS = (
-    Backend("cuda-decode", 8, _why_not_cuda, _cuda, reads_codes=True),
-    Backend("triton-decode", 7, _why_not_triton, _triton, reads_codes=True),
+    Backend("cuda-decode", 8, _why_not_cuda, _cuda, reads_codes=True, bind=_bind_cuda),
+    Backend("triton-decode", 7, _why_not_triton, _triton, reads_codes=True, bind=_bind_triton),
 )

@@ -1,0 +1,148 @@
+"""A converted nn.Linear: the class that convert gives a layer whose weight is a `PackedTensor`.
+
+It has no state of its own. The weight is the only parameter beside the bias, `F.linear(x, weight, bias)` is what the
+layer computes, and state_dict, adapters and serving engines see what they saw in an nn.Linear. The class only spares a
+call what torch does with a tensor subclass: eager forwards go straight to the weight's `plan`, and compiled ones read
+the weight's parts as plain tensors, because Dynamo guards on a subclass and flattens it in every step.
+
+Those plain tensors are views of the weight's storage, kept in the module's `__dict__` and made anew whenever a weight
+is set, moved, cast or unpickled. Codes that are written in place are seen by everything. A float weight makes the
+module an nn.Linear again. A weight that is written into `_parameters` by hand, as `functional_call` does, is seen by
+eager forwards, and by code that is compiled after one; code that was compiled before keeps the weight that it had.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from aoquant.formats import Encoded, Scales
+from aoquant.layers.function import Given, multiply
+from aoquant.layers.qat import rebind
+from aoquant.parallel.fsdp import layer_class, swap_class
+from aoquant.tensor import PackedTensor
+
+_PARTS = ("_codes", "_scale", "_zero", "_outer", "_transform")  # views of the weight, of one name each
+_OF = "_parts_of"  # the weight itself
+_NAMES = (*_PARTS, "_recipe_key", "_dtype", _OF)
+
+
+class PackedLinear(nn.Linear):
+    """nn.Linear (K -> N) over packed codes. Made by `adopt`, in place, of an nn.Linear with a `PackedTensor`."""
+
+    _recipe_key: str | None = None  # of the weight whose parts these are; None: none that compiled code reads apart
+    _dtype: torch.dtype
+    _codes: Tensor
+    _scale: Tensor | None
+    _zero: Tensor | None
+    _outer: Tensor | None
+    _transform: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._traced(input)
+        if not torch.is_grad_enabled():
+            weight = self._parameters.get("weight")
+            if weight is not vars(self).get(_OF):
+                _remember(self)
+            if type(weight) is PackedTensor:
+                y = weight.plan.product(input, self._parameters.get("bias"))
+                if y is not None:
+                    return y
+        return F.linear(input, self.weight, self.bias)
+
+    def _traced(self, input: Tensor) -> Tensor:
+        """The forward that a compiler sees: one call on plain tensors, for an ordinary call without gradients."""
+        key = self._recipe_key
+        if (
+            key is None
+            or torch.is_grad_enabled()
+            or type(input) not in (Tensor, nn.Parameter)
+            or input.dtype != self._dtype
+            or input.device != self._codes.device
+            or torch.is_autocast_enabled(input.device.type)
+            or input.dim() == 0
+            or input.shape[-1] != self.in_features
+        ):
+            return F.linear(input, self.weight, self.bias)
+        parts = self._codes, self._scale, self._zero, self._outer, self._transform
+        return _product(input, self.bias, key, self.in_features, *parts)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            if type(value) is PackedTensor or layer_class(self) is not PackedLinear:
+                _remember(self)
+            else:
+                _forget(self)
+                swap_class(self, nn.Linear)
+                rebind(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: views would be copied as tensors of their own."""
+        return {name: value for name, value in vars(self).items() if name not in _NAMES}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _remember(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        _remember(self)
+        return self
+
+
+def adopt(module: nn.Module) -> None:
+    """Make an nn.Linear with a packed weight a `PackedLinear`, in place; leave any other module as it is."""
+    if layer_class(module) is nn.Linear and type(module._parameters.get("weight")) is PackedTensor:
+        swap_class(module, PackedLinear)
+        rebind(module)
+        _remember(module)
+
+
+def _remember(module: nn.Module) -> None:
+    """Views of the weight's parts, made anew; none of a float weight."""
+    _forget(module)
+    attributes = vars(module)
+    weight = module._parameters.get("weight")
+    attributes[_OF] = weight
+    if type(weight) is not PackedTensor:
+        return
+    parts = (weight.qdata, weight.scale, weight.zero_point, weight.per_tensor_scale, weight.act_pre_scale)
+    for name, part in zip(_PARTS, parts, strict=True):
+        attributes[name] = None if part is None else _static(part)
+    attributes["_dtype"] = weight.dtype
+    if weight.plan.ordinary:
+        attributes["_recipe_key"] = weight.recipe.key
+
+
+def _forget(module: nn.Module) -> None:
+    for name in _NAMES:
+        vars(module).pop(name, None)
+
+
+def _static(part: Tensor) -> Tensor:
+    """A view whose address is known to stay, so that a CUDA graph does not copy it; not guarded, or each layer would be compiled apart."""
+    view = part.detach()
+    torch._dynamo.mark_static_address(view, guard=False)
+    return view
+
+
+@torch.compiler.allow_in_graph
+def _product(
+    x: Tensor,
+    bias: Tensor | None,
+    key: str,
+    k: int,
+    codes: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    outer: Tensor | None,
+    matrix: Tensor | None,
+) -> Tensor:
+    """y (..., N). A compiler takes it as one call, and traces the ops that it makes instead of the Python that makes them."""
+    held = None if matrix is None else Scales(transform=matrix)
+    return multiply(x, None, bias, Given(key, Encoded(codes, scale, zero, outer, k), held))[0]

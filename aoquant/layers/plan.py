@@ -1,0 +1,106 @@
+"""What a packed weight remembers of its own forward, so that a call without gradients costs little more than a launch.
+
+A packed weight does not change what it is: its format, contract, shape, dtype and device are those of the tensor. So the
+recipe, the views that a kernel wants of the codes, and the backend for each number of rows are looked up once, by the
+same router that the prepared layer asks, and kept beside the codes. The plan holds views and never copies: codes that
+are written in place (`load_state_dict`, `refresh_`) are seen.
+
+A plan answers ordinary calls alone: a plain tensor of the weight's dtype, on its device, without autocast, modes or a
+forced backend. For any other call it returns None, and the caller takes the general path, with its checks and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _is_any_autocast_enabled, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+
+from aoquant.formats import Encoded, Scales
+from aoquant.layers.function import Given, multiply
+from aoquant.layers.recipe import LinearRecipe
+from aoquant.ops import codec, gemm_request, input_error, router
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
+_MOST_ROWS = 1 << 12  # numbers of rows that a plan remembers: a bound for programs whose every batch has another
+Step = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Plan:
+    """How one packed weight (N, K) of `dtype` is multiplied, by the number of rows of x.
+
+    ordinary: whether its kernel takes inputs of `dtype`, and it holds values.
+    """
+
+    __slots__ = ("_device", "_dtype", "_generation", "_given", "_k", "_recipe", "_steps", "_w", "ordinary")
+
+    def __init__(self, w: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None) -> None:
+        self._w, self._recipe, self._dtype, self._device, self._k = w, recipe, dtype, w.codes.device, w.k
+        stored = dtype if w.scale is None else w.scale.dtype
+        self.ordinary = self._device.type in ("cpu", "cuda") and input_error(recipe.contract, dtype, stored) is None
+        self._given = Given(recipe.key, w, None if matrix is None else Scales(transform=matrix))
+        self._steps: dict[int, Step] = {}
+        self._generation = router.generation()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copied weight makes its own."""
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """y (..., N) = x (..., K) W^T + bias; None for a call that is not ordinary. Only without gradients."""
+        if (
+            x.dtype is not self._dtype
+            or type(x) not in _ORDINARY
+            or not self.ordinary
+            or x.device != self._device
+            or _len_torch_dispatch_stack()
+            or _is_any_autocast_enabled()
+            or _is_torch_function_mode_enabled()
+            or (bias is not None and (type(bias) not in _ORDINARY or bias.device != self._device))
+            or router.forcing()
+        ):
+            return None
+        shape, k = x.shape, self._k
+        if not shape or shape[-1] != k:
+            return None
+        m = x.numel() // k if k else 0
+        if self._generation != router.generation():
+            self._steps, self._generation = {}, router.generation()
+        step = self._steps.get(m)
+        if step is None:
+            step = self._made(m)
+        return step(x, bias)
+
+    def _made(self, m: int) -> Step:
+        if len(self._steps) >= _MOST_ROWS:
+            self._steps = {}
+        step = self._steps[m] = self._step(m)
+        return step
+
+    def _step(self, m: int) -> Step:
+        """What multiplies m rows: the backend's product with W bound to it where it has one, else the general forward."""
+        recipe, w, given = self._recipe, self._w, self._given
+
+        def general(x: Tensor, bias: Tensor | None) -> Tensor:
+            return multiply(x, None, bias, given)[0]
+
+        if not m or given.x_held is not None:
+            return general
+        found = router.route(gemm_request(recipe.contract, recipe.fprop_input, recipe.fprop_weight, w, self._dtype, m))
+        product = None if found.bind is None else found.bind(recipe.fprop_weight.format, w)
+        if product is None:
+            return general
+        bound, x_as, dtype, k = product, recipe.fprop_input, self._dtype, self._k
+
+        def weights(x: Tensor, bias: Tensor | None) -> Tensor:
+            if x.dim() == 2:
+                return bound(x, None, bias)
+            return bound(x.reshape(m, k), None, bias).view(*x.shape[:-1], -1)
+
+        def both(x: Tensor, bias: Tensor | None) -> Tensor:
+            assert x_as is not None
+            made = codec.quantize(x_as, x.reshape(m, k), dtype, operand=True)
+            return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
+
+        return weights if x_as is None else both
