@@ -31,6 +31,7 @@ from aoquant.config import (
 from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import set_fake_quant, unprepare
 from aoquant.ops import backend
 from aoquant.planning.coverage import Coverage, coverage
@@ -78,6 +79,7 @@ __all__ = [
     "get_recipe",
     "list_formats",
     "list_recipes",
+    "packed_experts",
     "packed_linear",
     "quantize_",
     "refresh_",

@@ -360,13 +360,14 @@ def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if step != 1:
         raise ValueError(f"a PackedTensor is sliced with step 1, got {step}")
     if dim == 0:
-        sliced = _slice_rows(packed, start, end)
+        sliced = cut_rows(packed, start, end)
     else:
-        sliced = _slice_columns(packed, start, end)
+        sliced = cut_columns(packed, start, end)
     return return_and_correct_aliasing(func, args, kwargs, sliced)
 
 
-def _slice_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+def cut_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+    """Rows start:end, views. Raises ValueError: they cut a tile."""
     format, n = packed.weight_format, packed.shape[0]
     unit = format.tile_rows
     if start % unit or (end % unit and end != n):
@@ -382,7 +383,8 @@ def _slice_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
     return packed._with([*(rows(t) for t in tensors), matrix])
 
 
-def _slice_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+def cut_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+    """Columns start:end, views. Raises ValueError: they cut a scale block or a byte."""
     format, k = packed.weight_format, packed.k
     unit = format.period if format.block else 8
     if start % unit or (end % unit and end != k):
