@@ -32,6 +32,7 @@ from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.hybrid import Cast, HybridConfig
 from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import set_fake_quant, unprepare
 from aoquant.ops import backend
 from aoquant.planning.coverage import Coverage, coverage
@@ -81,6 +82,7 @@ __all__ = [
     "get_recipe",
     "list_formats",
     "list_recipes",
+    "packed_experts",
     "packed_linear",
     "quantize_",
     "refresh_",

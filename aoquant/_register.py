@@ -62,13 +62,17 @@ def version(package: str) -> str:
 def _allow_packed_tensor(module: ModuleType) -> None:
     from torchao.quantization import PerBlock
 
+    from aoquant.layers.packed_experts import PackedExperts
     from aoquant.tensor import PackedTensor
 
     try:
         # torchao writes PerBlock for its own Float8Tensors, and its reader knows PerRow and PerTensor alone
-        module.ALLOWED_CLASSES.update({"PackedTensor": PackedTensor, "PerBlock": PerBlock})
-        if "PackedTensor" not in module.ALLOWED_TENSORS_SUBCLASSES:
-            module.ALLOWED_TENSORS_SUBCLASSES.append("PackedTensor")
+        module.ALLOWED_CLASSES.update(
+            {"PackedTensor": PackedTensor, "PackedExperts": PackedExperts, "PerBlock": PerBlock}
+        )
+        for name in ("PackedTensor", "PackedExperts"):
+            if name not in module.ALLOWED_TENSORS_SUBCLASSES:
+                module.ALLOWED_TENSORS_SUBCLASSES.append(name)
     except AttributeError as error:
         raise ImportError(
             f"aoquant cannot save to safetensors with torchao {version('torchao')} ({error}); it supports {TORCHAO}"

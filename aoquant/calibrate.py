@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from aoquant.formats import Operand, Scales
 from aoquant.layers import held
 from aoquant.layers.linear import cast, check_width
-from aoquant.layers.qat import QATLayer, QATLinear
+from aoquant.layers.qat import PreparedModule, QATLinear
 from aoquant.planning import fused
 from aoquant.planning.progress import track
 from aoquant.report.measure import run, undisturbed
@@ -164,7 +164,7 @@ def _observer(layer: QATLinear) -> Range | Gram | None:
 @contextmanager
 def _plain(model: nn.Module) -> Iterator[None]:
     """No fake quantisation inside; every layer's switch as it was afterwards."""
-    switches = [(m, m.fake_quant) for m in model.modules() if isinstance(m, QATLayer)]
+    switches = [(m, m.fake_quant) for m in model.modules() if isinstance(m, PreparedModule)]
     try:
         for layer, _ in switches:
             layer.fake_quant = False

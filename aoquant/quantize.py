@@ -30,12 +30,13 @@ from aoquant import ops
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path
+from aoquant.layers.experts import QATExperts
 from aoquant.layers.packed import adopt
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
-from aoquant.planning import coverage, fused
+from aoquant.planning import coverage, experts, fused
 from aoquant.planning.choose import Filter
 from aoquant.planning.plan import Plan, Step, plan
 from aoquant.planning.progress import track
@@ -87,12 +88,13 @@ def quantize_(
     fsdp.reshard(model)
     planned = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
     problem = _what_stays_float(model, planned, strict)
-    _carry_out(model, planned.steps, device, undo)
+    _carry_out(model, planned, device, undo)
     _remember(planned)
     fast_path.sync(model)
-    if any(s.kind == "prepare" for s in planned.steps):
+    kinds = {s.kind for s in planned.steps} | {s.kind for s in planned.experts}
+    if "prepare" in kinds:
         direct_reads.watch(model)
-    if all(s.kind == "convert" for s in planned.steps):  # prepare has said it
+    if kinds == {"convert"}:  # prepare has said it
         direct_reads.forget(model)
     elif problem is not None:
         warnings.warn(
@@ -124,11 +126,13 @@ def _remember(planned: Plan) -> None:
             vars(module)[coverage.SKIPPED] = planned.skipped[fqn]
 
 
-def _carry_out(model: nn.Module, steps: list[Step], device: torch.device | str | None, undo: bool | None) -> None:
+def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | None, undo: bool | None) -> None:
     """Apply every step, or none. device, undo: as `quantize_` has them."""
+    steps, stacks = planned.steps, planned.experts
     if device is not None and any(isinstance(s.module.weight, DTensor) for s in steps):
         raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
     converted = {id(s.module.weight) for s in steps if s.kind != "prepare"}
+    converted |= {id(s.weight) for s in stacks if s.kind != "prepare"}
     empty = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
     if empty and device is not None and torch.device(device).type != "meta":
         raise ValueError(
@@ -137,16 +141,22 @@ def _carry_out(model: nn.Module, steps: list[Step], device: torch.device | str |
         )
     keep = [s for s in steps if s.kind == "prepare" or (not s.module.weight.is_cuda if undo is None else undo)]
     _try(steps, {id(s) for s in keep}, device)
-    before = [
-        (s.module, s.module.__class__, dict(vars(s.module)), dict(s.module._parameters), dict(s.module._buffers))
-        for s in keep
-    ]
+    kept = [s.module for s in keep]
+    kept += {
+        id(s.module): s.module
+        for s in stacks
+        if s.kind == "prepare" or (not s.weight.is_cuda if undo is None else undo)
+    }.values()
+    before = [(m, m.__class__, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in kept]
+    prepared = {id(m): dict(m.stacks) for m in kept if isinstance(m, QATExperts)}
     packed: dict[Hashable, nn.Parameter] = {}  # tied weights are packed once and stay tied
     try:
-        for step in track(steps, steps[0].kind):
+        for step in track(steps, steps[0].kind if steps else ""):
             apply(step, packed, device)
+        for stack in track(stacks, "experts", "parameter"):
+            experts.apply(stack, device)
         fsdp.release(model, converted)
-        if steps[0].kind == "prepare":
+        if steps and steps[0].kind == "prepare":
             fused.share_outer_scales(model)
     except BaseException as error:
         for module, cls, attributes, parameters, buffers in before:
@@ -157,7 +167,10 @@ def _carry_out(model: nn.Module, steps: list[Step], device: torch.device | str |
             module._parameters.update(parameters)
             module._buffers.clear()
             module._buffers.update(buffers)
-        if len(keep) < len(steps) and packed:
+            if isinstance(module, QATExperts):
+                module.stacks.clear()
+                module.stacks.update(prepared[id(module)])
+        if len(kept) < len(steps) + len({id(s.module) for s in stacks}) and (packed or stacks):
             error.add_note(
                 "Some layers were packed already and their float weights are gone: load the model again, and use undo=True to keep them"
             )
@@ -229,9 +242,14 @@ def config_of(module: nn.Module) -> Any:
     """
     weight = getattr(module, "weight", None)
     if isinstance(weight, PackedTensor):
-        kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
-        return kind(weight.format, weight.activation or None, weight.contract)
+        return packed_config(weight)
     return getattr(module, "aoquant_config", None) if isinstance(weight, TorchAOBaseTensor) else None
+
+
+def packed_config(weight: PackedTensor) -> Packed4WeightConfig | PackedWeightConfig:
+    """The PTQ config that makes a packed weight, or packed experts."""
+    kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
+    return kind(weight.format, weight.activation or None, weight.contract)
 
 
 @torch.no_grad()

@@ -52,13 +52,15 @@ from aoquant.transforms import WUSH, Hadamard
 class Recipe:
     """name: for the command line. make: builds the PTQ config. about: what the converted layer is.
 
-    training: how a model is trained towards it, as arguments of `QATConfig`.
+    training: how a model is trained towards it, as arguments of `QATConfig`. experts: it takes experts alone, and a model
+    without any has nothing to quantise.
     """
 
     name: str
     make: Callable[[], AOBaseConfig]
     about: str
     training: Mapping[str, Any] = field(default_factory=dict)
+    experts: bool = False
 
     def prepare(self, **options: Any) -> QATConfig:
         """The config of prepare; options are further arguments of `QATConfig`, and win."""
@@ -84,6 +86,12 @@ NVFP4_TRAINING = HybridConfig(
     wgrad_grad_output="te-hadamard16-sd7e8+nvfp4-sr",
     wgrad_input="te-hadamard16-sd7e8+te-nvfp4",
 )
+
+
+def _experts_only(config: AOBaseConfig) -> AOBaseConfig:
+    """`config` for experts, stacked or a list of layers, and nothing else; shared experts are no experts here."""
+    return FqnToConfig({r"re:(.*\.)?experts(\..*)?": config})
+
 
 _RECIPES = (
     Recipe("nvfp4", NVFP4WeightConfig, "NVFP4 weights and activations, an outer scale for each token"),
@@ -166,6 +174,18 @@ _RECIPES = (
         "int8-int4",
         lambda: IntxWeightConfig(4, 32, activation="int8-row-asym"),
         "int4 weights in groups of 32, int8 activations per token",
+    ),
+    Recipe(
+        "int4-g32-experts",
+        lambda: _experts_only(Int4WeightConfig(32)),
+        "experts alone: int4 weights in groups of 32, asymmetric; all else in high precision",
+        experts=True,
+    ),
+    Recipe(
+        "mxfp4-experts",
+        lambda: _experts_only(MXFP4WeightConfig(activation=None)),
+        "experts alone: MXFP4 weights, high-precision activations; all else in high precision",
+        experts=True,
     ),
     Recipe("int8", lambda: Int8WeightConfig(activation="int8-row"), "int8 weights per row, int8 activations per token"),
     Recipe(
@@ -370,6 +390,10 @@ def mixed(
     default = make(get_recipe(recipe))
     if not layers and not skip:
         return default
+    if isinstance(default, FqnToConfig) or isinstance(getattr(default, "base_config", None), FqnToConfig):
+        raise ValueError(
+            f"{recipe} chooses its layers itself: leave out layers and skip, or give a recipe that takes all layers"
+        )
     by_name: dict[str, AOBaseConfig | None] = dict.fromkeys(skip)
     for entry in layers:
         name, equals, other = entry.rpartition("=") if "=" in entry else (entry, "", recipe)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from aoquant import ops
 from aoquant.formats import Scales
+from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.tensor import PackedTensor
 
@@ -29,6 +30,8 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
         ValueError: the two do not belong together: names, shapes, formats, or constant activation scales, which are
         part of the copy's compiled code. Nothing is changed then.
     """
+    if experts := [name for name, m in prepared.named_modules() if isinstance(m, QATExperts)]:
+        raise ValueError(f"{experts[0]}: stacked experts are not refreshed in place: convert a copy of the model again")
     layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
     if not layers:
         raise ValueError("refresh_: the second model has no prepared layer; give (converted copy, model in training)")

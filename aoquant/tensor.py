@@ -1,9 +1,10 @@
 """The packed tensor: one subclass for every format.
 
-A converted nn.Linear or nn.Embedding keeps its class; its weight becomes a `PackedTensor`, which holds the codes and scales that the prepared
-layer multiplied and knows, by three strings, what to do with them: the weight's format, the activation's format and the GEMM
-contract. `F.linear(x, packed)` therefore runs the same two operations with the same arguments as the prepared layer did: that is
-contract C2. Serving engines that keep nothing but weight tensors keep everything.
+A converted nn.Linear is a `PackedLinear` (layers/packed.py), and a converted nn.Embedding keeps its class. The weight
+becomes a `PackedTensor`, which holds the codes and scales that the prepared layer multiplied and knows, by three
+strings, what to do with them: the weight's format, the activation's format and the GEMM contract. `F.linear(x, packed)`
+therefore runs the same two operations with the same arguments as the prepared layer did: that is contract C2. Serving
+engines that keep nothing but weight tensors keep everything.
 
 Field names are the ones that HF's loader knows; the outer scale is stored per row, (N, 1), because loaders narrow and copy fused
 q/k/v shards row by row and a 0-d scale would be overwritten by the last of them.
@@ -359,13 +360,14 @@ def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if step != 1:
         raise ValueError(f"a PackedTensor is sliced with step 1, got {step}")
     if dim == 0:
-        sliced = _slice_rows(packed, start, end)
+        sliced = cut_rows(packed, start, end)
     else:
-        sliced = _slice_columns(packed, start, end)
+        sliced = cut_columns(packed, start, end)
     return return_and_correct_aliasing(func, args, kwargs, sliced)
 
 
-def _slice_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+def cut_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+    """Rows start:end, views. Raises ValueError: they cut a tile."""
     format, n = packed.weight_format, packed.shape[0]
     unit = format.tile_rows
     if start % unit or (end % unit and end != n):
@@ -381,7 +383,8 @@ def _slice_rows(packed: PackedTensor, start: int, end: int) -> PackedTensor:
     return packed._with([*(rows(t) for t in tensors), matrix])
 
 
-def _slice_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+def cut_columns(packed: PackedTensor, start: int, end: int) -> PackedTensor:
+    """Columns start:end, views. Raises ValueError: they cut a scale block or a byte."""
     format, k = packed.weight_format, packed.k
     unit = format.period if format.block else 8
     if start % unit or (end % unit and end != k):

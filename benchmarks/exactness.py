@@ -155,7 +155,11 @@ def main() -> int:
     lines = [f"{key:12}{value}" for key, value in versions(CUDA).items()]
     lines += ["", f"{'config':28}{'N x K':15}{'':12}" + "".join(f"{f'M={m}':8}" for m in MS) + "kernel"]
     print("\n".join(lines), flush=True)
-    ours = {r.name: r.make() for r in list_recipes() if not r.name.startswith("torchao") and "static" not in r.name}
+    ours = {
+        r.name: r.make()
+        for r in list_recipes()
+        if not r.experts and not r.name.startswith("torchao") and "static" not in r.name
+    }
     both = {
         **{c: (config, True) for c, config in TORCHAO.items()},
         **{c: (config, False) for c, config in ours.items()},

@@ -89,6 +89,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/shared_inputs.py": ("layers/test_siblings.py",),
     "layers/held.py": ("layers/test_held_layers.py",),
     "layers/embedding.py": ("layers/test_embedding.py",),
+    "layers/packed.py": ("layers/test_packed_layer.py", "model/test_packed_linear.py"),
     "tensor.py": ("model/test_packed_linear.py", "parallel/test_shards.py", "model/test_state_dict.py"),
     "targets/": ("targets/test_every_torchao_config.py", "targets/test_torchao_bugs.py", "layers/test_fake_quantize_configs.py"),
     "targets/int4.py": ("targets/test_int4_targets.py",),

@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from aoquant.integrations import checkpoint
 from aoquant.integrations.safetensors_file import StoredTensor, header
-from aoquant.layers.qat import QATLayer
+from aoquant.layers.packed_experts import PackedExperts
+from aoquant.layers.qat import PreparedModule
 from aoquant.parallel import fsdp
 from aoquant.tensor import PackedTensor
 
@@ -72,10 +73,14 @@ def of_model(model: nn.Module) -> Source:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"export writes Hugging Face models, got {type(model).__name__}: engines need its config.json")
-    if prepared := [name for name, m in model.named_modules() if isinstance(m, QATLayer)]:
+    if prepared := [name for name, m in model.named_modules() if isinstance(m, PreparedModule)]:
         raise ValueError(
             f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call "
             "quantize_(model, QATConfig(step='convert')) first"
+        )
+    if experts := [name for name, p in model.named_parameters() if isinstance(p.data, PackedExperts)]:
+        raise ValueError(
+            f"{experts[0]}: stacked experts have no layout in export yet: save the model with aoquant.save_pretrained"
         )
     if fsdp.is_distributed(model):
         raise ValueError(

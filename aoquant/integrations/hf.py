@@ -27,11 +27,12 @@ from torch import nn
 
 from aoquant import _register
 from aoquant.config import PackedWeightConfig
+from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, kind_of, matrix_of
-from aoquant.layers.qat import QATLayer
+from aoquant.layers.qat import PreparedModule
 from aoquant.parallel import fsdp
 from aoquant.planning.choose import key_of
-from aoquant.quantize import config_of
+from aoquant.quantize import config_of, packed_config
 from aoquant.tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
             f"save_pretrained saves Hugging Face models, got {type(model).__name__}: for other modules use "
             "torch.save(model.state_dict()) and load_state_dict(..., assign=True)"
         )
-    if prepared := [fqn for fqn, m in model.named_modules() if isinstance(m, QATLayer)]:
+    if prepared := [fqn for fqn, m in model.named_modules() if isinstance(m, PreparedModule)]:
         raise ValueError(
             f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call quantize_(model, "
             "QATConfig(step='convert')) "
@@ -195,6 +196,8 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     before = getattr(model.config, "quantization_config", None)
     before = before if isinstance(before, TorchAoConfig) else None
     configs = {fqn: _config(fqn, m, before) for fqn, m in model.named_modules() if _is_quantised(m)}
+    stacks = _stack_configs(model)
+    configs |= stacks
     if not configs:
         raise ValueError(
             "no layer of the model is quantised: call aoquant.quantize_ first, or model.save_pretrained for a float "
@@ -206,8 +209,8 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     if not embeds:
         left_out = [fqn for fqn in left_out if is_linear(model.get_submodule(fqn))]
     one, *others = configs.values()
-    # given one config, HF quantises nn.Linear only; embeddings and Conv1D have to be named
-    linear = all(isinstance(model.get_submodule(fqn), nn.Linear) for fqn in configs)
+    # given one config, HF quantises nn.Linear only; embeddings, Conv1D and experts have to be named
+    linear = not stacks and all(isinstance(model.get_submodule(fqn), nn.Linear) for fqn in configs)
     same = linear and all(config_to_dict(c) == config_to_dict(one) for c in others)
     config = TorchAoConfig(
         one if same else FqnToConfig(configs),
@@ -220,6 +223,16 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     model.hf_quantizer = Quantizer(config, pre_quantized=True)
     forget_rebuilding(model)
     return config
+
+
+def _stack_configs(model: nn.Module) -> dict[str, Any]:
+    """The PTQ config of every packed parameter of stacked experts, by the parameter's name."""
+    return {
+        f"{fqn}.{name}" if fqn else name: packed_config(weight)
+        for fqn, module in model.named_modules()
+        for name in stacks_of(module)
+        if isinstance(weight := getattr(module, name), PackedTensor)
+    }
 
 
 def _check_tie(model: PreTrainedModel) -> None:

@@ -129,6 +129,11 @@ def build(
 
     layers, packed = [], dict[Hashable, nn.Parameter]()
     planned = ptq_plan(model, config, skip_incompatible=skip_incompatible)
+    if planned.experts:
+        raise ValueError(
+            f"{planned.experts[0].fqn}: a checkpoint on disk is converted without its stacked experts: load the model whole, and use "
+            "aoquant.quantize_ and aoquant.save_pretrained; or leave experts out by name, with None in FqnToConfig"
+        )
     for step in planned.steps:
         weight = step.module.weight
         if identity(weight) not in packed:

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from aoquant.layers.qat import QATLayer, set_fake_quant
+from aoquant.layers.experts import QATExperts
+from aoquant.layers.qat import PreparedModule, QATLayer, set_fake_quant
 from aoquant.report.measure import logits_of, run, sqnr, undisturbed
 
 MIN, MEAN, OUTPUT = "qat/weight_sqnr_min_db", "qat/weight_sqnr_mean_db", "qat/output_sqnr_db"
@@ -104,6 +105,8 @@ class QATCallback(TrainerCallback):
     def _measure(self, model: nn.Module) -> dict[str, float]:
         layers = {id(m.weight): m for m in model.modules() if isinstance(m, QATLayer)}.values()
         found = [sqnr(m.weight, m.quantised_weight()) for m in layers]
+        experts = [(m, name) for m in model.modules() if isinstance(m, QATExperts) for name in m.stacks]
+        found += [sqnr(getattr(m, name), m.quantised_weight(name)) for m, name in experts]
         logs = {MIN: min(found), MEAN: sum(found) / len(found)}
         if self.batch is not None:
             logs[OUTPUT] = self._output_sqnr(model)
@@ -111,7 +114,7 @@ class QATCallback(TrainerCallback):
 
     def _output_sqnr(self, model: nn.Module) -> float:
         """SQNR of the fake-quantised model's output against the same model in high precision."""
-        modes = [(m, m.fake_quant) for m in model.modules() if isinstance(m, QATLayer)]
+        modes = [(m, m.fake_quant) for m in model.modules() if isinstance(m, PreparedModule)]
         outputs = []
         try:
             with undisturbed(model):

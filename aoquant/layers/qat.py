@@ -33,7 +33,20 @@ class Prepared:
     fqn: str
 
 
-class QATLayer(nn.Module):
+class PreparedModule(nn.Module):
+    """Whatever prepare swaps in: a layer with one weight (`QATLayer`), or stacked experts (experts.py).
+
+    `fake_quant = False` switches it back to the plain module for as long as you like.
+    """
+
+    fake_quant: bool
+
+    def unprepare(self) -> nn.Module:
+        """Swap back to the plain module in place."""
+        raise NotImplementedError
+
+
+class QATLayer(PreparedModule):
     """A layer that computes what its converted form will compute.
 
     Made by swapping the class of an existing `plain` layer in place, so parameters, state_dict keys, hooks, attributes, mode and
@@ -42,7 +55,6 @@ class QATLayer(nn.Module):
 
     plain: ClassVar[type[nn.Module]]
     prepared: Prepared
-    fake_quant: bool
     weight: Tensor
 
     @classmethod
@@ -193,7 +205,7 @@ class QATLinear(QATLayer, nn.Linear):
 
 def set_fake_quant(model: nn.Module, enabled: bool) -> int:
     """Switch fake quantisation of every prepared layer in `model`; returns how many there are."""
-    layers = [m for m in model.modules() if isinstance(m, QATLayer)]
+    layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
     for layer in layers:
         layer.fake_quant = enabled
     return len(layers)
@@ -208,11 +220,11 @@ def unprepare(model: nn.Module) -> int:
         ValueError: no layer is prepared, or one has an adapter.
     """
     for name, module in model.named_modules():  # peft's tuner layers
-        if isinstance(getattr(module, "base_layer", None), QATLayer) and hasattr(module, "merged"):
+        if isinstance(getattr(module, "base_layer", None), PreparedModule) and hasattr(module, "merged"):
             raise ValueError(
                 f"{name}.base_layer: is under an adapter that trains the merged weight: call merge_and_unload(), or unload(), first"
             )
-    layers = [m for m in model.modules() if isinstance(m, QATLayer)]
+    layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
     if not layers:
         raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")
     for layer in layers:

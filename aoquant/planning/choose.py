@@ -23,9 +23,11 @@ from torch import nn
 from torchao.quantization import FqnToConfig
 
 from aoquant.config import QATConfig
+from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, kind_of
 from aoquant.layers.qat import QATLayer
 from aoquant.planning import tied
+from aoquant.planning.experts import ChosenStack
 
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 
@@ -36,13 +38,14 @@ class Choice:
 
     layers: (all names of a layer, the layer, its config). left_alone: names and classes of chosen layers that are
     subclasses of a layer that is supported. left_out: ids of modules without support that the filter or the names do
-    not pick. picked: ids of those that they do.
+    not pick. picked: ids of those that they do. stacks: stacked experts, parameter by parameter.
     """
 
     layers: list[tuple[str, Any, Any]] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
     picked: set[int] = field(default_factory=set)
+    stacks: list[ChosenStack] = field(default_factory=list)
 
 
 def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
@@ -69,6 +72,14 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
         usual = isinstance(module, QATLayer) or is_usual(model, module, fqn)
         return config if (usual if filter_fn is None else filter_fn(module, fqn)) else None
 
+    def config_for_stack(module: nn.Module, fqn: str, parameter: str) -> Any:
+        """The config of a stacked parameter under one of its names, None to leave it as it is."""
+        if by_name is not None:
+            used.update(key for key in by_name if _means(key, fqn, parameter))
+            key = key_of(by_name, fqn, default=True, parameter=parameter)
+            return by_name[key] if key else None
+        return config if filter_fn is None or _filtered(filter_fn, module, fqn) else None
+
     every: list[str] = []
     for names, module in tied.modules(model):
         if is_layer(module):
@@ -83,6 +94,12 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
                 found.layers.append((label, module, chosen))
             elif chosen is not None:
                 found.left_alone.append(f"{label} ({type(module).__name__})")
+        elif stacks := stacks_of(module):
+            every += [_join(fqn, parameter) for fqn in names for parameter in stacks]
+            chosen_stacks = [_stack(module, names, s, [config_for_stack(module, n, s) for n in names]) for s in stacks]
+            found.stacks += [s for s in chosen_stacks if s.config is not None]
+            if all(s.config is None for s in chosen_stacks):
+                found.left_out.add(id(module))
         elif any(p is not None and p.dim() > 1 for p in module._parameters.values()):
             picked = _picks(module, names, by_name, filter_fn)
             if picked is not None:
@@ -93,14 +110,32 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     return found
 
 
-def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool) -> str | None:
-    """The key that applies to layer `fqn`.
+def _stack(module: nn.Module, names: list[str], parameter: str, configs: list[Any]) -> ChosenStack:
+    """A stacked parameter with its one config. Raises ValueError: its names have different ones."""
+    label = ", ".join(_join(fqn, parameter) for fqn in names)
+    if any(other != configs[0] for other in configs[1:]):
+        raise ValueError(
+            f"{label}: are one parameter, which has one config: choose it under all of its names or under none"
+        )
+    return ChosenStack(label, module, parameter, configs[0])
+
+
+def _filtered(filter_fn: Filter, module: nn.Module, fqn: str) -> bool:
+    """Whether the filter picks a module of experts. One that reads what only linear layers have does not."""
+    try:
+        return bool(filter_fn(module, fqn))
+    except AttributeError:
+        return False
+
+
+def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool, parameter: str = "weight") -> str | None:
+    """The key that applies to layer `fqn`, or to another of its parameters.
 
     Exact names come before patterns, patterns are in order, "_default" is last; a weight's name comes before its
     layer's.
     """
     for pattern in (False, True):
-        for name in (_weight(fqn), fqn):
+        for name in (_join(fqn, parameter), fqn):
             for key in by_name:
                 if key.startswith("re:") == pattern and _means(key, name, exactly=True):
                     return key
@@ -164,7 +199,8 @@ def _is_float_parameter(model: nn.Module, key: str, config: Any) -> bool:
             if config is not None:
                 raise ValueError(
                     f"{key!r} names the parameter {_join(fqn, name)} {tuple(parameter.shape)} of a {type(module).__name__}, which aoquant "
-                    "cannot quantise: it takes the weights of nn.Linear, nn.Embedding and transformers' Conv1D. Leave the key out, or "
+                    "cannot quantise: it takes the weights of nn.Linear, nn.Embedding, transformers' Conv1D, and of experts with transformers' "
+                    "protocol (num_experts, has_gate, has_bias, is_transposed, _apply_gate). Leave the key out, or "
                     "give it None, which leaves the parameter in high precision"
                 )
             return True
@@ -188,13 +224,9 @@ def _join(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
 
-def _weight(fqn: str) -> str:
-    return _join(fqn, "weight")
-
-
-def _means(key: str, name: str, *, exactly: bool = False) -> bool:
-    """Whether a key means `name`, or, not exactly, the layer called so or its weight."""
-    names = (name,) if exactly else (name, _weight(name))
+def _means(key: str, name: str, parameter: str = "weight", *, exactly: bool = False) -> bool:
+    """Whether a key means `name`, or, not exactly, the layer called so or its parameter."""
+    names = (name,) if exactly else (name, _join(name, parameter))
     return any(re.fullmatch(key[3:], n) is not None if key.startswith("re:") else key == n for n in names)
 
 
@@ -221,6 +253,6 @@ def _instead(model: nn.Module) -> str:
     others = {
         type(m).__name__
         for m in model.modules()
-        if not is_layer(m) and any(p is not None and p.dim() > 1 for p in m._parameters.values())
+        if not is_layer(m) and not stacks_of(m) and any(p is not None and p.dim() > 1 for p in m._parameters.values())
     }
     return f". No support for the weights of {', '.join(sorted(others))}" if others else ""

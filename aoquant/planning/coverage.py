@@ -4,13 +4,13 @@ A model's parameters are counted once each, by the memory that they are stored i
 all of their names. A parameter is the weight of a quantised or a prepared layer, or it is float for one of these
 reasons:
 
-    default       embeddings and the output head, which are left out unless they are named
+    default       embeddings and the output head, which are left out unless they are named, and routers of experts
     left out      a layer that no config was given to
     incompatible  a layer that cannot take its config, and was left out by skip_incompatible=True
     subclass      the weight of a subclass of a supported layer, whose forward may differ
     adapter       LoRA's matrices
     unsupported   a matrix of a module that aoquant cannot quantise: stacked experts, a convolution, nn.LSTM
-    small         biases, norms, scales: at most one dimension longer than 1. They are added up and not listed.
+    small         biases, norms, scales: at most one dimension longer than 1, or biases of experts. They are added up and not listed.
 
 The first two are documented or asked for. A user expects the unsupported ones to be quantised, and they can be most
 of a model: the experts of a Mixtral are 3-D parameters, and its linear layers a sixth of it. So `quantize_` warns
@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.choose import is_head
+from aoquant.planning.experts import why_unsupported
 from aoquant.planning.sizes import stored_bytes
 from aoquant.planning.tied import identity, modules
 from aoquant.tensor import PackedTensor
@@ -146,6 +148,7 @@ def coverage(model: nn.Module) -> Coverage:
 def after(model: nn.Module, plan: Plan) -> Coverage:
     """The coverage that a model will have once `plan` is carried out."""
     formats: dict[Hashable, str] = {identity(s.module.weight): s.target.recipe.fprop_weight.name for s in plan.steps}
+    formats |= {identity(s.weight): s.target.recipe.fprop_weight.name for s in plan.experts}
     skipped = {id(m): plan.skipped[fqn] for fqn, m, _ in plan.choice.layers if fqn in plan.skipped}
     return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped)
 
@@ -224,9 +227,13 @@ def _state(
     weights = [module for _, name, module in owners if name == "weight"]
     if (prepared := next((m for m in weights if isinstance(m, QATLayer)), None)) is not None:
         return "prepared", prepared.prepared.recipe.fprop_weight.name
+    for _, name, module in owners:
+        if isinstance(module, QATExperts) and name in module.stacks:
+            return "prepared", module.stacks[name].recipe.fprop_weight.name
     if planned is not None:
         return "quantised", planned
-    if sum(n > 1 for n in tensor.shape) < 2 or all(isinstance(m, QATLayer) for _, _, m in owners):
+    biases = all(name.endswith("_bias") and stacks_of(module) for _, name, module in owners)  # (E, N)
+    if sum(n > 1 for n in tensor.shape) < 2 or biases or all(isinstance(m, QATLayer) for _, _, m in owners):
         return "small", ""
     reason = next((r for m in weights if (r := skipped.get(id(m)) or vars(m).get(SKIPPED))), None)
     if reason is not None:
@@ -240,8 +247,12 @@ def _state(
         return "default", "an embedding: left out unless it is named"
     if kind_of(module) is not None and name == "weight":
         return "left out", "no config was given to this layer"
+    if name in stacks_of(module):
+        return "left out", "no config was given to these experts"
     if id(module) in left_out:
         return "left out", f"a parameter of {type(module).__name__}, left out by name"
+    if re.search("router", type(module).__name__, re.IGNORECASE) and tensor.dim() == 2:
+        return "default", "a router, which decides what experts a token meets: stays float"
     if is_layer(module) and name == "weight":
         return "subclass", f"{type(module).__name__} is a subclass of a supported layer, whose forward may differ"
     return "unsupported", _why_unsupported(module, fqn, tensor)
@@ -252,7 +263,7 @@ def _why_unsupported(module: nn.Module, fqn: str, tensor: Tensor) -> str:
     if isinstance(module, nn.modules.conv._ConvNd):
         return f"{kind} is a convolution"
     if tensor.dim() > 2 and re.search("expert|moe", f"{fqn} {kind}", re.IGNORECASE):
-        return f"experts stacked into one parameter of {kind}, and only weights of linear layers are quantised"
+        return why_unsupported(module)
     return f"a parameter of {kind}, and only weights of nn.Linear, nn.Embedding and Conv1D are quantised"
 
 

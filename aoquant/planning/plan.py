@@ -11,7 +11,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,15 +26,17 @@ from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, b
 from aoquant.formats import HighPrecision, Operand
 from aoquant.hybrid import HybridConfig
 from aoquant.layers import held
+from aoquant.layers.experts import QATExperts
 from aoquant.layers.kinds import Kind, kind_of
 from aoquant.layers.linear import NOT_CALIBRATED
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.parallel import packed as sharded
 from aoquant.parallel.fsdp import GATHER, compute_dtypes
 from aoquant.parallel.linear import all_finite
-from aoquant.planning import owners
+from aoquant.planning import experts, owners
 from aoquant.planning import tied as sharing
 from aoquant.planning.choose import Choice, Filter, choose, nothing_chosen
+from aoquant.planning.experts import ChosenStack, ExpertStep
 from aoquant.targets import Target, fake_target, resolve, supported
 
 SHOWN = 10  # problems that an error lists
@@ -60,12 +62,13 @@ class Step:
 @dataclass(frozen=True)
 class Plan:
     """The steps for a model. skipped: names of layers that cannot take their config, and why, where they may be left
-    out. choice: of all.
+    out. choice: of all. experts: the steps of stacked experts.
     """
 
     steps: list[Step]
     skipped: dict[str, str]
     choice: Choice
+    experts: list[ExpertStep] = field(default_factory=list)
 
 
 def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incompatible: bool = False) -> Plan:
@@ -89,9 +92,10 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         )
     _refuse_adapted(model, choice)
     steps, refused = _checked(model, choice)
-    skipped = _left_out(steps, refused, choice) if skip_incompatible else {}
+    stacks, refused_stacks = _checked_stacks(model, choice)
+    skipped = _left_out(steps, refused, choice) | refused_stacks if skip_incompatible else {}
     steps = [s for s in steps if s.fqn not in skipped]
-    problems = [] if skip_incompatible else list(refused.values())
+    problems = [] if skip_incompatible else [*refused.values(), *refused_stacks.values()]
     problems += [p for s in steps if (p := sharing.adapter_problem(model, s.module, s.fqn, s.kind))]
     problems += sharing.problems(model, {id(s.module): s.target.recipe for s in steps})
     problems += _tied_scales(steps)
@@ -99,15 +103,51 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         shown = "\n  ".join(problems[:SHOWN])
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError(f"{len(problems)} layer(s) cannot be quantised; the model is unchanged:\n  {shown}{more}")
-    if not steps and skipped:
+    if not steps and not stacks and skipped:
         reasons = "\n  ".join(list(skipped.values())[:SHOWN])
         raise ValueError(
             f"nothing to quantise: none of the {len(skipped)} chosen layer(s) can take its config:\n  {reasons}"
         )
-    if not steps:
+    if not steps and not stacks:
         own = ours(config)
         raise ValueError(nothing_chosen(model, converts=isinstance(own, QATConfig) and own.step == "convert"))
-    return Plan(steps, skipped, choice)
+    return Plan(steps, skipped, choice, stacks)
+
+
+def _checked_stacks(model: nn.Module, choice: Choice) -> tuple[list[ExpertStep], dict[str, str]]:
+    """The steps of the stacked experts that can take their config, and why the others cannot, by name."""
+    dtypes, steps, refused = compute_dtypes(model), list[ExpertStep](), dict[str, str]()
+    for chosen in choice.stacks:
+        dtype = dtypes.get(id(chosen.weight), chosen.weight.dtype)
+        try:
+            if (step := _plan_stack(model, chosen, dtype)) is not None:
+                steps.append(step)
+        except ValueError as error:
+            refused[chosen.fqn] = f"{chosen.fqn} {tuple(chosen.weight.shape)}: {error}"
+    return steps, refused
+
+
+def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> ExpertStep | None:
+    """The step of one stacked parameter; None when an unprepared one meets convert, or a converted one does."""
+    config, module = ours(chosen.config), chosen.module
+    kind = config.step if isinstance(config, QATConfig) else "quantize"
+    prepared = module.stacks.get(chosen.parameter) if isinstance(module, QATExperts) else None
+    if kind == "convert":
+        if prepared is None:
+            return None
+        target = _deployed(prepared, config)
+    else:
+        if prepared is not None:
+            raise ValueError(f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name")
+        if isinstance(chosen.weight, TorchAOBaseTensor):
+            raise ValueError(f"is quantised already ({type(chosen.weight).__name__}); leave it out by name")
+        target = _prepare_target(config) if isinstance(config, QATConfig) else resolve(config)
+    reason = experts.why_not(chosen, kind, target)
+    if reason is None and (adapted := sharing.adapter_problem(model, module, chosen.fqn, kind)):
+        reason = adapted.partition(": ")[2]
+    if reason is not None:
+        raise ValueError(reason)
+    return ExpertStep(chosen.fqn, module, chosen.parameter, kind, config, target, dtype)
 
 
 def _checked(model: nn.Module, choice: Choice) -> tuple[list[Step], dict[str, str]]:
@@ -318,16 +358,20 @@ def _check_base(hybrid: HybridConfig, target: Target) -> None:
 
 
 def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:
-    prepared: Prepared = module.prepared
-    if config.base_config is None:
-        return _prepare_target(prepared.config)
     try:
-        target = resolve(config.base_config)
+        return _deployed(module.prepared, config)
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from None
+
+
+def _deployed(prepared: Prepared, config: QATConfig) -> Target:
+    """What convert makes of a prepared weight. Raises ValueError: the config deploys something else."""
+    if config.base_config is None:
+        return _prepare_target(prepared.config)
+    target = resolve(config.base_config)
     if target.recipe.deployed != prepared.recipe.deployed:
         raise ValueError(
-            f"{label}: was prepared for ({prepared.recipe}), and this config deploys ({target.recipe}); "
+            f"was prepared for ({prepared.recipe}), and this config deploys ({target.recipe}); "
             "convert with the base that prepare was given, or with QATConfig(step='convert')"
         )
     return target

@@ -25,13 +25,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aoquant.layers.experts import stacks_of
 from aoquant.parallel import fsdp
 from aoquant.planning import owners
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.progress import track
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report import render
-from aoquant.report.compare import compare, pairs_of
+from aoquant.report.compare import Pair, compare, pairs_of
+from aoquant.report.experts import experts_rows
 from aoquant.report.measure import undisturbed, weight_of
 from aoquant.report.rows import Row, row_of
 
@@ -152,16 +154,21 @@ def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool
     bar = iter(track(pairs, "outputs") if progress else pairs)
     with undisturbed(a, b):
         decibels, problem = compare(a, b, pairs, batch, lambda: next(bar, None))
-        rows = tuple(row_of(pair) for pair in (track(pairs, "weights") if progress else pairs))
+        made = [found for pair in (track(pairs, "weights") if progress else pairs) for found in _rows(pair)]
+    rows = tuple(row for _, row in made)
     output = Row(
         MODEL_OUTPUT, (), "", "", None, None, None, decibels, "", None, None, None, problem and f"not run: {problem}"
     )
-    weights = [weight_of(pair.b) for pair in pairs]
-    once = {id(w): (w.dtype.itemsize, row) for w, row in zip(weights, rows, strict=True)}.values()
+    once = {id(w): (w.dtype.itemsize, row) for w, row in made}.values()
     before = sum(itemsize * math.prod(row.shape) for itemsize, row in once)
     after = sum(row.bytes or 0 for _, row in once)
     sizes = tuple(stored_bytes(*m.parameters(), *m.buffers()) for m in (a, b))
     return Report(rows, output, before, after, (sizes[0], sizes[1]), coverage(b))
+
+
+def _rows(pair: Pair) -> list[tuple[Any, Row]]:
+    """(weight in model b, its row): one for a layer, one for each stacked parameter of experts."""
+    return experts_rows(pair) if stacks_of(pair.b) else [(weight_of(pair.b), row_of(pair))]
 
 
 def verify(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.qat import QATLayer
 from aoquant.ops import gemm_request
@@ -78,6 +79,8 @@ class Pair:
 
 
 def _backend(module: nn.Module, y: Tensor) -> str:
+    if stacks_of(module):
+        return "grouped"  # a product for each expert, which explain shows
     recipe = recipe_of(module)
     if recipe is None:
         return "torchao" if is_packed(weight_of(module)) else "torch"
@@ -92,7 +95,8 @@ def _backend(module: nn.Module, y: Tensor) -> str:
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:
-    return tuple(getattr(matrix_of(module), "shape", ()))
+    shapes = [tuple(getattr(module, name).shape) for name in stacks_of(module)]
+    return tuple(n for shape in shapes for n in shape) or tuple(getattr(matrix_of(module), "shape", ()))
 
 
 def why(error: Exception) -> str:

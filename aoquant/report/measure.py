@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.formats import Encoded, Int4, Int4Float8, Operand, Scales
+from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLayer
@@ -58,6 +59,8 @@ def weight_of(module: nn.Module) -> Any:
 
 
 def is_quantised(module: nn.Module) -> bool:
+    if isinstance(module, QATExperts) or any(is_packed(getattr(module, name)) for name in stacks_of(module)):
+        return True
     return isinstance(module, QATLayer) or is_packed(weight_of(module))
 
 

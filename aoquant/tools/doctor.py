@@ -84,7 +84,7 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
 
 def recipes(device: str | None = None) -> list[tuple[str, str, str, str]]:
     """(recipe, trains, converted layer runs, prepared == converted): "yes" or the reason why not."""
-    return [(r.name, *_try(r.make, device or _device())) for r in list_recipes()]
+    return [(r.name, *_try(r.make, device or _device())) for r in list_recipes() if not r.experts]
 
 
 def _device() -> str:

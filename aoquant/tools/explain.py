@@ -9,6 +9,7 @@ they are.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 
 from aoquant import ops, serving
+from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLinear
 from aoquant.ops import CodecRequest, gemm_request
 from aoquant.tensor import PackedTensor
@@ -64,7 +67,8 @@ class Routes:
 def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None = None, gpu: str | None = None) -> Any:
     """Which backend runs, and why the others do not.
 
-    what: a prepared layer, or a converted one: `Routes`, for every M. Or a request (`ops.Request`,
+    what: a prepared layer, or a converted one: `Routes`, for every M. Stacked experts: the same, M the tokens of
+        one expert. Or a request (`ops.Request`,
         `ops.CodecRequest`): a list of (backend, "runs" | "willing, lower priority" | reason why not).
     dtype: of the activations, by default the weight's.
     engine, gpu: as in `QATConfig`: say too what that engine will compute otherwise than the layer.
@@ -75,6 +79,8 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     if isinstance(what, (ops.Request, ops.CodecRequest)):
         return ops.explain(what)
     weight = getattr(what, "weight", None)
+    if isinstance(what, torch.nn.Module) and stacks_of(what):
+        return _experts(what, dtype, engine, gpu)
     if isinstance(what, QATLinear):
         recipe, kind, weight = what.prepared.recipe, "prepared", what.matrix()
     elif isinstance(weight, PackedTensor):
@@ -91,6 +97,33 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     served = () if engine is None else tuple(serving.differences(recipe, engine, gpu))
     title = f"{n} x {k} {kind} layer, {recipe}; {rows}"
     return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind), served)
+
+
+def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | None, gpu: str | None) -> Routes:
+    """The routes of one expert in each prepared or packed parameter of stacked experts.
+
+    Raises:
+        ValueError: none is.
+    """
+    titles, routes, served = list[str](), list[Route](), list[str]()
+    for name in stacks_of(module):
+        stack = getattr(module, name)
+        if isinstance(module, QATExperts) and name in module.stacks:
+            recipe, kind, weight = module.stacks[name].recipe, "prepared", module.matrix(name, 0)
+        elif isinstance(stack.data, PackedExperts):
+            recipe, kind, weight = stack.recipe, "converted", stack.data.expert(0)
+        else:
+            continue
+        n, k = weight.shape
+        titles.append(f"{name}: {len(stack)} experts of {n} x {k}, {kind}, {recipe}")
+        routes += [
+            dataclasses.replace(r, step=f"{name}: {r.step}")
+            for r in _routes(recipe, weight, dtype or weight.dtype, kind)
+        ]
+        served += [] if engine is None else serving.differences(recipe, engine, gpu)
+    if not titles:
+        raise ValueError("explain takes prepared or converted experts, got float ones: quantize_ them first")
+    return Routes("\n".join(titles), tuple(routes), tuple(served))
 
 
 def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str) -> tuple[Route, ...]:

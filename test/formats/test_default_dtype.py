@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aoquant.formats import COMPOSED, Random, Randomized, get_format, list_formats
+from aoquant.formats import COMPOSED, Random, Scales, get_operand, list_formats
 from aoquant.formats.random import fresh_state
 from aoquant.transforms.wush import fit, gram
 
@@ -39,17 +39,17 @@ def data(dtype: torch.dtype) -> Tensor:
 
 def numbers(name: str) -> list[Tensor]:
     """Everything that a format computes, of a float32 and of a bfloat16 matrix."""
-    format, found = get_format(name), []
+    format, found = get_operand(name), list[Tensor]()
     for dtype in (torch.float32, torch.bfloat16):
         x = data(dtype)
-        if isinstance(format, Randomized):
+        if format.draws:
             e = format.encode(x, random=Random(fresh_state(3, "layer"), 1))
         elif format.fitted:
             finite = x.nan_to_num(0.0, 0.0, 0.0).clamp(-9, 9).float()
             matrix, _ = fit(
                 gram(finite, 16) / 20 + torch.eye(16, dtype=torch.float64), gram(finite.flip(1), 16) / 20 + 1e-3
             )
-            held = get_format("high-precision").measure(x)._replace(transform=matrix)
+            held = Scales(transform=matrix)
             e = format.encode(x, held)
             found += [matrix, format.pull_back(x, matrix)]
         else:

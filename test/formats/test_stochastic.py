@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aoquant import get_format
-from aoquant.formats import Random
+from aoquant.formats import Random, get_operand
 from aoquant.formats.elements import E2M1_MAX
 from aoquant.formats.random import fresh_state, module_id, philox
 from aoquant.transforms import Rotation
@@ -106,8 +106,10 @@ def test_slope_is_one_over_64_draws(name: str) -> None:
 @pytest.mark.parametrize("name", ["rht32+xx-mxfp4"])
 def test_rounding_to_nearest_has_another_slope(name: str) -> None:
     """Quartet's scale, rounded to nearest: .991, over the same 64 draws, of rotations here. Averaging does not help."""
-    x, f = torch.randn(256, 128), get_format(name)
-    rotations = [rotate(x, Random(torch.tensor([7, module_id("layer"), s]), 0).signs(f.size)) for s in range(DRAWS)]
+    x, f = torch.randn(256, 128), get_operand(name)
+    rotations = [
+        rotate(x, Random(torch.tensor([7, module_id("layer"), s]), 0).signs(f.transform.size)) for s in range(DRAWS)
+    ]
     found = sum(slope(drawn(name, x, s), y) for s, y in enumerate(rotations)) / DRAWS
     assert found == pytest.approx(0.991, abs=0.001)
 

@@ -110,13 +110,12 @@ def test_identity_gives_the_operand(format_name: str, name: str, m: int) -> None
         pytest.skip("more rows than it takes")
     format, e = packed(format_name, 264, 1152)
     skip_without(name, format)
-    operand = format.operand(e, BF16)
-    plain = e._replace(outer=None)
+    values = rounded_once(format, e)
     for start in range(0, 1152, m):
         x = torch.eye(1152, device=CUDA, dtype=BF16)[start : start + m]
         with backend(name):
-            y = few_rows_call(format, plain, x)
-        assert torch.equal(y, operand[:, start : start + m].t())
+            y = few_rows_call(format, e, x)
+        assert torch.equal(y, values[:, start : start + m].t())
 
 
 @pytest.mark.parametrize(
@@ -126,23 +125,27 @@ def test_a_large_weight_s_operand(format_name: str, n: int, k: int) -> None:
     """One-hot rows at both ends of K, in every lane's place of a step, and in the last, where it is short."""
     format, e = packed(format_name, n, k)
     skip_without("cuda-decode", format)
-    operand, plain = format.operand(e, BF16), e._replace(outer=None)
+    values = rounded_once(format, e)
     places = torch.tensor([*range(0, 128, 8), *range(k - 144, k, 9)], device=CUDA)
     x = torch.zeros(len(places), k, device=CUDA, dtype=BF16).scatter_(1, places[:, None], 1.0)
     for rows in (3, 16):
         for start in range(0, len(places), rows):
             with backend("cuda-decode"):
-                y = few_rows_call(format, plain, x[start : start + rows])
-            assert torch.equal(y, operand[:, places[start : start + rows]].t())
+                y = few_rows_call(format, e, x[start : start + rows])
+            assert torch.equal(y, values[:, places[start : start + rows]].t())
+
+
+def rounded_once(format: Format, e: Encoded) -> Tensor:
+    """(N, K): the operand times the outer scale in float32, rounded once: what a one-hot row of x gives."""
+    operand, alpha = format.operand(e, BF16), format.alpha(e)
+    return operand if alpha is None else (operand.float() * alpha).to(BF16)
 
 
 def few_rows_call(format: Format, e: Encoded, x: Tensor) -> Tensor:
-    """The product without the outer scale."""
+    """The product of a few rows, by the backend that is forced."""
     from aoquant.ops.call import Call
 
-    call = Call("aoquant", x, None, e, as_operand(format), None, [x.shape[0]], x.dtype)
-    call.__dict__["alpha_w"] = None
-    return call.run()
+    return Call("aoquant", x, None, e, as_operand(format), None, [x.shape[0]], x.dtype).run()
 
 
 @pytest.mark.parametrize("k", [128, 1024])  # 1024: csrc's kernel for large weights

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchao.quantization import FqnToConfig
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -57,21 +58,25 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("model_class", "config"), MODELS.values(), ids=MODELS)
-def test_stacked_experts_are_named_with_their_share(model_class: Any, config: Any) -> None:
+def test_stacked_experts_left_out_are_named_and_others_are_quantised(model_class: Any, config: Any) -> None:
     model = model_class(config).eval()
-    names = (
-        r"model.layers.[*\d].mlp.experts.gate_up_proj .*model.layers.[*\d].mlp.experts.down_proj .*: experts stacked"
-    )
-    with pytest.warns(UserWarning, match=rf"% are matrices without support, which stay float: {names}"):
-        quantize_(model, QATConfig(Int8WeightConfig(), step="prepare"))
+    by_name = FqnToConfig({"re:.*experts": None, "_default": Int8WeightConfig()})
+    quantize_(model, by_name)
+    experts = [
+        w for w in aoquant.coverage(model).weights if "experts.gate_up_proj" in w.names[0] and "bias" not in w.names[0]
+    ]
+    assert {w.state for w in experts} == {"left out"}
+    model = model_class(config).eval()
+    quantize_(model, QATConfig(Int8WeightConfig(), step="prepare"), strict=True)
     converted = copy.deepcopy(model)
     quantize_(converted, QATConfig(step="convert"))
-    with pytest.warns(UserWarning, match="verified, but .*experts"):
-        found = verify(model, converted, {"input_ids": IDS})
-    quantised = sum(w.elements for w in found.coverage.weights if w.state == "quantised")
-    assert found.coverage.share == quantised / sum(p.numel() for p in converted.parameters()) < 0.5
-    with pytest.raises(ValueError, match=r"strict: .*experts.gate_up_proj"):
-        quantize_(model_class(config), Int8WeightConfig(), strict=True)
+    found = verify(model, converted, {"input_ids": IDS})
+    assert found.min_sqnr == float("inf")
+    assert found.coverage.share > 0.8
+    rows = {r.fqn: r for r in found.layers}
+    row = rows["model.layers.1.mlp.experts.down_proj"]
+    assert (len(row.shape), row.format, row.warning) == (3, "int8-row", "")
+    assert row.weight_sqnr_db == row.output_sqnr_db == float("inf")
 
 
 @pytest.mark.filterwarnings("ignore:.*stay float.*")

@@ -52,7 +52,7 @@ def test_it_is_the_layer_that_convert_makes(config: Any, dtype: torch.dtype) -> 
     assert isinstance(theirs.weight, PackedTensor)
     w = theirs.weight
     outer = w.per_tensor_scale
-    fmt = w.weight_format
+    fmt = w.recipe.fprop_weight.format
     mine = packed_linear(
         w.qdata, w.scale, None if outer is None else outer[0, 0] if fmt.reach == "tensor" else outer, theirs.bias,
         format=fmt.name, activation=config.activation, transform=config.transform, dtype=dtype,

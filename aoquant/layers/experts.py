@@ -1,0 +1,206 @@
+"""Experts that are stacked into 3-D parameters: their prepared class.
+
+transformers keeps the experts of a layer in one module with the parameters `gate_up_proj` (or `up_proj`) and `down_proj`, (E, N, K), or (E, K, N)
+where it says `is_transposed`. A module has this protocol when it has the attributes of `PROTOCOL`; its class is not asked, so no transformers is
+imported here. Prepared, it is the same module under another class, as a prepared linear layer is: parameters, their shapes and the state_dict stay.
+
+The forward does what transformers' own does, in its order, so that results are equal bit for bit once weights are: rows are sorted by expert,
+multiplied, gated, multiplied again, weighted, and added up for each token. "eager" and the other implementations of transformers add up in a
+different order, and the prepared forward follows the model's config in that. Products run in `grouped.grouped_linear`. A bias is added apart, to
+the rounded product. A token whose expert is E (expert parallelism marks tokens of other ranks so) adds nothing.
+
+Activations are quantised token by token where their format has scales for each row. A format with one scale for the tensor finds it for each
+expert's tokens, so a token's codes then depend on its batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from aoquant.formats.random import fresh_state
+from aoquant.layers.grouped import grouped_linear
+from aoquant.layers.qat import Prepared, PreparedModule
+from aoquant.parallel.fsdp import layer_class, swap_class
+
+PROTOCOL = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+EAGER = (None, "eager")  # of `config._experts_implementation`: transformers runs the class's own forward
+
+
+def stacks_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the stacked parameters of a module with the experts protocol; none for any other module."""
+    if not all(hasattr(module, name) for name in PROTOCOL):
+        return ()
+    return tuple(n for n in STACKS if (p := module._parameters.get(n)) is not None and p.dim() == 3)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module`, plain or prepared, has the experts protocol."""
+    return bool(stacks_of(module))
+
+
+def lacks(module: nn.Module) -> list[str]:
+    """What a module lacks of the protocol."""
+    missing = [name for name in PROTOCOL if not hasattr(module, name)]
+    return missing + ([] if any(n in module._parameters for n in STACKS) else ["gate_up_proj or up_proj"])
+
+
+class QATExperts(PreparedModule):
+    """Experts whose forward computes what the converted module will compute.
+
+    stacks: what prepare left on each prepared parameter, by its name; the others are float, or packed already.
+    """
+
+    plain: ClassVar[type[nn.Module]]
+    stacks: dict[str, Prepared]
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+    @classmethod
+    def prepare_stack(cls, module: nn.Module, name: str, prepared: Prepared) -> Self:
+        """Prepare the parameter called `name`, in place."""
+        if not isinstance(module, QATExperts):
+            swap_class(module, prepared_class(layer_class(module)))
+            assert isinstance(module, cls)
+            module.stacks, module.fake_quant = {}, True
+        assert isinstance(module, cls)
+        module.stacks[name] = prepared
+        if prepared.recipe.draws:
+            device = module._parameters[name].device  # type: ignore[union-attr]
+            module.register_buffer(_random(name), fresh_state(prepared.config.seed, prepared.fqn, device))
+        return module
+
+    def unprepare_stack(self, name: str) -> None:
+        """Make the parameter called `name` a plain one; with the last of them the module is a plain one."""
+        del self.stacks[name]
+        self._buffers.pop(_random(name), None)
+        if not self.stacks:
+            del self.stacks, self.fake_quant
+            swap_class(self, self.plain)
+
+    def unprepare(self) -> nn.Module:
+        for name in list(self.stacks):
+            self.unprepare_stack(name)
+        return self
+
+    def matrix(self, name: str, expert: int) -> Tensor:
+        """The weight (N, K) of one expert."""
+        return self._matrix(getattr(self, name)[expert])
+
+    @torch.no_grad()
+    def quantised_weight(self, name: str) -> Tensor:
+        """The values that the parameter's experts multiply by, in its shape and dtype; one expert at a time."""
+        operand, w = self.stacks[name].recipe.fprop_weight, getattr(self, name).detach()
+        values = torch.empty_like(w)
+        for expert in range(self.num_experts):
+            made = operand.fake_quantize(self._matrix(w[expert]))
+            values[expert] = made.t() if self.is_transposed else made
+        return values
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """(T, H) of hidden_states (T, H), and the experts and their weights (T, top k) of each token."""
+        if not self.fake_quant:
+            y: Tensor = self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
+            return y
+        tokens, top_k = top_k_index.shape
+        eager = getattr(getattr(self, "config", None), "_experts_implementation", None) in EAGER
+        # rows of one expert: eager takes them by top-k position, then token; the others by token
+        ids, perm = torch.sort((top_k_index.t() if eager else top_k_index).reshape(-1), stable=eager)
+        token, position = (perm % tokens, perm // tokens) if eager else (perm // top_k, perm % top_k)
+        ends: list[int] = torch.bincount(ids, minlength=self.num_experts)[: self.num_experts].cumsum(0).tolist()
+        ids, token, position = (t[: ends[-1]] for t in (ids, token, position))
+
+        y = self._product(hidden_states[token], "gate_up_proj" if self.has_gate else "up_proj", ids, ends, eager)
+        y = cast(Any, self)._apply_gate(y) if self.has_gate else cast(Any, self).act_fn(y)
+        y = self._product(y, "down_proj", ids, ends, eager)
+        y = y * top_k_weights[token, position].unsqueeze(-1)
+        if eager:
+            out, start = torch.zeros_like(hidden_states), 0
+            for end in ends:
+                out = out.index_add(0, token[start:end], y[start:end].to(out.dtype))
+                start = end
+            return out
+        rows = y.new_zeros(tokens * top_k, y.shape[-1]).index_copy(0, perm[: ends[-1]], y)
+        return rows.view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+    def _product(self, x_SK: Tensor, name: str, ids: Tensor, ends: list[int], eager: bool) -> Tensor:
+        """(S, N): rows sorted by expert, times the experts of one parameter, plus their biases."""
+        w: Tensor = getattr(self, name)
+        if isinstance(w, DTensor):
+            raise ValueError(
+                f"{name} is sharded (DTensor), and experts are not quantised under tensor or expert parallelism: use fully_shard"
+            )
+        x_SK = x_SK if eager else x_SK.to(w.dtype)  # as transformers casts, which matters under autocast
+        prepared = self.stacks.get(name)
+        if prepared is None:
+            y = self._unprepared(x_SK, w, ids, ends, eager)
+        else:
+            experts = w.unbind(0)  # one gradient for the whole stack, zero where an expert had no tokens
+            n = w.shape[-1] if self.is_transposed else w.shape[1]
+            random = self._buffers.get(_random(name))
+            try:
+                y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), ends, n, prepared.recipe, random)
+            except ValueError as error:
+                raise ValueError(f"{prepared.fqn}: {error}") from None
+        bias: Tensor | None = getattr(self, f"{name}_bias") if self.has_bias else None
+        return y if bias is None else y + bias[ids]
+
+    def _unprepared(self, x_SK: Tensor, w: Any, ids: Tensor, ends: list[int], eager: bool) -> Tensor:
+        """The product with a parameter that is float, or packed already, as the plain class makes it."""
+        if not eager:
+            offsets = torch.tensor(ends, dtype=torch.int32, device=x_SK.device)
+            y: Tensor = nn.functional.grouped_mm(x_SK, w if self.is_transposed else w.transpose(-2, -1), offs=offsets)
+            return y
+        starts = [0, *ends[:-1]]
+        hit = [(e, a, b) for e, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
+        if self.is_transposed:
+            products = [x_SK[a:b] @ w[e] for e, a, b in hit]
+        else:
+            products = [nn.functional.linear(x_SK[a:b], w[e]) for e, a, b in hit]
+        return torch.cat(products) if products else x_SK.new_empty(0, w.shape[-1 if self.is_transposed else 1])
+
+    def _matrix(self, w: Tensor) -> Tensor:
+        """One expert as (N, K): a transposed one is copied, because encoders read rows."""
+        return w.t().contiguous() if self.is_transposed else w
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, prepared in self.stacks.items():
+            if prepared.recipe.draws:  # a checkpoint from before this training knows no state: it begins at step 0
+                fresh = fresh_state(prepared.config.seed, prepared.fqn)
+                state_dict.setdefault(prefix + _random(name), fresh)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        prepared = ", ".join(f"{name}=({p.recipe})" for name, p in self.stacks.items())
+        return f"{super().extra_repr()}{prepared}{'' if self.fake_quant else ', fake_quant=False'}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The class is made at run time, so that copies and pickles name the plain one."""
+        return _empty, (self.plain,), self.__dict__
+
+
+_classes: dict[type[nn.Module], type[QATExperts]] = {}
+
+
+def prepared_class(plain: type[nn.Module]) -> type[QATExperts]:
+    """The prepared class of a class of experts: one for each."""
+    return _classes.get(plain) or _classes.setdefault(
+        plain, type(f"QAT{plain.__name__}", (QATExperts, plain), {"plain": plain, "__module__": __name__})
+    )
+
+
+def _empty(plain: type[nn.Module]) -> QATExperts:
+    cls = prepared_class(plain)
+    return cls.__new__(cls)
+
+
+def _random(name: str) -> str:
+    """The buffer with the state of a parameter's random numbers."""
+    return f"{name}_backward_random"

@@ -1,0 +1,273 @@
+"""The packed tensor of stacked experts: `PackedTensor` with one dimension more.
+
+Codes are (E, N, bytes) and scales (E, N, G) or (E, n, g), whatever the format makes of one expert; the outer scale is (E, N, 1). The tensor stands
+for (E, N, K), or for (E, K, N) where a module stores its experts transposed: only `transposed` tells them apart, the bytes are the same. So
+transposing it moves no byte, and a plain module of transformers multiplies by it as it stands:
+
+    grouped_mm   F.grouped_mm(x, w.transpose(-2, -1), offs)   -> the loop over experts that prepared experts run
+    eager        F.linear(x, w[e]), or x @ w[e]               -> the same product of one expert
+    batched_mm   w[ids]                                       -> refused: it would copy packed weights for every token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from aoquant.layers.grouped import grouped_linear
+from aoquant.layers.linear import quantized_linear
+from aoquant.tensor import PackedTensor, cut_columns, cut_rows
+
+aten = torch.ops.aten
+_PARTS = ("qdata", "scale", "zero_point", "per_tensor_scale")
+
+
+class PackedExperts(PackedTensor):
+    """Quantised experts (E, N, K), or (E, K, N) when `transposed`; one expert (K, N), selected from those, too.
+
+    Fields are `PackedTensor`'s with E in front; act_pre_scale is None.
+    """
+
+    tensor_attribute_names = ["format", "activation", "contract", "k", "dtype", "transposed"]
+    transposed: bool
+
+    def __new__(
+        cls,
+        qdata: Tensor,
+        format: str,
+        activation: str,
+        contract: str,
+        k: int,
+        dtype: torch.dtype,
+        transposed: bool = False,
+        **tensors: Tensor | None,
+    ) -> PackedExperts:
+        *lead, n, _ = qdata.shape
+        shape = (*lead, k, n) if transposed else (*lead, n, k)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
+
+    def __init__(
+        self,
+        qdata: Tensor,
+        format: str,
+        activation: str,
+        contract: str,
+        k: int,
+        dtype: torch.dtype,
+        transposed: bool = False,
+        **tensors: Tensor | None,
+    ) -> None:
+        super().__init__(qdata, format, activation, contract, k, dtype, **tensors)
+        self.transposed = transposed
+
+    def expert(self, index: int) -> PackedTensor:
+        """One expert (N, K): views of its codes and scales."""
+        tensors: Any = {name: None if (t := getattr(self, name)) is None else t[index] for name in _PARTS}
+        return PackedTensor(
+            format=self.format,
+            activation=self.activation,
+            contract=self.contract,
+            k=self.k,
+            dtype=self.dtype,
+            **tensors,
+        )
+
+    @property
+    def matrix(self) -> PackedTensor:
+        """The (N, K) of one selected expert."""
+        names = (self.format, self.activation, self.contract)
+        return PackedTensor(self.qdata, *names, self.k, self.dtype, self.scale, self.zero_point, self.per_tensor_scale)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Values in this tensor's shape, in `dtype`, by default the weights' own."""
+        if self.dim() == 2:
+            return self.matrix.dequantize(dtype).t()
+        values = torch.stack([self.expert(e).dequantize(dtype) for e in range(self.shape[0])])
+        return values.transpose(-2, -1) if self.transposed else values
+
+    def _quantization_type(self) -> str:
+        return f"{super()._quantization_type()}{', transposed' if self.transposed else ''}"
+
+    def __repr__(self) -> str:
+        return f"PackedExperts({self._quantization_type()}, device={self.device})"
+
+    def _stable_hash_for_caching(self) -> str:
+        return f"{super()._stable_hash_for_caching()}, {self.transposed}"
+
+    def _with(
+        self,
+        tensors: list[Tensor | None],
+        k: int | None = None,
+        dtype: torch.dtype | None = None,
+        transposed: bool | None = None,
+    ) -> PackedExperts:
+        qdata, scale, zero, outer, _ = tensors
+        assert qdata is not None
+        return PackedExperts(
+            qdata,
+            self.format,
+            self.activation,
+            self.contract,
+            self.k if k is None else k,
+            dtype or self.dtype,
+            self.transposed if transposed is None else transposed,
+            scale=scale,
+            zero_point=zero,
+            per_tensor_scale=outer,
+        )
+
+    def _parts(self) -> list[Tensor | None]:
+        return [*(getattr(self, name) for name in _PARTS), None]
+
+
+def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False) -> PackedExperts:
+    """Stack packed weights (N, K) into experts (E, N, K), or (E, K, N) when `transposed`; codes and scales are copied.
+
+    Example::
+
+        stacked = packed_experts([layer.weight.data for layer in linears])
+
+    Raises:
+        ValueError: there is none; or one differs from the first in format, shape or dtype, or has a fitted transform: the message says which.
+    """
+    if not experts:
+        raise ValueError("packed_experts needs at least one PackedTensor, got none")
+    for index, e in enumerate(experts):
+        if type(e) is not PackedTensor:
+            raise ValueError(f"expert {index}: packed_experts takes PackedTensors (N, K), got {type(e).__name__}")
+        if e.act_pre_scale is not None:
+            raise ValueError(
+                f"expert {index}: has a fitted transform ({e.format}), and stacked experts cannot hold one"
+            )
+        if (wanted := experts[0]._quantization_type()) != (got := e._quantization_type()):
+            raise ValueError(
+                f"expert {index} is ({got}) and expert 0 ({wanted}): stacked experts have one format, shape and dtype"
+            )
+    columns = [[getattr(e, name) for e in experts] for name in _PARTS]
+    stacked = [None if c[0] is None else torch.stack(c) for c in columns]
+    first = experts[0]
+    names = (first.format, first.activation, first.contract)
+    tensors: Any = dict(zip(_PARTS[1:], stacked[1:], strict=True))
+    assert stacked[0] is not None
+    return PackedExperts(stacked[0], *names, first.k, first.dtype, transposed, **tensors)
+
+
+@PackedExperts.implements([aten.select.int])
+def _select(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    packed, dim, index = args
+    if packed.dim() != 3 or dim % 3 != 0:
+        raise ValueError(f"PackedExperts {tuple(packed.shape)} are selected by expert, w[e], got dimension {dim}")
+    if packed.transposed:
+        return packed._with([None if t is None else t[index] for t in packed._parts()])
+    return packed.expert(index)
+
+
+@PackedExperts.implements([aten.unbind.int])
+def _unbind(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tuple(args[0][e] for e in range(args[0].shape[0]))
+
+
+@PackedExperts.implements([aten.transpose.int])
+def _transpose(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    packed, *dims = args
+    if {d % packed.dim() for d in dims} != {packed.dim() - 2, packed.dim() - 1}:
+        raise ValueError(
+            f"PackedExperts {tuple(packed.shape)} are transposed in their last two dimensions, got {tuple(dims)}"
+        )
+    if packed.dim() == 2:
+        return packed.matrix
+    turned = packed._with(packed._parts(), transposed=not packed.transposed)
+    return return_and_correct_aliasing(func, args, kwargs, turned)
+
+
+@PackedExperts.implements([aten.t.default])
+def _t(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].transpose(0, 1)
+
+
+@PackedExperts.implements([aten.slice.Tensor])
+def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedExperts:
+    """Experts anywhere; rows and columns where `PackedTensor` can be cut. Views."""
+    packed: PackedExperts = args[0]
+    given: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
+    dim, start, end, step = given
+    start, end, _ = slice(start, end).indices(packed.shape[dim])
+    if step != 1 or packed.dim() != 3:
+        raise ValueError(
+            f"PackedExperts {tuple(packed.shape)} are sliced in three dimensions with step 1, got step {step}"
+        )
+    dim = dim % 3
+    if dim == 0:
+        cut = packed._with([None if t is None else t[start:end] for t in packed._parts()])
+    else:
+        # the axis to cut comes where PackedTensor has it: rows in front, columns second
+        along_rows = (dim == 1) != packed.transposed
+        a, b = (0, 1) if along_rows else (1, 2)
+        turned = [None if t is None else t.transpose(a, b) for t in packed._parts()]
+        assert turned[0] is not None
+        names = (packed.format, packed.activation, packed.contract)
+        flat = PackedTensor(turned[0], *names, packed.k, packed.dtype, *turned[1:])
+        done = (cut_rows if along_rows else cut_columns)(flat, start, end)
+        parts = [getattr(done, name) for name in _PARTS]
+        cut = packed._with([*(None if t is None else t.transpose(a, b) for t in parts), None], k=done.k)
+    return return_and_correct_aliasing(func, args, kwargs, cut)
+
+
+@PackedExperts.implements([aten.index.Tensor])
+def _index(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    raise ValueError(
+        f"packed experts {tuple(args[0].shape)} are not gathered by token, as experts_implementation='batched_mm' does (generate() switches "
+        "to it on a GPU): call model.set_experts_implementation('eager') before generate, or 'grouped_mm' elsewhere"
+    )
+
+
+@PackedExperts.implements([aten.linear.default])
+@PackedExperts.implements_torch_function([F.linear])
+def _linear(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    raise ValueError("F.linear takes one expert, w[e] of (N, K), not stacked or transposed experts")
+
+
+@PackedExperts.implements_torch_function([torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm])
+def _matmul(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    """x (..., K) times one transposed expert (K, N)."""
+    x, w = args
+    if not isinstance(w, PackedExperts) or isinstance(x, PackedTensor) or w.dim() != 2:
+        raise ValueError("packed experts are multiplied as x @ w[e], one transposed expert on the right")
+    return quantized_linear(x, w.matrix.encoded, None, w.recipe)
+
+
+@PackedExperts.implements_torch_function([torch._grouped_mm, F.grouped_mm])
+def _grouped_mm(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    """x (S, K), rows sorted by expert, times experts (E, K, N). Rows behind the last offset are zero."""
+
+    def bound(
+        a: Tensor, b: Any, *, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    ) -> tuple[Any, ...]:
+        return a, b, offs, bias, out_dtype
+
+    x, w, offs, bias, out_dtype = bound(*args, **(kwargs or {}))
+    good = isinstance(w, PackedExperts) and w.transposed and w.dim() == 3 and x.dim() == 2 and offs is not None
+    if not good or isinstance(x, PackedTensor) or bias is not None or out_dtype not in (None, x.dtype):
+        raise ValueError(
+            "packed experts take grouped_mm(x (S, K), w (E, K, N), offs=offsets) without bias, in the input's dtype: transpose "
+            "(E, N, K) experts with w.transpose(-2, -1)"
+        )
+    y: Tensor = grouped(x, w, offs)
+    return y
+
+
+@torch.compiler.disable
+def grouped(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:
+    """(S, N). offsets: for each expert, the row after its last."""
+    ends: list[int] = offsets.tolist()
+    n = w_EKN.shape[-1]
+    y = grouped_linear(x_SK[: ends[-1]], lambda e: w_EKN.expert(e).encoded, ends, n, w_EKN.recipe)
+    return torch.cat([y, y.new_zeros(len(x_SK) - ends[-1], n)]) if ends[-1] < len(x_SK) else y
+
+
+torch.serialization.add_safe_globals([PackedExperts])

@@ -1,0 +1,114 @@
+"""Plans and steps of stacked experts: each stacked parameter of an experts module takes a config of its own.
+
+`FqnToConfig` names the module ("model.layers.0.mlp.experts") or one of its parameters ("....experts.down_proj"). By default experts take the config
+that linear layers take. What a parameter cannot take is refused together with the layers that cannot take theirs, before anything is changed.
+
+Conversion encodes one expert at a time, so that what is in memory beside the codes is one expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from aoquant import ops
+from aoquant.layers.experts import PROTOCOL, QATExperts, lacks
+from aoquant.layers.packed_experts import packed_experts
+from aoquant.layers.qat import Prepared
+from aoquant.parallel.fsdp import GATHER
+from aoquant.parallel.linear import all_finite
+from aoquant.targets import Target
+from aoquant.tensor import PackedTensor
+
+
+@dataclass(frozen=True)
+class ChosenStack:
+    """One stacked parameter that a config applies to. fqn: all names of the parameter, joined by ", "."""
+
+    fqn: str
+    module: nn.Module
+    parameter: str
+    config: Any
+
+    @property
+    def weight(self) -> Any:
+        return getattr(self.module, self.parameter)
+
+
+@dataclass(frozen=True)
+class ExpertStep:
+    """The change of one stacked parameter; fields as `plan.Step` has them."""
+
+    fqn: str
+    module: nn.Module
+    parameter: str
+    kind: str
+    config: Any
+    target: Target
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> Any:
+        return getattr(self.module, self.parameter)
+
+
+def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
+    """Why experts cannot have `target`; None when they can."""
+    weight, recipe = chosen.weight, target.recipe
+    rows, columns = weight.shape[1:]
+    n, k = (columns, rows) if chosen.module.is_transposed else (rows, columns)
+    if target.tensor != "PackedTensor":
+        return f"stacked experts become aoquant's packed tensors, and the config makes {target.tensor}: use a config of aoquant's"
+    if recipe.holds:
+        how = "a fitted transform" if recipe.fitted else "static or learned scales"
+        return f"stacked experts hold no scales of their own, and the config has {how}: use scales that are dynamic"
+    if isinstance(weight, DTensor) and kind != "prepare":
+        return f"it is sharded, and is not converted in place: {GATHER}, and convert that"
+    if (reason := target.why_not(n, k, weight.dtype)) is not None:
+        return reason
+    replaced = "forward" in vars(chosen.module) and "_old_forward" not in vars(chosen.module)
+    if replaced and kind == "prepare":
+        return "the forward of its module is replaced on the instance, so a prepared forward would never run: remove the replacement"
+    if not weight.is_meta and not all_finite(weight.flatten(0, 1)):
+        return "it holds NaN or Inf: restore a good checkpoint before quantising"
+    return None
+
+
+def why_unsupported(module: nn.Module) -> str:
+    """Why the stacked parameters of a module are not quantised."""
+    missing = ", ".join(lacks(module)) or "3-D parameters"
+    kind = type(module).__name__
+    return f"experts stacked into one parameter of {kind}, whose class lacks what transformers' experts protocol has: {missing}"
+
+
+def apply(step: ExpertStep, device: torch.device | str | None = None) -> None:
+    """Carry out the step of one stacked parameter, in place."""
+    module = step.module
+    if step.kind == "prepare":
+        QATExperts.prepare_stack(module, step.parameter, Prepared(step.target.recipe, step.config, step.fqn))
+        return
+    packed = nn.Parameter(pack(step, step.weight, device), requires_grad=False)
+    if isinstance(module, QATExperts) and step.parameter in module.stacks:
+        module.unprepare_stack(step.parameter)
+    setattr(module, step.parameter, packed)
+
+
+@torch.no_grad()
+def pack(step: ExpertStep, weight: Tensor, device: torch.device | str | None) -> Tensor:
+    """The packed experts of a float stack, encoded expert by expert. device: where they are made, by default where the weight is."""
+    operand = step.target.recipe.fprop_weight
+    made = list[PackedTensor]()
+    transposed: bool = step.module.is_transposed  # type: ignore[assignment]
+    for expert in weight.detach():
+        w_NK = (expert.t() if transposed else expert).to(device, step.dtype).contiguous()
+        built = step.target.build(ops.codec.encode(operand, w_NK), w_NK)
+        assert isinstance(built, PackedTensor)
+        made.append(built)
+    return packed_experts(made, transposed=transposed)
+
+
+__all__ = ["PROTOCOL", "ChosenStack", "ExpertStep", "apply", "pack", "why_not", "why_unsupported"]

@@ -1,0 +1,119 @@
+"""Converted layers on a GPU: what they remember multiplies as the general path does, to the bit, for every range of rows."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from aoquant import QATConfig, explain, quantize_
+from aoquant.layers.packed import PackedLinear
+from aoquant.recipes import get_recipe
+
+pytestmark = pytest.mark.gpu
+
+RECIPES = ["int4-g128", "nvfp4-weight", "nvfp4", "mxfp4", "fp8", "int8"]
+ROWS = (1, 4, 5, 16, 17, 64, 65, 256, 257, 1024)
+N, K = 512, 1024
+recipes = pytest.mark.parametrize("name", RECIPES)
+
+
+def prepared(name: str, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N, bias=bias, device="cuda", dtype=dtype)).requires_grad_(False)
+    quantize_(model, QATConfig(get_recipe(name).make(), step="prepare"))
+    return model.eval()
+
+
+def converted(model: nn.Sequential, name: str) -> PackedLinear:
+    served = copy.deepcopy(model)
+    quantize_(served, QATConfig(get_recipe(name).make(), step="convert"))
+    assert type(served[0]) is PackedLinear
+    return served[0]
+
+
+def batch(rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    torch.manual_seed(rows)
+    return torch.randn(rows, K, device="cuda").to(dtype)
+
+
+@recipes
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
+def test_every_range_of_rows_equals_the_general_path(name: str, bias: bool, dtype: torch.dtype) -> None:
+    qat = prepared(name, bias, dtype)
+    module = converted(qat, name)
+    for rows in ROWS:
+        for x in (batch(rows, dtype), batch(2 * rows, dtype)[::2], batch(rows, dtype).view(1, rows, K)):
+            want = F.linear(x, module.weight, module.bias)  # under gradients nothing is remembered
+            with torch.no_grad():
+                for _ in range(2):
+                    assert torch.equal(module(x), want), (rows, tuple(x.shape))
+                assert torch.equal(qat(x), want), (rows, tuple(x.shape))
+                onehot = torch.eye(K, device="cuda", dtype=dtype)[torch.arange(rows) * 7 % K]
+                assert torch.equal(module(onehot), F.linear(onehot, module.weight, module.bias))
+
+
+@recipes
+@pytest.mark.parametrize("rows", [1, 16, 64, 300])
+def test_captured_and_compiled_equal_eager(name: str, rows: int) -> None:
+    module, x = converted(prepared(name), name), batch(rows)
+    with torch.no_grad():
+        want = module(x)
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            module(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            y = module(x)
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, want)
+        torch._dynamo.reset()
+        run = torch.compile(module, mode="reduce-overhead", fullgraph=True)
+        for _ in range(3):
+            assert torch.equal(run(x), want)
+        module.weight.qdata.zero_()  # in place: graphs read the weight where it lies
+        changed = run(x).clone()
+        graph.replay()
+        assert torch.equal(changed, module(x)) and torch.equal(y, module(x))
+    torch._dynamo.reset()
+
+
+def test_explain_names_what_runs() -> None:
+    module = converted(prepared("int4-g128"), "int4-g128")
+    with torch.no_grad():
+        module(batch(4))
+    found = next(r for r in explain(module).routes if r.step == "multiply" and r.first <= 4 <= (r.last or 4))
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        module(batch(4))
+        torch.cuda.synchronize()
+    if found.backend not in ("cuda-decode", "triton-decode"):
+        pytest.skip(f"runs on {found.backend}")
+    assert len([e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]) <= 3
+
+
+def test_threads_and_streams_give_the_numbers_of_one() -> None:
+    module = converted(prepared("nvfp4"), "nvfp4")
+    xs = [batch(rows) for rows in (1, 5, 17, 300)]
+    with torch.no_grad():
+        want = [module(x) for x in xs]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def run() -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                wrong.extend(i for i, x in enumerate(xs) if not torch.equal(module(x), want[i]))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,116 @@
+"""Mixture-of-experts models whole: recipes, training, saving, loading, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_uncovered_models import IDS, MODELS
+from transformers import AutoModelForCausalLM
+
+import aoquant
+from aoquant import Int4WeightConfig, QATConfig, explain, load_pretrained, quantize_, refresh_, report, save_pretrained
+from aoquant.layers.packed_experts import PackedExperts
+
+PROGRAM = """
+import sys, torch, aoquant
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+with torch.no_grad():
+    torch.save(model(input_ids=torch.load(sys.argv[2])).logits, sys.argv[3])
+"""
+
+
+def model_of(family: str) -> Any:
+    model_class, config = MODELS[family]
+    torch.manual_seed(0)
+    model = model_class._from_config(config, dtype=torch.bfloat16)  # as loaders cast: rotary frequencies stay float32
+    for name, p in model.named_parameters():
+        if "experts" in name or "router" in name or "gate" in name:
+            p.data.normal_(0, 0.1)
+    return model
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_experts_alone_are_trained_converted_saved_and_loaded(family: str, tmp_path: Path) -> None:
+    model = model_of(family)
+    quantize_(model, QATConfig("mxfp4-experts", step="prepare"))
+    states = {w.names[0]: w.state for w in aoquant.coverage(model).weights}
+    assert states["model.layers.0.self_attn.o_proj.weight"] == "left out"
+    assert states["model.layers.1.mlp.experts.down_proj"] == "prepared"
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = model.model.layers[1].mlp.experts.down_proj.detach().clone()
+    model.train()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.model.layers[1].mlp.experts.down_proj, before)
+    model.eval()
+    with pytest.raises(ValueError, match="prepared and not converted"):
+        save_pretrained(model, tmp_path / "early")
+    with torch.no_grad():
+        wanted = model(input_ids=IDS).logits
+        converted = copy.deepcopy(model)
+        quantize_(converted, QATConfig(step="convert"))
+        save_pretrained(converted, tmp_path / "saved")
+        for load in (load_pretrained, AutoModelForCausalLM.from_pretrained):
+            loaded = load(tmp_path / "saved").eval()
+            assert isinstance(loaded.model.layers[1].mlp.experts.down_proj.data, PackedExperts)
+            assert torch.equal(loaded(input_ids=IDS).logits, wanted)
+        save_pretrained(loaded, tmp_path / "again")
+        assert torch.equal(load_pretrained(tmp_path / "again").eval()(input_ids=IDS).logits, wanted)
+        fresh = model_of(family).eval()
+        torch.save(converted.state_dict(), tmp_path / "state.pt")
+        fresh.load_state_dict(torch.load(tmp_path / "state.pt"), assign=True)
+        assert torch.equal(fresh(input_ids=IDS).logits, wanted)
+        if family == "gpt-oss":  # a new process, with transformers' own loader
+            torch.save(IDS, tmp_path / "ids.pt")
+            arguments = [str(tmp_path / name) for name in ("saved", "ids.pt", "logits.pt")]
+            subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True, env=dict(os.environ))
+            assert torch.equal(torch.load(tmp_path / "logits.pt"), wanted)
+
+
+def test_batched_mm_is_refused_and_eager_generates() -> None:
+    model = model_of("mixtral").eval()
+    quantize_(model, Int4WeightConfig(32))
+    model.set_experts_implementation("batched_mm")
+    with pytest.raises(ValueError, match=r"batched_mm.*set_experts_implementation"):
+        model(input_ids=IDS)
+    model.set_experts_implementation("eager")
+    assert model.generate(IDS[:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+def test_report_and_explain_show_each_parameter() -> None:
+    model = model_of("gpt-oss").eval()
+    quantised = copy.deepcopy(model)
+    quantize_(quantised, "int4-g32-experts")
+    found = report(model, quantised, {"input_ids": IDS}, progress=False)
+    assert [r.fqn.rpartition(".")[2] for r in found.layers] == ["gate_up_proj", "down_proj"] * 2
+    assert all(10 < r.weight_sqnr_db < 40 and 10 < r.output_sqnr_db < 40 for r in found.layers)  # type: ignore[operator]
+    assert {r.bits_per_weight for r in found.layers} == {5.0}
+    assert "gate_up_proj" in found.to_markdown()
+    said = str(explain(quantised.model.layers[0].mlp.experts))
+    assert "gate_up_proj: 8 experts of 128 x 64, converted" in said
+    assert "down_proj: multiply, M = 1" in said
+    with pytest.raises(ValueError, match="got float ones"):
+        explain(model.model.layers[0].mlp.experts)
+
+
+def test_what_does_not_know_experts_refuses_them(tmp_path: Path) -> None:
+    model = model_of("mixtral").eval()
+    model.save_pretrained(tmp_path / "float")
+    with pytest.raises(ValueError, match=r"experts.*load the model whole"):
+        aoquant.convert_checkpoint(tmp_path / "float", "int4-g32-experts", tmp_path / "out")
+    prepared = copy.deepcopy(model)
+    quantize_(prepared, QATConfig("int4-g32-experts", step="prepare"))
+    converted = copy.deepcopy(prepared)
+    quantize_(converted, QATConfig(step="convert"))
+    with pytest.raises(ValueError, match="experts are not refreshed"):
+        refresh_(converted, prepared)
+    with pytest.raises(ValueError, match="no layout in export"):
+        aoquant.export(converted, tmp_path / "exported", "compressed-tensors")
