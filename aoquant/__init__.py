@@ -30,6 +30,7 @@ from aoquant.config import (
 )
 from aoquant.export import export
 from aoquant.formats import get_format, list_formats
+from aoquant.hybrid import Cast, HybridConfig
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import set_fake_quant, unprepare
@@ -53,10 +54,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "WUSH",
+    "Cast",
     "Coverage",
     "FP8WeightConfig",
     "GridFlipFP4WeightConfig",
     "Hadamard",
+    "HybridConfig",
     "Int4WeightConfig",
     "Int8WeightConfig",
     "IntxWeightConfig",

@@ -36,6 +36,7 @@ from aoquant.formats import (
     get_format,
     get_operand,
 )
+from aoquant.hybrid import HybridConfig
 from aoquant.layers.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 
@@ -320,10 +321,14 @@ def activated(recipe: LinearRecipe, activation: str | None) -> LinearRecipe:
     return dataclasses.replace(recipe, fprop_input=operand, input_scales="static" if static else "dynamic")
 
 
-def backward_slots(backward: str | None) -> dict[str, Operand]:
-    """`LinearRecipe`'s four backward slots for QATConfig's `backward`; none for None."""
+def backward_slots(backward: str | HybridConfig | None) -> dict[str, Any]:
+    """`LinearRecipe`'s arguments for QATConfig's `backward`: four slots, and a HybridConfig's sources; none for
+    None.
+    """
     if backward is None:
         return {}
+    if isinstance(backward, HybridConfig):
+        return backward.slots()
     try:
         operand = get_operand(BACKWARD.get(backward, backward))
     except ValueError as error:
@@ -386,9 +391,9 @@ class QATConfig(AOBaseConfig):
         "static": they are frozen when the layer is prepared, and again by `calibrate`. "learned": they are trained, and
         so are static activation scales (LSQ; integers only). Convert takes held scales as they are.
     backward: how the two backward GEMMs quantise their operands: "quartet", "quartet2", the name of a format for all
-        four of them, or None for high precision. "quartet" also sets straight_through="clipped", its trust mask, unless
-        that is given.
-    seed: of the random numbers that such a backward draws.
+        four of them, a `HybridConfig`, or None for high precision. "quartet" also sets straight_through="clipped", its
+        trust mask, unless that is given.
+    seed: of the random numbers that such a backward draws; by default a HybridConfig's own, or 0.
     engine, gpu: what will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda":
         prepare warns where it will compute something else than is trained (`aoquant.serving`).
 
@@ -402,7 +407,7 @@ class QATConfig(AOBaseConfig):
     step: str = "prepare"
     straight_through: str = "identity"
     scales: str = "dynamic"
-    backward: str | None = None
+    backward: str | HybridConfig | None = None
     seed: int = 0
     engine: str | None = None
     gpu: str | None = None
@@ -416,8 +421,8 @@ class QATConfig(AOBaseConfig):
         step: str = "prepare",
         straight_through: str | None = None,
         scales: str = "dynamic",
-        backward: str | None = None,
-        seed: int = 0,
+        backward: str | HybridConfig | None = None,
+        seed: int | None = None,
         engine: str | None = None,
         gpu: str | None = None,
     ) -> None:
@@ -433,6 +438,8 @@ class QATConfig(AOBaseConfig):
             straight_through = "clipped" if backward == "quartet" else "identity"
         self.base_config, self.activation_config, self.weight_config = base_config, activation_config, weight_config
         self.straight_through = straight_through
+        if seed is None:
+            seed = backward.seed if isinstance(backward, HybridConfig) else 0
         self.scales, self.backward, self.seed = scales, backward, seed
         self.engine, self.gpu = engine, gpu
         parts = activation_config is not None or weight_config is not None

@@ -209,7 +209,11 @@ def apply(
     """
     module: nn.Module = step.module
     if step.kind == "prepare":
-        return step.layer.prepared.prepare(module, Prepared(step.target.recipe, step.config, step.fqn))
+        prepared = Prepared(step.target.recipe, step.config, step.fqn)
+        if isinstance(module, QATLinear):
+            module.replace(prepared)
+            return module
+        return step.layer.prepared.prepare(module, prepared)
     packed = {} if packed is None else packed
     weight: Tensor = step.module.weight
     key = identity(weight)

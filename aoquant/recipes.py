@@ -44,6 +44,7 @@ from aoquant.config import (
     QATConfig,
 )
 from aoquant.formats import get_format
+from aoquant.hybrid import HybridConfig
 from aoquant.transforms import WUSH, Hadamard
 
 
@@ -70,6 +71,21 @@ def _int4_cpu() -> AOBaseConfig:
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
     return PrototypeInt4WeightOnlyConfig()
+
+
+# TransformerEngine's recipes Float8CurrentScaling and NVFP4BlockScaling
+FP8_HYBRID = HybridConfig(
+    dgrad_grad_output="te-fp8-e5m2-tensor",
+    dgrad_weight="te-fp8-tensor",
+    wgrad_grad_output="te-fp8-e5m2-tensor",
+    wgrad_input="te-fp8-tensor",
+)
+NVFP4_TRAINING = HybridConfig(
+    dgrad_grad_output="nvfp4-sr",
+    dgrad_weight="te-nvfp4-16x16",
+    wgrad_grad_output="te-hadamard16-sd7e8+nvfp4-sr",
+    wgrad_input="te-hadamard16-sd7e8+te-nvfp4",
+)
 
 
 def _experts_only(config: AOBaseConfig) -> AOBaseConfig:
@@ -208,6 +224,42 @@ _RECIPES = (
         "vllm-mxfp4",
         lambda: Packed4WeightConfig("mxfp4-even", "mxfp4-even"),
         "for vLLM: MXFP4 weights and activations by the rule of its kernels",
+    ),
+    Recipe(
+        "mxfp8-nvfp4",
+        lambda: PackedWeightConfig("mxfp8", "mxfp8"),
+        "MXFP8 weights and activations; trains with an NVFP4 backward",
+        {"backward": HybridConfig.bwd("te-nvfp4")},
+    ),
+    Recipe(
+        "nvfp4-mxfp8",
+        NVFP4WeightConfig,
+        "NVFP4 weights and activations; trains with an MXFP8 backward",
+        {"backward": HybridConfig.bwd("mxfp8")},
+    ),
+    Recipe(
+        "mxfp8-hp",
+        lambda: PackedWeightConfig("mxfp8", "mxfp8"),
+        "MXFP8 weights and activations; trains with a high-precision backward of the original input",
+        {"backward": HybridConfig.bwd(None)},
+    ),
+    Recipe(
+        "nvfp4-hp",
+        NVFP4WeightConfig,
+        "NVFP4 weights and activations; trains with a high-precision backward of the original input",
+        {"backward": HybridConfig.bwd(None)},
+    ),
+    Recipe(
+        "fp8-hybrid",
+        lambda: PackedWeightConfig("te-fp8-tensor", "te-fp8-tensor"),
+        "TransformerEngine's FP8, one scale for all tokens of a call; trains with e5m2 gradients",
+        {"backward": FP8_HYBRID},
+    ),
+    Recipe(
+        "nvfp4-training",
+        lambda: Packed4WeightConfig("te-nvfp4-16x16", "te-nvfp4"),
+        "TransformerEngine's NVFP4, one outer scale for all tokens of a call; trains with stochastic gradients and a Hadamard transform in wgrad",
+        {"backward": NVFP4_TRAINING},
     ),
     Recipe(
         "gguf-q4_0",

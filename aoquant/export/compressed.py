@@ -80,7 +80,7 @@ def _weight(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor
         scale = e.scale.reshape(1) if format.per == "tensor" else e.scale
         args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=block)
         return {"weight": e.codes, "weight_scale": scale}, args
-    if isinstance(format, MX) and format.element in ("e2m1", "e4m3"):
+    if isinstance(format, MX) and format.tile_rows == 1 and format.element in ("e2m1", "e4m3"):
         assert e.scale is not None
         bits, name = (4, "weight_packed") if format.element == "e2m1" else (8, "weight")
         args = QuantizationArgs(num_bits=bits, type="float", strategy="group", group_size=32, **_E8M0)
@@ -156,7 +156,7 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
         kind = "int" if isinstance(format, Affine) else "float"
         args |= {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": False}
         return QuantizationArgs(**args), {"input_scale": torch.tensor([float(format.fixed[0])])}, ()
-    elif isinstance(format, MX) and format.element in ("e2m1", "e4m3"):
+    elif isinstance(format, MX) and format.tile_rows == 1 and format.element in ("e2m1", "e4m3"):
         bits = 4 if format.element == "e2m1" else 8
         args |= {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, **_E8M0}
         if bits == 4 and format.rule != "even":

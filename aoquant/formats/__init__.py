@@ -28,11 +28,13 @@ from .hqq import AffineHQQ
 from .int4 import Int4, Int4Float8, Int4Float8Row
 from .integer import Affine
 from .mslk import Float8Mslk
+from .mx_square import MXSquare
 from .operand import Operand, as_operand, is_composed
 from .random import Random
 from .search import NVFP4Search
 from .stochastic import Randomized
 from .stretched import Stretched
+from .te_float8 import TEFloat8
 from .tinygemm import TinyGemm
 from .vllm import VLLM, Float8Vllm, Int8Vllm, NVFP4PowerOfTwo
 
@@ -57,6 +59,7 @@ __all__ = [
     "Int4Float8Row",
     "Int8Vllm",
     "MXFP4Dialect",
+    "MXSquare",
     "NVFP4Dialect",
     "NVFP4PowerOfTwo",
     "NVFP4Search",
@@ -65,6 +68,7 @@ __all__ = [
     "Randomized",
     "Scales",
     "Stretched",
+    "TEFloat8",
     "TinyGemm",
     "as_operand",
     "get_format",
@@ -92,6 +96,7 @@ _STANDARD: tuple[Format, ...] = (
     *(Float8("e4m3", "block", rows=rows, cols=128) for rows in (1, 128)),
     *(MX("e2m1", rule) for rule in ("rceil", "floor", "ceil", "even")),
     *(MX(element, rule) for element in ("e4m3", "e5m2") for rule in ("rceil", "floor", "ceil", "even")),
+    *(MXSquare(element) for element in ("e4m3", "e5m2")),
     NVFP4(),
     NVFP4("row"),
     NVFP4("none"),
@@ -110,6 +115,8 @@ _STANDARD: tuple[Format, ...] = (
     *(NVFP4Dialect(dialect) for dialect in ("xx", "qutlass", "te")),
     NVFP4Dialect("xx", fixed=(0.1,)),
     NVFP4Dialect("te", tile=16),
+    *(TEFloat8(element) for element in ("e4m3", "e5m2")),
+    *(TEFloat8(per="block", rows=rows, cols=128, pow2=pow2) for rows in (1, 128) for pow2 in (True, False)),
 )
 # named, but not listed: a forward costs twenty iterations
 _FITTED: tuple[Format, ...] = (TinyGemm(hqq=True), TinyGemm(device="cpu", hqq=True))
@@ -122,6 +129,7 @@ COMPOSED = {
     "hadamard16+nvfp4": "any format behind a Hadamard transform of 16, 32, 64 or 128 values: transform=aoquant.Hadamard(16) of a config",
     "hadamard32-s1f+mxfp4": "the same with random signs, a hexadecimal mask: aoquant.Hadamard(32, signs=0x1f)",
     "hadamard32-inverse+mxfp4": "the weight side of 32 and 128, where the two sides differ",
+    "te-hadamard16-sd7e8+te-nvfp4": "TransformerEngine's, rounded to the tensor's dtype: for both operands of wgrad",
     "wush16+nvfp4": "any format behind a transform that calibration fits: aoquant.WUSH(16)",
     "mxfp4-sr": "for gradients, rounded at random: QATConfig(backward='mxfp4-sr')",
     "nvfp4-sr": "the same in NVFP4",
@@ -226,7 +234,7 @@ def _plain(name: str) -> Format:
         if fixed.name != name:
             raise ValueError(f"{name!r}: a static format has one name, this one {fixed.name!r}")
         return fixed
-    found = Affine.parse(name) or Float8.parse(name) or Stretched.parse(name)
+    found = Affine.parse(name) or Float8.parse(name) or TEFloat8.parse(name) or Stretched.parse(name)
     found = found or FourOverSix.parse(name) or GridFlip.parse(name) or stochastic.parse(name)
     if name == "high-precision":
         found = HighPrecision()

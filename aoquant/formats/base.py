@@ -91,6 +91,13 @@ class Format:
         return 1
 
     @property
+    def square(self) -> bool:
+        """Whether a transposed matrix has the transposed codes and scales: a square tile, or the whole tensor, shares a
+        scale.
+        """
+        return False
+
+    @property
     def per_tensor(self) -> bool:
         """Whether `measure` gives (1, 1) whatever x's shape: what an activation's scales must be to be calibrated."""
         return False

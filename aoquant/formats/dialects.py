@@ -180,6 +180,10 @@ class NVFP4Dialect(_E2M1, OneScale):
         return 16
 
     @property
+    def square(self) -> bool:
+        return self.tile == self.block
+
+    @property
     def tile_rows(self) -> int:
         return self.tile
 

@@ -79,6 +79,10 @@ class Float8(OneScale):
         return self.rows
 
     @property
+    def square(self) -> bool:
+        return self.per == "tensor" or (self.per == "block" and self.rows == self.cols)
+
+    @property
     def widest(self) -> str:
         return self.per
 

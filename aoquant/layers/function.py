@@ -1,8 +1,8 @@
 """The one autograd function of a quantised linear layer.
 
 forward:   1. encode the input, or take the codes of a layer that was given the same one   2. multiply: W is encoded on the way
-           3. keep for backward what the gradients that are asked for will read
-backward:  1. dx = dy W^: W is encoded again, never kept   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
+           3. keep for backward what the gradients that are asked for will read (sides.py)
+backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
 
 Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to nothing. Behind a transform both
 GEMMs multiply in the transformed domain, where the codes are. What was clipped there is masked there, and gradients are pulled back: dx = dx' T,
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
-from aoquant.layers.recipe import recipe_of
+from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
 
@@ -29,7 +29,8 @@ class Given(NamedTuple):
     """What a call is given beside the tensors that may need a gradient, which autograd sees as arguments of `apply` alone.
 
     recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer holds; a learned scale is
-    an argument. random: the state of its random numbers, advanced by one in backward. shared: where another layer's codes of x may be.
+    an argument. random: the state of its random numbers, advanced by one in backward. shared, columns: where another layer's codes of x, and
+    its column side, may be.
     """
 
     recipe: str
@@ -38,6 +39,7 @@ class Given(NamedTuple):
     w_held: Scales | None = None
     random: Tensor | None = None
     shared: SharedInput | None = None
+    columns: SharedInput | None = None
 
 
 class Needs(NamedTuple):
@@ -95,21 +97,14 @@ class QuantizedLinear(torch.autograd.Function):
         db = dx_scale = dw_scale = None
 
         if needs.x or needs.x_scale:
-            along_n = recipe.dgrad_grad_output, recipe.dgrad_weight
-            dx, clipped = ops.dgrad(grad_MN, w, w_as, w_held, saved.measured, *along_n, ctx.random), saved.clipped
+            dx, clipped = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, ctx.random), saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
                 clipped = ops.saturated(x, x_as, x_held)
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
         if needs.w or needs.w_scale:
-            along_m = recipe.wgrad_grad_output, recipe.wgrad_input
-            if x_as is None:
-                x = x.reshape(-1, x.shape[-1])
-            if x_as is None and along_m == (None, None):
-                dw = grad_MN.t() @ x
-            else:
-                dw = ops.wgrad(grad_MN, x, x_as, x_held, *along_m, ctx.random)
+            dw = recipe.input_side.wgrad(grad_MN, x, x_held, ctx.random)
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
             if needs.w:
@@ -144,12 +139,14 @@ def multiply(
         else:
             x_q, values = _encoded(x_MK, x_as, x_held, ops.reads(contract))
             if given.shared is not None:
-                given.shared.put(x_q)
+                given.shared.put(x_q, alive=given.columns is not None)
 
     # 2. The product. On a GPU the GEMM makes what it reads of W in one pass; elsewhere, or under held scales, W is encoded first.
+    dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
+    keeps_w = dgrad and w is not None and recipe.weight_side.keeps != "values"
     w_q = given.packed if w is None else w
     assert w_q is not None
-    if w is not None and (w_held is not None or not one_pass(w)):
+    if w is not None and (w_held is not None or keeps_w or not one_pass(w)):
         w_q = ops.encode(w, w_as, w_held)
     lead, strides = list(x.shape[:-1]), None
     if x_as is not None and contract == "dequantize" and not x.is_contiguous():
@@ -159,18 +156,35 @@ def multiply(
         return y, Saved()
 
     # 3. For backward. If W changes before it, autograd objects; so what was measured of it still holds there.
-    dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
     reads_w = dgrad or needs.w_scale or (needs.w and recipe.weight_clips)
     clips = recipe.input_clips and needs.x and not needs.x_scale
+    side = recipe.input_side
+    encodes_x = wgrad and side.keeps == "values" and side.forward is not None
+    kept_w = w_q if keeps_w else given.packed if w is None else w
     saved = Saved(
-        x=x_MK if needs.x_scale else x_q if wgrad else None,
-        w=(given.packed if w is None else w) if reads_w else None,
-        x_held=x_held if needs.x_scale else _transform_of(x_held) if needs.x and x_held else None,
+        x=x_MK if needs.x_scale else _kept_input(x, x_MK, x_q, recipe, given) if wgrad else None,
+        w=kept_w if reads_w else None,
+        x_held=x_held if needs.x_scale or encodes_x else _transform_of(x_held) if needs.x and x_held else None,
         w_held=w_held if reads_w else _transform_of(w_held) if needs.w and w_held else None,
         measured=measured if dgrad else None,
         clipped=ops.saturated(x_MK, x_as, x_held) if clips and x_as is not None else None,
     )
     return y, saved
+
+
+def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRecipe, given: Given) -> Tensor | Encoded:
+    """What wgrad will read of x, whose codes in forward are x_q."""
+    side = recipe.input_side
+    if side.keeps == "values":
+        return x if recipe.fprop_input is None else x_MK
+    if side.keeps != "columns":
+        return x_q
+    found = None if given.columns is None else given.columns.get()
+    if found is None:
+        found = side.columns(x_MK, x_q)
+        if given.columns is not None:
+            given.columns.put(found)
+    return found
 
 
 def _transform_of(held: Scales) -> Scales | None:

@@ -1,31 +1,86 @@
-"""The law of backward: which two operands may meet in one of its GEMMs.
+"""The law of backward: which two operands may meet in one of its GEMMs, and which casts a `HybridConfig` may ask for.
 
     dgrad  dx = dy W       grad_output, weight       both along N
     wgrad  dW = dy^T x     grad_output, input        both along the rows of the batch
 
-Both operands stay in high precision, or both belong to one family. A transform in front of them has to cancel in the product: the same matrix on
-both sides, and its own inverse transposed.
+Both operands stay in high precision, or have one format, or two formats of one family:
+
+    FP8 per tensor    FP8 in blocks of 128    MXFP8    MXFP4    NVFP4 of any dialect
+
+Within a family they may differ in e4m3 and e5m2, in one-dimensional and square tiles, and in the gradient's stochastic
+rounding: TransformerEngine's own recipes do. A transform in front of them has to cancel in the product: the same
+matrix, with the same signs, on both sides, and its own inverse transposed.
+
+`why_not` binds every recipe. `why_not_cast` binds configs that name each cast; presets such as "quartet" draw on both
+sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-from aoquant.formats import Operand
+from aoquant.formats import MX, NVFP4, Float8, Format, FourOverSix, GridFlip, MXFP4Dialect, NVFP4Dialect, Operand
+
+SOURCES = ("original", "forward")
+OTHER = {"dgrad": "weight", "wgrad": "input"}  # the operand that is no gradient
+FAMILIES = "FP8 per tensor, FP8 in blocks of 128, MXFP8, MXFP4, NVFP4"
 
 
 def why_not(gemm: str, first: Operand | None, second: Operand | None) -> str | None:
-    """Why the two cannot be the operands of `gemm`, "dgrad" or "wgrad"; None when they can."""
-    t = first.transform if first is not None else None
-    if t is not None and (t.sided or t.fitted):
-        assert first is not None
-        return f"{t} does not cancel in {gemm}'s product: use rht{t.size}+{first.format.name}"
+    """Why the two cannot be the operands of `gemm`, "dgrad" or "wgrad"; None when they can. first: of the gradient."""
+    for operand in (first, second):
+        t = operand.transform if operand is not None else None
+        if t is not None and (t.sided or t.fitted):
+            assert operand is not None
+            return f"{t} does not cancel in {gemm}'s product: use rht{t.size}+{operand.format.name}"
+    got = f"got grad_output {_name(first)} and {OTHER[gemm]} {_name(second)}"
+    if (first and first.transform) != (second and second.transform):
+        return f"the two operands of {gemm} have one transform with the same signs, or none, {got}"
     if _family(first) != _family(second):
-        names = " and ".join(f.name if f else "high precision" for f in (first, second))
-        return f"the two operands of {gemm} have one format, or both stay in high precision, got {names}"
+        return (
+            f"the two operands of {gemm} have one format, or both stay in high precision, or are of one family "
+            f"({FAMILIES}), {got}"
+        )
     return None
 
 
+def why_not_cast(gemm: str, operand: str, cast: Operand | None, source: str) -> str | None:
+    """Why `operand` of a backward GEMM cannot be made as `cast` from `source`; None when it can."""
+    where = f"{gemm}: {operand} {_name(cast)}"
+    if source not in SOURCES:
+        return f"{where}: the source is one of {', '.join(SOURCES)}, got {source!r}"
+    if operand == "grad_output":
+        return None if source == "original" else f'{where}: a gradient has no forward value: use source="original"'
+    if cast is None:
+        return None
+    if cast.format.draws:
+        return f"{where} rounds at random, which is for gradients: use a format that rounds to nearest"
+    if cast.draws and source == "original":
+        return (
+            f'{where}: a rotation that is drawn in backward needs source="forward", since an original is encoded in forward; or a '
+            "transform with fixed signs"
+        )
+    return None
+
+
+def _name(operand: Operand | None) -> str:
+    return operand.name if operand else "high precision"
+
+
 def _family(operand: Operand | None) -> Hashable:
-    """What both operands of a GEMM have in common: today, every operand is a family of its own."""
-    return operand
+    """What both operands of a GEMM have in common."""
+    return None if operand is None else _of(operand.format)
+
+
+def _of(f: Format) -> Hashable:
+    if isinstance(f, Float8) and f.per == "tensor":
+        return "FP8 per tensor"
+    if isinstance(f, Float8) and f.block == 128 and f.rows in (1, 128):
+        return "FP8 in blocks of 128"
+    if isinstance(f, MX) and f.element != "e2m1":
+        return "MXFP8"
+    if isinstance(f, MX | MXFP4Dialect):
+        return "MXFP4"
+    if isinstance(f, NVFP4 | NVFP4Dialect) or (isinstance(f, FourOverSix) and not isinstance(f, GridFlip)):
+        return "NVFP4"
+    return f

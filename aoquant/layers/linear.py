@@ -1,7 +1,7 @@
 """A quantised linear layer as a function: checks, autocast and shards, then the one autograd function.
 
 What is kept for backward: x itself when it is not quantised, its packed codes when it is (layers with one input share them, see
-shared_inputs.py), and never the weight's codes, which `ops.dgrad` makes again.
+shared_inputs.py), and of the weight what `sides.py` says.
 """
 
 from __future__ import annotations
@@ -98,16 +98,19 @@ def quantized_linear(
             raise ValueError(reason)
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return multiply(x, w if packed is None else None, bias, Given(recipe.key, packed, x_held, w_held))[0]  # type: ignore[arg-type]
-    shared = None
-    if packed is None and x_held is None and recipe.fprop_input is not None:
-        shared = shared_inputs.shared_input(given_x, x.dtype, recipe.fprop_input, rows)
+    shared = columns = None
+    if packed is None and x_held is None:
+        if recipe.fprop_input is not None:
+            shared = shared_inputs.shared_input(given_x, x.dtype, recipe.fprop_input, rows)
+        if recipe.input_side.keeps == "columns":
+            columns = shared_inputs.shared_input(given_x, x.dtype, recipe.input_side, rows)
     x_scale = w_scale = None
     if recipe.holds:  # autograd sees tensors that are arguments, none inside a tuple
         if x_held is not None and recipe.input_scales == "learned":
             x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
-    given = Given(recipe.key, packed, x_held, w_held, random, shared)
+    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 
 

@@ -136,9 +136,19 @@ class QATLinear(QATLayer, nn.Linear):
             held.register(linear, "input", unknown, learned=False)
             held.register(linear, "weight", unknown, learned=False)
         linear.calibrated = held.present(linear)
-        if recipe.draws:
-            linear.register_buffer(RANDOM, fresh_state(prepared.config.seed, prepared.fqn, linear.weight.device))
+        linear._register_random()
         return linear
+
+    def replace(self, prepared: Prepared) -> None:
+        """Take another recipe with the same forward; a state of random numbers that is there stays, with its seed."""
+        self.prepared = prepared
+        if RANDOM not in self._buffers:
+            self._register_random()
+
+    def _register_random(self) -> None:
+        prepared = self.prepared
+        if prepared.recipe.draws:
+            self.register_buffer(RANDOM, fresh_state(prepared.config.seed, prepared.fqn, self.weight.device))
 
     def unprepare(self) -> nn.Module:
         """Swap back to a plain nn.Linear in place."""

@@ -4,12 +4,13 @@
     dgrad  dx = dy W       grad_output, weight    along N
     wgrad  dW = dy^T x     grad_output, input     along the rows of the batch
 
-None is high precision. Backward starts from the values that fprop used, so it differentiates the function that forward computed, and rounding
-itself passes the gradient straight through. A backward GEMM without operands multiplies these values as they are; `law.py` says which two operands
-it may have.
+None is high precision. Backward starts from the values that fprop used ("forward"), so it differentiates the function
+that forward computed, and rounding itself passes the gradient straight through; or from the high-precision tensors
+("original"), so that nothing is rounded twice. A backward GEMM without operands multiplies these values as they are;
+`law.py` says which two operands it may have, `sides.py` what forward keeps for it.
 
-Scales are dynamic (found on what is encoded, each time), static (held by the layer, see held.py) or learned (held, and trained: LSQ). A transform
-stands before the rounding of both operands of fprop.
+Scales are dynamic (found on what is encoded, each time), static (held by the layer, see held.py) or learned (held, and
+trained: LSQ). A transform stands before the rounding of both operands of fprop.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from aoquant import ops
 from aoquant.formats import Format, HighPrecision, Operand, as_operand
 from aoquant.formats.operand import SCALES
 from aoquant.layers import law
-from aoquant.transforms import Transform
+from aoquant.layers.sides import SAVES, Side
+from aoquant.transforms import RoundedHadamard, Transform
 
 STRAIGHT_THROUGH = ("identity", "clipped")
 BACKWARD = ("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input")
@@ -34,13 +36,18 @@ _RECIPES: dict[str, LinearRecipe] = {}
 
 @dataclass(frozen=True)
 class LinearRecipe:
-    """Operands of a linear layer, and the kernel contract of its forward. A `Format` stands for an operand without a transform.
+    """Operands of a linear layer, and the kernel contract of its forward. A `Format` stands for an operand without a
+    transform.
 
-    fprop_input, fprop_weight: along K. dgrad_*, wgrad_*: of a backward GEMM, along the axis that it contracts. None: high precision.
+    fprop_input, fprop_weight: along K. dgrad_*, wgrad_*: of a backward GEMM, along the axis that it contracts. None:
+        high precision.
     contract: one of `ops.CONTRACTS`: which deployed kernel the forward equals.
     straight_through: "identity", or "clipped": no gradient for values that the format's largest code clips.
     input_scales, weight_scales: "dynamic", "static" or "learned"; "" is what the operand itself says.
     transform: of both operands of fprop before they are rounded; None: the one that either of them has.
+    weight_source, input_source: what dgrad's weight and wgrad's input are made of, "forward" or "original".
+    save: what forward keeps: "row" (codes of the input, as fprop made them), "col" (the side that backward reads) or
+        "hp" (no codes).
 
     Raises:
         ValueError: the operands, or the scales, cannot go together.
@@ -57,9 +64,14 @@ class LinearRecipe:
     wgrad_grad_output: Operand | None = None
     wgrad_input: Operand | None = None
     transform: Transform | None = None
+    weight_source: str = "forward"
+    input_source: str = "forward"
+    save: str = "row"
     # Attributes, since a forward reads them: Dynamo guards on whatever it reads, and a property reads more.
     key: str = field(init=False, repr=False, compare=False)
     holds: bool = field(init=False, repr=False, compare=False)
+    input_side: Side = field(init=False, repr=False, compare=False)
+    weight_side: Side = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -74,6 +86,9 @@ class LinearRecipe:
         wgrad_grad_output: Operand | Format | None = None,
         wgrad_input: Operand | Format | None = None,
         transform: Transform | None = None,
+        weight_source: str = "forward",
+        input_source: str = "forward",
+        save: str = "row",
     ) -> None:
         x, w = None if fprop_input is None else as_operand(fprop_input), as_operand(fprop_weight)
         input_scales = input_scales or (x.scales if x else "dynamic")
@@ -96,6 +111,9 @@ class LinearRecipe:
             "input_scales": input_scales,
             "weight_scales": weight_scales,
             "transform": transform,
+            "weight_source": weight_source,
+            "input_source": input_source,
+            "save": save,
             **{slot: f if f is None else as_operand(f) for slot, f in zip(BACKWARD, backward, strict=True)},
         }
         for name, value in values.items():
@@ -103,6 +121,14 @@ class LinearRecipe:
         if reason := self._why_not():
             raise ValueError(reason)
         object.__setattr__(self, "holds", self.fitted or (input_scales, weight_scales) != ("dynamic", "dynamic"))
+        sides = (
+            Side.of_input(save, input_source, self.fprop_input, self.wgrad_grad_output, self.wgrad_input),
+            Side.of_weight(
+                save, weight_source, self.fprop_weight, self.dgrad_grad_output, self.dgrad_weight, self.weight_clips
+            ),
+        )
+        object.__setattr__(self, "input_side", sides[0])
+        object.__setattr__(self, "weight_side", sides[1])
         object.__setattr__(self, "key", f"{self}, {straight_through}")
         _RECIPES[self.key] = self
 
@@ -119,9 +145,24 @@ class LinearRecipe:
         return (
             law.why_not("dgrad", self.dgrad_grad_output, self.dgrad_weight)
             or law.why_not("wgrad", self.wgrad_grad_output, self.wgrad_input)
+            or self._why_not_sources()
             or _why_not_side("input", self.fprop_input, self.input_scales, self.straight_through)
             or _why_not_side("weight", self.fprop_weight, self.weight_scales, self.straight_through)
         )
+
+    def _why_not_sources(self) -> str | None:
+        """Why backward cannot start from what it should, or forward keep what it should; None when they can."""
+        sources = self.weight_source, self.input_source
+        if self.save not in SAVES or not set(sources) <= set(law.SOURCES):
+            return f"sources are {' or '.join(law.SOURCES)} and save is one of {', '.join(SAVES)}, got {sources} and {self.save!r}"
+        if self.save == "row":
+            return None if "original" not in sources else 'backward from the original needs save="col" or "hp"'
+        if self.transform is not None or "learned" in (self.input_scales, self.weight_scales):
+            return (
+                "a backward whose casts have sources needs a forward without a transform and without learned scales: its values are "
+                f"in another domain than the originals, got {self.transform or 'learned scales'}"
+            )
+        return None
 
     @property
     def deployed(self) -> LinearRecipe:
@@ -130,6 +171,9 @@ class LinearRecipe:
             self,
             **dict.fromkeys(BACKWARD),  # type: ignore[arg-type]
             straight_through="identity",
+            weight_source="forward",
+            input_source="forward",
+            save="row",
             weight_scales="dynamic",
             input_scales="dynamic" if self.input_scales == "dynamic" else "static",
         )
@@ -151,7 +195,9 @@ class LinearRecipe:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's codes and scales are the same alone and in any batch: quantised by themselves, under held scales, or not at all."""
+        """Whether a token's codes and scales are the same alone and in any batch: quantised by themselves, under held
+        scales, or not at all.
+        """
         return self.fprop_input is None or self.fprop_input.batch_invariant or self.input_scales != "dynamic"
 
     @property
@@ -176,6 +222,8 @@ class LinearRecipe:
         if self.backward_operands:
             dgrad = _names(self.dgrad_grad_output, self.dgrad_weight)
             backward = f", dgrad={dgrad}, wgrad={_names(self.wgrad_grad_output, self.wgrad_input)}"
+        if self.save != "row":
+            backward += f", weight from {self.weight_source}, input from {self.input_source}, saves {self.save}"
         return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}{backward}"
 
 
@@ -190,11 +238,17 @@ def _names(first: Operand | None, second: Operand | None) -> str:
 
 
 def _one_transform(x: Operand | None, w: Operand, given: Transform | None, contract: str) -> Transform | None:
-    """The one transform that the recipe or either operand has; operands with drawn ones are refused later, by their name."""
+    """The one transform that the recipe or either operand has; operands with drawn ones are refused later, by their
+    name.
+    """
     if given is not None and given.drawn:
         raise ValueError(f"{given.name} rotates at random, and a deployed layer does not: it is for backward")
     own = None if x is None else x.transform
     found = {t for t in (own, w.transform, given) if t is not None and not t.drawn}
+    if any(isinstance(t, RoundedHadamard) for t in found):
+        raise ValueError(
+            "te-hadamard stands before both operands of wgrad, not of forward: use aoquant.Hadamard(16) there"
+        )
     if len(found) > 1 or (found and contract != "aoquant"):
         raise ValueError(
             f"one transform stands before both operands of the aoquant GEMM, got {' and '.join(sorted(str(t) for t in found))} "

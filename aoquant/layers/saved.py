@@ -1,7 +1,7 @@
 """What forward keeps for backward, by name.
 
-`save_for_backward` knows a flat list of tensors. Here a value's parts go into that list and come back as the value, so that a field is never
-found by its position.
+`save_for_backward` knows a flat list of tensors. Here a value's parts go into that list and come back as the value, so
+that a field is never found by its position.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from aoquant.formats import Encoded, Scales
 class Saved(NamedTuple):
     """None where no gradient needs it.
 
-    x: the input, encoded (M, K), or as it came (*lead, K). w: the weight, or its codes. x_held, w_held: scales and transforms that the layer
-    holds. measured: of W, by forward (`ops.linear.Product`). clipped: a bit for each value of x, 1 where it gets no gradient.
+    x: the input, encoded (M, K) or along its columns (K, M padded), or as it came (*lead, K). w: the weight, or its
+    codes. x_held, w_held: scales and transforms that the layer holds. measured: of W, by forward
+    (`ops.linear.Product`). clipped: a bit for each value of x, 1 where it gets no gradient.
     """
 
     x: Tensor | Encoded | None = None
@@ -33,22 +34,22 @@ def keep(ctx: Any, saved: Saved) -> None:
     tensors: list[Tensor | None] = []
     for value in saved:
         if type(value) is Encoded:
-            ctx.k = value.k
             tensors += value[:4]
         elif type(value) is Scales:
             tensors += value
         else:
             tensors.append(value)  # type: ignore[arg-type]
     ctx.kinds = [type(value) for value in saved]
+    ctx.widths = [value.k if type(value) is Encoded else None for value in saved]
     ctx.save_for_backward(*tensors)
 
 
 def kept(ctx: Any) -> Saved:
     """What `keep` was given."""
     tensors, values = iter(ctx.saved_tensors), list[Any]()
-    for kind in ctx.kinds:
+    for kind, k in zip(ctx.kinds, ctx.widths, strict=True):
         if kind is Encoded:
-            values.append(Encoded(next(tensors), next(tensors), next(tensors), next(tensors), ctx.k))
+            values.append(Encoded(next(tensors), next(tensors), next(tensors), next(tensors), k))
         elif kind is Scales:
             values.append(Scales(next(tensors), next(tensors), next(tensors), next(tensors)))
         else:

@@ -1,19 +1,22 @@
 """Shared inputs: layers that read the same input, such as q, k and v or gate and up, encode it once and keep it once.
 
-Between a layer's forward and its backward autograd keeps the codes of its input. As long as it does, another layer that is given the
-same input, in the same format, takes those codes instead of making them again, and both keep one. Nothing is kept alive for that:
-what is remembered of an encoding are weak references to its storages. Without gradients, or with a frozen weight, autograd keeps no
-codes, so nothing is shared; after backward they are gone, and so is what was remembered of them.
+Between a layer's forward and its backward autograd keeps the codes of its input. As long as it does, another layer that
+is given the same input, in the same format, takes those codes instead of making them again, and both keep one. Nothing
+is kept alive for that: what is remembered of an encoding are weak references to its storages. (One exception: where
+autograd keeps the column side alone, the row codes of the latest input are held until that input goes.) Without
+gradients, or with a frozen weight, autograd keeps no codes, so nothing is shared; after backward they are gone, and so
+is what was remembered of them.
 
-The same input means: the same tensor object, or an equal view of it, with the same address and version counter, on the same stream.
-Every in-place operation that autograd can see moves that counter. A write that it cannot see (through `.data`, NumPy or a raw
-pointer) to a tensor that autograd keeps for backward is wrong in any PyTorch program, since the gradients would be another input's;
-here it also leaves the other layers on the old codes. Where such a write is harmless, because nothing of the input is kept any more, it is
-harmless here too. As a second guard a layer never takes an encoding that it took or made before: when it comes by again, the input is
-encoded anew, for the other layers as well.
+The same input means: the same tensor object, or an equal view of it, with the same address and version counter, on the
+same stream. Every in-place operation that autograd can see moves that counter. A write that it cannot see (through
+`.data`, NumPy or a raw pointer) to a tensor that autograd keeps for backward is wrong in any PyTorch program, since the
+gradients would be another input's; here it also leaves the other layers on the old codes. Where such a write is
+harmless, because nothing of the input is kept any more, it is harmless here too. As a second guard a layer never takes
+an encoding that it took or made before: when it comes by again, the input is encoded anew, for the other layers as
+well.
 
-Nothing is shared while a compiler traces (it removes repeated calls itself), under inference mode, between streams, and while a
-CUDA graph is captured, whose memory lives by other rules.
+Nothing is shared while a compiler traces (it removes repeated calls itself), under inference mode, between streams, and
+while a CUDA graph is captured, whose memory lives by other rules.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aoquant.formats import Encoded, Operand
+from aoquant.layers.sides import Side
 
 
 class _Part(NamedTuple):
@@ -52,12 +56,15 @@ class _Part(NamedTuple):
 
 
 class _Encoding:
-    """What is remembered of an encoding: its tensors and its K, and which layers have it, by the identity of their weight."""
+    """What is remembered of an encoding: its tensors and its K, and which layers have it, by the identity of their
+    weight.
+    """
 
     def __init__(self) -> None:
         self.parts: list[_Part | None] = []
         self.k = 0
         self.layers: set[int] = set()
+        self.held: Encoded | None = None
 
 
 class _Input:
@@ -70,6 +77,7 @@ class _Input:
 
 
 _inputs: dict[int, _Input] = {}
+_latest: weakref.ref[_Encoding] | None = None  # the encoding that is held
 
 
 class SharedInput:
@@ -90,14 +98,25 @@ class SharedInput:
         assert codes is not None
         return Encoded(codes, scale, zero, outer, self._encoding.k)
 
-    def put(self, encoded: Encoded) -> None:
-        """Remember what this layer made."""
+    def put(self, encoded: Encoded, *, alive: bool = False) -> None:
+        """Remember what this layer made.
+
+        alive: autograd keeps other codes of the input, so these are held until the input goes, or the next one is
+            encoded.
+        """
+        global _latest
+        if alive:
+            if _latest is not None and (last := _latest()) is not None:
+                last.held = None
+            self._encoding.held, _latest = encoded, weakref.ref(self._encoding)
         self._encoding.parts, self._encoding.k = [None if t is None else _Part.of(t) for t in encoded[:4]], encoded.k
         self._encoding.layers = {self._layer}
 
 
-def shared_input(x: Tensor, dtype: torch.dtype, operand: Operand, w: Tensor) -> SharedInput | None:
-    """The place of x's encoding, as `dtype` and by `operand`, for the layer with weight `w`; None where nothing may be shared."""
+def shared_input(x: Tensor, dtype: torch.dtype, operand: Operand | Side, w: Tensor) -> SharedInput | None:
+    """The place of x's encoding by `operand`, as `dtype`, or of a column side, for the layer with weight `w`; None
+    where nothing may be shared.
+    """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and w.requires_grad):
         return None
     if type(x) not in (Tensor, torch.nn.Parameter) or x.is_inference():

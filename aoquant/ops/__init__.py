@@ -18,7 +18,7 @@ from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
 from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
-from .linear import bgrad, dgrad, scaled_mm, wgrad
+from .linear import Columns, bgrad, dgrad, encode_columns, scaled_mm, wgrad, wgrad_of_columns
 from .lookup import embedding, embedding_grad
 from .router import Backend, CodecRequest, Request, backend, backend_names, code_readers, explain, register
 
@@ -26,6 +26,7 @@ __all__ = [
     "CONTRACTS",
     "Backend",
     "CodecRequest",
+    "Columns",
     "Request",
     "backend",
     "backend_names",
@@ -37,6 +38,7 @@ __all__ = [
     "embedding",
     "embedding_grad",
     "encode",
+    "encode_columns",
     "encode_with_values",
     "explain",
     "finds_outer",
@@ -51,6 +53,7 @@ __all__ = [
     "scale_grad",
     "scaled_mm",
     "wgrad",
+    "wgrad_of_columns",
 ]
 
 register(*BACKENDS)

@@ -1,48 +1,83 @@
 """The GEMMs of a backward whose operands are quantised, each along the axis that its GEMM contracts.
 
 dgrad contracts N and wgrad contracts the rows of the batch, so an operand of backward is another encoding than
-forward's, of another axis. Backward encodes the value that forward multiplied (the decoded weight, the decoded
-input), so that backward differentiates the function that forward computed; Quartet and Quartet II do the same, and
-nothing but forward's codes has to be kept. Both operands are padded with zeros, which are inert, to what their formats
-take together. The product itself is the forward's: the contract "aoquant" on whatever backend runs it.
+forward's, of another axis: of the value that forward multiplied (the decoded weight, the decoded input), so that
+backward differentiates the function that forward computed, as Quartet and Quartet II do; or of the original, which
+loses less. Square tiles and a scale of the whole tensor are the exception: there the other axis has the transposed
+codes, and nothing is encoded again. Both operands are padded with zeros, which are inert, to what their formats take
+together. The product itself is the forward's: the contract "aoquant" on whatever backend runs it.
 """
 
 from __future__ import annotations
 
 from math import lcm
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aoquant.formats import Operand, Random
+from aoquant.formats import Encoded, Operand, Random, layout
 
 from . import codec
 from .call import Call
 from .router import Quantized
 
 
-def product(a_RC: Tensor, b_SC: Tensor, a_as: Operand, b_as: Operand, state: Tensor | None, side: int) -> Tensor:
+def product(
+    a_RC: Tensor, b_SC: Tensor | Encoded, a_as: Operand, b_as: Operand, state: Tensor | None, side: int
+) -> Tensor:
     """(R, S) = a b^T in a's dtype, both operands quantised along C, R and S rows of any number.
 
-    state: of the random numbers, where an operand draws; side: of a, b's is the next.
+    b_SC: encoded here, or encoded already, padded along C. state: of the random numbers, where an operand draws; side:
+        of a, b's is the next.
     """
-    rows, columns = a_RC.shape[0], b_SC.shape[0]
-    if not a_RC.numel() or not b_SC.numel():
+    rows, columns = a_RC.shape[0], (b_SC.codes if isinstance(b_SC, Encoded) else b_SC).shape[0]
+    if not a_RC.numel() or not columns:
         return a_RC.new_zeros(rows, columns)
     multiple = lcm(a_as.period, b_as.period)
-    a = _quantized(a_RC, a_as, multiple, state, side)
-    b = _quantized(b_SC, b_as, multiple, state, side + 1)
+    a = _quantized(a_RC, a_as, multiple, state, side, a_RC.dtype)
+    if isinstance(b_SC, Encoded):
+        values = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
+        b = Quantized(b_SC, values, b_as.format.alpha(b_SC))
+    else:
+        b = _quantized(b_SC, b_as, multiple, state, side + 1, a_RC.dtype)
     assert a.encoded is not None and b.encoded is not None
     call = Call("aoquant", a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
     return call.run()
 
 
-def _quantized(x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int) -> Quantized:
-    """Codes of x_RC, padded along C, and the GEMM's operand."""
-    if missing := -x_RC.shape[1] % multiple:
-        x_RC = pad(x_RC, (0, missing))
+def columns(x_RC: Tensor, operand: Operand, multiple: int) -> Encoded:
+    """Codes of x^T (C, R) along R, padded to a multiple of `multiple`: the column side of x."""
+    if not x_RC.shape[0]:  # formats have no scale for nothing
+        return codec.encode(operand, x_RC.new_zeros(x_RC.shape[1], multiple))
+    return codec.encode(operand, _padded(x_RC.t(), multiple))
+
+
+def transposed(e: Encoded, operand: Operand, multiple: int) -> Encoded:
+    """The codes (C, R) of x^T, padded like `columns`, from those (R, C) of x, in a format that is `square`."""
+    format, (rows, padded) = operand.format, (e.codes.shape[0], -(-e.codes.shape[0] // multiple) * multiple)
+    byte = layout.unpack(e.codes, 4, e.k) if format.bits == 4 else e.codes.view(torch.uint8)
+    codes_CR = pad(byte.t(), (0, padded - rows)).contiguous()
+    codes = layout.pack(codes_CR, 4) if format.bits == 4 else codes_CR.view(e.codes.dtype)
+    scale = e.scale
+    if scale is not None and format.block is not None:
+        stored = scale.view(torch.uint8) if scale.element_size() == 1 else scale
+        scale = pad(stored.t(), (0, padded // format.block - stored.shape[0])).contiguous().view(scale.dtype)
+    return Encoded(codes, scale, e.zero, e.outer, padded)
+
+
+def _padded(x_RC: Tensor, multiple: int) -> Tensor:
+    missing = -x_RC.shape[1] % multiple
+    return pad(x_RC, (0, missing)) if missing else x_RC
+
+
+def _quantized(
+    x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, dtype: torch.dtype
+) -> Quantized:
+    """Codes of x_RC, padded along C, and the GEMM's operand in `dtype`."""
+    x_RC = _padded(x_RC, multiple)
     random = None
     if operand.draws:
         assert state is not None
         random = Random(state, side)
-    return codec.quantize(operand, x_RC, x_RC.dtype, operand=True, keep=True, random=random)
+    return codec.quantize(operand, x_RC, dtype, operand=True, keep=True, random=random)

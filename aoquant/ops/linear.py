@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -73,21 +74,30 @@ def scaled_mm(
 def dgrad(
     grad_MN: Tensor,
     w: Tensor | Encoded,
-    w_operand: Operand,
+    w_operand: Operand | None,
     held: Scales | None = None,
     measured: Tensor | None = None,
     grad_as: Operand | None = None,
     w_as: Operand | None = None,
     random: Tensor | None = None,
+    transposes: bool = False,
 ) -> Tensor:
-    """dx (M, K) = dy W^ in dy's dtype; w (N, K) is encoded here, or encoded already.
+    """dx (M, K) = dy W^ in dy's dtype; w (N, K) is encoded here, or encoded already, or read as it is without
+    w_operand.
 
     measured: what `scaled_mm` measured of W. grad_as, w_as: what dy and W^ are encoded as along N, None for high
         precision.
-    random: the state of their random numbers, if they draw.
+    random: the state of their random numbers, if they draw. transposes: w's codes, transposed, are those of w_as.
     """
     dtype = grad_MN.dtype
-    if isinstance(w, Tensor) and held is None:
+    if transposes:
+        assert isinstance(w, Encoded) and grad_as is not None and w_as is not None
+        w_KN = backward.transposed(w, w_as, lcm(grad_as.period, w_as.period))
+        return backward.product(grad_MN, w_KN, grad_as, w_as, random, DGRAD_GRAD_OUTPUT)
+    if w_operand is None:
+        assert isinstance(w, Tensor)
+        w_NK = w if w_as is not None else w.to(dtype)
+    elif isinstance(w, Tensor) and held is None:
         w_NK = codec.quantize(w_operand, w, dtype, measured=measured).values
     else:
         e = w if isinstance(w, Encoded) else encode.body(w, w_operand, held)
@@ -106,12 +116,17 @@ def wgrad(
     grad_as: Operand | None = None,
     x_as: Operand | None = None,
     random: Tensor | None = None,
+    transposes: bool = False,
 ) -> Tensor:
     """dW (N, K) = dy^T x^ in dy's dtype; x is encoded, or (M, K) and encoded here, or multiplied as it is without
     x_operand.
 
-    grad_as, x_as, random: as in `dgrad`, along M.
+    grad_as, x_as, random, transposes: as in `dgrad`, along M.
     """
+    if transposes:
+        assert isinstance(x, Encoded) and grad_as is not None and x_as is not None
+        x_KM = backward.transposed(x, x_as, lcm(grad_as.period, x_as.period))
+        return backward.product(grad_MN.t(), x_KM, grad_as, x_as, random, WGRAD_GRAD_OUTPUT)
     if x_operand is None:
         assert isinstance(x, Tensor)
         x_MK = x.to(grad_MN.dtype)
@@ -121,6 +136,38 @@ def wgrad(
     if grad_as is None or x_as is None:
         return grad_MN.t() @ x_MK
     return backward.product(grad_MN.t(), x_MK.t(), grad_as, x_as, random, WGRAD_GRAD_OUTPUT)
+
+
+class Columns(NamedTuple):
+    """The column side of an (M, K) input: `encoded` is (K, M padded), in a tuple because its width is not the
+    input's.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    outer: Tensor | None
+
+
+def _columns(a: Any) -> Columns:
+    m, k = a.x_MK.shape
+    e: Encoded = a.operand.encode(a.x_MK.new_empty(k, -(-torch.sym_max(m, 1) // a.multiple) * a.multiple))
+    return Columns(*e[:4])
+
+
+@op(_columns)
+def encode_columns(x_MK: Tensor, operand: Operand, multiple: int) -> Columns:
+    """Codes and scales of x^T along M, padded to a multiple of `multiple`: what `wgrad_of_columns` reads of x."""
+    e = backward.columns(x_MK, operand, multiple)
+    return Columns(*e[:4])
+
+
+@op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], a.x.codes.shape[0]))
+def wgrad_of_columns(
+    grad_MN: Tensor, x: Encoded, grad_as: Operand, x_as: Operand, random: Tensor | None = None
+) -> Tensor:
+    """dW (N, K) = dy^T x^ in dy's dtype, from the column side of x that `encode_columns` made in forward."""
+    return backward.product(grad_MN.t(), x, grad_as, x_as, random, WGRAD_GRAD_OUTPUT)
 
 
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], dtype=a.dtype))

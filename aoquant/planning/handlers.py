@@ -24,6 +24,7 @@ from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, regi
 from aoquant import config as configs
 from aoquant.config import QATConfig, WeightConfig
 from aoquant.formats import Format, Operand
+from aoquant.hybrid import HybridConfig
 from aoquant.layers.kinds import is_layer, is_linear, kind_of
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.plan import plan_layer
@@ -84,7 +85,7 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
 
 def register() -> None:
     """Enter the handlers into torchao's table."""
-    for config_type in (QATConfig, *OWN_CONFIGS):
+    for config_type in (QATConfig, HybridConfig, *OWN_CONFIGS):
         register_quantize_module_handler(config_type)(handle)
     before = _QUANTIZE_CONFIG_HANDLER[TorchaoQATConfig]
 

@@ -22,7 +22,9 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
-from aoquant.config import QATConfig, backward_slots
+from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, backward_slots
+from aoquant.formats import HighPrecision, Operand
+from aoquant.hybrid import HybridConfig
 from aoquant.layers import held
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.kinds import Kind, kind_of
@@ -204,8 +206,12 @@ def plan_layer(
     """
     layer = kind_of(module)
     assert layer is not None
-    config, weight = ours(config), layer.matrix(module.weight)
+    weight = layer.matrix(module.weight)
     label = f"{fqn or f'nn.{layer.plain.__name__}'} {tuple(weight.shape)}"
+    try:
+        config = ours(config, module)
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
     if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
         raise ValueError(
             f"{label}: QATConfig(FqnToConfig(...)) needs layer names: use aoquant.quantize_, or put a QATConfig into each value"
@@ -216,7 +222,7 @@ def plan_layer(
             return None
         target = _convert_target(module, config, label)
     else:
-        if isinstance(module, QATLayer):
+        if isinstance(module, QATLayer) and not _replaces(config):
             raise ValueError(
                 f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn"
             )
@@ -227,6 +233,8 @@ def plan_layer(
         try:
             if isinstance(config, QATConfig):
                 target = _prepare_target(config)
+                if isinstance(module, QATLayer):
+                    _check_same_forward(module, target)
             else:
                 target = resolve(config)
         except ValueError as error:
@@ -260,13 +268,49 @@ def not_finite(weight: torch.Tensor) -> str | None:
     return "its weight holds NaN or Inf: restore a good checkpoint before quantising"
 
 
-def ours(config: Any) -> Any:
-    """torchao's QATConfig as ours, and so its PTQ configs with a step of their own; everything else as it is."""
+def ours(config: Any, module: Any = None) -> Any:
+    """torchao's QATConfig as ours, and so its PTQ configs with a step of their own, and a HybridConfig beside its base;
+    everything else as it is.
+
+    module: the layer, whose base a HybridConfig without one takes, if the layer is prepared.
+    """
+    if isinstance(config, HybridConfig):
+        return _hybrid(config, module)
     if isinstance(config, TorchaoQATConfig):
         return QATConfig(config.base_config, config.activation_config, config.weight_config, step=config.step)
     if type(config).__name__ in supported() and getattr(config, "step", None) is not None:
         return QATConfig(config, step=config.step)
     return config
+
+
+def _hybrid(config: HybridConfig, module: Any) -> QATConfig:
+    """A HybridConfig as the backward of a QATConfig."""
+    if isinstance(module, QATLayer):
+        earlier = module.prepared.config
+        return dataclasses.replace(earlier, backward=config, seed=config.seed)
+    named = config.forward()
+    if len(named) < 2:
+        if module is None:  # asked for its step alone
+            return QATConfig(PackedWeightConfig("high-precision"), backward=config)
+        raise ValueError(
+            "a HybridConfig that leaves fprop to a base needs one: QATConfig(base, backward=...), or "
+            "HybridConfig.fwd_bwd(forward format, backward format)"
+        )
+    x, w = named["fprop_input"], named["fprop_weight"] or Operand(HighPrecision())
+    kind = Packed4WeightConfig if w.bits <= 4 else PackedWeightConfig
+    return QATConfig(kind(w.name, x and x.name), backward=config)
+
+
+def _replaces(config: Any) -> bool:
+    """Whether a config may replace the recipe of a prepared layer."""
+    return isinstance(config, QATConfig) and isinstance(config.backward, HybridConfig)
+
+
+def _check_same_forward(module: QATLayer, target: Target) -> None:
+    """Raise ValueError unless a prepared layer's forward stays what it is: state and scales belong to it."""
+    old = module.prepared.recipe
+    if not isinstance(module, QATLinear) or target.recipe.deployed != old.deployed or target.recipe.holds != old.holds:
+        raise ValueError(f"is prepared for ({old}), and a HybridConfig replaces backward alone, got ({target.recipe})")
 
 
 def _not_calibrated(module: nn.Module, target: Target) -> str | None:
@@ -291,6 +335,8 @@ def _prepare_target(config: QATConfig) -> Target:
         target = fake_target(config.weight_config, config.activation_config)
     else:
         target = resolve(config.base_config)
+    if isinstance(config.backward, HybridConfig):
+        _check_base(config.backward, target)
     slots: dict[str, Any] = dict(backward_slots(config.backward))
     recipe = dataclasses.replace(target.recipe, straight_through=config.straight_through, **slots)
     if config.scales != "dynamic":
@@ -298,6 +344,17 @@ def _prepare_target(config: QATConfig) -> Target:
     if config.scales == "learned" and recipe.input_scales == "static":
         recipe = dataclasses.replace(recipe, input_scales="learned")
     return dataclasses.replace(target, recipe=recipe)
+
+
+def _check_base(hybrid: HybridConfig, target: Target) -> None:
+    """Raise ValueError where a HybridConfig names a forward, and its base deploys another."""
+    for slot, operand in hybrid.forward().items():
+        deployed: Operand | None = getattr(target.recipe, slot)
+        names = [o.name if o is not None else "high-precision" for o in (operand, deployed)]
+        if names[0] != names[1]:
+            raise ValueError(
+                f"HybridConfig: fprop: {slot} is {names[0]}, and the base deploys {names[1]}: give the base alone"
+            )
 
 
 def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from .base import Transform, parse
 from .hadamard import Hadamard
 from .rotation import Rotation
+from .rounded import RoundedHadamard
 from .wush import WUSH
 
-__all__ = ["WUSH", "Hadamard", "Rotation", "Transform", "parse"]
+__all__ = ["WUSH", "Hadamard", "Rotation", "RoundedHadamard", "Transform", "parse"]

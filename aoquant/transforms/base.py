@@ -17,7 +17,7 @@ from torch import Tensor
 
 SIZES = (16, 32, 64, 128)
 _NAME = re.compile(
-    r"(?P<kind>hadamard|wush|rht)(?P<size>[1-9]\d*)(?:-s(?P<signs>[1-9a-f][0-9a-f]*))?(?P<inverse>-inverse)?"
+    r"(?P<kind>(?:te-)?hadamard|wush|rht)(?P<size>[1-9]\d*)(?:-s(?P<signs>[1-9a-f][0-9a-f]*))?(?P<inverse>-inverse)?"
 )
 
 
@@ -81,10 +81,11 @@ def parse(prefix: str) -> tuple[Transform, bool] | None:
     """
     from .hadamard import Hadamard
     from .rotation import Rotation
+    from .rounded import RoundedHadamard
     from .wush import WUSH
 
     match = _NAME.fullmatch(prefix)
-    if match is None or (match["kind"] != "hadamard" and match["signs"]):
+    if match is None or (not match["kind"].endswith("hadamard") and match["signs"]):
         return None
     kind, size, inverse = match["kind"], int(match["size"]), match["inverse"] is not None
     if kind == "rht":
@@ -95,4 +96,6 @@ def parse(prefix: str) -> tuple[Transform, bool] | None:
         return None if inverse else (Rotation(size), False)
     if size not in SIZES:
         return None
+    if kind == "te-hadamard":
+        return None if inverse or size != 16 else (RoundedHadamard(size, int(match["signs"] or "0", 16)), False)
     return (WUSH(size) if kind == "wush" else Hadamard(size, int(match["signs"] or "0", 16))), inverse

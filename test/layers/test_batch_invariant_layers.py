@@ -19,7 +19,8 @@ from aoquant.layers.qat import QATLinear
 from aoquant.recipes import get_recipe, list_recipes
 
 SUMS = 1e-5  # relative to the largest value of a row, for float32 sums of up to 256 products taken in another order
-OWN = [r.name for r in list_recipes() if isinstance(r.make(), WeightConfig)]
+BY_TENSOR = ("fp8-hybrid", "nvfp4-training")  # which follow TransformerEngine, and say so
+OWN = [r.name for r in list_recipes() if isinstance(r.make(), WeightConfig) and r.name not in BY_TENSOR]
 CONFIGS: dict[str, WeightConfig] = {
     **{name: get_recipe(name).make() for name in OWN},  # type: ignore[dict-item]
     "nvfp4-none": NVFP4WeightConfig("none"),
@@ -30,6 +31,7 @@ LEFT: dict[str, WeightConfig] = {
     "nvfp4": NVFP4WeightConfig(activation="nvfp4"),
     "fouroversix": NVFP4WeightConfig(rule="four_over_six", activation="fouroversix"),
     "te-nvfp4": NVFP4WeightConfig(numerics="te"),
+    **{name: get_recipe(name).make() for name in BY_TENSOR},  # type: ignore[dict-item]
     "int8-tensor": aoquant.Int8WeightConfig(activation="int8-tensor"),
 }
 

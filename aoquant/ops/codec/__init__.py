@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format, Operand, Random, as_operand
+from aoquant.transforms import RoundedHadamard
 
 from ..router import CodecRequest, Quantized, register, routed
 from . import cuda, reference, triton
@@ -43,6 +44,7 @@ def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`, on the fastest backend."""
     if not isinstance(operand, Operand):
         operand = Operand(operand)
+    operand, x_RK = _rounded_first(operand, x_RK)
     rows, k = x_RK.shape
     return routed(CodecRequest, "encode", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK)
 
@@ -81,9 +83,19 @@ def quantize(
         assert random is not None
         turns = routed(CodecRequest, "rotate", made, x_RK.device, x_RK.dtype, *x_RK.shape)
         x_RK, random, made = turns.run(made, x_RK, random), None, Operand(made.format)
+    made, x_RK = _rounded_first(made, x_RK)
     rows, k = x_RK.shape
     found = routed(CodecRequest, "quantize", made, x_RK.device, x_RK.dtype, rows, k, keep)
     return found.run(made, x_RK, dtype, operand, keep, measured, random)
+
+
+def _rounded_first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
+    """A transform whose result has x's dtype is applied before any backend: what is left to encode is a plain
+    matrix.
+    """
+    if not isinstance(operand.transform, RoundedHadamard):
+        return operand, x_RK
+    return Operand(operand.format), operand.transformed(x_RK)
 
 
 def transform(

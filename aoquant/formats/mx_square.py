@@ -1,0 +1,72 @@
+"""MXFP8 in tiles of 32 x 32: one e8m0 scale for a square, so that a transposed weight has the transposed codes and
+scales.
+
+A weight that forward and dgrad both read is then encoded once, and backward differentiates exactly what forward
+computed. It loses a little: 1024 values share an exponent in place of 32. The largest |value| of a tile, the rule
+"rceil", rounding and saturation are those of `MX`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import Encoded, Scales
+from .blockscaled import MX
+from .elements import ELEMENTS
+from .scales import absmax, e8m0_bytes
+
+
+@dataclass(frozen=True)
+class MXSquare(MX):
+    """e4m3 or e5m2 codes, scale (ceil(R / 32), K / 32) float8_e8m0fnu."""
+
+    element: str = "e4m3"
+
+    def __post_init__(self) -> None:
+        if self.element == "e2m1" or self.rule != "rceil":
+            raise ValueError(f"tiles of 32 x 32 are MXFP8's, with scales rounded up, got {super().name}")
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}-32x32"
+
+    @property
+    def tile_rows(self) -> int:
+        return 32
+
+    @property
+    def square(self) -> bool:
+        return True
+
+    def measure(self, x_RK: Tensor) -> Scales:
+        amax = self._tiles(absmax(self._blocks(x_RK)).float())
+        max_pow2, max_value, mantissa_bits = ELEMENTS[self.element]
+        byte = e8m0_bytes(amax, self.rule, max_pow2=max_pow2, max_value=max_value, mantissa_bits=mantissa_bits)
+        return Scales(byte.view(torch.float8_e8m0fnu))
+
+    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
+        return self.quantize(x_RK, s)
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None
+        each_row = self._spread(s.scale.view(torch.uint8), x_RK.shape[0]).view(torch.float8_e8m0fnu)
+        return super().quantize(x_RK, Scales(each_row))._replace(scale=s.scale)
+
+    def floored(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        holds_data = (self._blocks(self._values(e)) != 0).any(-1)
+        return (e.scale.view(torch.uint8) == 0) & self._tiles(holds_data.float()).bool()
+
+    def _scale(self, e: Encoded) -> Tensor:
+        return self._spread(super()._scale(e), e.codes.shape[0])
+
+    def _tiles(self, v_RG: Tensor) -> Tensor:
+        """The largest of each tile's rows; NaN where one is NaN."""
+        padded = torch.nn.functional.pad(v_RG, (0, 0, 0, -v_RG.shape[0] % 32))
+        return padded.view(padded.shape[0] // 32, 32, v_RG.shape[1]).amax(1)
+
+    def _spread(self, v_TG: Tensor, rows: int) -> Tensor:
+        return v_TG.repeat_interleave(32, 0)[:rows]

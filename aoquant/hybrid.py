@@ -1,0 +1,151 @@
+"""`HybridConfig`: a cast for each of the six operands of a linear layer's three GEMMs.
+
+    fprop  y  = x  W^T     fprop_input          fprop_weight
+    dgrad  dx = dy W       dgrad_grad_output    dgrad_weight
+    wgrad  dW = dy^T x     wgrad_grad_output    wgrad_input
+
+A cast is a format and its source: "original", the high-precision tensor, which loses least; or "forward", the value
+that fprop made of it, so that backward differentiates the function that forward computed. `layers/law.py` says which
+casts may meet; a config that breaks the law is never built.
+
+The forward's pair is what convert deploys. Configs are values: a change of mind is another config, given to `quantize_`
+again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torchao.core.config import AOBaseConfig
+
+from aoquant.formats import Operand, get_operand
+from aoquant.layers import law
+from aoquant.layers.sides import SAVES
+
+BASE = "base"  # the format of an operand of fprop that QATConfig's base_config names
+SOURCES = {"dgrad_weight": "forward"}  # of a cast that says none; "original" for the others
+PAIRS = {
+    "dgrad": ("dgrad_grad_output", "dgrad_weight"),
+    "wgrad": ("wgrad_grad_output", "wgrad_input"),
+}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand is made.
+
+    format: a name of `list_formats()`, with a transform in front where it has one; None is high precision. source:
+        "original" or "forward".
+    """
+
+    format: str | None = None
+    source: str = "original"
+
+    def operand(self) -> Operand | None:
+        """The recipe's operand; None for high precision."""
+        return None if self.format in (None, "high-precision") else get_operand(self.format)
+
+
+@dataclass(frozen=True)
+class HybridConfig(AOBaseConfig):
+    """Train linear layers with a cast for each operand, and convert them to the formats of fprop.
+
+    fprop_input, fprop_weight: "base" is what the base_config of a QATConfig deploys. dgrad_*, wgrad_*: of a backward
+        GEMM, along the axis that it contracts. Each is a `Cast`, the name of a format, or None for high precision; a
+        name alone has the source "original", and "forward" for dgrad_weight.
+    save: what forward keeps of the input: "col", the side that wgrad reads (never more than its codes), or "hp", the
+        input itself.
+    seed: of the random numbers of casts that draw.
+
+    Example: `quantize_(model, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))`, then train, then `quantize_(model,
+        QATConfig(step="convert"))`.
+
+    Raises:
+        ValueError: the casts break the law (docs/hybrid.md); the message names the GEMM, its operands and their
+            formats.
+    """
+
+    fprop_input: Cast | str | None = BASE
+    fprop_weight: Cast | str | None = BASE
+    dgrad_grad_output: Cast | str | None = None
+    dgrad_weight: Cast | str | None = None
+    wgrad_grad_output: Cast | str | None = None
+    wgrad_input: Cast | str | None = None
+    save: str = "col"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for slot in ("fprop_input", "fprop_weight", *PAIRS["dgrad"], *PAIRS["wgrad"]):
+            given = getattr(self, slot)
+            if not isinstance(given, Cast | str | None):
+                raise ValueError(f"HybridConfig: {slot} is a Cast, the name of a format or None, got {given!r}")
+            cast = given if isinstance(given, Cast) else Cast(given, SOURCES.get(slot, "original"))
+            object.__setattr__(self, slot, cast)
+            try:
+                self.has_base(slot) or cast.operand()
+            except ValueError as error:
+                raise ValueError(f"HybridConfig: {slot}: {error}") from None
+        if self.save not in SAVES[1:]:
+            raise ValueError(f"HybridConfig: save is one of {', '.join(SAVES[1:])}, got {self.save!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"HybridConfig: seed must be an integer of 0 to 2^32 - 1, got {self.seed!r}")
+        if reason := self._why_not():
+            raise ValueError(f"HybridConfig: {reason}")
+
+    @classmethod
+    def fwd_bwd(cls, fwd: str | None, bwd: str | None, **options: Any) -> HybridConfig:
+        """One format for both operands of fprop, another for those of dgrad and wgrad. options: further fields."""
+        return cls(fprop_input=fwd, fprop_weight=fwd, **cls._backward(bwd), **options)
+
+    @classmethod
+    def bwd(cls, bwd: str | None, **options: Any) -> HybridConfig:
+        """One format for the operands of dgrad and wgrad, beside a base_config: `QATConfig(base,
+        backward=HybridConfig.bwd("te-nvfp4"))`.
+        """
+        return cls(**cls._backward(bwd), **options)
+
+    @staticmethod
+    def _backward(bwd: str | None) -> dict[str, Any]:
+        return dict.fromkeys((*PAIRS["dgrad"], *PAIRS["wgrad"]), bwd)
+
+    def cast(self, slot: str) -> Cast:
+        """The cast of an operand: a name of `LinearRecipe`'s slots."""
+        found: Cast = getattr(self, slot)
+        return found
+
+    def has_base(self, slot: str) -> bool:
+        """Whether an operand of fprop is what the base says."""
+        return slot.startswith("fprop") and self.cast(slot).format == BASE
+
+    def slots(self) -> dict[str, Any]:
+        """The arguments of `LinearRecipe` that this config decides, fprop's formats apart."""
+        operands = {slot: self.cast(slot).operand() for pair in PAIRS.values() for slot in pair}
+        sources = {"weight_source": self.cast("dgrad_weight").source, "input_source": self.cast("wgrad_input").source}
+        return {**operands, **sources, "save": self.save}
+
+    def forward(self) -> dict[str, Operand | None]:
+        """The operands of fprop that the config names, by slot."""
+        return {s: self.cast(s).operand() for s in ("fprop_input", "fprop_weight") if not self.has_base(s)}
+
+    def _why_not(self) -> str | None:
+        for slot in ("fprop_input", "fprop_weight"):
+            if self.cast(slot).source != "original":
+                return f'fprop: {slot}: forward starts from the original, got source="forward"'
+        for slot, operand in self.forward().items():
+            if operand is not None and operand.draws:
+                return f"fprop: {slot} {operand.name} rounds at random, and a deployed layer does not"
+        for gemm, pair in PAIRS.items():
+            casts = [self.cast(slot) for slot in pair]
+            operands = [c.operand() for c in casts]
+            for slot, c, operand in zip(pair, casts, operands, strict=True):
+                if reason := law.why_not_cast(gemm, slot.removeprefix(f"{gemm}_"), operand, c.source):
+                    return reason
+            if reason := law.why_not(gemm, operands[0], operands[1]):
+                return reason
+        return None
+
+    def replaced(self, **fields: Any) -> HybridConfig:
+        """This config with other fields."""
+        return dataclasses.replace(self, **fields)

@@ -1,0 +1,133 @@
+"""What a layer keeps of its input and weight for backward, and the backward GEMM that reads it.
+
+`LinearRecipe.save` names the plan, and `Keeps` what it comes to for one operand:
+
+    keeps       forward keeps                         backward's operand
+    "rows"      the codes that fprop multiplied       their values, encoded again along the other axis
+    "square"    the same                              the same codes, transposed (a square tile, or one scale for the tensor)
+    "columns"   codes along the batch, of an input    those
+    "values"    the high-precision tensor             encoded in backward, from the original or from what fprop made of it
+
+"rows" of an input and "values" of a weight are what presets such as "quartet" keep. With save="col" an input costs what
+its column side costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns.
+save="hp" keeps values alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from aoquant import ops
+from aoquant.formats import Encoded, HighPrecision, Operand, Scales
+
+SAVES = ("row", "col", "hp")
+
+
+@dataclass(frozen=True)
+class Side:
+    """The operand of a backward GEMM that is no gradient.
+
+    keeps: as above. forward: what fprop encodes it as; None where backward starts from the original, or fprop does not
+        quantise it.
+    grad_as, backward: the two operands of the backward GEMM.
+    """
+
+    keeps: str
+    forward: Operand | None
+    grad_as: Operand | None
+    backward: Operand | None
+
+    @classmethod
+    def of_input(
+        cls, save: str, source: str, forward: Operand | None, grad_as: Operand | None, backward: Operand | None
+    ) -> Side:
+        """What a recipe keeps of its input."""
+        if save == "row":
+            return cls("rows", forward, grad_as, backward)
+        same = _same_codes(forward, backward)
+        if source == "original" or same or forward is None or isinstance(forward.format, HighPrecision):
+            if save == "hp" or backward is None or backward.draws:
+                return cls("values", None, grad_as, backward)
+            return cls("square" if same else "columns", None, grad_as, backward)
+        if save == "hp":
+            return cls("values", forward, grad_as, backward)
+        smaller = backward is not None and not backward.draws and _bits(backward) < _bits(forward)
+        return cls("columns" if smaller else "rows", forward, grad_as, backward)
+
+    @classmethod
+    def of_weight(
+        cls,
+        save: str,
+        source: str,
+        forward: Operand,
+        grad_as: Operand | None,
+        backward: Operand | None,
+        reads_values: bool,
+    ) -> Side:
+        """What a recipe keeps of its weight. reads_values: whether backward reads the weight itself for other
+        reasons.
+        """
+        same = _same_codes(forward, backward)
+        original = source == "original" or same or isinstance(forward.format, HighPrecision)
+        if save == "col" and not reads_values:
+            if same:
+                return cls("square", None, grad_as, backward)
+            if not original:
+                return cls("rows", forward, grad_as, backward)
+        return cls("values", None if original and save != "row" else forward, grad_as, backward)
+
+    @property
+    def multiple(self) -> int:
+        """Columns are padded to a multiple of it."""
+        assert self.grad_as is not None and self.backward is not None
+        return lcm(self.grad_as.period, self.backward.period)
+
+    def columns(self, x_MK: Tensor, rows: Tensor | Encoded) -> Encoded:
+        """The column side of x, whose codes in forward are `rows`."""
+        assert self.backward is not None
+        if isinstance(rows, Encoded) and self.forward is not None:
+            x_MK = ops.decode(rows, self.forward, x_MK.dtype)
+        made = ops.encode_columns(x_MK, self.backward, self.multiple)
+        m = x_MK.shape[0]
+        return Encoded(*made, k=m + -m % self.multiple)
+
+    def dgrad(
+        self,
+        grad_MN: Tensor,
+        w: Tensor | Encoded,
+        held: Scales | None,
+        measured: Tensor | None,
+        random: Tensor | None,
+    ) -> Tensor:
+        """dx (M, K), from what was kept of the weight."""
+        along_n = self.grad_as, self.backward
+        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, self.keeps == "square")
+
+    def wgrad(self, grad_MN: Tensor, x: Tensor | Encoded, held: Scales | None, random: Tensor | None) -> Tensor:
+        """dW (N, K), from what was kept of the input."""
+        if self.keeps == "columns":
+            assert isinstance(x, Encoded) and self.grad_as is not None and self.backward is not None
+            return ops.wgrad_of_columns(grad_MN, x, self.grad_as, self.backward, random)
+        if isinstance(x, Tensor) and self.forward is None:
+            x = x.reshape(-1, x.shape[-1])
+            if self.backward is None:
+                return grad_MN.t() @ x
+        square = self.keeps == "square"
+        return ops.wgrad(grad_MN, x, self.forward, held, self.grad_as, self.backward, random, square)
+
+
+def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:
+    """Whether the column side has the transposed codes of the row side."""
+    if forward is None or backward is None or forward.transform is not None or forward.scales != "dynamic":
+        return False
+    return forward.format.square and forward.name == backward.name
+
+
+def _bits(operand: Operand) -> float:
+    """Stored bits of a value, in a matrix of many blocks."""
+    e = operand.planned(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
+    return 8 * sum(t.numel() * t.element_size() for t in e[:4] if t is not None) / 512**2

@@ -1,0 +1,195 @@
+"""One cast per operand in a layer: every operand's bytes, and the gradients that follow from them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support.hybrid_cases import (
+    BF16,
+    FORMATS,
+    M,
+    assert_same,
+    data,
+    differing,
+    layer,
+    named,
+    reference,
+    step,
+    values,
+)
+from torch import Tensor
+
+from aoquant import Cast, HybridConfig, MXFP8WeightConfig, PackedWeightConfig, QATConfig, ops
+from aoquant.formats import Encoded
+from aoquant.ops import backward
+from aoquant.recipes import NVFP4_TRAINING
+
+PAIRS = list(itertools.permutations(FORMATS, 2))
+GRADIENTS = ("x", "weight", "bias")
+SQUARE = ("te-nvfp4-16x16", "te-fp8-tensor", "te-fp8-e5m2-tensor", "te-fp8-128x128", "fp8-tensor", "fp8-128x128")
+
+
+@pytest.fixture
+def operands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Encoded]]:
+    """Names and codes of the operands of every backward GEMM, grad_output and the other, in the order in which they are
+    multiplied.
+    """
+    seen: list[tuple[str, Encoded]] = []
+    real = backward.Call
+
+    def call(contract: str, a: Encoded, a_as: Any, b: Encoded, b_as: Any, *rest: Any) -> Any:
+        seen.extend(((a_as.name, a), (b_as.name, b)))
+        return real(contract, a, a_as, b, b_as, *rest)
+
+    monkeypatch.setattr(backward, "Call", call)
+    return seen
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def same_codes(got: Encoded, wanted: Encoded) -> None:
+    for one, other in zip(got[:4], wanted[:4], strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
+
+
+def padded(t: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(t, (0, -t.shape[1] % multiple))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "te-nvfp4", "te-fp8-1x128"])
+def test_1_one_format_everywhere_is_the_single_format_layer(name: str) -> None:
+    single = layer(QATConfig(PackedWeightConfig(name, name), backward=name))
+    hybrid = layer(HybridConfig.fwd_bwd(name, name).replaced(wgrad_input=Cast(name, "forward")))
+    assert_same(step(hybrid, *data()), step(single, *data()))
+
+
+@pytest.mark.parametrize(("forward", "backward"), PAIRS, ids="-".join)
+def test_2_every_ordered_pair(forward: str, backward: str, operands: list[tuple[str, Encoded]]) -> None:
+    config = HybridConfig.fwd_bwd(forward, backward)
+    linear, (x, g) = layer(config), data()
+    got = step(linear, x, g)
+    assert [name for name, _ in operands] == [backward] * 4
+    w, operand = values(forward, linear.weight.detach()), named(backward)
+    assert operand is not None
+    for (_, codes), t in zip(operands, (g, w.t(), g.t(), x.t()), strict=True):
+        same_codes(codes, operand.encode(padded(t, operand.period)))
+    wanted = reference(config, linear, x, g)
+    assert differing(got["x"], wanted["x"]) <= 5e-4 and differing(got["weight"], wanted["weight"]) <= 5e-4
+    plain = layer(QATConfig(PackedWeightConfig(forward, forward)))
+    assert_same(got, {k: v for k, v in step(plain, x, g).items() if k in ("y", "bias")})
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"), [("mxfp8", "te-nvfp4"), ("te-nvfp4", "mxfp8"), ("mxfp4", "te-fp8-1x128")]
+)
+def test_2_original_sources_are_the_plain_layers_operands(
+    forward: str, backward: str, operands: list[tuple[str, Encoded]]
+) -> None:
+    x, g = data()
+    linear = layer(HybridConfig.fwd_bwd(forward, backward).replaced(dgrad_weight=Cast(backward)))
+    step(linear, x, g)
+    operand = named(backward)
+    assert operand is not None
+    for (_, codes), t in zip(operands, (g, linear.weight.detach().t(), g.t(), x.t()), strict=True):
+        same_codes(codes, operand.encode(padded(t, operand.period)))
+
+
+def test_3_three_formats_in_one_layer() -> None:
+    config = HybridConfig(
+        fprop_input="te-nvfp4", fprop_weight="te-nvfp4", dgrad_grad_output="mxfp8-e5m2", dgrad_weight="mxfp8",
+        wgrad_grad_output="te-fp8-e5m2-1x128", wgrad_input="te-fp8-1x128",
+    )  # fmt: skip
+    linear, (x, g) = layer(config), data()
+    got, wanted = step(linear, x, g), reference(config, linear, x, g)
+    assert differing(got["x"], wanted["x"]) <= 5e-4 and differing(got["weight"], wanted["weight"]) <= 5e-4
+
+
+@pytest.mark.parametrize("slot", ["dgrad", "wgrad"])
+def test_4_one_hybrid_gemm_the_rest_plain(slot: str) -> None:
+    other = {"dgrad": "dgrad_weight", "wgrad": "wgrad_input"}[slot]
+    config = HybridConfig(fprop_input="mxfp8", fprop_weight="mxfp8", **{f"{slot}_grad_output": "mxfp4", other: "mxfp4"})
+    plain = HybridConfig.fwd_bwd("mxfp8", None)
+    x, g = data()
+    got, wanted = step(layer(config), x, g), step(layer(plain), x, g)
+    changed = {"dgrad": "x", "wgrad": "weight"}[slot]
+    assert {k for k in got if not torch.equal(got[k], wanted[k])} == {changed}
+
+
+@pytest.mark.parametrize("forward", ["mxfp8", "te-nvfp4", "te-fp8-tensor"])
+def test_6_and_7_high_precision_sides(forward: str) -> None:
+    x, g = data()
+    original = HybridConfig.fwd_bwd(forward, None).replaced(dgrad_weight=Cast(None))
+    linear = layer(original)
+    got = step(linear, x, g)
+    assert torch.equal(got["x"], g @ linear.weight.detach()) and torch.equal(got["weight"], g.t() @ x)
+    linear = layer(original.replaced(dgrad_weight=Cast(None, "forward"), wgrad_input=Cast(None, "forward")))
+    got = step(linear, x, g)
+    assert torch.equal(got["x"], g @ values(forward, linear.weight.detach()))
+    assert torch.equal(got["weight"], g.t() @ values(forward, x))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", SQUARE)
+@pytest.mark.parametrize("rows", [M, 128, 1])
+def test_11_square_tiles_share_codes(name: str, rows: int, dtype: torch.dtype) -> None:
+    operand, x = named(name), data(dtype, m=rows)[0]
+    assert operand is not None and operand.square
+    wanted = ops.codec.encode(operand, padded(x.t(), 128))
+    same_codes(backward.transposed(ops.codec.encode(operand, x), operand, 128), wanted)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "te-nvfp4", "te-fp8-1x128", "fouroversix-16x16"])
+def test_11_others_do_not(name: str) -> None:
+    operand = named(name)
+    assert operand is not None and not operand.square
+
+
+@pytest.mark.parametrize("save", ["col", "hp"])
+def test_15_a_backward_by_hand(save: str) -> None:
+    """Square weights, a Hadamard transform and stochastic gradients."""
+    config = NVFP4_TRAINING.replaced(fprop_input="te-nvfp4", fprop_weight="te-nvfp4-16x16", save=save)
+    linear, (x, g) = layer(config), data()
+    state = linear.backward_random.clone()
+    got, wanted = step(linear, x, g), reference(config, linear, x, g, state)
+    assert differing(got["x"], wanted["x"]) <= 5e-4 and differing(got["weight"], wanted["weight"]) <= 5e-4
+
+
+def test_15_a_base_of_its_own() -> None:
+    x, g = data()
+    one = layer(QATConfig(MXFP8WeightConfig(), backward=HybridConfig.bwd("te-nvfp4")))
+    assert_same(step(one, x, g), step(layer(HybridConfig.fwd_bwd("mxfp8", "te-nvfp4")), x, g))
+
+
+@pytest.mark.parametrize("backward_name", [None, "mxfp8", "te-nvfp4", "te-fp8-tensor"])
+def test_a_batch_without_rows(backward_name: str | None) -> None:
+    linear = layer(HybridConfig.fwd_bwd("mxfp8", backward_name))
+    x, g = data(m=0)
+    got = step(linear, x, g)
+    assert got["x"].shape == x.shape and not got["weight"].any()
+
+
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("rows", [M, 0], ids=["rows", "empty"])
+@pytest.mark.parametrize("name", ["mxfp8", "te-nvfp4", "te-fp8-tensor", "te-hadamard16-sd7e8+te-nvfp4"])
+def test_the_ops_are_well_formed(name: str, rows: int) -> None:
+    operand, (x, g) = named(name), data(m=rows)
+    assert operand is not None
+    torch.library.opcheck(
+        ops.encode_columns.overload, tuple(ops.encode_columns.flat(x, operand, operand.period)), test_utils=CHECKS
+    )
+    made = ops.encode_columns(x, operand, operand.period)
+    columns = Encoded(*made, k=rows + -rows % operand.period)
+    flat = tuple(ops.wgrad_of_columns.flat(g, columns, operand, operand))
+    torch.library.opcheck(ops.wgrad_of_columns.overload, flat, test_utils=CHECKS)
+    if operand.square and operand.transform is None:
+        flat = tuple(ops.wgrad.flat(g, ops.encode(x, operand), operand, None, operand, operand, None, True))
+        torch.library.opcheck(ops.wgrad.overload, flat, test_utils=CHECKS)
