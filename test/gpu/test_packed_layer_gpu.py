@@ -86,16 +86,18 @@ def test_captured_and_compiled_equal_eager(name: str, rows: int) -> None:
 
 
 def test_explain_names_what_runs() -> None:
-    module = converted(prepared("int4-g128"), "int4-g128")
+    """One launch for the product, beside what this suite fills torch.empty with."""
+    module, x = converted(prepared("int4-g128"), "int4-g128"), batch(4)
     with torch.no_grad():
-        module(batch(4))
+        module(x)
     found = next(r for r in explain(module).routes if r.step == "multiply" and r.first <= 4 <= (r.last or 4))
     with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        module(batch(4))
+        module(x)
         torch.cuda.synchronize()
     if found.backend not in ("cuda-decode", "triton-decode"):
         pytest.skip(f"runs on {found.backend}")
-    assert len([e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]) <= 3
+    launched = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len([name for name in launched if "Fill" not in name]) == 1, launched
 
 
 def test_threads_and_streams_give_the_numbers_of_one() -> None:

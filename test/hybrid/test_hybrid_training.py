@@ -129,8 +129,9 @@ def test_17_resumed_in_a_new_process(name: str, tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "two.pt")
     train(model, optimizer, 2)
     code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); sys.path.insert(0,
-{str(Path(__file__).parent)!r}) import torch
+import sys
+sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parent)!r}]
+import torch
 from test_hybrid_training import get_recipe, network, train
 model = network(get_recipe({name!r}).prepare(seed=9))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

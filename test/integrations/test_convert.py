@@ -196,9 +196,12 @@ def test_weights_that_a_model_keeps_in_float32(
 def test_experts_that_are_fused_on_load_keep_their_stored_names(tmp_path: Path) -> None:
     config = MixtralConfig(**SMALL, num_local_experts=4)
     MixtralForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "float")
-    model = whole(tmp_path / "float", Int4WeightConfig(32), tmp_path / "whole")
-    done = convert_checkpoint(tmp_path / "float", Int4WeightConfig(32), tmp_path / "out")
-    assert done.layers == 8  # attention; experts are no nn.Linear
+    with pytest.raises(ValueError, match="without its stacked experts"):
+        convert_checkpoint(tmp_path / "float", Int4WeightConfig(32), tmp_path / "out")
+    attention = FqnToConfig({r"re:.*\.experts": None, "_default": Int4WeightConfig(32)})
+    model = whole(tmp_path / "float", attention, tmp_path / "whole")
+    done = convert_checkpoint(tmp_path / "float", attention, tmp_path / "out")
+    assert done.layers == 8  # attention
     assert_same_files(tmp_path / "whole", tmp_path / "out")
     assert torch.equal(logits(load_pretrained(tmp_path / "out")), logits(model))
 
