@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 
+from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
 from aoquant.layers.embedding import looked_up
 from aoquant.layers.linear import LinearRecipe, check_device, quantized_linear
@@ -28,7 +29,6 @@ from aoquant.layers.plan import Plan
 
 aten = torch.ops.aten
 _PLAN, _FLAT = "_plan", "_flattened"  # what a tensor remembers of itself: made when asked for, never copied or stored
-SCHEMAS = 2  # of the registered ops: a graph that another version compiled and cached calls other ones
 
 
 class PackedTensor(TorchAOBaseTensor):
@@ -177,7 +177,7 @@ class PackedTensor(TorchAOBaseTensor):
         """What compiled code depends on, for torch's compile cache: everything but the numbers."""
         inner = [t if t is None else (t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in _tensors(self)]
         return repr(
-            (SCHEMAS, self.format, self.activation, self.contract, self.k, self.dtype, self.requires_grad, inner)
+            (ops.schemas(), self.format, self.activation, self.contract, self.k, self.dtype, self.requires_grad, inner)
         )
 
     def _with(

@@ -129,7 +129,7 @@ class LinearRecipe:
         )
         object.__setattr__(self, "input_side", sides[0])
         object.__setattr__(self, "weight_side", sides[1])
-        object.__setattr__(self, "key", f"{self}, {straight_through}")
+        object.__setattr__(self, "key", f"{self}, {straight_through}, ops {ops.schemas()}")
         _RECIPES[self.key] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from . import codec, router
 from .call import gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
+from .define import schemas
 from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
 from .linear import Columns, bgrad, dgrad, encode_columns, scaled_mm, wgrad, wgrad_of_columns
@@ -52,6 +53,7 @@ __all__ = [
     "saturated",
     "scale_grad",
     "scaled_mm",
+    "schemas",
     "wgrad",
     "wgrad_of_columns",
 ]

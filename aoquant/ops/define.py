@@ -23,6 +23,7 @@ the tests, sees that outputs alias nothing.
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace, UnionType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
@@ -34,6 +35,7 @@ from torch._C import _len_torch_dispatch_stack
 from aoquant.formats import Encoded, Operand, Scales, get_operand
 
 _LIBRARY = torch.library.Library("aoquant", "FRAGMENT")
+_SCHEMAS: list[str] = []  # of every op
 _ORDINARY = (Tensor, torch.nn.Parameter)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,9 +58,8 @@ class Op(Generic[P, R]):
         self._result = _Result(result)
         self._fake = fake
         schema = [f for name, kind in zip(self._names, self._kinds, strict=True) for f in kind.schema(name)]
-        _LIBRARY.define(
-            f"{self.__name__}({', '.join(schema)}) -> {self._result.schema}", tags=(torch.Tag.pt2_compliant_tag,)
-        )
+        _SCHEMAS.append(f"{self.__name__}({', '.join(schema)}) -> {self._result.schema}")
+        _LIBRARY.define(_SCHEMAS[-1], tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(self.__name__, torch.compiler.disable(self._registered), "CompositeExplicitAutograd")
         self.overload: Any = getattr(torch.ops.aoquant, self.__name__).default
         torch.library.register_fake(self.overload.name(), self._shapes, lib=_LIBRARY)
@@ -117,6 +118,11 @@ class Op(Generic[P, R]):
             f"arguments of {self.__name__}"
         )
         return whole
+
+
+def schemas() -> str:
+    """A number for the schemas of all ops: torch's cache of compiled graphs must not give back one that calls other ops."""
+    return f"{zlib.crc32(';'.join(_SCHEMAS).encode()):08x}"
 
 
 def op(fake: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Op[P, R]]:
