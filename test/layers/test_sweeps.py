@@ -93,8 +93,9 @@ def test_every_bf16_value_encodes_as_defined(name: str, arrangement: str) -> Non
         elif isinstance(fmt, NVFP4):
             amax = np.float32(np.abs(b).max())
             dynamic = np.maximum(oracle.constant(amax, 2688.0), np.float32(2.0**-121))
-            pts = {"none": None, "static": np.float32(fmt.pts or 0), "dynamic": dynamic}[fmt.outer]
-            assert pts is None or (e.outer is not None and e.outer.item() == pts)
+            each = np.maximum(oracle.constant(np.abs(b).max(1), 2688.0), np.float32(2.0**-121))
+            pts = {"none": None, "static": np.float32(fmt.pts or 0), "dynamic": dynamic, "row": each}[fmt.outer]
+            assert pts is None or (e.outer is not None and (e.outer.numpy().flatten() == pts).all())
             scale, codes = oracle.nvfp4(b, pts)
         elif isinstance(fmt, Float8):
             scale, codes = oracle.float8(rows, fmt.element)
