@@ -7,6 +7,7 @@ float4_e2m1fn_x2: allocate, clone or make contiguous as uint8 and view, or mark 
 """
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Before the first import of torch and of the Hugging Face libraries, which read these once.
@@ -32,6 +33,8 @@ settings.load_profile("aoquant")
 def pytest_configure(config: pytest.Config) -> None:
     """Share the cores between the xdist workers: torch would otherwise start one thread per core in each."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the background; tests of Ctrl-C need the handler
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
     if os.environ.get("AOQUANT_REQUIRE_GPU") and not torch.cuda.is_available():
         raise pytest.UsageError("AOQUANT_REQUIRE_GPU is set, but torch sees no CUDA device")
