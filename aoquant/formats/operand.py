@@ -120,6 +120,11 @@ class Operand:
             return grad_RK
         return self.transform.pull_back(grad_RK, self.inverse, matrix).to(grad_RK.dtype)
 
+    def rotated(self, x_RK: Tensor, random: Random | None) -> Tensor:
+        """`transformed` for an operand of backward, whose transform may be drawn."""
+        drawn = self.transform is not None and self.transform.drawn and random is not None
+        return self.transformed(x_RK, random.signs(self.transform.size) if drawn else None)  # type: ignore[union-attr]
+
     def encode(self, x_RK: Tensor, held: Scales | None = None, random: Random | None = None) -> Encoded:
         """`Format.encode` of the transformed x_RK. random: where the numbers come from, for an operand that draws.
 
@@ -131,13 +136,10 @@ class Operand:
                 raise ValueError(
                     f"{self.name} rounds at random: it is for the gradients of a training step, which brings its numbers"
                 )
-            if self.transform is not None:
-                x_RK = self.transform.apply(x_RK, False, random.signs(self.transform.size))
-            return (
-                self.format.encode(x_RK, random=random)
-                if isinstance(self.format, Randomized)
-                else self.format.encode(x_RK)
-            )
+            x_RK = self.rotated(x_RK, random)
+            if isinstance(self.format, Randomized):
+                return self.format.encode(x_RK, held, random)
+            return self.format.encode(x_RK, held)
         if self.transform is None:
             return self.format.encode(x_RK, held)
         y_RK = self.transformed(x_RK, None if held is None else held.transform)

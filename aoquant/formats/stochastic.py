@@ -62,13 +62,14 @@ class Randomized(Format):
         return False  # what a value draws follows from its place in the matrix
 
     def encode(self, x_RK: Tensor, held: Scales | None = None, random: Random | None = None) -> Encoded:
-        """Codes and scales of x_RK; the same for the same x_RK and `random`, on every device."""
+        """Codes and scales of x_RK; the same for the same x_RK and `random`, on every device. held: the scales of the
+        whole, of which x_RK is a part.
+        """
         if random is None:
             raise ValueError(
                 f"{self.name} rounds at random: it is for the gradients of a training step, which brings its numbers"
             )
-        assert held is None
-        return self.draw(x_RK, self.measure(x_RK), random)
+        return self.draw(x_RK, self.measure(x_RK) if held is None else held, random)
 
     def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
         """Codes of x_RK under measured scales."""
@@ -132,7 +133,7 @@ class MSEden(Randomized, NVFP4):
         codes = to_e2m1(y.flatten(1))
         kept = sum_by_pairs(y * from_e2m1(codes).view_as(y))
         grown = torch.where(kept == 0, 1.0, sum_by_pairs(y * y) / kept)
-        rounded = to_e4m3_stochastic(scale.float() * grown, random)
+        rounded = to_e4m3_stochastic(scale.float() * grown, random.in_blocks(x_RGB.shape[-1]))
         return Encoded(layout.pack(codes, 4), rounded, None, s.outer, x_RK.shape[1])
 
 

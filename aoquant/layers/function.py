@@ -23,6 +23,7 @@ from aoquant.formats import Encoded, Operand, Scales
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
+from aoquant.parallel.shards import Shards
 
 
 class Given(NamedTuple):
@@ -30,7 +31,7 @@ class Given(NamedTuple):
 
     recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer holds; a learned scale is
     an argument. random: the state of its random numbers, advanced by one in backward. shared, columns: where another layer's codes of x, and
-    its column side, may be.
+    its column side, may be. parts: that this rank has of the layer.
     """
 
     recipe: str
@@ -40,6 +41,7 @@ class Given(NamedTuple):
     random: Tensor | None = None
     shared: SharedInput | None = None
     columns: SharedInput | None = None
+    parts: Shards | None = None
 
 
 class Needs(NamedTuple):
@@ -76,6 +78,7 @@ class QuantizedLinear(torch.autograd.Function):
         y, saved = multiply(x, w, bias, given, needs)
         keep(ctx, saved)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
+        ctx.parts = given.parts
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -97,14 +100,14 @@ class QuantizedLinear(torch.autograd.Function):
         db = dx_scale = dw_scale = None
 
         if needs.x or needs.x_scale:
-            dx, clipped = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, ctx.random), saved.clipped
+            dx, clipped = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, ctx.random, ctx.parts), saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
                 clipped = ops.saturated(x, x_as, x_held)
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
         if needs.w or needs.w_scale:
-            dw = recipe.input_side.wgrad(grad_MN, x, x_held, ctx.random)
+            dw = recipe.input_side.wgrad(grad_MN, x, x_held, ctx.random, ctx.parts)
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
             if needs.w:
@@ -181,7 +184,7 @@ def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRe
         return x_q
     found = None if given.columns is None else given.columns.get()
     if found is None:
-        found = side.columns(x_MK, x_q)
+        found = side.columns(x_MK, x_q, given.parts)
         if given.columns is not None:
             given.columns.put(found)
     return found

@@ -18,6 +18,7 @@ from aoquant.layers import shared_inputs
 from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back
 from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.parallel import linear as sharding
+from aoquant.parallel.shards import Shards
 
 __all__ = [
     "NOT_CALIBRATED",
@@ -65,12 +66,14 @@ def quantized_linear(
     x_held: Scales | None = None,
     w_held: Scales | None = None,
     random: Tensor | None = None,
+    parts: Shards | None = None,
 ) -> Tensor:
     """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
 
     w: (N, K), encoded in the call (QAT), or encoded already (inference). x_held, w_held: what the layer holds where the recipe says static or
     learned, or fitted; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under autocast x and y take autocast's dtype;
     the weight is encoded from its stored dtype. random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
+    parts: of the layer that one rank has, for a quantised backward of it.
 
     Raises:
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
@@ -82,10 +85,7 @@ def quantized_linear(
     given_x, x = x, cast(x)
     if sharding.is_sharded(x, rows):
         if recipe.backward_operands:
-            raise ValueError(
-                "a quantised backward contracts whole rows, and the layer's weight is sharded by tensor parallelism: leave the layer "
-                "out of the plan of parallelize_module (fully_shard is supported), or prepare it without backward="
-            )
+            return _sharded(x, rows, bias, recipe, x_held, w_held, random)
         on_shard = functools.partial(_on_shard, recipe)
         return sharding.linear(on_shard, x, rows, bias, (recipe.fprop_input, x_held), (recipe.fprop_weight, w_held))
     if x.dtype not in FLOAT_DTYPES:
@@ -99,7 +99,7 @@ def quantized_linear(
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return multiply(x, w if packed is None else None, bias, Given(recipe.key, packed, x_held, w_held))[0]  # type: ignore[arg-type]
     shared = columns = None
-    if packed is None and x_held is None:
+    if packed is None and x_held is None and parts is None:
         if recipe.fprop_input is not None:
             shared = shared_inputs.shared_input(given_x, x.dtype, recipe.fprop_input, rows)
         if recipe.input_side.keeps == "columns":
@@ -110,7 +110,7 @@ def quantized_linear(
             x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
-    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns)
+    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, parts)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 
 
@@ -125,8 +125,31 @@ def _applied(
     return y
 
 
+@torch.compiler.disable  # backward communicates too, where a compiler would trace it
+def _sharded(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    recipe: LinearRecipe,
+    x_held: Scales | None,
+    w_held: Scales | None,
+    random: Tensor | None,
+) -> Tensor:
+    """A layer whose weight is a DTensor, and whose backward is quantised."""
+    on_shard = functools.partial(_on_shard, recipe, random=random)
+    sides = (recipe.fprop_input, x_held), (recipe.fprop_weight, w_held)
+    return sharding.linear(on_shard, x, w, bias, *sides, recipe)
+
+
 def _on_shard(
-    recipe: LinearRecipe, x: Tensor, w: Tensor, bias: Tensor | None, x_scales: Scales | None, w_scales: Scales | None
+    recipe: LinearRecipe,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    x_scales: Scales | None,
+    w_scales: Scales | None,
+    parts: Shards | None,
+    random: Tensor | None = None,
 ) -> Tensor:
     """One rank's part of a layer whose weight is a DTensor."""
-    return quantized_linear(x, w, bias, recipe, x_scales, w_scales)
+    return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, parts)

@@ -23,6 +23,9 @@ from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
+from aoquant.ops import backward as gemms
+from aoquant.ops.linear import dgrad_of_parts, wgrad_of_column_parts, wgrad_of_parts
+from aoquant.parallel.shards import Shards
 
 SAVES = ("row", "col", "hp")
 
@@ -86,11 +89,13 @@ class Side:
         assert self.grad_as is not None and self.backward is not None
         return lcm(self.grad_as.period, self.backward.period)
 
-    def columns(self, x_MK: Tensor, rows: Tensor | Encoded) -> Encoded:
-        """The column side of x, whose codes in forward are `rows`."""
+    def columns(self, x_MK: Tensor, rows: Tensor | Encoded, parts: Shards | None = None) -> Encoded:
+        """The column side of x, whose codes in forward are `rows`. parts: that this rank has of the layer."""
         assert self.backward is not None
         if isinstance(rows, Encoded) and self.forward is not None:
             x_MK = ops.decode(rows, self.forward, x_MK.dtype)
+        if parts is not None:
+            return gemms.columns(x_MK, self.backward, self.multiple, parts.wgrad.b)
         made = ops.encode_columns(x_MK, self.backward, self.multiple)
         m = x_MK.shape[0]
         return Encoded(*made, k=m + -m % self.multiple)
@@ -102,21 +107,39 @@ class Side:
         held: Scales | None,
         measured: Tensor | None,
         random: Tensor | None,
+        parts: Shards | None = None,
     ) -> Tensor:
         """dx (M, K), from what was kept of the weight."""
         along_n = self.grad_as, self.backward
+        if parts is not None:
+            square = self.keeps == "square"
+            return dgrad_of_parts(
+                grad_MN, w, self.forward, held, measured, *along_n, random, square, parts.dgrad
+            )
         return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, self.keeps == "square")
 
-    def wgrad(self, grad_MN: Tensor, x: Tensor | Encoded, held: Scales | None, random: Tensor | None) -> Tensor:
+    def wgrad(
+        self,
+        grad_MN: Tensor,
+        x: Tensor | Encoded,
+        held: Scales | None,
+        random: Tensor | None,
+        parts: Shards | None = None,
+    ) -> Tensor:
         """dW (N, K), from what was kept of the input."""
         if self.keeps == "columns":
             assert isinstance(x, Encoded) and self.grad_as is not None and self.backward is not None
+            if parts is not None:
+                return wgrad_of_column_parts(grad_MN, x, self.grad_as, self.backward, random, parts.wgrad)
             return ops.wgrad_of_columns(grad_MN, x, self.grad_as, self.backward, random)
         if isinstance(x, Tensor) and self.forward is None:
             x = x.reshape(-1, x.shape[-1])
             if self.backward is None:
                 return grad_MN.t() @ x
         square = self.keeps == "square"
+        if parts is not None:
+            operands = self.grad_as, self.backward
+            return wgrad_of_parts(grad_MN, x, self.forward, held, *operands, random, square, parts.wgrad)
         return ops.wgrad(grad_MN, x, self.forward, held, self.grad_as, self.backward, random, square)
 
 

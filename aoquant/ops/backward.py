@@ -10,47 +10,85 @@ together. The product itself is the forward's: the contract "aoquant" on whateve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aoquant.formats import Encoded, Operand, Random, layout
+from aoquant.formats import Encoded, Operand, Random, Randomized, Scales, layout
+from aoquant.formats.random import Place
 
 from . import codec
 from .call import Call
 from .router import Quantized
 
 
+class Part(NamedTuple):
+    """An operand (R, C) of which this rank has a part.
+
+    place: of the part. reduced: the scales of the whole from an operand and its rotated values here, together with the
+    other ranks; None where no scale reaches over a cut.
+    """
+
+    place: Place
+    reduced: Callable[[Operand, Tensor], Scales | None]
+
+    def scales(self, operand: Operand, x_RC: Tensor, random: Random | None = None) -> Scales | None:
+        """Scales of the whole that x_RC, padded, is a part of; None: its own are. A collective."""
+        return self.reduced(operand, operand.rotated(x_RC, random) if x_RC.numel() else x_RC)
+
+
+class Parts(NamedTuple):
+    """Of the two operands of a backward GEMM."""
+
+    a: Part
+    b: Part
+
+
 def product(
-    a_RC: Tensor, b_SC: Tensor | Encoded, a_as: Operand, b_as: Operand, state: Tensor | None, side: int
+    a_RC: Tensor,
+    b_SC: Tensor | Encoded,
+    a_as: Operand,
+    b_as: Operand,
+    state: Tensor | None,
+    side: int,
+    parts: Parts | None = None,
 ) -> Tensor:
     """(R, S) = a b^T in a's dtype, both operands quantised along C, R and S rows of any number.
 
     b_SC: encoded here, or encoded already, padded along C. state: of the random numbers, where an operand draws; side:
-        of a, b's is the next.
+        of a, b's is the next. parts: of which a and b are this rank's.
     """
     rows, columns = a_RC.shape[0], (b_SC.codes if isinstance(b_SC, Encoded) else b_SC).shape[0]
+    multiple = lcm(a_as.period, b_as.period)
+    part_a, part_b = parts or (None, None)
+    # the ranks measure together, so before one leaves that has nothing
+    a_from = _Source.of(a_RC, a_as, multiple, state, side, part_a)
+    b_from = None if isinstance(b_SC, Encoded) else _Source.of(b_SC, b_as, multiple, state, side + 1, part_b)
     if not a_RC.numel() or not columns:
         return a_RC.new_zeros(rows, columns)
-    multiple = lcm(a_as.period, b_as.period)
-    a = _quantized(a_RC, a_as, multiple, state, side, a_RC.dtype)
-    if isinstance(b_SC, Encoded):
+    a = a_from.quantized(a_RC.dtype)
+    if b_from is None:
+        assert isinstance(b_SC, Encoded)
         values = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
         b = Quantized(b_SC, values, b_as.format.alpha(b_SC))
     else:
-        b = _quantized(b_SC, b_as, multiple, state, side + 1, a_RC.dtype)
+        b = b_from.quantized(a_RC.dtype)
     assert a.encoded is not None and b.encoded is not None
     call = Call("aoquant", a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
     return call.run()
 
 
-def columns(x_RC: Tensor, operand: Operand, multiple: int) -> Encoded:
-    """Codes of x^T (C, R) along R, padded to a multiple of `multiple`: the column side of x."""
+def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = None) -> Encoded:
+    """Codes of x^T (C, R) along R, padded to a multiple of `multiple`: the column side of x. part: that x^T is."""
+    held = None if part is None else part.scales(operand, _padded(x_RC.t(), multiple))
     if not x_RC.shape[0]:  # formats have no scale for nothing
         return codec.encode(operand, x_RC.new_zeros(x_RC.shape[1], multiple))
-    return codec.encode(operand, _padded(x_RC.t(), multiple))
+    x_CR = _padded(x_RC.t(), multiple)
+    return codec.encode(operand, x_CR) if held is None else operand.encode(x_CR, held)
 
 
 def transposed(e: Encoded, operand: Operand, multiple: int) -> Encoded:
@@ -71,13 +109,32 @@ def _padded(x_RC: Tensor, multiple: int) -> Tensor:
     return pad(x_RC, (0, missing)) if missing else x_RC
 
 
-def _quantized(
-    x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, dtype: torch.dtype
-) -> Quantized:
-    """Codes of x_RC, padded along C, and the GEMM's operand in `dtype`."""
-    x_RC = _padded(x_RC, multiple)
-    random = None
-    if operand.draws:
-        assert state is not None
-        random = Random(state, side)
-    return codec.quantize(operand, x_RC, dtype, operand=True, keep=True, random=random)
+class _Source(NamedTuple):
+    """What an operand is made of: values padded along C, and where scales and random numbers come from."""
+
+    x_RC: Tensor
+    operand: Operand
+    random: Random | None
+    held: Scales | None
+
+    @classmethod
+    def of(
+        cls, x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, part: Part | None
+    ) -> _Source:
+        x_RC, random = _padded(x_RC, multiple), None
+        if operand.draws:
+            assert state is not None
+            random = Random(state, side, None if part is None else part.place.padded(multiple))
+        return cls(x_RC, operand, random, None if part is None else part.scales(operand, x_RC, random))
+
+    def quantized(self, dtype: torch.dtype) -> Quantized:
+        """Codes, and the GEMM's operand in `dtype`."""
+        format, outer = self.operand.format, None
+        if self.held is not None:
+            if not isinstance(format, Randomized):
+                e = self.operand.encode(self.x_RC, self.held, self.random)
+                return Quantized(e, codec.decode(format, e, dtype, operand=True), format.alpha(e))
+            outer = self.held.outer
+        return codec.quantize(
+            self.operand, self.x_RC, dtype, operand=True, keep=True, measured=outer, random=self.random
+        )

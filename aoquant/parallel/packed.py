@@ -27,6 +27,7 @@ from aoquant.formats import Encoded, Scales
 from aoquant.layers.linear import LinearRecipe, quantized_linear
 from aoquant.parallel import linear as sharding
 from aoquant.parallel.fsdp import is_flattened, is_managed
+from aoquant.parallel.shards import Shards
 from aoquant.tensor import PackedTensor
 
 
@@ -47,9 +48,15 @@ class ShardedLinear(nn.Linear):
 
 
 def _on_shard(
-    recipe: LinearRecipe, x: Tensor, w: Tensor, bias: Tensor | None, x_scales: Scales | None, w_scales: Scales | None
+    recipe: LinearRecipe,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    x_scales: Scales | None,
+    w_scales: Scales | None,
+    parts: Shards | None,
 ) -> Tensor:
-    """One rank's part of a layer under tensor parallelism."""
+    """One rank's part of a layer under tensor parallelism. parts: None, as packed layers have an exact backward."""
     assert isinstance(w, PackedTensor)
     return quantized_linear(x, w.encoded, bias, recipe, x_scales)
 

@@ -8,7 +8,7 @@ not imported here, so that a machine without it can say why a kernel does not ru
     quantize(format, x_RK, dtype or None, operand, keep, measured, mix) -> (Encoded or None, values or None, alpha or None)
     decode(format, e, dtype, operand) -> values
     saturated(format, x_RK, mix) -> mask, where `clips`
-    draw(operand, x_RK, dtype, random) -> (Encoded, values, alpha), where `draws`
+    draw(operand, x_RK, dtype, random, outer) -> (Encoded, values, alpha), where `draws`; outer: given, or None
 
 mix is the operand whose Hadamard transform comes first in the same pass, or None.
 """

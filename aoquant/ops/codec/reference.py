@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, Operand, Random, layout
+from aoquant.formats import Encoded, Format, Operand, Random, Scales, layout
 
 from .. import tiles
 from ..router import Backend, Quantized
@@ -25,8 +25,11 @@ def quantize(
     measured: Tensor | None,
     random: Random | None,
 ) -> Quantized:
-    """Codes, if `keep`, and what they stand for."""
-    e = tiles.encode(made, x_RK) if random is None else made.encode(x_RK, random=random)
+    """Codes, if `keep`, and what they stand for. measured: an outer scale, which counts at random alone."""
+    if random is None:
+        e = tiles.encode(made, x_RK)
+    else:
+        e = made.encode(x_RK, None if measured is None else Scales(outer=measured), random)
     values = decode(made.format, e, dtype, operand, dtype)
     return Quantized(e if keep else None, values, made.format.alpha(e))
 

@@ -122,7 +122,7 @@ def quantize(
         family = family_of(made.format)
         assert family is not None and operand
         with _on(x_RK):
-            return Quantized(*family.kernels.draw(made, x_RK, dtype, random))
+            return Quantized(*family.kernels.draw(made, x_RK, dtype, random, measured))
     encoded, values, alpha = _made(made, x_RK, dtype, operand, keep, measured)
     assert values is not None
     return Quantized(encoded, values, alpha)
