@@ -51,7 +51,7 @@ class Span(NamedTuple):
     run: int = 0
     stride: int = 0
 
-    def index(self, n: int, device: torch.device) -> Tensor:
+    def places(self, n: int, device: torch.device) -> Tensor:
         """(n,) int64: where rows 0 .. n - 1 lie."""
         i = torch.arange(n, device=device)
         return self.first + (i // self.run * self.stride + i % self.run if self.run else i)
@@ -73,7 +73,7 @@ class Place(NamedTuple):
 
     def elements(self, shape: torch.Size, device: torch.device) -> Tensor:
         """(R, C) int64: each element's place in the whole, row-major."""
-        rows, columns = self.rows.index(shape[0], device), self.columns.index(shape[1], device)
+        rows, columns = self.rows.places(shape[0], device), self.columns.places(shape[1], device)
         return rows.unsqueeze(1) * self.columns.size + columns
 
 

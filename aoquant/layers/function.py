@@ -20,6 +20,7 @@ from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
+from aoquant.formats.random import of_rank
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
@@ -31,7 +32,8 @@ class Given(NamedTuple):
 
     recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer holds; a learned scale is
     an argument. random: the state of its random numbers, advanced by one in backward. shared, columns: where another layer's codes of x, and
-    its column side, may be. parts: that this rank has of the layer.
+    its column side, may be. parts: that this rank has of the layer. rank: of
+    those with other tokens, which draw other numbers.
     """
 
     recipe: str
@@ -42,6 +44,7 @@ class Given(NamedTuple):
     shared: SharedInput | None = None
     columns: SharedInput | None = None
     parts: Shards | None = None
+    rank: int = 0
 
 
 class Needs(NamedTuple):
@@ -78,7 +81,7 @@ class QuantizedLinear(torch.autograd.Function):
         y, saved = multiply(x, w, bias, given, needs)
         keep(ctx, saved)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
-        ctx.parts = given.parts
+        ctx.parts, ctx.rank = given.parts, given.rank
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -88,6 +91,7 @@ class QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         recipe, needs, saved = recipe_of(ctx.recipe), ctx.needs, kept(ctx)
+        random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
         x_as: Any = recipe.fprop_input
         w_as = recipe.fprop_weight
         x: Any = saved.x
@@ -100,14 +104,14 @@ class QuantizedLinear(torch.autograd.Function):
         db = dx_scale = dw_scale = None
 
         if needs.x or needs.x_scale:
-            dx, clipped = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, ctx.random, ctx.parts), saved.clipped
+            dx, clipped = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, random, ctx.parts), saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
                 clipped = ops.saturated(x, x_as, x_held)
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
         if needs.w or needs.w_scale:
-            dw = recipe.input_side.wgrad(grad_MN, x, x_held, ctx.random, ctx.parts)
+            dw = recipe.input_side.wgrad(grad_MN, x, x_held, random, ctx.parts)
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
             if needs.w:

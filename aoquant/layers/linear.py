@@ -10,6 +10,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
@@ -67,13 +68,14 @@ def quantized_linear(
     w_held: Scales | None = None,
     random: Tensor | None = None,
     parts: Shards | None = None,
+    rank: int = 0,
 ) -> Tensor:
     """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
 
     w: (N, K), encoded in the call (QAT), or encoded already (inference). x_held, w_held: what the layer holds where the recipe says static or
     learned, or fitted; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under autocast x and y take autocast's dtype;
     the weight is encoded from its stored dtype. random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
-    parts: of the layer that one rank has, for a quantised backward of it.
+    parts: of the layer that one rank has, for a quantised backward of it. rank: that draws, among those with other tokens.
 
     Raises:
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
@@ -85,7 +87,7 @@ def quantized_linear(
     given_x, x = x, cast(x)
     if sharding.is_sharded(x, rows):
         if recipe.backward_operands:
-            return _sharded(x, rows, bias, recipe, x_held, w_held, random)
+            return _sharded(x, rows, bias, recipe, x_held, w_held, random, rank)
         on_shard = functools.partial(_on_shard, recipe)
         return sharding.linear(on_shard, x, rows, bias, (recipe.fprop_input, x_held), (recipe.fprop_weight, w_held))
     if x.dtype not in FLOAT_DTYPES:
@@ -110,7 +112,7 @@ def quantized_linear(
             x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
-    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, parts)
+    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, parts, rank)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 
 
@@ -134,9 +136,12 @@ def _sharded(
     x_held: Scales | None,
     w_held: Scales | None,
     random: Tensor | None,
+    rank: int,
 ) -> Tensor:
     """A layer whose weight is a DTensor, and whose backward is quantised."""
-    on_shard = functools.partial(_on_shard, recipe, random=random)
+    if isinstance(random, DTensor):  # parallelize_module makes one of every buffer; the local tensor is the same memory
+        random = random.to_local()
+    on_shard = functools.partial(_on_shard, recipe, random=random, rank=rank)
     sides = (recipe.fprop_input, x_held), (recipe.fprop_weight, w_held)
     return sharding.linear(on_shard, x, w, bias, *sides, recipe)
 
@@ -150,6 +155,7 @@ def _on_shard(
     w_scales: Scales | None,
     parts: Shards | None,
     random: Tensor | None = None,
+    rank: int = 0,
 ) -> Tensor:
     """One rank's part of a layer whose weight is a DTensor."""
-    return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, parts)
+    return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, parts, rank)

@@ -19,6 +19,7 @@ from aoquant.formats import Encoded, Scales
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
 from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
+from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
 
 RANDOM = "backward_random"  # buffer of a layer whose backward draws: seed, module, step
@@ -109,6 +110,7 @@ class QATLinear(QATLayer, nn.Linear):
 
     plain = nn.Linear
     calibrated: bool
+    _data_rank: int | None = None
 
     @classmethod
     def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
@@ -149,13 +151,20 @@ class QATLinear(QATLayer, nn.Linear):
         prepared = self.prepared
         if prepared.recipe.draws:
             self.register_buffer(RANDOM, fresh_state(prepared.config.seed, prepared.fqn, self.weight.device))
+            ranks.expect(self)
 
     def unprepare(self) -> nn.Module:
         """Swap back to a plain nn.Linear in place."""
         held.forget(self)
         self._buffers.pop(RANDOM, None)
+        vars(self).pop(ranks.RANK, None)
         del self.calibrated
         return super().unprepare()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if RANDOM in self._buffers:  # a copy may be on another rank
+            ranks.expect(self)
 
     def held_scales(self, side: str) -> Scales | None:
         recipe = self.prepared.recipe
@@ -183,7 +192,10 @@ class QATLinear(QATLayer, nn.Linear):
             recipe = self.prepared.recipe
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
-            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random)
+            if random is not None and self._data_rank is None:
+                ranks.find()
+            rank = self._data_rank or 0
+            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random, rank=rank)
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 

@@ -113,9 +113,7 @@ class Side:
         along_n = self.grad_as, self.backward
         if parts is not None:
             square = self.keeps == "square"
-            return dgrad_of_parts(
-                grad_MN, w, self.forward, held, measured, *along_n, random, square, parts.dgrad
-            )
+            return dgrad_of_parts(grad_MN, w, self.forward, held, measured, *along_n, random, square, parts.dgrad)
         return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, self.keeps == "square")
 
     def wgrad(

@@ -123,7 +123,9 @@ def _axis(name: str, t: DTensor, dims: Sequence[int]) -> Axis:
         return Axis(name, Span(0, prod(shape)), (), 0)
     last = cut[-1]
     if len(cut) > 1 and cut != [0, last]:
-        raise ValueError(f"a quantised backward takes inputs that are cut along the first dimension and one more, got {cut}")
+        raise ValueError(
+            f"a quantised backward takes inputs that are cut along the first dimension and one more, got {cut}"
+        )
     inner = {d: prod(shape[i + 1 :]) for i, d in enumerate(dims)}  # of the axis, in one step along each dimension
     begin = sum(first[d] * inner[d] for d in cut)
     unit = gcd(*(_part_size(t, d) * inner[d] for d in cut))

@@ -17,6 +17,7 @@ from support.models import IDS, llama, logits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
@@ -72,12 +73,18 @@ def test_layers_that_transformers_sharded_are_refused(mesh: DeviceMesh, config: 
         quantize_(layer, config)
 
 
-def test_a_quantised_backward_under_tensor_parallelism_is_refused(mesh: DeviceMesh) -> None:
-    model = llama()
-    quantize_(model, QATConfig(NVFP4WeightConfig(), backward="quartet2"))
-    parallelize_module(model, mesh, {"model.layers.*.self_attn.q_proj": ColwiseParallel()})
-    with pytest.raises(ValueError, match="q_proj: a quantised backward contracts whole rows"):
-        model(IDS)
+def test_a_quantised_backward_under_tensor_parallelism_is_the_whole_models(mesh: DeviceMesh) -> None:
+    whole = llama()
+    sharded = copy.deepcopy(whole)
+    for model in (whole, sharded):
+        quantize_(model, QATConfig(NVFP4WeightConfig(), backward="quartet2"))
+    parallelize_module(sharded, mesh, {"model.layers.*.self_attn.q_proj": ColwiseParallel()})
+    for model in (whole, sharded):
+        model(IDS).logits.float().square().mean().backward()
+    wanted = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        assert torch.equal(grad, wanted[name].grad), name
 
 
 def test_a_quantised_backward_under_fully_shard_is_the_whole_models(mesh: DeviceMesh) -> None:
