@@ -24,6 +24,7 @@ from aoquant.formats.random import of_rank
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
+from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
 
 
@@ -84,6 +85,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.parts, ctx.rank = given.parts, given.rank
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
+        ctx.w_columns = isinstance(w, GatheredWeight) and w.columns is not None
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -104,7 +106,12 @@ class QuantizedLinear(torch.autograd.Function):
         db = dx_scale = dw_scale = None
 
         if needs.x or needs.x_scale:
-            dx, clipped = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, random, ctx.parts), saved.clipped
+            side, clipped = recipe.weight_side, saved.clipped
+            if ctx.w_columns:
+                assert side.grad_as is not None and side.backward is not None
+                dx = ops.dgrad_of_columns(grad_MN, w, side.grad_as, side.backward, random)
+            else:
+                dx = side.dgrad(grad_MN, w, w_held, saved.measured, random, ctx.parts)
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
                 clipped = ops.saturated(x, x_as, x_held)
@@ -153,7 +160,9 @@ def multiply(
     keeps_w = dgrad and w is not None and recipe.weight_side.keeps != "values"
     w_q = given.packed if w is None else w
     assert w_q is not None
-    if w is not None and (w_held is not None or keeps_w or not one_pass(w)):
+    if isinstance(w, GatheredWeight):
+        w_q = w.rows
+    elif w is not None and (w_held is not None or keeps_w or not one_pass(w)):
         w_q = ops.encode(w, w_as, w_held)
     lead, strides = list(x.shape[:-1]), None
     if x_as is not None and contract == "dequantize" and not x.is_contiguous():
@@ -168,6 +177,8 @@ def multiply(
     side = recipe.input_side
     encodes_x = wgrad and side.keeps == "values" and side.forward is not None
     kept_w = w_q if keeps_w else given.packed if w is None else w
+    if isinstance(w, GatheredWeight):
+        kept_w = w.columns or w.rows
     saved = Saved(
         x=x_MK if needs.x_scale else _kept_input(x, x_MK, x_q, recipe, given) if wgrad else None,
         w=kept_w if reads_w else None,

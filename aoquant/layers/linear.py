@@ -19,6 +19,7 @@ from aoquant.layers import shared_inputs
 from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back
 from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.parallel import linear as sharding
+from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
 
 __all__ = [
@@ -84,6 +85,8 @@ def quantized_linear(
     packed, rows, k = (w, w.codes, w.k) if isinstance(w, Encoded) else (None, w, w.shape[1])
     check_width(x, k)
     check_device(x, rows)
+    if isinstance(rows, GatheredWeight) and rows.key != recipe.key:
+        raise ValueError("its weight is gathered as codes of another recipe: call quantized_all_gather again")
     given_x, x = x, cast(x)
     if sharding.is_sharded(x, rows):
         if recipe.backward_operands:

@@ -19,7 +19,7 @@ from .contracts import CONTRACTS, input_error, reads
 from .define import schemas
 from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
-from .linear import Columns, bgrad, dgrad, encode_columns, scaled_mm, wgrad, wgrad_of_columns
+from .linear import Columns, bgrad, dgrad, dgrad_of_columns, encode_columns, scaled_mm, wgrad, wgrad_of_columns
 from .lookup import embedding, embedding_grad
 from .router import Backend, CodecRequest, Request, backend, backend_names, code_readers, explain, register
 
@@ -36,6 +36,7 @@ __all__ = [
     "codec",
     "decode",
     "dgrad",
+    "dgrad_of_columns",
     "embedding",
     "embedding_grad",
     "encode",

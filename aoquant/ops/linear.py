@@ -208,6 +208,14 @@ def wgrad_of_column_parts(
     return backward.product(grad_MN.t(), x, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, parts)
 
 
+@op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[0], a.w.codes.shape[0]))
+def dgrad_of_columns(
+    grad_MN: Tensor, w: Encoded, grad_as: Operand, w_as: Operand, random: Tensor | None = None
+) -> Tensor:
+    """dx (M, K) = dy W^ in dy's dtype, from the codes of W^T (K, N), padded along N."""
+    return backward.product(grad_MN, w, grad_as, w_as, random, DGRAD_GRAD_OUTPUT)
+
+
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], dtype=a.dtype))
 def bgrad(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
     """db (N,) in `dtype`, summed in float32. An op because compiled sums add in another order."""

@@ -1,6 +1,12 @@
 """Every check that two processes make together, see `distributed_setup`."""
 
-from support import checks_backward, checks_checkpoints, checks_data_parallel, checks_tensor_parallel
+from support import (
+    checks_backward,
+    checks_checkpoints,
+    checks_data_parallel,
+    checks_gather,
+    checks_tensor_parallel,
+)
 from support.distributed_setup import CHECKS, SLOW, WORLD, run
 
 one_process_resumes = checks_checkpoints.one_process_resumes
@@ -10,6 +16,7 @@ __all__ = [
     "WORLD",
     "checks_backward",
     "checks_data_parallel",
+    "checks_gather",
     "checks_tensor_parallel",
     "one_process_resumes",
     "run",
