@@ -151,7 +151,8 @@ class Gathering:
         buffers_RL = buffers.view(-1, self.length)
         rows, columns = self.rows.read(buffers_RL), [] if self.columns is None else self.columns.read(buffers_RL)
         if out is not None:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(out.parts)):
+            same_version = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+            with torch.no_grad(), same_version(tuple(out.parts)):
                 for mine, new in zip(out.parts, (*rows, *columns), strict=True):
                     mine.copy_(new)
             return None

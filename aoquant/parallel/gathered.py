@@ -124,7 +124,7 @@ class GatheredWeight(Tensor):
     columns: Encoded | None
     parts: list[Tensor]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -143,11 +143,35 @@ class GatheredWeight(Tensor):
         made.parts = [t for e in (rows, columns) if e is not None for t in e[:4] if t is not None]
         return made
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """For compilers."""
+        names = []
+        for i, part in enumerate(self.parts):
+            names.append(f"part{i}")
+            setattr(self, names[-1], part)
+        sides = [None if e is None else ([t is not None for t in e[:4]], e.k) for e in (self.rows, self.columns)]
+        return names, (self.key, self.dtype, sides)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
+        key, dtype, sides = context
+        parts, made = iter(inner.values()), list[Encoded | None]()
+        for side in sides:
+            if side is None:
+                made.append(None)
+                continue
+            codes, scale, zero, outer = (next(parts) if there else None for there in side[0])
+            assert codes is not None
+            made.append(Encoded(codes, scale, zero, outer, side[1]))
+        rows, columns = made
+        assert rows is not None
+        return GatheredWeight(size, dtype, key, rows, columns)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         w = args[0]
         same = func in (aten.detach.default, aten.alias.default) or (
             func in (aten.view.default, aten.as_strided.default) and tuple(args[1]) == tuple(w.shape)
