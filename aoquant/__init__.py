@@ -34,6 +34,7 @@ from aoquant.hybrid import Cast, HybridConfig
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import set_fake_quant, unprepare
+from aoquant.masters import Masters, quantized_model_init
 from aoquant.ops import backend
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.quantize import quantize_
@@ -66,6 +67,7 @@ __all__ = [
     "LinearRecipe",
     "MXFP4WeightConfig",
     "MXFP8WeightConfig",
+    "Masters",
     "NVFP4WeightConfig",
     "Packed4WeightConfig",
     "PackedTensor",
@@ -85,6 +87,7 @@ __all__ = [
     "packed_experts",
     "packed_linear",
     "quantize_",
+    "quantized_model_init",
     "refresh_",
     "report",
     "set_fake_quant",

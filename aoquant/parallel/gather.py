@@ -17,16 +17,16 @@ maximum of 8 bytes for each weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from aoquant.formats import HighPrecision, Operand, Scales
+from aoquant.formats import Encoded, HighPrecision, Operand, Scales
 from aoquant.formats.random import Place, Span
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
@@ -85,14 +85,45 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
 
 
 def _why_not(recipe: LinearRecipe, p: Any) -> str | None:
-    side = recipe.weight_side
     if p.fsdp_placement.dim != 0 or p.is_dtensor:
         return "bf16: its shards are no whole rows"
+    reason = reads_values(recipe)
+    return None if reason is None else f"bf16: {reason}"
+
+
+def reads_values(recipe: LinearRecipe) -> str | None:
+    """Why a layer with this recipe needs the weight itself, and not its codes alone; None when it does not."""
+    side = recipe.weight_side
     if recipe.holds or recipe.weight_clips or isinstance(recipe.fprop_weight.format, HighPrecision):
-        return "bf16: the layer reads the weight itself"
+        return "the layer reads the weight itself"
     if side.keeps == "values" and side.forward is None and (side.backward is None or side.backward.draws):
-        return "bf16: dgrad starts from the weight itself"
+        return "dgrad starts from the weight itself"
     return None
+
+
+class Sides(NamedTuple):
+    """Codes of a weight, or of some of its rows: of W, and of W^T where dgrad reads them."""
+
+    rows: Encoded
+    columns: Encoded | None
+
+
+def encoded_sides(recipe: LinearRecipe, w: Tensor, groups: Sequence[dist.ProcessGroup] = ()) -> Sides | None:
+    """The sides of w (N, K), None if it has no rows. groups: of ranks that have other rows of the weight."""
+    weight_as, side = recipe.fprop_weight, recipe.weight_side
+
+    def reduced(operand: Operand, values: Tensor) -> Scales | None:
+        return shards.scales(operand, values, (), groups)
+
+    held = reduced(weight_as, weight_as.transformed(w) if w.numel() else w)
+    columns = None
+    if side.keeps == "values" and side.forward is None:
+        assert side.backward is not None
+        nowhere = Place(Span(0, 0), Span(0, 0))  # nothing of it is drawn
+        columns = backward.columns(w, side.backward, side.multiple, backward.Part(nowhere, reduced))
+    if not w.numel():
+        return None
+    return Sides(codec.encode(weight_as, w) if held is None else weight_as.encode(w, held), columns)
 
 
 @dataclass(frozen=True)
@@ -130,20 +161,12 @@ class Gathering:
 
     def sent(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         """(length,) uint8: this rank's buffer. A collective where a scale is of the whole tensor."""
-        w, weight_as, side = shard.to(self.dtype), self.recipe.fprop_weight, self.recipe.weight_side
-        buffer = torch.zeros(self.length, dtype=torch.uint8, device=w.device)
-
-        def reduced(operand: Operand, values: Tensor) -> Scales | None:
-            return shards.scales(operand, values, (), [group])
-
-        held = reduced(weight_as, weight_as.transformed(w) if w.numel() else w)
-        if w.numel():
-            self.rows.write(codec.encode(weight_as, w) if held is None else weight_as.encode(w, held), buffer)
-        if self.columns is not None and side.backward is not None:
-            nowhere = Place(Span(0, 0), Span(0, 0))  # nothing of it is drawn
-            made = backward.columns(w, side.backward, side.multiple, backward.Part(nowhere, reduced))
-            if w.numel():
-                self.columns.write(made, buffer)
+        buffer = torch.zeros(self.length, dtype=torch.uint8, device=shard.device)
+        made = encoded_sides(self.recipe, shard.to(self.dtype), [group])
+        if made is not None:
+            self.rows.write(made.rows, buffer)
+            if self.columns is not None and made.columns is not None:
+                self.columns.write(made.columns, buffer)
         return buffer
 
     def received(self, buffers: Tensor, out: GatheredWeight | None) -> tuple[GatheredWeight, list[Tensor]] | None:
@@ -152,9 +175,8 @@ class Gathering:
         rows, columns = self.rows.read(buffers_RL), [] if self.columns is None else self.columns.read(buffers_RL)
         if out is not None:
             same_version = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-            with torch.no_grad(), same_version(tuple(out.parts)):
-                for mine, new in zip(out.parts, (*rows, *columns), strict=True):
-                    mine.copy_(new)
+            with same_version(tuple(out.parts)):
+                out.take_parts((*rows, *columns))
             return None
         made = self.rows.encoded(rows), None if self.columns is None else self.columns.encoded(columns)
         weight = GatheredWeight(self.shape, self.dtype, self.recipe.key, *made)

@@ -1,4 +1,5 @@
-"""What an all-gather of quantised weights carries, and the weight that comes of it.
+"""What an all-gather of quantised weights carries, and the weight that comes of it. `aoquant.masters` has the same
+weight without a gather.
 
 A rank encodes its rows of W (N, K) and sends bytes: the codes and scales that fprop reads, and, where dgrad reads a
 column side of its own (W^T along N, from the original), those too. Both always go together, in one buffer of one
@@ -143,6 +144,12 @@ class GatheredWeight(Tensor):
         made.parts = [t for e in (rows, columns) if e is not None for t in e[:4] if t is not None]
         return made
 
+    @torch.no_grad()
+    def take_parts(self, parts: Sequence[Tensor]) -> None:
+        """Other codes, written into the same memory."""
+        for mine, new in zip(self.parts, parts, strict=True):
+            mine.copy_(new)
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """For compilers."""
         names = []
@@ -178,9 +185,12 @@ class GatheredWeight(Tensor):
         )
         if same:
             return GatheredWeight(w.shape, w.dtype, w.key, w.rows, w.columns)
+        if func is aten.copy_.default and isinstance(args[1], GatheredWeight):
+            w.take_parts(args[1].parts)
+            return w
         if func is aten.zeros_like.default:
             return torch.zeros(w.shape, dtype=w.dtype, device=w.device)
         raise NotImplementedError(
-            f"{func} of a weight that is gathered as codes: only its prepared layer takes it. Leave layers whose weights are read "
-            "elsewhere, or whose fake quantisation is off, out of quantized_all_gather (filter_fn)"
+            f"{func} of a weight that is there as codes alone: only its prepared layer takes it. Leave layers whose weights are read "
+            "elsewhere, or whose fake quantisation is off, out of quantized_all_gather or quantized_model_init (filter_fn)"
         )
