@@ -190,6 +190,32 @@ def test_compiled_with_dynamic_tokens(name: str) -> None:
     assert len(compiled) <= 2, "the second number of tokens makes it dynamic, the third changes nothing"
 
 
+@pytest.mark.parametrize("name", ["fp8-hybrid", "nvfp4-training"])
+def test_an_optimizer_in_a_hook_of_backward(name: str) -> None:
+    """A step as soon as a gradient is there, under no_grad, before the rest of backward has run: the trajectory of
+    steps after backward.
+    """
+    plain = network(get_recipe(name).prepare(seed=3))
+    hooked = copy.deepcopy(plain)
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-3) for p in hooked.parameters()}
+
+    def step_now(p: Tensor) -> None:
+        with torch.no_grad():
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+    for p in hooked.parameters():
+        p.register_post_accumulate_grad_hook(step_now)
+    x, target = batch()
+    losses = []
+    for _ in range(3):
+        loss = F.mse_loss(hooked(x), target)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    assert losses == train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), 3)
+    assert_same(dict(hooked.named_parameters()), dict(plain.named_parameters()))
+
+
 def test_24_a_gradient_is_unbiased() -> None:
     """The mean of dW over many draws of a stochastic gradient is dW of the gradient itself."""
     config = HybridConfig(fprop_input=None, fprop_weight="mxfp8", wgrad_grad_output="nvfp4-sr", wgrad_input="te-nvfp4")

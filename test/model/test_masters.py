@@ -142,4 +142,6 @@ def test_a_new_process_resumes(how: str, tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {here!r}); import test_masters as t; t.resume(*{arguments!r})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     for key, value in torch.load(result, weights_only=True).items():
-        torch.testing.assert_close(value, masters.state_dict()[key], rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            value, masters.state_dict()[key], rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}"
+        )

@@ -9,9 +9,10 @@ from support import (
 )
 from support.distributed_setup import CHECKS, SLOW, WORLD, run
 
-one_process_resumes = checks_checkpoints.one_process_resumes
+one_process_resumes, RESUMED = checks_checkpoints.one_process_resumes, checks_checkpoints.RESUMED
 __all__ = [
     "CHECKS",
+    "RESUMED",
     "SLOW",
     "WORLD",
     "checks_backward",
