@@ -45,7 +45,7 @@ def export(
 
     Raises:
         ValueError: listing every layer whose numbers the format cannot hold, with the nearest format that it can;
-        nothing is written then. Or the model is not converted, `directory` is in use, or the disk is too small.
+            nothing is written then. Or the model is not converted, `directory` is in use, or the disk is too small.
         ImportError: the format's library is missing.
     """
     if format not in FORMATS:

@@ -13,7 +13,7 @@ Everything that rounds runs inside an op, and `router` says on which backend.
 from __future__ import annotations
 
 from . import codec, router
-from .call import gemm_request
+from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import schemas
@@ -26,6 +26,7 @@ from .router import Backend, CodecRequest, Request, backend, backend_names, code
 __all__ = [
     "CONTRACTS",
     "Backend",
+    "Call",
     "CodecRequest",
     "Columns",
     "Request",
