@@ -12,8 +12,8 @@ is (R, 1) in place of (1, 1).
 
 Dialect "ao": torchao 0.18 `to_mx` and `nvfp4_quantize`. NVFP4 there:
 
-    pts = absmax / 2688 (2688 = 448 * 6);  sf = e4m3(clamp(amax_b / 6 / pts, 2^-6, 448));  code = e2m1(y * ((1 / pts) / sf))
-    value = code * (pts * sf), in this order
+    pts = absmax / 2688 (2688 = 448 * 6);  sf = e4m3(clamp(amax_b / 6 / pts, 2^-6, 448))
+    code = e2m1(y * ((1 / pts) / sf));  value = code * (pts * sf), in this order
 
 torchao turns an all-zero tensor (pts = 0) and an absmax below 7.9e-36 (1 / pts overflows) into NaN. Here pts is at
 least 2^-121, so that (1 / pts) / sf is finite for every sf: the first becomes zeros, the second is coded like any other

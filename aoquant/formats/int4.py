@@ -5,7 +5,8 @@ here once: a code is q in -8..7, packed with even k in the low nibble, and the o
 
 `Int4`: asymmetric, float32 throughout, for bf16 activations (MSLK / FBGEMM `bf16i4bf16`, plain and preshuffled):
 
-    s = max(max - min, 1e-6) / 15;  z = min + 8 s;  q = clamp(rn((w - min) / s), 0, 15) - 8      then s, z rounded to w.dtype
+    s = max(max - min, 1e-6) / 15;  z = min + 8 s;  q = clamp(rn((w - min) / s), 0, 15) - 8
+    then s and z are rounded to w.dtype
     operand = rn(q * s + z), one rounding: what the kernel's fused multiply-add puts in front of the tensor core
 
 The preshuffled layout rounds s and z to bf16 whatever the weight is: "int4-bf16-g128".

@@ -1,7 +1,9 @@
 """Stretched integers: a grid without zero, (q + 1/2) * s, that clips what lies beyond `width` mean magnitudes.
 
     s = max(min(width * mean|x|, absmax), eps) / (2^(width-1) - 1/2)
-    q = rn(clamp(x, +-s * (2^(width-1) - 1/2)) / s - 1/2);  value = (q + 1/2) * s          each step rounded to x's dtype
+    q = rn(clamp(x, +-s * (2^(width-1) - 1/2)) / s - 1/2);  value = (q + 1/2) * s
+
+Each step is rounded to x's dtype.
 
 For 1 to 4 bits a zero code wastes half a level; here the codes are symmetric about zero. What ParetoQ trains and PARQ
 exports as torchao's StretchedIntxWeightConfig. Source: torchao 0.18 `choose_qparams_stretched_affine`,

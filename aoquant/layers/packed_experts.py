@@ -1,8 +1,9 @@
 """The packed tensor of stacked experts: `PackedTensor` with one dimension more.
 
-Codes are (E, N, bytes) and scales (E, N, G) or (E, n, g), whatever the format makes of one expert; the outer scale is (E, N, 1). The tensor stands
-for (E, N, K), or for (E, K, N) where a module stores its experts transposed: only `transposed` tells them apart, the bytes are the same. So
-transposing it moves no byte, and a plain module of transformers multiplies by it as it stands:
+Codes are (E, N, bytes) and scales (E, N, G) or (E, n, g), whatever the format makes of one expert; the outer scale is
+(E, N, 1). The tensor stands for (E, N, K), or for (E, K, N) where a module stores its experts transposed: only
+`transposed` tells them apart, the bytes are the same. So transposing it moves no byte, and a plain module of
+transformers multiplies by it as it stands:
 
     grouped_mm   F.grouped_mm(x, w.transpose(-2, -1), offs)   -> the loop over experts that prepared experts run
     eager        F.linear(x, w[e]), or x @ w[e]               -> the same product of one expert
@@ -133,7 +134,8 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
         stacked = packed_experts([layer.weight.data for layer in linears])
 
     Raises:
-        ValueError: there is none; or one differs from the first in format, shape or dtype, or has a fitted transform: the message says which.
+        ValueError: there is none; or one differs from the first in format, shape or dtype, or has a fitted transform:
+            the message says which.
     """
     if not experts:
         raise ValueError("packed_experts needs at least one PackedTensor, got none")

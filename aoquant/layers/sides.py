@@ -4,9 +4,9 @@
 
     keeps       forward keeps                         backward's operand
     "rows"      the codes that fprop multiplied       their values, encoded again along the other axis
-    "square"    the same                              the same codes, transposed (a square tile, or one scale for the tensor)
+    "square"    the same                              the same codes, transposed: square tiles, or one scale for all
     "columns"   codes along the batch, of an input    those
-    "values"    the high-precision tensor             encoded in backward, from the original or from what fprop made of it
+    "values"    the high-precision tensor             encoded in backward, from the original or from fprop's values
 
 "rows" of an input and "values" of a weight are what presets such as "quartet" keep. With save="col" an input costs what
 its column side costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns.

@@ -103,8 +103,8 @@ class Backend:
 
     run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
     reads_codes: whether a GEMM multiplies W's codes and scales, so that W's values are never made.
-    bind: (W's format, W) -> the product alone, (x (M, K), alpha_x, bias) -> y (M, N) with the bits of `run`, with all about W looked up
-    once and nothing of it copied; or None, for a W that it would have to copy.
+    bind: (W's format, W) -> the product alone, (x (M, K), alpha_x, bias) -> y (M, N) with the bits of `run`, with all
+    about W looked up once and nothing of it copied; or None, for a W that it would have to copy.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """torchao's int4 configs: one target for each layout, since no two layouts compute the same numbers.
 
-    Int4WeightOnlyConfig                     plain, preshuffled: MSLK's bf16 kernel; tile_packed_to_4d: PyTorch's CUDA kernel
+    Int4WeightOnlyConfig                     plain, preshuffled: MSLK's bf16 kernel
+                                             tile_packed_to_4d: PyTorch's CUDA kernel
     PrototypeInt4WeightOnlyConfig            opaque: PyTorch's CPU kernel
     Float8DynamicActivationInt4WeightConfig  preshuffled, plain: two MSLK kernels with fp8 activations
 

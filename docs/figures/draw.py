@@ -1,8 +1,9 @@
 """The drawn figures of the documentation, as SVG text: `python docs/figures/draw.py` writes them beside this file.
 
-recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. floors.svg shows the package's floors,
-operands.svg the six operands of a linear layer. Each has its own background, and colours for light and for dark, so it can be read on
-any page. Text is drawn as text, so a reader can search and select it. The test suite compares the files with what this script draws.
+recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. floors.svg shows the
+package's floors, operands.svg the six operands of a linear layer. Each has its own background, and colours for light
+and for dark, so it can be read on any page. Text is drawn as text, so a reader can search and select it. The test suite
+compares the files with what this script draws.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Four-over-six, GridFlip and NVFP4's search on the device, by csrc's encoders and by Triton, against the formats: to the last bit.
+"""Four-over-six, GridFlip and NVFP4's search by csrc's encoders and by Triton equal the formats to the last bit.
 
     python setup.py build_ext --inplace && AOQUANT_REQUIRE_GPU=1 python -m pytest -m gpu test/gpu/test_grids.py
 
@@ -187,7 +187,7 @@ def test_captured_in_a_graph_on_a_stream_without_sync(which: str, name: str) -> 
 
 @pytest.mark.parametrize("name", ["fouroversix", "gridflip-static:4.0", "nvfp4-search"])
 def test_inputs_that_the_kernel_before_writes(name: str) -> None:
-    """The encoders may begin while the kernel before them ends, and read nothing of it before: in a chain, each reads what the last one wrote."""
+    """In a chain each encoder reads what the kernel before it wrote, although it may start before that one ends."""
     need("cuda")
     fmt = get_format(name)
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""What makes a training step cheap on a GPU, and what it must not change: launches, bodies of ops, scales measured once, siblings, memory."""
+"""A cheap step on a GPU has the same results: launches, bodies of ops, scales measured once, siblings, memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_later_launches_read_the_tensors_they_are_given(name: str) -> None:
 
 
 def test_a_profilers_hooks_hear_of_later_launches() -> None:
-    """Triton's hooks, which profilers add, are called before and after each launch, with the kernel's name, and no longer once they are gone."""
+    """Triton's hooks, which profilers add, see each launch before and after, by name, until they are removed."""
     from triton import knobs
 
     fmt, x = get_format("nvfp4"), torch.randn(64, 512, device=CUDA, dtype=BF16)

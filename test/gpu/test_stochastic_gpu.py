@@ -1,4 +1,4 @@
-"""Formats for gradients on a GPU: Triton's bytes and the CUDA reference's are the CPU's, and a training step never waits for the device."""
+"""Formats for gradients on a GPU: Triton and the CUDA reference give the CPU's bytes; no step waits for the device."""
 
 from __future__ import annotations
 

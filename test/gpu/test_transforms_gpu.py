@@ -1,4 +1,4 @@
-"""Transforms on the device: the fused kernels against the reference, the reference on CUDA against the CPU, and layers that train and convert."""
+"""Transforms on a GPU: fused kernels against the reference, its CUDA bytes against the CPU's, layers that convert."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The Triton kernels against the reference, on the device that runs them: codes, scales, operands and values, to the last bit.
+"""The Triton kernels against the reference on their device: codes, scales, operands and values, to the last bit.
 
-The reference's own CUDA bytes are compared with its CPU bytes too, except for "-native" formats, which divide as their device does.
-NaN equals NaN whatever its payload: processors differ in the one they make.
+The reference's own CUDA bytes are compared with its CPU bytes too, except for "-native" formats, which divide as their
+device does. NaN equals NaN whatever its payload: processors differ in the one they make.
 """
 
 from __future__ import annotations

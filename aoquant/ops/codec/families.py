@@ -5,7 +5,8 @@ A kernel knows exact formats: a subclass is another format, with other numbers, 
 not imported here, so that a machine without it can say why a kernel does not run. To add a kernel: its launchers
 (`quantize`, `decode`) in a file of `ops/triton`, and its record here.
 
-    quantize(format, x_RK, dtype or None, operand, keep, measured, mix) -> (Encoded or None, values or None, alpha or None)
+    quantize(format, x_RK, dtype or None, operand, keep, measured, mix)
+        -> (Encoded or None, values or None, alpha or None)
     decode(format, e, dtype, operand) -> values
     saturated(format, x_RK, mix) -> mask, where `clips`
     draw(operand, x_RK, dtype, random) -> (Encoded, values, alpha), where `draws`
