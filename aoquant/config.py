@@ -292,9 +292,7 @@ class GridFlipFP4WeightConfig(WeightConfig):
 
 @dataclass
 class PackedWeightConfig(WeightConfig):
-    """Any weight format, by name, with any activation format and GEMM contract: what a checkpoint says of its
-    `PackedTensor`s.
-    """
+    """Any weight format, by name, with any activation format and GEMM contract: a checkpoint's `PackedTensor`s."""
 
     weight: str
     activation: str | None = None
@@ -394,7 +392,7 @@ class QATConfig(AOBaseConfig):
         four of them, a `HybridConfig`, or None for high precision. "quartet" also sets straight_through="clipped", its
         trust mask, unless that is given.
     seed: of the random numbers that such a backward draws; by default a HybridConfig's own, or 0.
-    engine, gpu: what will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda":
+    engine, gpu: they will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda":
         prepare warns where it will compute something else than is trained (`aoquant.serving`).
 
     Raises:

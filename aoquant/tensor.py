@@ -95,7 +95,7 @@ class PackedTensor(TorchAOBaseTensor):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and stored."""
+        """The attributes to copy and store."""
         return {name: value for name, value in self.__dict__.items() if name not in (_PLAN, _FLAT)}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
@@ -150,7 +150,7 @@ class PackedTensor(TorchAOBaseTensor):
 
     @property
     def weight_format(self) -> Format | Operand:
-        """What `get_format` gives for `format`: a format, or an operand with its transform."""
+        """The format, or the operand with its transform, that `format` names."""
         operand = self.recipe.fprop_weight
         return operand.format if operand.transform is None else operand
 
@@ -178,7 +178,7 @@ class PackedTensor(TorchAOBaseTensor):
         return f"shape={tuple(self.shape)}, dtype={self.dtype}, {self.recipe}"
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for torch's compile cache: everything but the numbers."""
+        """The key of torch's compile cache: everything that compiled code depends on, so all but the numbers."""
         inner = [t if t is None else (t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in _tensors(self)]
         return repr(
             (ops.schemas(), self.format, self.activation, self.contract, self.k, self.dtype, self.requires_grad, inner)
@@ -342,7 +342,7 @@ def _equal(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _layout(packed: PackedTensor) -> tuple[Any, ...]:
-    """What two packed tensors must share for one's bytes to mean the same in the other."""
+    """The facts that two packed tensors must share for one's bytes to mean the same in the other."""
     return packed._quantization_type(), *((t.shape, t.dtype) if t is not None else None for t in _tensors(packed))
 
 

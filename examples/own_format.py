@@ -2,9 +2,8 @@
 
     python examples/own_format.py
 
-A format is a frozen dataclass: `measure` finds scales, `quantize` rounds under them, `operand` is what a GEMM
-multiplies. These three are enough to prepare, train, convert and run; `saturated` and `floored` let the report count
-what a weight loses.
+A format is a frozen dataclass: `measure` finds scales, `quantize` rounds under them, a GEMM multiplies `operand`. These
+three are enough to prepare, train, convert and run; `saturated` and `floored` let the report count a weight's losses.
 
     s = mean |x| of a group;   code = clamp(rn(x / s), -1, 1);   value = code * s      (BitNet b1.58, per group)
 """

@@ -199,8 +199,8 @@ class NVFP4(Format):
 def block_scales(x_RGB: Tensor, outer: Tensor | None, largest: float = E2M1_MAX, least: float = E4M3_FLOOR) -> Tensor:
     """(R, G) e4m3: amax_b / largest / outer, within `least` .. 448; NaN for blocks that hold NaN or Inf.
 
-    x_RGB: float32. outer: (1, 1) or (R, 1) float32, or None for 1. largest: what a block's amax becomes under its
-        scale.
+    x_RGB: float32. outer: (1, 1) or (R, 1) float32, or None for 1. largest: a block's amax divided by
+        its scale.
     """
     amax = absmax(x_RGB)
     ratio = divide(torch.where(amax.isinf(), torch.nan, amax), largest)  # the clamp would hide Inf

@@ -1,4 +1,4 @@
-"""ggml's blocks of 32: Q4_0, Q4_1 and Q8_0, float16 scales. What llama.cpp stores, rounded as its own quantiser rounds.
+"""ggml's blocks of 32: Q4_0, Q4_1 and Q8_0, float16 scales. llama.cpp's storage and its own quantiser's rounding.
 
     q4_0        d = x_m / -8, x_m the first value of the largest magnitude, with its sign
                 q = min(15, trunc(x * (1 / d) + 8.5));  value = (q - 8) * f16(d)
@@ -77,7 +77,7 @@ class Ggml(Format):
         return (values if e.zero is None else values.add_(e.zero.float().unsqueeze(-1))).flatten(1).to(dtype)
 
     def integers(self, e: Encoded) -> Tensor:
-        """(R, K) int8: what the scale multiplies."""
+        """(R, K) int8: the integers that the scale multiplies."""
         if self.bits == 8:
             return e.codes
         q = layout.unpack(e.codes, 4, e.k).contiguous().view(torch.int8)

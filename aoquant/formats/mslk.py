@@ -1,5 +1,4 @@
-"""fp8 rows in MSLK's dialect: what torchao computes when `kernel_preference` is MSLK, and in every int4 layer with fp8
-activations.
+"""fp8 rows in MSLK's dialect: torchao's under `kernel_preference` MSLK, and in every int4 layer with fp8 activations.
 
     s = max(absmax, 1/512) / 448;  q = e4m3(clamp(x / s, -448, 448));  value = q * s
 

@@ -1,4 +1,4 @@
-"""What vLLM computes otherwise than torchao: activation quantisers, and outer scales that fused layers can share.
+"""vLLM's numerics where they differ from torchao's: activation quantisers, and outer scales that fused layers share.
 
     fp8-row-vllm             s = max(amax / 448, 1 / (448 * 512));  q = e4m3(x / s): its CUDA kernel. The numbers
                              are MSLK's (mslk.py), so this is another name of fp8-row-mslk

@@ -7,7 +7,7 @@ where they are not, as with an outer scale of the whole matrix, all of it is enc
 decodes those rows. There is no activation to quantise.
 
 The gradient passes straight through the rounding, so it is nn.Embedding's own: rows scattered into the weight, dense or
-sparse, none for padding_idx, divided by frequency if asked for. What is saved for backward is the indices. K is the
+sparse, none for padding_idx, divided by frequency if asked for. Backward saves the indices. K is the
 width of a row here and of the output head's row too, so a weight that both share has one encoding.
 """
 

@@ -46,7 +46,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def lacks(module: nn.Module) -> list[str]:
-    """What a module lacks of the protocol."""
+    """Attributes of the protocol that a module lacks."""
     missing = [name for name in PROTOCOL if not hasattr(module, name)]
     return missing + ([] if any(n in module._parameters for n in STACKS) else ["gate_up_proj or up_proj"])
 
@@ -54,7 +54,7 @@ def lacks(module: nn.Module) -> list[str]:
 class QATExperts(PreparedModule):
     """Experts whose forward computes what the converted module will compute.
 
-    stacks: what prepare left on each prepared parameter, by its name; the others are float, or packed already.
+    stacks: prepare's note on each prepared parameter, by its name; the others are float, or packed already.
     """
 
     plain: ClassVar[type[nn.Module]]

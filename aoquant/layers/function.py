@@ -6,8 +6,8 @@ forward:   1. encode the input, or take the codes of a layer that was given the 
 backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
 
 Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to
-nothing. Behind a transform both GEMMs multiply in the transformed domain, where the codes are. What was clipped there
-is masked there, and gradients are pulled back: dx = dx' T, dW = dW' T^-T. The gradient of a learned scale needs x / s,
+nothing. Behind a transform both GEMMs multiply in the transformed domain, where the codes are. Clipped values are
+masked there, and gradients are pulled back: dx = dx' T, dW = dW' T^-T. The gradient of a learned scale needs x / s,
 so a layer whose input scale is learned keeps x.
 
 A side that no GEMM will read (a frozen weight, an input without gradient) is neither kept nor encoded.
@@ -125,7 +125,7 @@ class QuantizedLinear(torch.autograd.Function):
 def multiply(
     x: Tensor, w: Tensor | None, bias: Tensor | None, given: Given, needs: Needs = NO_GRADIENT
 ) -> tuple[Tensor, Saved]:
-    """(y, what the gradients in `needs` will read); without autograd."""
+    """(y, the tensors that the gradients in `needs` read); without autograd."""
     recipe = recipe_of(given.recipe)
     x_as, w_as, contract = recipe.fprop_input, recipe.fprop_weight, recipe.contract
     x_held, w_held = given.x_held, given.w_held
@@ -176,7 +176,7 @@ def multiply(
 
 
 def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRecipe, given: Given) -> Tensor | Encoded:
-    """What wgrad will read of x, whose codes in forward are x_q."""
+    """The form of x that wgrad reads. x_q: the codes of forward."""
     side = recipe.input_side
     if side.keeps == "values":
         return x if recipe.fprop_input is None else x_MK

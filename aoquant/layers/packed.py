@@ -82,7 +82,7 @@ class PackedLinear(nn.Linear):
                 rebind(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: views would be copied as tensors of their own."""
+        """The attributes to copy and pickle, without the views: each would become a tensor of its own."""
         return {name: value for name, value in vars(self).items() if name not in _NAMES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The packed tensor of stacked experts: `PackedTensor` with one dimension more.
 
-Codes are (E, N, bytes) and scales (E, N, G) or (E, n, g), whatever the format makes of one expert; the outer scale is
+Codes are (E, N, bytes) and scales (E, N, G) or (E, n, g), one expert's with E in front; the outer scale is
 (E, N, 1). The tensor stands for (E, N, K), or for (E, K, N) where a module stores its experts transposed: only
 `transposed` tells them apart, the bytes are the same. So transposing it moves no byte, and a plain module of
 transformers multiplies by it as it stands:

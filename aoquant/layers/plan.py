@@ -1,6 +1,6 @@
-"""What a packed weight remembers of its own forward, so that a call without gradients costs little more than a launch.
+"""A packed weight's plan of its own forward, so that a call without gradients costs little more than a launch.
 
-A packed weight does not change what it is: its format, contract, shape, dtype and device are those of the tensor. So
+The format, contract, shape, dtype and device of a packed weight never change. So
 the recipe, the views that a kernel wants of the codes, and the backend for each number of rows are looked up once, by
 the same router that the prepared layer asks, and kept beside the codes. The plan holds views and never copies: codes
 that are written in place (`load_state_dict`, `refresh_`) are seen.

@@ -220,7 +220,7 @@ def set_fake_quant(model: nn.Module, enabled: bool) -> int:
 def unprepare(model: nn.Module) -> int:
     """Make every prepared layer of `model` a plain nn.Linear or nn.Embedding again, in place; returns their number.
 
-    Weights, state_dict, hooks, attributes, mode and tying stay as they are; what training did to the weights stays too.
+    Weights, state_dict, hooks, attributes, mode and tying stay as they are; the weights keep their training.
 
     Raises:
         ValueError: no layer is prepared, or one has an adapter.

@@ -1,4 +1,4 @@
-"""What forward keeps for backward, by name.
+"""The tensors that forward keeps for backward, by name.
 
 `save_for_backward` knows a flat list of tensors. Here a value's parts go into that list and come back as the value, so
 that a field is never found by its position.
@@ -45,7 +45,7 @@ def keep(ctx: Any, saved: Saved) -> None:
 
 
 def kept(ctx: Any) -> Saved:
-    """What `keep` was given."""
+    """The `Saved` that `keep` was given."""
     tensors, values = iter(ctx.saved_tensors), list[Any]()
     for kind, k in zip(ctx.kinds, ctx.widths, strict=True):
         if kind is Encoded:

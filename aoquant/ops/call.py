@@ -1,7 +1,7 @@
 """A GEMM with its data, and what a backend may ask of its two matrices.
 
 A backend that multiplies codes asks for `x` and `w`; one that multiplies bf16 asks for an operand, or for decoded
-values. What is not there yet is made by the codec when a backend asks, so that a weight which was never encoded becomes
+values. The codec makes a missing form when a backend asks for it, so that a weight which was never encoded becomes
 an operand in one pass.
 """
 
@@ -34,7 +34,7 @@ def scale_dtype(operand: Operand, weight: Tensor | Encoded) -> torch.dtype | Non
 def gemm_request(
     contract: str, x: Operand | None, w: Operand, weight: Tensor | Encoded, dtype: torch.dtype, m: int
 ) -> Request:
-    """What the GEMM of a layer asks the router for, at m rows of an input in `dtype`.
+    """The router's request for the GEMM of a layer, at m rows of an input in `dtype`.
 
     x, w: how both operands are made. weight: (N, K), or encoded already.
     """
@@ -48,10 +48,9 @@ def gemm_request(
 class Call:
     """y (*lead, N) in `dtype` = x W^T + bias under `contract`.
 
-    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: what encodes
-        it.
+    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: of W.
     strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
-    x_values, w_values: what the contract reads of x and W (see `contracts.reads`), when encoding made it in passing.
+    x_values, w_values: the form of x and W that the contract reads (`contracts.reads`), when encoding made it too.
     """
 
     contract: str
@@ -98,7 +97,7 @@ class Call:
         return self.w_format.alpha(self.w)
 
     def x_matrix(self, out: torch.dtype | None = None) -> Tensor:
-        """(M, K) in `dtype`: what the matrix unit multiplies; then cast to `out`."""
+        """(M, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`."""
         if self.x is None:
             return self.x_hp.reshape(-1, self.k).to(out or self.x_hp.dtype)
         return self._x_values(True, out)
@@ -108,7 +107,7 @@ class Call:
         return self._x_values(False, None)
 
     def w_matrix(self, out: torch.dtype | None = None) -> Tensor:
-        """(N, K) in `dtype`: what the matrix unit multiplies; then cast to `out`."""
+        """(N, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`."""
         return self._w_values(True, out)
 
     def w_decoded(self) -> Tensor:

@@ -202,7 +202,7 @@ def _kind(hint: Any) -> _Kind:
 
 
 class _Result:
-    """What an op returns: a tensor, an Encoded, or a NamedTuple of tensors, which may be None, and Encodeds."""
+    """The result of an op: a tensor, an Encoded, or a NamedTuple of tensors, which may be None, and Encodeds."""
 
     def __init__(self, hint: Any) -> None:
         self._type = hint

@@ -1,8 +1,8 @@
 """Plans and steps of stacked experts: each stacked parameter of an experts module takes a config of its own.
 
 `FqnToConfig` names the module ("model.layers.0.mlp.experts") or one of its parameters ("....experts.down_proj"). By
-default experts take the config that linear layers take. What a parameter cannot take is refused together with the
-layers that cannot take theirs, before anything is changed.
+default experts take the config that linear layers take. A config that a parameter cannot take is refused together
+with those that layers cannot take, before any change.
 
 Conversion encodes one expert at a time, so that what is in memory beside the codes is one expert.
 """

@@ -142,7 +142,7 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
 def shares(
     operand: Operand, hp: Tensor | None, packed: Encoded | None, held: Scales | None = None
 ) -> tuple[float | None, float | None]:
-    """(share of saturated values, share of blocks on the floor); what the given weights do not tell is None.
+    """(share of saturated values, share of blocks on the floor); None where the given weights do not tell.
 
     hp: the (N, K) high-precision weight. packed: its codes as they are stored. held: the scales that its layer holds.
     """

@@ -6,8 +6,8 @@
     Float8DynamicActivationInt4WeightConfig  preshuffled, plain: two MSLK kernels with fp8 activations
 
 Preparing and training work on any machine. Packing for a layout is its kernel's own business: where the operator that
-packs is missing, convert says so and leaves the model as it was. Layouts without a kernel that anybody can run are
-refused by name.
+packs is missing, convert says so and leaves the model as it was. Layouts without a published kernel are refused
+by name.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """What `explain` found for a layer; print it, or read `routes`. served: what an engine will compute otherwise."""
+    """The findings of `explain` for a layer; print it, or read `routes`. served: differences of the serving engine."""
 
     layer: str
     routes: tuple[Route, ...]

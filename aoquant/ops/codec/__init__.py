@@ -1,4 +1,4 @@
-"""The codec: what is done to one matrix beside the GEMM, in six roles for which backends compete in the router.
+"""The codec: operations on one matrix beside the GEMM, in six roles for which backends compete in the router.
 
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM

@@ -2,7 +2,7 @@
 e4m3 scales.
 
 The frame is blockscaled.py's: a stream of blocks, the absmax of the tensor from a pass before, the encoder walking
-backwards. What differs is how a block gets its scale and what its values are multiplied or divided by. A value that 0 /
+backwards. The dialects differ in the scale of a block and in the factor or divisor of its values. A value that 0 /
 0 or a NaN scale made NaN has code 0.
 
 The same kernel, writing nothing else, is what says which values an e8m0 block clips: QuEST's trust mask.
