@@ -100,7 +100,7 @@ class Plan:
 
         def both(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
-            made = codec.quantize(x_as, x.reshape(m, k), dtype, operand=True)
+            made = codec.encode_with_values(x_as, x.reshape(m, k), dtype, operand=True)
             return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
 
         return weights if x_as is None else both

@@ -152,6 +152,6 @@ class Call:
         # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
         if "w" in self.__dict__ or isinstance(self.given_w, Encoded) or not self.given_w.is_cuda:
             return codec.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)
-        made = codec.quantize(self.w_operand, self.given_w, self.dtype, operand=operand)
+        made = codec.encode_with_values(self.w_operand, self.given_w, self.dtype, operand=operand)
         self.__dict__["alpha_w"] = made.alpha
         return made.values.to(out or self.dtype)

@@ -35,7 +35,7 @@ _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 Product = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (x (M, K), alpha_x, bias) -> y (M, N)
 
 
-class Quantized(NamedTuple):
+class CodesAndValues(NamedTuple):
     """The result of the codec's role "quantize": encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1)
     float32, by which an operand's accumulator is multiplied, or None.
     """

@@ -155,7 +155,7 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
 
 
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:
-    """One route for each run of M's that get the same answer."""
+    """One route for each range of M's that get the same answer."""
     starts = [(1, ask(1))]
     for low, high in pairwise(_PROBES):
         rows = ask(high)

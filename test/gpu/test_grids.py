@@ -100,7 +100,7 @@ def test_bytes_and_values(which: str, name: str, dtype: torch.dtype) -> None:
                 (F32, False, True),
             ):
                 expected = fmt.operand(want, out) if operand else fmt.decode(want, out)
-                e, values, alpha = codec.quantize(fmt, x, out, operand=operand, keep=keep)
+                e, values, alpha = codec.encode_with_values(fmt, x, out, operand=operand, keep=keep)
                 assert (e is not None) == keep
                 assert alpha is want.outer is None or differing(alpha, want.outer) == 0, f"{what} alpha"
                 assert differing(values, expected) == 0, f"{what} -> {out}, operand={operand}"
@@ -165,14 +165,14 @@ def test_captured_in_a_graph_on_a_stream_without_sync(which: str, name: str) -> 
     fmt = get_format(name)
     source, x = torch.randn(2, 128, 512, device=CUDA, dtype=BF16)
     with backend(which):
-        codec.quantize(fmt, x, BF16, keep=True)  # compiles, loads
+        codec.encode_with_values(fmt, x, BF16, keep=True)  # compiles, loads
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.graph(graph, stream=stream):
                 x.copy_(source)  # no kernel: an encoder that begins early has to wait for it too
-                e, values, _ = codec.quantize(fmt, x, BF16, keep=True)
+                e, values, _ = codec.encode_with_values(fmt, x, BF16, keep=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for seed in range(3):
@@ -199,7 +199,7 @@ def test_inputs_that_the_kernel_before_writes(name: str) -> None:
             got = []
             for source in xs:
                 x.copy_(source)
-                got.append(codec.quantize(fmt, x, BF16, keep=True))
+                got.append(codec.encode_with_values(fmt, x, BF16, keep=True))
                 x.zero_()
             for (e, values, _), want in zip(got, wants, strict=True):
                 compare(e, want, name)

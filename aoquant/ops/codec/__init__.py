@@ -20,7 +20,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format, Operand, Random, as_operand
 from aoquant.transforms import RoundedHadamard
 
-from ..router import CodecRequest, Quantized, register, routed
+from ..router import CodecRequest, CodesAndValues, register, routed
 from . import cuda, reference, triton
 from .reference import masked
 from .triton import finds_outer, has_triton, lacks_triton
@@ -28,11 +28,11 @@ from .triton import finds_outer, has_triton, lacks_triton
 __all__ = [
     "decode",
     "encode",
+    "encode_with_values",
     "finds_outer",
     "has_triton",
     "lacks_triton",
     "masked",
-    "quantize",
     "saturated",
     "transform",
 ]
@@ -61,7 +61,7 @@ def decode(
     return found.run(format, e, dtype, operand, out or dtype)
 
 
-def quantize(
+def encode_with_values(
     operand_: Operand | Format,
     x_RK: Tensor,
     dtype: torch.dtype,
@@ -70,7 +70,7 @@ def quantize(
     keep: bool = False,
     measured: Tensor | None = None,
     random: Random | None = None,
-) -> Quantized:
+) -> CodesAndValues:
     """`operand_.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or a GEMM's `operand` and
     its alpha.
 

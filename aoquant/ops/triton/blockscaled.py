@@ -213,7 +213,7 @@ def mixing(mix: Operand | None) -> tuple[Hadamard | None, bool]:
     return (None, False) if mix is None else (mix.transform, mix.inverse)  # type: ignore[return-value]
 
 
-def quantize(
+def encode(
     format: MX | NVFP4,
     x_RK: Tensor,
     dtype: torch.dtype | None,

@@ -184,7 +184,7 @@ def _post(format: MXFP4Dialect | NVFP4Dialect) -> float:
     return reciprocal(NVFP4_TOP) if format.dialect == "te" else 1.0
 
 
-def quantize(
+def encode(
     format: MXFP4Dialect | NVFP4Dialect,
     x_RK: Tensor,
     dtype: torch.dtype | None,

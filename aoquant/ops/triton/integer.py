@@ -62,9 +62,9 @@ def _encode(
         inside = inside & (at < n)  # blocks only share out the work, so the last may be ragged
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if TENSOR:
-        slot = tl.arange(0, N_PARTIALS)
-        low = tl.reduce(tl.load(partial_ptr + slot), 0, least) + tl.zeros([NB], tl.float32)
-        high = tl.reduce(tl.load(partial_ptr + N_PARTIALS + slot), 0, most) + tl.zeros([NB], tl.float32)
+        place = tl.arange(0, N_PARTIALS)
+        low = tl.reduce(tl.load(partial_ptr + place), 0, least) + tl.zeros([NB], tl.float32)
+        high = tl.reduce(tl.load(partial_ptr + N_PARTIALS + place), 0, most) + tl.zeros([NB], tl.float32)
     else:
         low = tl.reduce(tl.where(column < block, x, float("inf")), 1, least)
         high = tl.reduce(tl.where(column < block, x, float("-inf")), 1, most)
@@ -207,7 +207,7 @@ def _kinds(format: Int4 | Affine, source: torch.dtype) -> tuple[bool, bool, torc
     return False, format.mapping == "asymmetric", torch.float32 if format.scales == "float32" else source
 
 
-def quantize(
+def encode(
     format: Int4 | Affine,
     x_RK: Tensor,
     dtype: torch.dtype | None,
