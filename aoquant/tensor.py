@@ -13,7 +13,7 @@ copy fused q/k/v shards row by row and a 0-d scale would be overwritten by the l
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from aoquant.layers.linear import LinearRecipe, check_device, quantized_linear
 from aoquant.layers.plan import Plan
 
 aten = torch.ops.aten
+P = TypeVar("P", bound="PackedTensor")
 _PLAN, _FLAT = "_plan", "_flattened"  # what a tensor remembers of itself: made when asked for, never copied or stored
 
 
@@ -62,10 +63,8 @@ class PackedTensor(TorchAOBaseTensor):
         contract: str,
         k: int,
         dtype: torch.dtype,
-        scale: Tensor | None = None,
-        zero_point: Tensor | None = None,
-        per_tensor_scale: Tensor | None = None,
-        act_pre_scale: Tensor | None = None,
+        *parts: Tensor | None,
+        **named_parts: Tensor | None,
     ) -> PackedTensor:
         shape = (qdata.shape[0], k)
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
@@ -187,10 +186,18 @@ class PackedTensor(TorchAOBaseTensor):
     def _with(
         self, tensors: list[Tensor | None], k: int | None = None, dtype: torch.dtype | None = None
     ) -> PackedTensor:
-        qdata, *rest = tensors
+        """A tensor like this one with other parts, in `_tensors`' order."""
+        return self._like(PackedTensor, tensors, k, dtype)
+
+    def _like(
+        self, cls: type[P], tensors: list[Tensor | None], k: int | None, dtype: torch.dtype | None, **more: Any
+    ) -> P:
+        """A `cls` with this one's names, and its k and dtype unless others are given. more: attributes of `cls`."""
+        qdata, *parts = tensors
         assert qdata is not None
-        names = (self.format, self.activation, self.contract)
-        return PackedTensor(qdata, *names, self.k if k is None else k, dtype or self.dtype, *rest)
+        names = self.format, self.activation, self.contract
+        named: Any = more | dict(zip(PackedTensor.optional_tensor_data_names, parts, strict=True))
+        return cls(qdata, *names, self.k if k is None else k, dtype or self.dtype, **named)
 
 
 @torch.compiler.assume_constant_result

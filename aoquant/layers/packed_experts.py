@@ -68,21 +68,12 @@ class PackedExperts(PackedTensor):
 
     def expert(self, index: int) -> PackedTensor:
         """One expert (N, K): views of its codes and scales."""
-        tensors: Any = {name: None if (t := getattr(self, name)) is None else t[index] for name in _PARTS}
-        return PackedTensor(
-            format=self.format,
-            activation=self.activation,
-            contract=self.contract,
-            k=self.k,
-            dtype=self.dtype,
-            **tensors,
-        )
+        return self._like(PackedTensor, [None if t is None else t[index] for t in self._parts()], None, None)
 
     @property
     def matrix(self) -> PackedTensor:
         """The (N, K) of one selected expert."""
-        names = (self.format, self.activation, self.contract)
-        return PackedTensor(self.qdata, *names, self.k, self.dtype, self.scale, self.zero_point, self.per_tensor_scale)
+        return self._like(PackedTensor, self._parts(), None, None)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Values in this tensor's shape, in `dtype`, by default the weights' own."""
@@ -107,20 +98,8 @@ class PackedExperts(PackedTensor):
         dtype: torch.dtype | None = None,
         transposed: bool | None = None,
     ) -> PackedExperts:
-        qdata, scale, zero, outer, _ = tensors
-        assert qdata is not None
-        return PackedExperts(
-            qdata,
-            self.format,
-            self.activation,
-            self.contract,
-            self.k if k is None else k,
-            dtype or self.dtype,
-            self.transposed if transposed is None else transposed,
-            scale=scale,
-            zero_point=zero,
-            per_tensor_scale=outer,
-        )
+        turned = self.transposed if transposed is None else transposed
+        return self._like(PackedExperts, tensors, k, dtype, transposed=turned)
 
     def _parts(self) -> list[Tensor | None]:
         return [*(getattr(self, name) for name in _PARTS), None]
@@ -152,11 +131,7 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
             )
     columns = [[getattr(e, name) for e in experts] for name in _PARTS]
     stacked = [None if c[0] is None else torch.stack(c) for c in columns]
-    first = experts[0]
-    names = (first.format, first.activation, first.contract)
-    tensors: Any = dict(zip(_PARTS[1:], stacked[1:], strict=True))
-    assert stacked[0] is not None
-    return PackedExperts(stacked[0], *names, first.k, first.dtype, transposed, **tensors)
+    return experts[0]._like(PackedExperts, [*stacked, None], None, None, transposed=transposed)
 
 
 @PackedExperts.implements([aten.select.int])
@@ -211,9 +186,7 @@ def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         along_rows = (dim == 1) != packed.transposed
         a, b = (0, 1) if along_rows else (1, 2)
         turned = [None if t is None else t.transpose(a, b) for t in packed._parts()]
-        assert turned[0] is not None
-        names = (packed.format, packed.activation, packed.contract)
-        flat = PackedTensor(turned[0], *names, packed.k, packed.dtype, *turned[1:])
+        flat = packed._like(PackedTensor, turned, None, None)
         done = (cut_rows if along_rows else cut_columns)(flat, start, end)
         parts = [getattr(done, name) for name in _PARTS]
         cut = packed._with([*(None if t is None else t.transpose(a, b) for t in parts), None], k=done.k)

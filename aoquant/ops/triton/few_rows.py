@@ -44,7 +44,7 @@ def _partial(
     KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr, ODD_SHIFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one range of tiles along K: (splits, m, n) float32. row_bytes: k / 2. WHOLE: the ranges fill K, and nothing
+    """Sums over one range of tiles along K: (splits, m, n) float32. row_bytes: k / 2. WHOLE: the ranges fill K, nothing
     is masked.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
