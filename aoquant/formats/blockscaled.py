@@ -56,9 +56,7 @@ class MX(Format):
     def bits(self) -> int:
         return 4 if self.element == "e2m1" else 8
 
-    @property
-    def block(self) -> int:
-        return 32
+    block = 32  # no property: every pass over blocks asks
 
     def measure(self, x_RK: Tensor) -> Scales:
         amax = absmax(self._blocks(x_RK)).float()
@@ -135,9 +133,7 @@ class NVFP4(Format):
     def bits(self) -> int:
         return 4
 
-    @property
-    def block(self) -> int:
-        return 16
+    block = 16  # no property: every pass over blocks asks
 
     @property
     def per_tensor(self) -> bool:
@@ -147,10 +143,7 @@ class NVFP4(Format):
     def reach(self) -> str:
         return {"dynamic": "tensor", "row": "row"}.get(self.outer, "block")
 
-    @property
-    def top(self) -> float:
-        """absmax / outer scale: the largest code times the scale of the block that holds the absmax."""
-        return NVFP4_TOP
+    top = NVFP4_TOP  # absmax / outer scale: the largest code times the scale of the block that holds the absmax
 
     def fix(self, *numbers: float) -> Format:
         if not self.per_tensor:

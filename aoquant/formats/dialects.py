@@ -87,9 +87,7 @@ class MXFP4Dialect(_E2M1):
     def name(self) -> str:
         return self.dialect
 
-    @property
-    def block(self) -> int:
-        return 32
+    block = 32  # no property: every pass over blocks asks
 
     @property
     def statistic(self) -> str:
@@ -176,9 +174,7 @@ class NVFP4Dialect(_E2M1, OneScale):
     def name(self) -> str:
         return f"{self.dialect}-nvfp4{'' if self.tile == 1 else '-16x16'}{fixed_name(self.fixed)}"
 
-    @property
-    def block(self) -> int:
-        return 16
+    block = 16  # no property: every pass over blocks asks
 
     @property
     def square(self) -> bool:

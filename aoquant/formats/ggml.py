@@ -42,9 +42,7 @@ class Ggml(Format):
     def bits(self) -> int:
         return 8 if self.kind.startswith("q8") else 4
 
-    @property
-    def block(self) -> int:
-        return 32
+    block = 32  # no property: every pass over blocks asks
 
     def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._blocks(x_RK).float()

@@ -40,9 +40,7 @@ class NVFP4Search(NVFP4):
         # spelt out: torch 2.11's compiler cannot follow super().name
         return _NAMES[self.outer] if self.pts is None else f"nvfp4-search-static:{self.pts!r}"
 
-    @property
-    def top(self) -> float:
-        return TOP
+    top = TOP
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB = self._blocks(x_RK).float()

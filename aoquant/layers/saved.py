@@ -32,15 +32,17 @@ class Saved(NamedTuple):
 def keep(ctx: Any, saved: Saved) -> None:
     """Hand `saved` to autograd."""
     tensors: list[Tensor | None] = []
+    kinds, widths = list[type](), list[int | None]()
     for value in saved:
+        kinds.append(type(value))
+        widths.append(value.k if type(value) is Encoded else None)
         if type(value) is Encoded:
             tensors += value[:4]
         elif type(value) is Scales:
             tensors += value
         else:
             tensors.append(value)  # type: ignore[arg-type]
-    ctx.kinds = [type(value) for value in saved]
-    ctx.widths = [value.k if type(value) is Encoded else None for value in saved]
+    ctx.kinds, ctx.widths = kinds, widths
     ctx.save_for_backward(*tensors)
 
 

@@ -44,7 +44,8 @@ def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`, on the fastest backend."""
     if not isinstance(operand, Operand):
         operand = Operand(operand)
-    operand, x_RK = _rounded_first(operand, x_RK)
+    if operand.transform is not None:
+        operand, x_RK = _rounded_first(operand, x_RK)
     rows, k = x_RK.shape
     return routed(CodecRequest, "encode", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK)
 
@@ -83,7 +84,8 @@ def encode_with_values(
         assert random is not None
         turns = routed(CodecRequest, "rotate", made, x_RK.device, x_RK.dtype, *x_RK.shape)
         x_RK, random, made = turns.run(made, x_RK, random), None, Operand(made.format)
-    made, x_RK = _rounded_first(made, x_RK)
+    if made.transform is not None:
+        made, x_RK = _rounded_first(made, x_RK)
     rows, k = x_RK.shape
     found = routed(CodecRequest, "quantize", made, x_RK.device, x_RK.dtype, rows, k, keep)
     return found.run(made, x_RK, dtype, operand, keep, measured, random)
