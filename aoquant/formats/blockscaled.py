@@ -57,6 +57,7 @@ class MX(Format):
         return 4 if self.element == "e2m1" else 8
 
     block = 32  # no property: every pass over blocks asks
+    block_scale = torch.float8_e8m0fnu  # dtype of its scales
 
     def measure(self, x_RK: Tensor) -> Scales:
         amax = absmax(self._blocks(x_RK)).float()
@@ -133,7 +134,9 @@ class NVFP4(Format):
     def bits(self) -> int:
         return 4
 
+    element = "e2m1"
     block = 16  # no property: every pass over blocks asks
+    block_scale = torch.float8_e4m3fn  # dtype of its scales
 
     @property
     def per_tensor(self) -> bool:

@@ -88,6 +88,7 @@ class MXFP4Dialect(_E2M1):
         return self.dialect
 
     block = 32  # no property: every pass over blocks asks
+    block_scale = torch.float8_e8m0fnu
 
     @property
     def statistic(self) -> str:
@@ -175,6 +176,7 @@ class NVFP4Dialect(_E2M1, OneScale):
         return f"{self.dialect}-nvfp4{'' if self.tile == 1 else '-16x16'}{fixed_name(self.fixed)}"
 
     block = 16  # no property: every pass over blocks asks
+    block_scale = torch.float8_e4m3fn
 
     @property
     def square(self) -> bool:

@@ -50,6 +50,8 @@ class Int4(Format):
 
     group: int = 128
     scales: str = "input"
+    per = "group"
+    limits = (0, 15)  # of a code before 8 is taken off
 
     @property
     def name(self) -> str:

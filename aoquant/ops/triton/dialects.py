@@ -206,9 +206,8 @@ def encode(
     outer = None if isinstance(format, MXFP4Dialect) else torch.empty(1, 1, dtype=torch.float32, device=device)
     made = "" if dtype is None else "operand" if operand else "decode"
     _launch(format, x_RK, (codes, scale, outer, values, None), made, mix)
-    native = torch.float8_e8m0fnu if isinstance(format, MXFP4Dialect) else torch.float8_e4m3fn
     codes = x_RK.new_empty(0, k // 2, dtype=torch.uint8) if codes is None else codes
-    e = Encoded(codes, None if scale is None else scale.view(native), None, outer, k)
+    e = Encoded(codes, None if scale is None else scale.view(format.block_scale), None, outer, k)
     return (e if keep else None), values, format.alpha(e)
 
 
