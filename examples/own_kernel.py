@@ -2,8 +2,9 @@
 
     python examples/own_kernel.py
 
-A backend says for a request why it does not serve it, or None: "I keep this contract". The one of highest priority runs;
-`aoquant.backend(name)` forces one, `aoquant.explain` lists all with their reasons. The contract "aoquant" rounds once:
+A backend says for a request why it does not serve it, or None: "I keep this contract". The one of highest priority
+runs; `aoquant.backend(name)` forces one, `aoquant.explain` lists all with their reasons. The contract "aoquant" rounds
+once:
 
     y = rn(x q^T * scale + bias)        the product and the sum in float32
 """

@@ -2,7 +2,8 @@
 
     python -m mutation --workers 16 --minutes 8      # or `make mutate`; run it again and it goes on where it stopped
     python -m mutation --again                       # the survivors too, after new tests
-    python -m mutation --shard 1/4                   # every fourth mutant, for one of four machines; then once without, for all
+    python -m mutation --shard 1/4                   # every fourth mutant, for one of four machines
+                                                     # afterwards once without --shard, for all
     python -m mutation --list                        # the tests, how long each takes unmutated, and what is drawn
 
 A sample of `--number` mutants is drawn from the files of `near.py`. A mutant's place in the sample depends on `--seed`

@@ -1,4 +1,4 @@
-"""Export: what was trained, in the layouts that serving engines read. Codes and scales are repacked and never rounded.
+"""Export: trained models in the layouts that serving engines read. Codes and scales are repacked and never rounded.
 
     aoquant.export(model, "out", format="compressed-tensors")  # vLLM, SGLang, transformers
     aoquant.export(model, "out", format="modelopt")            # NVFP4 and fp8 for vLLM, SGLang, TensorRT-LLM

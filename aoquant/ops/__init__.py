@@ -1,7 +1,9 @@
 """Operations: one schema each, opaque to compilers, with the backend chosen inside.
 
     define.py     the boundary between typed Python and PyTorch's dispatcher
-    encoding.py   codes of values, and back     linear.py   the three GEMMs of a linear layer     lookup.py   an embedding
+    encoding.py   codes of values, and back
+    linear.py     the three GEMMs of a linear layer
+    lookup.py     an embedding
     codec/        how one matrix is encoded and decoded, by which kernels
     call.py       a GEMM with its data          gemm/       the kernels that run it
     router.py     which backend runs a request, and why the others do not

@@ -20,7 +20,7 @@ from aoquant.formats import Encoded, Operand, Random, layout
 
 from . import codec
 from .call import Call
-from .router import Quantized
+from .router import CodesAndValues
 
 
 def product(
@@ -35,12 +35,12 @@ def product(
     if not a_RC.numel() or not columns:
         return a_RC.new_zeros(rows, columns)
     multiple = lcm(a_as.period, b_as.period)
-    a = _quantized(a_RC, a_as, multiple, state, side, a_RC.dtype)
+    a = _encoded(a_RC, a_as, multiple, state, side, a_RC.dtype)
     if isinstance(b_SC, Encoded):
         values = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
-        b = Quantized(b_SC, values, b_as.format.alpha(b_SC))
+        b = CodesAndValues(b_SC, values, b_as.format.alpha(b_SC))
     else:
-        b = _quantized(b_SC, b_as, multiple, state, side + 1, a_RC.dtype)
+        b = _encoded(b_SC, b_as, multiple, state, side + 1, a_RC.dtype)
     assert a.encoded is not None and b.encoded is not None
     call = Call("aoquant", a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
     return call.run()
@@ -71,13 +71,13 @@ def _padded(x_RC: Tensor, multiple: int) -> Tensor:
     return pad(x_RC, (0, missing)) if missing else x_RC
 
 
-def _quantized(
+def _encoded(
     x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, dtype: torch.dtype
-) -> Quantized:
+) -> CodesAndValues:
     """Codes of x_RC, padded along C, and the GEMM's operand in `dtype`."""
     x_RC = _padded(x_RC, multiple)
     random = None
     if operand.draws:
         assert state is not None
         random = Random(state, side)
-    return codec.quantize(operand, x_RC, dtype, operand=True, keep=True, random=random)
+    return codec.encode_with_values(operand, x_RC, dtype, operand=True, keep=True, random=random)

@@ -14,8 +14,8 @@ An input in another placement is redistributed first; a Partial one, above all, 
 Codes and scales are those of the whole operand, byte for byte. A scale that reaches over the cut (per row of a tensor
 sharded along K, per tensor in any case) depends on the smallest and the largest value alone, so the scales of the whole
 are those of its extremes: a maximum over the ranks, taken of integers, so that NaN survives, and then `Format.measure`.
-Formats whose scales end within a shard communicate nothing. What cannot be cut is refused from shapes alone, by every
-rank alike: blocks, and scales that need all values.
+Formats whose scales end within a shard communicate nothing. Blocks, and scales that need all values, cannot be cut:
+every rank alike refuses them, from shapes alone.
 
 Outputs: Shard(0) and Replicate give columns and rows of what one process computes. Under Shard(1) each rank rounds its
 partial sum to the output's dtype and the sum is rounded again, as RowwiseParallel does with any layer: equal where all
@@ -182,7 +182,7 @@ def why_not(w: Tensor, operands: Sequence[Operand | None], unit: int = 1) -> str
 
 
 def _scales(side: Side, shard: Tensor, whole: DTensor) -> Scales | None:
-    """What one rank encodes its shard of `whole` under: held scales, cut like the shard, or those of the whole."""
+    """The scales of one rank's shard of `whole`: held ones, cut like the shard, or those of the whole."""
     operand, held = side
     mesh, placements = whole.device_mesh, whole.placements
     if operand is None:

@@ -1,4 +1,4 @@
-"""Formats for gradients on a GPU: Triton's bytes and the CUDA reference's are the CPU's, and a training step never waits for the device."""
+"""Formats for gradients on a GPU: Triton and the CUDA reference give the CPU's bytes; no step waits for the device."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_bytes_are_the_cpus(name: str, dtype: torch.dtype, across: bool) -> None
             random = Random(STATE.cuda(), side)
             request = CodecRequest("quantize", f, torch.device("cuda"), dtype, *x.shape)
             assert dict(explain(request))["triton"] == "runs"
-            triton = codec.quantize(f, laid_out(x, across), dtype, operand=True, keep=True, random=random)
+            triton = codec.encode_with_values(f, laid_out(x, across), dtype, operand=True, keep=True, random=random)
             with backend("reference"):
-                reference = codec.quantize(f, x.cuda(), dtype, operand=True, keep=True, random=random)
+                reference = codec.encode_with_values(f, x.cuda(), dtype, operand=True, keep=True, random=random)
             for what, got in (("triton", triton), ("reference", reference)):
                 e = got.encoded
                 assert torch.equal(e.codes.cpu(), want.codes), f"{what} codes, {kind}"

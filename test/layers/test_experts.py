@@ -1,4 +1,4 @@
-"""Stacked experts: prepared they compute transformers' forward over quantised weights, bit for bit, and converted the prepared forward."""
+"""Stacked experts, to the bit: prepared equals transformers over quantised weights, converted equals prepared."""
 
 from __future__ import annotations
 

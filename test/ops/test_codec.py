@@ -57,7 +57,7 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
     e = fmt.encode(x)
     for operand in (True, False):
         want = fmt.operand(e, dtype) if operand else fmt.decode(e, dtype)
-        kept, values, alpha = codec.quantize(fmt, x, dtype, operand=operand, keep=True)
+        kept, values, alpha = codec.encode_with_values(fmt, x, dtype, operand=operand, keep=True)
         assert kept is not None
         assert_equal(values, want)
         assert_equal(kept.codes, e.codes)
@@ -66,7 +66,7 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
         if alpha is not None and expected is not None:
             assert_equal(alpha, expected)
         assert_equal(codec.decode(fmt, e, dtype, operand=operand), want)
-        assert codec.quantize(fmt, x, dtype, operand=operand).encoded is None
+        assert codec.encode_with_values(fmt, x, dtype, operand=operand).encoded is None
         again = ops.encode_with_values(x, get_operand(name), operand)
         assert_equal(again.values, want)
         for part, mine in zip(parts(again.encoded), parts(e), strict=True):
