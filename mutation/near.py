@@ -49,7 +49,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "formats/__init__.py": ("formats/test_transforms.py", "formats/test_held_scales.py", "formats/test_formats.py"),
     "formats/base.py": (
         "formats/test_held_scales.py", "formats/test_formats.py", "formats/test_wush.py::test_slices",
-        "layers/test_embedding.py::test_rows_are_the_formats",
+        "layers/test_embedding.py::test_encoding_some_rows_gives_their_part_of_the_whole",
     ),
     "formats/elements.py": (
         "formats/test_elements.py", "formats/test_integer.py",
