@@ -25,7 +25,7 @@ from aoquant import (
 from aoquant.formats import MX, NVFP4, HighPrecision, Operand, get_operand
 from aoquant.layers.linear import LinearRecipe
 from aoquant.report.measure import sqnr
-from aoquant.transforms import WUSH, parse
+from aoquant.transforms import WUSH, Rotation, parse
 
 sizes = pytest.mark.parametrize("size", SIZES)
 
@@ -296,3 +296,8 @@ def test_what_an_operand_says_of_its_transform() -> None:
     assert fitted.bits_per_weight(4, 64) == NVFP4().bits_per_weight(4, 64) + 8 * 2 * 16 * 64 / (4 * 64)
     assert not Operand(NVFP4(), inverse=True).inverse and not Operand(NVFP4(), Hadamard(16), inverse=True).inverse
     assert Operand(NVFP4(), Hadamard(32), inverse=True).inverse
+
+
+def test_a_transform_that_is_drawn_is_not_deployed() -> None:
+    with pytest.raises(ValueError, match="rotates at random, and a deployed layer does not"):
+        LinearRecipe(MX(), MX(), transform=Rotation(32))

@@ -354,6 +354,17 @@ def test_rows_of_another_transform_are_not_fused_in() -> None:
     assert torch.equal(fused.act_pre_scale, b[0].weight.act_pre_scale)
 
 
+def test_rows_of_the_same_transform_are_fused_in() -> None:
+    a = prepared("nvfp4")
+    quantize_(a, QATConfig(step="convert"))
+    weight = a[0].weight.data
+    fused = copy.deepcopy(weight)
+    fused.qdata.zero_()
+    for rows in (slice(0, 24), slice(24, None)):
+        fused[rows].copy_(weight[rows])
+    assert torch.equal(fused, weight)
+
+
 def test_embeddings_and_tied_weights_are_refused() -> None:
     net = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
     net["b"].weight = net["a"].weight
