@@ -83,7 +83,8 @@ def main() -> None:
                 _write(results, rows)
                 if row["outcome"] in (SURVIVED, UNSTEADY):
                     print(
-                        f"{row['outcome']} {row['file']}:{row['line']}\n    - {row['before']}\n    + {row['after']}", flush=True
+                        f"{row['outcome']} {row['file']}:{row['line']}\n    - {row['before']}\n    + {row['after']}",
+                        flush=True,
                     )
     _write(results, rows)
     summarize(rows, options.out, results.stem)

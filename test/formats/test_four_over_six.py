@@ -342,7 +342,14 @@ def test_options_that_there_are_not() -> None:
 
 def test_floored_blocks_hold_no_four_under_the_smallest_scale() -> None:
     fmt = get_format("fouroversix")
-    for index, byte, floored in ((0, 0, False), (1, 0, True), (0, 1, False), (5, 1, True), (6, 1, False), (5, 2, False)):
+    for index, byte, floored in (
+        (0, 0, False),
+        (1, 0, True),
+        (0, 1, False),
+        (5, 1, True),
+        (6, 1, False),
+        (5, 2, False),
+    ):
         codes = torch.zeros(1, 16, dtype=torch.uint8)
         codes[0, 3] = index
         scale = torch.tensor([[byte]], dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -145,7 +145,10 @@ def test_a_zero_point_beyond_the_codes_is_clamped() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_smallest_scale_that_is_measured(dtype: torch.dtype) -> None:
-    for name, least in (("intx4-g32", torch.finfo(dtype).smallest_normal), ("int8-row", torch.finfo(torch.float32).eps)):
+    for name, least in (
+        ("intx4-g32", torch.finfo(dtype).smallest_normal),
+        ("int8-row", torch.finfo(torch.float32).eps),
+    ):
         s = get_format(name).measure(torch.zeros(2, 32, dtype=dtype))
         assert s.scale is not None and s.scale.shape == (2, 1)
         assert (s.scale.float() == torch.tensor(least, dtype=s.scale.dtype).float()).all()

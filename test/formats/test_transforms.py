@@ -289,7 +289,11 @@ def test_embeddings_are_refused() -> None:
 
 def test_what_an_operand_says_of_its_transform() -> None:
     plain, behind, fitted = (get_operand(name) for name in ("nvfp4", "hadamard16+nvfp4", "wush16+nvfp4"))
-    assert [o.portable for o in (plain, behind, fitted)] == [True, True, False]  # WUSH's matrices are fitted on a device
+    assert [o.portable for o in (plain, behind, fitted)] == [
+        True,
+        True,
+        False,
+    ]  # WUSH's matrices are fitted on a device
     assert not get_operand("hadamard16+intx4-g32-hqq").portable
     assert [o.matrix_bytes(64) for o in (plain, behind, fitted)] == [0, 0, 2 * 16 * 64]
     assert plain.bits_per_weight(4, 64) == behind.bits_per_weight(4, 64) == NVFP4().bits_per_weight(4, 64)

@@ -373,7 +373,7 @@ def test_what_packed_experts_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="last two dimensions"):
         packed.transpose(0, 1)
     for a, b in ((x, turned), (turned[2], x), (packed[1], turned[2])):
-        with pytest.raises(ValueError, match="one transposed expert on the right|packed|codes"):
+        with pytest.raises(ValueError, match=r"one transposed expert on the right|packed|codes"):
             torch.matmul(a, b)
     with pytest.raises(ValueError, match="multiplied as x @"):
         x @ turned

@@ -181,7 +181,12 @@ def test_triton_hands_on_what_a_transform_makes_of_high_precision(monkeypatch: p
 def test_what_the_cuda_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "why_not_encode", lambda format, device: None)
     wanted = get_operand("fouroversix")
-    for rows, k, dtype, reads in ((6, 192, BF16, True), (0, 192, BF16, False), (6, 0, BF16, False), (6, 192, torch.float64, False)):
+    for rows, k, dtype, reads in (
+        (6, 192, BF16, True),
+        (0, 192, BF16, False),
+        (6, 0, BF16, False),
+        (6, 192, torch.float64, False),
+    ):
         reason = cuda._why_not(CodecRequest("encode", wanted, CUDA, dtype, rows, k))
         assert (reason is None) == reads
         assert reads or f"matrices with values in them, got {rows} x {k}" in (reason or "")

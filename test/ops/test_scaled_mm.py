@@ -128,7 +128,9 @@ def test_int8_weights_by_group_and_by_row_round_as_torchao_does() -> None:
         e = fmt.encode(w)
         assert e.scale is not None
         by_values = torch.mm(x, fmt.decode(e, BF16).t())
-        by_codes = torch.mm(x, fmt.integers(e).bfloat16().t()) * e.scale.bfloat16().flatten() if name == "int8-row" else None
+        by_codes = (
+            torch.mm(x, fmt.integers(e).bfloat16().t()) * e.scale.bfloat16().flatten() if name == "int8-row" else None
+        )
         want = by_values if by_codes is None else by_codes
         products.append((by_values, by_codes))
         assert_equal(scaled_mm(x, e, bias, "", name, "int8_rescale", [5], BF16), want + bias)
