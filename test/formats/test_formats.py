@@ -354,7 +354,7 @@ def test_values_have_the_dtype_asked_for(name: str) -> None:
 
 
 def test_a_stretched_value_saturates_half_a_step_beyond_the_largest_level() -> None:
-    """31 ones and an outlier: the scale is twice their mean magnitude / 1.5, and the outlier lies at 1.8 and 2.2 scales."""
+    """31 ones and an outlier: the scale is twice their mean magnitude / 1.5, the outlier lies at 1.8 and 2.2 scales."""
     fmt = Stretched()
     assert fmt.name == "stretched2-row"
     for steps, clipped in ((1.8, False), (2.2, True)):
