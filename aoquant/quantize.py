@@ -303,7 +303,7 @@ def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> N
 
 
 def _instead(operand: Operand) -> str:
-    """What to do, before leaving it out, about a weight that is too small for the scales of `operand`."""
+    """Advice for a weight that is too small for the scales of `operand`, before leaving it out."""
     base = operand.format
     if isinstance(base, MXFP4Dialect) and base.tiny:
         return "use MXFP4WeightConfig() as it is, whose scales follow the largest value of a block down to 2^-127, or "

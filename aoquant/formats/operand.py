@@ -1,8 +1,8 @@
 """An operand of a GEMM: a format, the transform in front of it, and where its scales come from.
 
-    name          format      transform       what is encoded
-    nvfp4         nvfp4       none            x
-    hadamard16+nvfp4  nvfp4   Hadamard(16)    x T^T, an activation; the weight's side is W T^-1 ("hadamard32-inverse+...")
+    name              format    transform     what is encoded
+    nvfp4             nvfp4     none          x
+    hadamard16+nvfp4  nvfp4     Hadamard(16)  x T^T, an activation; of a weight W T^-1 ("hadamard32-inverse+...")
     rht32+mxfp4-sr    mxfp4-sr  Rotation(32)  x rotated by signs that are drawn for each GEMM of backward
 
 A transform is no format. It maps values to values before they are rounded; codes, scales and what a GEMM decodes of

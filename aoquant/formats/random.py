@@ -6,7 +6,7 @@ gives none of these. Philox4x32-10 maps a counter and a key to 128 random bits b
 any element's number can be computed by itself:
 
     key      (seed, module << 3 | side)      which run, which layer, and which operand of which of its GEMMs
-    counter  (element // 4, step)            64 bits each; the element is its place in the row-major matrix that is encoded
+    counter  (element // 4, step)            64 bits each; element: a place in the row-major matrix that is encoded
     word     element % 4                     of the four 32-bit words that come out
 
 `Random.state` holds (seed, module, step) on the device, where kernels read it: nothing waits for the CPU. A layer keeps

@@ -1,12 +1,14 @@
 """The one autograd function of a quantised linear layer.
 
-forward:   1. encode the input, or take the codes of a layer that was given the same one   2. multiply: W is encoded on the way
+forward:   1. encode the input, or take the codes of a layer that was given the same one
+           2. multiply; W is encoded on the way
            3. keep for backward what the gradients that are asked for will read (sides.py)
 backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
 
-Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to nothing. Behind a transform both
-GEMMs multiply in the transformed domain, where the codes are. What was clipped there is masked there, and gradients are pulled back: dx = dx' T,
-dW = dW' T^-T. The gradient of a learned scale needs x / s, so a layer whose input scale is learned keeps x.
+Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to
+nothing. Behind a transform both GEMMs multiply in the transformed domain, where the codes are. Clipped values are
+masked there, and gradients are pulled back: dx = dx' T, dW = dW' T^-T. The gradient of a learned scale needs x / s,
+so a layer whose input scale is learned keeps x.
 
 A side that no GEMM will read (a frozen weight, an input without gradient) is neither kept nor encoded.
 """
@@ -29,12 +31,12 @@ from aoquant.parallel.shards import Shards
 
 
 class Given(NamedTuple):
-    """What a call is given beside the tensors that may need a gradient, which autograd sees as arguments of `apply` alone.
+    """The arguments of a call that need no gradient. Autograd sees tensors only as arguments of `apply`, not in here.
 
-    recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer holds; a learned scale is
-    an argument. random: the state of its random numbers, advanced by one in backward. shared, columns: where another layer's codes of x, and
-    its column side, may be. parts: that this rank has of the layer. rank: of
-    those with other tokens, which draw other numbers.
+    recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer
+    holds, but no learned scale, which is an argument. random: the state of its random numbers; backward adds one to
+    the step. shared, columns: the places where layers with one input share its codes and its column side. parts:
+    that this rank has of the layer. rank: among those with other tokens, which draw other numbers.
     """
 
     recipe: str
@@ -137,7 +139,7 @@ class QuantizedLinear(torch.autograd.Function):
 def multiply(
     x: Tensor, w: Tensor | None, bias: Tensor | None, given: Given, needs: Needs = NO_GRADIENT
 ) -> tuple[Tensor, Saved]:
-    """(y, what the gradients in `needs` will read); without autograd."""
+    """(y, the tensors that the gradients in `needs` read); without autograd."""
     recipe = recipe_of(given.recipe)
     x_as, w_as, contract = recipe.fprop_input, recipe.fprop_weight, recipe.contract
     x_held, w_held = given.x_held, given.w_held
@@ -155,7 +157,8 @@ def multiply(
             if given.shared is not None:
                 given.shared.put(x_q, alive=given.columns is not None)
 
-    # 2. The product. On a GPU the GEMM makes what it reads of W in one pass; elsewhere, or under held scales, W is encoded first.
+    # 2. The product. On a GPU the GEMM quantises W and makes its operand in one pass. Elsewhere, or under held scales,
+    # W is encoded first.
     dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
     keeps_w = dgrad and w is not None and recipe.weight_side.keeps != "values"
     w_q = given.packed if w is None else w
@@ -191,7 +194,7 @@ def multiply(
 
 
 def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRecipe, given: Given) -> Tensor | Encoded:
-    """What wgrad will read of x, whose codes in forward are x_q."""
+    """The form of x that wgrad reads. x_q: the codes of forward."""
     side = recipe.input_side
     if side.keeps == "values":
         return x if recipe.fprop_input is None else x_MK
@@ -211,12 +214,12 @@ def _transform_of(held: Scales) -> Scales | None:
 
 
 def one_pass(x_RK: Tensor) -> bool:
-    """Whether what a GEMM reads of x is best made together with its codes: on a GPU, where a pass over x is what costs."""
+    """Whether codes and the GEMM's operand are best made together: on a GPU, where each pass over memory costs."""
     return x_RK.is_cuda
 
 
 def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str) -> tuple[Encoded, Tensor | None]:
-    """Codes and scales of x; where both come of one pass, also what the GEMM reads of it, unless that is the codes."""
+    """Codes and scales of x, and the GEMM's operand; None when the GEMM reads codes, or makes its operand itself."""
     if reads == "codes" or held is not None or not one_pass(x_MK):
         return ops.encode(x_MK, operand, held), None
     made = ops.encode_with_values(x_MK, operand, reads == "operand")
@@ -224,8 +227,9 @@ def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str) ->
 
 
 def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, clipped: Tensor | None = None) -> Tensor:
-    """The gradient of an operand from that of its values, zero where they were `clipped`; through the transform, which `held` holds if it is
-    fitted.
+    """The gradient of x from the gradient of its values: zero where `clipped`, then pulled back through the transform.
+
+    held: holds the transform's matrices if it is fitted.
     """
     if operand is None or operand.transform is None:
         return grad_RK if clipped is None else ops.masked(grad_RK, clipped)
@@ -233,7 +237,7 @@ def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, c
 
 
 def refuse_second_derivative() -> None:
-    """Raise in a backward that is to be differentiated itself (create_graph=True): rounding has no second derivative, so it would be wrong.
+    """Refuse a backward that is differentiated itself (create_graph=True): rounding has no second derivative.
 
     Raises:
         ValueError: autograd records this backward.

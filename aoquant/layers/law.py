@@ -68,7 +68,7 @@ def _name(operand: Operand | None) -> str:
 
 
 def _family(operand: Operand | None) -> Hashable:
-    """What both operands of a GEMM have in common."""
+    """The family of an operand: a GEMM's two operands must share it."""
     return None if operand is None else _of(operand.format)
 
 

@@ -1,7 +1,7 @@
 """A quantised linear layer as a function: checks, autocast and shards, then the one autograd function.
 
-What is kept for backward: x itself when it is not quantised, its packed codes when it is (layers with one input share them, see
-shared_inputs.py), and of the weight what `sides.py` says.
+What is kept for backward: x itself when it is not quantised, its packed codes when it is (layers with one input share
+them, see shared_inputs.py), and of the weight what `sides.py` says.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_width(x: Tensor, k: int) -> None:
 
 
 def check_device(x: Tensor, w: Tensor) -> None:
-    """Raise ValueError when input and weight are apart: one of them on meta would make the ops return uninitialised memory."""
+    """Raise ValueError when input and weight are on two devices: with one on meta, an op returns unwritten memory."""
     if x.device != w.device:
         empty = "; a weight on meta holds no values: load the checkpoint first" if w.is_meta else ""
         raise ValueError(f"the layer's input is on {x.device} and its weight on {w.device}: move one of them{empty}")
@@ -71,16 +71,18 @@ def quantized_linear(
     parts: Shards | None = None,
     rank: int = 0,
 ) -> Tensor:
-    """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
+    """y (..., N) = x (..., K) W^T + bias with a quantised W, differentiable in x, a float W, bias and scales.
 
-    w: (N, K), encoded in the call (QAT), or encoded already (inference). x_held, w_held: what the layer holds where the recipe says static or
-    learned, or fitted; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under autocast x and y take autocast's dtype;
-    the weight is encoded from its stored dtype. random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
-    parts: of the layer that one rank has, for a quantised backward of it. rank: that draws, among those with other tokens.
+    w: (N, K), float and encoded in the call (QAT), or encoded already (inference). x_held, w_held: static or learned
+    scales and fitted transforms, where the recipe has them; for a shard, the scales of its whole (DTensors go to
+    `sharding.linear`). Under autocast x and y take autocast's dtype; the weight is encoded from its stored dtype.
+    random: the state of the layer's random numbers (`formats.Random`), where its backward draws. parts: of the
+    layer that one rank has, for a quantised backward of it. rank: among those with other tokens, which draw other
+    numbers.
 
     Raises:
-        ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
-            kernel cannot take its dtype.
+        ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the
+            recipe's kernel cannot take its dtype.
     """
     packed, rows, k = (w, w.codes, w.k) if isinstance(w, Encoded) else (None, w, w.shape[1])
     check_width(x, k)
@@ -123,8 +125,9 @@ def quantized_linear(
 def _applied(
     x: Tensor, w: Tensor | None, bias: Tensor | None, x_scale: Tensor | None, w_scale: Tensor | None, given: Given
 ) -> Tensor:
-    """`QuantizedLinear`. A compiler takes it as one call, and traces the ops that it makes instead of the Python that makes them: Dynamo would
-    guard on everything that this Python reads, before every compiled step.
+    """`QuantizedLinear`, one call to a compiler, which traces the ops inside and skips the Python around them.
+
+    Otherwise Dynamo would guard on everything that this Python reads, before every compiled step.
     """
     y: Tensor = QuantizedLinear.apply(x, w, bias, x_scale, w_scale, given)  # type: ignore[no-untyped-call]
     return y

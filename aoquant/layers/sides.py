@@ -1,12 +1,12 @@
-"""What a layer keeps of its input and weight for backward, and the backward GEMM that reads it.
+"""The sides of input and weight that a layer keeps for backward, and the backward GEMMs that read them.
 
-`LinearRecipe.save` names the plan, and `Keeps` what it comes to for one operand:
+`LinearRecipe.save` names the plan, and `Side.keeps` its consequence for one operand:
 
     keeps       forward keeps                         backward's operand
     "rows"      the codes that fprop multiplied       their values, encoded again along the other axis
-    "square"    the same                              the same codes, transposed (a square tile, or one scale for the tensor)
+    "square"    the same                              the same codes, transposed: square tiles, or one scale for all
     "columns"   codes along the batch, of an input    those
-    "values"    the high-precision tensor             encoded in backward, from the original or from what fprop made of it
+    "values"    the high-precision tensor             encoded in backward, from the original or from fprop's values
 
 "rows" of an input and "values" of a weight are what presets such as "quartet" keep. With save="col" an input costs what
 its column side costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns.
@@ -34,7 +34,7 @@ SAVES = ("row", "col", "hp")
 class Side:
     """The operand of a backward GEMM that is no gradient.
 
-    keeps: as above. forward: what fprop encodes it as; None where backward starts from the original, or fprop does not
+    keeps: as above. forward: its operand in fprop; None where backward starts from the original, or fprop does not
         quantise it.
     grad_as, backward: the two operands of the backward GEMM.
     """
@@ -48,7 +48,7 @@ class Side:
     def of_input(
         cls, save: str, source: str, forward: Operand | None, grad_as: Operand | None, backward: Operand | None
     ) -> Side:
-        """What a recipe keeps of its input."""
+        """The side of its input that a recipe keeps."""
         if save == "row":
             return cls("rows", forward, grad_as, backward)
         same = _same_codes(forward, backward)
@@ -71,9 +71,7 @@ class Side:
         backward: Operand | None,
         reads_values: bool,
     ) -> Side:
-        """What a recipe keeps of its weight. reads_values: whether backward reads the weight itself for other
-        reasons.
-        """
+        """The side of its weight that a recipe keeps. reads_values: whether backward reads the weight anyway."""
         same = _same_codes(forward, backward)
         original = source == "original" or same or isinstance(forward.format, HighPrecision)
         if save == "col" and not reads_values:

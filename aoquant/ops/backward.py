@@ -23,7 +23,7 @@ from aoquant.formats.random import Place
 
 from . import codec
 from .call import Call
-from .router import Quantized
+from .router import CodesAndValues
 
 
 class Part(NamedTuple):
@@ -70,13 +70,13 @@ def product(
     b_from = None if isinstance(b_SC, Encoded) else _Source.of(b_SC, b_as, multiple, state, side + 1, part_b)
     if not a_RC.numel() or not columns:
         return a_RC.new_zeros(rows, columns)
-    a = a_from.quantized(a_RC.dtype)
+    a = a_from.encoded(a_RC.dtype)
     if b_from is None:
         assert isinstance(b_SC, Encoded)
         values = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
-        b = Quantized(b_SC, values, b_as.format.alpha(b_SC))
+        b = CodesAndValues(b_SC, values, b_as.format.alpha(b_SC))
     else:
-        b = b_from.quantized(a_RC.dtype)
+        b = b_from.encoded(a_RC.dtype)
     assert a.encoded is not None and b.encoded is not None
     call = Call("aoquant", a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
     return call.run()
@@ -127,14 +127,14 @@ class _Source(NamedTuple):
             random = Random(state, side, None if part is None else part.place.padded(multiple))
         return cls(x_RC, operand, random, None if part is None else part.scales(operand, x_RC, random))
 
-    def quantized(self, dtype: torch.dtype) -> Quantized:
+    def encoded(self, dtype: torch.dtype) -> CodesAndValues:
         """Codes, and the GEMM's operand in `dtype`."""
         format, outer = self.operand.format, None
         if self.held is not None:
             if not isinstance(format, Randomized):
                 e = self.operand.encode(self.x_RC, self.held, self.random)
-                return Quantized(e, codec.decode(format, e, dtype, operand=True), format.alpha(e))
+                return CodesAndValues(e, codec.decode(format, e, dtype, operand=True), format.alpha(e))
             outer = self.held.outer
-        return codec.quantize(
+        return codec.encode_with_values(
             self.operand, self.x_RC, dtype, operand=True, keep=True, measured=outer, random=self.random
         )

@@ -114,7 +114,7 @@ def dgrad_of_parts(
         assert isinstance(w, Tensor)
         w_NK = w if w_as is not None else w.to(dtype)
     elif isinstance(w, Tensor) and held is None:
-        w_NK = codec.quantize(w_operand, w, dtype, measured=measured).values
+        w_NK = codec.encode_with_values(w_operand, w, dtype, measured=measured).values
     else:
         e = w if isinstance(w, Encoded) else encode.body(w, w_operand, held)
         w_NK = codec.decode(w_operand.format, e, dtype)

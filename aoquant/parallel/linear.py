@@ -173,7 +173,7 @@ def why_not(w: Tensor, operands: Sequence[Operand | None], unit: int = 1) -> str
 
 
 def _scales(side: Side, shard: Tensor, whole: DTensor) -> Scales | None:
-    """What one rank encodes its shard of `whole` under: held scales, cut like the shard, or those of the whole."""
+    """The scales of one rank's shard of `whole`: held ones, cut like the shard, or those of the whole."""
     operand, held = side
     mesh, placements = whole.device_mesh, whole.placements
     if operand is None:

@@ -1,7 +1,7 @@
 """A converted layer whose weight is sharded, as it was in training: each rank holds the codes and scales of its shard.
 
 The weight is a DTensor over `PackedTensor`s, with the mesh and the placements that the float weight had, so a converted
-model takes 1/ranks of the packed bytes and no rank ever holds a float weight whole. What forward does depends on the
+model takes 1/ranks of the packed bytes and no rank ever holds a float weight whole. Forward depends on the
 input:
 
 - a DTensor (tensor parallelism): each rank multiplies its shard, exactly as the prepared layer did (`sharding.linear`);

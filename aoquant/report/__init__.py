@@ -138,7 +138,7 @@ def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool
 
     Raises:
         ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that
-        a model does not take.
+            a model does not take.
     """
     if not isinstance(batch, Tensor | tuple | list | Mapping):
         raise ValueError(f"batch must be a tensor, a tuple or list, or a dict, got {type(batch).__name__}")
@@ -183,7 +183,7 @@ def verify(
 
     Raises:
         ValueError: naming the worst layers; or layers that this batch does not run, or that could not be compared
-        here, unless allow_not_run.
+            here, unless allow_not_run.
     """
     found = report(prepared, converted, batch, progress=False)
     exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers)

@@ -1,6 +1,7 @@
 """Rows of stacked experts: one for each parameter that is prepared or packed in either model.
 
-Weights are compared parameter by parameter, over all experts. The output is the module's: both parameters take part in it, so their rows share it.
+Weights are compared parameter by parameter, over all experts. The output is the module's: both parameters take part in
+it, so their rows share it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formats for gradients on a GPU: Triton's bytes and the CUDA reference's are the CPU's, and a training step never waits for the device."""
+"""Formats for gradients on a GPU: Triton and the CUDA reference give the CPU's bytes; no step waits for the device."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_bytes_are_the_cpus(name: str, dtype: torch.dtype, across: bool) -> None
             random = Random(STATE.cuda(), side)
             request = CodecRequest("quantize", f, torch.device("cuda"), dtype, *x.shape)
             assert dict(explain(request))["triton"] == "runs"
-            triton = codec.quantize(f, laid_out(x, across), dtype, operand=True, keep=True, random=random)
+            triton = codec.encode_with_values(f, laid_out(x, across), dtype, operand=True, keep=True, random=random)
             with backend("reference"):
-                reference = codec.quantize(f, x.cuda(), dtype, operand=True, keep=True, random=random)
+                reference = codec.encode_with_values(f, x.cuda(), dtype, operand=True, keep=True, random=random)
             for what, got in (("triton", triton), ("reference", reference)):
                 e = got.encoded
                 assert torch.equal(e.codes.cpu(), want.codes), f"{what} codes, {kind}"
@@ -95,7 +95,9 @@ def test_parts_draw_the_bytes_of_the_whole(name: str, across: bool) -> None:
         at = place.rows.places(r, x.device).unsqueeze(1), place.columns.places(c, x.device)
         given = None if whole.outer is None or "mxfp4" in name else whole.outer.cuda()
         random = Random(STATE.cuda(), 2, place)
-        got = codec.quantize(f, laid_out(x[at], across), BF16, operand=True, keep=True, measured=given, random=random)
+        got = codec.encode_with_values(
+            f, laid_out(x[at], across), BF16, operand=True, keep=True, measured=given, random=random
+        )
         assert same(got.values, wanted[at]), str(place)
         assert same(got.alpha, whole.outer), str(place)
 

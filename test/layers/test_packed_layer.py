@@ -350,3 +350,29 @@ def test_threads_give_the_tokens_of_one() -> None:
         for i, y in enumerate(made):
             assert_equal(y, want[i % len(xs)])
     assert len(found) == 2
+
+
+def test_what_a_compiler_sees_leaves_autocast_and_odd_shapes_to_the_general_path() -> None:
+    module, x = packed("nvfp4-act").float(), data("normal", 3, BY_NAME["nvfp4-act"].k, torch.float32)
+    with torch.no_grad():
+        assert_equal(module._traced(x), general(module, x))
+        with torch.autocast("cpu", BF16):
+            assert module._traced(x).dtype == BF16
+            assert_equal(module._traced(x), general(module, x))
+        for odd in (x[0, 0], x[:, :-1]):
+            with pytest.raises(ValueError, match="K = "):
+                module._traced(odd)
+
+
+def test_plans_answer_ordinary_calls_alone() -> None:
+    module = packed("nvfp4-act")
+    plan, x = module.weight.plan, data("normal", 3, BY_NAME["nvfp4-act"].k, BF16)
+    with torch.no_grad():
+        y = plan.product(x, None)
+        assert y is not None and plan.ordinary
+        assert_equal(y, F.linear(x, module.weight))
+        assert_equal(plan.product(x[:0], None), F.linear(x, module.weight)[:0])
+        assert plan.product(x[0, 0], None) is None and plan.product(x[:, :-1], None) is None
+        with torch.autocast("cpu", torch.float16):
+            assert plan.product(x, None) is None
+        assert plan.product(x, None) is not None

@@ -239,6 +239,25 @@ def test_hqq_stops_for_good_when_the_error_falls_no_more(name: str, inner: torch
     assert len(found) > 1 and min(found) < 20
 
 
+def test_hqq_stops_after_one_iteration_where_the_mean_error_is_above_ten_thousand() -> None:
+    x = torch.randn(4, 64)
+    x[0, :32] *= 1.6e6
+    scale, zero, iterations = hqq_by_definition(x, 32, F32)
+    e = get_format("int4-tinygemm-cpu-hqq-g32").encode(x)
+    assert iterations == 1 and e.scale is not None and e.zero is not None
+    assert torch.equal(e.scale.flatten(), scale.flatten()) and torch.equal(e.zero.flatten(), zero.flatten())
+
+
+def test_hqq_scale_only_saturates_half_a_step_beyond_the_largest_code() -> None:
+    x = torch.randn(4, 64) ** 3
+    x[2] *= -1
+    fmt = get_format("intx4-g32-hqq")
+    e = fmt.encode(x)
+    assert e.scale is not None
+    codes = x / e.scale.repeat_interleave(32, 1)
+    assert torch.equal(fmt.saturated(x, e), (codes < -8.5) | (codes > 7.5)) and 0 < fmt.saturated(x, e).sum() < 32
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_tinygemm_cpu_bytes_are_torchaos(group: int, dtype: torch.dtype) -> None:
