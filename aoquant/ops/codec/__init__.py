@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, Operand, Random, as_operand
+from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_operand
 from aoquant.transforms import RoundedHadamard
 
 from ..router import CodecRequest, Quantized, register, routed
@@ -95,7 +95,8 @@ def _rounded_first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
     """
     if not isinstance(operand.transform, RoundedHadamard):
         return operand, x_RK
-    return Operand(operand.format), operand.transformed(x_RK)
+    exact = Operand(HighPrecision(), operand.transform.exact)
+    return Operand(operand.format), transform(exact, x_RK, None)
 
 
 def transform(
