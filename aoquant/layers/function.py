@@ -3,6 +3,7 @@
 forward:   1. encode the input, or take the codes of a layer that was given the same one   2. multiply: W is encoded on the way
            3. keep for backward what the gradients that are asked for will read (sides.py)
 backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
+           dy is encoded once where its two sides have the same codes (a square tile, or one scale for the tensor)
 
 Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to nothing. Behind a transform both
 GEMMs multiply in the transformed domain, where the codes are. What was clipped there is masked there, and gradients are pulled back: dx = dx' T,
@@ -95,16 +96,19 @@ class QuantizedLinear(torch.autograd.Function):
         dx: Tensor | None = None
         dw: Tensor | None = None
         db = dx_scale = dw_scale = None
+        both = (needs.x or needs.x_scale) and (needs.w or needs.w_scale)
+        grad_q = _shared_grad(grad_MN, recipe) if both else None
 
         if needs.x or needs.x_scale:
-            dx, clipped = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, ctx.random), saved.clipped
+            dx = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, ctx.random, grad_q)
+            clipped = saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
                 clipped = ops.saturated(x, x_as, x_held)
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
         if needs.w or needs.w_scale:
-            dw = recipe.input_side.wgrad(grad_MN, x, x_held, ctx.random)
+            dw = recipe.input_side.wgrad(grad_MN, x, x_held, ctx.random, grad_q)
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
             if needs.w:
@@ -170,6 +174,14 @@ def multiply(
         clipped=ops.saturated(x_MK, x_as, x_held) if clips and x_as is not None else None,
     )
     return y, saved
+
+
+def _shared_grad(grad_MN: Tensor, recipe: LinearRecipe) -> Encoded | None:
+    """dy's codes, where dgrad reads them and wgrad their transpose; None where each encodes its own."""
+    operand = recipe.dgrad_grad_output
+    if not recipe.shares_grad or operand is None or grad_MN.shape[1] % recipe.weight_side.multiple:
+        return None
+    return ops.encode(grad_MN, operand)
 
 
 def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRecipe, given: Given) -> Tensor | Encoded:

@@ -16,13 +16,14 @@ save="hp" keeps values alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
+from aoquant.layers import law
 
 SAVES = ("row", "col", "hp")
 
@@ -80,20 +81,40 @@ class Side:
                 return cls("rows", forward, grad_as, backward)
         return cls("values", None if original and save != "row" else forward, grad_as, backward)
 
-    @property
+    @cached_property
+    def contract(self) -> str:
+        """Of the backward GEMM."""
+        return law.contract(self.grad_as, self.backward)
+
+    @cached_property
     def multiple(self) -> int:
         """Columns are padded to a multiple of it."""
         assert self.grad_as is not None and self.backward is not None
-        return lcm(self.grad_as.period, self.backward.period)
+        return ops.contraction(self.grad_as, self.backward, self.contract)
 
-    def columns(self, x_MK: Tensor, rows: Tensor | Encoded) -> Encoded:
-        """The column side of x, whose codes in forward are `rows`."""
+    def columns(self, x_RK: Tensor, rows: Tensor | Encoded) -> Encoded:
+        """The column side of x, or of a weight, whose codes in forward are `rows`."""
         assert self.backward is not None
         if isinstance(rows, Encoded) and self.forward is not None:
-            x_MK = ops.decode(rows, self.forward, x_MK.dtype)
-        made = ops.encode_columns(x_MK, self.backward, self.multiple)
-        m = x_MK.shape[0]
-        return Encoded(*made, k=m + -m % self.multiple)
+            x_RK = ops.decode(rows, self.forward, x_RK.dtype)
+        return self._padded(ops.encode_columns(x_RK, self.backward, self.multiple), x_RK.shape[0])
+
+    def made(self, kept: Tensor | Encoded, held: Scales | None, dtype: torch.dtype) -> Encoded:
+        """The backward GEMM's operand, from what forward kept; values that the forward made come back in `dtype`."""
+        if isinstance(kept, Tensor):
+            kept = kept.reshape(-1, kept.shape[-1])
+            return self.columns(kept.to(dtype), kept if self.forward is None else ops.encode(kept, self.forward, held))
+        if self.keeps == "square":
+            return self.transposed(kept, self.backward)
+        return kept if self.keeps == "columns" else self.columns(kept.codes.new_empty(0, dtype=dtype), kept)
+
+    def transposed(self, e: Encoded, operand: Operand | None) -> Encoded:
+        """The column side of what e encodes in a square format."""
+        assert operand is not None
+        return self._padded(ops.transposed(e, operand, self.multiple), e.codes.shape[0])
+
+    def _padded(self, made: ops.Columns, rows: int) -> Encoded:
+        return Encoded(*made, k=rows + -rows % self.multiple)
 
     def dgrad(
         self,
@@ -102,22 +123,40 @@ class Side:
         held: Scales | None,
         measured: Tensor | None,
         random: Tensor | None,
+        grad: Encoded | None = None,
     ) -> Tensor:
-        """dx (M, K), from what was kept of the weight."""
+        """dx (M, K), from what was kept of the weight. grad: dy's codes, where both backward GEMMs share them."""
         along_n = self.grad_as, self.backward
-        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, self.keeps == "square")
+        if grad is not None:
+            return self._product(grad, self.made(w, held, grad_MN.dtype), grad_MN.dtype)
+        square = self.keeps == "square"
+        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, square, self.contract)
 
-    def wgrad(self, grad_MN: Tensor, x: Tensor | Encoded, held: Scales | None, random: Tensor | None) -> Tensor:
+    def wgrad(
+        self,
+        grad_MN: Tensor,
+        x: Tensor | Encoded,
+        held: Scales | None,
+        random: Tensor | None,
+        grad: Encoded | None = None,
+    ) -> Tensor:
         """dW (N, K), from what was kept of the input."""
+        if grad is not None:
+            columns = self.transposed(grad, self.grad_as)
+            return self._product(columns, self.made(x, held, grad_MN.dtype), grad_MN.dtype)
         if self.keeps == "columns":
             assert isinstance(x, Encoded) and self.grad_as is not None and self.backward is not None
-            return ops.wgrad_of_columns(grad_MN, x, self.grad_as, self.backward, random)
+            return ops.wgrad_of_columns(grad_MN, x, self.grad_as, self.backward, random, self.contract)
         if isinstance(x, Tensor) and self.forward is None:
             x = x.reshape(-1, x.shape[-1])
             if self.backward is None:
                 return grad_MN.t() @ x
         square = self.keeps == "square"
-        return ops.wgrad(grad_MN, x, self.forward, held, self.grad_as, self.backward, random, square)
+        return ops.wgrad(grad_MN, x, self.forward, held, self.grad_as, self.backward, random, square, self.contract)
+
+    def _product(self, grad: Encoded, other: Encoded, dtype: torch.dtype) -> Tensor:
+        assert self.grad_as is not None and self.backward is not None
+        return ops.product(grad, other, self.grad_as, self.backward, self.contract, dtype)
 
 
 def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:

@@ -4,8 +4,8 @@ dgrad contracts N and wgrad contracts the rows of the batch, so an operand of ba
 forward's, of another axis: of the value that forward multiplied (the decoded weight, the decoded input), so that
 backward differentiates the function that forward computed, as Quartet and Quartet II do; or of the original, which
 loses less. Square tiles and a scale of the whole tensor are the exception: there the other axis has the transposed
-codes, and nothing is encoded again. Both operands are padded with zeros, which are inert, to what their formats take
-together. The product itself is the forward's: the contract "aoquant" on whatever backend runs it.
+codes, and nothing is encoded again. Both operands are padded with zeros, which are inert, to what their formats and
+their kernel take together. The product itself is a forward's: a contract, on whatever backend keeps it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,19 @@ from .call import Call
 from .router import Quantized
 
 
+def contraction(a_as: Operand, b_as: Operand, contract: str) -> int:
+    """The multiple to which the axis that a GEMM contracts is padded; FP8 tensor cores read 16 codes at once."""
+    return lcm(a_as.period, b_as.period, 1 if contract == "aoquant" else 16)
+
+
 def product(
-    a_RC: Tensor, b_SC: Tensor | Encoded, a_as: Operand, b_as: Operand, state: Tensor | None, side: int
+    a_RC: Tensor,
+    b_SC: Tensor | Encoded,
+    a_as: Operand,
+    b_as: Operand,
+    state: Tensor | None,
+    side: int,
+    contract: str = "aoquant",
 ) -> Tensor:
     """(R, S) = a b^T in a's dtype, both operands quantised along C, R and S rows of any number.
 
@@ -34,7 +45,10 @@ def product(
     rows, columns = a_RC.shape[0], (b_SC.codes if isinstance(b_SC, Encoded) else b_SC).shape[0]
     if not a_RC.numel() or not columns:
         return a_RC.new_zeros(rows, columns)
-    multiple = lcm(a_as.period, b_as.period)
+    multiple = contraction(a_as, b_as, contract)
+    if contract != "aoquant":  # codes are what its kernel reads
+        encoded = b_SC if isinstance(b_SC, Encoded) else codec.encode(b_as, _padded(b_SC, multiple))
+        return of_codes(codec.encode(a_as, _padded(a_RC, multiple)), encoded, a_as, b_as, contract, a_RC.dtype)
     a = _quantized(a_RC, a_as, multiple, state, side, a_RC.dtype)
     if isinstance(b_SC, Encoded):
         values = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
@@ -42,8 +56,13 @@ def product(
     else:
         b = _quantized(b_SC, b_as, multiple, state, side + 1, a_RC.dtype)
     assert a.encoded is not None and b.encoded is not None
-    call = Call("aoquant", a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
+    call = Call(contract, a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
     return call.run()
+
+
+def of_codes(a: Encoded, b: Encoded, a_as: Operand, b_as: Operand, contract: str, dtype: torch.dtype) -> Tensor:
+    """(R, S) = a b^T in `dtype`, both encoded along C and padded alike."""
+    return Call(contract, a, a_as, b, b_as, None, [a.codes.shape[0]], dtype).run()
 
 
 def columns(x_RC: Tensor, operand: Operand, multiple: int) -> Encoded:
