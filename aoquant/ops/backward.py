@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aoquant.formats import Encoded, Operand, Random, layout
+from aoquant.formats import Encoded, Operand, Random
 
 from . import codec
 from .call import Call
@@ -74,10 +74,8 @@ def columns(x_RC: Tensor, operand: Operand, multiple: int) -> Encoded:
 
 def transposed(e: Encoded, operand: Operand, multiple: int) -> Encoded:
     """The codes (C, R) of x^T, padded like `columns`, from those (R, C) of x, in a format that is `square`."""
-    format, (rows, padded) = operand.format, (e.codes.shape[0], -(-e.codes.shape[0] // multiple) * multiple)
-    byte = layout.unpack(e.codes, 4, e.k) if format.bits == 4 else e.codes.view(torch.uint8)
-    codes_CR = pad(byte.t(), (0, padded - rows)).contiguous()
-    codes = layout.pack(codes_CR, 4) if format.bits == 4 else codes_CR.view(e.codes.dtype)
+    format, padded = operand.format, -(-e.codes.shape[0] // multiple) * multiple
+    codes = codec.transposed(operand, e.codes.view(torch.uint8), e.k, padded).view(e.codes.dtype)
     scale = e.scale
     if scale is not None and format.block is not None:
         stored = scale.view(torch.uint8) if scale.element_size() == 1 else scale

@@ -1,4 +1,4 @@
-"""The codec: what is done to one matrix beside the GEMM, in six roles for which backends compete in the router.
+"""The codec: what is done to one matrix beside the GEMM, in seven roles for which backends compete in the router.
 
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM
@@ -6,6 +6,7 @@
     transform x -> what a transformed operand rounds of it, or a gradient back
     rotate    x -> x after a rotation by drawn signs
     saturate  x -> which of its values are clipped, a bit each
+    transpose codes of x -> codes of x^T, in a square format
 
 A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
 time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's. A forced
@@ -35,6 +36,7 @@ __all__ = [
     "quantize",
     "saturated",
     "transform",
+    "transposed",
 ]
 
 register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS)
@@ -114,3 +116,10 @@ def saturated(operand: Operand | Format, x_RK: Tensor, matrix: Tensor | None = N
     """
     operand, (rows, k) = as_operand(operand), x_RK.shape
     return routed(CodecRequest, "saturate", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, matrix)
+
+
+def transposed(operand: Operand, codes: Tensor, k: int, padded: int) -> Tensor:
+    """uint8 codes (R, bytes of k) of a square format -> (k, bytes of padded), those of the transpose, zero behind R."""
+    request = CodecRequest, "transpose", operand, codes.device, torch.uint8, codes.shape[0], k
+    made: Tensor = routed(*request).run(codes, k, padded, operand.format.bits)
+    return made

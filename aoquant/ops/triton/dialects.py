@@ -257,7 +257,7 @@ def _launch(
 def decode(format: MXFP4Dialect | NVFP4Dialect, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
     assert e.scale is not None
-    if format.tile_rows > 1:
+    if isinstance(format, NVFP4Dialect) and format.tile > 1:
         return tiles.decode(format, e, dtype, operand)
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)

@@ -102,8 +102,8 @@ def _encoder(format: TEFloat8, rows: int, k: int, codes: bool, values: str) -> L
         "ELEMENT": format.element, "CODES": codes, "VALUES": values, **NO_FUSION,
     }  # fmt: skip
     if format.per == "tensor":
-        grid = (triton.cdiv(rows * k, TILE),)
-        return Launch(_encode_tensor, grid, n=rows * k, B=TILE, N_PARTIALS=PARTIALS, **constants)
+        programs = (triton.cdiv(rows * k, TILE),)
+        return Launch(_encode_tensor, programs, n=rows * k, B=TILE, N_PARTIALS=PARTIALS, **constants)
     tall = format.rows > 1
     if not tall:
         rows, k = rows * k // WIDTH, WIDTH

@@ -8,6 +8,7 @@ tile. te-nvfp4's outer scale is the absmax of the tensor, which a pass before it
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -39,7 +40,7 @@ from .launch import PLANS, Launch
 
 SIDE_BY_SIDE = {16: 8, 32: 4}  # tiles of a program: 128 columns
 WARPS = {16: 2, 32: 4}
-NO_FUSION = {"enable_fp_fusion": False}
+NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -138,12 +139,12 @@ def _element(format: MXSquare | NVFP4Dialect) -> str:
     return format.element if isinstance(format, MXSquare) else "e2m1"
 
 
-def _common(format: MXSquare | NVFP4Dialect, rows: int, k: int) -> tuple[tuple[int, int], dict[str, int | str | float | bool]]:
+def _common(format: MXSquare | NVFP4Dialect, rows: int, k: int) -> tuple[tuple[int, int], dict[str, Any]]:
     """(the grid, arguments of both kernels)."""
     t = format.tile_rows
     n = SIDE_BY_SIDE[t]
-    arguments = {"rows": rows, "k": k, "ELEMENT": _element(format), "POST": reciprocal(NVFP4_TOP), "T": t, "N": n}
-    return (triton.cdiv(rows, t), triton.cdiv(k, t * n)), {**arguments, "num_warps": WARPS[t], **NO_FUSION}
+    arguments = {"rows": rows, "k": k, "ELEMENT": _element(format), "T": t, "N": n, "num_warps": WARPS[t]}
+    return (triton.cdiv(rows, t), triton.cdiv(k, t * n)), {**arguments, "POST": reciprocal(NVFP4_TOP), **NO_FUSION}
 
 
 @lru_cache(PLANS)
