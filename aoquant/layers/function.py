@@ -14,6 +14,7 @@ A side that no GEMM will read (a frozen weight, an input without gradient) is ne
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
+from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
@@ -31,7 +33,7 @@ class Given(NamedTuple):
 
     recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer holds; a learned scale is
     an argument. random: the state of its random numbers, advanced by one in backward. shared, columns: where another layer's codes of x, and
-    its column side, may be.
+    its column side, may be. fixed: keeps the codes of w for further calls.
     """
 
     recipe: str
@@ -41,6 +43,7 @@ class Given(NamedTuple):
     random: Tensor | None = None
     shared: SharedInput | None = None
     columns: SharedInput | None = None
+    fixed: FixedWeight | None = None
 
 
 class Needs(NamedTuple):
@@ -77,6 +80,7 @@ class QuantizedLinear(torch.autograd.Function):
         y, saved = multiply(x, w, bias, given, needs)
         keep(ctx, saved)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
+        ctx.fixed = given.fixed
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -100,7 +104,8 @@ class QuantizedLinear(torch.autograd.Function):
         grad_q = _shared_grad(grad_MN, recipe) if both else None
 
         if needs.x or needs.x_scale:
-            dx = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, ctx.random, grad_q)
+            columns = _fixed_columns(ctx.fixed, recipe, w, w_held, grad.dtype)
+            dx = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, ctx.random, grad_q, columns)
             clipped = saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
@@ -147,10 +152,12 @@ def multiply(
 
     # 2. The product. On a GPU the GEMM makes what it reads of W in one pass; elsewhere, or under held scales, W is encoded first.
     dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
-    keeps_w = dgrad and w is not None and recipe.weight_side.keeps != "values"
+    keeps_w = dgrad and w is not None and recipe.weight_side.keeps_codes(fixed=given.fixed is not None)
     w_q = given.packed if w is None else w
     assert w_q is not None
-    if w is not None and (w_held is not None or keeps_w or not one_pass(w)):
+    if w is not None and given.fixed is not None:
+        w_q = given.fixed.rows(w, functools.partial(ops.encode, w, w_as, w_held))
+    elif w is not None and (w_held is not None or keeps_w or not one_pass(w)):
         w_q = ops.encode(w, w_as, w_held)
     lead, strides = list(x.shape[:-1]), None
     if x_as is not None and contract == "dequantize" and not x.is_contiguous():
@@ -182,6 +189,16 @@ def _shared_grad(grad_MN: Tensor, recipe: LinearRecipe) -> Encoded | None:
     if not recipe.shares_grad or operand is None or grad_MN.shape[1] % recipe.weight_side.multiple:
         return None
     return ops.encode(grad_MN, operand)
+
+
+def _fixed_columns(
+    fixed: FixedWeight | None, recipe: LinearRecipe, w: Any, held: Scales | None, dtype: torch.dtype
+) -> Encoded | None:
+    """The column side of a fixed weight; None where it is drawn anew, or is in high precision."""
+    side = recipe.weight_side
+    if fixed is None or side.backward is None or side.backward.draws:
+        return None
+    return fixed.columns(dtype, functools.partial(side.made, w, held, dtype))
 
 
 def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRecipe, given: Given) -> Tensor | Encoded:

@@ -15,6 +15,7 @@ from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
 from aoquant.formats.operand import SCALES
 from aoquant.layers import shared_inputs
+from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back
 from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.parallel import linear as sharding
@@ -65,12 +66,14 @@ def quantized_linear(
     x_held: Scales | None = None,
     w_held: Scales | None = None,
     random: Tensor | None = None,
+    fixed: FixedWeight | None = None,
 ) -> Tensor:
     """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
 
     w: (N, K), encoded in the call (QAT), or encoded already (inference). x_held, w_held: what the layer holds where the recipe says static or
     learned, or fitted; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under autocast x and y take autocast's dtype;
     the weight is encoded from its stored dtype. random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
+    fixed: keeps the weight's codes for further calls.
 
     Raises:
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
@@ -97,7 +100,8 @@ def quantized_linear(
         if (reason := ops.input_error(recipe.contract, x.dtype, stored)) is not None:
             raise ValueError(reason)
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return multiply(x, w if packed is None else None, bias, Given(recipe.key, packed, x_held, w_held))[0]  # type: ignore[arg-type]
+        alone = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
+        return multiply(x, w if packed is None else None, bias, alone)[0]  # type: ignore[arg-type]
     shared = columns = None
     if packed is None and x_held is None:
         if recipe.fprop_input is not None:
@@ -110,7 +114,7 @@ def quantized_linear(
             x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
-    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns)
+    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from aoquant.formats import Encoded, Scales
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
+from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
 from aoquant.parallel.fsdp import swap_class
 
@@ -109,6 +110,7 @@ class QATLinear(QATLayer, nn.Linear):
 
     plain = nn.Linear
     calibrated: bool
+    fixed: FixedWeight | None = None  # inside `fixed_weights`
 
     @classmethod
     def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
@@ -183,7 +185,8 @@ class QATLinear(QATLayer, nn.Linear):
             recipe = self.prepared.recipe
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
-            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random)
+            fixed = None if torch.compiler.is_compiling() else self.fixed
+            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random, fixed)
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 

@@ -35,12 +35,14 @@ class Side:
     keeps: as above. forward: what fprop encodes it as; None where backward starts from the original, or fprop does not
         quantise it.
     grad_as, backward: the two operands of the backward GEMM.
+    reads_values: whether backward reads a weight itself for other reasons.
     """
 
     keeps: str
     forward: Operand | None
     grad_as: Operand | None
     backward: Operand | None
+    reads_values: bool = False
 
     @classmethod
     def of_input(
@@ -79,7 +81,8 @@ class Side:
                 return cls("square", None, grad_as, backward)
             if not original:
                 return cls("rows", forward, grad_as, backward)
-        return cls("values", None if original and save != "row" else forward, grad_as, backward)
+        made_of = None if original and save != "row" else forward
+        return cls("values", made_of, grad_as, backward, reads_values)
 
     @cached_property
     def contract(self) -> str:
@@ -92,6 +95,10 @@ class Side:
         assert self.grad_as is not None and self.backward is not None
         return ops.contraction(self.grad_as, self.backward, self.contract)
 
+    def keeps_codes(self, fixed: bool) -> bool:
+        """Whether forward keeps codes of a weight. fixed: they are there anyhow."""
+        return self.keeps != "values" or (fixed and self.forward is not None and not self.reads_values)
+
     def columns(self, x_RK: Tensor, rows: Tensor | Encoded) -> Encoded:
         """The column side of x, or of a weight, whose codes in forward are `rows`."""
         assert self.backward is not None
@@ -103,10 +110,16 @@ class Side:
         """The backward GEMM's operand, from what forward kept; values that the forward made come back in `dtype`."""
         if isinstance(kept, Tensor):
             kept = kept.reshape(-1, kept.shape[-1])
-            return self.columns(kept.to(dtype), kept if self.forward is None else ops.encode(kept, self.forward, held))
+            if self.forward is None:
+                return self.columns(kept, kept)
+            kept = ops.encode(kept, self.forward, held)
         if self.keeps == "square":
             return self.transposed(kept, self.backward)
-        return kept if self.keeps == "columns" else self.columns(kept.codes.new_empty(0, dtype=dtype), kept)
+        if self.keeps == "columns":
+            return kept
+        assert self.forward is not None
+        values = ops.decode(kept, self.forward, dtype)
+        return self.columns(values, values)
 
     def transposed(self, e: Encoded, operand: Operand | None) -> Encoded:
         """The column side of what e encodes in a square format."""
@@ -124,11 +137,19 @@ class Side:
         measured: Tensor | None,
         random: Tensor | None,
         grad: Encoded | None = None,
+        columns: Encoded | None = None,
     ) -> Tensor:
-        """dx (M, K), from what was kept of the weight. grad: dy's codes, where both backward GEMMs share them."""
+        """dx (M, K), from what was kept of the weight.
+
+        grad: dy's codes, where both backward GEMMs share them. columns: the weight's column side, where it is fixed.
+        """
         along_n = self.grad_as, self.backward
         if grad is not None:
-            return self._product(grad, self.made(w, held, grad_MN.dtype), grad_MN.dtype)
+            other = self.made(w, held, grad_MN.dtype) if columns is None else columns
+            return self._product(grad, other, grad_MN.dtype)
+        if columns is not None:
+            assert self.grad_as is not None and self.backward is not None
+            return ops.dgrad_of_columns(grad_MN, columns, self.grad_as, self.backward, random, self.contract)
         square = self.keeps == "square"
         return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, square, self.contract)
 
