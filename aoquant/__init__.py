@@ -31,6 +31,7 @@ from aoquant.config import (
 from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.hybrid import Cast, HybridConfig
+from aoquant.layers.fixed import fixed_weights
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import set_fake_quant, unprepare
@@ -80,6 +81,7 @@ __all__ = [
     "coverage",
     "explain",
     "export",
+    "fixed_weights",
     "get_format",
     "get_recipe",
     "list_formats",

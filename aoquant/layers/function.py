@@ -4,6 +4,7 @@ forward:   1. encode the input, or take the codes of a layer that was given the 
            2. multiply; W is encoded on the way
            3. keep for backward what the gradients that are asked for will read (sides.py)
 backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
+           dy is encoded once where its two sides have the same codes (a square tile, or one scale for the tensor)
 
 Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to
 nothing. Behind a transform both GEMMs multiply in the transformed domain, where the codes are. Clipped values are
@@ -15,6 +16,7 @@ A side that no GEMM will read (a frozen weight, an input without gradient) is ne
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.formats.random import of_rank
+from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
@@ -36,7 +39,8 @@ class Given(NamedTuple):
     recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer
     holds, but no learned scale, which is an argument. random: the state of its random numbers; backward adds one to
     the step. shared, columns: the places where layers with one input share its codes and its column side. parts:
-    that this rank has of the layer. rank: among those with other tokens, which draw other numbers.
+    that this rank has of the layer. rank: among those with other tokens, which draw other numbers. fixed: keeps
+    the codes of w for further calls.
     """
 
     recipe: str
@@ -46,6 +50,7 @@ class Given(NamedTuple):
     random: Tensor | None = None
     shared: SharedInput | None = None
     columns: SharedInput | None = None
+    fixed: FixedWeight | None = None
     parts: Shards | None = None
     rank: int = 0
 
@@ -85,6 +90,7 @@ class QuantizedLinear(torch.autograd.Function):
         keep(ctx, saved)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
         ctx.parts, ctx.rank = given.parts, given.rank
+        ctx.fixed = None if isinstance(w, GatheredWeight) else given.fixed
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
         ctx.w_columns = isinstance(w, GatheredWeight) and w.columns is not None
@@ -106,21 +112,21 @@ class QuantizedLinear(torch.autograd.Function):
         dx: Tensor | None = None
         dw: Tensor | None = None
         db = dx_scale = dw_scale = None
+        both = (needs.x or needs.x_scale) and (needs.w or needs.w_scale)
+        grad_q = _shared_grad(grad_MN, recipe) if both and ctx.parts is None else None
 
         if needs.x or needs.x_scale:
-            side, clipped = recipe.weight_side, saved.clipped
-            if ctx.w_columns:
-                assert side.grad_as is not None and side.backward is not None
-                dx = ops.dgrad_of_columns(grad_MN, w, side.grad_as, side.backward, random)
-            else:
-                dx = side.dgrad(grad_MN, w, w_held, saved.measured, random, ctx.parts)
+            side = recipe.weight_side
+            columns = w if ctx.w_columns else _fixed_columns(ctx.fixed, recipe, w, w_held, grad.dtype)
+            dx = side.dgrad(grad_MN, w, w_held, saved.measured, random, grad_q, columns, ctx.parts)
+            clipped = saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
                 clipped = ops.saturated(x, x_as, x_held)
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
         if needs.w or needs.w_scale:
-            dw = recipe.input_side.wgrad(grad_MN, x, x_held, random, ctx.parts)
+            dw = recipe.input_side.wgrad(grad_MN, x, x_held, random, grad_q, ctx.parts)
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
             if needs.w:
@@ -160,11 +166,13 @@ def multiply(
     # 2. The product. On a GPU the GEMM quantises W and makes its operand in one pass. Elsewhere, or under held scales,
     # W is encoded first.
     dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
-    keeps_w = dgrad and w is not None and recipe.weight_side.keeps != "values"
+    keeps_w = dgrad and w is not None and recipe.weight_side.keeps_codes(fixed=given.fixed is not None)
     w_q = given.packed if w is None else w
     assert w_q is not None
     if isinstance(w, GatheredWeight):
         w_q = w.rows
+    elif w is not None and given.fixed is not None:
+        w_q = given.fixed.rows(w, functools.partial(ops.encode, w, w_as, w_held))
     elif w is not None and (w_held is not None or keeps_w or not one_pass(w)):
         w_q = ops.encode(w, w_as, w_held)
     lead, strides = list(x.shape[:-1]), None
@@ -191,6 +199,24 @@ def multiply(
         clipped=ops.saturated(x_MK, x_as, x_held) if clips and x_as is not None else None,
     )
     return y, saved
+
+
+def _shared_grad(grad_MN: Tensor, recipe: LinearRecipe) -> Encoded | None:
+    """dy's codes, where dgrad reads them and wgrad their transpose; None where each encodes its own."""
+    operand = recipe.dgrad_grad_output
+    if not recipe.shares_grad or operand is None or grad_MN.shape[1] % recipe.weight_side.multiple:
+        return None
+    return ops.encode(grad_MN, operand)
+
+
+def _fixed_columns(
+    fixed: FixedWeight | None, recipe: LinearRecipe, w: Any, held: Scales | None, dtype: torch.dtype
+) -> Encoded | None:
+    """The column side of a fixed weight; None where it is drawn anew, or is in high precision."""
+    side = recipe.weight_side
+    if fixed is None or side.backward is None or side.backward.draws:
+        return None
+    return fixed.columns(dtype, functools.partial(side.made, w, held, dtype))
 
 
 def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRecipe, given: Given) -> Tensor | Encoded:

@@ -16,6 +16,7 @@ from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
 from aoquant.formats.operand import SCALES
 from aoquant.layers import shared_inputs
+from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back
 from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.parallel import linear as sharding
@@ -68,6 +69,7 @@ def quantized_linear(
     x_held: Scales | None = None,
     w_held: Scales | None = None,
     random: Tensor | None = None,
+    fixed: FixedWeight | None = None,
     parts: Shards | None = None,
     rank: int = 0,
 ) -> Tensor:
@@ -78,7 +80,7 @@ def quantized_linear(
     `sharding.linear`). Under autocast x and y take autocast's dtype; the weight is encoded from its stored dtype.
     random: the state of the layer's random numbers (`formats.Random`), where its backward draws. parts: of the
     layer that one rank has, for a quantised backward of it. rank: among those with other tokens, which draw other
-    numbers.
+    numbers. fixed: keeps the weight's codes for further calls.
 
     Raises:
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the
@@ -104,7 +106,8 @@ def quantized_linear(
         if (reason := ops.input_error(recipe.contract, x.dtype, stored)) is not None:
             raise ValueError(reason)
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return multiply(x, w if packed is None else None, bias, Given(recipe.key, packed, x_held, w_held))[0]  # type: ignore[arg-type]
+        alone = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
+        return multiply(x, w if packed is None else None, bias, alone)[0]  # type: ignore[arg-type]
     shared = columns = None
     if packed is None and x_held is None and parts is None:
         if recipe.fprop_input is not None:
@@ -117,7 +120,7 @@ def quantized_linear(
             x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
-    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, parts, rank)
+    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed, parts, rank)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 
 
@@ -164,4 +167,4 @@ def _on_shard(
     rank: int = 0,
 ) -> Tensor:
     """One rank's part of a layer whose weight is a DTensor."""
-    return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, parts, rank)
+    return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, None, parts, rank)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from aoquant.formats import Encoded, Scales
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
+from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
@@ -111,6 +112,7 @@ class QATLinear(QATLayer, nn.Linear):
     plain = nn.Linear
     calibrated: bool
     _data_rank: int | None = None
+    fixed: FixedWeight | None = None  # inside `fixed_weights`
 
     @classmethod
     def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
@@ -201,7 +203,8 @@ class QATLinear(QATLayer, nn.Linear):
             if random is not None and self._data_rank is None:
                 ranks.find()
             rank = self._data_rank or 0
-            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random, rank=rank)
+            fixed = None if torch.compiler.is_compiling() else self.fixed
+            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random, fixed, rank=rank)
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 

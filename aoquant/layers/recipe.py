@@ -211,6 +211,14 @@ class LinearRecipe:
         """Whether backward draws random numbers."""
         return any(f.draws for f in self.backward_operands)
 
+    @cached_property
+    def shares_grad(self) -> bool:
+        """Whether dgrad and wgrad read the same codes of dy, wgrad the transposed ones."""
+        dgrad, wgrad = self.dgrad_grad_output, self.wgrad_grad_output
+        if dgrad is None or wgrad is None or dgrad.name != wgrad.name or dgrad.transform is not None:
+            return False
+        return dgrad.format.square and not dgrad.draws
+
     @property
     def input_name(self) -> str:
         """Name of the input's operand, "" for high precision."""
@@ -222,6 +230,10 @@ class LinearRecipe:
         if self.backward_operands:
             dgrad = _names(self.dgrad_grad_output, self.dgrad_weight)
             backward = f", dgrad={dgrad}, wgrad={_names(self.wgrad_grad_output, self.wgrad_input)}"
+            contracts = {law.contract(self.dgrad_grad_output, self.dgrad_weight)}
+            contracts.add(law.contract(self.wgrad_grad_output, self.wgrad_input))
+            if contracts != {"aoquant"}:
+                backward += f", backward gemm={' and '.join(sorted(contracts))}"
         if self.save != "row":
             backward += f", weight from {self.weight_source}, input from {self.input_source}, saves {self.save}"
         return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}{backward}"

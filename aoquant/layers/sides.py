@@ -16,13 +16,14 @@ save="hp" keeps values alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
+from aoquant.layers import law
 from aoquant.ops import backward as gemms
 from aoquant.ops.linear import dgrad_of_parts, wgrad_of_column_parts, wgrad_of_parts
 from aoquant.parallel.shards import Shards
@@ -37,12 +38,14 @@ class Side:
     keeps: as above. forward: its operand in fprop; None where backward starts from the original, or fprop does not
         quantise it.
     grad_as, backward: the two operands of the backward GEMM.
+    reads_values: whether backward reads a weight itself for other reasons.
     """
 
     keeps: str
     forward: Operand | None
     grad_as: Operand | None
     backward: Operand | None
+    reads_values: bool = False
 
     @classmethod
     def of_input(
@@ -79,24 +82,55 @@ class Side:
                 return cls("square", None, grad_as, backward)
             if not original:
                 return cls("rows", forward, grad_as, backward)
-        return cls("values", None if original and save != "row" else forward, grad_as, backward)
+        made_of = None if original and save != "row" else forward
+        return cls("values", made_of, grad_as, backward, reads_values)
 
-    @property
+    @cached_property
+    def contract(self) -> str:
+        """Of the backward GEMM."""
+        return law.contract(self.grad_as, self.backward)
+
+    @cached_property
     def multiple(self) -> int:
         """Columns are padded to a multiple of it."""
         assert self.grad_as is not None and self.backward is not None
-        return lcm(self.grad_as.period, self.backward.period)
+        return ops.contraction(self.grad_as, self.backward, self.contract)
 
-    def columns(self, x_MK: Tensor, rows: Tensor | Encoded, parts: Shards | None = None) -> Encoded:
-        """The column side of x, whose codes in forward are `rows`. parts: that this rank has of the layer."""
+    def keeps_codes(self, fixed: bool) -> bool:
+        """Whether forward keeps codes of a weight. fixed: they are there anyhow."""
+        return self.keeps != "values" or (fixed and self.forward is not None and not self.reads_values)
+
+    def columns(self, x_RK: Tensor, rows: Tensor | Encoded, parts: Shards | None = None) -> Encoded:
+        """The column side of x, or of a weight, whose codes in forward are `rows`. parts: of x, that this rank has."""
         assert self.backward is not None
         if isinstance(rows, Encoded) and self.forward is not None:
-            x_MK = ops.decode(rows, self.forward, x_MK.dtype)
+            x_RK = ops.decode(rows, self.forward, x_RK.dtype)
         if parts is not None:
-            return gemms.columns(x_MK, self.backward, self.multiple, parts.wgrad.b)
-        made = ops.encode_columns(x_MK, self.backward, self.multiple)
-        m = x_MK.shape[0]
-        return Encoded(*made, k=m + -m % self.multiple)
+            return gemms.columns(x_RK, self.backward, self.multiple, parts.wgrad.b)
+        return self._padded(ops.encode_columns(x_RK, self.backward, self.multiple), x_RK.shape[0])
+
+    def made(self, kept: Tensor | Encoded, held: Scales | None, dtype: torch.dtype) -> Encoded:
+        """The backward GEMM's operand, from what forward kept; values that the forward made come back in `dtype`."""
+        if isinstance(kept, Tensor):
+            kept = kept.reshape(-1, kept.shape[-1])
+            if self.forward is None:
+                return self.columns(kept, kept)
+            kept = ops.encode(kept, self.forward, held)
+        if self.keeps == "square":
+            return self.transposed(kept, self.backward)
+        if self.keeps == "columns":
+            return kept
+        assert self.forward is not None
+        values = ops.decode(kept, self.forward, dtype)
+        return self.columns(values, values)
+
+    def transposed(self, e: Encoded, operand: Operand | None) -> Encoded:
+        """The column side of what e encodes in a square format."""
+        assert operand is not None
+        return self._padded(ops.transposed(e, operand, self.multiple), e.codes.shape[0])
+
+    def _padded(self, made: ops.Columns, rows: int) -> Encoded:
+        return Encoded(*made, k=rows + -rows % self.multiple)
 
     def dgrad(
         self,
@@ -105,14 +139,28 @@ class Side:
         held: Scales | None,
         measured: Tensor | None,
         random: Tensor | None,
+        grad: Encoded | None = None,
+        columns: Encoded | None = None,
         parts: Shards | None = None,
     ) -> Tensor:
-        """dx (M, K), from what was kept of the weight."""
+        """dx (M, K), from what was kept of the weight.
+
+        grad: dy's codes, where both backward GEMMs share them. columns: the weight's column side, where it is fixed or
+            gathered. parts: that this rank has of the layer.
+        """
         along_n = self.grad_as, self.backward
+        if grad is not None:
+            other = self.made(w, held, grad_MN.dtype) if columns is None else columns
+            return self._product(grad, other, grad_MN.dtype)
+        if columns is not None:
+            assert self.grad_as is not None and self.backward is not None
+            return ops.dgrad_of_columns(grad_MN, columns, self.grad_as, self.backward, random, self.contract)
+        square, contract = self.keeps == "square", self.contract
         if parts is not None:
-            square = self.keeps == "square"
-            return dgrad_of_parts(grad_MN, w, self.forward, held, measured, *along_n, random, square, parts.dgrad)
-        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, self.keeps == "square")
+            return dgrad_of_parts(
+                grad_MN, w, self.forward, held, measured, *along_n, random, square, contract, parts.dgrad
+            )
+        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, square, contract)
 
     def wgrad(
         self,
@@ -120,23 +168,32 @@ class Side:
         x: Tensor | Encoded,
         held: Scales | None,
         random: Tensor | None,
+        grad: Encoded | None = None,
         parts: Shards | None = None,
     ) -> Tensor:
         """dW (N, K), from what was kept of the input."""
+        if grad is not None:
+            columns = self.transposed(grad, self.grad_as)
+            return self._product(columns, self.made(x, held, grad_MN.dtype), grad_MN.dtype)
         if self.keeps == "columns":
             assert isinstance(x, Encoded) and self.grad_as is not None and self.backward is not None
+            pair = x, self.grad_as, self.backward
             if parts is not None:
-                return wgrad_of_column_parts(grad_MN, x, self.grad_as, self.backward, random, parts.wgrad)
-            return ops.wgrad_of_columns(grad_MN, x, self.grad_as, self.backward, random)
+                return wgrad_of_column_parts(grad_MN, *pair, random, self.contract, parts.wgrad)
+            return ops.wgrad_of_columns(grad_MN, *pair, random, self.contract)
         if isinstance(x, Tensor) and self.forward is None:
             x = x.reshape(-1, x.shape[-1])
             if self.backward is None:
                 return grad_MN.t() @ x
         square = self.keeps == "square"
+        how = self.grad_as, self.backward, random, square, self.contract
         if parts is not None:
-            operands = self.grad_as, self.backward
-            return wgrad_of_parts(grad_MN, x, self.forward, held, *operands, random, square, parts.wgrad)
-        return ops.wgrad(grad_MN, x, self.forward, held, self.grad_as, self.backward, random, square)
+            return wgrad_of_parts(grad_MN, x, self.forward, held, *how, parts.wgrad)
+        return ops.wgrad(grad_MN, x, self.forward, held, *how)
+
+    def _product(self, grad: Encoded, other: Encoded, dtype: torch.dtype) -> Tensor:
+        assert self.grad_as is not None and self.backward is not None
+        return ops.product(grad, other, self.grad_as, self.backward, self.contract, dtype)
 
 
 def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:

@@ -15,13 +15,25 @@ Everything that rounds runs inside an op, and `router` says on which backend.
 from __future__ import annotations
 
 from . import codec, router
+from .backward import contraction
 from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import schemas
 from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
-from .linear import Columns, bgrad, dgrad, dgrad_of_columns, encode_columns, scaled_mm, wgrad, wgrad_of_columns
+from .linear import (
+    Columns,
+    bgrad,
+    dgrad,
+    dgrad_of_columns,
+    encode_columns,
+    product,
+    scaled_mm,
+    transposed,
+    wgrad,
+    wgrad_of_columns,
+)
 from .lookup import embedding, embedding_grad
 from .router import Backend, CodecRequest, Request, backend, backend_names, code_readers, explain, register
 
@@ -37,6 +49,7 @@ __all__ = [
     "bgrad",
     "code_readers",
     "codec",
+    "contraction",
     "decode",
     "dgrad",
     "dgrad_of_columns",
@@ -50,6 +63,7 @@ __all__ = [
     "gemm_request",
     "input_error",
     "masked",
+    "product",
     "pull_back",
     "reads",
     "register",
@@ -58,6 +72,7 @@ __all__ = [
     "scale_grad",
     "scaled_mm",
     "schemas",
+    "transposed",
     "wgrad",
     "wgrad_of_columns",
 ]

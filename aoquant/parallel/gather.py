@@ -42,7 +42,8 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
     filter_fn: (module, name) -> bool, which layers; by default all.
 
     Returns:
-        For each prepared layer that FSDP2 shards, what a pass gathers: "rows", "rows and columns", or "bf16: ..." and why.
+        For each prepared layer that FSDP2 shards, what a pass gathers: "rows", "rows and columns", or "bf16: ..." and
+            why.
 
     Raises:
         ValueError: a rank's rows would cut through a tile or a block; found from shapes, on every rank alike, before
@@ -170,7 +171,7 @@ class Gathering:
         return buffer
 
     def received(self, buffers: Tensor, out: GatheredWeight | None) -> tuple[GatheredWeight, list[Tensor]] | None:
-        """The weight and its tensors, from the buffers of all ranks one after the other; written into `out`, if given."""
+        """The weight and its tensors, from the buffers of all ranks in a row; written into `out`, if given."""
         buffers_RL = buffers.view(-1, self.length)
         rows, columns = self.rows.read(buffers_RL), [] if self.columns is None else self.columns.read(buffers_RL)
         if out is not None:

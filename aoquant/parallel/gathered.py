@@ -63,8 +63,8 @@ class Side:
         dtype: torch.dtype,
         begin: int,
     ) -> Side:
-        """Of a matrix of shape `whole` and `dtype`, of which a rank has a `part`, cut along dimension `grows`; from byte
-        `begin` of its buffer.
+        """Of a matrix of shape `whole` and `dtype`, of which a rank has a `part`, cut along dimension `grows`; from
+        byte `begin` of its buffer.
         """
         twice = tuple(2 * s if d == grows else s for d, s in enumerate(part))
         planned = (operand.planned(torch.empty(s, dtype=dtype, device="meta"))[:4] for s in (part, whole, twice))

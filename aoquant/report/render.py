@@ -27,12 +27,15 @@ _HEADS = {
     "bits_per_weight": "bits",
     "weight_sqnr_db": "weight dB",
     "output_sqnr_db": "output dB",
+    "input_gradient_sqnr_db": "dx dB",
+    "weight_gradient_sqnr_db": "dW dB",
     "backend": "backend",
     "saturated_share": "saturated",
     "floored_share": "floored",
     "bytes": "bytes",
     "warning": "warning",
 }
+_WORDS = ("fqn", "shape", "format", "activation", "batch_invariant", "backend", "warning")
 
 
 def db(value: float | None) -> str:
@@ -49,9 +52,11 @@ def first(lines: Sequence[str], count: int = 10) -> str:
 def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) -> str:
     """A table, what stays float, and a line of totals."""
     tabulate = _need("tabulate", "cli").tabulate
-    cells = [[_cell(name, getattr(row, name)) for name in _HEADS] for row in rows]
-    align = ["left", "left", "left", "left", "left", *["right"] * 3, "left", *["right"] * 3, "left"]
-    table = tabulate(cells, list(_HEADS.values()), tablefmt="github", colalign=align, disable_numparse=True)
+    measured = any(row.input_gradient_sqnr_db is not None for row in rows)
+    heads = {name: head for name, head in _HEADS.items() if measured or "gradient" not in name}
+    cells = [[_cell(name, getattr(row, name)) for name in heads] for row in rows]
+    align = ["left" if name in _WORDS else "right" for name in heads]
+    table = tabulate(cells, list(heads.values()), tablefmt="github", colalign=align, disable_numparse=True)
     before, after = totals["model_bytes"]
     return (
         f"{table}\n\n{coverage}.{_float(coverage)}\n\n"

@@ -39,7 +39,7 @@ class Row:
     bytes: of the quantised weight as it is stored, or as convert will store it. *_sqnr_db: of b against a. backend:
     what ran the GEMMs. batch_invariant: whether a token's codes are the same in any batch; None for torchao's tensors.
     saturated_share: of the weight's values. floored_share: of its blocks. calls: of the layer's forward in a and in b,
-    each running by itself.
+    each running by itself. *_gradient_sqnr_db: of a prepared layer's dx and dW against float's.
     """
 
     fqn: str
@@ -56,6 +56,8 @@ class Row:
     bytes: int | None
     warning: str
     calls: tuple[int, int] = (0, 0)
+    input_gradient_sqnr_db: float | None = None
+    weight_gradient_sqnr_db: float | None = None
 
 
 def row_of(pair: Pair) -> Row:

@@ -23,13 +23,20 @@ NATIVE = ("intx8-row-asym-native", "intx8-row-native", "int8-row-native", "fp8-r
 LISTED = [
     n for n in list_formats() if not isinstance(get_format(n), FourOverSix)
 ]  # test_grids.py has inputs that decide between grids
-NAMES = [*LISTED, "int4-g96", "intx4-g128", "intx4-g64-asym", "int8-tensor-asym", "intx4-g32-noclip", *NATIVE]
+TE = ("te-fp8-e5m2-1x128", "te-fp8-e5m2-128x128", "te-fp8-e5m2-128x128-f32")
+NAMES = [*LISTED, *TE, "int4-g96", "intx4-g128", "intx4-g64-asym", "int8-tensor-asym", "intx4-g32-noclip", *NATIVE]
 
 
 def has_kernel(name: str, role: str = "encode", codes: bool = True) -> bool:
     fmt = get_format(name)
     request = CodecRequest(role, fmt, CUDA, BF16, 8, 2 * (fmt.block or 384), codes)
     return dict(explain(request))["triton"] in ("runs", "willing, lower priority")
+
+
+@pytest.mark.parametrize("role", ["encode", "decode", "quantize"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("te-", "mxfp8"))])
+def test_formats_of_backward_have_kernels(name: str, role: str) -> None:
+    assert has_kernel(name, role)
 
 
 by_dtype = pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
@@ -95,7 +102,9 @@ RAGGED = [
     ("name", "k"),
     [
         *RAGGED,
-        *((name, k) for name in ("fp8-row", "fp8-tensor") for k in (16, 1008, 20000)),
+        *((name, k) for name in ("fp8-row", "fp8-tensor", "te-fp8-tensor") for k in (16, 1008, 20000)),
+        *(("te-nvfp4-16x16", k) for k in (16, 1040)),
+        *(("mxfp8-32x32", k) for k in (32, 1056)),
         *(("nvfp4-row", k) for k in (16, 1040, 4096, 16384, 20000)),
         *(("hadamard16+nvfp4-row", k) for k in (16, 11008, 16400)),
         ("hadamard128+nvfp4-row", 20096),
@@ -127,6 +136,11 @@ def test_ragged_rows(name: str, k: int) -> None:
         "fp8-tensor",
         "fp8-1x128",
         "fp8-128x128",
+        "te-fp8-tensor",
+        "te-fp8-1x128",
+        "te-fp8-128x128",
+        "mxfp8-32x32",
+        "te-nvfp4-16x16",
     ],
 )
 def test_strided_inputs_and_inputs_larger_than_a_wave(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The codec: operations on one matrix beside the GEMM, in six roles for which backends compete in the router.
+"""The codec: operations on one matrix beside the GEMM, in seven roles for which backends compete in the router.
 
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM
@@ -6,6 +6,7 @@
     transform x -> what a transformed operand rounds of it, or a gradient back
     rotate    x -> x after a rotation by drawn signs
     saturate  x -> which of its values are clipped, a bit each
+    transpose codes of x -> codes of x^T, in a square format
 
 A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
 time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's. A forced
@@ -17,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, Operand, Random, as_operand
+from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_operand
 from aoquant.transforms import RoundedHadamard
 
 from ..router import CodecRequest, CodesAndValues, register, routed
@@ -35,6 +36,7 @@ __all__ = [
     "masked",
     "saturated",
     "transform",
+    "transposed",
 ]
 
 register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS)
@@ -97,7 +99,8 @@ def _rounded_first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
     """
     if not isinstance(operand.transform, RoundedHadamard):
         return operand, x_RK
-    return Operand(operand.format), operand.transformed(x_RK)
+    exact = Operand(HighPrecision(), operand.transform.exact)
+    return Operand(operand.format), transform(exact, x_RK, None)
 
 
 def transform(
@@ -115,3 +118,10 @@ def saturated(operand: Operand | Format, x_RK: Tensor, matrix: Tensor | None = N
     """
     operand, (rows, k) = as_operand(operand), x_RK.shape
     return routed(CodecRequest, "saturate", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, matrix)
+
+
+def transposed(operand: Operand, codes: Tensor, k: int, padded: int) -> Tensor:
+    """uint8 codes (R, bytes of k) of a square format -> (k, bytes of padded), those of the transpose, zero behind R."""
+    request = CodecRequest, "transpose", operand, codes.device, torch.uint8, codes.shape[0], k
+    made: Tensor = routed(*request).run(codes, k, padded, operand.format.bits)
+    return made

@@ -62,6 +62,13 @@ def masked(grad_RK: Tensor, clipped: Tensor) -> Tensor:
     return grad_RK.masked_fill(layout.unpack(clipped, 1, grad_RK.shape[1]).bool(), 0)
 
 
+def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
+    """Codes moved to where those of the transpose lie."""
+    byte = layout.unpack(codes, 4, k) if bits == 4 else codes
+    moved = torch.nn.functional.pad(byte.t(), (0, padded - codes.shape[0])).contiguous()
+    return layout.pack(moved, 4) if bits == 4 else moved
+
+
 def _always(request: object) -> None:
     """No request is refused."""
 
@@ -75,5 +82,6 @@ BACKENDS = tuple(
         ("transform", transform),
         ("rotate", rotate),
         ("saturate", saturated),
+        ("transpose", transposed),
     )
 )

@@ -97,6 +97,13 @@ def _why_not_saturate(r: CodecRequest) -> str | None:
     return why_not_read(r) or (None if clips and mixes else f"has no kernel for {r.operand.name}")
 
 
+def _why_not_transpose(r: CodecRequest) -> str | None:
+    bits = r.operand.format.bits
+    if bits not in (4, 8) or r.k % 2 or not r.rows:
+        return f"moves codes of 4 and 8 bits of an even K, got {bits} bits, {r.rows} x {r.k}"
+    return lacks_triton(r.device)
+
+
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
     encoded, *_ = _made(operand, x_RK, None, True, True, None)
@@ -179,6 +186,12 @@ def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
         return imported("stochastic").rotate(operand, x_RK, random)
 
 
+def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
+    """Codes moved to where those of the transpose lie."""
+    moved: Tensor = imported("transposed").transposed(codes, k, padded, bits)
+    return moved
+
+
 def _on(x: Tensor) -> Any:
     """The context in which x's device is the current one."""
     return imported("launch").on(x)
@@ -193,5 +206,6 @@ BACKENDS = tuple(
         ("transform", why_not_transform, transform),
         ("rotate", _why_not_rotate, rotate),
         ("saturate", _why_not_saturate, saturated),
+        ("transpose", _why_not_transpose, transposed),
     )
 )

@@ -24,6 +24,7 @@ from aoquant.formats.elements import FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
+from . import tiles
 from .amax import PARTIALS, absmax_partials
 from .blockscaled import LAUNCH, TILE, load_blocks
 from .elements import (
@@ -255,6 +256,8 @@ def _launch(
 def decode(format: MXFP4Dialect | NVFP4Dialect, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
     """(R, K) values in `dtype`: the operand, or decoded."""
     assert e.scale is not None
+    if isinstance(format, NVFP4Dialect) and format.tile > 1:
+        return tiles.decode(format, e, dtype, operand)
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
     with on(e.codes):

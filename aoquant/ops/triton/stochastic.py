@@ -184,7 +184,7 @@ def _draw(
     KIND: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, RECIPROCAL: tl.constexpr, LEAST: tl.constexpr, SMALLEST_PTS: tl.constexpr,
     NORMAL: tl.constexpr, THIRDS: tl.constexpr, N_PARTIALS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """KIND: "mxfp4-sr", "nvfp4-sr" or "ms-eden". Parts are blocks, S = B. given_ptr: the outer scale, where it is known.
+    """KIND: "mxfp4-sr", "nvfp4-sr" or "ms-eden". Parts are blocks, S = B. given_ptr: the outer scale, if it is known.
 
     row_*, first, run, stride, width: the matrix's place in the whole one, if PLACED.
     """
