@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
+from aoquant.formats.delayed import Delayed
 from aoquant.formats.operand import SCALES
 from aoquant.layers import shared_inputs
 from aoquant.layers.fixed import FixedWeight
@@ -67,13 +68,14 @@ def quantized_linear(
     w_held: Scales | None = None,
     random: Tensor | None = None,
     fixed: FixedWeight | None = None,
+    delayed: Delayed | None = None,
 ) -> Tensor:
     """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
 
     w: (N, K), encoded in the call (QAT), or encoded already (inference). x_held, w_held: what the layer holds where the recipe says static or
     learned, or fitted; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under autocast x and y take autocast's dtype;
     the weight is encoded from its stored dtype. random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
-    fixed: keeps the weight's codes for further calls.
+    fixed: keeps the weight's codes for further calls. delayed: the state of delayed scales, whose factors x_held and w_held hold.
 
     Raises:
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
@@ -114,7 +116,7 @@ def quantized_linear(
             x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
-    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed)
+    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed, delayed)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 
 
