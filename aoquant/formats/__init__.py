@@ -14,7 +14,7 @@ from functools import cache
 
 from aoquant import transforms
 
-from . import layout, stochastic
+from . import delayed, layout, stochastic
 from .base import FLOAT_DTYPES, Encoded, Format, Scales
 from .blockscaled import MX, NVFP4
 from .dialects import MXFP4Dialect, NVFP4Dialect
@@ -71,6 +71,7 @@ __all__ = [
     "TEFloat8",
     "TinyGemm",
     "as_operand",
+    "delayed",
     "get_format",
     "get_operand",
     "layout",

@@ -35,6 +35,7 @@ from .random import Random
 from .stochastic import Randomized
 
 SCALES = ("dynamic", "static", "learned")
+DELAYED = "delayed"  # of earlier steps: see delayed.py
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Operand:
     """How one operand of a GEMM is made.
 
     format: of codes and scales. transform: applied before them, or None. inverse: the weight's side of it; always False
-    where both sides are alike. scales: "dynamic" (found on what is encoded), "static" or "learned" (held by the layer).
-    How it rounds, to nearest or at random, is the format's.
+    where both sides are alike. scales: "dynamic" (found on what is encoded), "static", "learned" or "delayed" (held by
+    the layer). How it rounds, to nearest or at random, is the format's.
     """
 
     format: Format

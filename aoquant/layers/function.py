@@ -24,11 +24,13 @@ from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
+from aoquant.formats.delayed import Delayed
 from aoquant.formats.random import of_rank
 from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
+from aoquant.parallel import amax as reduced
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
 
@@ -40,7 +42,7 @@ class Given(NamedTuple):
     holds, but no learned scale, which is an argument. random: the state of its random numbers; backward adds one to
     the step. shared, columns: the places where layers with one input share its codes and its column side. parts:
     that this rank has of the layer. rank: among those with other tokens, which draw other numbers. fixed: keeps
-    the codes of w for further calls.
+    the codes of w for further calls. delayed: the state of delayed scales, advanced in backward.
     """
 
     recipe: str
@@ -51,6 +53,7 @@ class Given(NamedTuple):
     shared: SharedInput | None = None
     columns: SharedInput | None = None
     fixed: FixedWeight | None = None
+    delayed: Delayed | None = None
     parts: Shards | None = None
     rank: int = 0
 
@@ -91,6 +94,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
         ctx.parts, ctx.rank = given.parts, given.rank
         ctx.fixed = None if isinstance(w, GatheredWeight) else given.fixed
+        ctx.delayed = given.delayed
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
         ctx.w_columns = isinstance(w, GatheredWeight) and w.columns is not None
@@ -113,7 +117,8 @@ class QuantizedLinear(torch.autograd.Function):
         dw: Tensor | None = None
         db = dx_scale = dw_scale = None
         both = (needs.x or needs.x_scale) and (needs.w or needs.w_scale)
-        grad_q = _shared_grad(grad_MN, recipe) if both and ctx.parts is None else None
+        shares = (both and ctx.parts is None) or recipe.history
+        grad_q = _shared_grad(grad_MN, recipe, ctx.delayed) if shares else None
 
         if needs.x or needs.x_scale:
             side = recipe.weight_side
@@ -139,6 +144,8 @@ class QuantizedLinear(torch.autograd.Function):
             db = ops.bgrad(grad_MN, ctx.bias_dtype)
         if ctx.random is not None:
             ctx.random[2:].add_(1)  # the step
+        if recipe.history:
+            _advance(ctx.delayed, saved.amax, grad_MN, recipe)
         return dx, dw, db, dx_scale, dw_scale, None
 
 
@@ -197,16 +204,29 @@ def multiply(
         w_held=w_held if reads_w else _transform_of(w_held) if needs.w and w_held else None,
         measured=measured if dgrad else None,
         clipped=ops.saturated(x_MK, x_as, x_held) if clips and x_as is not None else None,
+        amax=torch.cat((ops.absmax(x_MK), ops.absmax(w))) if recipe.history and w is not None else None,
     )
     return y, saved
 
 
-def _shared_grad(grad_MN: Tensor, recipe: LinearRecipe) -> Encoded | None:
+def _shared_grad(grad_MN: Tensor, recipe: LinearRecipe, delayed: Delayed | None) -> Encoded | None:
     """dy's codes, where dgrad reads them and wgrad their transpose; None where each encodes its own."""
     operand = recipe.dgrad_grad_output
+    if delayed is not None and operand is not None:
+        return ops.encode(grad_MN, operand, Scales(delayed.factor[2:].view(1, 1)))
     if not recipe.shares_grad or operand is None or grad_MN.shape[1] % recipe.weight_side.multiple:
         return None
     return ops.encode(grad_MN, operand)
+
+
+def _advance(state: Delayed, amax: Tensor | None, grad_MN: Tensor, recipe: LinearRecipe) -> None:
+    """A step of delayed scaling, in place: a checkpoint that recomputes forward encodes by the factors that it had."""
+    x, w, grad = recipe.fprop_input, recipe.fprop_weight, recipe.dgrad_grad_output
+    assert amax is not None and x is not None and grad is not None
+    found = reduced.largest(torch.cat((amax, ops.absmax(grad_MN))))
+    made = ops.advance(found, *state, x, w, grad, recipe.select)
+    state.history.copy_(made.history)
+    state.factor.copy_(made.factor)
 
 
 def _fixed_columns(

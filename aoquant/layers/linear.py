@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
+from aoquant.formats.delayed import Delayed
 from aoquant.formats.operand import SCALES
 from aoquant.layers import shared_inputs
 from aoquant.layers.fixed import FixedWeight
@@ -70,6 +71,7 @@ def quantized_linear(
     w_held: Scales | None = None,
     random: Tensor | None = None,
     fixed: FixedWeight | None = None,
+    delayed: Delayed | None = None,
     parts: Shards | None = None,
     rank: int = 0,
 ) -> Tensor:
@@ -80,7 +82,8 @@ def quantized_linear(
     `sharding.linear`). Under autocast x and y take autocast's dtype; the weight is encoded from its stored dtype.
     random: the state of the layer's random numbers (`formats.Random`), where its backward draws. parts: of the
     layer that one rank has, for a quantised backward of it. rank: among those with other tokens, which draw other
-    numbers. fixed: keeps the weight's codes for further calls.
+    numbers. fixed: keeps the weight's codes for further calls. delayed: the state of
+    delayed scales, whose factors x_held and w_held hold.
 
     Raises:
         ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the
@@ -120,7 +123,7 @@ def quantized_linear(
             x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
-    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed, parts, rank)
+    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed, delayed, parts, rank)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 
 
@@ -148,6 +151,8 @@ def _sharded(
     rank: int,
 ) -> Tensor:
     """A layer whose weight is a DTensor, and whose backward is quantised."""
+    if recipe.history:
+        raise ValueError("delayed scaling is not supported under tensor parallelism: use dynamic scales (fp8-hybrid)")
     if isinstance(random, DTensor):  # parallelize_module makes one of every buffer; the local tensor is the same memory
         random = random.to_local()
     on_shard = functools.partial(_on_shard, recipe, random=random, rank=rank)
@@ -167,4 +172,4 @@ def _on_shard(
     rank: int = 0,
 ) -> Tensor:
     """One rank's part of a layer whose weight is a DTensor."""
-    return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, None, parts, rank)
+    return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, parts=parts, rank=rank)

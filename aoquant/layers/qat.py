@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aoquant.formats import Encoded, Scales
+from aoquant.formats.delayed import Delayed, fresh
+from aoquant.formats.operand import SCALES
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
 from aoquant.layers.fixed import FixedWeight
@@ -23,6 +25,7 @@ from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
 
+DELAYED_STATE = ("amax_history", "amax_factor")  # buffers of a layer whose scales are delayed: the fields of `Delayed`
 RANDOM = "backward_random"  # buffer of a layer whose backward draws: seed, module, step
 
 
@@ -122,10 +125,10 @@ class QATLinear(QATLayer, nn.Linear):
         """
         linear = super().prepare(layer, prepared)
         recipe = prepared.recipe
-        if recipe.weight_scales != "dynamic":
+        if recipe.weight_scales in SCALES[1:]:
             measured = recipe.fprop_weight.measure(linear.matrix().detach())
             held.register(linear, "weight", measured, learned=recipe.weight_scales == "learned")
-        if recipe.input_scales != "dynamic":
+        if recipe.input_scales in SCALES[1:]:
             assert recipe.fprop_input is not None
             unknown = recipe.fprop_input.format.measure(linear.weight.detach().new_full((1, 1), torch.nan))
             held.register(linear, "input", unknown, learned=recipe.input_scales == "learned")
@@ -144,13 +147,16 @@ class QATLinear(QATLayer, nn.Linear):
             held.register(linear, "weight", unknown, learned=False)
         linear.calibrated = held.present(linear)
         linear._register_random()
+        linear._register_delayed()
         return linear
 
     def replace(self, prepared: Prepared) -> None:
         """Take another recipe with the same forward; a state of random numbers that is there stays, with its seed."""
-        self.prepared = prepared
+        steps, self.prepared = self.prepared.recipe.history, prepared
         if RANDOM not in self._buffers:
             self._register_random()
+        if steps != prepared.recipe.history:
+            self._register_delayed()
 
     def _register_random(self) -> None:
         prepared = self.prepared
@@ -158,10 +164,23 @@ class QATLinear(QATLayer, nn.Linear):
             self.register_buffer(RANDOM, fresh_state(prepared.config.seed, prepared.fqn, self.weight.device))
             ranks.expect(self)
 
+    def _register_delayed(self) -> None:
+        if steps := self.prepared.recipe.history:
+            for name, value in zip(DELAYED_STATE, fresh(3, steps, self.weight.device), strict=True):
+                self.register_buffer(name, value)
+
+    @property
+    def delayed(self) -> Delayed | None:
+        """The state of delayed scales of input, weight and gradient."""
+        if not self.prepared.recipe.history:
+            return None
+        return Delayed(*(self._buffers[name] for name in DELAYED_STATE))  # type: ignore[arg-type]
+
     def unprepare(self) -> nn.Module:
         """Swap back to a plain nn.Linear in place."""
         held.forget(self)
-        self._buffers.pop(RANDOM, None)
+        for name in (RANDOM, *DELAYED_STATE):
+            self._buffers.pop(name, None)
         vars(self).pop(ranks.RANK, None)
         del self.calibrated
         return super().unprepare()
@@ -174,6 +193,9 @@ class QATLinear(QATLayer, nn.Linear):
     def held_scales(self, side: str) -> Scales | None:
         recipe = self.prepared.recipe
         scales = recipe.input_scales if side == "input" else recipe.weight_scales
+        if (state := self.delayed) is not None:
+            at = 0 if side == "input" else 1
+            return Scales(state.factor[at : at + 1].view(1, 1))
         return None if scales == "dynamic" and not recipe.fitted else held.matrices(held.read(self, side))
 
     @torch.no_grad()
@@ -183,7 +205,7 @@ class QATLinear(QATLayer, nn.Linear):
         None without either.
         """
         scales, format = self.held_scales("input"), self.prepared.recipe.fprop_input
-        if scales is None or format is None or scales.dynamic:
+        if scales is None or format is None or scales.dynamic or self.prepared.recipe.history:
             return scales
         e = format.encode(self.weight.new_zeros(1, format.block or 1, dtype=torch.float32), scales)
         # as many dimensions as the input had
@@ -204,12 +226,15 @@ class QATLinear(QATLayer, nn.Linear):
                 ranks.find()
             rank = self._data_rank or 0
             fixed = None if torch.compiler.is_compiling() else self.fixed
-            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random, fixed, rank=rank)
+            return quantized_linear(
+                input, self.matrix(), self.bias, recipe, *scales, random, fixed, self.delayed, rank=rank
+            )
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        before = {name: getattr(self, name).data for name in held.names(self)}
+        names = (*held.names(self), *(name for name in DELAYED_STATE if name in self._buffers))
+        before = {name: getattr(self, name).data for name in names}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         held.keep_dtype(self, before)
         return self
@@ -217,8 +242,10 @@ class QATLinear(QATLayer, nn.Linear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         held.take_shape(self, prefix, state_dict)
         if self.prepared.recipe.draws:  # a checkpoint from before this training knows no state: it begins at step 0
-            fresh = fresh_state(self.prepared.config.seed, self.prepared.fqn)
-            state_dict.setdefault(prefix + RANDOM, fresh)
+            state_dict.setdefault(prefix + RANDOM, fresh_state(self.prepared.config.seed, self.prepared.fqn))
+        if steps := self.prepared.recipe.history:
+            for name, value in zip(DELAYED_STATE, fresh(3, steps), strict=True):
+                state_dict.setdefault(prefix + name, value)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if prefix + "weight" in state_dict:  # held scales that did not come along are those of another weight
             self.calibrated = all(prefix + n in state_dict for n in held.names(self)) and held.present(self)

@@ -18,7 +18,8 @@ class Saved(NamedTuple):
 
     x: the input, encoded (M, K) or along its columns (K, M padded), or as it came (*lead, K). w: the weight, or its
     codes. x_held, w_held: scales and transforms that the layer holds. measured: of W, by forward
-    (`ops.linear.Product`). clipped: a bit for each value of x, 1 where it gets no gradient.
+    (`ops.linear.Product`). clipped: a bit for each value of x, 1 where it gets no gradient. amax: (2,), of
+    x and W, where scales are delayed.
     """
 
     x: Tensor | Encoded | None = None
@@ -27,6 +28,7 @@ class Saved(NamedTuple):
     w_held: Scales | None = None
     measured: Tensor | None = None
     clipped: Tensor | None = None
+    amax: Tensor | None = None
 
 
 def keep(ctx: Any, saved: Saved) -> None:

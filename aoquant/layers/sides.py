@@ -23,6 +23,7 @@ from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
+from aoquant.formats.operand import DELAYED
 from aoquant.layers import law
 from aoquant.ops import backward as gemms
 from aoquant.ops.linear import dgrad_of_parts, wgrad_of_column_parts, wgrad_of_parts
@@ -198,7 +199,12 @@ class Side:
 
 def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:
     """Whether the column side has the transposed codes of the row side."""
-    if forward is None or backward is None or forward.transform is not None or forward.scales != "dynamic":
+    if (
+        forward is None
+        or backward is None
+        or forward.transform is not None
+        or forward.scales not in ("dynamic", DELAYED)
+    ):
         return False
     return forward.format.square and forward.name == backward.name
 

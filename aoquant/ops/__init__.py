@@ -20,6 +20,7 @@ from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import schemas
+from .delayed import absmax, advance
 from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
 from .linear import (
@@ -44,6 +45,8 @@ __all__ = [
     "CodecRequest",
     "Columns",
     "Request",
+    "absmax",
+    "advance",
     "backend",
     "backend_names",
     "bgrad",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
@@ -220,7 +221,12 @@ def transposed(x: Encoded, operand: Operand, multiple: int) -> Columns:
 
 @op(lambda a: a.x.codes.new_empty(a.x.codes.shape[0], a.y.codes.shape[0], dtype=a.dtype))
 def product(x: Encoded, y: Encoded, x_as: Operand, y_as: Operand, contract: str, dtype: torch.dtype) -> Tensor:
-    """(R, S) = x y^T in `dtype`, both encoded along C already and padded alike: a backward GEMM."""
+    """(R, S) = x y^T in `dtype`, both encoded along C already: a backward GEMM. x of one byte a code may lack y's
+    padding.
+    """
+    if x.codes.shape[1] < y.codes.shape[1]:
+        codes = pad(x.codes.view(torch.uint8), (0, y.codes.shape[1] - x.codes.shape[1])).view(x.codes.dtype)
+        x = x._replace(codes=codes, k=y.k)
     if not x.codes.numel() or not y.codes.numel():
         return x.codes.new_zeros(x.codes.shape[0], y.codes.shape[0], dtype=dtype)
     return backward.of_codes(x, y, x_as, y_as, contract, dtype)

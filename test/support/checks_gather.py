@@ -131,8 +131,6 @@ def options_of_fsdp_do_not_change_a_quantised_gather(c: Ranks, how: str) -> None
             if how == "recompute":
                 m.up.forward = functools.partial(checkpoint, m.up.forward, use_reentrant=False)
             sharded(c, m, **options)
-            if how == "offload" and c.device == "cuda":
-                m.to("cpu")
         assert not any(s.startswith("bf16") for s in quantized_all_gather(models[1]).values())
         same_training(c, *models, f"{how} {name}")
 

@@ -151,7 +151,7 @@ FAMILIES = (
     Family("integer", (Affine,), has=_has_affine, why_not=_why_not_integers),
     Family("float8", (Float8,), has=_has_float8, why_not=_why_not_float8),
     Family("float8", (Float8Mslk,), why_not=_why_not_float8),
-    Family("te_float8", (TEFloat8,), why_not=_why_not_float8),
+    Family("te_float8", (TEFloat8,), has=lambda f: not f.fixed, why_not=_why_not_float8),
     Family("stochastic", (MXStochastic, NVFP4Stochastic, MSEden), why_not=_why_not_random, draws=True),
 )
 _OF = {kind: family for family in FAMILIES for kind in (*family.formats, *family.decodes)}
