@@ -87,7 +87,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "formats/float8.py": ("formats/test_float8.py", "formats/test_held_scales.py", "formats/test_formats.py"),
     "formats/four_over_six.py": _CONTEST,
     "formats/contest.py": _CONTEST,
-    "formats/gridflip.py": (*_CONTEST, "formats/test_gridflip.py"),
+    "formats/gridflip.py": (*_CONTEST, *_of("formats/test_formats.py", "unknown_names_list_the_nearest"), "formats/test_gridflip.py"),
     "formats/dialects.py": ("formats/test_dialects.py", "formats/test_formats.py"),
     "formats/search.py": ("formats/test_dialects.py",),
     "formats/stochastic.py": ("formats/test_stochastic.py",),
