@@ -346,6 +346,12 @@ class QATConfig(AOBaseConfig):
 
     Raises:
         ValueError: the arguments do not go together.
+
+    Example:
+
+            QATConfig(NVFP4WeightConfig(), step="prepare", backward="quartet2")
+            QATConfig(weight_config="intx4-g32", activation_config="int8-row")
+            QATConfig(step="convert")
     """
 
     base_config: AOBaseConfig | None = None

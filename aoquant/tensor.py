@@ -24,7 +24,7 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
 from aoquant.layers.embedding import looked_up
-from aoquant.layers.linear import LinearRecipe, check_device, quantized_linear
+from aoquant.layers.linear import LinearRecipe, check_device, check_dtype, quantized_linear
 from aoquant.layers.plan import Plan
 
 aten = torch.ops.aten
@@ -226,6 +226,8 @@ def _linear(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise ValueError(
             "only the weight of a linear layer can be a PackedTensor: call dequantize() on the other operand"
         )
+    if x.dtype in FLOAT_DTYPES:  # others are refused below
+        check_dtype(x, w.dtype, w.contract)
     held = None if w.act_pre_scale is None else Scales(transform=w.act_pre_scale)
     return quantized_linear(x, w.encoded, bias, w.recipe, held)
 

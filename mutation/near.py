@@ -60,6 +60,7 @@ _EXPERTS = _of(
     "a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero", "experts_without_a_gate",
     "tokens_of_other_ranks_add_nothing", "fake_quantisation_is_switched_off_and_undone",
     "classes_without_the_protocol_are_refused_by_name",
+    "a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does",
 )  # fmt: skip
 _WHOLE_MODELS = (
     "model/test_coverage.py", "model/test_owners.py", "model/test_recipe_names.py", "model/test_api.py",
@@ -86,7 +87,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "formats/float8.py": ("formats/test_float8.py", "formats/test_held_scales.py", "formats/test_formats.py"),
     "formats/four_over_six.py": _CONTEST,
     "formats/contest.py": _CONTEST,
-    "formats/gridflip.py": (*_CONTEST, "formats/test_gridflip.py"),
+    "formats/gridflip.py": (*_CONTEST, *_of("formats/test_formats.py", "unknown_names_list_the_nearest"), "formats/test_gridflip.py"),
     "formats/dialects.py": ("formats/test_dialects.py", "formats/test_formats.py"),
     "formats/search.py": ("formats/test_dialects.py",),
     "formats/stochastic.py": ("formats/test_stochastic.py",),
@@ -127,7 +128,9 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_GEMM, "layers/test_prepared_converted.py::test_fp8_blocks_against_exact_sums",
         "ops/test_ops.py::test_reference_int8_equals_int_mm",
     ),
-    "ops/gemm/tinygemm.py": ("ops/test_int4_layouts.py",),
+    "ops/gemm/tinygemm.py": (
+        *_of("targets/test_int4_targets.py", "tile_packed_takes_any_activation_and_rounds_it_to_bf16"), "ops/test_int4_layouts.py",
+    ),
     "ops/backward.py": (
         "ops/test_codec.py::test_transposed_codes_are_those_of_the_transpose",
         "layers/test_quantized_backward.py::test_gradients_equal_the_reference",
@@ -142,7 +145,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("formats/test_held_scales.py", "all_gradients_of_a_learned_layer", "frozen_parts_of_a_learned_layer"),
         *_of("layers/test_compiled_graph.py", "backward_is_told_the_outer_scale_of_the_weight"),
         "layers/test_transformed_layers.py", "layers/test_quantized_backward.py",
-        *_of("hybrid/test_hybrid_saved.py", "14_bytes_for_each_value_of_the_input", "8_double_quantisation_keeps_no_row"),
+        *_of("hybrid/test_hybrid_saved.py", "14_bytes_for_each_value_of_the_input", "8_double_quantisation_keeps_no_row",
+             "12_encodings_of_a_step", "12_unused_casts_encode_nothing"),
     ),
     "layers/held.py": ("formats/test_held_scales.py", *_of(
         "layers/test_held_layers.py", "the_state_dict_holds_them", "dynamic_recipes_add_no_key",
@@ -159,7 +163,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/plan.py": ("layers/test_packed_layer.py",),
     "layers/qat.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
-        *_of("layers/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales"),
+        *_of("layers/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",
+             "convert_takes_the_scales_as_they_are"),
         *_of("model/test_calibrate.py", "static_on_the_batch_it_was_calibrated_on_is_dynamic"), "model/test_api.py",
     ),
     "layers/recipe.py": ("layers/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py"),

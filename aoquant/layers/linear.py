@@ -31,11 +31,13 @@ __all__ = [
     "LinearRecipe",
     "cast",
     "check_device",
+    "check_dtype",
     "check_width",
     "pulled_back",
     "quantized_linear",
 ]
 
+OWN_CONTRACTS = ("aoquant", "ggml")
 NOT_CALIBRATED = (
     "static scales, or a fitted transform, have no values yet: call aoquant.calibrate(model, forward_loop) before training, or load a "
     "state_dict"
@@ -53,6 +55,14 @@ def check_device(x: Tensor, w: Tensor) -> None:
     if x.device != w.device:
         empty = "; a weight on meta holds no values: load the checkpoint first" if w.is_meta else ""
         raise ValueError(f"the layer's input is on {x.device} and its weight on {w.device}: move one of them{empty}")
+
+
+def check_dtype(x: Tensor, weight: torch.dtype, contract: str) -> None:
+    """Raise ValueError where nn.Linear would: outside autocast x has another dtype than the weight. torchao's kernels
+    have rules of their own.
+    """
+    if contract in OWN_CONTRACTS and x.dtype != weight and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"the layer's input is {x.dtype} and its weight {weight}: cast one of them, or use autocast")
 
 
 def cast(x: Tensor) -> Tensor:
@@ -86,8 +96,8 @@ def quantized_linear(
     delayed scales, whose factors x_held and w_held hold.
 
     Raises:
-        ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the
-            recipe's kernel cannot take its dtype.
+        ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight or, as
+            in nn.Linear, of another dtype outside autocast; or the recipe's kernel cannot take its dtype.
     """
     packed, rows, k = (w, w.codes, w.k) if isinstance(w, Encoded) else (None, w, w.shape[1])
     check_width(x, k)
@@ -100,10 +110,10 @@ def quantized_linear(
             return _sharded(x, rows, bias, recipe, x_held, w_held, random, rank)
         on_shard = functools.partial(_on_shard, recipe)
         return sharding.linear(on_shard, x, rows, bias, (recipe.fprop_input, x_held), (recipe.fprop_weight, w_held))
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
-        )
+    if given_x.dtype not in FLOAT_DTYPES:  # autocast leaves them alone
+        raise ValueError(f"the layer's input must be float32, bfloat16 or float16, got {given_x.dtype}: cast it")
+    if packed is None:
+        check_dtype(given_x, rows.dtype, recipe.contract)
     if recipe.contract != "aoquant":  # which takes everything
         stored = rows.dtype if packed is None or packed.scale is None else packed.scale.dtype
         if (reason := ops.input_error(recipe.contract, x.dtype, stored)) is not None:

@@ -298,6 +298,8 @@ def test_what_an_operand_says_of_its_transform() -> None:
     assert [o.matrix_bytes(64) for o in (plain, behind, fitted)] == [0, 0, 2 * 16 * 64]
     assert plain.bits_per_weight(4, 64) == behind.bits_per_weight(4, 64) == NVFP4().bits_per_weight(4, 64)
     assert fitted.bits_per_weight(4, 64) == NVFP4().bits_per_weight(4, 64) + 8 * 2 * 16 * 64 / (4 * 64)
+    grad = torch.randn(2, 64)
+    assert plain.pull_back(grad) is grad and behind.pull_back(grad).shape == grad.shape
     assert not Operand(NVFP4(), inverse=True).inverse and not Operand(NVFP4(), Hadamard(16), inverse=True).inverse
     assert Operand(NVFP4(), Hadamard(32), inverse=True).inverse
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrid_cases import assert_same, data, layer, step
+from support.hybrid_cases import assert_same, data, layer, step, values
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -203,6 +203,22 @@ def test_compiled_with_dynamic_tokens(name: str) -> None:
             {n: p.grad for n, p in again.named_parameters() if p.grad is not None},
         )
     assert len(compiled) <= 2, "the second number of tokens makes it dynamic, the third changes nothing"
+
+
+def test_24_a_gradient_is_unbiased() -> None:
+    """The mean of dW over many draws of a stochastic gradient is dW of the gradient itself."""
+    config = HybridConfig(fprop_input=None, fprop_weight="mxfp8", wgrad_grad_output="nvfp4-sr", wgrad_input="te-nvfp4")
+    linear, (x, g) = layer(config, torch.float32, n=32, k=32), data(torch.float32, m=64, n=32, k=32)
+    exact = step(
+        layer(config.replaced(wgrad_grad_output="high-precision", wgrad_input=Cast(None)), torch.float32, n=32, k=32),
+        x,
+        g,
+    )
+    draws = torch.stack([step(linear, x, g)["weight"] for _ in range(200)])
+    wanted = g.t() @ values("te-nvfp4", x.t().contiguous()).t()
+    error, spread = (draws.mean(0) - wanted).abs(), draws.std(0) / 200**0.5
+    assert (error <= 5 * spread + 1e-6).all() and not torch.equal(draws[0], draws[1])
+    assert not torch.equal(exact["weight"], wanted)
 
 
 def test_18_a_prepared_model_is_pickled() -> None:

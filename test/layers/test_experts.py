@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -408,6 +409,15 @@ def test_a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero() ->
         buffer[2:].add_(5)
     model.load_state_dict(plain)
     assert all(torch.equal(b, states[name]) for name, b in model.named_buffers())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does(implementation: str) -> None:
+    model, batch = made("mixtral", implementation), routed(16, "random")
+    quantize_(model, QATConfig(FqnToConfig({"experts.down_proj": Int4WeightConfig(32)}), step="prepare"))
+    with mock.patch.object(nn.functional, "grouped_mm", wraps=nn.functional.grouped_mm) as called:
+        model(*batch)
+    assert called.call_count == (implementation == "grouped_mm")
 
 
 def linear_of(w: Tensor, recipe: str) -> nn.Linear:
