@@ -9,7 +9,7 @@ goes as soon as it is packed, and what could fail is tried first: one layer of e
 before anything is touched.
 
 A warning names matrices without support when they are much of the model
-(planning/coverage.py), and the first forward after prepare is watched for weights that are read outside their layer
+(planning/coverage.py), and the first forward afterwards is watched for weights that are read outside their layer
 (layers/direct_reads.py).
 """
 
@@ -92,11 +92,8 @@ def quantize_(
     _remember(planned)
     fast_path.sync(model)
     kinds = {s.kind for s in planned.steps} | {s.kind for s in planned.experts}
-    if "prepare" in kinds:
-        direct_reads.watch(model)
-    if kinds == {"convert"}:  # prepare has said it
-        direct_reads.forget(model)
-    elif problem is not None:
+    direct_reads.watch(model)
+    if kinds != {"convert"} and problem is not None:
         warnings.warn(
             f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead", stacklevel=2
         )

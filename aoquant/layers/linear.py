@@ -14,7 +14,7 @@ from torch import Tensor
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
 from aoquant.formats.operand import SCALES
-from aoquant.layers import shared_inputs
+from aoquant.layers import gradient_watch, shared_inputs
 from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back
 from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.parallel import linear as sharding
@@ -121,6 +121,8 @@ def _applied(
     """`QuantizedLinear`. A compiler takes it as one call, and traces the ops that it makes instead of the Python that makes them: Dynamo would
     guard on everything that this Python reads, before every compiled step.
     """
+    if gradient_watch.waiting:
+        gradient_watch.ran(w)
     y: Tensor = QuantizedLinear.apply(x, w, bias, x_scale, w_scale, given)  # type: ignore[no-untyped-call]
     return y
 
