@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -37,10 +37,10 @@ from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.integrations import peft_gradients
 from aoquant.layers import held
-from aoquant.layers.kinds import kind_of
+from aoquant.layers.kinds import is_packed, kind_of
 from aoquant.layers.linear import pulled_back
 from aoquant.layers.packed import adopt
-from aoquant.layers.qat import QATLayer, QATLinear
+from aoquant.layers.qat import PreparedModule, QATLayer, QATLinear
 from aoquant.parallel.linear import is_sharded
 from aoquant.planning.plan import plan_layer
 from aoquant.quantize import apply, config_of
@@ -112,9 +112,18 @@ def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -
         ValueError: an embedding of ours, or an option that has no exact meaning on a quantised layer.
     """
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    if kwargs.get("parameter_name") is not None or not (isinstance(base, QATLayer) or config_of(base) is not None):
-        return None
     name = kwargs.get("target_name", "")
+    if (parameter := kwargs.get("parameter_name")) is not None:
+        if is_packed(getattr(base, parameter, None)):
+            raise ValueError(
+                f"{name}: target_parameters={parameter!r} adapts a packed weight, whose codes are fixed: prepare the model instead of "
+                "quantising it, or leave the parameter out of target_parameters"
+            )
+        return (
+            QATParamWrapper(target, adapter_name, config=config, **kwargs) if isinstance(base, PreparedModule) else None
+        )
+    if not (isinstance(base, QATLayer) or config_of(base) is not None):
+        return None
     if isinstance(base, nn.Embedding):
         raise ValueError(f"{name}: adapters on a quantised embedding are not supported: leave it out of target_modules")
     if (known := kind_of(base)) is not None and known.transposed:
@@ -299,6 +308,59 @@ class QATLoraLinear(_LoraLinear):
                 a, b = self.lora_A[n].weight, self.lora_B[n].weight
                 y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], *sides)  # type: ignore[no-untyped-call]
         return y
+
+
+class QATParamWrapper(ParamWrapper):
+    """An adapter on a parameter of a prepared module, such as stacked experts (`target_parameters`).
+
+    peft makes the adapted parameter by other operations in forward than in merge, which round differently in bf16. Here
+    merge stores what forward multiplies by. kept: the parameter from before the merge, if merged.
+    """
+
+    kept: list[Tensor]
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        """The parameter is the adapted one. It is made here, where autocast, which would round it, is off."""
+        with super()._activate_lora(active_adapters):
+            if any(name in self.lora_A for name in active_adapters):
+                with torch.autocast(
+                    self.get_base_layer().parametrizations[self.parameter_name].original.device.type, enabled=False
+                ):
+                    getattr(self.get_base_layer(), self.parameter_name)  # kept until the context ends
+            yield
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Merge adapters into the parameter. safe_merge raises ValueError, before it is changed, where the sum is not
+        finite.
+        """
+        names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
+        if not names:
+            return
+        merged = list(self.merged_adapters)
+        if merged:
+            self.unmerge()
+        with self._activate_lora([*merged, *names]):
+            weight = getattr(self.get_base_layer(), self.parameter_name).detach().clone()
+        if safe_merge and not bool(torch.isfinite(weight).all()):
+            raise ValueError(
+                f"{self.parameter_name}: the merged weight holds NaN or Inf: adapter {', '.join(names)} is broken"
+            )
+        parameter = self.get_param()
+        self.kept = [parameter.data]
+        parameter.data = weight
+        self.merged_adapters.extend([*merged, *names])
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Put back the parameter from before the merge, bit for bit."""
+        if self.merged:
+            self.get_param().data = self.kept.pop()
+            self.merged_adapters.clear()
+
+
+QATParamWrapper.__name__ = ParamWrapper.__name__  # by which peft knows that it may wrap another parameter of the module
 
 
 class _LowRankGradient(torch.autograd.Function):
