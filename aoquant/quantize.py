@@ -43,6 +43,7 @@ from aoquant.planning.progress import track
 from aoquant.planning.tied import identity
 from aoquant.recipes import named
 from aoquant.report.rows import HEALTHY
+from aoquant.targets.kernels import why_not_run
 from aoquant.tensor import PackedTensor
 
 
@@ -90,6 +91,7 @@ def quantize_(
     problem = _what_stays_float(model, planned, strict)
     _carry_out(model, planned, device, undo)
     _remember(planned)
+    _warn_of_kernels(planned, device)
     fast_path.sync(model)
     kinds = {s.kind for s in planned.steps} | {s.kind for s in planned.experts}
     direct_reads.watch(model)
@@ -121,6 +123,24 @@ def _remember(planned: Plan) -> None:
         vars(module).pop(coverage.SKIPPED, None)
         if fqn in planned.skipped:
             vars(module)[coverage.SKIPPED] = planned.skipped[fqn]
+
+
+def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
+    """Warn where converted layers call a kernel that this machine or device does not have."""
+    found = dict[tuple[str, str], list[str]]()
+    for step in planned.steps:
+        if step.kind == "prepare":
+            continue
+        n, k = step.layer.matrix(step.module.weight).shape
+        where = step.module.weight.device if device is None else torch.device(device)
+        if (reason := why_not_run(step.target, where, step.dtype, n, k)) is not None:
+            found.setdefault((step.target.tensor, reason), []).append(step.fqn)
+    for (tensor, reason), names in found.items():
+        warnings.warn(
+            f"{len(names)} converted layer(s), such as {names[0] or 'the model itself'}, are torchao's {tensor}, and raise in forward here: "
+            f"{reason}. A prepared model runs everywhere",
+            stacklevel=3,
+        )
 
 
 def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | None, undo: bool | None) -> None:
