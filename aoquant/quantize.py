@@ -16,6 +16,7 @@ A warning names matrices without support when they are much of the model
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Collection, Hashable
 from itertools import chain
@@ -86,6 +87,8 @@ def quantize_(
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function (module, name) -> bool, got {type(filter_fn).__name__}")
+    if filter_fn is not None:
+        _check_filter(filter_fn)
     fsdp.reshard(model)
     planned = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
     problem = _what_stays_float(model, planned, strict)
@@ -104,6 +107,19 @@ def quantize_(
         warnings.warn(
             f"{len(planned.skipped)} layer(s) cannot take their config and stay float:\n  {reasons}", stacklevel=2
         )
+
+
+def _check_filter(filter_fn: Filter) -> None:
+    """Raise ValueError unless `filter_fn` takes a module and a name."""
+    try:
+        signature = inspect.signature(filter_fn)
+    except (TypeError, ValueError):  # a function of C's, which does not tell
+        return
+    try:
+        signature.bind(None, "")
+    except TypeError:
+        name = getattr(filter_fn, "__name__", type(filter_fn).__name__)
+        raise ValueError(f"filter_fn is called as filter_fn(module, name), got a function {name}{signature}") from None
 
 
 def _what_stays_float(model: nn.Module, planned: Plan, strict: bool) -> str | None:

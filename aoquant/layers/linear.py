@@ -15,7 +15,7 @@ from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
 from aoquant.formats.operand import SCALES
 from aoquant.layers import gradient_watch, shared_inputs
-from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back
+from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back, refuse_transforms
 from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.parallel import linear as sharding
 
@@ -73,9 +73,10 @@ def quantized_linear(
     the weight is encoded from its stored dtype. random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
 
     Raises:
-        ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
-            kernel cannot take its dtype.
+        ValueError: under a transform of torch.func; x is no float32, bfloat16 or float16 tensor of width K, is on another device than the
+            weight, or the recipe's kernel cannot take its dtype.
     """
+    refuse_transforms()
     packed, rows, k = (w, w.codes, w.k) if isinstance(w, Encoded) else (None, w, w.shape[1])
     check_width(x, k)
     check_device(x, rows)

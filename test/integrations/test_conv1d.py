@@ -188,3 +188,13 @@ def test_a_compiled_gpt2_block_computes_the_same() -> None:
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
     quantize_(model, QATConfig(step="convert"))
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
+
+
+def test_the_input_has_conv1ds_name() -> None:
+    model, x = torch.nn.Sequential(Conv1D(64, 64)), torch.randn(2, 64)
+    y = model[0](x=x)
+    quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+    prepared = model[0](x=x)
+    assert torch.equal(prepared, model(x)) and not torch.equal(prepared, y)
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model[0](x=x), prepared)
