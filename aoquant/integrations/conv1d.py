@@ -44,7 +44,7 @@ class QATConv1D(QATLinear, Conv1D):
         """N, which Conv1D calls nf."""
         return self.nf
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # Conv1D's name of its input
+    def forward(self, x: Tensor) -> Tensor:  # the name that Conv1D gives its input
         return super().forward(x)
 
     def matrix(self) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ from aoquant.tools.doctor import MISSING_KERNEL
 CALIBRATION_BATCHES = 8  # training batches that static activation scales are found on
 
 
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
 def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """Tokenizer and model of a folder or hub id, by default the embedded ones, in eval mode.
 
@@ -37,6 +42,14 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
         ValueError: transformers finds no model there, or cannot read it.
     """
     where = model or str(assets())
+    if not Path(where).is_dir():
+        if not _HUB_ID.fullmatch(where):
+            raise ValueError(f"model must be a folder that exists, or a hub id, got {where!r}")
+        print(
+            f"there is no folder {where!r} here: looking for a model of that name on the hub",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype, dtype))
