@@ -1,7 +1,7 @@
 """The command line: `aoquant run`, `eval`, `convert`, `export`, `formats`, `recipes`, `doctor`.
 
-Errors that a user can mend are one line and exit code 2, warnings are their text alone, an interrupt is one line and exit
-code 130; everything else is a traceback, because it is our mistake.
+Errors that a user can mend are one line and exit code 2, warnings are their text alone, an interrupt is one line and
+exit code 130; everything else is a traceback, because it is our mistake.
 """
 
 from __future__ import annotations
@@ -261,7 +261,8 @@ def main(arguments: list[str] | None = None) -> None:
         import tyro
     except ImportError:
         sys.exit("aoquant: the command line needs its extras: pip install 'aoquant[all]'")
-    formatted, warnings.formatwarning = warnings.formatwarning, _one_line
+    formatted = warnings.formatwarning
+    warnings.formatwarning = _one_line  # type: ignore[assignment]
     chosen, rest = arguments[0] if arguments else "", arguments[1:]
     try:
         if chosen in COMMANDS:

@@ -87,8 +87,8 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def reads(model: nn.Module, layers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, str]:
-    """The layers, of those that are given by name, whose float weights go into products outside of them while `run` runs
-    `model`: name to the product's name.
+    """The layers, of those that are given by name, whose float weights go into products outside of them while `run`
+    runs `model`: name to the product's name.
     """
     with _Watch(model, layers) as mode:
         run()

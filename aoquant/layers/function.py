@@ -285,7 +285,8 @@ def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, c
 
 
 def refuse_transforms() -> None:
-    """Raise under a transform of torch.func, or a forward-mode derivative: they would differentiate or batch the rounding itself.
+    """Raise under a transform of torch.func, or a forward-mode derivative: they would differentiate or batch the
+    rounding itself.
 
     Raises:
         ValueError: one is active.

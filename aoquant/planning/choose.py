@@ -52,9 +52,9 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     """Every layer that `config` applies to, each once, with its config.
 
     Raises:
-        ValueError: filter_fn beside FqnToConfig, a prepared layer that is parametrized since, a pattern that is no regular expression,
-            a key that names a parameter which is no layer's weight, or a module with several names that were given
-            different configs.
+        ValueError: filter_fn beside FqnToConfig, a prepared layer that is parametrized since, a pattern that is no
+            regular expression, a key that names a parameter which is no layer's weight, or a module with several names
+            that were given different configs.
     """
     config = _pushed_into_names(config)
     by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else None

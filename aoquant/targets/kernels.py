@@ -1,8 +1,8 @@
 """The kernels that torchao's converted layers call, where not every machine has them.
 
-aoquant's own layers run everywhere. A torchao tensor calls one kernel, and raises an error of torchao's, or of Python's,
-where that is missing. Whether the kernel runs here is known when a layer is converted, from the backend that calls the
-same kernel for the prepared layer.
+aoquant's own layers run everywhere. A torchao tensor calls one kernel, and raises an error of torchao's, or of
+Python's, where that is missing. Whether the kernel runs here is known when a layer is converted, from the backend that
+calls the same kernel for the prepared layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _KERNELS = {
 
 
 def why_not_run(target: Target, device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
-    """Why a converted (n, k) layer on `device` will raise in forward; None when it runs, or when its kernel has no check."""
+    """Why a converted (n, k) layer on `device` will raise in forward; None when it runs, or when its kernel has no
+    check.
+    """
     recipe = target.recipe
     if target.tensor == "PackedTensor" or recipe.contract not in _KERNELS or device.type == "meta":
         return None

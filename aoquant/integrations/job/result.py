@@ -142,7 +142,9 @@ def write(result: Result, layers: Report, error: Report, record: Mapping[str, An
 
 
 def folded(lines: Iterable[str]) -> list[str]:
-    """Lines that differ in the numbers of layers only, as one: "model.layers.*.mlp.up_proj (64, 64): ... (12 layers)"."""
+    """Lines that differ in the numbers of layers only, as one: "model.layers.*.mlp.up_proj (64, 64): ... (12
+    layers)".
+    """
     groups: dict[str, list[str]] = {}
     for line in lines:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", line), []).append(line)
