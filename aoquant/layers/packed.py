@@ -22,18 +22,21 @@ from torch.nn import functional as F
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.qat import rebind
+from aoquant.ops import router
+from aoquant.ops.gemm import one_call
 from aoquant.parallel.fsdp import layer_class, swap_class
 from aoquant.tensor import PackedTensor
 
 _PARTS = ("_codes", "_scale", "_zero", "_outer", "_transform")  # views of the weight, of one name each
 _OF = "_parts_of"  # the weight itself
-_NAMES = (*_PARTS, "_recipe_key", "_dtype", _OF)
+_NAMES = (*_PARTS, "_recipe_key", "_one_call", "_dtype", _OF)
 
 
 class PackedLinear(nn.Linear):
     """nn.Linear (K -> N) over packed codes. Made by `adopt`, in place, of an nn.Linear with a `PackedTensor`."""
 
     _recipe_key: str | None = None  # of the weight whose parts these are; None: none that compiled code reads apart
+    _one_call: str = ""  # what csrc's operator for few rows is told, a number; "": it does not multiply these
     _dtype: torch.dtype
     _codes: Tensor
     _scale: Tensor | None
@@ -68,8 +71,17 @@ class PackedLinear(nn.Linear):
             or input.shape[-1] != self.in_features
         ):
             return F.linear(input, self.weight, self.bias)
+        bias = self.bias
+        few = self._one_call
+        if (
+            few
+            and 0 < input.numel() <= one_call.ROWS * self.in_features
+            and not router.open_blocks
+            and (bias is None or bias.dtype in (input.dtype, torch.float32))
+        ):
+            return _one_call(input, self._codes, self._scale, self._zero, self._outer, bias, int(few))
         parts = self._codes, self._scale, self._zero, self._outer, self._transform
-        return _product(input, self.bias, key, self.in_features, *parts)
+        return _product(input, bias, key, self.in_features, *parts)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -117,6 +129,7 @@ def _remember(module: nn.Module) -> None:
     attributes["_dtype"] = weight.dtype
     if weight.plan.ordinary:
         attributes["_recipe_key"] = weight.recipe.key
+        attributes["_one_call"] = weight.plan.one_call
 
 
 def _forget(module: nn.Module) -> None:
@@ -129,6 +142,21 @@ def _static(part: Tensor) -> Tensor:
     view = part.detach()
     torch._dynamo.mark_static_address(view, guard=False)
     return view
+
+
+def _one_call(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    number: int,
+) -> Tensor:
+    """y (..., N) by one operator that a compiler sees as it is."""
+    assert scale is not None
+    y: Tensor = torch.ops.aoquant_native.linear.default(x, codes, scale, zero, outer, bias, number)
+    return y
 
 
 @torch.compiler.allow_in_graph

@@ -197,7 +197,9 @@ class Recorder:
         self.called += 1
         return next(b for b in router._backends if b.name == "reference").run(c)
 
-    def bind(self, f: Any, w: Any) -> Any:
+    def bind(self, r: Any, w: Any) -> Any:
+        f = r.w_format
+
         def product(x: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
             self.bound += 1
             acc = x.float() @ f.operand(w, x.dtype).float().t()

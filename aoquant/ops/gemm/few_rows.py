@@ -35,7 +35,7 @@ from ..call import Call
 from ..router import Backend, Product, Request
 
 CUDA_ROWS, TRITON_ROWS = 256, 64
-_CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3}  # `Format` of csrc/decode_call.cuh
+CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3}  # `Format` of csrc/decode_call.cuh
 _KINDS: dict[type[Format], str] = {
     Int4: "int4",
     NVFP4: "e4m3",
@@ -113,7 +113,7 @@ def _cuda_product(f: Format, w: Encoded) -> Product:
     assert w.scale is not None and f.block is not None
     how = kind(f)
     assert how is not None
-    multiply, constants = native.operator("decode_mm"), (_CUDA_FORMATS[how], f.block, f.tile_rows, *shifts(f))
+    multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block, f.tile_rows, *shifts(f))
     codes, scale = _aligned(w.codes), _aligned(w.scale if how == "int4" else w.scale.view(torch.uint8))
     zero = None if w.zero is None else _aligned(w.zero)
 
@@ -127,10 +127,10 @@ def _cuda_product(f: Format, w: Encoded) -> Product:
     return product
 
 
-def _bind_cuda(f: Format, w: Encoded) -> Product | None:
+def _bind_cuda(r: Request, w: Encoded) -> Product | None:
     if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)):
         return None  # it would multiply a copy, which codes written in place do not reach
-    product = _cuda_product(f, w)
+    product = _cuda_product(r.w_format, w)
     return lambda x_MK, alpha_x, bias: product(_aligned(x_MK), alpha_x, bias)
 
 
@@ -152,10 +152,14 @@ def shifts(f: Format) -> tuple[float, float]:
 
 
 def _triton(c: Call) -> Tensor:
-    return c.shaped(_bind_triton(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
+    return c.shaped(_triton_product(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
 
 
-def _bind_triton(f: Format, w: Encoded) -> Product:
+def _bind_triton(r: Request, w: Encoded) -> Product:
+    return _triton_product(r.w_format, w)
+
+
+def _triton_product(f: Format, w: Encoded) -> Product:
     from ..triton import few_rows, launch
 
     how = kind(f)
