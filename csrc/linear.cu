@@ -2,11 +2,13 @@
 // a packed W, plus bias. An eager model waits for the host in every layer, so what surrounds the launches is here and not
 // in Python: the shape of y, the operand and its scales, and the choice of the kernels.
 //
-// The launches are those of encode_rows.cuh and of decode.cu, and for fp8 torch's own `_scaled_mm`, so the bits are too.
+// The launches are those of encode_rows.cuh and of decode.cu, and for fp8 those of torch's `_scaled_mm`, by torch or by
+// scaled_mm.cu, so the bits are too.
 #include <array>
 
 #include "decode_op.cuh"
 #include "encode_rows.cuh"
+#include "scaled_mm.cuh"
 
 namespace aoquant {
 
@@ -18,11 +20,11 @@ enum { FP8 = 4 };  // W in fp8 with a scale for each row, behind `Format`
 struct LinearPlan {
   int format, encodes;  // of W; RowFormat of x, or 0
   int group_log2, tile_log2;
-  bool alternating, fast;
+  bool alternating, fast, searched;  // searched: by scaled_mm.cu, which remembers the algorithm
   float shift;
 
   explicit LinearPlan(int64_t plan)
-      : format(plan & 15), encodes(plan >> 4 & 15), group_log2(plan >> 8 & 31), tile_log2(plan >> 13 & 7), alternating(plan >> 16 & 1), fast(plan >> 17 & 1) {
+      : format(plan & 15), encodes(plan >> 4 & 15), group_log2(plan >> 8 & 31), tile_log2(plan >> 13 & 7), alternating(plan >> 16 & 1), fast(plan >> 17 & 1), searched(plan >> 18 & 1) {
     const uint32_t bits = uint32_t(plan >> 20);
     memcpy(&shift, &bits, 4);
   }
@@ -69,6 +71,11 @@ Tensor linear(const Tensor& given, const Tensor& codes, const Tensor& scale, con
   if (fp8) {
     Tensor encoded = make(x, m, k, ScalarType::Float8_e4m3fn), scales = make(x, m, 1, ScalarType::Float);
     launch_encode_rows(x.data_ptr(), type, m, k, FP8_ROW, false, encoded.data_ptr(), static_cast<float*>(scales.data_ptr()), current_stream(x));
+    if (plan.searched) {
+      Tensor y = torch::stable::new_empty(x, {size.data(), size_t(dims)});
+      STD_TORCH_CHECK(scaled_mm_into(y, encoded, codes, scales, scale, bias, type, plan.fast), "cuBLASLt has no kernel for this product: NOT_SUPPORTED");
+      return y;
+    }
     Tensor y = scaled_mm(encoded, codes, scales, scale, bias, type, plan.fast);
     return dims == 2 ? y : torch::stable::view(y, {size.data(), size_t(dims)});
   }

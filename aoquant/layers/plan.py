@@ -12,6 +12,7 @@ forced backend. For any other call it returns None, and the caller takes the gen
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch._C import _is_any_autocast_enabled, _is_torch_function_mode_enabled, 
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.recipe import LinearRecipe
+from aoquant.layers.shared_operands import shared
 from aoquant.ops import codec, gemm_request, input_error, reads, router
 from aoquant.ops.gemm import one_call
 
@@ -116,12 +118,13 @@ class Plan:
 
         def operands(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
-            made = codec.quantize(x_as, x.reshape(m, k), dtype, operand=True)
+            how = partial(codec.quantize, x_as, x.reshape(m, k), dtype, operand=True)
+            made = shared(x, (x_as.name, dtype), id(self), how)
             return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
 
         def codes(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
-            e = codec.encode(x_as, x.reshape(m, k))
+            e = shared(x, (x_as.name, dtype), id(self), partial(codec.encode, x_as, x.reshape(m, k)))
             try:
                 return bound(e.codes, e.scale, bias).view(*x.shape[:-1], -1)
             except NotImplementedError:

@@ -31,7 +31,7 @@ from aoquant.formats import Encoded, Format, Operand, as_operand
 _forced: ContextVar[tuple[tuple[str | None, str], ...]] = ContextVar("aoquant_backend", default=())
 _ENVIRONMENT = "AOQUANT_BACKEND"
 # the dictionary beneath os.environ, which encodes a name and raises an exception in every look-up that finds nothing
-_variables: dict[Any, Any] = getattr(os.environ, "_data", os.environ)
+_variables: Any = getattr(os.environ, "_data", os.environ)
 _VARIABLE: Any = os.environ.encodekey(_ENVIRONMENT) if hasattr(os.environ, "_data") else _ENVIRONMENT
 _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 

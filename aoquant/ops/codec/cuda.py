@@ -27,7 +27,7 @@ _OPERATORS: dict[type[Format], tuple[str, ...]] = {
     GridFlip: ("encode_grids", "finite_absmax"),
     NVFP4Search: ("encode_search",),
 }
-ROWS = 256
+ROWS = 1 << 16
 _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 

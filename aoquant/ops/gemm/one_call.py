@@ -1,5 +1,5 @@
-"""A packed linear layer of few rows as one operator of csrc, `aoquant_native::linear`: the encoding of x, the product, the
-bias and the shapes, without Python between the launches.
+"""A packed linear layer as one operator of csrc, `aoquant_native::linear`: the encoding of x, the product, the bias and
+the shapes, without Python between the launches. For few rows of a 4-bit weight, and for any number of an fp8 one.
 
 It is no backend: the router chooses the codec's and the GEMM's, and where it chooses csrc's encoder and csrc's decoding
 GEMM, or csrc's encoder and torch's `_scaled_mm`, this operator makes those same launches. Recipe and weight are said by one
@@ -19,12 +19,11 @@ from aoquant.formats import Encoded, Format, GridFlip, Operand
 
 from .. import native
 from ..call import gemm_request
-from ..codec import cuda
 from ..router import CodecRequest, runner
 from .few_rows import CUDA_FORMATS, CUDA_ROWS, is_aligned, kind
 
 NAME = "aoquant_native::linear"
-ROWS = min(CUDA_ROWS, cuda.ROWS)
+ROWS = CUDA_ROWS  # of 4-bit weights
 _TYPES = (torch.bfloat16, torch.float16)
 _FAST_FP8 = "fp8_scaled_mm"
 Step = Callable[[Tensor, Tensor | None], Tensor]
@@ -34,10 +33,10 @@ def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype
     """What tells the operator how to multiply m rows by W; None where it is not made for them, or would not be what the
     router chooses.
     """
-    if m > ROWS or dtype not in _TYPES or native.why_not("linear") is not None:
+    f = w_as.format
+    if (m > ROWS and f.bits < 8) or dtype not in _TYPES or native.why_not("linear") is not None:
         return None
     found = runner(gemm_request(contract, x_as, w_as, w, dtype, m)).name
-    f = w_as.format
     if found == "torch._scaled_mm":
         if f.name != "fp8-row" or not _encoded_here("encode", x_as, w, dtype, m):
             return None
@@ -92,20 +91,58 @@ def step(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Step) ->
 
 
 def _fp8_step(plan: int, parts: tuple[Any, ...], dtype: torch.dtype, general: Step) -> Step:
-    call, refused = native.operator("linear"), False
+    """torch looks for cuBLAS's algorithm in every call, which costs ten launches; csrc remembers it. That the bits are the
+    same is seen at a shape's first product.
+    """
+    call = native.operator("linear")
+    chosen: dict[torch.dtype | None, int] = {}  # by the type of the bias
 
     def multiplied(x: Tensor, bias: Tensor | None) -> Tensor:
-        nonlocal refused
-        if refused or (bias is not None and not _takes(bias, dtype)):
+        of = None if bias is None else bias.dtype
+        number = chosen.get(of)
+        if number is None:
+            if bias is not None and not _takes(bias, dtype):
+                number = _GENERAL
+            elif torch.cuda.is_current_stream_capturing():
+                return general(x, bias)
+            else:
+                number = _trusted(call, plan, x, parts, bias)
+            chosen[of] = number
+        if number == _GENERAL or (bias is not None and not bias.is_contiguous()):
             return general(x, bias)
-        try:
-            y: Tensor = call(x, *parts, bias, plan)
-        except RuntimeError:  # cuBLAS has no kernel for some products with a bias; the general way has others
-            refused = True
-            return general(x, bias)
+        y: Tensor = call(x, *parts, bias, number)
         return y
 
     return multiplied
+
+
+_GENERAL, _REMEMBERS = -1, 1 << 18  # the general way; a bit of the plan, as csrc/linear.cu
+_verdicts: dict[tuple[Any, ...], int] = {}
+
+
+def _trusted(call: Callable[..., Tensor], plan: int, x: Tensor, parts: tuple[Any, ...], bias: Tensor | None) -> int:
+    """The plan with csrc's memory of algorithms where a product of this shape has torch's bits, else the plan as it is;
+    _GENERAL where torch has no kernel.
+    """
+    n, m = parts[0].shape[1], x.numel() // x.shape[-1]
+    key = plan, x.device, x.dtype, m, n, x.shape[-1], None if bias is None else bias.dtype
+    if key not in _verdicts:
+        some = torch.arange(x.numel(), device=x.device, dtype=torch.int32) * 40503 % 4099 - 2049
+        like = some.to(x.dtype).view(x.shape)
+        try:
+            theirs = call(like, *parts, bias, plan)
+        except RuntimeError:
+            _verdicts[key] = _GENERAL
+            return _GENERAL
+        try:
+            mine = call(like, *parts, bias, plan | _REMEMBERS)
+        except RuntimeError:
+            _verdicts[key] = plan
+            return plan
+        if not int((theirs != 0).sum()) * 2 > theirs.numel():
+            return plan  # zeros prove nothing
+        _verdicts[key] = plan | _REMEMBERS if torch.equal(mine.view(torch.int16), theirs.view(torch.int16)) else plan
+    return _verdicts[key]
 
 
 def _takes(bias: Tensor, dtype: torch.dtype) -> bool:
