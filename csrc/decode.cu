@@ -1,5 +1,5 @@
 // The operator over decode.cuh, decode_rows.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w + bias, rounded
-// once, W packed in 4 bits. linear.cu has the one that encodes x as well.
+// once, W packed in 4 bits, or in fp8. linear.cu has the one that encodes x as well.
 //
 // decode_plan.cuh says which kernel runs.
 #include "common.cuh"
@@ -43,9 +43,10 @@ void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, 
   check(w.codes, "codes", 16);
   check(w.scale, "scale", 2);
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
-  STD_TORCH_CHECK(k % 32 == 0 && w.codes.size(1) == k / 2 && k % group == 0 && m > 0,
-                  "codes must be (n, k / 2), and k a multiple of 32 and of the group");
-  STD_TORCH_CHECK(w.scale.numel() == (n + tile - 1) / tile * (k / group), "scale must be (n / tile, k / group)");
+  STD_TORCH_CHECK(k % 32 == 0 && w.codes.size(1) == (format == FP8 ? k : k / 2) && k % group == 0 && m > 0,
+                  "codes must be (n, k / 2), or (n, k) of fp8, and k a multiple of 32 and of the group");
+  STD_TORCH_CHECK(format == FP8 || w.scale.numel() == (n + tile - 1) / tile * (k / group), "scale must be (n / tile, k / group)");
+  STD_TORCH_CHECK(format != FP8 || decode_is_few(m), "few rows of x are multiplied by fp8, got ", m);
   if (format == INT4) {
     STD_TORCH_CHECK(group >= 32, "groups have at least 32 values");
     STD_TORCH_CHECK(w.zero && w.zero->numel() == w.scale.numel() && w.scale.scalar_type() == type && w.zero->scalar_type() == type && tile == 1,
@@ -85,6 +86,7 @@ void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, 
   if (format == NVFP4) error = run_as<NVFP4>(call, type);
   if (format == MXFP4 && type == ScalarType::BFloat16) error = run<MXFP4, __nv_bfloat16>(call);
   if (format == GRIDFLIP) error = run_as<GRIDFLIP>(call, type);
+  if (format == FP8) error = run_as<FP8>(call, type);
   STD_TORCH_CHECK(error == cudaSuccess, "the product's CUDA launch failed: ", cudaGetErrorString(error));
 }
 

@@ -13,8 +13,8 @@ struct DecodePlan {
   double shift, odd_shift;
 };
 
-// codes (n, k / 2) uint8; scale, zero: what the format stores, FP4 scales as bytes; alpha: float32, one or one a row;
-// bias (n,).
+// codes (n, k / 2) uint8, or (n, k) e4m3; scale, zero: what the format stores, not read of fp8, whose scales are alpha;
+// alpha: float32, one or one a row; bias (n,).
 struct DecodeWeight {
   const Tensor& codes;
   const Tensor& scale;

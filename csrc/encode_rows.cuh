@@ -1,6 +1,6 @@
-// Formats that scale each row by itself, encoded for a few rows: a row is a block's, which reads it twice, the second
-// time out of its own cache. "nvfp4-row" becomes the operand of a GEMM, or decoded values, and never codes: few rows are
-// multiplied at once and not kept. "fp8-row" becomes codes, which its GEMM reads.
+// Formats that scale each row by itself, encoded for a product without gradients: into its operand, or into decoded
+// values, and not into codes, which only backward would read. A row is a block's, which reads it twice, the second time
+// out of its own cache.
 //
 // The arithmetic is the reference's (formats/blockscaled.py, formats/float8.py) in the order of the Triton kernels that
 // encode many rows (ops/triton/nvfp4_rows.py, ops/triton/float8.py), so the bytes are theirs.
@@ -49,6 +49,15 @@ __device__ __forceinline__ void load16(float (&v)[16], const T* p) {
   }
 }
 
+template <typename T>
+__device__ __forceinline__ void store16(T* p, const float (&v)[16]) {
+  uint32_t w[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) w[i] = pair(v[2 * i], v[2 * i + 1], T());
+  reinterpret_cast<uint4*>(p)[0] = make_uint4(w[0], w[1], w[2], w[3]);
+  reinterpret_cast<uint4*>(p)[1] = make_uint4(w[4], w[5], w[6], w[7]);
+}
+
 __device__ __forceinline__ uint32_t absmax_bits(const float (&v)[16]) {  // NaN on top
   uint32_t most = 0;
 #pragma unroll
@@ -75,33 +84,31 @@ __device__ __forceinline__ void nvfp4_block(T* out, const float (&v)[16], float 
     const uint32_t x = __float_as_uint(v[i]), index = e2m1_index(__fmul_rn(__uint_as_float(x & 0x7FFFFFFFu), inverse));
     y[i] = __fmul_rn(__fmul_rn(__uint_as_float(((index << 22) & 0x1C00000u) | (x & 0x80000000u)), 0x1p126f), times);
   }
-  uint32_t w[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) w[i] = pair(y[2 * i], y[2 * i + 1], T());
-  reinterpret_cast<uint4*>(out)[0] = make_uint4(w[0], w[1], w[2], w[3]);
-  reinterpret_cast<uint4*>(out)[1] = make_uint4(w[4], w[5], w[6], w[7]);
+  store16(out, y);
 }
 
-__device__ __forceinline__ void fp8_block(uint8_t* out, const float (&v)[16], float scale) {
+template <typename T>
+__device__ __forceinline__ void fp8_block(T* out, const float (&v)[16], float scale, bool decoded) {
   const bool fits = scale > 0x1p-60f && scale < 0x1p60f;
   const float inverse = __fdiv_rn(1.0f, scale);
-  uint32_t w[4] = {};
+  float y[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    float y;
+    float q;
     if (fits) {  // the corrections of -0 add up to +0
-      y = __uint_as_float((__float_as_uint(quotient(v[i], scale, inverse)) & 0x7FFFFFFFu) | (__float_as_uint(v[i]) & 0x80000000u));
+      q = __uint_as_float((__float_as_uint(quotient(v[i], scale, inverse)) & 0x7FFFFFFFu) | (__float_as_uint(v[i]) & 0x80000000u));
     } else {
-      y = scale == 0.0f ? 0.0f : __fdiv_rn(v[i], scale);
+      q = scale == 0.0f ? 0.0f : __fdiv_rn(v[i], scale);
     }
-    w[i / 4] |= e4m3(min_nan(max_nan(y, -448.0f), 448.0f)) << (8 * (i % 4));
+    q = e4m3_value(e4m3(min_nan(max_nan(q, -448.0f), 448.0f)));
+    y[i] = decoded ? __fmul_rn(q, scale) : q;
   }
-  *reinterpret_cast<uint4*>(out) = make_uint4(w[0], w[1], w[2], w[3]);
+  store16(out, y);
 }
 
-// A block for each row. out: T for NVFP4_ROW, bytes for FP8_ROW; scale: the outer scale, or the scale, of each row.
+// A block for each row. out: operand or decoded values; scale: the outer scale, or the scale, of each row.
 template <typename T>
-__global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, void* __restrict__ out, float* __restrict__ scale, int k, int format,
+__global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T* __restrict__ out, float* __restrict__ scale, int k, int format,
                                                       int decoded) {
   let_next_begin();
   wait_for_inputs();
@@ -124,8 +131,8 @@ __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, v
   if (threadIdx.x == 0) scale[blockIdx.x] = s;
   for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
     if (blocks > int(blockDim.x)) load16(v, x + start + 16 * b);  // otherwise they are still there
-    if (format == NVFP4_ROW) nvfp4_block(static_cast<T*>(out) + start + 16 * b, v, s, inverse, decoded);
-    else fp8_block(static_cast<uint8_t*>(out) + start + 16 * b, v, s);
+    if (format == NVFP4_ROW) nvfp4_block(out + start + 16 * b, v, s, inverse, decoded);
+    else fp8_block(out + start + 16 * b, v, s, decoded);
   }
 }
 
@@ -135,10 +142,12 @@ __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, v
 inline void launch_encode_rows(const void* x, ScalarType type, int64_t m, int64_t k, int format, bool decoded, void* out, float* scale,
                                cudaStream_t stream) {
   const int threads = k >= 16 * 1024 ? 1024 : int((k / 16 + 31) / 32 * 32);
-  if (type == ScalarType::BFloat16)
-    launch_early(rows::encode_kernel<__nv_bfloat16>, int(m), threads, stream, static_cast<const __nv_bfloat16*>(x), out, scale, int(k), format, int(decoded));
-  else
-    launch_early(rows::encode_kernel<__half>, int(m), threads, stream, static_cast<const __half*>(x), out, scale, int(k), format, int(decoded));
+  auto launch = [&](auto kernel, auto unit) {
+    using T = decltype(unit);
+    launch_early(kernel, int(m), threads, stream, static_cast<const T*>(x), static_cast<T*>(out), scale, int(k), format, int(decoded));
+  };
+  if (type == ScalarType::BFloat16) launch(rows::encode_kernel<__nv_bfloat16>, __nv_bfloat16());
+  else launch(rows::encode_kernel<__half>, __half());
   check_launch();
 }
 

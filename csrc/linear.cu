@@ -2,29 +2,25 @@
 // a packed W, plus bias. An eager model waits for the host in every layer, so what surrounds the launches is here and not
 // in Python: the shape of y, the operand and its scales, and the choice of the kernels.
 //
-// The launches are those of encode_rows.cuh and of decode.cu, and for fp8 those of torch's `_scaled_mm`, by torch or by
-// scaled_mm.cu, so the bits are too.
+// The launches are those of encode_rows.cuh and of decode.cu, so the bits are too.
 #include <array>
 
 #include "decode_op.cuh"
 #include "encode_rows.cuh"
-#include "scaled_mm.cuh"
 
 namespace aoquant {
 
 namespace {
 
-enum { FP8 = 4 };  // W in fp8 with a scale for each row, behind `Format`
-
 // The fields of `plan`, which aoquant/ops/gemm/one_call.py packs.
 struct LinearPlan {
   int format, encodes;  // of W; RowFormat of x, or 0
   int group_log2, tile_log2;
-  bool alternating, fast, searched;  // searched: by scaled_mm.cu, which remembers the algorithm
+  bool alternating;
   float shift;
 
   explicit LinearPlan(int64_t plan)
-      : format(plan & 15), encodes(plan >> 4 & 15), group_log2(plan >> 8 & 31), tile_log2(plan >> 13 & 7), alternating(plan >> 16 & 1), fast(plan >> 17 & 1), searched(plan >> 18 & 1) {
+      : format(plan & 15), encodes(plan >> 4 & 15), group_log2(plan >> 8 & 31), tile_log2(plan >> 13 & 7), alternating(plan >> 16 & 1) {
     const uint32_t bits = uint32_t(plan >> 20);
     memcpy(&shift, &bits, 4);
   }
@@ -40,18 +36,7 @@ Tensor make(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) 
   return torch::stable::new_empty(like, {size, 2}, type);
 }
 
-// torch._scaled_mm(x, w, scale_x, scale_w, bias, out_dtype=type, use_fast_accum=fast)
-Tensor scaled_mm(const Tensor& x, const Tensor& w, const Tensor& scale_x, const Tensor& scale_w, const std::optional<Tensor>& bias, ScalarType type,
-                 bool fast) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 8> stack{from(x), from(w), from(scale_x), from(scale_w), from(bias), from(std::nullopt), from(std::optional<ScalarType>(type)),
-                                    from(fast)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_scaled_mm", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-// x (*lead, k) -> y (*lead, n). 4 bits: codes (n, k / 2), scale, zero and alpha_w as decode_mm's. fp8: codes (k, n) and
-// scale (1, n), transposed views of what is stored.
+// x (*lead, k) -> y (*lead, n); codes, scale, zero and alpha_w as decode_mm's.
 Tensor linear(const Tensor& given, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero, const std::optional<Tensor>& alpha_w,
               const std::optional<Tensor>& bias, int64_t packed_plan) {
   const LinearPlan plan(packed_plan);
@@ -60,25 +45,13 @@ Tensor linear(const Tensor& given, const Tensor& codes, const Tensor& scale, con
   STD_TORCH_CHECK(given.is_cuda() && dims > 0 && dims <= 8, "x must be on a CUDA device, of at most 8 dimensions");
   const auto type = given.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
-  const bool fp8 = plan.format == FP8;
-  const int64_t k = lead[dims - 1], m = k ? given.numel() / k : 0, n = codes.size(fp8 ? 1 : 0);
-  STD_TORCH_CHECK(m > 0 && k % 16 == 0 && (fp8 ? codes.size(0) == k : codes.size(1) == k / 2), "x must have rows of W's width");
+  const int64_t k = lead[dims - 1], m = k ? given.numel() / k : 0, n = codes.size(0);
+  STD_TORCH_CHECK(m > 0 && k % 16 == 0, "x must have rows of a multiple of 16 values");
   DeviceGuard guard(given.get_device_index());
   const Tensor x = aligned(given);
   std::array<int64_t, 8> size;
   for (int64_t i = 0; i < dims - 1; ++i) size[i] = lead[i];
   size[dims - 1] = n;
-  if (fp8) {
-    Tensor encoded = make(x, m, k, ScalarType::Float8_e4m3fn), scales = make(x, m, 1, ScalarType::Float);
-    launch_encode_rows(x.data_ptr(), type, m, k, FP8_ROW, false, encoded.data_ptr(), static_cast<float*>(scales.data_ptr()), current_stream(x));
-    if (plan.searched) {
-      Tensor y = torch::stable::new_empty(x, {size.data(), size_t(dims)});
-      STD_TORCH_CHECK(scaled_mm_into(y, encoded, codes, scales, scale, bias, type, plan.fast), "cuBLASLt has no kernel for this product: NOT_SUPPORTED");
-      return y;
-    }
-    Tensor y = scaled_mm(encoded, codes, scales, scale, bias, type, plan.fast);
-    return dims == 2 ? y : torch::stable::view(y, {size.data(), size_t(dims)});
-  }
   Tensor y = torch::stable::new_empty(x, {size.data(), size_t(dims)});
   const DecodePlan decode = {plan.format, int64_t(1) << plan.group_log2, int64_t(1) << plan.tile_log2, plan.shift, plan.alternating ? -plan.shift : plan.shift};
   const DecodeWeight w = {codes, scale, zero, alpha_w, bias};
@@ -95,7 +68,7 @@ Tensor linear(const Tensor& given, const Tensor& codes, const Tensor& scale, con
   return y;
 }
 
-// x (m, k) -> what launch_encode_rows makes of it, (m, k) in x's type or fp8, and the rows' scales, (m, 1) float32.
+// x (m, k) -> what launch_encode_rows makes of it, (m, k) in x's type, and the rows' scales, (m, 1) float32.
 std::tuple<Tensor, Tensor> encode_rows(const Tensor& x, int64_t format, bool decoded) {
   const auto type = x.scalar_type();
   STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must be contiguous, on a CUDA device and aligned to 16 bytes");
@@ -103,7 +76,7 @@ std::tuple<Tensor, Tensor> encode_rows(const Tensor& x, int64_t format, bool dec
   STD_TORCH_CHECK(x.dim() == 2 && x.size(0) > 0 && x.size(1) > 0 && x.size(1) % 16 == 0, "x must be (m, k) with k a multiple of 16");
   STD_TORCH_CHECK(format == NVFP4_ROW || format == FP8_ROW, "format must be one of RowFormat");
   DeviceGuard guard(x.get_device_index());
-  Tensor out = make(x, x.size(0), x.size(1), format == FP8_ROW ? ScalarType::Float8_e4m3fn : type), scale = make(x, x.size(0), 1, ScalarType::Float);
+  Tensor out = make(x, x.size(0), x.size(1), type), scale = make(x, x.size(0), 1, ScalarType::Float);
   launch_encode_rows(x.data_ptr(), type, x.size(0), x.size(1), int(format), decoded, out.data_ptr(), static_cast<float*>(scale.data_ptr()), current_stream(x));
   return {out, scale};
 }

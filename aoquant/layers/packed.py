@@ -75,11 +75,12 @@ class PackedLinear(nn.Linear):
         few = self._one_call
         if (
             few
-            and 0 < input.numel() <= one_call.ROWS * self.in_features
+            and 0 < input.numel() <= one_call.most_rows(int(few)) * self.in_features
             and not router.open_blocks
             and (bias is None or bias.dtype in (input.dtype, torch.float32))
         ):
-            return _one_call(input, self._codes, self._scale, self._zero, self._outer, bias, int(few))
+            alpha = self._scale if one_call.is_fp8(int(few)) else self._outer
+            return _one_call(input, self._codes, self._scale, self._zero, alpha, bias, int(few))
         parts = self._codes, self._scale, self._zero, self._outer, self._transform
         return _product(input, bias, key, self.in_features, *parts)
 
@@ -149,13 +150,13 @@ def _one_call(
     codes: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,
-    outer: Tensor | None,
+    alpha: Tensor | None,
     bias: Tensor | None,
     number: int,
 ) -> Tensor:
     """y (..., N) by one operator that a compiler sees as it is."""
     assert scale is not None
-    y: Tensor = torch.ops.aoquant_native.linear.default(x, codes, scale, zero, outer, bias, number)
+    y: Tensor = torch.ops.aoquant_native.linear.default(x, codes, scale, zero, alpha, bias, number)
     return y
 
 

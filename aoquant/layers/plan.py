@@ -51,11 +51,11 @@ class Plan:
     def one_call(self) -> str:
         """The number by which csrc's operator multiplies 1 row and as many as it takes alike; "" where a compiler is not to call it."""
         recipe, w_as = self._recipe, self._recipe.fprop_weight
-        if not self.ordinary or self._given.x_held is not None or router.forcing() or w_as.format.bits != 4:
+        if not self.ordinary or self._given.x_held is not None or router.forcing():
             return ""
         named = recipe.contract, recipe.fprop_input, w_as, self._w, self._dtype
-        first, last = (one_call.number(*named, m) for m in (1, one_call.ROWS))
-        return str(first) if first is not None and first == last else ""
+        first = one_call.number(*named, 1)
+        return str(first) if first is not None and first == one_call.number(*named, one_call.most_rows(first)) else ""
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copied weight makes its own."""
@@ -122,14 +122,6 @@ class Plan:
             made = shared(x, (x_as.name, dtype), id(self), how)
             return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
 
-        def codes(x: Tensor, bias: Tensor | None) -> Tensor:
-            assert x_as is not None
-            e = shared(x, (x_as.name, dtype), id(self), partial(codec.encode, x_as, x.reshape(m, k)))
-            try:
-                return bound(e.codes, e.scale, bias).view(*x.shape[:-1], -1)
-            except NotImplementedError:
-                return general(x, bias)
-
         if x_as is None:
             return weights
-        return {"operand": operands, "codes": codes}[reads(recipe.contract)]
+        return operands if reads(recipe.contract) == "operand" else general

@@ -19,7 +19,6 @@ from torch import Tensor
 LIBRARY = Path(__file__).with_name("_native.so")
 PARTIALS = 528  # as csrc/amax.cu
 ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/encode_rows.cuh
-LINEAR_FP8 = 4  # as csrc/linear.cu
 
 
 def why_not(operator: str) -> str | None:
@@ -114,12 +113,11 @@ def _decode_mm(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
 def _linear(
     x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, alpha_w: Tensor | None, bias: Tensor | None, plan: int
 ) -> Tensor:
-    return x.new_empty(*x.shape[:-1], codes.shape[1 if plan & 15 == LINEAR_FP8 else 0])
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
 def _encode_rows(x: Tensor, format: int, decoded: bool) -> tuple[Tensor, Tensor]:
-    codes = torch.float8_e4m3fn if format == ROW_FORMATS["fp8-row"] else x.dtype
-    return x.new_empty(x.shape, dtype=codes), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
 _FAKES: dict[str, Callable[..., Any]] = {

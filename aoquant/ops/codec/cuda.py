@@ -1,11 +1,11 @@
-"""Formats that try several scales for a block, and few rows of formats that scale each row, encoded by `csrc/`: the
+"""Formats that try several scales for a block, and operands of formats that scale each row, encoded by `csrc/`: the
 codec's backend "cuda", for the roles that encode.
 
 Four-over-six and GridFlip take two launches, the largest finite magnitude and the encoder, or one where the format's
 amax is constant; NVFP4's search takes the outer scale that the format measures. Decoding is Triton's: it is bound by
 memory, and there is nothing that CUDA could do better.
 
-Up to ROWS rows of "nvfp4-row" and "fp8-row" are one launch, which costs less than Triton's; many rows are Triton's.
+"nvfp4-row" and "fp8-row" become operands in one launch, which costs the host less than Triton's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPERATORS: dict[type[Format], tuple[str, ...]] = {
     GridFlip: ("encode_grids", "finite_absmax"),
     NVFP4Search: ("encode_search",),
 }
-ROWS = 1 << 16
+VALUES = 1 << 24  # of formats that scale rows
 _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
@@ -54,12 +54,11 @@ def _why_not(r: CodecRequest) -> str | None:
 
 
 def _why_not_rows(r: CodecRequest) -> str | None:
-    """Of a format that scales each row: why its few rows are not encoded here."""
-    codes = r.operand.format.name == "fp8-row"
-    if r.operand.transform is not None or r.role != ("encode" if codes else "quantize") or (r.codes and not codes):
-        return f"makes codes of fp8-row and operands of nvfp4-row, without a transform, not {r}"
-    if r.rows > ROWS:
-        return f"encodes up to {ROWS} rows of {r.operand.name}: with more Triton's kernel is as fast"
+    """Of a format that scales each row: why it is not encoded here."""
+    if r.operand.transform is not None or r.role != "quantize" or r.codes:
+        return f"makes the operand of {r.operand.format.name}, without a transform, and not codes"
+    if r.rows * r.k > VALUES:
+        return f"encodes up to {VALUES} values of {r.operand.name}: with more Triton's kernel is faster"
     if r.dtype not in (torch.bfloat16, torch.float16) or r.k % 16:
         return f"reads rows of bfloat16 or float16 by 16, got K = {r.k} of {r.dtype}"
     return native.why_not("encode_rows") or native.why_not_on(r.device)
@@ -67,9 +66,6 @@ def _why_not_rows(r: CodecRequest) -> str | None:
 
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
-    if operand.name in native.ROW_FORMATS:
-        codes, scale = _rows(operand.format, x_RK, False)
-        return Encoded(codes, scale, None, None, x_RK.shape[1])
     return _run(operand.format, _transformed(operand, x_RK), None, False, None)[0]
 
 
@@ -94,7 +90,7 @@ def quantize(
 
 
 def _rows(format: Format, x_RK: Tensor, decoded: bool) -> tuple[Tensor, Tensor]:
-    """What csrc makes of rows: codes of fp8-row; the operand, or decoded values, of nvfp4-row. With a scale for each."""
+    """The operand of rows, or decoded values, and a scale for each."""
     made: tuple[Tensor, Tensor] = native.operator("encode_rows")(
         _aligned(x_RK), native.ROW_FORMATS[format.name], decoded
     )

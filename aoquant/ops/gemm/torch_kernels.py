@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Encoded, Float8
+from aoquant.formats import Float8
 
 from ..call import Call
-from ..router import Backend, Product, Request
+from ..router import Backend, Request
 from .reference import fp8_epilogue, int8_epilogue, rescale
 
 
@@ -89,32 +89,6 @@ def _multiply(c: Call, x_MK: Tensor, scale: Tensor) -> Tensor:
         use_fast_accum=c.contract == "fp8_scaled_mm",
     )
     return y_MN if late is None else y_MN + late
-
-
-def _bind_scaled_mm(r: Request, w: Encoded) -> Product | None:
-    """Raises NotImplementedError, from the product, where cuBLAS has no kernel: `_scaled_mm` knows another way."""
-    if not isinstance(r.w_format, Float8) or w.scale is None:
-        return None
-    w_KN, scale_1N, dtype, fast = w.codes.t(), w.scale.t(), r.dtype, r.contract == "fp8_scaled_mm"
-    refused = False
-
-    def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
-        nonlocal refused
-        assert alpha_x is not None
-        if refused:  # an exception costs more than the GEMM
-            raise NotImplementedError
-        late = bias if dtype == torch.float32 else None  # as in `_multiply`
-        now = None if late is not None else bias
-        try:
-            y_MN = torch._scaled_mm(x_MK, w_KN, alpha_x, scale_1N, now, None, dtype, fast)
-        except RuntimeError as error:
-            if "NOT_SUPPORTED" not in str(error):
-                raise
-            refused = True
-            raise NotImplementedError from error
-        return y_MN if late is None else y_MN + late
-
-    return product
 
 
 FEWEST_ROWS = (
@@ -205,7 +179,7 @@ def _blockwise(c: Call) -> Tensor:
 BACKENDS = (
     Backend("torch.mm", 10, _why_not_mm, _mm),
     Backend("torchao.blockwise", 10, _why_not_blockwise, _blockwise, reads_codes=True),
-    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm, reads_codes=True, bind=_bind_scaled_mm),
+    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm, reads_codes=True),
     Backend("torch._scaled_mm.operands", 10, _why_not_fp8_operands, _fp8_operands, reads_codes=True),
     Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm, reads_codes=True),
 )
