@@ -59,6 +59,9 @@ class PackedLinear(nn.Linear):
 
     def _traced(self, input: Tensor) -> Tensor:
         """The forward that a compiler sees: one call on plain tensors, for an ordinary call without gradients."""
+        few = self._one_call
+        if few and not torch.is_grad_enabled() and (y := self._in_one_call(input, int(few))) is not None:
+            return y
         key = self._recipe_key
         if (
             key is None
@@ -71,18 +74,32 @@ class PackedLinear(nn.Linear):
             or input.shape[-1] != self.in_features
         ):
             return F.linear(input, self.weight, self.bias)
-        bias = self.bias
-        few = self._one_call
-        if (
-            few
-            and 0 < input.numel() <= one_call.most_rows(int(few)) * self.in_features
-            and not router.open_blocks
-            and (bias is None or bias.dtype in (input.dtype, torch.float32))
-        ):
-            alpha = self._scale if one_call.is_fp8(int(few)) else self._outer
-            return _one_call(input, self._codes, self._scale, self._zero, alpha, bias, int(few))
         parts = self._codes, self._scale, self._zero, self._outer, self._transform
-        return _product(input, bias, key, self.in_features, *parts)
+        return _product(input, self.bias, key, self.in_features, *parts)
+
+    def _in_one_call(self, input: Tensor, number: int) -> Tensor | None:
+        """The operator of csrc, for an ordinary call of few rows; None for another."""
+        codes, bias = self._codes, self.bias
+        fp8 = one_call.is_fp8(number)
+        k = codes.shape[1] if fp8 else codes.shape[1] * 2
+        if (
+            type(input) not in (Tensor, nn.Parameter)
+            or input.dtype != one_call.dtype_of(number)
+            or input.device != codes.device
+            or torch.is_autocast_enabled(input.device.type)
+            or input.dim() == 0
+            or input.shape[-1] != k
+            or not 0 < input.numel() <= one_call.most_rows(number) * k
+            or router.open_blocks
+            or not (bias is None or bias.dtype in (input.dtype, torch.float32))
+        ):
+            return None
+        scale = self._scale
+        assert scale is not None
+        zero = self._zero if one_call.has_zero(number) else None
+        alpha = None if not one_call.has_alpha(number) else scale if fp8 else self._outer
+        y: Tensor = torch.ops.aoquant_native.linear.default(input, codes, scale, zero, alpha, bias, number)
+        return y
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -143,21 +160,6 @@ def _static(part: Tensor) -> Tensor:
     view = part.detach()
     torch._dynamo.mark_static_address(view, guard=False)
     return view
-
-
-def _one_call(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    alpha: Tensor | None,
-    bias: Tensor | None,
-    number: int,
-) -> Tensor:
-    """y (..., N) by one operator that a compiler sees as it is."""
-    assert scale is not None
-    y: Tensor = torch.ops.aoquant_native.linear.default(x, codes, scale, zero, alpha, bias, number)
-    return y
 
 
 @torch.compiler.allow_in_graph

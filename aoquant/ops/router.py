@@ -266,7 +266,7 @@ def routed(kind: Callable[..., Request | CodecRequest], *fields: Any) -> Backend
     """`route(kind(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask
     about.
     """
-    key = kind, fields, _forced.get(), os.environ.get(_ENVIRONMENT)
+    key = kind, fields, _forced.get(), _variables.get(_VARIABLE)
     found = _routes.get(key)
     if found is None:
         if len(_routes) >= _MOST_ROUTES:

@@ -369,13 +369,13 @@ def test_a_compiler_sees_one_operator_where_csrc_has_it(bias: bool, monkeypatch:
 
     def linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Any, alpha: Any, bias: Any, plan: int) -> Tensor:
         told.append(plan)
-        assert codes.data_ptr() == module.weight.qdata.data_ptr() and alpha is None
+        assert codes.data_ptr() == module.weight.qdata.data_ptr() and zero is not None and alpha is None
         with backend("reference"):
             return F.linear(x, module.weight, bias)
 
     library.impl("linear", linear, "CPU")
     torch.library.register_fake("aoquant_native::linear", native._linear, lib=library)
-    number = 5 << 8  # groups of 32
+    number = 5 << 8 | 1 << 17  # groups of 32, zeros
     monkeypatch.setattr(one_call, "number", lambda *a: number if a[-1] <= 256 else None)
     module.weight = module.weight  # what it remembers of its weight is made anew
     graphs: list[list[str]] = []

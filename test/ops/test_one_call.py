@@ -64,6 +64,8 @@ def test_fields(
     assert plan is not None and 0 <= plan < 1 << 63
     assert (plan & 15, plan >> 4 & 15, 1 << (plan >> 8 & 31), 1 << (plan >> 13 & 7)) == (format, encodes, group, tile)
     assert bool(plan >> 16 & 1) == alternating and struct.unpack("f", struct.pack("I", plan >> 20))[0] == shift
+    assert one_call.has_zero(plan) == weight.startswith("int4") and one_call.dtype_of(plan) == BF16
+    assert one_call.has_alpha(plan) == (not weight.startswith(("int4", "mxfp4")))
     assert one_call.is_fp8(plan) == (weight == "fp8-row")
     assert one_call.most_rows(plan) == few_rows.most_rows(few_rows.kind(get_format(weight)))
 

@@ -48,6 +48,9 @@ def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype
         | ((f.block or 1).bit_length() - 1) << 8
         | (f.tile_rows.bit_length() - 1) << 13
         | alternating << 16
+        | (w.zero is not None) << 17
+        | (_alpha(w, how) is not None) << 18
+        | (dtype == torch.float16) << 19
         | int(struct.unpack("I", struct.pack("f", shift))[0]) << 20
     )
 
@@ -79,9 +82,25 @@ def step(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Step) ->
     return multiplied
 
 
+# What a compiler reads off a number, so that it need not look at the layer for it: it would guard on whatever it looks at.
 def is_fp8(number: int) -> bool:
     """Whether W's codes are fp8, whose scales are the operator's alpha_w."""
     return number & 15 == CUDA_FORMATS["fp8"]
+
+
+def has_zero(number: int) -> bool:
+    """Whether the operator is given zeros."""
+    return bool(number >> 17 & 1)
+
+
+def has_alpha(number: int) -> bool:
+    """Whether it is given alpha_w."""
+    return bool(number >> 18 & 1)
+
+
+def dtype_of(number: int) -> torch.dtype:
+    """The type of x."""
+    return torch.float16 if number >> 19 & 1 else torch.bfloat16
 
 
 def most_rows(number: int) -> int:
