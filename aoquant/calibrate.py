@@ -26,6 +26,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant.formats import Operand, Scales
+from aoquant.formats.operand import SCALES
 from aoquant.layers import held
 from aoquant.layers.linear import cast, check_width
 from aoquant.layers.qat import PreparedModule, QATLinear
@@ -50,6 +51,11 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
         ValueError: forward_loop is neither; no layer holds scales; or naming each layer that the loop did not reach,
             or that saw nothing but zeros, NaN or Inf, or the first that got an input of a wrong width. The scales are
             what they were then.
+
+    Example:
+
+            quantize_(model, QATConfig(Int8WeightConfig(activation="int8-tensor-static"), step="prepare"))
+            calibrate(model, [batch_1, batch_2])
     """
     one = isinstance(forward_loop, Tensor | Mapping | str)  # iterating over these gives no batches
     if not callable(forward_loop) and (
@@ -155,7 +161,7 @@ def _observer(layer: QATLinear) -> Range | Gram | None:
     recipe = layer.prepared.recipe
     if recipe.fitted and recipe.transform is not None:
         return Gram(recipe.transform.size, layer.matrix().detach())
-    if recipe.input_scales == "dynamic":
+    if recipe.input_scales not in SCALES[1:]:
         return None
     assert recipe.fprop_input is not None
     return Range(recipe.fprop_input)
@@ -212,7 +218,7 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
     """New scales by side, and why they cannot be used."""
     recipe = layer.prepared.recipe
     scales: dict[str, Scales] = {}
-    if recipe.weight_scales != "dynamic":
+    if recipe.weight_scales in SCALES[1:]:
         scales["weight"] = recipe.fprop_weight.measure(layer.matrix().detach())
     if isinstance(seen, Gram):
         return _fitted(layer, seen)

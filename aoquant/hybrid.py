@@ -21,6 +21,7 @@ from typing import Any
 from torchao.core.config import AOBaseConfig
 
 from aoquant.formats import Operand, get_operand
+from aoquant.formats.delayed import SELECTS
 from aoquant.layers import law
 from aoquant.layers.sides import SAVES
 
@@ -55,9 +56,11 @@ class HybridConfig(AOBaseConfig):
     fprop_input, fprop_weight: "base" is what the base_config of a QATConfig deploys. dgrad_*, wgrad_*: of a backward
         GEMM, along the axis that it contracts. Each is a `Cast`, the name of a format, or None for high precision; a
         name alone has the source "original", and "forward" for dgrad_weight.
-    save: what forward keeps of the input: "col", the side that wgrad reads (never more than its codes), or "hp", the
-        input itself.
+    save: the side of the input that forward keeps: "col", the side that wgrad reads (never more than its codes), or
+        "hp", the input itself.
     seed: of the random numbers of casts that draw.
+    amax_history: steps that delayed scaling remembers, for TransformerEngine's fp8 per tensor; 0: scales of the step.
+    amax_select: "max" of them, or the "most_recent".
 
     Example: `quantize_(model, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))`, then train, then `quantize_(model,
         QATConfig(step="convert"))`.
@@ -75,6 +78,8 @@ class HybridConfig(AOBaseConfig):
     wgrad_input: Cast | str | None = None
     save: str = "col"
     seed: int = 0
+    amax_history: int = 0
+    amax_select: str = "max"
 
     def __post_init__(self) -> None:
         for slot in ("fprop_input", "fprop_weight", *PAIRS["dgrad"], *PAIRS["wgrad"]):
@@ -91,6 +96,12 @@ class HybridConfig(AOBaseConfig):
             raise ValueError(f"HybridConfig: save is one of {', '.join(SAVES[1:])}, got {self.save!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 32:
             raise ValueError(f"HybridConfig: seed must be an integer of 0 to 2^32 - 1, got {self.seed!r}")
+        steps = self.amax_history
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0 or self.amax_select not in SELECTS:
+            raise ValueError(
+                f"HybridConfig: amax_history is a number of steps, and amax_select one of {', '.join(SELECTS)}, got "
+                f"{steps!r} and {self.amax_select!r}"
+            )
         if reason := self._why_not():
             raise ValueError(f"HybridConfig: {reason}")
 
@@ -123,7 +134,7 @@ class HybridConfig(AOBaseConfig):
         """The arguments of `LinearRecipe` that this config decides, fprop's formats apart."""
         operands = {slot: self.cast(slot).operand() for pair in PAIRS.values() for slot in pair}
         sources = {"weight_source": self.cast("dgrad_weight").source, "input_source": self.cast("wgrad_input").source}
-        return {**operands, **sources, "save": self.save}
+        return {**operands, **sources, "save": self.save, "history": self.amax_history, "select": self.amax_select}
 
     def forward(self) -> dict[str, Operand | None]:
         """The operands of fprop that the config names, by slot."""

@@ -1,6 +1,6 @@
 """Measure speed on one GPU: encoding, training steps of a layer, the packed layer at few and at many tokens.
 
-    python benchmarks/run.py [encode] [layer] [decode] [--out DIR] [--quick]
+    python benchmarks/run.py [encode] [layer] [hybrid] [decode] [--out DIR] [--quick]
 
 Needs a CUDA device and Triton. Before anything is timed, the exactness gate runs: every format that is timed must give
 the reference's bytes through the Triton kernels, and every layer that is timed must equal its converted self; else the
@@ -43,6 +43,11 @@ ENCODE = (
     "int8-row",
     "fp8-row",
     "fp8-tensor",
+    "te-fp8-tensor",
+    "te-fp8-1x128",
+    "te-fp8-128x128",
+    "mxfp8-32x32",
+    "te-nvfp4-16x16",
 )
 # encoded only: what a fused transform adds to the encoding
 TRANSFORMED = tuple(f"hadamard{size}+{inner}" for inner in ("nvfp4", "mxfp4") for size in (16, 32, 64, 128))
@@ -56,6 +61,7 @@ GRIDS = {
     "nvfp4-search": "-static:0.0001",
 }
 TOKENS = 8192
+SUITES = ("encode", "layer", "hybrid", "decode")
 Row = dict[str, Any]
 
 
@@ -129,7 +135,7 @@ def gate_format(name: str) -> bool:
             ok &= same(codec.encode(fmt, x), e)
             for operand in () if name in TRANSFORMED else (True, False):
                 values = fmt.operand(e, BF16) if operand else fmt.decode(e, BF16)
-                both = codec.quantize(fmt, x, BF16, operand=operand, keep=True)
+                both = codec.encode_with_values(fmt, x, BF16, operand=operand, keep=True)
                 ok &= same(both[0], e) and same(both[1], values)
                 with backend("triton"):
                     ok &= same(codec.decode(fmt, e, BF16, operand=operand), values)
@@ -171,10 +177,10 @@ def measure_encode(rounds: int) -> list[Row]:
             ("encode", lambda i, f=fmt: codec.encode(f, xs[i]), nbytes(xs[0], encoded[0])),
             (
                 "quantize",
-                lambda i, f=fmt: codec.quantize(f, xs[i], BF16, operand=True, keep=True),
+                lambda i, f=fmt: codec.encode_with_values(f, xs[i], BF16, operand=True, keep=True),
                 nbytes(xs[0], xs[0], encoded[0]),
             ),
-            ("values", lambda i, f=fmt: codec.quantize(f, xs[i], BF16), nbytes(xs[0], xs[0])),
+            ("values", lambda i, f=fmt: codec.encode_with_values(f, xs[i], BF16), nbytes(xs[0], xs[0])),
             ("decode", lambda i, f=fmt, e=encoded: codec.decode(f, e[i], BF16), nbytes(xs[0], encoded[0])),
         ):
             runs[f"{what} {name}"], moved[f"{what} {name}"] = graph(run, len(xs)), size
@@ -224,24 +230,26 @@ def rated(
 def main() -> int:
     """Print and write the rows; 1 on a red gate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", choices=[[], "encode", "layer", "decode"], help="default: all")
+    parser.add_argument("suites", nargs="*", choices=[[], *SUITES], help="default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds, and torchao's layers compiled for one shape"
     )
     args = parser.parse_args()
-    suites = args.suites or ["encode", "layer", "decode"]
+    suites = args.suites or SUITES
     if not torch.cuda.is_available():
         print("benchmarks/run.py needs a CUDA device")
         return 1
 
     import decode  # they need this file's functions
+    import hybrid
     import layers
 
     meta = versions(CUDA)
     red = [name for name in (*ENCODE, *TRANSFORMED, *GRIDS) if "encode" in suites and not gate_format(name)]
     red += [name for name in FITTED if "encode" in suites and not gate_fitted(name)]
     red += [name for name in layers.RECIPES if "layer" in suites and not layers.gate(name)]
+    red += [name for name in hybrid.MIXES if "hybrid" in suites and not hybrid.gate(name)]
     red += [name for name in decode.FORMATS if "decode" in suites and not decode.gate(name)]
     if red:
         print(f"the exactness gate is red, nothing is timed: {', '.join(red)}")
@@ -253,6 +261,8 @@ def main() -> int:
         rows += measure_grids(20 if args.quick else 100)
     if "layer" in suites:
         rows += layers.measure(20 if args.quick else 60, args.quick)
+    if "hybrid" in suites:
+        rows += hybrid.measure(20 if args.quick else 60)
     if "decode" in suites:
         rows += decode.measure(10 if args.quick else 40)
     for row in rows:

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import Encoded, Format, Scales
+from .base import Encoded, Scales
 from .elements import ELEMENTS, to_float8
+from .fixed import constants, fixed_name
 from .float8 import Float8
 
 _NAME = re.compile(r"te-fp8(?:-(e5m2))?-(?:tensor|(1|128)x128(-f32)?)")
@@ -56,19 +57,17 @@ class TEFloat8(Float8):
     def name(self) -> str:
         element = "" if self.element == "e4m3" else f"-{self.element}"
         if self.per == "tensor":
-            return f"te-fp8{element}-tensor"
+            return f"te-fp8{element}-tensor{fixed_name(self.fixed)}"
         return f"te-fp8{element}-{self.rows}x{self.cols}{'' if self.pow2 else '-f32'}"
 
-    def fix(self, *numbers: float) -> Format:
-        """Refused: a constant factor is what delayed scaling holds."""
-        raise ValueError(f"{self.name} has no static form: use fp8-tensor for calibrated scales")
-
     def measure(self, x_RK: Tensor) -> Scales:
-        """The factors: (1, 1) or one for each block."""
+        """The factors: (1, 1) or one for each block; a constant one is what delayed scaling leaves."""
+        if self.fixed:
+            return Scales(constants(self.fixed, x_RK.device)[0])
         return Scales(self.factor(self._absmax(self._blocks(x_RK)).float()))
 
     def factor(self, amax: Tensor) -> Tensor:
-        """What x is multiplied by, float32, from float32 absolute maxima."""
+        """The float32 factor of x, from float32 absolute maxima."""
         factor = (torch.full_like(amax, ELEMENTS[self.element][1]) / amax).clamp(max=_FLT_MAX)
         if self.per == "block" and self.pow2:
             factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)

@@ -11,6 +11,11 @@ Within a family they may differ in e4m3 and e5m2, in one-dimensional and square 
 rounding: TransformerEngine's own recipes do. A transform in front of them has to cancel in the product: the same
 matrix, with the same signs, on both sides, and its own inverse transposed.
 
+`contract` names the kernel of such a GEMM. FP8 tensor cores multiply codes under one scale a side, and e5m2 by e5m2
+they do not multiply; their sums keep fewer bits than float32, so they run under a contract of their own, with
+accumulators that are promoted, as TransformerEngine and torchao have it in backward. Every other pair is emulated
+exactly.
+
 `why_not` binds every recipe. `why_not_cast` binds configs that name each cast; presets such as "quartet" draw on both
 sides.
 """
@@ -44,6 +49,14 @@ def why_not(gemm: str, first: Operand | None, second: Operand | None) -> str | N
     return None
 
 
+def contract(first: Operand | None, second: Operand | None) -> str:
+    """The contract of a backward GEMM of these operands, one of `ops.CONTRACTS`."""
+    formats = [o.format for o in (first, second) if o is not None and o.transform is None]
+    per_tensor = [f for f in formats if isinstance(f, Float8) and f.per == "tensor"]
+    multiplied = len(per_tensor) == 2 and not all(f.element == "e5m2" for f in per_tensor)
+    return "fp8_scaled_mm_precise" if multiplied else "aoquant"
+
+
 def why_not_cast(gemm: str, operand: str, cast: Operand | None, source: str) -> str | None:
     """Why `operand` of a backward GEMM cannot be made as `cast` from `source`; None when it can."""
     where = f"{gemm}: {operand} {_name(cast)}"
@@ -68,7 +81,7 @@ def _name(operand: Operand | None) -> str:
 
 
 def _family(operand: Operand | None) -> Hashable:
-    """What both operands of a GEMM have in common."""
+    """The family of an operand: a GEMM's two operands must share it."""
     return None if operand is None else _of(operand.format)
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from aoquant import ops
-from aoquant.formats import Format, HighPrecision, Operand, as_operand
-from aoquant.formats.operand import SCALES
+from aoquant.formats import Format, HighPrecision, Operand, TEFloat8, as_operand, delayed
+from aoquant.formats.operand import DELAYED, SCALES
 from aoquant.layers import law
 from aoquant.layers.sides import SAVES, Side
 from aoquant.transforms import RoundedHadamard, Transform
@@ -45,9 +45,11 @@ class LinearRecipe:
     straight_through: "identity", or "clipped": no gradient for values that the format's largest code clips.
     input_scales, weight_scales: "dynamic", "static" or "learned"; "" is what the operand itself says.
     transform: of both operands of fprop before they are rounded; None: the one that either of them has.
-    weight_source, input_source: what dgrad's weight and wgrad's input are made of, "forward" or "original".
-    save: what forward keeps: "row" (codes of the input, as fprop made them), "col" (the side that backward reads) or
-        "hp" (no codes).
+    weight_source, input_source: the source of dgrad's weight and of wgrad's input, "forward" or "original".
+    history: steps whose absolute maxima delayed scaling remembers; 0: scales follow from what is encoded. select: which
+        of them counts, "max" or "most_recent".
+    save: the side that forward keeps: "row" (codes of the input, as fprop made them), "col" (the side that backward
+        reads) or "hp" (no codes).
 
     Raises:
         ValueError: the operands, or the scales, cannot go together.
@@ -67,6 +69,8 @@ class LinearRecipe:
     weight_source: str = "forward"
     input_source: str = "forward"
     save: str = "row"
+    history: int = 0
+    select: str = "max"
     # Attributes, since a forward reads them: Dynamo guards on whatever it reads, and a property reads more.
     key: str = field(init=False, repr=False, compare=False)
     holds: bool = field(init=False, repr=False, compare=False)
@@ -89,8 +93,12 @@ class LinearRecipe:
         weight_source: str = "forward",
         input_source: str = "forward",
         save: str = "row",
+        history: int = 0,
+        select: str = "max",
     ) -> None:
         x, w = None if fprop_input is None else as_operand(fprop_input), as_operand(fprop_weight)
+        if history and {input_scales or "dynamic", weight_scales or "dynamic"} <= {"dynamic", DELAYED}:
+            input_scales = weight_scales = DELAYED
         input_scales = input_scales or (x.scales if x else "dynamic")
         weight_scales = weight_scales or w.scales
         transform = _one_transform(x, w, transform, contract)
@@ -114,6 +122,8 @@ class LinearRecipe:
             "weight_source": weight_source,
             "input_source": input_source,
             "save": save,
+            "history": history,
+            "select": select,
             **{slot: f if f is None else as_operand(f) for slot, f in zip(BACKWARD, backward, strict=True)},
         }
         for name, value in values.items():
@@ -146,6 +156,7 @@ class LinearRecipe:
             law.why_not("dgrad", self.dgrad_grad_output, self.dgrad_weight)
             or law.why_not("wgrad", self.wgrad_grad_output, self.wgrad_input)
             or self._why_not_sources()
+            or self._why_not_delayed()
             or _why_not_side("input", self.fprop_input, self.input_scales, self.straight_through)
             or _why_not_side("weight", self.fprop_weight, self.weight_scales, self.straight_through)
         )
@@ -164,9 +175,39 @@ class LinearRecipe:
             )
         return None
 
+    def _why_not_delayed(self) -> str | None:
+        """Why scales cannot be delayed; None when they can, or are not."""
+        if DELAYED not in (self.input_scales, self.weight_scales) and not self.history:
+            return None
+        if self.history < 1 or self.select not in delayed.SELECTS:
+            return f"delayed scaling has a history of 1 or more steps and one of {', '.join(delayed.SELECTS)}, got {self.history} and {self.select!r}"
+        operands = (self.fprop_input, self.fprop_weight, *(getattr(self, slot) for slot in BACKWARD))
+        plain = all(
+            isinstance(o, Operand)
+            and o.transform is None
+            and isinstance(o.format, TEFloat8)
+            and o.format.per == "tensor"
+            for o in operands
+        )
+        names = [o.name if o else "high precision" for o in operands]
+        one = self.dgrad_grad_output == self.wgrad_grad_output
+        shared = names[0] == names[5] and names[1] == names[3]
+        if (
+            not plain
+            or not one
+            or not shared
+            or self.save != "col"
+            or {self.input_scales, self.weight_scales} != {DELAYED}
+        ):
+            return (
+                "delayed scaling is for te-fp8-tensor and te-fp8-e5m2-tensor, one for each of input, weight and gradient in all three "
+                f'GEMMs, with save="col" and dynamic scales of the base, got {", ".join(names)}, save={self.save!r}'
+            )
+        return None
+
     @property
     def deployed(self) -> LinearRecipe:
-        """What convert leaves of the recipe: how it was trained is forgotten."""
+        """The recipe after convert, without the parts that concern training."""
         return dataclasses.replace(
             self,
             **dict.fromkeys(BACKWARD),  # type: ignore[arg-type]
@@ -174,8 +215,9 @@ class LinearRecipe:
             weight_source="forward",
             input_source="forward",
             save="row",
+            history=0,
             weight_scales="dynamic",
-            input_scales="dynamic" if self.input_scales == "dynamic" else "static",
+            input_scales="dynamic" if self.input_scales in ("dynamic", DELAYED) else "static",
         )
 
     @property
@@ -198,7 +240,8 @@ class LinearRecipe:
         """Whether a token's codes and scales are the same alone and in any batch: quantised by themselves, under held
         scales, or not at all.
         """
-        return self.fprop_input is None or self.fprop_input.batch_invariant or self.input_scales != "dynamic"
+        held = self.input_scales not in ("dynamic", DELAYED)
+        return self.fprop_input is None or self.fprop_input.batch_invariant or held
 
     @property
     def backward_operands(self) -> tuple[Operand, ...]:
@@ -211,6 +254,14 @@ class LinearRecipe:
         """Whether backward draws random numbers."""
         return any(f.draws for f in self.backward_operands)
 
+    @cached_property
+    def shares_grad(self) -> bool:
+        """Whether dgrad and wgrad read the same codes of dy, wgrad the transposed ones."""
+        dgrad, wgrad = self.dgrad_grad_output, self.wgrad_grad_output
+        if dgrad is None or wgrad is None or dgrad.name != wgrad.name or dgrad.transform is not None:
+            return False
+        return dgrad.format.square and not dgrad.draws
+
     @property
     def input_name(self) -> str:
         """Name of the input's operand, "" for high precision."""
@@ -222,8 +273,14 @@ class LinearRecipe:
         if self.backward_operands:
             dgrad = _names(self.dgrad_grad_output, self.dgrad_weight)
             backward = f", dgrad={dgrad}, wgrad={_names(self.wgrad_grad_output, self.wgrad_input)}"
+            contracts = {law.contract(self.dgrad_grad_output, self.dgrad_weight)}
+            contracts.add(law.contract(self.wgrad_grad_output, self.wgrad_input))
+            if contracts != {"aoquant"}:
+                backward += f", backward gemm={' and '.join(sorted(contracts))}"
         if self.save != "row":
             backward += f", weight from {self.weight_source}, input from {self.input_source}, saves {self.save}"
+        if self.history:
+            backward += f", history of {self.history}, {self.select}"
         return f"weight={self.fprop_weight.name}{weight}, input={self.input_name or 'high precision'}{x}, gemm={self.contract}{backward}"
 
 
@@ -261,6 +318,8 @@ def _why_not_side(side: str, operand: Operand | None, scales: str, straight_thro
     """Why a side of fprop cannot have its operand, or its scales cannot be held; None when they can."""
     if operand is not None and operand.draws:
         return f"{operand.name} rounds at random, and a deployed layer does not: it is for backward, not for the {side} of forward"
+    if scales == DELAYED:
+        return None  # `_why_not_delayed` says it
     if scales not in SCALES:
         return f"{side}_scales is one of {', '.join(SCALES)}, got {scales!r}"
     if scales == "dynamic":

@@ -1,11 +1,12 @@
-"""Shared operands: packed layers that read the same input, such as q, k and v or gate and up, encode many rows of it once.
+"""Shared operands: packed layers that read one input, such as q, k and v or gate and up, encode many rows of it once.
 
 Without gradients autograd keeps nothing, so what one layer made of its input is held here until the input is gone or
 another one is encoded in the same thread. The same input means the same tensor object at the same version, on the same
 stream. A write that moves no version counter (a kernel of one's own into a buffer that is used again) is covered by the
 rule of shared_inputs.py: a layer never takes an encoding that it took or made before.
 
-Nothing is shared under inference mode, whose tensors have no version, and nothing is taken while a CUDA graph is captured.
+Nothing is shared under inference mode, whose tensors have no version, and nothing is taken while a CUDA graph is
+captured.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a layer keeps of its input and weight for backward, and the backward GEMM that reads it.
+"""The sides of input and weight that a layer keeps for backward, and the backward GEMMs that read them.
 
-`LinearRecipe.save` names the plan, and `Keeps` what it comes to for one operand:
+`LinearRecipe.save` names the plan, and `Side.keeps` its consequence for one operand:
 
     keeps       forward keeps                         backward's operand
     "rows"      the codes that fprop multiplied       their values, encoded again along the other axis
-    "square"    the same                              the same codes, transposed (a square tile, or one scale for the tensor)
+    "square"    the same                              the same codes, transposed: square tiles, or one scale for all
     "columns"   codes along the batch, of an input    those
-    "values"    the high-precision tensor             encoded in backward, from the original or from what fprop made of it
+    "values"    the high-precision tensor             encoded in backward, from the original or from fprop's values
 
 "rows" of an input and "values" of a weight are what presets such as "quartet" keep. With save="col" an input costs what
 its column side costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns.
@@ -16,13 +16,18 @@ save="hp" keeps values alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
+from aoquant.formats.operand import DELAYED
+from aoquant.layers import law
+from aoquant.ops import backward as gemms
+from aoquant.ops.linear import dgrad_of_parts, wgrad_of_column_parts, wgrad_of_parts
+from aoquant.parallel.shards import Shards
 
 SAVES = ("row", "col", "hp")
 
@@ -31,21 +36,23 @@ SAVES = ("row", "col", "hp")
 class Side:
     """The operand of a backward GEMM that is no gradient.
 
-    keeps: as above. forward: what fprop encodes it as; None where backward starts from the original, or fprop does not
+    keeps: as above. forward: its operand in fprop; None where backward starts from the original, or fprop does not
         quantise it.
     grad_as, backward: the two operands of the backward GEMM.
+    reads_values: whether backward reads a weight itself for other reasons.
     """
 
     keeps: str
     forward: Operand | None
     grad_as: Operand | None
     backward: Operand | None
+    reads_values: bool = False
 
     @classmethod
     def of_input(
         cls, save: str, source: str, forward: Operand | None, grad_as: Operand | None, backward: Operand | None
     ) -> Side:
-        """What a recipe keeps of its input."""
+        """The side of its input that a recipe keeps."""
         if save == "row":
             return cls("rows", forward, grad_as, backward)
         same = _same_codes(forward, backward)
@@ -68,9 +75,7 @@ class Side:
         backward: Operand | None,
         reads_values: bool,
     ) -> Side:
-        """What a recipe keeps of its weight. reads_values: whether backward reads the weight itself for other
-        reasons.
-        """
+        """The side of its weight that a recipe keeps. reads_values: whether backward reads the weight anyway."""
         same = _same_codes(forward, backward)
         original = source == "original" or same or isinstance(forward.format, HighPrecision)
         if save == "col" and not reads_values:
@@ -78,22 +83,55 @@ class Side:
                 return cls("square", None, grad_as, backward)
             if not original:
                 return cls("rows", forward, grad_as, backward)
-        return cls("values", None if original and save != "row" else forward, grad_as, backward)
+        made_of = None if original and save != "row" else forward
+        return cls("values", made_of, grad_as, backward, reads_values)
 
-    @property
+    @cached_property
+    def contract(self) -> str:
+        """Of the backward GEMM."""
+        return law.contract(self.grad_as, self.backward)
+
+    @cached_property
     def multiple(self) -> int:
         """Columns are padded to a multiple of it."""
         assert self.grad_as is not None and self.backward is not None
-        return lcm(self.grad_as.period, self.backward.period)
+        return ops.contraction(self.grad_as, self.backward, self.contract)
 
-    def columns(self, x_MK: Tensor, rows: Tensor | Encoded) -> Encoded:
-        """The column side of x, whose codes in forward are `rows`."""
+    def keeps_codes(self, fixed: bool) -> bool:
+        """Whether forward keeps codes of a weight. fixed: they are there anyhow."""
+        return self.keeps != "values" or (fixed and self.forward is not None and not self.reads_values)
+
+    def columns(self, x_RK: Tensor, rows: Tensor | Encoded, parts: Shards | None = None) -> Encoded:
+        """The column side of x, or of a weight, whose codes in forward are `rows`. parts: of x, that this rank has."""
         assert self.backward is not None
         if isinstance(rows, Encoded) and self.forward is not None:
-            x_MK = ops.decode(rows, self.forward, x_MK.dtype)
-        made = ops.encode_columns(x_MK, self.backward, self.multiple)
-        m = x_MK.shape[0]
-        return Encoded(*made, k=m + -m % self.multiple)
+            x_RK = ops.decode(rows, self.forward, x_RK.dtype)
+        if parts is not None:
+            return gemms.columns(x_RK, self.backward, self.multiple, parts.wgrad.b)
+        return self._padded(ops.encode_columns(x_RK, self.backward, self.multiple), x_RK.shape[0])
+
+    def made(self, kept: Tensor | Encoded, held: Scales | None, dtype: torch.dtype) -> Encoded:
+        """The backward GEMM's operand, from what forward kept; values that the forward made come back in `dtype`."""
+        if isinstance(kept, Tensor):
+            kept = kept.reshape(-1, kept.shape[-1])
+            if self.forward is None:
+                return self.columns(kept, kept)
+            kept = ops.encode(kept, self.forward, held)
+        if self.keeps == "square":
+            return self.transposed(kept, self.backward)
+        if self.keeps == "columns":
+            return kept
+        assert self.forward is not None
+        values = ops.decode(kept, self.forward, dtype)
+        return self.columns(values, values)
+
+    def transposed(self, e: Encoded, operand: Operand | None) -> Encoded:
+        """The column side of what e encodes in a square format."""
+        assert operand is not None
+        return self._padded(ops.transposed(e, operand, self.multiple), e.codes.shape[0])
+
+    def _padded(self, made: ops.Columns, rows: int) -> Encoded:
+        return Encoded(*made, k=rows + -rows % self.multiple)
 
     def dgrad(
         self,
@@ -102,27 +140,71 @@ class Side:
         held: Scales | None,
         measured: Tensor | None,
         random: Tensor | None,
+        grad: Encoded | None = None,
+        columns: Encoded | None = None,
+        parts: Shards | None = None,
     ) -> Tensor:
-        """dx (M, K), from what was kept of the weight."""
-        along_n = self.grad_as, self.backward
-        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, self.keeps == "square")
+        """dx (M, K), from what was kept of the weight.
 
-    def wgrad(self, grad_MN: Tensor, x: Tensor | Encoded, held: Scales | None, random: Tensor | None) -> Tensor:
+        grad: dy's codes, where both backward GEMMs share them. columns: the weight's column side, where it is fixed or
+            gathered. parts: that this rank has of the layer.
+        """
+        along_n = self.grad_as, self.backward
+        if grad is not None:
+            other = self.made(w, held, grad_MN.dtype) if columns is None else columns
+            return self._product(grad, other, grad_MN.dtype)
+        if columns is not None:
+            assert self.grad_as is not None and self.backward is not None
+            return ops.dgrad_of_columns(grad_MN, columns, self.grad_as, self.backward, random, self.contract)
+        square, contract = self.keeps == "square", self.contract
+        if parts is not None:
+            return dgrad_of_parts(
+                grad_MN, w, self.forward, held, measured, *along_n, random, square, contract, parts.dgrad
+            )
+        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, square, contract)
+
+    def wgrad(
+        self,
+        grad_MN: Tensor,
+        x: Tensor | Encoded,
+        held: Scales | None,
+        random: Tensor | None,
+        grad: Encoded | None = None,
+        parts: Shards | None = None,
+    ) -> Tensor:
         """dW (N, K), from what was kept of the input."""
+        if grad is not None:
+            columns = self.transposed(grad, self.grad_as)
+            return self._product(columns, self.made(x, held, grad_MN.dtype), grad_MN.dtype)
         if self.keeps == "columns":
             assert isinstance(x, Encoded) and self.grad_as is not None and self.backward is not None
-            return ops.wgrad_of_columns(grad_MN, x, self.grad_as, self.backward, random)
+            pair = x, self.grad_as, self.backward
+            if parts is not None:
+                return wgrad_of_column_parts(grad_MN, *pair, random, self.contract, parts.wgrad)
+            return ops.wgrad_of_columns(grad_MN, *pair, random, self.contract)
         if isinstance(x, Tensor) and self.forward is None:
             x = x.reshape(-1, x.shape[-1])
             if self.backward is None:
                 return grad_MN.t() @ x
         square = self.keeps == "square"
-        return ops.wgrad(grad_MN, x, self.forward, held, self.grad_as, self.backward, random, square)
+        how = self.grad_as, self.backward, random, square, self.contract
+        if parts is not None:
+            return wgrad_of_parts(grad_MN, x, self.forward, held, *how, parts.wgrad)
+        return ops.wgrad(grad_MN, x, self.forward, held, *how)
+
+    def _product(self, grad: Encoded, other: Encoded, dtype: torch.dtype) -> Tensor:
+        assert self.grad_as is not None and self.backward is not None
+        return ops.product(grad, other, self.grad_as, self.backward, self.contract, dtype)
 
 
 def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:
     """Whether the column side has the transposed codes of the row side."""
-    if forward is None or backward is None or forward.transform is not None or forward.scales != "dynamic":
+    if (
+        forward is None
+        or backward is None
+        or forward.transform is not None
+        or forward.scales not in ("dynamic", DELAYED)
+    ):
         return False
     return forward.format.square and forward.name == backward.name
 

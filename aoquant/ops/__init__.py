@@ -1,7 +1,9 @@
 """Operations: one schema each, opaque to compilers, with the backend chosen inside.
 
     define.py     the boundary between typed Python and PyTorch's dispatcher
-    encoding.py   codes of values, and back     linear.py   the three GEMMs of a linear layer     lookup.py   an embedding
+    encoding.py   codes of values, and back
+    linear.py     the three GEMMs of a linear layer
+    lookup.py     an embedding
     codec/        how one matrix is encoded and decoded, by which kernels
     call.py       a GEMM with its data          gemm/       the kernels that run it
     router.py     which backend runs a request, and why the others do not
@@ -13,29 +15,47 @@ Everything that rounds runs inside an op, and `router` says on which backend.
 from __future__ import annotations
 
 from . import codec, router
-from .call import gemm_request
+from .backward import contraction
+from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import schemas
+from .delayed import absmax, advance
 from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
-from .linear import Columns, bgrad, dgrad, encode_columns, scaled_mm, wgrad, wgrad_of_columns
+from .linear import (
+    Columns,
+    bgrad,
+    dgrad,
+    dgrad_of_columns,
+    encode_columns,
+    product,
+    scaled_mm,
+    transposed,
+    wgrad,
+    wgrad_of_columns,
+)
 from .lookup import embedding, embedding_grad
 from .router import Backend, CodecRequest, Request, backend, backend_names, code_readers, explain, register
 
 __all__ = [
     "CONTRACTS",
     "Backend",
+    "Call",
     "CodecRequest",
     "Columns",
     "Request",
+    "absmax",
+    "advance",
     "backend",
     "backend_names",
     "bgrad",
     "code_readers",
     "codec",
+    "contraction",
     "decode",
     "dgrad",
+    "dgrad_of_columns",
     "embedding",
     "embedding_grad",
     "encode",
@@ -46,6 +66,7 @@ __all__ = [
     "gemm_request",
     "input_error",
     "masked",
+    "product",
     "pull_back",
     "reads",
     "register",
@@ -54,6 +75,7 @@ __all__ = [
     "scale_grad",
     "scaled_mm",
     "schemas",
+    "transposed",
     "wgrad",
     "wgrad_of_columns",
 ]

@@ -4,61 +4,111 @@ dgrad contracts N and wgrad contracts the rows of the batch, so an operand of ba
 forward's, of another axis: of the value that forward multiplied (the decoded weight, the decoded input), so that
 backward differentiates the function that forward computed, as Quartet and Quartet II do; or of the original, which
 loses less. Square tiles and a scale of the whole tensor are the exception: there the other axis has the transposed
-codes, and nothing is encoded again. Both operands are padded with zeros, which are inert, to what their formats take
-together. The product itself is the forward's: the contract "aoquant" on whatever backend runs it.
+codes, and nothing is encoded again. Both operands are padded with zeros, which are inert, to what their formats and
+their kernel take together. The product itself is a forward's: a contract, on whatever backend keeps it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aoquant.formats import Encoded, Operand, Random, layout
+from aoquant.formats import Encoded, Operand, Random, Randomized, Scales
+from aoquant.formats.random import Place
 
 from . import codec
 from .call import Call
-from .router import Quantized
+from .router import CodesAndValues
+
+
+class Part(NamedTuple):
+    """An operand (R, C) of which this rank has a part.
+
+    place: of the part. reduced: the scales of the whole from an operand and its rotated values here, together with the
+    other ranks; None where no scale reaches over a cut.
+    """
+
+    place: Place
+    reduced: Callable[[Operand, Tensor], Scales | None]
+
+    def scales(self, operand: Operand, x_RC: Tensor, random: Random | None = None) -> Scales | None:
+        """Scales of the whole that x_RC, padded, is a part of; None: its own are. A collective."""
+        return self.reduced(operand, operand.rotated(x_RC, random) if x_RC.numel() else x_RC)
+
+
+class Parts(NamedTuple):
+    """Of the two operands of a backward GEMM."""
+
+    a: Part
+    b: Part
+
+
+def contraction(a_as: Operand, b_as: Operand, contract: str) -> int:
+    """The multiple to which the axis that a GEMM contracts is padded; FP8 tensor cores read 16 codes at once."""
+    return lcm(a_as.period, b_as.period, 1 if contract == "aoquant" else 16)
 
 
 def product(
-    a_RC: Tensor, b_SC: Tensor | Encoded, a_as: Operand, b_as: Operand, state: Tensor | None, side: int
+    a_RC: Tensor,
+    b_SC: Tensor | Encoded,
+    a_as: Operand,
+    b_as: Operand,
+    state: Tensor | None,
+    side: int,
+    contract: str = "aoquant",
+    parts: Parts | None = None,
 ) -> Tensor:
     """(R, S) = a b^T in a's dtype, both operands quantised along C, R and S rows of any number.
 
     b_SC: encoded here, or encoded already, padded along C. state: of the random numbers, where an operand draws; side:
-        of a, b's is the next.
+        of a, b's is the next. parts: of which a and b are this rank's.
     """
     rows, columns = a_RC.shape[0], (b_SC.codes if isinstance(b_SC, Encoded) else b_SC).shape[0]
+    multiple = contraction(a_as, b_as, contract)
+    part_a, part_b = parts or (None, None)
+    # the ranks measure together, so before one leaves that has nothing
+    a_from = _Source.of(a_RC, a_as, multiple, state, side, part_a)
+    b_from = None if isinstance(b_SC, Encoded) else _Source.of(b_SC, b_as, multiple, state, side + 1, part_b)
     if not a_RC.numel() or not columns:
         return a_RC.new_zeros(rows, columns)
-    multiple = lcm(a_as.period, b_as.period)
-    a = _quantized(a_RC, a_as, multiple, state, side, a_RC.dtype)
-    if isinstance(b_SC, Encoded):
+    if contract != "aoquant":  # codes are what its kernel reads
+        encoded = b_SC if isinstance(b_SC, Encoded) else b_from.codes()  # type: ignore[union-attr]
+        return of_codes(a_from.codes(), encoded, a_as, b_as, contract, a_RC.dtype)
+    a = a_from.encoded(a_RC.dtype)
+    if b_from is None:
+        assert isinstance(b_SC, Encoded)
         values = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
-        b = Quantized(b_SC, values, b_as.format.alpha(b_SC))
+        b = CodesAndValues(b_SC, values, b_as.format.alpha(b_SC))
     else:
-        b = _quantized(b_SC, b_as, multiple, state, side + 1, a_RC.dtype)
+        b = b_from.encoded(a_RC.dtype)
     assert a.encoded is not None and b.encoded is not None
-    call = Call("aoquant", a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
+    call = Call(contract, a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
     return call.run()
 
 
-def columns(x_RC: Tensor, operand: Operand, multiple: int) -> Encoded:
-    """Codes of x^T (C, R) along R, padded to a multiple of `multiple`: the column side of x."""
+def of_codes(a: Encoded, b: Encoded, a_as: Operand, b_as: Operand, contract: str, dtype: torch.dtype) -> Tensor:
+    """(R, S) = a b^T in `dtype`, both encoded along C and padded alike."""
+    return Call(contract, a, a_as, b, b_as, None, [a.codes.shape[0]], dtype).run()
+
+
+def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = None) -> Encoded:
+    """Codes of x^T (C, R) along R, padded to a multiple of `multiple`: the column side of x. part: that x^T is."""
+    held = None if part is None else part.scales(operand, _padded(x_RC.t(), multiple))
     if not x_RC.shape[0]:  # formats have no scale for nothing
         return codec.encode(operand, x_RC.new_zeros(x_RC.shape[1], multiple))
-    return codec.encode(operand, _padded(x_RC.t(), multiple))
+    x_CR = _padded(x_RC.t(), multiple)
+    return codec.encode(operand, x_CR) if held is None else operand.encode(x_CR, held)
 
 
 def transposed(e: Encoded, operand: Operand, multiple: int) -> Encoded:
     """The codes (C, R) of x^T, padded like `columns`, from those (R, C) of x, in a format that is `square`."""
-    format, (rows, padded) = operand.format, (e.codes.shape[0], -(-e.codes.shape[0] // multiple) * multiple)
-    byte = layout.unpack(e.codes, 4, e.k) if format.bits == 4 else e.codes.view(torch.uint8)
-    codes_CR = pad(byte.t(), (0, padded - rows)).contiguous()
-    codes = layout.pack(codes_CR, 4) if format.bits == 4 else codes_CR.view(e.codes.dtype)
+    format, padded = operand.format, -(-e.codes.shape[0] // multiple) * multiple
+    codes = codec.transposed(operand, e.codes.view(torch.uint8), e.k, padded).view(e.codes.dtype)
     scale = e.scale
     if scale is not None and format.block is not None:
         stored = scale.view(torch.uint8) if scale.element_size() == 1 else scale
@@ -71,13 +121,38 @@ def _padded(x_RC: Tensor, multiple: int) -> Tensor:
     return pad(x_RC, (0, missing)) if missing else x_RC
 
 
-def _quantized(
-    x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, dtype: torch.dtype
-) -> Quantized:
-    """Codes of x_RC, padded along C, and the GEMM's operand in `dtype`."""
-    x_RC = _padded(x_RC, multiple)
-    random = None
-    if operand.draws:
-        assert state is not None
-        random = Random(state, side)
-    return codec.quantize(operand, x_RC, dtype, operand=True, keep=True, random=random)
+class _Source(NamedTuple):
+    """What an operand is made of: values padded along C, and where scales and random numbers come from."""
+
+    x_RC: Tensor
+    operand: Operand
+    random: Random | None
+    held: Scales | None
+
+    @classmethod
+    def of(
+        cls, x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, part: Part | None
+    ) -> _Source:
+        x_RC, random = _padded(x_RC, multiple), None
+        if operand.draws:
+            assert state is not None
+            random = Random(state, side, None if part is None else part.place.padded(multiple))
+        return cls(x_RC, operand, random, None if part is None else part.scales(operand, x_RC, random))
+
+    def codes(self) -> Encoded:
+        """Codes of an operand that does not draw."""
+        if self.held is None:
+            return codec.encode(self.operand, self.x_RC)
+        return self.operand.encode(self.x_RC, self.held)
+
+    def encoded(self, dtype: torch.dtype) -> CodesAndValues:
+        """Codes, and the GEMM's operand in `dtype`."""
+        format, outer = self.operand.format, None
+        if self.held is not None:
+            if not isinstance(format, Randomized):
+                e = self.operand.encode(self.x_RC, self.held, self.random)
+                return CodesAndValues(e, codec.decode(format, e, dtype, operand=True), format.alpha(e))
+            outer = self.held.outer
+        return codec.encode_with_values(
+            self.operand, self.x_RC, dtype, operand=True, keep=True, measured=outer, random=self.random
+        )

@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 
 from . import backward, codec
+from .backward import contraction
 from .call import Call
 from .define import op
 from .encoding import encode
@@ -81,6 +82,7 @@ def dgrad(
     w_as: Operand | None = None,
     random: Tensor | None = None,
     transposes: bool = False,
+    contract: str = "aoquant",
 ) -> Tensor:
     """dx (M, K) = dy W^ in dy's dtype; w (N, K) is encoded here, or encoded already, or read as it is without
     w_operand.
@@ -88,23 +90,41 @@ def dgrad(
     measured: what `scaled_mm` measured of W. grad_as, w_as: what dy and W^ are encoded as along N, None for high
         precision.
     random: the state of their random numbers, if they draw. transposes: w's codes, transposed, are those of w_as.
+    contract: of the product of two quantised operands.
     """
+    return dgrad_of_parts(grad_MN, w, w_operand, held, measured, grad_as, w_as, random, transposes, contract, None)
+
+
+def dgrad_of_parts(
+    grad_MN: Tensor,
+    w: Tensor | Encoded,
+    w_operand: Operand | None,
+    held: Scales | None,
+    measured: Tensor | None,
+    grad_as: Operand | None,
+    w_as: Operand | None,
+    random: Tensor | None,
+    transposes: bool,
+    contract: str,
+    parts: backward.Parts | None,
+) -> Tensor:
+    """`dgrad` of one rank; parts: of dy (M, N) and W^T (K, N). No op: the ranks communicate."""
     dtype = grad_MN.dtype
     if transposes:
         assert isinstance(w, Encoded) and grad_as is not None and w_as is not None
-        w_KN = backward.transposed(w, w_as, lcm(grad_as.period, w_as.period))
-        return backward.product(grad_MN, w_KN, grad_as, w_as, random, DGRAD_GRAD_OUTPUT)
+        w_KN = backward.transposed(w, w_as, contraction(grad_as, w_as, contract))
+        return backward.product(grad_MN, w_KN, grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract, parts)
     if w_operand is None:
         assert isinstance(w, Tensor)
         w_NK = w if w_as is not None else w.to(dtype)
     elif isinstance(w, Tensor) and held is None:
-        w_NK = codec.quantize(w_operand, w, dtype, measured=measured).values
+        w_NK = codec.encode_with_values(w_operand, w, dtype, measured=measured).values
     else:
         e = w if isinstance(w, Encoded) else encode.body(w, w_operand, held)
         w_NK = codec.decode(w_operand.format, e, dtype)
     if grad_as is None or w_as is None:
         return grad_MN @ w_NK
-    return backward.product(grad_MN, w_NK.t(), grad_as, w_as, random, DGRAD_GRAD_OUTPUT)
+    return backward.product(grad_MN, w_NK.t(), grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract, parts)
 
 
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], a.x.k if isinstance(a.x, Encoded) else a.x.shape[1]))
@@ -117,16 +137,33 @@ def wgrad(
     x_as: Operand | None = None,
     random: Tensor | None = None,
     transposes: bool = False,
+    contract: str = "aoquant",
 ) -> Tensor:
     """dW (N, K) = dy^T x^ in dy's dtype; x is encoded, or (M, K) and encoded here, or multiplied as it is without
     x_operand.
 
-    grad_as, x_as, random, transposes: as in `dgrad`, along M.
+    grad_as, x_as, random, transposes, contract: as in `dgrad`, along M.
     """
+    return wgrad_of_parts(grad_MN, x, x_operand, held, grad_as, x_as, random, transposes, contract, None)
+
+
+def wgrad_of_parts(
+    grad_MN: Tensor,
+    x: Tensor | Encoded,
+    x_operand: Operand | None,
+    held: Scales | None,
+    grad_as: Operand | None,
+    x_as: Operand | None,
+    random: Tensor | None,
+    transposes: bool,
+    contract: str,
+    parts: backward.Parts | None,
+) -> Tensor:
+    """`wgrad` of one rank; parts: of dy^T (N, M) and x^T (K, M)."""
     if transposes:
         assert isinstance(x, Encoded) and grad_as is not None and x_as is not None
-        x_KM = backward.transposed(x, x_as, lcm(grad_as.period, x_as.period))
-        return backward.product(grad_MN.t(), x_KM, grad_as, x_as, random, WGRAD_GRAD_OUTPUT)
+        x_KM = backward.transposed(x, x_as, contraction(grad_as, x_as, contract))
+        return backward.product(grad_MN.t(), x_KM, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts)
     if x_operand is None:
         assert isinstance(x, Tensor)
         x_MK = x.to(grad_MN.dtype)
@@ -135,12 +172,12 @@ def wgrad(
         x_MK = codec.decode(x_operand.format, e, grad_MN.dtype)
     if grad_as is None or x_as is None:
         return grad_MN.t() @ x_MK
-    return backward.product(grad_MN.t(), x_MK.t(), grad_as, x_as, random, WGRAD_GRAD_OUTPUT)
+    return backward.product(grad_MN.t(), x_MK.t(), grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts)
 
 
 class Columns(NamedTuple):
-    """The column side of an (M, K) input: `encoded` is (K, M padded), in a tuple because its width is not the
-    input's.
+    """The column side of an (R, K) matrix: its transpose (K, R padded), encoded along R. No `Encoded`, whose width
+    would be the matrix's.
     """
 
     codes: Tensor
@@ -150,8 +187,13 @@ class Columns(NamedTuple):
 
 
 def _columns(a: Any) -> Columns:
-    m, k = a.x_MK.shape
-    e: Encoded = a.operand.encode(a.x_MK.new_empty(k, -(-torch.sym_max(m, 1) // a.multiple) * a.multiple))
+    rows, k = a.x_MK.shape
+    return _column_shapes(a.x_MK, rows, k, a.operand, a.multiple)
+
+
+def _column_shapes(like: Tensor, rows: int, k: int, operand: Operand, multiple: int) -> Columns:
+    padded = -(-torch.sym_max(rows, 1) // multiple) * multiple
+    e: Encoded = operand.encode(like.new_empty(k, padded))
     return Columns(*e[:4])
 
 
@@ -162,12 +204,71 @@ def encode_columns(x_MK: Tensor, operand: Operand, multiple: int) -> Columns:
     return Columns(*e[:4])
 
 
+def _transposed_columns(a: Any) -> Columns:
+    like = a.x.codes.new_empty(0, dtype=torch.bfloat16)
+    return _column_shapes(like, a.x.codes.shape[0], a.x.k, a.operand, a.multiple)
+
+
+@op(_transposed_columns)
+def transposed(x: Encoded, operand: Operand, multiple: int) -> Columns:
+    """`encode_columns` of what x encodes, by moving its codes: for a `square` format."""
+    made = backward.transposed(x, operand, multiple)
+    # copied, because an op's outputs must not alias its inputs
+    return Columns(
+        made.codes, *(t.clone() if t is not None and t is old else t for t, old in zip(made[1:4], x[1:4], strict=True))
+    )
+
+
+@op(lambda a: a.x.codes.new_empty(a.x.codes.shape[0], a.y.codes.shape[0], dtype=a.dtype))
+def product(x: Encoded, y: Encoded, x_as: Operand, y_as: Operand, contract: str, dtype: torch.dtype) -> Tensor:
+    """(R, S) = x y^T in `dtype`, both encoded along C already: a backward GEMM. x of one byte a code may lack y's
+    padding.
+    """
+    if x.codes.shape[1] < y.codes.shape[1]:
+        codes = pad(x.codes.view(torch.uint8), (0, y.codes.shape[1] - x.codes.shape[1])).view(x.codes.dtype)
+        x = x._replace(codes=codes, k=y.k)
+    if not x.codes.numel() or not y.codes.numel():
+        return x.codes.new_zeros(x.codes.shape[0], y.codes.shape[0], dtype=dtype)
+    return backward.of_codes(x, y, x_as, y_as, contract, dtype)
+
+
+@op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[0], a.w.codes.shape[0]))
+def dgrad_of_columns(
+    grad_MN: Tensor,
+    w: Encoded,
+    grad_as: Operand,
+    w_as: Operand,
+    random: Tensor | None = None,
+    contract: str = "aoquant",
+) -> Tensor:
+    """dx (M, K) = dy W^ in dy's dtype, from the column side of W."""
+    return backward.product(grad_MN, w, grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract)
+
+
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], a.x.codes.shape[0]))
 def wgrad_of_columns(
-    grad_MN: Tensor, x: Encoded, grad_as: Operand, x_as: Operand, random: Tensor | None = None
+    grad_MN: Tensor,
+    x: Encoded,
+    grad_as: Operand,
+    x_as: Operand,
+    random: Tensor | None = None,
+    contract: str = "aoquant",
 ) -> Tensor:
     """dW (N, K) = dy^T x^ in dy's dtype, from the column side of x that `encode_columns` made in forward."""
-    return backward.product(grad_MN.t(), x, grad_as, x_as, random, WGRAD_GRAD_OUTPUT)
+    return wgrad_of_column_parts(grad_MN, x, grad_as, x_as, random, contract, None)
+
+
+def wgrad_of_column_parts(
+    grad_MN: Tensor,
+    x: Encoded,
+    grad_as: Operand,
+    x_as: Operand,
+    random: Tensor | None,
+    contract: str,
+    parts: backward.Parts | None,
+) -> Tensor:
+    """`wgrad_of_columns` of one rank; parts: of dy^T (N, M) and x^T (K, M)."""
+    return backward.product(grad_MN.t(), x, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts)
 
 
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], dtype=a.dtype))

@@ -2,8 +2,8 @@
 
 It lies beside this file when the install had nvcc and a CUDA torch (`csrc/builder.py`), and it need not be there:
 `why_not` says in words why an operator is missing, and no backend is offered for one that is. An older library without
-a newer operator is the same case. Its operators are called inside this package's own opaque ones, but for `linear`, which
-a compiler traces by itself; their fakes serve it and those who trace others.
+a newer operator is the same case. Its operators are called inside this package's own opaque ones, but for `linear`,
+which a compiler traces by itself; their fakes serve it and those who trace others.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     report(float_model, converted, batch)    what quantisation costs
     report(prepared, converted, batch)       whether training computed what is deployed: inf in every row
+    report(float_model, prepared, batch, gradients=True)    also what a backward costs: dx and dW of each layer
     verify(prepared, converted, batch)       the same, as an error that names the layers where it is not so
 
 A row compares one layer of the two models: the values of the weights, and the outputs for the same input (see
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from aoquant.planning.sizes import stored_bytes
 from aoquant.report import render
 from aoquant.report.compare import Pair, compare, pairs_of
 from aoquant.report.experts import experts_rows
+from aoquant.report.gradients import GradientSqnr
+from aoquant.report.gradients import gradients as gradients_of
 from aoquant.report.measure import undisturbed, weight_of
 from aoquant.report.rows import Row, row_of
 
@@ -130,15 +133,24 @@ class Report:
         return [r.output_sqnr_db for r in self.layers if r.output_sqnr_db is not None]
 
 
-def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool = True) -> Report:
+def report(
+    model_a: nn.Module, model_b: nn.Module, batch: Any, *, gradients: bool = False, progress: bool = True
+) -> Report:
     """Compare every layer that is prepared or quantised in either model, and the models' outputs, on `batch`.
 
     batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay
     as they are: weights, train or eval mode, and random state. A layer that is called more than once has one row.
+    gradients: also dx and dW of model b's prepared linear layers, in dB against the same layer in float, for the loss
+        that the model returns, or the mean square of its outputs (see `gradients.py`). It needs the memory of a
+        training step.
 
     Raises:
         ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that
-        a model does not take.
+            a model does not take.
+
+    Example:
+
+            print(report(float_model, converted, {"input_ids": ids}))
     """
     if not isinstance(batch, Tensor | tuple | list | Mapping):
         raise ValueError(f"batch must be a tensor, a tuple or list, or a dict, got {type(batch).__name__}")
@@ -155,7 +167,9 @@ def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool
     with undisturbed(a, b):
         decibels, problem = compare(a, b, pairs, batch, lambda: next(bar, None))
         made = [found for pair in (track(pairs, "weights") if progress else pairs) for found in _rows(pair)]
-    rows = tuple(row for _, row in made)
+        sqnr = gradients_of(b, batch) if gradients else {}
+    found = {pair.fqn: sqnr[id(pair.b)] for pair in pairs if id(pair.b) in sqnr}
+    rows = tuple(_with_gradients(row, found.get(row.fqn)) for _, row in made)
     output = Row(
         MODEL_OUTPUT, (), "", "", None, None, None, decibels, "", None, None, None, problem and f"not run: {problem}"
     )
@@ -164,6 +178,12 @@ def report(model_a: nn.Module, model_b: nn.Module, batch: Any, *, progress: bool
     after = sum(row.bytes or 0 for _, row in once)
     sizes = tuple(stored_bytes(*m.parameters(), *m.buffers()) for m in (a, b))
     return Report(rows, output, before, after, (sizes[0], sizes[1]), coverage(b))
+
+
+def _with_gradients(row: Row, found: GradientSqnr | None) -> Row:
+    if found is None:
+        return row
+    return replace(row, input_gradient_sqnr_db=found.dx, weight_gradient_sqnr_db=found.dw)
 
 
 def _rows(pair: Pair) -> list[tuple[Any, Row]]:
@@ -183,7 +203,13 @@ def verify(
 
     Raises:
         ValueError: naming the worst layers; or layers that this batch does not run, or that could not be compared
-        here, unless allow_not_run.
+            here, unless allow_not_run.
+
+    Example:
+
+            prepared = copy.deepcopy(model)
+            quantize_(model, QATConfig(step="convert"))
+            verify(prepared, model, {"input_ids": ids})   # raises unless every layer is bit-equal
     """
     found = report(prepared, converted, batch, progress=False)
     exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers)

@@ -27,12 +27,16 @@ _HEADS = {
     "bits_per_weight": "bits",
     "weight_sqnr_db": "weight dB",
     "output_sqnr_db": "output dB",
+    "input_gradient_sqnr_db": "dx dB",
+    "weight_gradient_sqnr_db": "dW dB",
     "backend": "backend",
     "saturated_share": "saturated",
     "floored_share": "floored",
     "bytes": "bytes",
     "warning": "warning",
 }
+_WORDS = ("fqn", "shape", "format", "activation", "batch_invariant", "backend", "warning")
+_COLOURS = ("#4878a8", "#e1812c")
 
 
 def db(value: float | None) -> str:
@@ -49,9 +53,11 @@ def first(lines: Sequence[str], count: int = 10) -> str:
 def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) -> str:
     """A table, what stays float, and a line of totals."""
     tabulate = _need("tabulate", "cli").tabulate
-    cells = [[_cell(name, getattr(row, name)) for name in _HEADS] for row in rows]
-    align = ["left", "left", "left", "left", "left", *["right"] * 3, "left", *["right"] * 3, "left"]
-    table = tabulate(cells, list(_HEADS.values()), tablefmt="github", colalign=align, disable_numparse=True)
+    measured = any(row.input_gradient_sqnr_db is not None for row in rows)
+    heads = {name: head for name, head in _HEADS.items() if measured or "gradient" not in name}
+    cells = [[_cell(name, getattr(row, name)) for name in heads] for row in rows]
+    align = ["left" if name in _WORDS else "right" for name in heads]
+    table = tabulate(cells, list(heads.values()), tablefmt="github", colalign=align, disable_numparse=True)
     before, after = totals["model_bytes"]
     return (
         f"{table}\n\n{coverage}.{_float(coverage)}\n\n"
@@ -109,35 +115,52 @@ def _strict(value: Any) -> Any:
 
 
 def bars(layers: Sequence[Row], path: Path) -> None:
-    """Two bars a layer, weight and output SQNR; inf is a hatched bar to the edge, what was not measured is a word."""
+    """Two bars a layer, weight and output SQNR; inf is a hatched bar to the edge, what was not measured is a word.
+
+    Where a prepared model equals the converted one throughout, the title says so, and the one bar of a layer is what
+    quantisation costs its weight.
+    """
+    equal = bit_equal(layers)
+    title = equal or "Weight and output SQNR by layer"
+    series = {"weight": "weight_sqnr_db", "output": "output_sqnr_db"}
+    if equal:
+        series = {"weight, quantised against float": "quantisation_db"}
     figures = _need("matplotlib.figure", "plot")
-    measured = [v for r in layers for v in (r.weight_sqnr_db, r.output_sqnr_db) if v is not None and math.isfinite(v)]
+    measured = [v for r in layers for s in series.values() if (v := getattr(r, s)) is not None and math.isfinite(v)]
     top, bottom = 1.15 * max(10.0, *measured, 0.0), min(0.0, *measured, 0.0)
     figure = figures.Figure(figsize=(9, min(1.6 + 0.42 * len(layers), 300)), dpi=110, layout="constrained")
     axes = figure.subplots()
-    for offset, name, label, colour in (
-        (-0.2, "weight_sqnr_db", "weight", "#4878a8"),
-        (0.2, "output_sqnr_db", "output", "#e1812c"),
-    ):
+    height = 0.76 / len(series)
+    for place, (label, name) in enumerate(series.items()):
         for y, row in enumerate(layers):
             value = getattr(row, name)
             known = value is not None and not math.isnan(value)
             width = (top if value > 0 else bottom) if known and math.isinf(value) else value if known else 0.0
             hatch = "///" if known and math.isinf(value) else ""
+            middle = y + (place - (len(series) - 1) / 2) * 0.4
             axes.barh(
-                y + offset, width, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label if y == 0 else None
-            )
+                middle, width, height, color=_COLOURS[place], hatch=hatch, edgecolor="white",
+                label=label if y == 0 else None,
+            )  # fmt: skip
             text = " not measured" if value is None else f" {value:.1f}" if not hatch else f" {value}"
-            axes.text(
-                max(width, 0.0), y + offset, text, va="center", fontsize=8, color="#b00020" if not known else "black"
-            )
+            axes.text(max(width, 0.0), middle, text, va="center", fontsize=8, color="black" if known else "#b00020")
     axes.set_yticks(range(len(layers)), [f"{r.fqn}  {r.format}" for r in layers], fontsize=8)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     axes.set_xlim(bottom, top * 1.08)
-    axes.set_xlabel("SQNR in dB, higher is better; hatched to the edge: inf, bit-equal")
-    axes.set_title("Weight and output SQNR by layer")
+    axes.set_xlabel(f"SQNR in dB, higher is better{'' if equal else '; hatched to the edge: inf, bit-equal'}")
+    axes.set_title(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path)
+
+
+def bit_equal(layers: Sequence[Row]) -> str:
+    """A sentence that training computed what is deployed; "" where a layer differs, or holds no float weight."""
+    found = [v for r in layers for v in (r.weight_sqnr_db, r.output_sqnr_db)]
+    ran = [r for r in layers if r.output_sqnr_db is not None]
+    if not ran or any(v not in (None, math.inf) for v in found) or all(r.quantisation_db is None for r in layers):
+        return ""
+    rest = "" if len(ran) == len(layers) else f" that ran; {len(layers) - len(ran)} did not run"
+    return f"prepared == converted in all {len(ran)} layer(s) (bit for bit){rest}"
 
 
 def _need(module: str, extra: str) -> Any:

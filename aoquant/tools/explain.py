@@ -49,7 +49,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """What `explain` found for a layer; print it, or read `routes`. served: what an engine will compute otherwise."""
+    """The findings of `explain` for a layer; print it, or read `routes`. served: differences of the serving engine."""
 
     layer: str
     routes: tuple[Route, ...]
@@ -170,7 +170,7 @@ def _one_call(recipe: LinearRecipe, w: Any, dtype: torch.dtype) -> list[Route]:
 
 
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:
-    """One route for each run of M's that get the same answer."""
+    """One route for each range of M's that get the same answer."""
     starts = [(1, ask(1))]
     for low, high in pairwise(_PROBES):
         rows = ask(high)

@@ -54,10 +54,6 @@ class Hadamard(Transform):
     def sided(self) -> bool:
         return self.factor(False) != self.factor(True)
 
-    @property
-    def fitted(self) -> bool:
-        return False
-
     def factor(self, inverse: bool) -> float:
         """The factor of the sums and differences."""
         h = _ENTRY[self.size]
@@ -77,9 +73,12 @@ class Hadamard(Transform):
     def _signed(self, x_RK: Tensor) -> Tensor:
         if not self.signs:
             return x_RK
-        signs = [-1.0 if self.signs >> i & 1 else 1.0 for i in range(self.size)]
+        # counted on the device: a tensor of Python numbers would be copied there, and the copy waits for the device
+        bit = torch.arange(16, dtype=torch.int32, device=x_RK.device)
+        words = [self.signs >> start & 0xFFFF for start in range(0, self.size, 16)]
+        negative = torch.cat([(torch.full_like(bit, word) >> bit) & 1 for word in words])
         blocks = x_RK.reshape(x_RK.numel() // self.size, self.size)
-        return (blocks * torch.tensor(signs, dtype=torch.float32, device=x_RK.device)).view(x_RK.shape)
+        return (blocks * (1.0 - 2.0 * negative)).view(x_RK.shape)
 
 
 def butterflies(x_RK: Tensor, size: int) -> Tensor:

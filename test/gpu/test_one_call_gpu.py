@@ -1,4 +1,6 @@
-"""One operator for a packed layer of few rows: the bytes of the encoder and of the GEMM that it stands for; W in blocks for many rows."""
+"""One operator for a packed layer of few rows: the bytes of the encoder and of the GEMM that it stands for; W in blocks
+for many rows.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def hard_rows(rows: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Normal rows, and where there are more than one, some of them with outliers, zeros, subnormals, Inf, NaN, huge and tiny values."""
+    """Normal rows, and where there are many, some with outliers, zeros, subnormals, Inf, NaN, huge and tiny values."""
     torch.manual_seed(rows + k)
     x = torch.randn(rows, k, device=CUDA)
     if rows > 2:
@@ -71,9 +73,9 @@ def test_rows_are_encoded_as_triton_encodes_them(k: int, dtype: torch.dtype) -> 
         for rows in (1, 3, 20, 256):
             x = hard_rows(rows, k, dtype)
             for operand in (True, False):
-                made = codec.quantize(of, x, dtype, operand=operand)
+                made = codec.encode_with_values(of, x, dtype, operand=operand)
                 with backend("triton", role="quantize"):
-                    want = codec.quantize(of, x, dtype, operand=operand)
+                    want = codec.encode_with_values(of, x, dtype, operand=operand)
                 assert made.alpha is not None and want.alpha is not None
                 assert same_bits(made.values, want.values) and same_bits(made.alpha, want.alpha), (
                     of.name,
@@ -174,7 +176,9 @@ def test_blocks_of_a_large_weight(name: str, bias: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_few_rows_of_fp8(dtype: torch.dtype) -> None:
-    """One-hot rows give the codes, NaN included; sums are within the bound of test_decode.py; a row is the same in any number of rows."""
+    """One-hot rows give the codes, NaN included; sums are within the bound of test_decode.py; a row does not know how
+    many there are.
+    """
     f = get_format("fp8-row")
     for n, k in ((264, 1152), (2048, 2048), (2200, 96), (5000, 4128), (40, 32), (14336, 512)):
         torch.manual_seed(n)
@@ -218,8 +222,8 @@ def test_siblings_encode_many_rows_once(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad():
         want = [q(x.clone()) for q in layers]
         calls: list[int] = []
-        real = codec.quantize
-        monkeypatch.setattr(codec, "quantize", lambda *a, **k: calls.append(1) or real(*a, **k))
+        real = codec.encode_with_values
+        monkeypatch.setattr(codec, "encode_with_values", lambda *a, **k: calls.append(1) or real(*a, **k))
         assert all(torch.equal(q(x), y) for q, y in zip(layers, want, strict=True)) and len(calls) == 1
         assert all(torch.equal(q(x), y) for q, y in zip(layers, want, strict=True)) and len(calls) == 2
         x.mul_(0.5)

@@ -1,7 +1,7 @@
-"""The Triton kernels against the reference, on the device that runs them: codes, scales, operands and values, to the last bit.
+"""The Triton kernels against the reference on their device: codes, scales, operands and values, to the last bit.
 
-The reference's own CUDA bytes are compared with its CPU bytes too, except for "-native" formats, which divide as their device does.
-NaN equals NaN whatever its payload: processors differ in the one they make.
+The reference's own CUDA bytes are compared with its CPU bytes too, except for "-native" formats, which divide as their
+device does. NaN equals NaN whatever its payload: processors differ in the one they make.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ NATIVE = ("intx8-row-asym-native", "intx8-row-native", "int8-row-native", "fp8-r
 LISTED = [
     n for n in list_formats() if not isinstance(get_format(n), FourOverSix)
 ]  # test_grids.py has inputs that decide between grids
-NAMES = [*LISTED, "int4-g96", "intx4-g128", "intx4-g64-asym", "int8-tensor-asym", "intx4-g32-noclip", *NATIVE]
+TE = ("te-fp8-e5m2-1x128", "te-fp8-e5m2-128x128", "te-fp8-e5m2-128x128-f32")
+NAMES = [*LISTED, *TE, "int4-g96", "intx4-g128", "intx4-g64-asym", "int8-tensor-asym", "intx4-g32-noclip", *NATIVE]
 
 
 def has_kernel(name: str, role: str = "encode", codes: bool = True) -> bool:
     fmt = get_format(name)
     request = CodecRequest(role, fmt, CUDA, BF16, 8, 2 * (fmt.block or 384), codes)
     return dict(explain(request))["triton"] in ("runs", "willing, lower priority")
+
+
+@pytest.mark.parametrize("role", ["encode", "decode", "quantize"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("te-", "mxfp8"))])
+def test_formats_of_backward_have_kernels(name: str, role: str) -> None:
+    assert has_kernel(name, role)
 
 
 by_dtype = pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
@@ -74,13 +81,13 @@ def check(name: str, dtype: torch.dtype, quantized: set[torch.dtype], decoded: s
                     if decodes and out in decoded:
                         assert differing(codec.decode(fmt, want, out, operand=operand), values) == 0, which
                     if encodes and out in quantized:
-                        e, got, _ = codec.quantize(fmt, x, out, operand=operand, keep=True)
+                        e, got, _ = codec.encode_with_values(fmt, x, out, operand=operand, keep=True)
                         assert e is not None
                         compare(e, want, f"{which}, with values")
                         assert differing(got, values) == 0, f"{which}, in one pass"
                     if not (merges and out in quantized):
                         continue
-                    none, got, alpha = codec.quantize(fmt, x, out, operand=operand, keep=False)
+                    none, got, alpha = codec.encode_with_values(fmt, x, out, operand=operand, keep=False)
                     assert none is None
                     assert differing(alpha, fmt.alpha(want)) == 0, f"{which}, alpha"
                     assert differing(got, values) == 0, f"{which}, in one pass, no codes kept"
@@ -95,7 +102,9 @@ RAGGED = [
     ("name", "k"),
     [
         *RAGGED,
-        *((name, k) for name in ("fp8-row", "fp8-tensor") for k in (16, 1008, 20000)),
+        *((name, k) for name in ("fp8-row", "fp8-tensor", "te-fp8-tensor") for k in (16, 1008, 20000)),
+        *(("te-nvfp4-16x16", k) for k in (16, 1040)),
+        *(("mxfp8-32x32", k) for k in (32, 1056)),
         *(("nvfp4-row", k) for k in (16, 1040, 4096, 16384, 20000)),
         *(("hadamard16+nvfp4-row", k) for k in (16, 11008, 16400)),
         ("hadamard128+nvfp4-row", 20096),
@@ -105,7 +114,7 @@ def test_ragged_rows(name: str, k: int) -> None:
     fmt, x = get_format(name), DATA["heavy"](5, k, BF16, 3).to(CUDA)
     want = fmt.encode(x)
     with backend("triton"):
-        e, values, alpha = codec.quantize(fmt, x, BF16, keep=True)
+        e, values, alpha = codec.encode_with_values(fmt, x, BF16, keep=True)
         assert e is not None
         compare(e, want, name)
         assert differing(alpha, fmt.alpha(want)) == 0
@@ -127,6 +136,11 @@ def test_ragged_rows(name: str, k: int) -> None:
         "fp8-tensor",
         "fp8-1x128",
         "fp8-128x128",
+        "te-fp8-tensor",
+        "te-fp8-1x128",
+        "te-fp8-128x128",
+        "mxfp8-32x32",
+        "te-nvfp4-16x16",
     ],
 )
 def test_strided_inputs_and_inputs_larger_than_a_wave(name: str) -> None:
@@ -167,7 +181,7 @@ def test_no_host_sync() -> None:
         for _ in range(2):  # the first call compiles
             torch.cuda.set_sync_debug_mode("error")
             try:
-                e, values, _ = codec.quantize(fmt, x, BF16, operand=True, keep=True)
+                e, values, _ = codec.encode_with_values(fmt, x, BF16, operand=True, keep=True)
                 assert e is not None
                 scaled_mm(e, w, None, name, name, "aoquant", [256], BF16, values)
             finally:

@@ -144,6 +144,21 @@ torch.save(model.state_dict(), {str(tmp_path / "four.pt")!r})
     assert_same(torch.load(tmp_path / "four.pt", weights_only=True), dict(model.state_dict()))
 
 
+@pytest.mark.parametrize("name", MIXES)
+def test_a_step_makes_no_tensor_of_python_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each would be a copy that waits for the device, and that no CUDA graph can capture."""
+    model = network(get_recipe(name).prepare())
+
+    def refused(*args: Any, **options: Any) -> Tensor:
+        raise AssertionError("a tensor of Python numbers")
+
+    x = batch()[0].requires_grad_()
+    with monkeypatch.context() as patched:
+        for function in ("tensor", "as_tensor", "from_numpy"):
+            patched.setattr(torch, function, refused)
+        model(x).square().sum().backward()
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "te-nvfp4", "nvfp4"])
 def test_22_five_steps_of_adamw(name: str) -> None:
     single, hybrid = (

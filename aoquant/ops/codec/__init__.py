@@ -1,4 +1,4 @@
-"""The codec: what is done to one matrix beside the GEMM, in six roles for which backends compete in the router.
+"""The codec: operations on one matrix beside the GEMM, in seven roles for which backends compete in the router.
 
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM
@@ -6,6 +6,7 @@
     transform x -> what a transformed operand rounds of it, or a gradient back
     rotate    x -> x after a rotation by drawn signs
     saturate  x -> which of its values are clipped, a bit each
+    transpose codes of x -> codes of x^T, in a square format
 
 A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
 time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's. A forced
@@ -17,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, Operand, Random, as_operand
+from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_operand
 from aoquant.transforms import RoundedHadamard
 
-from ..router import CodecRequest, Quantized, register, routed
+from ..router import CodecRequest, CodesAndValues, register, routed
 from . import cuda, reference, triton
 from .reference import masked
 from .triton import finds_outer, has_triton, lacks_triton
@@ -28,13 +29,14 @@ from .triton import finds_outer, has_triton, lacks_triton
 __all__ = [
     "decode",
     "encode",
+    "encode_with_values",
     "finds_outer",
     "has_triton",
     "lacks_triton",
     "masked",
-    "quantize",
     "saturated",
     "transform",
+    "transposed",
 ]
 
 register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS)
@@ -44,7 +46,8 @@ def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`, on the fastest backend."""
     if not isinstance(operand, Operand):
         operand = Operand(operand)
-    operand, x_RK = _rounded_first(operand, x_RK)
+    if operand.transform is not None:
+        operand, x_RK = _rounded_first(operand, x_RK)
     rows, k = x_RK.shape
     return routed(CodecRequest, "encode", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK)
 
@@ -61,7 +64,7 @@ def decode(
     return found.run(format, e, dtype, operand, out or dtype)
 
 
-def quantize(
+def encode_with_values(
     operand_: Operand | Format,
     x_RK: Tensor,
     dtype: torch.dtype,
@@ -70,7 +73,7 @@ def quantize(
     keep: bool = False,
     measured: Tensor | None = None,
     random: Random | None = None,
-) -> Quantized:
+) -> CodesAndValues:
     """`operand_.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or a GEMM's `operand` and
     its alpha.
 
@@ -83,7 +86,8 @@ def quantize(
         assert random is not None
         turns = routed(CodecRequest, "rotate", made, x_RK.device, x_RK.dtype, *x_RK.shape)
         x_RK, random, made = turns.run(made, x_RK, random), None, Operand(made.format)
-    made, x_RK = _rounded_first(made, x_RK)
+    if made.transform is not None:
+        made, x_RK = _rounded_first(made, x_RK)
     rows, k = x_RK.shape
     found = routed(CodecRequest, "quantize", made, x_RK.device, x_RK.dtype, rows, k, keep)
     return found.run(made, x_RK, dtype, operand, keep, measured, random)
@@ -95,7 +99,8 @@ def _rounded_first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
     """
     if not isinstance(operand.transform, RoundedHadamard):
         return operand, x_RK
-    return Operand(operand.format), operand.transformed(x_RK)
+    exact = Operand(HighPrecision(), operand.transform.exact)
+    return Operand(operand.format), transform(exact, x_RK, None)
 
 
 def transform(
@@ -113,3 +118,10 @@ def saturated(operand: Operand | Format, x_RK: Tensor, matrix: Tensor | None = N
     """
     operand, (rows, k) = as_operand(operand), x_RK.shape
     return routed(CodecRequest, "saturate", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, matrix)
+
+
+def transposed(operand: Operand, codes: Tensor, k: int, padded: int) -> Tensor:
+    """uint8 codes (R, bytes of k) of a square format -> (k, bytes of padded), those of the transpose, zero behind R."""
+    request = CodecRequest, "transpose", operand, codes.device, torch.uint8, codes.shape[0], k
+    made: Tensor = routed(*request).run(codes, k, padded, operand.format.bits)
+    return made

@@ -3,12 +3,13 @@
 
 A kernel knows exact formats: a subclass is another format, with other numbers, and needs a record of its own. Triton is
 not imported here, so that a machine without it can say why a kernel does not run. To add a kernel: its launchers
-(`quantize`, `decode`) in a file of `ops/triton`, and its record here.
+(`encode`, `decode`) in a file of `ops/triton`, and its record here.
 
-    quantize(format, x_RK, dtype or None, operand, keep, measured, mix) -> (Encoded or None, values or None, alpha or None)
+    encode(format, x_RK, dtype or None, operand, keep, measured, mix)
+        -> (Encoded or None, values or None, alpha or None)
     decode(format, e, dtype, operand) -> values
     saturated(format, x_RK, mix) -> mask, where `clips`
-    draw(operand, x_RK, dtype, random) -> (Encoded, values, alpha), where `draws`
+    draw(operand, x_RK, dtype, random, outer) -> (Encoded, values, alpha), where `draws`; outer: given, or None
 
 mix is the operand whose Hadamard transform comes first in the same pass, or None.
 """
@@ -33,8 +34,10 @@ from aoquant.formats import (
     GridFlip,
     Int4,
     MXFP4Dialect,
+    MXSquare,
     NVFP4Dialect,
     NVFP4Search,
+    TEFloat8,
 )
 from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
 
@@ -76,7 +79,7 @@ class Family:
         return imported(self.module)
 
     def encoders(self, format: Format) -> ModuleType:
-        """The file whose `quantize` encodes `format`."""
+        """The file whose `encode` encodes `format`."""
         return imported(self.encoder(format) or self.module)
 
 
@@ -126,6 +129,10 @@ def _has_float8(f: Float8) -> bool:
     return square and not f.fixed and f.low is None and f.high is None
 
 
+def _has_dialect(f: NVFP4Dialect) -> bool:
+    return f.tile == 1 or (f.dialect == "te" and not f.fixed)
+
+
 FAMILIES = (
     Family("blockscaled", (MX,), mixes=(MX,)),
     Family(
@@ -137,12 +144,14 @@ FAMILIES = (
         encoder=lambda f: "nvfp4_rows" if f.outer == "row" else "",
     ),
     Family("dialects", (MXFP4Dialect,), mixes=(MXFP4Dialect,), clips=(MXFP4Dialect,)),
-    Family("dialects", (NVFP4Dialect,), has=lambda f: f.tile == 1),
+    Family("dialects", (NVFP4Dialect,), has=_has_dialect, encoder=lambda f: "tiles" if f.tile > 1 else ""),
+    Family("tiles", (MXSquare,)),
     Family("grids", (FourOverSix, GridFlip), why_not=_why_not_grids),
     Family("integer", (Int4,), why_not=_why_not_integers),
     Family("integer", (Affine,), has=_has_affine, why_not=_why_not_integers),
     Family("float8", (Float8,), has=_has_float8, why_not=_why_not_float8),
     Family("float8", (Float8Mslk,), why_not=_why_not_float8),
+    Family("te_float8", (TEFloat8,), has=lambda f: not f.fixed, why_not=_why_not_float8),
     Family("stochastic", (MXStochastic, NVFP4Stochastic, MSEden), why_not=_why_not_random, draws=True),
 )
 _OF = {kind: family for family in FAMILIES for kind in (*family.formats, *family.decodes)}

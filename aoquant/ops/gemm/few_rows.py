@@ -2,8 +2,8 @@
 on.
 
 Two backends keep the contract "aoquant" from the packed tensor's own bytes, without a second copy of W: "cuda-decode",
-kernels of `csrc/`, fp8's among them, and "triton-decode", for an aoquant that was installed without them. Above `rows` rows of x it is
-cheaper to decode W once and to leave the GEMM to `matmul.py`.
+kernels of `csrc/`, fp8's among them, and "triton-decode", for an aoquant that was installed without them. Above `rows`
+rows of x it is cheaper to decode W once and to leave the GEMM to `matmul.py`.
 
 Both choose how they cut K by N, K and a range of M, so within a range a row of y does not depend on how many rows there
 are; between two ranges, and between backends, the order of additions differs. A prepared layer asks for the same (M, N,
@@ -50,8 +50,8 @@ _KINDS: dict[type[Format], str] = {
 
 
 def kind(f: Format) -> str | None:
-    """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip"; "fp8",
-    the code itself, a row's scale multiplying its sums; None: otherwise.
+    """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip";
+    "fp8", the code itself, a row's scale multiplying its sums; None: otherwise.
     """
     if type(f) is Float8:
         return "fp8" if f.element == "e4m3" and f.per == "row" else None
@@ -154,7 +154,7 @@ def _aligned(t: Tensor) -> Tensor:
 
 
 def shifts(f: Format) -> tuple[float, float]:
-    """What GridFlip's flagged blocks are shifted by, even and odd ones along K; zeros for other formats."""
+    """The shift of GridFlip's flagged blocks, even and odd ones along K; zeros for other formats."""
     if not isinstance(f, GridFlip):
         return 0.0, 0.0
     return f.c, -f.c if f.alternating else f.c

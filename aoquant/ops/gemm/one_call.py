@@ -1,5 +1,5 @@
-"""A packed linear layer of few rows as one operator of csrc, `aoquant_native::linear`: the encoding of x, the product, the
-bias and the shapes, without Python between the launches.
+"""A packed linear layer of few rows as one operator of csrc, `aoquant_native::linear`: the encoding of x, the product,
+the bias and the shapes, without Python between the launches.
 
 It is no backend: the router chooses the codec's and the GEMM's, and where it chooses csrc's encoder and csrc's decoding
 GEMM, this operator makes those same launches. Recipe and weight are said by one integer, because each argument of an
@@ -82,7 +82,7 @@ def step(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Step) ->
     return multiplied
 
 
-# What a compiler reads off a number, so that it need not look at the layer for it: it would guard on whatever it looks at.
+# What a compiler reads off a number instead of the layer: it guards on whatever it reads there.
 def is_fp8(number: int) -> bool:
     """Whether W's codes are fp8, whose scales are the operator's alpha_w."""
     return number & 15 == CUDA_FORMATS["fp8"]

@@ -1,0 +1,50 @@
+"""Delayed scaling: the factor of a step follows from the absolute maxima of earlier steps, so that none has to be found
+before values are rounded.
+
+    history[0] = amax of this step
+    amax       = the largest of the history ("max"), or history[0] ("most_recent")
+    factor     = MAX / amax; the old factor where amax is 0, Inf or NaN, and at most the largest float32
+    history    = rolled by one, history[0] = 0
+
+A row of the history and a factor belong to one tensor: the input, the weight or the gradient of a layer. The first
+step's factor is 1. What is larger than its history allows saturates.
+Source: NVIDIA/TransformerEngine `DelayedScaling`, `_update_amax_history`, `_compute_scaling_factor_default`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .elements import FLOAT32_MAX
+
+SELECTS = ("max", "most_recent")
+
+
+class Delayed(NamedTuple):
+    """What a layer remembers of its tensors, float32.
+
+    history: (tensors, steps) absolute maxima, the newest last. factor: (tensors,), of the next step.
+    """
+
+    history: Tensor
+    factor: Tensor
+
+
+def fresh(tensors: int, steps: int, device: torch.device | None = None) -> Delayed:
+    """Before the first step."""
+    history = torch.zeros(tensors, steps, dtype=torch.float32, device=device)
+    return Delayed(history, torch.ones(tensors, dtype=torch.float32, device=device))
+
+
+def advanced(d: Delayed, amax: Tensor, largest: Tensor, select: str) -> Delayed:
+    """After a step whose absolute maxima were `amax` (tensors,). largest: (tensors,), of their elements."""
+    history = torch.cat((amax.unsqueeze(1), d.history[:, 1:]), 1)
+    found = history.amax(1) if select == "max" else history[:, 0]
+    factor = torch.where((found > 0) & found.isfinite(), largest / found, d.factor).clamp(max=FLOAT32_MAX)
+    if history.shape[1] > 1:
+        history = history.roll(-1, 1)
+    history[:, 0] = 0
+    return Delayed(history, factor)

@@ -1,0 +1,98 @@
+"""Fixed weights: several micro-batches with one set of weights, each side of which is encoded once.
+
+Between two optimizer steps the weights of a model stay what they are, and so do their codes. Inside
+`fixed_weights(model)` a prepared layer keeps what it made of its weight: the rows that the forward multiplies, and the
+columns that the gradient of the input reads. Nothing else changes, so every result has the bits that it has without.
+Sides that are drawn at random are drawn anew each time.
+
+A weight that is written inside the block raises, by the version that PyTorch counts for each in-place operation. Writes
+that it does not count (through `.data`, NumPy or a raw pointer) are not seen, as autograd does not see them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from aoquant.formats import Encoded
+
+
+class FixedWeight:
+    """Codes of one layer's weight, made when they are first read.
+
+    fqn: the layer's name, for errors.
+    """
+
+    def __init__(self, fqn: str) -> None:
+        self._fqn = fqn
+        self._weight: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._rows: Encoded | None = None
+        self._columns: dict[torch.dtype, Encoded] = {}
+
+    def rows(self, w: Tensor, encode: Callable[[], Encoded]) -> Encoded:
+        """The codes that forward multiplies: `encode()`, the first time.
+
+        Raises:
+            ValueError: w is not what it was then.
+        """
+        whole = w if w._base is None else w._base
+        if self._rows is None:
+            self._rows, self._weight, self._version = encode(), weakref.ref(whole), _version(whole)
+        elif self._weight is None or self._weight() is not whole or self._version != _version(whole):
+            raise ValueError(_CHANGED)
+        return self._rows
+
+    def columns(self, dtype: torch.dtype, encode: Callable[[], Encoded]) -> Encoded:
+        """The codes that the gradient of the input reads, for gradients of `dtype`: `encode()`, the first time.
+
+        Raises:
+            ValueError: the weight is not what forward encoded, naming the layer.
+        """
+        whole = None if self._weight is None else self._weight()
+        if whole is None or self._version != _version(whole):
+            raise ValueError(f"{self._fqn or 'linear'}: {_CHANGED}")
+        if dtype not in self._columns:
+            self._columns[dtype] = encode()
+        return self._columns[dtype]
+
+
+_CHANGED = (
+    "its weight changed inside aoquant.fixed_weights(model), which multiplies the codes of the first micro-batch: leave the block "
+    "before optimizer.step() and before loading weights"
+)
+
+
+def _version(w: Tensor) -> int:
+    return 0 if w.is_inference() else w._version
+
+
+@contextmanager
+def fixed_weights(model: nn.Module) -> Iterator[None]:
+    """Encode each side of the weights of `model`'s prepared linear layers once inside the block: for micro-batches.
+
+        with aoquant.fixed_weights(model):
+            for batch in micro_batches:
+                loss(model, batch).backward()
+        optimizer.step()
+
+    The codes live until the block ends: as much memory as the packed model, once for each side. Compiled layers and
+    layers that tensor parallelism shards encode as usual.
+
+    Raises:
+        ValueError: inside the block, where a weight has changed, naming the layer.
+    """
+    from aoquant.layers.qat import QATLinear  # which imports this module
+
+    layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fixed is None]
+    for layer in layers:
+        layer.fixed = FixedWeight(layer.prepared.fqn)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.fixed = None

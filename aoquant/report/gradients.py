@@ -1,0 +1,92 @@
+"""Gradients of prepared layers beside those of the same layers in float: what a quantised backward costs, in dB.
+
+The model runs forward and backward once, so that each layer meets an input x and a gradient dy. Then each layer alone
+is given both, and its dx and dW are compared with those of its float weight,
+
+    dx = dy W        dW = dy^T x        sums in float32
+
+so a layer's figures are its own: a poor gradient from above does not reappear below. Both include what the forward's
+rounding does to a gradient, where backward starts from forward's values.
+
+What is differentiated is the loss that the model returns, or the mean square of its outputs where it returns none.
+Activations of one forward are in memory at a time, as in a training step. Gradients and random states of the model stay
+as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from aoquant.layers.qat import RANDOM, QATLinear
+from aoquant.report.measure import decibels, energies, logits_of, run
+
+
+class GradientSqnr(NamedTuple):
+    """dB of a layer's dx and dW against float's."""
+
+    dx: float
+    dw: float
+
+
+def gradients(model: nn.Module, batch: Any) -> dict[int, GradientSqnr]:
+    """The figures of each prepared linear layer of `model` that runs, by the layer's id."""
+    layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fake_quant and m.calibrated]
+    states = [(b, b.clone()) for m in layers if (b := m._buffers.get(RANDOM)) is not None]
+    try:
+        with torch.enable_grad():
+            return _measured(_met(model, layers, batch))
+    finally:
+        with torch.no_grad():
+            for state, before in states:
+                state.copy_(before)
+
+
+class _Call(NamedTuple):
+    """A layer's input and output in one call."""
+
+    layer: QATLinear
+    x: Tensor
+    y: Tensor
+
+
+def _met(model: nn.Module, layers: list[QATLinear], batch: Any) -> list[tuple[_Call, Tensor]]:
+    """Every call of the layers, and the gradient of its output."""
+    calls: list[_Call] = []
+
+    def remember(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+        y = y if y.requires_grad else y.detach().requires_grad_()
+        assert isinstance(layer, QATLinear)
+        calls.append(_Call(layer, args[0].detach(), y))
+        return y
+
+    hooks = [layer.register_forward_hook(remember) for layer in layers]
+    try:
+        loss = _loss(run(model, batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = torch.autograd.grad(loss, [c.y for c in calls], allow_unused=True) if calls else ()
+    return [(call, dy) for call, dy in zip(calls, found, strict=True) if dy is not None]
+
+
+def _loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", output.get("loss") if isinstance(output, Mapping) else None)
+    return loss if isinstance(loss, Tensor) else logits_of(output).float().square().mean()
+
+
+def _measured(met: list[tuple[_Call, Tensor]]) -> dict[int, GradientSqnr]:
+    sums: dict[int, list[float]] = {}
+    for call, dy in met:
+        x, w = (t.detach().clone().requires_grad_() for t in (call.x, call.layer.weight))
+        y = torch.func.functional_call(call.layer, {"weight": w}, (x,))
+        got = torch.autograd.grad(y, (x, w), dy)
+        x_MK, dy_MN, w_NK = (t.detach().float() for t in (x.flatten(0, -2), dy.flatten(0, -2), w))
+        want = (dy_MN @ w_NK).view(x.shape), dy_MN.t() @ x_MK
+        found = [e for a, b in zip(want, got, strict=True) for e in energies(a, b.float())]
+        known = sums.setdefault(id(call.layer), [0.0] * 4)
+        sums[id(call.layer)] = [a + b for a, b in zip(known, found, strict=True)]
+    return {key: GradientSqnr(decibels(*s[:2]), decibels(*s[2:])) for key, s in sums.items()}

@@ -1,0 +1,104 @@
+"""A training step of one layer with a cast for each operand, beside nn.Linear and torchao's Float8Linear: `run.py`'s
+suite "hybrid".
+
+    python benchmarks/run.py hybrid [--quick]
+
+Forward and backward of one linear layer, 8192 tokens, bf16, eager and compiled, all variants interleaved in the same
+rounds; `ratio` is to the eager nn.Linear. torchao's tensorwise and rowwise recipes train with fp8 GEMMs in all three
+products; `fp8-hybrid` runs fp8 GEMMs in backward and an exact emulation in forward, the other mixes emulate all three.
+
+Nothing is timed unless prepared layers equal converted ones, and compiled steps eager ones, bit for bit: y, dx and dW.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from layers import SHAPES, TOKENS, host_ms, peak_mib, plain, reason, results, step
+from run import BF16, CUDA, Row, interleaved, percentiles, same
+from torch import nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from aoquant import QATConfig, quantize_
+from aoquant.layers.qat import RANDOM
+from aoquant.recipes import get_recipe
+
+MIXES = ("fp8-hybrid", "mxfp8-nvfp4", "nvfp4-mxfp8", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
+PEERS = ("tensorwise", "rowwise")
+
+
+def prepared(name: str, k: int, n: int) -> nn.Module:
+    """The layer under a recipe, with its backward."""
+    model = plain(k, n)
+    quantize_(model, get_recipe(name).prepare())
+    return model
+
+
+def gate(name: str) -> bool:
+    """Whether prepared equals converted, and a compiled step the eager one."""
+    model = prepared(name, 1024, 512)
+    x = torch.randn(256, 1024, device=CUDA, dtype=BF16).requires_grad_()
+    g = torch.randn(256, 512, device=CUDA, dtype=BF16)
+    want = rewound(model, lambda: results(model, x, g))
+    compiled: Any = torch.compile(model, fullgraph=True)
+    equal = all(same(a, b) for a, b in zip(rewound(model, lambda: results(compiled, x, g)), want, strict=True))
+    deployed = copy.deepcopy(model)
+    quantize_(deployed, QATConfig(step="convert"))
+    with torch.no_grad():
+        return equal and same(deployed(x), want[0])
+
+
+def rewound(model: nn.Module, run: Callable[[], list[Any]]) -> list[Any]:
+    """`run()`, drawing the numbers of step 0."""
+    for name, state in model.named_buffers():
+        if name.endswith(RANDOM):
+            state[2:].zero_()
+    return [t.clone() for t in run()]
+
+
+def variants(k: int, n: int, x: torch.Tensor, g: torch.Tensor) -> tuple[dict[tuple[str, str], nn.Module], list[Row]]:
+    """(what is timed, by name and "eager" or "compiled", compiled and warm; rows of what raised)."""
+    makes: dict[str, Callable[[], nn.Module]] = {"nn.Linear": lambda: plain(k, n)}
+    makes |= {name: lambda name=name: prepared(name, k, n) for name in MIXES}  # type: ignore[misc]
+    for peer in PEERS:
+        config = Float8LinearConfig.from_recipe_name(peer)
+        makes[f"torchao {peer}"] = lambda config=config: convert_to_float8_training(plain(k, n), config=config)  # type: ignore[misc]
+    found: dict[tuple[str, str], nn.Module] = {}
+    failed: list[Row] = []
+    for name, make in makes.items():
+        torch._dynamo.reset()  # a code object has a limited number of compiled forms, and all layers share theirs
+        for how in ("eager", "compiled"):
+            model: Any = make()
+            model = torch.compile(model) if how == "compiled" else model
+            try:
+                for _ in range(3):
+                    step(model, x, g)
+            except Exception as error:
+                failed.append({"variant": name, "how": how, "note": reason(error)})
+                continue
+            found[name, how] = model
+    torch.cuda.synchronize()
+    return found, failed
+
+
+def measure(rounds: int) -> list[Row]:
+    """Every variant at both shapes."""
+    rows: list[Row] = []
+    for k, n in SHAPES:
+        x = torch.randn(TOKENS, k, device=CUDA, dtype=BF16).requires_grad_()
+        g = torch.randn(TOKENS, n, device=CUDA, dtype=BF16)
+        models, failed = variants(k, n, x, g)
+        runs = {key: (lambda m=m: step(m, x, g)) for key, m in models.items()}  # type: ignore[misc]  # noqa: B023
+        times = interleaved({" ".join(key): run for key, run in runs.items()}, rounds)
+        reference = percentiles(times["nn.Linear eager"])[1]
+        everywhere = {"suite": "hybrid", "shape": f"K{k} N{n}"}
+        for (name, how), run in runs.items():
+            p20, p50, p80 = percentiles(times[f"{name} {how}"])
+            rows.append({**everywhere, "variant": name, "how": how, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80,
+                         "ratio": p50 / reference, "cpu_ms": host_ms(run), "peak_MiB": peak_mib(run), "note": ""})  # fmt: skip
+            print(f"  K{k} N{n} {name} {how}: {p50:.3f} ms, {p50 / reference:.3f}", flush=True)  # if time runs out
+        rows += [{**dict.fromkeys(rows[0], ""), **everywhere, **row} for row in failed]
+    return rows

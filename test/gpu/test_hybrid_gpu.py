@@ -1,0 +1,154 @@
+"""One cast per operand on a GPU: every operand's bytes are the reference's, FP8 pairs run on FP8 tensor cores, and
+what is prepared equals what is converted.
+
+python -m pytest -m gpu test/gpu/test_hybrid_gpu.py
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.kernel_inputs import BF16, CUDA, F32, compare, differing
+from torch import Tensor, nn
+
+from aoquant import Cast, HybridConfig, QATConfig, backend, explain, get_format, quantize_
+from aoquant.formats import Encoded, as_operand
+from aoquant.layers.qat import RANDOM
+from aoquant.ops import CodecRequest, Request, backward, codec
+from aoquant.recipes import get_recipe
+
+pytestmark = pytest.mark.gpu
+MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
+SQUARE = ("te-fp8-tensor", "te-fp8-e5m2-tensor", "te-fp8-128x128", "mxfp8-32x32", "te-nvfp4-16x16")
+N, K, M = 512, 1024, 304
+
+
+def layer(config: Any, n: int = N, k: int = K) -> nn.Linear:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": nn.Linear(k, n, dtype=BF16, device=CUDA)})
+    quantize_(model, config)
+    return model["layer"]
+
+
+def data(m: int = M, n: int = N, k: int = K) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    return tuple(torch.randn(m, width, dtype=BF16, device=CUDA, generator=generator) for width in (k, n))
+
+
+def step(linear: nn.Linear, x: Tensor, g: Tensor) -> list[Tensor]:
+    """y, dx, dW, db; the random numbers are those of step 0."""
+    if RANDOM in linear._buffers:
+        linear._buffers[RANDOM][2:].zero_()
+    linear.zero_grad()
+    leaf = x.detach().requires_grad_()
+    y = linear(leaf)
+    y.backward(g)
+    return [y.detach(), leaf.grad, linear.weight.grad.clone(), linear.bias.grad.clone()]
+
+
+@pytest.mark.parametrize("rows", [33, 128, 300])
+@pytest.mark.parametrize("name", SQUARE)
+def test_transposed_codes_are_the_references(name: str, rows: int) -> None:
+    operand = as_operand(get_format(name))
+    e = operand.encode(torch.randn(rows, 384, dtype=BF16, device=CUDA))
+    request = CodecRequest("transpose", operand, CUDA, torch.uint8, rows, 384)
+    assert dict(explain(request))["triton"] == "runs"
+    got = backward.transposed(e, operand, 128)
+    with backend("reference"):
+        compare(got, backward.transposed(e, operand, 128), name)
+
+
+@pytest.fixture
+def operands(monkeypatch: pytest.MonkeyPatch) -> list[Encoded]:
+    """Codes of both operands of every backward GEMM."""
+    seen: list[Encoded] = []
+    real = backward.Call
+
+    def call(contract: str, a: Encoded, a_as: Any, b: Encoded, b_as: Any, *rest: Any) -> Any:
+        seen.extend((a, b))
+        return real(contract, a, a_as, b, b_as, *rest)
+
+    monkeypatch.setattr(backward, "Call", call)
+    return seen
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_operands_of_backward_are_the_references(name: str, operands: list[Encoded]) -> None:
+    linear, (x, g) = layer(get_recipe(name).prepare()), data()
+    step(linear, x, g)
+    kernels = list(operands)
+    operands.clear()
+    with backend("reference"):
+        step(linear, x, g)
+    assert len(kernels) == len(operands) == (0 if name.endswith("-hp") else 4)
+    for i, (got, want) in enumerate(zip(kernels, operands, strict=True)):
+        compare(got, want, f"{name}, operand {i}")
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_prepared_equals_converted(name: str) -> None:
+    linear, (x, _) = layer(get_recipe(name).prepare()), data()
+    model = nn.ModuleDict({"layer": copy.deepcopy(linear)})
+    quantize_(model, QATConfig(step="convert"))
+    with torch.no_grad():
+        assert torch.equal(linear(x), model["layer"](x))
+
+
+@pytest.mark.parametrize("tokens", [M, 33])
+@pytest.mark.parametrize("grad", ["te-fp8-tensor", "te-fp8-e5m2-tensor"])
+def test_fp8_pairs_run_on_fp8_tensor_cores(grad: str, tokens: int) -> None:
+    """The same operands as the emulation; Hopper's fp8 sums keep fewer bits than float32."""
+    config = HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor")
+    config = config.replaced(dgrad_grad_output=grad, wgrad_grad_output=grad)
+    linear, (x, g) = layer(config), data(tokens)
+    other = get_format("te-fp8-tensor"), get_format(grad)
+    request = Request("fp8_scaled_mm_precise", other[1], other[0], CUDA, BF16, N, K, 16 * -(-tokens // 16))
+    assert dict(explain(request))["torch._scaled_mm"] == "runs"
+    kernel = step(linear, x, g)
+    with backend("reference"):
+        emulated = step(linear, x, g)
+    for a, b in zip(kernel[1:3], emulated[1:3], strict=True):
+        found = float(10 * torch.log10(b.double().square().sum() / (a.double() - b.double()).square().sum()))
+        print(f"fp8 tensor cores against the emulation, {grad}, {tokens} tokens: {found:.1f} dB")
+        assert found > 50
+
+
+@pytest.mark.parametrize("save", ["col", "hp"])
+@pytest.mark.parametrize("name", ["fp8-hybrid", "nvfp4-training", "mxfp8-nvfp4"])
+def test_what_is_saved_changes_no_gradient(name: str, save: str) -> None:
+    recipe = get_recipe(name)
+    config = recipe.prepare(backward=recipe.training["backward"].replaced(save=save))
+    x, g = data()
+    for got, want in zip(step(layer(config), x, g), step(layer(get_recipe(name).prepare()), x, g), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_one_side_of_a_layer_that_fp8_tensor_cores_cannot_take() -> None:
+    """N and K are no multiples of 16: the emulation runs, and gradients are finite."""
+    linear, (x, g) = layer(HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor"), 72, 40), data(33, 72, 40)
+    assert all(t.isfinite().all() for t in step(linear, x, g))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+def test_the_rounded_hadamard_transform_is_the_references(dtype: torch.dtype) -> None:
+    operand = as_operand(get_format("te-hadamard16-sd7e8+te-nvfp4"))
+    x = torch.randn(300, 512, dtype=dtype)
+    for view in (x, x.t().contiguous().t()):
+        e = codec.encode(operand, view.to(CUDA))
+        want = operand.encode(view)
+        assert differing(e.codes, want.codes) == 0 and differing(e.scale, want.scale) == 0
+        assert differing(e.outer, want.outer) == 0
+
+
+def test_a_forward_source_transposes_no_one_dimensional_codes() -> None:
+    """mxfp8 from mxfp8's values, and te-nvfp4 from te-nvfp4's: two encodings, equal on every backend."""
+    for name in ("mxfp8", "te-nvfp4"):
+        config = HybridConfig.fwd_bwd(name, name).replaced(wgrad_input=Cast(name, "forward"))
+        linear, (x, g) = layer(config), data()
+        kernel = step(linear, x, g)
+        with backend("reference", role="quantize"), backend("reference", role="decode"):
+            for got, want in zip(kernel, step(linear, x, g), strict=True):
+                assert torch.equal(got, want)

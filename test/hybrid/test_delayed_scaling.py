@@ -1,0 +1,186 @@
+"""Delayed scaling: factors follow from the absolute maxima of earlier steps, as TransformerEngine's recipe has it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.hybrid_cases import BF16, assert_same, data, layer, step
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from aoquant import HybridConfig, PackedTensor, QATConfig, get_format, quantize_
+from aoquant.formats import Scales
+from aoquant.formats.delayed import Delayed, advanced, fresh
+
+E4M3, E5M2 = "te-fp8-tensor", "te-fp8-e5m2-tensor"
+
+
+def config(steps: int, select: str = "max") -> HybridConfig:
+    made = HybridConfig.fwd_bwd(E4M3, E4M3, amax_history=steps, amax_select=select)
+    return made.replaced(dgrad_grad_output=E5M2, wgrad_grad_output=E5M2)
+
+
+def by_hand(amaxes: list[float], steps: int, select: str, largest: float) -> float:
+    """The factor after steps with these absolute maxima: the rule again, in NumPy."""
+    factor = np.float32(1)
+    for t, _ in enumerate(amaxes):
+        window = amaxes[max(0, t + 1 - steps) : t + 1]
+        amax = np.float32(max(window) if select == "max" else window[-1])
+        if 0 < amax < np.inf:
+            with np.errstate(over="ignore"):
+                factor = np.float32(min(np.float32(largest) / amax, np.finfo(np.float32).max))
+    return float(factor)
+
+
+@pytest.mark.parametrize("select", ["max", "most_recent"])
+@pytest.mark.parametrize("steps", [1, 3, 16, 1024])
+def test_the_factor_of_a_history(steps: int, select: str) -> None:
+    amaxes = [3.0, 0.0, 100.0, 0.25, 7e-44, 5.0, float("inf"), 2.0]
+    state = fresh(1, steps)
+    for i, amax in enumerate(amaxes):
+        state = advanced(state, torch.tensor([amax]), torch.tensor([448.0]), select)
+        wanted = by_hand(amaxes[: i + 1], steps, select, 448.0)
+        assert float(state.factor) == wanted, f"after {i + 1} steps"
+    assert state.history.shape == (1, steps) and float(state.history[0, 0]) == 0
+
+
+def trained(linear: nn.Linear, steps: int) -> list[dict[str, Tensor]]:
+    found = []
+    for i in range(steps):
+        x, g = data()
+        found.append(step(linear, x * (1 + i), g * 2.0**-i))
+    return found
+
+
+@pytest.mark.parametrize(("steps", "select"), [(16, "max"), (1024, "max"), (16, "most_recent")])
+def test_a_layer_encodes_by_the_factors_of_earlier_steps(steps: int, select: str) -> None:
+    linear = layer(config(steps, select))
+    x, g = data()
+    amaxes: list[list[float]] = [[], [], []]
+    for i in range(3):
+        at = [by_hand(a, steps, select, limit) for a, limit in zip(amaxes, (448.0, 448.0, 57344.0), strict=True)]
+        tensors = x * (1 + i), linear.weight.detach(), g * 2.0**-i
+        assert linear.amax_factor.tolist() == at
+        x_hat, w_hat, g_hat = (
+            f.decode(f.encode(t, Scales(torch.full((1, 1), factor))), torch.float32)
+            for f, t, factor in zip((get_format(n) for n in (E4M3, E4M3, E5M2)), tensors, at, strict=True)
+        )
+        got = step(linear, tensors[0], tensors[2])
+        bias = linear.bias.detach().float()
+        for name, wanted in (("y", x_hat @ w_hat.t() + bias), ("x", g_hat @ w_hat), ("weight", g_hat.t() @ x_hat)):
+            error = (got[name].float() - wanted).square().sum() / wanted.square().sum()
+            assert error < 1e-5, f"{name} of step {i}: bf16 rounds once"
+        for a, t in zip(amaxes, tensors, strict=True):
+            a.append(float(t.abs().max()))
+
+
+def test_the_history_is_part_of_the_state_dict() -> None:
+    linear = layer(config(16))
+    trained(linear, 2)
+    state = copy.deepcopy(linear.state_dict())
+    assert state["amax_history"].shape == (3, 16) and state["amax_history"].count_nonzero() == 6
+    other = layer(config(16))
+    other.load_state_dict(state)
+    assert_same(trained(other, 2)[1], trained(linear, 2)[1])
+    plain = layer(None)
+    linear.load_state_dict(plain.state_dict())  # a checkpoint from before begins at step 0
+    assert linear.amax_factor.tolist() == [1, 1, 1]
+
+
+def test_a_cast_leaves_it_in_float32() -> None:
+    model = nn.ModuleDict({"layer": layer(config(16))})
+    trained(model["layer"], 1)
+    before = model["layer"].amax_factor.clone()
+    model.to(BF16).float()
+    assert torch.equal(model["layer"].amax_factor, before) and before.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputing_does_not_advance_it(reentrant: bool) -> None:
+    one, other = layer(config(16)), layer(config(16))
+    for i in range(3):
+        x, g = data()
+        x = x * (1 + i)
+        wanted = step(other, x, g)
+        one.zero_grad()
+        leaf = x.detach().requires_grad_()
+        checkpoint(one, leaf, use_reentrant=reentrant).backward(g)
+        assert one.weight.grad is not None and leaf.grad is not None
+        assert torch.equal(one.weight.grad, wanted["weight"]) and torch.equal(leaf.grad, wanted["x"])
+    assert torch.equal(one.amax_history, other.amax_history)
+
+
+def test_evaluation_does_not_advance_it() -> None:
+    linear, (x, _) = layer(config(16)), data()
+    trained(linear, 1)
+    before = linear.amax_history.clone()
+    with torch.no_grad():
+        linear(x * 100)
+    assert torch.equal(linear.amax_history, before)
+
+
+def test_what_is_deployed_has_the_factors_of_training() -> None:
+    model = nn.ModuleDict({"layer": layer(config(16))})
+    trained(model["layer"], 3)
+    x, _ = data()
+    with torch.no_grad():
+        wanted = model["layer"](x)
+        quantize_(model, QATConfig(step="convert"))
+        assert torch.equal(model["layer"](x), wanted)
+    weight = model["layer"].weight
+    assert isinstance(weight, PackedTensor) and weight.activation.startswith("te-fp8-tensor-static:")
+    assert "amax_history" not in model["layer"]._buffers
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_one_gemm_alone(frozen: str) -> None:
+    x, g = data()
+    linear, other = layer(config(16)), layer(config(16))
+    trained(linear, 1), trained(other, 1)
+    wanted = step(other, x, g)
+    linear.weight.requires_grad_(frozen != "weight")
+    linear.zero_grad()
+    leaf = x.detach().requires_grad_(frozen != "x")
+    linear(leaf).backward(g)
+    got = linear.weight.grad if frozen == "x" else leaf.grad
+    assert got is not None and torch.equal(got, wanted["weight" if frozen == "x" else "x"])
+    assert torch.equal(linear.amax_history, other.amax_history)
+
+
+def test_a_compiled_step_advances_it() -> None:
+    torch._dynamo.reset()
+    one, other = layer(config(16)), layer(config(16))
+    run = torch.compile(one, backend="aot_eager", fullgraph=True)
+    x, g = data()
+    for _ in range(2):
+        wanted = step(other, x, g)
+        one.zero_grad()
+        leaf = x.detach().requires_grad_()
+        run(leaf).backward(g)
+        assert one.weight.grad is not None and torch.equal(one.weight.grad, wanted["weight"])
+    assert torch.equal(one.amax_history, other.amax_history) and torch.equal(one.amax_factor, other.amax_factor)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fprop_input": "mxfp8", "fprop_weight": "mxfp8"},
+        {"wgrad_grad_output": E4M3},
+        {"save": "hp"},
+        {"dgrad_grad_output": None, "dgrad_weight": None},
+    ],
+)
+def test_other_casts_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="delayed scaling is for te-fp8-tensor"):
+        layer(config(16).replaced(**options))
+
+
+def test_the_options_are_checked() -> None:
+    for options in ({"amax_history": -1}, {"amax_history": True}, {"amax_select": "mean"}):
+        with pytest.raises(ValueError, match="HybridConfig: amax_history"):
+            HybridConfig.fwd_bwd(E4M3, E4M3, **options)
+    assert Delayed._fields == ("history", "factor")

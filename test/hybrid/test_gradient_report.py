@@ -1,0 +1,81 @@
+"""`report(..., gradients=True)`: dx and dW of every prepared layer, in dB against the same layer in float."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import aoquant
+from aoquant import Cast, HybridConfig, quantize_
+from aoquant.layers.qat import RANDOM
+from aoquant.recipes import get_recipe
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def sqnr(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(10 * torch.log10(a.double().square().sum() / (a - b).double().square().sum()))
+
+
+def test_each_layer_alone_against_float() -> None:
+    plain, x = network(), torch.randn(96, 64)
+    model = copy.deepcopy(plain)
+    quantize_(model, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))
+    found = aoquant.report(plain, model, x, gradients=True, progress=False)
+    # the last layer by hand: what it meets, and what it makes of it
+    z = model[1](model[0](x)).detach().requires_grad_()
+    y = model[2](z)
+    dy = 2 * y.detach() / y.numel()
+    dx, dw = torch.autograd.grad(y, (z, model[2].weight), dy)
+    row = found.layers[1]
+    assert row.input_gradient_sqnr_db == pytest.approx(sqnr(dy @ model[2].weight.detach(), dx), abs=0.01)
+    assert row.weight_gradient_sqnr_db == pytest.approx(sqnr(dy.t() @ z.detach(), dw), abs=0.01)
+    assert "dx dB" in found.to_markdown() and "input_gradient_sqnr_db" in found.to_csv()
+
+
+def test_a_backward_in_high_precision_of_the_originals_is_floats() -> None:
+    plain, x = network(), torch.randn(96, 64)
+    model = copy.deepcopy(plain)
+    config = HybridConfig.fwd_bwd("mxfp8", None).replaced(dgrad_weight=Cast(None))
+    quantize_(model, config)
+    for row in aoquant.report(plain, model, x, gradients=True, progress=False).layers:
+        for value in (row.input_gradient_sqnr_db, row.weight_gradient_sqnr_db):
+            assert value is not None and (value == math.inf or value > 100)
+
+
+def test_better_formats_have_better_gradients() -> None:
+    plain, x = network(), torch.randn(96, 64)
+    worst = []
+    for name in ("te-nvfp4", "mxfp8"):
+        model = copy.deepcopy(plain)
+        quantize_(model, HybridConfig.fwd_bwd("mxfp8", name))
+        rows = aoquant.report(plain, model, x, gradients=True, progress=False).layers
+        worst.append(min(v for r in rows for v in (r.input_gradient_sqnr_db, r.weight_gradient_sqnr_db) if v))
+    assert 10 < worst[0] < worst[1] - 5
+
+
+def test_the_model_stays_as_it_is() -> None:
+    plain, x = network(), torch.randn(96, 64)
+    model = copy.deepcopy(plain)
+    quantize_(model, get_recipe("nvfp4-training").prepare())
+    model[0].weight.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    found = aoquant.report(plain, model, x, gradients=True, progress=False)
+    assert all(r.weight_gradient_sqnr_db is not None for r in found.layers), "a frozen layer has a gradient too"
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and any(RANDOM in k for k in before)
+    assert all(p.grad is None for p in model.parameters()) and not model[0].weight.requires_grad
+
+
+def test_nothing_is_measured_unless_it_is_asked_for() -> None:
+    plain, x = network(), torch.randn(8, 64)
+    model = copy.deepcopy(plain)
+    quantize_(model, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))
+    found = aoquant.report(plain, model, x, progress=False)
+    assert found.layers[0].input_gradient_sqnr_db is None and "dx dB" not in found.to_markdown()
