@@ -1,4 +1,4 @@
-"""Errors on the command line: they advise its options instead of Python.
+"""Errors and warnings on the command line: they advise its options instead of Python.
 
 Most errors come from the library, whose users write Python: "leave it out with filter_fn". A user of `aoquant run` has
 no filter_fn. The phrases that an error of the commands can hold are listed here with what does the same there.
@@ -9,6 +9,10 @@ from __future__ import annotations
 import re
 
 ADVICE = {
+    "aoquant.coverage(model) lists every parameter; strict=True raises instead": "the report lists them; --strict stops instead",
+    "leave it out of prepare (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
+    "leave it out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave it out with --skip NAME",
+    "leave that layer out of quantize_ (filter_fn, or None for its name in FqnToConfig)": "leave that layer out with --skip NAME",
     "leave it out with filter_fn": "leave it out with --skip NAME",
     "leave it out": "leave it out with --skip NAME",
     "leave the layer out": "leave the layer out with --skip NAME or --skip-incompatible",

@@ -1,7 +1,7 @@
 """The command line: `aoquant run`, `eval`, `convert`, `export`, `formats`, `recipes`, `doctor`.
 
-Errors that a user can mend are one line and exit code 2, an interrupt is one line and exit code 130; everything else is
-a traceback, because it is our mistake.
+Errors that a user can mend are one line and exit code 2, warnings are their text alone, an interrupt is one line and exit
+code 130; everything else is a traceback, because it is our mistake.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,11 @@ def evaluate(arguments: list[str]) -> Callable[..., None]:
 
         Args:
             checkpoint: folder that `aoquant run` or `aoquant.save_pretrained` wrote.
-            wikitext: "hub", or a folder with WikiText-2 as test.jsonl; held-out generated documents by default.
+            wikitext: "hub", or a folder with WikiText-2 as test.jsonl; by default what the run that wrote the
+                checkpoint scored, or held-out generated documents.
             documents: a file of {"page": ...} lines instead.
-            window: tokens that a prediction sees at most; the model's positions by default.
-            limit: score the first documents only.
+            window: tokens that a prediction sees at most; by default the run's, or the model's positions.
+            limit: score the first documents only; by default as the run did.
             device: where to run.
         """
         from aoquant.integrations import job, lm_eval
@@ -100,10 +102,14 @@ def evaluate(arguments: list[str]) -> Callable[..., None]:
 
         no_bars_in_logs()
         checks.check_device(device)
+        chosen = job.evaluation(checkpoint, wikitext, documents, window, limit)
         tokenizer, model = job.load_checkpoint(checkpoint, device)
+        lm_eval.check_window(model, tokenizer, chosen.window)
+        if chosen.about:
+            print(chosen.about)
         job.probe(model)
         print(job.check_fingerprint(model, checkpoint))
-        print(lm_eval.evaluate(model, tokenizer, wikitext=wikitext, documents=documents, window=window, limit=limit))
+        print(lm_eval.evaluate(model, tokenizer, **chosen.arguments))
 
     return command
 
@@ -255,6 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
         import tyro
     except ImportError:
         sys.exit("aoquant: the command line needs its extras: pip install 'aoquant[all]'")
+    formatted, warnings.formatwarning = warnings.formatwarning, _one_line
     chosen, rest = arguments[0] if arguments else "", arguments[1:]
     try:
         if chosen in COMMANDS:
@@ -278,3 +285,10 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # `aoquant formats | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    finally:
+        warnings.formatwarning = formatted
+
+
+def _one_line(message: Warning | str, *_: Any) -> str:
+    """A warning as the command line shows it: without the place in a library that it comes from."""
+    return f"aoquant: warning: {for_the_command_line(str(message))}\n"

@@ -9,13 +9,14 @@ goes as soon as it is packed, and what could fail is tried first: one layer of e
 before anything is touched.
 
 A warning names matrices without support when they are much of the model
-(planning/coverage.py), and the first forward after prepare is watched for weights that are read outside their layer
+(planning/coverage.py), and the first forward afterwards is watched for weights that are read outside their layer
 (layers/direct_reads.py).
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Collection, Hashable
 from itertools import chain
@@ -43,6 +44,7 @@ from aoquant.planning.progress import track
 from aoquant.planning.tied import identity
 from aoquant.recipes import named
 from aoquant.report.rows import HEALTHY
+from aoquant.targets.kernels import why_not_run
 from aoquant.tensor import PackedTensor
 
 
@@ -90,18 +92,18 @@ def quantize_(
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function (module, name) -> bool, got {type(filter_fn).__name__}")
+    if filter_fn is not None:
+        _check_filter(filter_fn)
     fsdp.reshard(model)
     planned = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
     problem = _what_stays_float(model, planned, strict)
     _carry_out(model, planned, device, undo)
     _remember(planned)
+    _warn_of_kernels(planned, device)
     fast_path.sync(model)
     kinds = {s.kind for s in planned.steps} | {s.kind for s in planned.experts}
-    if "prepare" in kinds:
-        direct_reads.watch(model)
-    if kinds == {"convert"}:  # prepare has said it
-        direct_reads.forget(model)
-    elif problem is not None:
+    direct_reads.watch(model)
+    if kinds != {"convert"} and problem is not None:
         warnings.warn(
             f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead", stacklevel=2
         )
@@ -110,6 +112,19 @@ def quantize_(
         warnings.warn(
             f"{len(planned.skipped)} layer(s) cannot take their config and stay float:\n  {reasons}", stacklevel=2
         )
+
+
+def _check_filter(filter_fn: Filter) -> None:
+    """Raise ValueError unless `filter_fn` takes a module and a name."""
+    try:
+        signature = inspect.signature(filter_fn)
+    except (TypeError, ValueError):  # a function of C's, which does not tell
+        return
+    try:
+        signature.bind(None, "")
+    except TypeError:
+        name = getattr(filter_fn, "__name__", type(filter_fn).__name__)
+        raise ValueError(f"filter_fn is called as filter_fn(module, name), got a function {name}{signature}") from None
 
 
 def _what_stays_float(model: nn.Module, planned: Plan, strict: bool) -> str | None:
@@ -129,6 +144,24 @@ def _remember(planned: Plan) -> None:
         vars(module).pop(coverage.SKIPPED, None)
         if fqn in planned.skipped:
             vars(module)[coverage.SKIPPED] = planned.skipped[fqn]
+
+
+def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
+    """Warn where converted layers call a kernel that this machine or device does not have."""
+    found = dict[tuple[str, str], list[str]]()
+    for step in planned.steps:
+        if step.kind == "prepare":
+            continue
+        n, k = step.layer.matrix(step.module.weight).shape
+        where = step.module.weight.device if device is None else torch.device(device)
+        if (reason := why_not_run(step.target, where, step.dtype, n, k)) is not None:
+            found.setdefault((step.target.tensor, reason), []).append(step.fqn)
+    for (tensor, reason), names in found.items():
+        warnings.warn(
+            f"{len(names)} converted layer(s), such as {names[0] or 'the model itself'}, are torchao's {tensor}, and raise in forward here: "
+            f"{reason}. A prepared model runs everywhere",
+            stacklevel=3,
+        )
 
 
 def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | None, undo: bool | None) -> None:

@@ -137,4 +137,10 @@ EQUIVALENT = [
         "if False:",
         _NOTHING + _TIME,
     ),
+    Equivalent(
+        "integrations/safetensors_file.py",
+        "return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data",
+        "return (values).cpu().contiguous().view(-1).view(torch.uint8).numpy().data",
+        "Integers have no gradient, so what is viewed as bytes is detached by that.",
+    ),
 ]

@@ -101,7 +101,11 @@ NEAR: dict[str, tuple[str, ...]] = {
     "formats/vllm.py": ("formats/test_engines.py", "formats/test_formats.py"),
     "formats/te_float8.py": ("formats/test_te_float8.py", "formats/test_formats.py"),
     "formats/mx_square.py": ("hybrid/test_hybrid_formats.py", "formats/test_formats.py"),
-    "formats/stretched.py": ("formats/test_formats.py", "formats/test_held_scales.py"),
+    "formats/stretched.py": (
+        *_of("formats/test_formats.py", "stretched_values_are_the_nearest_levels",
+             "a_stretched_value_saturates_half_a_step_beyond_the_largest_level", "names_are_unique_and_numerics_differ_by_name"),
+        "formats/test_held_scales.py", "formats/test_formats.py",
+    ),
     "formats/operand.py": ("formats/test_transforms.py", "formats/test_stochastic.py", "layers/test_as_nn_linear.py"),
     "transforms/": ("formats/test_transforms.py", "hybrid/test_hybrid_formats.py"),
     "transforms/rotation.py": ("formats/test_stochastic.py",),

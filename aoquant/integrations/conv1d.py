@@ -44,6 +44,9 @@ class QATConv1D(QATLinear, Conv1D):
         """N, which Conv1D calls nf."""
         return self.nf
 
+    def forward(self, x: Tensor) -> Tensor:  # the name that Conv1D gives its input
+        return super().forward(x)
+
     def matrix(self) -> Tensor:
         """The weight as (N, K), copied: encoders read rows. Autograd keeps the copy from forward to backward."""
         if isinstance(self.weight, DTensor):

@@ -93,7 +93,10 @@ def evaluate(
     window: tokens; by default, and at most, the model's positions. limit: score only the first `limit` documents.
     Raises ValueError for arguments and files that do not fit, before anything runs.
     """
-    window = _check(model, tokenizer, window, limit, batch_size)
+    for name, value in (("window", window), ("limit", limit), ("batch_size", batch_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    window = check_window(model, tokenizer, window)
     pages = find_pages(wikitext, documents)
     with ExitStack() as stack:
         _quiet_eval(stack, model)
@@ -170,18 +173,21 @@ class _LM(huggingface.HFLM):
         return ids
 
 
-def _check(model: nn.Module, tokenizer: Any, window: int | None, limit: int | None, batch_size: int) -> int:
-    """The window, after all that can be said about the arguments without reading a file."""
-    for name, value in (("window", window), ("limit", limit), ("batch_size", batch_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
+    """The window that `evaluate` takes: by default the model's positions.
+
+    Raises:
+        ValueError: the model or its tokenizer cannot be scored, or the window is missing or too long.
+    """
     if getattr(model, "config", None) is None:
         raise ValueError(f"model must be a transformers causal language model, got {type(model).__name__}")
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise ValueError("tokenizer must have a bos or eos token to begin a page with, got neither: set eos_token")
     positions = resolve_max_length(model.config, default=0)
     if not window and not positions:
-        raise ValueError("window must be given, as the model's config has no max_position_embeddings, got None")
+        raise ValueError(
+            "window must be given, as the model's config has no max_position_embeddings, got None: give window=N, or --window N"
+        )
     if window and window > positions > 0:
         raise ValueError(f"window must be at most the model's max_position_embeddings = {positions}, got {window}")
     return window or positions

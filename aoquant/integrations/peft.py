@@ -29,12 +29,13 @@ from torch import Tensor, nn
 
 from aoquant.integrations import peft_gradients
 from aoquant.integrations.peft_layers import PackedLoraLinear, QATLoraLinear
+from aoquant.integrations.peft_parameters import QATParamWrapper
 from aoquant.layers import held
-from aoquant.layers.kinds import kind_of
-from aoquant.layers.qat import QATLayer, QATLinear
+from aoquant.layers.kinds import is_packed, kind_of
+from aoquant.layers.qat import PreparedModule, QATLayer, QATLinear
 from aoquant.quantize import config_of
 
-__all__ = ["PackedLoraLinear", "QATLoraLinear", "dispatch", "install"]
+__all__ = ["PackedLoraLinear", "QATLoraLinear", "QATParamWrapper", "dispatch", "install"]
 
 
 def install(module: ModuleType) -> None:
@@ -102,9 +103,18 @@ def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -
         ValueError: an embedding of ours, or an option that has no exact meaning on a quantised layer.
     """
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    if kwargs.get("parameter_name") is not None or not (isinstance(base, QATLayer) or config_of(base) is not None):
-        return None
     name = kwargs.get("target_name", "")
+    if (parameter := kwargs.get("parameter_name")) is not None:
+        if is_packed(getattr(base, parameter, None)):
+            raise ValueError(
+                f"{name}: target_parameters={parameter!r} adapts a packed weight, whose codes are fixed: prepare the model instead of "
+                "quantising it, or leave the parameter out of target_parameters"
+            )
+        return (
+            QATParamWrapper(target, adapter_name, config=config, **kwargs) if isinstance(base, PreparedModule) else None
+        )
+    if not (isinstance(base, QATLayer) or config_of(base) is not None):
+        return None
     if isinstance(base, nn.Embedding):
         raise ValueError(f"{name}: adapters on a quantised embedding are not supported: leave it out of target_modules")
     if (known := kind_of(base)) is not None and known.transposed:

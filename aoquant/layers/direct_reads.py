@@ -1,4 +1,4 @@
-"""Weights that are read outside their layer: noticed in the first forward after prepare.
+"""Weights that are read outside their layer: noticed in the first forward after prepare, and after convert.
 
 A prepared layer quantises in its own forward. A model that takes the weight and multiplies by it itself, as in
 `F.linear(x, layer.weight)` or Mamba's `dt_proj.weight @ x`, computes float numbers in training and, after convert,
@@ -9,7 +9,11 @@ other numbers or an error. Nothing about the layer shows that, but the first for
   layer's own forward is read off the stack.
 - What the mode cannot see, such as a custom autograd function that is handed the weight, shows in backward: a layer
   whose forward did not run has a weight that gets a gradient. Only layers that did not run in the first forward are
-  watched for that, until they run.
+  watched for that, until they run. Where another method than forward is called first, `gradient_watch.py` looks.
+- A packed weight is multiplied by F.linear and looked up by F.embedding, wherever they stand. Any other function of it
+  raises, without a layer's name if the tensor is torchao's. So the mode adds the name to that error.
+
+`reads` looks for the same reads in a float model, before anything is done to it.
 
 Reading a weight is no direct read: only products are, so norms, penalties, casts, copies between devices and all that
 optimizers, FSDP, accelerate and peft do between products pass.
@@ -27,8 +31,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -38,7 +42,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from aoquant.layers.qat import QATLayer
+from aoquant.layers import gradient_watch
+from aoquant.layers.kinds import is_packed
+from aoquant.layers.qat import QATLayer, QATLinear
 
 # fmt: off
 PRODUCTS = {
@@ -48,10 +54,7 @@ PRODUCTS = {
     "_transformer_encoder_layer_fwd",
 }
 # fmt: on
-ADVICE = (
-    "that bypasses fake quantisation, and the converted model will compute something else: call the layer instead of reading its weight, or "
-    "leave it out of prepare (filter_fn, or None for its name in FqnToConfig)"
-)
+PACKED_ADVICE = "call the layer instead of reading its weight, or leave it out of quantize_ (filter_fn, or None for its name in FqnToConfig)"
 SHOWN = 10  # names in a warning
 
 
@@ -70,12 +73,31 @@ def watch(model: nn.Module) -> None:
     """Watch the next forward of `model`, or of one of its children, whichever is called first."""
     forget(model)
     for module in (model, *model.children()):
-        if not isinstance(module, QATLayer) and any(isinstance(m, QATLayer) for m in module.modules()):
+        if not _is_watched(module) and any(_is_watched(m) for m in module.modules()):
             module.register_forward_pre_hook(_begin)
+    for layer in model.modules():
+        if (
+            isinstance(layer, QATLinear) and type(layer).matrix is QATLayer.matrix
+        ):  # it multiplies by the parameter itself
+            gradient_watch.watch(layer)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return isinstance(module, QATLayer) or is_packed(module._parameters.get("weight"))
+
+
+def reads(model: nn.Module, layers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, str]:
+    """The layers, of those that are given by name, whose float weights go into products outside of them while `run` runs
+    `model`: name to the product's name.
+    """
+    with _Watch(model, layers) as mode:
+        run()
+    return mode.found
 
 
 def forget(model: nn.Module) -> None:
     """Take the hooks of `watch` away."""
+    gradient_watch.forget(model)
     for module in (model, *model.children()):
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _begin]:
             del module._forward_pre_hooks[key]
@@ -85,9 +107,12 @@ def _begin(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: start to watch this forward."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return
+    layers = {fqn: m for fqn, m in module.named_modules() if _is_watched(m) and getattr(m, "fake_quant", True)}
     if not (module.training or torch.is_grad_enabled()) and any(
         isinstance(m, nn.MultiheadAttention) for m in module.modules()
     ):
+        if not any(isinstance(m, QATLayer) for m in layers.values()):
+            forget(module)
         return
     while _running.watches and _running.watches[-1].root() in (None, module):  # of a forward that was interrupted
         _running.watches.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -96,7 +121,6 @@ def _begin(module: nn.Module, args: Any) -> None:
         getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in module.modules()
     ):
         return
-    layers = {fqn: m for fqn, m in module.named_modules() if isinstance(m, QATLayer) and m.fake_quant}
     if layers:
         mode = _Watch(module, layers)
         module.register_forward_hook(_end, always_call=True)
@@ -121,21 +145,22 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
         module.register_forward_pre_hook(_begin)
         return
     if mode.found:
-        reads = [f"{fqn} (by {how})" for fqn, how in mode.found.items()]
-        more = f" and {len(reads) - SHOWN} more" if len(reads) > SHOWN else ""
+        names = [f"{fqn} (by {how})" for fqn, how in mode.found.items()]
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warnings.warn(
-            f"the weight of {', '.join(reads[:SHOWN])}{more} is read directly in forward; {ADVICE}", stacklevel=2
+            f"the weight of {', '.join(names[:SHOWN])}{more} is read directly in forward; {gradient_watch.ADVICE}",
+            stacklevel=2,
         )
     for layer in mode.not_run():
         _watch_gradient(layer)
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the torch functions of one forward. found: name of each layer whose weight went into a product outside,
-    and the product.
+    """Sees the torch functions of one forward. found: name of each layer whose weight, if not packed, went into a
+    product outside, and the product.
     """
 
-    def __init__(self, root: nn.Module, layers: dict[str, QATLayer]) -> None:
+    def __init__(self, root: nn.Module, layers: Mapping[str, Any]) -> None:
         super().__init__()
         self.root: weakref.ref[nn.Module] = weakref.ref(root)
         self.layers = layers
@@ -145,12 +170,15 @@ class _Watch(TorchFunctionMode):
         self._others: set[int] = set()
         self._made_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._codes = {cls.forward.__code__ for cls in _subclasses(QATLayer)}
+        self._codes |= {type(m).forward.__code__ for m in layers.values() if isinstance(type(m).forward, FunctionType)}
+        self._packed = {fqn for fqn, m in layers.items() if is_packed(m.weight)}
         self._find_weights()
 
     def not_run(self) -> list[QATLayer]:
         """Layers whose forward did not run, whose weight no other layer that ran holds, and that are not in `found`."""
         used = {id(layer.weight) for fqn, layer in self.layers.items() if id(layer) in self._ran or fqn in self.found}
-        return [layer for layer in self.layers.values() if id(layer.weight) not in used]
+        prepared = [layer for layer in self.layers.values() if isinstance(layer, QATLayer)]
+        return [layer for layer in prepared if id(layer.weight) not in used]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -159,9 +187,19 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._in_own_forward():
             return func(*args, **kwargs)
-        output = func(*args, **kwargs)
-        if (how := getattr(func, "__name__", "").partition(".")[0]) in PRODUCTS:
-            for fqn in sorted(names):
+        how = getattr(func, "__name__", "").partition(".")[0]
+        try:
+            output = func(*args, **kwargs)
+        except (NotImplementedError, ValueError) as error:
+            if not (packed := sorted(names & self._packed)):
+                raise
+            kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+            raise kind(
+                f"the weight of {', '.join(packed)} is read directly in forward (by {how}), and quantised weights go into F.linear and "
+                f"F.embedding alone: {PACKED_ADVICE}. The error was: {error}"
+            ) from error
+        if how in PRODUCTS:
+            for fqn in sorted(names - self._packed):
                 self.found.setdefault(fqn, how)
         else:
             for t in _tensors((output,)):
@@ -226,7 +264,7 @@ def _watch_gradient(layer: QATLayer) -> None:
         if isinstance(layer, QATLayer) and layer.weight is weight:
             warnings.warn(
                 f"the weight of {layer.prepared.fqn or 'the layer'} got a gradient although the layer's forward has not run: it is read "
-                f"directly; {ADVICE}",
+                f"directly; {gradient_watch.ADVICE}",
                 stacklevel=2,
             )
 

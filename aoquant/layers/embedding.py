@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from aoquant import ops
 from aoquant.formats import Encoded, get_operand
-from aoquant.layers.function import refuse_second_derivative
+from aoquant.layers.function import refuse_second_derivative, refuse_transforms
 from aoquant.layers.linear import check_device
 from aoquant.layers.qat import QATLayer
 from aoquant.parallel.linear import is_sharded
@@ -34,6 +34,7 @@ class QATEmbedding(QATLayer, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if not self.fake_quant:
             return super().forward(input)
+        refuse_transforms()
         recipe = self.prepared.recipe
         if is_sharded(input, self.weight):
             raise ValueError(

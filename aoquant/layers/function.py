@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
 
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
@@ -280,6 +282,19 @@ def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, c
     if operand is None or operand.transform is None:
         return grad_RK if clipped is None else ops.masked(grad_RK, clipped)
     return ops.pull_back(grad_RK, operand, None if held is None else held.transform, clipped)
+
+
+def refuse_transforms() -> None:
+    """Raise under a transform of torch.func, or a forward-mode derivative: they would differentiate or batch the rounding itself.
+
+    Raises:
+        ValueError: one is active.
+    """
+    if not torch.compiler.is_compiling() and (_are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        raise ValueError(
+            "torch.func's transforms (grad, vmap, jvp, ...) and forward-mode derivatives do not go through a quantised layer: use backward() or "
+            "torch.autograd.grad, and a batch in the place of vmap; or apply them to the float model"
+        )
 
 
 def refuse_second_derivative() -> None:

@@ -16,9 +16,9 @@ from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
 from aoquant.formats.delayed import Delayed
 from aoquant.formats.operand import SCALES
-from aoquant.layers import shared_inputs
+from aoquant.layers import gradient_watch, shared_inputs
 from aoquant.layers.fixed import FixedWeight
-from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back
+from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back, refuse_transforms
 from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.parallel import linear as sharding
 from aoquant.parallel.gathered import GatheredWeight
@@ -96,9 +96,11 @@ def quantized_linear(
     delayed scales, whose factors x_held and w_held hold.
 
     Raises:
-        ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight or, as
-            in nn.Linear, of another dtype outside autocast; or the recipe's kernel cannot take its dtype.
+        ValueError: under a transform of torch.func; x is no float32, bfloat16 or float16 tensor of width K, is on
+            another device than the weight or, as in nn.Linear, of another dtype outside autocast; or the recipe's
+            kernel cannot take its dtype.
     """
+    refuse_transforms()
     packed, rows, k = (w, w.codes, w.k) if isinstance(w, Encoded) else (None, w, w.shape[1])
     check_width(x, k)
     check_device(x, rows)
@@ -145,6 +147,8 @@ def _applied(
 
     Otherwise Dynamo would guard on everything that this Python reads, before every compiled step.
     """
+    if gradient_watch.waiting:
+        gradient_watch.ran(w)
     y: Tensor = QuantizedLinear.apply(x, w, bias, x_scale, w_scale, given)  # type: ignore[no-untyped-call]
     return y
 

@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_torch_function_mode_enabled,
+    _len_torch_dispatch_stack,
+)
+from torch.autograd import forward_ad
 
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.function import Given, multiply
@@ -74,6 +80,8 @@ class Plan:
             or _is_torch_function_mode_enabled()
             or (bias is not None and (type(bias) not in _ORDINARY or bias.device != self._device))
             or router.forcing()
+            or _are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
         ):
             return None
         shape, k = x.shape, self._k

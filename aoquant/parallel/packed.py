@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from aoquant.formats import Encoded, Scales
-from aoquant.layers.linear import LinearRecipe, quantized_linear
+from aoquant.layers.linear import LinearRecipe, check_dtype, quantized_linear
 from aoquant.parallel import linear as sharding
 from aoquant.parallel.fsdp import is_flattened, is_managed
 from aoquant.parallel.shards import Shards
@@ -38,6 +38,7 @@ class ShardedLinear(nn.Linear):
         w, bias = self.weight, self.bias
         assert isinstance(w, DTensor)
         recipe = _local(w).recipe
+        check_dtype(input, _local(w).dtype, recipe.contract)
         if not isinstance(input, DTensor):
             whole_bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
             return quantized_linear(input, gather(w), whole_bias, recipe)

@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from aoquant.config import QATConfig
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, kind_of
 from aoquant.layers.qat import QATLayer
-from aoquant.planning import tied
+from aoquant.planning import owners, tied
 from aoquant.planning.experts import ChosenStack
 
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
@@ -52,8 +52,9 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     """Every layer that `config` applies to, each once, with its config.
 
     Raises:
-        ValueError: filter_fn beside FqnToConfig, a pattern that is no regular expression, a key that names a
-            parameter which is no layer's weight, or a module with several names that were given different configs.
+        ValueError: filter_fn beside FqnToConfig, a prepared layer that is parametrized since, a pattern that is no regular expression,
+            a key that names a parameter which is no layer's weight, or a module with several names that were given
+            different configs.
     """
     config = _pushed_into_names(config)
     by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else None
@@ -92,6 +93,8 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
                 )
             if chosen is not None and kind_of(module) is not None:
                 found.layers.append((label, module, chosen))
+            elif chosen is not None and isinstance(module, QATLayer):
+                raise ValueError(f"{label}: {owners.changed_class(module)}")
             elif chosen is not None:
                 found.left_alone.append(f"{label} ({type(module).__name__})")
         elif stacks := stacks_of(module):
@@ -230,8 +233,19 @@ def _means(key: str, name: str, parameter: str = "weight", *, exactly: bool = Fa
     return any(re.fullmatch(key[3:], n) is not None if key.startswith("re:") else key == n for n in names)
 
 
-def nothing_chosen(model: nn.Module, *, converts: bool) -> str:
-    """Why no layer was chosen. converts: the step is "convert"."""
+def keys_of(config: Any) -> tuple[str, ...]:
+    """The names and patterns of an FqnToConfig, or of one in a QATConfig; none of any other config."""
+    config = _pushed_into_names(config)
+    return tuple(config.fqn_to_config) if isinstance(config, FqnToConfig) else ()
+
+
+def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = ()) -> str:
+    """Why no layer was chosen. converts: the step is "convert". keys: names and patterns that choose."""
+    if keys and all("experts" in key for key in keys):
+        return (
+            f"nothing to quantise: the recipe or config is for experts alone ({', '.join(keys)}), and {type(model).__name__} has no experts: "
+            "choose one for linear layers, such as 'int4-g32'"
+        )
     linears = [fqn for fqn, m in model.named_modules() if is_linear(m)]
     plain = [fqn for fqn, m in model.named_modules() if (kind := kind_of(m)) is not None and kind.gemm]
     if linears and not plain:

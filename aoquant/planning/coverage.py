@@ -142,7 +142,12 @@ def coverage(model: nn.Module) -> Coverage:
     A prepared layer counts as reached. Buffers are not counted. Example::
 
         print(aoquant.coverage(model).to_markdown())
+
+    Raises:
+        ValueError: `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     return inventory(model)
 
 
@@ -242,7 +247,10 @@ def _state(
     fqn, name, module = owners[0]
     if _is_adapter(model, fqn):
         return "adapter", "trained beside the quantised weight"
-    if any(is_head(model, m, f) for f, _, m in owners):
+    heads = any(is_head(model, m, f) for f, _, m in owners)
+    if heads and any(isinstance(m, nn.Embedding) for _, _, m in owners):
+        return "default", "an embedding and the output head, tied: left out unless both are named"
+    if heads:
         return "default", "the output head: left out unless it is named"
     if isinstance(module, nn.Embedding):
         return "default", "an embedding: left out unless it is named"

@@ -43,6 +43,17 @@ def why_not(module: nn.Module, kind: str) -> str | None:
     return None
 
 
+def changed_class(module: nn.Module) -> str:
+    """Why a prepared layer whose class something replaced cannot be converted, and what to do."""
+    parts = list(getattr(module, "parametrizations", ()))
+    if not parts:
+        return f"is prepared, and something made a {type(module).__name__} of it since: restore its class, or call aoquant.unprepare(model)"
+    return (
+        f"is prepared, and torch.nn.utils.parametrize recomputes its {' and '.join(parts)} since, so codes would not be used: call "
+        f"torch.nn.utils.parametrize.remove_parametrizations(layer, {parts[0]!r}) first"
+    )
+
+
 def _recomputed(module: nn.Module) -> str:
     """Why a hook that recomputes the layer's weight is refused, and how to remove it."""
     hooks = {cls.__name__ for hook in module._forward_pre_hooks.values() for cls in type(hook).__mro__}

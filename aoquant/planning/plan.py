@@ -35,7 +35,7 @@ from aoquant.parallel.fsdp import GATHER, compute_dtypes
 from aoquant.parallel.linear import all_finite
 from aoquant.planning import experts, owners
 from aoquant.planning import tied as sharing
-from aoquant.planning.choose import Choice, Filter, choose, nothing_chosen
+from aoquant.planning.choose import Choice, Filter, choose, keys_of, nothing_chosen
 from aoquant.planning.experts import ChosenStack, ExpertStep
 from aoquant.targets import Target, fake_target, resolve, supported
 
@@ -110,7 +110,8 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
         )
     if not steps and not stacks:
         own = ours(config)
-        raise ValueError(nothing_chosen(model, converts=isinstance(own, QATConfig) and own.step == "convert"))
+        converts = isinstance(own, QATConfig) and own.step == "convert"
+        raise ValueError(nothing_chosen(model, converts=converts, keys=keys_of(config)))
     return Plan(steps, skipped, choice, stacks)
 
 

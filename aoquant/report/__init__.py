@@ -154,6 +154,9 @@ def report(
     """
     if not isinstance(batch, Tensor | tuple | list | Mapping):
         raise ValueError(f"batch must be a tensor, a tuple or list, or a dict, got {type(batch).__name__}")
+    for side, model in zip("ab", (model_a, model_b), strict=True):
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model_{side} must be an nn.Module, got {type(model).__name__}")
     a, b = (getattr(model, "_orig_mod", model) for model in (model_a, model_b))  # what torch.compile wrapped
     for side, model in zip("ab", (a, b), strict=True):
         if (borrowed := owners.borrowed(model)) is not None:

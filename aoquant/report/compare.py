@@ -110,6 +110,12 @@ def pairs_of(a: nn.Module, b: nn.Module) -> list[Pair]:
     Raises:
         ValueError: there is none, or the models do not match.
     """
+    for side, model, other in (("a", a, b), ("b", b, a)):
+        if _unmerged(model) and not any(_is_adapted(m) for m in other.modules()):
+            raise ValueError(
+                f"model_{side} has adapters that are not merged ({_unmerged(model)}), and the other model has none: call merge_and_unload() "
+                "first, and compare what it returns"
+            )
     in_a, in_b = (dict(m.named_modules(remove_duplicate=False)) for m in (a, b))
     names = [n for n, m in (*a.named_modules(), *b.named_modules()) if is_quantised(m)]
     pairs: dict[tuple[int, int], Pair] = {}
@@ -131,6 +137,16 @@ def pairs_of(a: nn.Module, b: nn.Module) -> list[Pair]:
     if not pairs:
         raise ValueError("no layer of either model is prepared or quantised: call quantize_ on one of them")
     return list(pairs.values())
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a tuner layer of peft's."""
+    return hasattr(module, "base_layer") and hasattr(module, "merged")
+
+
+def _unmerged(model: nn.Module) -> str:
+    """The name of the first adapter that is not merged, or an empty string."""
+    return next((fqn for fqn, m in model.named_modules() if _is_adapted(m) and not m.merged), "")
 
 
 def compare(

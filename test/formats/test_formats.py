@@ -365,6 +365,17 @@ def test_a_stretched_value_saturates_half_a_step_beyond_the_largest_level() -> N
         assert fmt.saturated(x, e).nonzero().tolist() == ([[0, 5]] if clipped else [])
 
 
+@pytest.mark.parametrize("name", ["stretched1-g32", "stretched2-g32", "stretched4-row"])
+def test_stretched_values_are_the_nearest_levels(name: str) -> None:
+    fmt, x = get_format(name), torch.randn(8, 64)
+    e = fmt.encode(x)
+    assert e.scale is not None
+    scale = e.scale.repeat_interleave(64 // e.scale.shape[1], 1)
+    top = (2.0 ** (fmt.bits - 1) - 0.5) * scale
+    want = ((x.clamp(-top, top) / scale - 0.5).round() + 0.5) * scale
+    assert torch.equal(fmt.decode(e, torch.float32), want)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Own(Float8):
     """A format of another package: float8 per row under another name."""

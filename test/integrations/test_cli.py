@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from aoquant import cli, load_pretrained, save_pretrained
 from aoquant.advice import ADVICE, for_the_command_line
 from aoquant.formats import COMPOSED
 from aoquant.integrations import job
+from aoquant.integrations.job import models
+from aoquant.integrations.job.result import folded
 from aoquant.integrations.lm_eval import Perplexity
+from aoquant.layers import direct_reads, gradient_watch
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--window", "256", "--device", "cpu"]
 
@@ -264,3 +268,84 @@ def test_advice_is_of_the_command_line() -> None:
     every = "".join(p.read_text() for p in Path(aoquant.__file__).parent.rglob("*.py") if p.name != "advice.py")
     joined = re.sub(r'"\s*\n\s*f?"', "", every)
     assert [phrase for phrase in ADVICE if phrase not in joined] == []  # each stands in a message
+
+
+def test_eval_scores_what_the_run_scored(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["eval", str(out / "checkpoint"), "--device", "cpu"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == (
+        "scored as the run that wrote it did: the embedded held-out documents, window 256, the first 1 documents"
+    )
+    recorded = json.loads((out / job.RESULTS).read_text())["stages"][4]["perplexity"]
+    assert printed[-1] == str(Perplexity(**recorded))
+    cases = [
+        ({"window": 128}, "window 128, the first 1 documents; the run that wrote it scored the embedded"),
+        ({"limit": 2}, "window 256, the first 2 documents; the run"),
+        ({"wikitext": "hub"}, "scored on WikiText-2 from the hub, window 256"),
+    ]
+    for options, said in cases:
+        given = dict.fromkeys(("wikitext", "documents", "window", "limit")) | options
+        about = job.evaluation(out / "checkpoint", **given).about
+        assert said in about
+        assert about.endswith("the perplexities do not compare")
+    assert job.evaluation(tmp_path, None, None, None, 3).arguments["limit"] == 3
+
+
+def test_eval_says_that_the_runs_text_is_gone(tmp_path: Path) -> None:
+    numbers = {"options": {"wikitext": "/gone", "limit": None}, "stages": [{"perplexity": {"window": 64}}]}
+    (tmp_path / job.RESULTS).write_text(json.dumps(numbers))
+    chosen = job.evaluation(tmp_path, None, None, None, None)
+    assert chosen.wikitext is None
+    assert (
+        "because there is no /gone here; the run that wrote it scored /gone, window 64, all documents" in chosen.about
+    )
+
+
+def test_warnings_are_their_text_with_options_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def command(arguments: list[str]) -> Any:
+        def run() -> None:
+            text = "x. aoquant.coverage(model) lists every parameter; strict=True raises instead"
+            sys.stderr.write(warnings.formatwarning(UserWarning(text), UserWarning, "/lib/place.py", 7))
+
+        return run
+
+    monkeypatch.setitem(cli.COMMANDS, "doctor", command)
+    before = warnings.formatwarning
+    cli.main(["doctor"])
+    assert warnings.formatwarning is before
+    assert capfd.readouterr().err == "aoquant: warning: x. the report lists them; --strict stops instead\n"
+    advised = for_the_command_line(f"{gradient_watch.ADVICE}; {direct_reads.PACKED_ADVICE}")
+    assert advised.count("--skip NAME") == 2 and "filter_fn" not in advised
+
+
+def test_a_model_that_is_no_folder_is_said_before_the_hub_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+
+    def asked(where: str) -> Any:
+        said.append(capfd.readouterr().err)
+        raise OSError("no connection")
+
+    monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", asked)
+    for name in ("nosuchdir", "owner/nosuchmodel"):
+        with pytest.raises(ValueError, match="transformers cannot load"):
+            job.load_float(name, "float32", "cpu")
+        assert said.pop() == f"there is no folder '{name}' here: looking for a model of that name on the hub\n"
+    with pytest.raises(ValueError, match="must be a folder that exists, or a hub id"):
+        job.load_float("no such/folder/here", "float32", "cpu")
+    assert said == []
+
+
+def test_lines_of_layers_that_differ_in_their_number_are_one() -> None:
+    lines = [f"model.layers.{i}.mlp.up_proj (64, 64): K = 64" for i in range(3)] + ["lm_head (9, 64): K = 64"]
+    assert folded(lines) == ["model.layers.*.mlp.up_proj (64, 64): K = 64 (3 layers)", "lm_head (9, 64): K = 64"]
+
+
+def test_the_window_is_checked_before_the_first_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="window must be at most"):
+        job.run(job.Options(recipe="int4-g32", out=tmp_path / "out", device="cpu", window=10**6))
+    assert "begins" not in capsys.readouterr().err
+    assert not (tmp_path / "out" / "stages").exists()

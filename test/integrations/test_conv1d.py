@@ -195,3 +195,13 @@ def test_the_matrix_of_a_module() -> None:
     conv, norm = Conv1D(8, 4), nn.LayerNorm(4)
     assert matrix_of(conv).shape == (8, 4) and matrix_of(nn.Linear(4, 8)).shape == (8, 4)
     assert matrix_of(norm) is norm.weight and matrix_of(nn.ReLU()) is None
+
+
+def test_the_input_has_conv1ds_name() -> None:
+    model, x = torch.nn.Sequential(Conv1D(64, 64)), torch.randn(2, 64)
+    y = model[0](x=x)
+    quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+    prepared = model[0](x=x)
+    assert torch.equal(prepared, model(x)) and not torch.equal(prepared, y)
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model[0](x=x), prepared)

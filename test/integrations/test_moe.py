@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from test_uncovered_models import IDS, MODELS
 from transformers import AutoModelForCausalLM
 
@@ -114,3 +115,39 @@ def test_what_does_not_know_experts_refuses_them(tmp_path: Path) -> None:
         refresh_(converted, prepared)
     with pytest.raises(ValueError, match="no layout in export"):
         aoquant.export(converted, tmp_path / "exported", "compressed-tensors")
+
+
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted(model: Any, parameters: list[str]) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=[], target_parameters=parameters, init_lora_weights=False)
+    return get_peft_model(model, config).eval()
+
+
+@pytest.mark.parametrize(("family", "autocast"), [("mixtral", False), ("mixtral", True), ("gpt-oss", False)])
+def test_adapters_of_experts_merge_and_convert_bit_equal(family: str, autocast: bool) -> None:
+    model = model_of(family).float() if autocast else model_of(family)
+    quantize_(model, QATConfig("int4-g32-experts", step="prepare"))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plain = model(input_ids=IDS).logits
+        adapters = adapted(model, PARAMETERS)
+        wanted = adapters(input_ids=IDS).logits
+        adapters.merge_adapter()
+        assert torch.equal(adapters(input_ids=IDS).logits, wanted)
+        adapters.unmerge_adapter()
+        assert torch.equal(adapters(input_ids=IDS).logits, wanted)
+        with adapters.disable_adapter():
+            assert torch.equal(adapters(input_ids=IDS).logits, plain)
+        assert not torch.equal(wanted, plain)
+        merged = adapters.merge_and_unload(safe_merge=True)
+        quantize_(merged, QATConfig(step="convert"))
+        assert torch.equal(merged(input_ids=IDS).logits, wanted)
+
+
+def test_adapters_of_packed_experts_are_refused_by_name() -> None:
+    model = model_of("mixtral")
+    quantize_(model, "int4-g32-experts")
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts.down_proj: target_parameters='down_proj' adapts"):
+        adapted(model, PARAMETERS[1:])

@@ -397,3 +397,11 @@ def test_an_int4_tensor_of_a_missing_kernel_is_merged() -> None:
     merged = adapted.merge_and_unload()
     assert type(merged["up"].weight).__name__ == "Int4Tensor"
     assert not isinstance(merged["up"].weight, PackedTensor)
+
+
+def test_an_unmerged_model_against_its_merged_form_says_merge_first() -> None:
+    adapters = get_peft_model(prepared(Int4WeightConfig(32)), lora()).eval()
+    merged = copy.deepcopy(adapters).merge_and_unload()
+    quantize_(merged, QATConfig(step="convert"))
+    with pytest.raises(ValueError, match=r"model_a has adapters that are not merged .*merge_and_unload\(\)"):
+        verify(adapters, merged, {"input_ids": IDS})

@@ -25,6 +25,8 @@ from transformers import (
 
 import aoquant
 from aoquant import Int8WeightConfig, QATConfig, quantize_, verify
+from aoquant.integrations.job.models import _patterns, chosen_layers
+from aoquant.integrations.job.options import Options
 
 IDS = torch.arange(32).view(2, 16)
 SIZES = {
@@ -89,7 +91,8 @@ def test_mambas_dt_proj_is_noticed_and_can_be_left_out() -> None:
         model(input_ids=IDS)
     quantize_(model, QATConfig(step="convert"))
     with pytest.raises(
-        NotImplementedError, match=r"quantised weight \(128, 32\) \(int8-row\).*reads a layer's weight directly"
+        NotImplementedError,
+        match=r"the weight of backbone.layers.0.mixer.dt_proj is read directly.*\(128, 32\) \(int8-row\)",
     ):
         model(input_ids=IDS)
 
@@ -103,3 +106,24 @@ def test_mambas_dt_proj_is_noticed_and_can_be_left_out() -> None:
     quantize_(converted, QATConfig(step="convert"))
     verify(model, converted, {"input_ids": IDS})
     assert {w.state for w in aoquant.coverage(converted).weights if "dt_proj" in w.names[0]} == {"left out"}
+
+
+@pytest.mark.parametrize("recipe", ["int4-g32", "torchao-int8"])
+def test_run_finds_mambas_dt_proj_before_the_first_stage(recipe: str) -> None:
+    config = MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64, state_size=16, time_step_rank=32)
+    model = MambaForCausalLM(config).eval()
+    with pytest.raises(
+        ValueError, match=r"layers.0.mixer.dt_proj \(by matmul\), .*--skip 're:.\*dt_proj', or"
+    ) as error:
+        chosen_layers(model, Options(recipe=recipe))
+    assert "\n" not in str(error.value)
+    assert chosen_layers(model, Options(recipe=recipe, skip=["re:.*dt_proj"]))[1] == {}
+    by_name, skipped = chosen_layers(model, Options(recipe=recipe, skip_incompatible=True))
+    assert list(skipped) == [f"backbone.layers.{i}.mixer.dt_proj" for i in range(2)]
+    assert [by_name.fqn_to_config[name] for name in skipped] == [None, None]
+
+
+def test_patterns_for_skip_mean_no_other_layer() -> None:
+    assert _patterns(["a.x.proj", "b.x.proj"], ["a.x.proj", "b.x.proj", "a.q"]) == ["'re:.*proj'"]
+    assert _patterns(["a.x.proj"], ["a.x.proj", "a.y.proj"]) == ["'re:.*x.proj'"]
+    assert _patterns(["a.x"], ["a.x", "c.a.x"]) == ["a.x"]

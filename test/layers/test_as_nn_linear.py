@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,34 @@ def prepared(config: object = None) -> nn.Sequential:
 
 def data() -> Tensor:
     return torch.randn(4, K, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda i: model(i).sum())(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+}
+
+
+def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        return model(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("how", [*TRANSFORMS.values(), forward_mode], ids=[*TRANSFORMS, "forward-mode"])
+@pytest.mark.parametrize("convert", [False, True], ids=["prepared", "converted"])
+@pytest.mark.parametrize("gradients", [False, True], ids=["no-grad", "grad"])
+def test_transforms_of_functions_are_refused(how: Any, convert: bool, gradients: bool) -> None:
+    model, x = prepared(), data()
+    if convert:
+        quantize_(model, QATConfig(step="convert"))
+    y = model(x)
+    with (
+        torch.set_grad_enabled(gradients),
+        pytest.raises(ValueError, match=r"torch.func's transforms .*do not go through"),
+    ):
+        how(model, x)
+    assert torch.equal(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), y)
 
 
 def test_the_input_goes_by_name() -> None:

@@ -263,3 +263,37 @@ def test_biases_of_experts_and_scales_of_prepared_layers_are_small() -> None:
     quiet(model, QATConfig(IntxWeightConfig(4, 32), step="prepare", scales="learned"))
     assert states(model) == {"0.weight": "prepared", "2 biases, norms and scales": "small"}
     assert model[0].weight_scale.shape == (64, 2)
+
+
+def test_a_tied_head_is_named_with_its_embedding() -> None:
+    class LM(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.up, self.lm_head = nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32, bias=False)
+            self.lm_head.weight = self.embed.weight
+
+    (weight,) = (w for w in aoquant.coverage(LM()).weights if "embed.weight" in w.names)
+    assert weight.names == ("embed.weight", "lm_head.weight")
+    assert weight.about == "an embedding and the output head, tied: left out unless both are named"
+
+
+def only(module):  # type: ignore[no-untyped-def]
+    return True
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match=r"^model must be an nn.Module, got str"):
+        aoquant.coverage("x")  # type: ignore[arg-type]
+    for a, b, side in ((model, None, "b"), ("x", model, "a")):
+        with pytest.raises(ValueError, match=rf"^model_{side} must be an nn.Module"):
+            verify(a, b, torch.zeros(1, 64))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"called as filter_fn\(module, name\), got a function only\(module\)"):
+        quantize_(model, Int4WeightConfig(32), only)  # type: ignore[arg-type]
+    quantize_(model, Int4WeightConfig(32), lambda *names: True)
+
+
+def test_recipes_of_experts_say_so_on_a_model_without_experts() -> None:
+    for config in ("int4-g32-experts", QATConfig("mxfp4-experts", step="prepare")):
+        with pytest.raises(ValueError, match=r"for experts alone .*Sequential has no experts"):
+            quantize_(nn.Sequential(nn.Linear(64, 64)), config)

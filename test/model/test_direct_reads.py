@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig as torchao_int8
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, calibrate, quantize_, report, unprepare, verify
 from aoquant.config import Int8WeightConfig
-from aoquant.layers import direct_reads
+from aoquant.layers import direct_reads, gradient_watch
 from aoquant.layers.qat import QATLayer
 
 READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -278,3 +279,73 @@ def test_a_new_forward_ends_the_watch_of_an_interrupted_one_and_no_other() -> No
     finally:
         while running:
             running.pop().__exit__(None, None, None)
+
+
+class Methods(Model):
+    """Its other method reads the weight of `b`; its forward calls the layer."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return F.linear(self.a(x), self.b.weight).sum()
+
+
+def test_a_direct_read_in_another_method_shows_in_the_first_backward() -> None:
+    model, x = prepared(Methods(None)), torch.randn(2, 64)
+    found = said(lambda: model.loss(x).backward())
+    assert len(found) == 1
+    assert "the weight of b got a gradient although" in found[0]
+    assert said(lambda: model.loss(x).backward()) == []
+    assert said(lambda: model(x).sum().backward()) == []
+    assert len(gradient_watch.waiting) == 0
+
+
+def test_layers_that_run_are_forgotten_without_a_forward_of_the_model() -> None:
+    model, x = prepared(Methods(None)), torch.randn(2, 64)
+    assert said(lambda: model.b(model.a(x)).sum().backward()) == []
+    assert len(gradient_watch.waiting) == 0
+    off = prepared(Methods(None))
+    off.b.fake_quant = False
+    assert said(lambda: off.b(off.a(x)).sum().backward()) == []
+
+
+def test_compiled_methods_are_not_watched() -> None:
+    model, x = prepared(Methods(None)), torch.randn(2, 64)
+    step = torch.compile(lambda x: model.b(model.a(x)).sum(), backend="aot_eager")
+    assert said(lambda: step(x).backward()) == []
+    assert len(gradient_watch.waiting) == 0
+
+
+@pytest.mark.parametrize("config", [Int4WeightConfig(32), torchao_int8()], ids=["ours", "torchao"])
+def test_a_packed_weight_that_is_read_is_named(config: Any) -> None:
+    model, x = Model(READS["operator"]), torch.randn(2, 64)
+    quantize_(model, config)
+    for _ in range(2):
+        with pytest.raises(
+            NotImplementedError, match=r"the weight of b is read directly in forward \(by t\).*leave it out"
+        ):
+            model(x)
+        assert torch._C._len_torch_function_stack() == 0
+
+
+def test_packed_weights_in_f_linear_are_right_and_the_watch_ends() -> None:
+    model, x = Model(READS["F.linear"]), torch.randn(2, 64)
+    quantize_(model, Int4WeightConfig(32))
+    called = copy.deepcopy(model)
+    called.read = None
+    called.b.bias = None
+    assert said(lambda: model(x)) == []
+    assert torch.equal(model(x), called(x))
+    assert hooks(model) == 0
+
+
+def test_an_error_of_a_packed_layers_own_forward_is_left_as_it_is() -> None:
+    model = Model(None)
+    quantize_(model, Int4WeightConfig(32))
+    with pytest.raises(ValueError, match=r"^the layer's input needs K = 64"):
+        model(torch.randn(2, 32))
+
+
+def test_reads_of_a_float_model_are_found_before_anything_is_prepared() -> None:
+    model, x = Model(READS["operator"]), torch.randn(2, 64)
+    assert direct_reads.reads(model, {"a": model.a, "b": model.b}, lambda: model(x)) == {"b": "matmul"}
+    assert direct_reads.reads(model, {"a": model.a}, lambda: model(x)) == {}
+    assert torch._C._len_torch_function_stack() == 0

@@ -46,6 +46,21 @@ def test_a_pruned_weight_is_refused_until_pruning_is_permanent() -> None:
     assert torch.equal(model(x), y)
 
 
+def test_a_parametrized_layer_is_not_left_in_fake_quantisation() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(2, 64)
+    quantize_(model, PREPARE)
+    nn.utils.parametrizations.weight_norm(model[0])
+    y = model(x)
+    with pytest.raises(
+        ValueError, match=r"^0: is prepared, .*its weight since.*remove_parametrizations\(layer, 'weight'\)"
+    ):
+        quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(x), y)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(x), y)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

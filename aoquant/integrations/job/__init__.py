@@ -27,6 +27,7 @@ from aoquant.config import WeightConfig
 from aoquant.export import export
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.hf import save_pretrained
+from aoquant.integrations.job.evaluation import evaluation
 from aoquant.integrations.job.fingerprint import RESULTS, check_fingerprint, environment, logits_fingerprint
 from aoquant.integrations.job.folder import Folder
 from aoquant.integrations.job.models import (
@@ -39,8 +40,8 @@ from aoquant.integrations.job.models import (
     probe,
 )
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
-from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
-from aoquant.integrations.lm_eval import Perplexity, evaluate
+from aoquant.integrations.job.result import Result, Stage, folded, recovered, recovered_share, write
+from aoquant.integrations.lm_eval import Perplexity, check_window, evaluate
 from aoquant.integrations.text import assets, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.coverage import coverage, listed
@@ -64,8 +65,9 @@ def run(o: Options) -> Result:
     if (done := folder.finished()) is not None:
         return done
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
+    check_window(float_model, tokenizer, o.window)
     config, skipped = chosen_layers(float_model, o)
-    for reason in skipped.values():
+    for reason in folded(skipped.values()):
         print(f"left out: {reason}", file=sys.stderr)
     folder.begin()
     documents = [d for path in o.train_text or [assets() / "train.jsonl"] for d in load_documents(path)]
@@ -180,6 +182,7 @@ __all__ = [
     "Stage",
     "assets",
     "check_fingerprint",
+    "evaluation",
     "load_checkpoint",
     "load_float",
     "prepare",

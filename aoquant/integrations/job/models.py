@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,18 @@ from aoquant.integrations.hf import load_pretrained
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.plans import checked_plan
 from aoquant.integrations.text import assets
+from aoquant.layers import direct_reads
+from aoquant.layers.direct_reads import SHOWN
 from aoquant.planning import coverage
+from aoquant.planning.plan import Plan
 from aoquant.planning.sizes import stored_bytes
 from aoquant.recipes import Recipe, mixed
 from aoquant.tools.doctor import MISSING_KERNEL
 
 CALIBRATION_BATCHES = 8  # training batches that static activation scales are found on
+
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
@@ -34,6 +42,14 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
         ValueError: transformers finds no model there, or cannot read it.
     """
     where = model or str(assets())
+    if not Path(where).is_dir():
+        if not _HUB_ID.fullmatch(where):
+            raise ValueError(f"model must be a folder that exists, or a hub id, got {where!r}")
+        print(
+            f"there is no folder {where!r} here: looking for a model of that name on the hub",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype, dtype))
@@ -84,16 +100,52 @@ def chosen_layers(model: nn.Module, o: Options) -> tuple[Any, Mapping[str, str]]
         layers += [f"{fqn}={o.recipe}" for fqn in wanted if fqn not in named]
     config = mixed(o.recipe, layers, o.skip, make=lambda recipe: _training(recipe, o))
     found = checked_plan(model, config, skip_incompatible=o.skip_incompatible)
+    skipped = {**found.skipped, **_read_directly(model, found, o)}
     if o.strict and (left := coverage.after(model, found).unexpected):
         raise ValueError(
             f"--strict: {len(left)} matrix parameter(s) would stay in high precision: {coverage.listed(left)}. Name the "
             "modules with --skip, or leave out --strict"
         )
-    if found.skipped:
-        names = [name for label in found.skipped for name in label.split(", ")]
+    if skipped:
+        names = [name for label in skipped for name in label.split(", ")]
         layers = [entry for entry in layers if (entry.rpartition("=")[0] or entry) not in names]
         config = mixed(o.recipe, layers, [*o.skip, *names], make=lambda recipe: _training(recipe, o))
-    return config, found.skipped
+    return config, skipped
+
+
+def _read_directly(model: nn.Module, found: Plan, o: Options) -> dict[str, str]:
+    """The layers to leave out because the model reads their weights directly, with the reasons, from one forward of two
+    short sequences.
+
+    Raises:
+        ValueError: there are such layers, and --skip-incompatible is not given.
+    """
+    steps = {step.fqn: step.module for step in found.steps}
+    ids = torch.zeros(2, 8, dtype=torch.long, device=next(model.parameters()).device)
+    with torch.no_grad():
+        reads = direct_reads.reads(model, steps, lambda: model(input_ids=ids))
+    if reads and not o.skip_incompatible:
+        names = ", ".join(f"{fqn} (by {how})" for fqn, how in list(reads.items())[:SHOWN])
+        more = f" and {len(reads) - SHOWN} more" if len(reads) > SHOWN else ""
+        raise ValueError(
+            f"the model reads the weight of {names}{more} directly and does not call the layer, so training would bypass quantisation there: "
+            f"leave out what reads so with --skip {' '.join(_patterns(list(reads), list(steps)))}, or with --skip-incompatible"
+        )
+    return {
+        fqn: f"{fqn}: the model reads its weight directly (by {how}) and does not call it" for fqn, how in reads.items()
+    }
+
+
+def _patterns(names: list[str], every: list[str]) -> list[str]:
+    """Patterns for --skip that mean `names` and none of the others: the ends of the names, as short as they can be."""
+    others = [name for name in every if name not in names]
+    found = []
+    for name in names:
+        parts = name.split(".")
+        ends = [".".join(parts[i:]) for i in range(len(parts) - 1, 0, -1)]
+        pattern = next((f"'re:.*{end}'" for end in ends if not any(other.endswith(end) for other in others)), name)
+        found.append(pattern)
+    return list(dict.fromkeys(found))
 
 
 def prepare(model: nn.Module, config: Any, blocks_BT: Tensor, batch_size: int) -> None:

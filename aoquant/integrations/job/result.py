@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class Result:
         ]
         heads = ("model", "word perplexity", "byte perplexity", "bits/byte", "size MB", "note")
         first = self.stages[0].perplexity
-        left = [f"left out: {reason}" for reason in self.skipped.values()]
+        left = [f"left out: {reason}" for reason in folded(self.skipped.values())]
         return "\n".join(
             (
                 tabulate(rows, heads, tablefmt="github", floatfmt=("", ".3f", ".4f", ".4f", ".2f", "")),
@@ -138,6 +139,14 @@ def write(result: Result, layers: Report, error: Report, record: Mapping[str, An
     }
     for folder in (out / "checkpoint", out):  # in `out` last: its presence says that the run is complete
         (folder / RESULTS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+
+
+def folded(lines: Iterable[str]) -> list[str]:
+    """Lines that differ in the numbers of layers only, as one: "model.layers.*.mlp.up_proj (64, 64): ... (12 layers)"."""
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", line), []).append(line)
+    return [group[0] if len(group) == 1 else f"{line} ({len(group)} layers)" for line, group in groups.items()]
 
 
 def recovered(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> str:
