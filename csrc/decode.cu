@@ -1,9 +1,9 @@
 // The operator over decode.cuh, decode_rows.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w + bias, rounded
-// once, W packed in 4 bits.
+// once, W packed in 4 bits, or in fp8. linear.cu has the one that encodes x as well.
 //
 // decode_plan.cuh says which kernel runs.
 #include "common.cuh"
-#include "decode_call.cuh"
+#include "decode_op.cuh"
 
 namespace aoquant {
 
@@ -34,60 +34,76 @@ int log2_of(int64_t v) {
   return log2;
 }
 
-// format: `Format` of decode_call.cuh. codes (n, k / 2) uint8; scale, zero: what the format stores, FP4 scales as
-//     bytes; tile: rows of W
-// that share a row of scales; shift, odd_shift: GridFlip's c of even and odd blocks. y (m, n) in x's dtype.
-Tensor decode_mm(const Tensor& x, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero,
-                 const std::optional<Tensor>& alpha_x, const std::optional<Tensor>& alpha_w, const std::optional<Tensor>& bias, int64_t format,
-                 int64_t group, int64_t tile, double shift, double odd_shift) {
-  const int64_t m = x.size(0), k = x.size(1), n = codes.size(0);
-  const auto type = x.scalar_type();
-  check(x, "x", 16);
-  check(codes, "codes", 16);
-  check(scale, "scale", 2);
+}  // namespace
+
+void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x, const DecodeWeight& w,
+                 const DecodePlan& plan) {
+  const int64_t n = w.codes.size(0), format = plan.format, group = plan.group, tile = plan.tile;
+  const auto type = like.scalar_type();
+  check(w.codes, "codes", 16);
+  check(w.scale, "scale", 2);
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
-  STD_TORCH_CHECK(k % 32 == 0 && codes.size(1) == k / 2 && k % group == 0 && m > 0, "codes must be (n, k / 2), and k a multiple of 32 and of the group");
-  STD_TORCH_CHECK(scale.numel() == (n + tile - 1) / tile * (k / group), "scale must be (n / tile, k / group)");
+  STD_TORCH_CHECK(k % 32 == 0 && w.codes.size(1) == (format == FP8 ? k : k / 2) && k % group == 0 && m > 0,
+                  "codes must be (n, k / 2), or (n, k) of fp8, and k a multiple of 32 and of the group");
+  STD_TORCH_CHECK(format == FP8 || w.scale.numel() == (n + tile - 1) / tile * (k / group), "scale must be (n / tile, k / group)");
+  STD_TORCH_CHECK(format != FP8 || decode_is_few(m), "few rows of x are multiplied by fp8, got ", m);
   if (format == INT4) {
     STD_TORCH_CHECK(group >= 32, "groups have at least 32 values");
-    STD_TORCH_CHECK(zero && zero->numel() == scale.numel() && scale.scalar_type() == type && zero->scalar_type() == type && tile == 1,
+    STD_TORCH_CHECK(w.zero && w.zero->numel() == w.scale.numel() && w.scale.scalar_type() == type && w.zero->scalar_type() == type && tile == 1,
                     "scale and zero must be (n, k / group) in x's type");
-    check(*zero, "zero", 2);
+    check(*w.zero, "zero", 2);
   }
-  check_alpha(alpha_x, "alpha_x", m);
-  check_alpha(alpha_w, "alpha_w", n);
-  if (bias) {
-    check(*bias, "bias", 2);
-    STD_TORCH_CHECK(bias->numel() == n && (bias->scalar_type() == type || bias->scalar_type() == ScalarType::Float), "bias must be (n,) in x's type or float32");
+  check_alpha(w.alpha, "alpha_w", n);
+  if (w.bias) {
+    check(*w.bias, "bias", 2);
+    STD_TORCH_CHECK(w.bias->numel() == n && (w.bias->scalar_type() == type || w.bias->scalar_type() == ScalarType::Float),
+                    "bias must be (n,) in x's type or float32");
   }
-  DeviceGuard guard(x.get_device_index());
-  Tensor y = torch::stable::new_empty(x, {m, n});
-  // x as decode_tiles.cuh wants it, for whichever kernel it is
-  const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256;
-  Tensor image = torch::stable::new_empty(x, {decode_is_few(m) ? 1 : tokens * ((k + 127) / 128) * 256}, ScalarType::Byte);
   DecodeCall call = {};
   DecodeArgs& a = call.args;
-  a.codes = static_cast<const uint8_t*>(codes.data_ptr());
-  a.scale = scale.data_ptr();
-  a.zero = pointer(zero);
-  a.x = x.data_ptr();
-  a.alpha_x = static_cast<const float*>(pointer(alpha_x));
-  a.alpha_w = static_cast<const float*>(pointer(alpha_w));
-  a.bias = pointer(bias);
+  a.codes = static_cast<const uint8_t*>(w.codes.data_ptr());
+  a.scale = w.scale.data_ptr();
+  a.zero = pointer(w.zero);
+  a.x = x;
+  a.alpha_x = alpha_x.of;
+  a.alpha_w = static_cast<const float*>(pointer(w.alpha));
+  a.bias = pointer(w.bias);
   a.y = y.data_ptr();
   a.m = int(m), a.n = int(n), a.k = int(k), a.group_log2 = log2_of(group), a.tile_log2 = log2_of(tile);
-  a.alpha_x_stride = alpha_x && alpha_x->numel() > 1;
-  a.alpha_w_stride = alpha_w && alpha_w->numel() > 1;
-  a.bias_is_float = bias && bias->scalar_type() == ScalarType::Float;
-  a.shift = float(shift), a.odd_shift = float(odd_shift);
-  call.image = static_cast<uint8_t*>(image.data_ptr());
-  call.stream = current_stream(x);
+  a.alpha_x_stride = alpha_x.rows;
+  a.alpha_w_stride = w.alpha && w.alpha->numel() > 1;
+  a.bias_is_float = w.bias && w.bias->scalar_type() == ScalarType::Float;
+  a.shift = float(plan.shift), a.odd_shift = float(plan.odd_shift);
+  call.stream = current_stream(like);
+  std::optional<Tensor> image;
+  if (!decode_is_few(m)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
+    const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256, size[] = {tokens * ((k + 127) / 128) * 256};
+    image = torch::stable::new_empty(like, {size, 1}, ScalarType::Byte);
+    call.image = static_cast<uint8_t*>(image->data_ptr());
+  }
   cudaError_t error = cudaErrorInvalidValue;
   if (format == INT4) error = run_as<INT4>(call, type);
   if (format == NVFP4) error = run_as<NVFP4>(call, type);
   if (format == MXFP4 && type == ScalarType::BFloat16) error = run<MXFP4, __nv_bfloat16>(call);
   if (format == GRIDFLIP) error = run_as<GRIDFLIP>(call, type);
-  STD_TORCH_CHECK(error == cudaSuccess, "decode_mm: CUDA launch failed: ", cudaGetErrorString(error));
+  if (format == FP8) error = run_as<FP8>(call, type);
+  STD_TORCH_CHECK(error == cudaSuccess, "the product's CUDA launch failed: ", cudaGetErrorString(error));
+}
+
+namespace {
+
+// y (m, n) in x's dtype.
+Tensor decode_mm(const Tensor& x, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero,
+                 const std::optional<Tensor>& alpha_x, const std::optional<Tensor>& alpha_w, const std::optional<Tensor>& bias, int64_t format,
+                 int64_t group, int64_t tile, double shift, double odd_shift) {
+  const int64_t m = x.size(0), n = codes.size(0);
+  check(x, "x", 16);
+  check_alpha(alpha_x, "alpha_x", m);
+  DeviceGuard guard(x.get_device_index());
+  const int64_t size[] = {m, n};
+  Tensor y = torch::stable::new_empty(x, {size, 2});
+  const Alpha rows = {static_cast<const float*>(pointer(alpha_x)), alpha_x && alpha_x->numel() > 1};
+  decode_into(y, x, x.data_ptr(), m, x.size(1), rows, {codes, scale, zero, alpha_w, bias}, {format, group, tile, shift, odd_shift});
   return y;
 }
 

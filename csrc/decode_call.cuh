@@ -9,11 +9,11 @@
 
 namespace aoquant {
 
-enum Format { INT4 = 0, NVFP4 = 1, MXFP4 = 2, GRIDFLIP = 3 };
+enum Format { INT4 = 0, NVFP4 = 1, MXFP4 = 2, GRIDFLIP = 3, FP8 = 4 };
 
 struct DecodeArgs {
-  const uint8_t* codes;   // (n, k / 2)
-  const void* scale;      // (n, k / group)
+  const uint8_t* codes;   // (n, k / 2); fp8: (n, k)
+  const void* scale;      // (n, k / group); fp8: not read
   const void* zero;       // int4: like scale
   const void* x;          // (m, k)
   const float* alpha_x;   // (m, 1), (1, 1) or null
@@ -43,5 +43,9 @@ inline bool decode_is_few(int64_t m) { return m <= 16; }
 // Instantiated by decode_*.cu, one source a format.
 template <int F, typename T>
 cudaError_t run(const DecodeCall& c);
+template <>
+cudaError_t run<FP8, __nv_bfloat16>(const DecodeCall& c);
+template <>
+cudaError_t run<FP8, __half>(const DecodeCall& c);
 
 }  // namespace aoquant

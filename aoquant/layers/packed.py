@@ -22,18 +22,21 @@ from torch.nn import functional as F
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.qat import rebind
+from aoquant.ops import router
+from aoquant.ops.gemm import one_call
 from aoquant.parallel.fsdp import layer_class, swap_class
 from aoquant.tensor import PackedTensor
 
 _PARTS = ("_codes", "_scale", "_zero", "_outer", "_transform")  # views of the weight, of one name each
 _OF = "_parts_of"  # the weight itself
-_NAMES = (*_PARTS, "_recipe_key", "_dtype", _OF)
+_NAMES = (*_PARTS, "_recipe_key", "_one_call", "_dtype", _OF)
 
 
 class PackedLinear(nn.Linear):
     """nn.Linear (K -> N) over packed codes. Made by `adopt`, in place, of an nn.Linear with a `PackedTensor`."""
 
     _recipe_key: str | None = None  # of the weight whose parts these are; None: none that compiled code reads apart
+    _one_call: str = ""  # what csrc's operator for few rows is told, a number; "": it does not multiply these
     _dtype: torch.dtype
     _codes: Tensor
     _scale: Tensor | None
@@ -56,6 +59,9 @@ class PackedLinear(nn.Linear):
 
     def _traced(self, input: Tensor) -> Tensor:
         """The forward that a compiler sees: one call on plain tensors, for an ordinary call without gradients."""
+        few = self._one_call
+        if few and not torch.is_grad_enabled() and (y := self._in_one_call(input, int(few))) is not None:
+            return y
         key = self._recipe_key
         if (
             key is None
@@ -70,6 +76,30 @@ class PackedLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         parts = self._codes, self._scale, self._zero, self._outer, self._transform
         return _product(input, self.bias, key, self.in_features, *parts)
+
+    def _in_one_call(self, input: Tensor, number: int) -> Tensor | None:
+        """The operator of csrc, for an ordinary call of few rows; None for another."""
+        codes, bias = self._codes, self.bias
+        fp8 = one_call.is_fp8(number)
+        k = codes.shape[1] if fp8 else codes.shape[1] * 2
+        if (
+            type(input) not in (Tensor, nn.Parameter)
+            or input.dtype != one_call.dtype_of(number)
+            or input.device != codes.device
+            or torch.is_autocast_enabled(input.device.type)
+            or input.dim() == 0
+            or input.shape[-1] != k
+            or not 0 < input.numel() <= one_call.most_rows(number) * k
+            or router.open_blocks
+            or not (bias is None or bias.dtype in (input.dtype, torch.float32))
+        ):
+            return None
+        scale = self._scale
+        assert scale is not None
+        zero = self._zero if one_call.has_zero(number) else None
+        alpha = None if not one_call.has_alpha(number) else scale if fp8 else self._outer
+        y: Tensor = torch.ops.aoquant_native.linear.default(input, codes, scale, zero, alpha, bias, number)
+        return y
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -117,6 +147,7 @@ def _remember(module: nn.Module) -> None:
     attributes["_dtype"] = weight.dtype
     if weight.plan.ordinary:
         attributes["_recipe_key"] = weight.recipe.key
+        attributes["_one_call"] = weight.plan.one_call
 
 
 def _forget(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ forced backend. For any other call it returns None, and the caller takes the gen
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from torch.autograd import forward_ad
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.recipe import LinearRecipe
-from aoquant.ops import codec, gemm_request, input_error, router
+from aoquant.layers.shared_operands import shared
+from aoquant.ops import codec, gemm_request, input_error, reads, router
+from aoquant.ops.gemm import one_call
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _MOST_ROWS = 1 << 12  # numbers of rows that a plan remembers: a bound for programs whose every batch has another
@@ -49,6 +52,18 @@ class Plan:
         self._given = Given(recipe.key, w, None if matrix is None else Scales(transform=matrix))
         self._steps: dict[int, Step] = {}
         self._generation = router.generation()
+
+    @property
+    def one_call(self) -> str:
+        """The number that csrc's operator is told for every number of rows that it takes; "" where a compiler is not to
+        call it.
+        """
+        recipe, w_as = self._recipe, self._recipe.fprop_weight
+        if not self.ordinary or self._given.x_held is not None or router.forcing():
+            return ""
+        named = recipe.contract, recipe.fprop_input, w_as, self._w, self._dtype
+        first = one_call.number(*named, 1)
+        return str(first) if first is not None and first == one_call.number(*named, one_call.most_rows(first)) else ""
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copied weight makes its own."""
@@ -95,20 +110,28 @@ class Plan:
 
         if not m or given.x_held is not None:
             return general
-        found = router.route(gemm_request(recipe.contract, recipe.fprop_input, recipe.fprop_weight, w, self._dtype, m))
-        product = None if found.bind is None else found.bind(recipe.fprop_weight.format, w)
+        x_as, w_as, dtype, k = recipe.fprop_input, recipe.fprop_weight, self._dtype, self._k
+        number = one_call.number(recipe.contract, x_as, w_as, w, dtype, m)
+        if number is not None:
+            return one_call.step(number, w_as.format, w, dtype, general)
+        request = gemm_request(recipe.contract, x_as, w_as, w, dtype, m)
+        found = router.route(request)
+        product = None if found.bind is None else found.bind(request, w)
         if product is None:
             return general
-        bound, x_as, dtype, k = product, recipe.fprop_input, self._dtype, self._k
+        bound = product
 
         def weights(x: Tensor, bias: Tensor | None) -> Tensor:
             if x.dim() == 2:
                 return bound(x, None, bias)
             return bound(x.reshape(m, k), None, bias).view(*x.shape[:-1], -1)
 
-        def both(x: Tensor, bias: Tensor | None) -> Tensor:
+        def operands(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
-            made = codec.encode_with_values(x_as, x.reshape(m, k), dtype, operand=True)
+            how = partial(codec.encode_with_values, x_as, x.reshape(m, k), dtype, operand=True)
+            made = shared(x, (x_as.name, dtype), id(self), how)
             return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
 
-        return weights if x_as is None else both
+        if x_as is None:
+            return weights
+        return operands if reads(recipe.contract) == "operand" else general

@@ -2,8 +2,8 @@
 
 It lies beside this file when the install had nvcc and a CUDA torch (`csrc/builder.py`), and it need not be there:
 `why_not` says in words why an operator is missing, and no backend is offered for one that is. An older library without
-a newer operator is the same case. Its operators are called inside this package's own opaque ones; their fakes serve
-those who trace them by themselves.
+a newer operator is the same case. Its operators are called inside this package's own opaque ones, but for `linear`,
+which a compiler traces by itself; their fakes serve it and those who trace others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("_native.so")
 PARTIALS = 528  # as csrc/amax.cu
+ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/encode_rows.cuh
 
 
 def why_not(operator: str) -> str | None:
@@ -109,9 +110,21 @@ def _decode_mm(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], codes.shape[0])
 
 
+def _linear(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, alpha_w: Tensor | None, bias: Tensor | None, plan: int
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+def _encode_rows(x: Tensor, format: int, decoded: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "finite_absmax": _finite_absmax,
     "encode_grids": _encode_grids,
     "encode_search": _encode_search,
     "decode_mm": _decode_mm,
+    "linear": _linear,
+    "encode_rows": _encode_rows,
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ from aoquant.formats import Encoded, Format, Operand, as_operand
 # (role or None for all, name), the innermost last
 _forced: ContextVar[tuple[tuple[str | None, str], ...]] = ContextVar("aoquant_backend", default=())
 _ENVIRONMENT = "AOQUANT_BACKEND"
+# the dictionary beneath os.environ, which encodes a name and raises an exception in every look-up that finds nothing
+_variables: Any = getattr(os.environ, "_data", os.environ)
+_VARIABLE: Any = os.environ.encodekey(_ENVIRONMENT) if hasattr(os.environ, "_data") else _ENVIRONMENT
 _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 
 
@@ -103,8 +107,9 @@ class Backend:
 
     run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
     reads_codes: whether a GEMM multiplies W's codes and scales, so that W's values are never made.
-    bind: (W's format, W) -> the product alone, (x (M, K), alpha_x, bias) -> y (M, N) with the bits of `run`, with all
-    about W looked up once and nothing of it copied; or None, for a W that it would have to copy.
+    bind: (request, W) -> the product alone, (x (M, K) as the contract reads it, alpha_x, bias) -> y (M, N) with the
+    bits of `run`, with all about W looked up once and nothing of it copied; or None, for a W that it would have to
+    copy.
     """
 
     name: str
@@ -113,10 +118,12 @@ class Backend:
     run: Callable[..., Any] = field(repr=False)
     role: str = "gemm"
     reads_codes: bool = False
-    bind: Callable[[Format, Encoded], Product | None] | None = field(default=None, repr=False)
+    bind: Callable[[Request, Encoded], Product | None] | None = field(default=None, repr=False)
 
 
 _backends: list[Backend] = []
+open_blocks = 0  # of `backend`, in all threads: compiled code that calls an operator by itself guards on it
+_opening = threading.Lock()
 _generation = 0  # how often the list has changed
 # what a process can run does not change while it runs, so the backend of a request is found once
 _routes: dict[tuple[Any, ...], Backend] = {}
@@ -139,7 +146,7 @@ def generation() -> int:
 
 def forcing() -> bool:
     """Whether any backend is forced now, by a block or by the environment."""
-    return bool(_forced.get()) or bool(os.environ.get(_ENVIRONMENT))
+    return bool(_forced.get()) or bool(_variables.get(_VARIABLE))
 
 
 def backend_names(role: str = "gemm") -> list[str]:
@@ -170,10 +177,18 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
             f"no backend is called {name!r}{f' in role {role!r}' if role else ''}; there are: {', '.join(known)}"
         )
     token = _forced.set((*_forced.get(), (role, name)))
+    _opened(1)
     try:
         yield
     finally:
+        _opened(-1)
         _forced.reset(token)
+
+
+def _opened(blocks: int) -> None:
+    global open_blocks
+    with _opening:
+        open_blocks += blocks
 
 
 def forced(role: str) -> tuple[str | None, bool]:
@@ -233,7 +248,7 @@ def route(request: Request | CodecRequest) -> Backend:
     name, alone = forced(request.role)
     found = next((b for b in rivals if b.name == name), None)
     if name is None or (found is None and not alone and name in _all_names()):
-        return next(b for b in rivals if b.why_not(request) is None)
+        return runner(request)
     known = [b.name for b in rivals] if alone else _all_names()
     reason = f"there is none; known: {', '.join(known)}" if found is None else found.why_not(request)
     if found is None or reason is not None:
@@ -243,11 +258,16 @@ def route(request: Request | CodecRequest) -> Backend:
     return found
 
 
+def runner(request: Request | CodecRequest) -> Backend:
+    """The backend that runs `request` where none is forced."""
+    return next(b for b in _backends if b.role == request.role and b.why_not(request) is None)
+
+
 def routed(kind: Callable[..., Request | CodecRequest], *fields: Any) -> Backend:
     """`route(kind(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask
     about.
     """
-    key = kind, fields, _forced.get(), os.environ.get(_ENVIRONMENT)
+    key = kind, fields, _forced.get(), _variables.get(_VARIABLE)
     found = _routes.get(key)
     if found is None:
         if len(_routes) >= _MOST_ROUTES:

@@ -99,15 +99,21 @@ def floored(format: Format, e: Encoded) -> Tensor:
 
 def _cut(format: Format, e: Encoded, rows: int) -> Iterator[tuple[slice, Encoded]]:
     """Tiles of `rows` rows: which ones, and their part of e."""
+    for start in range(0, e.codes.shape[0], rows):
+        tile = slice(start, start + rows)
+        yield tile, rows_of(format, e, tile)
+
+
+def rows_of(format: Format, e: Encoded, rows: slice) -> Encoded:
+    """Some rows of e, views; they begin at a multiple of `format.tile_rows`, and end at one or with e."""
     total, unit = e.codes.shape[0], format.tile_rows
-    for start in range(0, total, rows):
-        tile, units = slice(start, start + rows), slice(start // unit, (start + rows) // unit)
-        # a row for each of the matrix, or for each block of rows, or one for all
-        codes, scale, zero, outer = (
-            t if t is None or t.shape[0] == 1 else t[tile if t.shape[0] == total else units] for t in e[:4]
-        )
-        assert codes is not None
-        yield tile, Encoded(codes, scale, zero, outer, e.k)
+    units = slice(rows.start // unit, -(-rows.stop // unit))
+    # a row for each of the matrix, or for each block of rows, or one for all
+    codes, scale, zero, outer = (
+        t if t is None or t.shape[0] == 1 else t[rows if t.shape[0] == total else units] for t in e[:4]
+    )
+    assert codes is not None
+    return Encoded(codes, scale, zero, outer, e.k)
 
 
 def _rows(rows: int, k: int, tile: int, unit: int) -> int | None:

@@ -22,7 +22,8 @@ from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLinear
-from aoquant.ops import CodecRequest, gemm_request
+from aoquant.ops import CodecRequest, gemm_request, router
+from aoquant.ops.gemm import one_call
 from aoquant.tensor import PackedTensor
 
 Rows = list[tuple[str, str]]
@@ -130,7 +131,8 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
     (n, k), device, found = weight.shape, weight.device, list[Route]()
     if (x := recipe.fprop_input) is not None:
         role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
-        found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k)))
+        kept = role == "encode" or kind == "prepared"  # for backward
+        found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k, kept)))
     w, held = recipe.fprop_weight, weight.encoded if isinstance(weight, PackedTensor) else weight
     gemms = _ranges(
         "multiply",
@@ -151,7 +153,20 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
         if role:
             rows = ops.explain(CodecRequest(role, w, device, dtype, n, k, role != "quantize"))
             found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
-    return (*found, *gemms)
+    together = [] if kind != "converted" else _one_call(recipe, held, dtype)
+    return (*found, *together, *gemms)
+
+
+def _one_call(recipe: LinearRecipe, w: Any, dtype: torch.dtype) -> list[Route]:
+    """Where a call without gradients makes the launches of the routes at once, by one operator."""
+    if router.forcing() or recipe.holds:
+        return []
+
+    def ask(m: int) -> Rows:
+        number = one_call.number(recipe.contract, recipe.fprop_input, recipe.fprop_weight, w, dtype, m)
+        return [] if number is None else [(one_call.NAME, "runs")]
+
+    return [route for route in _ranges("in one call", ask) if route.rows]
 
 
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:

@@ -21,7 +21,8 @@ import aoquant
 from aoquant import WUSH, NVFP4WeightConfig, QATConfig, backend, explain, get_format, quantize_
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed import PackedLinear, adopt
-from aoquant.ops import router
+from aoquant.ops import native, router
+from aoquant.ops.gemm import one_call
 from aoquant.ops.router import Backend
 from aoquant.tensor import PackedTensor
 
@@ -199,7 +200,9 @@ class Recorder:
         self.called += 1
         return next(b for b in router._backends if (b.name, b.role) == ("reference", "gemm")).run(c)
 
-    def bind(self, f: Any, w: Any) -> Any:
+    def bind(self, r: Any, w: Any) -> Any:
+        f = r.w_format
+
         def product(x: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
             self.bound += 1
             acc = x.float() @ f.operand(w, x.dtype).float().t()
@@ -352,6 +355,55 @@ def test_threads_give_the_tokens_of_one() -> None:
         for i, y in enumerate(made):
             assert_equal(y, want[i % len(xs)])
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_a_compiler_sees_one_operator_where_csrc_has_it(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And today's op for more rows than it takes, under a forced backend, and where csrc is missing."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    module, case = packed("int4-g32", bias), BY_NAME["int4-g32"]
+    library = torch.library.Library("aoquant_native", "FRAGMENT")
+    library.define(
+        "linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? alpha_w, Tensor? bias, int plan) -> Tensor"
+    )
+    told: list[int] = []
+
+    def linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Any, alpha: Any, bias: Any, plan: int) -> Tensor:
+        told.append(plan)
+        assert codes.data_ptr() == module.weight.qdata.data_ptr() and zero is not None and alpha is None
+        with backend("reference"):
+            return F.linear(x, module.weight, bias)
+
+    library.impl("linear", linear, "CPU")
+    torch.library.register_fake("aoquant_native::linear", native._linear, lib=library)
+    number = 5 << 8 | 1 << 17  # groups of 32, zeros
+    monkeypatch.setattr(one_call, "number", lambda *a: number if a[-1] <= 256 else None)
+    module.weight = module.weight  # what it remembers of its weight is made anew
+    graphs: list[list[str]] = []
+
+    def keep(graph: Any, given: Any) -> Any:
+        graphs.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
+        return graph.forward
+
+    compiler = aot_autograd(fw_compiler=keep, inference_compiler=keep)
+    with torch.no_grad():
+        run = torch.compile(module, fullgraph=True, backend=compiler, dynamic=False)
+        few, many = data("normal", 3, case.k, BF16).view(1, 3, -1), data("normal", 257, case.k, BF16)
+        want = general(module, few)
+        assert_equal(run(few), want)
+        assert graphs == [["aoquant_native.linear.default"]] and told == [number]
+        assert_equal(run(many), general(module, many))
+        assert "aoquant_native.linear.default" not in graphs[-1] and len(graphs) == 2
+        with backend("reference"):
+            assert_equal(run(few), want)
+        assert "aoquant.scaled_mm.default" in graphs[-1] and told == [number]
+    monkeypatch.setattr(one_call, "number", lambda *a: None)
+    module.weight = module.weight
+    with torch.no_grad():
+        assert_equal(run(few), want)
+    assert told == [number]
+    library._destroy()
 
 
 def test_what_a_compiler_sees_leaves_autocast_and_odd_shapes_to_the_general_path() -> None:

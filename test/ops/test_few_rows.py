@@ -36,7 +36,9 @@ def asked(x: Tensor, w: Tensor | Encoded, of: Format | Operand) -> Request:
         ("mxfp8", None),
         ("int4-e4m3-g128", None),
         ("intx4-g32", None),
-        ("fp8-row", None),
+        ("fp8-row", "fp8"),
+        ("fp8-tensor", None),
+        ("fp8-e5m2-row", None),
     ],
 )
 def test_kinds(name: str, kind: str | None) -> None:

@@ -1,9 +1,11 @@
-"""Formats that try several scales for a block, encoded by `csrc/`: the codec's backend "cuda", for the roles that
-encode.
+"""Formats that try several scales for a block, and operands of formats that scale each row, encoded by `csrc/`: the
+codec's backend "cuda", for the roles that encode.
 
 Four-over-six and GridFlip take two launches, the largest finite magnitude and the encoder, or one where the format's
 amax is constant; NVFP4's search takes the outer scale that the format measures. Decoding is Triton's: it is bound by
 memory, and there is nothing that CUDA could do better.
+
+"nvfp4-row" and "fp8-row" become operands in one launch, which costs the host less than Triton's.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ _OPERATORS: dict[type[Format], tuple[str, ...]] = {
     GridFlip: ("encode_grids", "finite_absmax"),
     NVFP4Search: ("encode_search",),
 }
+VALUES = 1 << 24  # of formats that scale rows
 _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
@@ -45,7 +48,20 @@ def _why_not(r: CodecRequest) -> str | None:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
     if r.operand.transform is not None and (reason := triton.why_not_transform(r)):
         return reason
+    if r.operand.name in native.ROW_FORMATS:
+        return _why_not_rows(r)
     return why_not_encode(r.operand.format, r.device)
+
+
+def _why_not_rows(r: CodecRequest) -> str | None:
+    """Of a format that scales each row: why it is not encoded here."""
+    if r.operand.transform is not None or r.role != "quantize" or r.codes:
+        return f"makes the operand of {r.operand.format.name}, without a transform, and not codes"
+    if r.rows * r.k > VALUES:
+        return f"encodes up to {VALUES} values of {r.operand.name}: with more Triton's kernel is faster"
+    if r.dtype not in (torch.bfloat16, torch.float16) or r.k % 16:
+        return f"reads rows of bfloat16 or float16 by 16, got K = {r.k} of {r.dtype}"
+    return native.why_not("encode_rows") or native.why_not_on(r.device)
 
 
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
@@ -65,8 +81,25 @@ def encode_with_values(
     """Codes, and in the same pass what they stand for. measured: an outer scale, which gives four-over-six's amax not
     back exactly.
     """
+    if made.name in native.ROW_FORMATS:
+        if dtype is not x_RK.dtype:  # a weight of few rows, multiplied in another type than its own
+            return triton.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
+        return CodesAndValues(None, *_rows(made.format, x_RK, not operand))
     e, values = _run(made.format, _transformed(made, x_RK), dtype, operand, measured)
     return CodesAndValues(e if keep else None, values, e.outer)
+
+
+def _rows(format: Format, x_RK: Tensor, decoded: bool) -> tuple[Tensor, Tensor]:
+    """The operand of rows, or decoded values, and a scale for each."""
+    made: tuple[Tensor, Tensor] = native.operator("encode_rows")(
+        _aligned(x_RK), native.ROW_FORMATS[format.name], decoded
+    )
+    return made
+
+
+def _aligned(x_RK: Tensor) -> Tensor:
+    x = x_RK.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x  # a slice of something contiguous
 
 
 def _transformed(operand: Operand, x_RK: Tensor) -> Tensor:
@@ -77,9 +110,7 @@ def _transformed(operand: Operand, x_RK: Tensor) -> Tensor:
 def _run(
     format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None
 ) -> tuple[Encoded, Tensor]:
-    x = x_RK.contiguous()
-    if x.data_ptr() % 16:  # a slice of something contiguous
-        x = x.clone()
+    x = _aligned(x_RK)
     if isinstance(format, NVFP4Search):
         outer = format.measure(x).outer if measured is None else measured
         given = x.new_empty(0, dtype=torch.float32) if outer is None else outer

@@ -1,9 +1,9 @@
-"""GEMMs of few rows of x with a 4-bit W, decoded on the way to the tensor core: what serving a model spends its time
+"""GEMMs of few rows of x with a packed W, decoded on the way to the tensor core: what serving a model spends its time
 on.
 
 Two backends keep the contract "aoquant" from the packed tensor's own bytes, without a second copy of W: "cuda-decode",
-kernels of `csrc/`, and "triton-decode", for an aoquant that was installed without them. Above `rows` rows of x it is
-cheaper to decode W once and to leave the GEMM to `matmul.py`.
+kernels of `csrc/`, fp8's among them, and "triton-decode", for an aoquant that was installed without them. Above `rows`
+rows of x it is cheaper to decode W once and to leave the GEMM to `matmul.py`.
 
 Both choose how they cut K by N, K and a range of M, so within a range a row of y does not depend on how many rows there
 are; between two ranges, and between backends, the order of additions differs. A prepared layer asks for the same (M, N,
@@ -21,6 +21,7 @@ from aoquant.formats import (
     MX,
     NVFP4,
     Encoded,
+    Float8,
     Format,
     FourOverSix,
     GridFlip,
@@ -34,8 +35,8 @@ from .. import codec, native
 from ..call import Call
 from ..router import Backend, Product, Request
 
-CUDA_ROWS, TRITON_ROWS = 256, 64
-_CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3}  # `Format` of csrc/decode_call.cuh
+CUDA_ROWS, CUDA_FP8_ROWS, TRITON_ROWS = 256, 16, 64
+CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3, "fp8": 4}  # `Format` of csrc/decode_call.cuh
 _KINDS: dict[type[Format], str] = {
     Int4: "int4",
     NVFP4: "e4m3",
@@ -49,9 +50,11 @@ _KINDS: dict[type[Format], str] = {
 
 
 def kind(f: Format) -> str | None:
-    """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip"; None:
-    otherwise.
+    """How codes become operands: "int4", q * s + z; "e4m3", "e8m0", an e2m1 value times such a scale; "gridflip";
+    "fp8", the code itself, a row's scale multiplying its sums; None: otherwise.
     """
+    if type(f) is Float8:
+        return "fp8" if f.element == "e4m3" and f.per == "row" else None
     return _KINDS.get(type(f)) if f.bits == 4 else None  # a subclass is another format
 
 
@@ -60,7 +63,7 @@ def _why_not(r: Request) -> str | None:
         return f"computes aoquant, not {r.contract}"
     how = kind(r.w_format)
     if how is None:
-        return f"decodes int4 and FP4 weights, not {r.w_format.name}"
+        return f"decodes int4, FP4 and fp8-row weights, not {r.w_format.name}"
     if r.device.type != "cuda":
         return "needs a CUDA device"
     if r.dtype not in (torch.bfloat16, torch.float16):
@@ -69,7 +72,7 @@ def _why_not(r: Request) -> str | None:
     if how == "int4" and scales != r.dtype:
         return f"makes int4's operands in one type, got scales in {scales} and activations in {r.dtype}"
     block = r.w_format.block or 0
-    if r.k % 32 or block < 16 or block & (block - 1):
+    if r.k % 32 or (how != "fp8" and (block < 16 or block & (block - 1))):
         return f"needs K % 32 == 0 and blocks of 16, 32, 64, ..., got K = {r.k} and blocks of {block}"
     return None
 
@@ -88,12 +91,19 @@ def _why_not_cuda(r: Request) -> str | None:
         return f"needs a shift of at most 4 bits, so that it is exact times a scale, got c = {f.c}"
     if how == "int4" and (f.block or 0) < 32:
         return f"needs groups of at least 32, got {f.block}"
-    return _too_many(r, CUDA_ROWS)
+    return _too_many(r, most_rows(how))
+
+
+def most_rows(how: str | None) -> int:
+    """For how many rows "cuda-decode" decodes codes of this kind."""
+    return CUDA_FP8_ROWS if how == "fp8" else CUDA_ROWS
 
 
 def _why_not_triton(r: Request) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
+    if kind(r.w_format) == "fp8":
+        return f"decodes int4 and FP4 weights, not {r.w_format.name}"
     if not codec.has_triton(r.device):
         return "needs Triton and compute capability 8.9 (Ada, Hopper) or later"
     return _too_many(r, TRITON_ROWS)
@@ -110,11 +120,10 @@ def _cuda(c: Call) -> Tensor:
 
 def _cuda_product(f: Format, w: Encoded) -> Product:
     """x (M, K) -> y (M, N) with W's tensors as the kernel reads them; x aligned."""
-    assert w.scale is not None and f.block is not None
     how = kind(f)
-    assert how is not None
-    multiply, constants = native.operator("decode_mm"), (_CUDA_FORMATS[how], f.block, f.tile_rows, *shifts(f))
-    codes, scale = _aligned(w.codes), _aligned(w.scale if how == "int4" else w.scale.view(torch.uint8))
+    assert w.scale is not None and how is not None
+    multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block or 1, f.tile_rows, *shifts(f))
+    codes, scale = _aligned(w.codes), _aligned(w.scale)
     zero = None if w.zero is None else _aligned(w.zero)
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -127,10 +136,10 @@ def _cuda_product(f: Format, w: Encoded) -> Product:
     return product
 
 
-def _bind_cuda(f: Format, w: Encoded) -> Product | None:
+def _bind_cuda(r: Request, w: Encoded) -> Product | None:
     if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)):
         return None  # it would multiply a copy, which codes written in place do not reach
-    product = _cuda_product(f, w)
+    product = _cuda_product(r.w_format, w)
     return lambda x_MK, alpha_x, bias: product(_aligned(x_MK), alpha_x, bias)
 
 
@@ -152,10 +161,14 @@ def shifts(f: Format) -> tuple[float, float]:
 
 
 def _triton(c: Call) -> Tensor:
-    return c.shaped(_bind_triton(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
+    return c.shaped(_triton_product(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
 
 
-def _bind_triton(f: Format, w: Encoded) -> Product:
+def _bind_triton(r: Request, w: Encoded) -> Product:
+    return _triton_product(r.w_format, w)
+
+
+def _triton_product(f: Format, w: Encoded) -> Product:
     from ..triton import few_rows, launch
 
     how = kind(f)

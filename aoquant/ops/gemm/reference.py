@@ -53,10 +53,15 @@ def _single_rounding(c: Call) -> Tensor:
 
 def rescale(c: Call, acc_MN: Tensor) -> Tensor:
     """The epilogue of "aoquant": float32 accumulators times alpha_x, times alpha_w, plus bias, and one rounding."""
-    y_MN = _scaled(c, acc_MN)
-    if c.bias is not None:
-        y_MN = y_MN + c.bias.float()
-    return c.shaped(y_MN.to(c.dtype))
+    return c.shaped(rescaled(acc_MN, c.alpha_x, c.alpha_w, c.bias, c.dtype))
+
+
+def rescaled(
+    acc_MN: Tensor, alpha_x: Tensor | None, alpha_w: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`rescale` of a product without its call: (M, N) in `dtype`."""
+    y_MN = _scaled(acc_MN, alpha_x, alpha_w)
+    return (y_MN if bias is None else y_MN + bias.float()).to(dtype)
 
 
 def _bias_after(c: Call) -> Tensor:
@@ -74,12 +79,12 @@ def fp8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
     if c.contract.startswith("fp8_mslk") and c.bias is not None and c.bias.dtype == torch.float32:
         assert c.alpha_x is not None and c.alpha_w is not None
         return c.shaped(fma(acc_MN * c.alpha_x, c.alpha_w.t(), c.bias).to(c.dtype))
-    return c.plus_bias(_scaled(c, acc_MN).to(c.dtype))
+    return c.plus_bias(_scaled(acc_MN, c.alpha_x, c.alpha_w).to(c.dtype))
 
 
-def _scaled(c: Call, acc_MN: Tensor) -> Tensor:
+def _scaled(acc_MN: Tensor, alpha_x: Tensor | None, alpha_w: Tensor | None) -> Tensor:
     """acc * alpha_x * alpha_w, in this order."""
-    for alpha in (c.alpha_x, None if c.alpha_w is None else c.alpha_w.t()):
+    for alpha in (alpha_x, None if alpha_w is None else alpha_w.t()):
         if alpha is not None:
             acc_MN = acc_MN * alpha
     return acc_MN

@@ -36,10 +36,10 @@ _checked: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a contiguous matrix that is read or written in blocks of rows x columns. What its constructor checks is
-    checked once for a shape.
+    """Of a matrix with contiguous rows that is read or written in blocks of rows x columns. What its constructor checks
+    is checked once for a shape and its strides.
     """
-    key = t.shape, t.dtype, rows, columns
+    key = t.shape, t.stride(), t.dtype, rows, columns
     fields = _checked.get(key)
     if fields is None or t.data_ptr() % 16:
         descriptor = TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])

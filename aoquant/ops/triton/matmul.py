@@ -66,10 +66,21 @@ def why_not(x_MK: Tensor, w_NK: Tensor) -> str | None:
     return None
 
 
-def matmul(x_MK: Tensor, w_NK: Tensor, alpha_x: Tensor | None, alpha_w: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(M, N) in x's dtype, bfloat16 or float16. alpha_x: (M, 1) or (1, 1); alpha_w: (N, 1) or (1, 1); both float32."""
+def matmul(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    alpha_x: Tensor | None,
+    alpha_w: Tensor | None,
+    bias: Tensor | None,
+    y_MN: Tensor | None = None,
+) -> Tensor:
+    """(M, N) in x's dtype, bfloat16 or float16. alpha_x: (M, 1) or (1, 1); alpha_w: (N, 1) or (1, 1); both float32.
+
+    y_MN: where it is written; some columns of a matrix, whose first is a multiple of 8.
+    """
     (m, k), n = x_MK.shape, w_NK.shape[0]
-    y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device)
+    if y_MN is None:
+        y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device)
     x_desc, w_desc = described(x_MK, TILE_M, TILE_K), described(w_NK, TILE_N, TILE_K)
     x_rows, w_rows = [a is not None and a.numel() > 1 for a in (alpha_x, alpha_w)]
     launch = _matmul_of(m, n, k, x_rows, w_rows, _multiprocessors(x_MK.device))

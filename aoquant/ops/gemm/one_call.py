@@ -1,0 +1,112 @@
+"""A packed linear layer of few rows as one operator of csrc, `aoquant_native::linear`: the encoding of x, the product,
+the bias and the shapes, without Python between the launches.
+
+It is no backend: the router chooses the codec's and the GEMM's, and where it chooses csrc's encoder and csrc's decoding
+GEMM, this operator makes those same launches. Recipe and weight are said by one integer, because each argument of an
+operator costs the caller's time.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Format, GridFlip, Operand
+
+from .. import native
+from ..call import gemm_request
+from ..router import CodecRequest, runner
+from .few_rows import CUDA_FORMATS, CUDA_FP8_ROWS, CUDA_ROWS, is_aligned, kind
+
+NAME = "aoquant_native::linear"
+_TYPES = (torch.bfloat16, torch.float16)
+Step = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> int | None:
+    """What tells the operator how to multiply m rows by W; None where it is not made for them, or would not be what the
+    router chooses.
+    """
+    f = w_as.format
+    how = kind(f)
+    if how is None or dtype not in _TYPES or native.why_not("linear") is not None:
+        return None
+    if runner(gemm_request(contract, x_as, w_as, w, dtype, m)).name != "cuda-decode":
+        return None
+    if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)) or f.alpha(w) is not _alpha(w, how):
+        return None  # a factor that is made of the outer scale is made anew in each call
+    if x_as is not None and not _encoded_here(x_as, w, dtype, m):
+        return None
+    encodes = 0 if x_as is None else native.ROW_FORMATS[x_as.name]
+    shift, alternating = (f.c, f.alternating) if isinstance(f, GridFlip) else (0.0, False)
+    return (
+        CUDA_FORMATS[how]
+        | encodes << 4
+        | ((f.block or 1).bit_length() - 1) << 8
+        | (f.tile_rows.bit_length() - 1) << 13
+        | alternating << 16
+        | (w.zero is not None) << 17
+        | (_alpha(w, how) is not None) << 18
+        | (dtype == torch.float16) << 19
+        | int(struct.unpack("I", struct.pack("f", shift))[0]) << 20
+    )
+
+
+def _encoded_here(x_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> bool:
+    """Whether csrc's encoder of rows is what encodes m rows of x."""
+    if x_as.name not in native.ROW_FORMATS:
+        return False
+    return runner(CodecRequest("quantize", x_as, w.codes.device, dtype, m, w.k, False)).name == "cuda"
+
+
+def _alpha(w: Encoded, how: str) -> Tensor | None:
+    """What multiplies W's sums: the scales of fp8's rows, else the outer scale."""
+    return w.scale if how == "fp8" else w.outer
+
+
+def step(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Step) -> Step:
+    """(x (*lead, K), bias) -> y (*lead, N). general: for a bias that the operator does not take."""
+    how = kind(f)
+    assert how is not None
+    call, codes, scale, zero, alpha = native.operator("linear"), w.codes, w.scale, w.zero, _alpha(w, how)
+
+    def multiplied(x: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None and not _takes(bias, dtype):
+            return general(x, bias)
+        y: Tensor = call(x, codes, scale, zero, alpha, bias, plan)
+        return y
+
+    return multiplied
+
+
+# What a compiler reads off a number instead of the layer: it guards on whatever it reads there.
+def is_fp8(number: int) -> bool:
+    """Whether W's codes are fp8, whose scales are the operator's alpha_w."""
+    return number & 15 == CUDA_FORMATS["fp8"]
+
+
+def has_zero(number: int) -> bool:
+    """Whether the operator is given zeros."""
+    return bool(number >> 17 & 1)
+
+
+def has_alpha(number: int) -> bool:
+    """Whether it is given alpha_w."""
+    return bool(number >> 18 & 1)
+
+
+def dtype_of(number: int) -> torch.dtype:
+    """The type of x."""
+    return torch.float16 if number >> 19 & 1 else torch.bfloat16
+
+
+def most_rows(number: int) -> int:
+    """For how many rows a number that 1 row has is made."""
+    return CUDA_FP8_ROWS if is_fp8(number) else CUDA_ROWS
+
+
+def _takes(bias: Tensor, dtype: torch.dtype) -> bool:
+    return bias.dtype in (dtype, torch.float32) and bias.is_contiguous()

@@ -1,0 +1,95 @@
+// A linear layer of few rows in one call: x (*lead, K) as the model has it, encoded here where the recipe encodes it, times
+// a packed W, plus bias. An eager model waits for the host in every layer, so what surrounds the launches is here and not
+// in Python: the shape of y, the operand and its scales, and the choice of the kernels.
+//
+// The launches are those of encode_rows.cuh and of decode.cu, so the bits are too.
+#include <array>
+
+#include "decode_op.cuh"
+#include "encode_rows.cuh"
+
+namespace aoquant {
+
+namespace {
+
+// The fields of `plan`, which aoquant/ops/gemm/one_call.py packs.
+struct LinearPlan {
+  int format, encodes;  // of W; RowFormat of x, or 0
+  int group_log2, tile_log2;
+  bool alternating;
+  float shift;
+
+  explicit LinearPlan(int64_t plan)
+      : format(plan & 15), encodes(plan >> 4 & 15), group_log2(plan >> 8 & 31), tile_log2(plan >> 13 & 7), alternating(plan >> 16 & 1) {
+    const uint32_t bits = uint32_t(plan >> 20);
+    memcpy(&shift, &bits, 4);
+  }
+};
+
+Tensor aligned(const Tensor& x) {
+  Tensor t = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 ? torch::stable::clone(t) : t;
+}
+
+Tensor make(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) {
+  const int64_t size[] = {rows, columns};
+  return torch::stable::new_empty(like, {size, 2}, type);
+}
+
+// x (*lead, k) -> y (*lead, n); codes, scale, zero and alpha_w as decode_mm's.
+Tensor linear(const Tensor& given, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero, const std::optional<Tensor>& alpha_w,
+              const std::optional<Tensor>& bias, int64_t packed_plan) {
+  const LinearPlan plan(packed_plan);
+  const auto lead = given.sizes();
+  const int64_t dims = int64_t(lead.size());
+  STD_TORCH_CHECK(given.is_cuda() && dims > 0 && dims <= 8, "x must be on a CUDA device, of at most 8 dimensions");
+  const auto type = given.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
+  const int64_t k = lead[dims - 1], m = k ? given.numel() / k : 0, n = codes.size(0);
+  STD_TORCH_CHECK(m > 0 && k % 16 == 0, "x must have rows of a multiple of 16 values");
+  DeviceGuard guard(given.get_device_index());
+  const Tensor x = aligned(given);
+  std::array<int64_t, 8> size;
+  for (int64_t i = 0; i < dims - 1; ++i) size[i] = lead[i];
+  size[dims - 1] = n;
+  Tensor y = torch::stable::new_empty(x, {size.data(), size_t(dims)});
+  const DecodePlan decode = {plan.format, int64_t(1) << plan.group_log2, int64_t(1) << plan.tile_log2, plan.shift, plan.alternating ? -plan.shift : plan.shift};
+  const DecodeWeight w = {codes, scale, zero, alpha_w, bias};
+  if (!plan.encodes) {
+    decode_into(y, x, x.data_ptr(), m, k, {nullptr, false}, w, decode);
+    return y;
+  }
+  // operand and scales in one allocation: a row of the operand, 2 k bytes, is a multiple of 4
+  const int64_t bytes[] = {m * (2 * k + 4)};
+  const Tensor operand = torch::stable::new_empty(x, {bytes, 1}, ScalarType::Byte);
+  float* scales = reinterpret_cast<float*>(static_cast<uint8_t*>(operand.data_ptr()) + 2 * m * k);
+  launch_encode_rows(x.data_ptr(), type, m, k, plan.encodes, false, operand.data_ptr(), scales, current_stream(x));
+  decode_into(y, x, operand.data_ptr(), m, k, {scales, m > 1}, w, decode);
+  return y;
+}
+
+// x (m, k) -> what launch_encode_rows makes of it, (m, k) in x's type, and the rows' scales, (m, 1) float32.
+std::tuple<Tensor, Tensor> encode_rows(const Tensor& x, int64_t format, bool decoded) {
+  const auto type = x.scalar_type();
+  STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must be contiguous, on a CUDA device and aligned to 16 bytes");
+  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(0) > 0 && x.size(1) > 0 && x.size(1) % 16 == 0, "x must be (m, k) with k a multiple of 16");
+  STD_TORCH_CHECK(format == NVFP4_ROW || format == FP8_ROW, "format must be one of RowFormat");
+  DeviceGuard guard(x.get_device_index());
+  Tensor out = make(x, x.size(0), x.size(1), type), scale = make(x, x.size(0), 1, ScalarType::Float);
+  launch_encode_rows(x.data_ptr(), type, x.size(0), x.size(1), int(format), decoded, out.data_ptr(), static_cast<float*>(scale.data_ptr()), current_stream(x));
+  return {out, scale};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) {
+  m.def("linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? alpha_w, Tensor? bias, int plan) -> Tensor");
+  m.def("encode_rows(Tensor x, int format, bool decoded) -> (Tensor, Tensor)");
+}
+STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CUDA, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("encode_rows", TORCH_BOX(&encode_rows));
+}
+
+}  // namespace aoquant

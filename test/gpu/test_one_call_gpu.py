@@ -1,0 +1,249 @@
+"""One operator for a packed layer of few rows: the bytes of the encoder and of the GEMM that it stands for; W in blocks
+for many rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from aoquant import backend, explain, get_format, quantize_
+from aoquant.formats import Operand, as_operand
+from aoquant.layers.packed import PackedLinear
+from aoquant.ops import codec, native
+from aoquant.ops.call import Call
+from aoquant.ops.gemm import one_call, tensor_cores
+from aoquant.ops.router import CodecRequest, runner
+from aoquant.recipes import get_recipe
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, CUDA = torch.bfloat16, torch.float16, torch.device("cuda")
+RECIPES = ["int4-g128", "nvfp4-weight", "mxfp4-weight", "nvfp4", "fp8"]
+N, K = 512, 1024
+
+
+@pytest.fixture(autouse=True)
+def needs_the_library() -> None:
+    if (reason := native.why_not("linear")) is not None:
+        pytest.skip(reason)
+
+
+def layer(name: str, bias: bool = False, n: int = N, k: int = K, dtype: torch.dtype = BF16) -> PackedLinear:
+    torch.manual_seed(n + k)
+    model = nn.Sequential(nn.Linear(k, n, bias=bias, device=CUDA, dtype=dtype)).requires_grad_(False)
+    quantize_(model, get_recipe(name).make())
+    assert type(model[0]) is PackedLinear
+    return model[0]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
+
+
+def hard_rows(rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Normal rows, and where there are many, some with outliers, zeros, subnormals, Inf, NaN, huge and tiny values."""
+    torch.manual_seed(rows + k)
+    x = torch.randn(rows, k, device=CUDA)
+    if rows > 2:
+        x[1::9] *= torch.randn(k, device=CUDA).exp() ** 3
+        x[2::9] = 0.0
+        x[3::9] *= 1e-38
+        x[4::9] *= 1e30
+        x[5::9, k // 2] = float("inf")
+        x[6::9, 0] = float("nan")
+        x[7::9, :16] = -0.0
+        x[8::9] *= torch.tensor([1.0, 1e-6], device=CUDA).repeat(k // 2)
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("k", [16, 48, 1152, 2048, 14336, 20000])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_rows_are_encoded_as_triton_encodes_them(k: int, dtype: torch.dtype) -> None:
+    for of in (as_operand(get_format(name)) for name in native.ROW_FORMATS):
+        assert runner(CodecRequest("quantize", of, CUDA, dtype, 3, k, False)).name == "cuda"
+        for rows in (1, 3, 20, 256):
+            x = hard_rows(rows, k, dtype)
+            for operand in (True, False):
+                made = codec.encode_with_values(of, x, dtype, operand=operand)
+                with backend("triton", role="quantize"):
+                    want = codec.encode_with_values(of, x, dtype, operand=operand)
+                assert made.alpha is not None and want.alpha is not None
+                assert same_bits(made.values, want.values) and same_bits(made.alpha, want.alpha), (
+                    of.name,
+                    rows,
+                    operand,
+                )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("bias", [None, BF16, torch.float32], ids=["no-bias", "bf16", "f32"])
+def test_it_equals_its_encoder_and_its_gemm(name: str, bias: torch.dtype | None) -> None:
+    module = layer(name)
+    b = None if bias is None else torch.randn(N, device=CUDA).to(bias)
+    for rows in (1, 2, 4, 5, 16, 17, 64, 65, 256):
+        for x in (hard_rows(rows, K, BF16), torch.eye(K, device=CUDA, dtype=BF16)[torch.arange(rows) * 7 % K]):
+            with torch.no_grad():
+                y = module.weight.plan.product(x, b)
+                with backend("triton", role="quantize"):  # a forced backend takes the general way
+                    want = nn.functional.linear(x, module.weight, b)
+                assert y is not None
+                equal = (y == want) | (y.isnan() & want.isnan())
+                assert equal.all(), rows
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_is_what_runs(name: str) -> None:
+    """As many launches as it says, for any layout of x, and nothing where a request is another's."""
+    module = layer(name)
+    said = {r.step: r for r in explain(module).routes}
+    together = said["in one call"]
+    assert together.backend == one_call.NAME and (together.first, together.last) == (1, 16 if name == "fp8" else 256)
+    with torch.no_grad():
+        x = torch.randn(2, 2, K, dtype=BF16, device=CUDA)
+        want = module(x)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+        ) as seen:
+            module(x)
+            torch.cuda.synchronize()
+        launched = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        launched = [kernel for kernel in launched if "Fill" not in kernel]
+        assert any("aoquant_native::linear" in e.name for e in seen.events()), [e.name for e in seen.events()]
+        assert sum("encode_kernel" in kernel for kernel in launched) == (name in ("nvfp4", "fp8")), launched
+        assert len(launched) == 1 + (name in ("nvfp4", "fp8")), launched
+        assert want.shape == (2, 2, N)
+        shifted = torch.randn(4 * K + 1, dtype=BF16, device=CUDA)[1:].view(2, 2, K)
+        strided = torch.randn(2, 2, 2 * K, dtype=BF16, device=CUDA)[..., ::2]
+        for other in (shifted, strided):
+            other.copy_(x)
+            assert torch.equal(module(other), want)
+        assert torch.equal(module(x.view(4, K)), want.view(4, N)) and torch.equal(module(x[0, 0]), want[0, 0])
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "nvfp4", "fp8"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_a_compiler_sees_one_operator(name: str, bias: bool) -> None:
+    module, x = layer(name, bias), torch.randn(1, 3, K, dtype=BF16, device=CUDA)
+    graphs: list[Any] = []
+
+    def keep(graph: Any, given: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        run = torch.compile(module, fullgraph=True, backend=aot_autograd(fw_compiler=keep, inference_compiler=keep))
+        assert torch.equal(run(x), module(x))
+        called = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"]
+        assert called == ["aoquant_native.linear.default"], called
+        with backend("reference"):  # what is forced later rules
+            assert torch.equal(run(x), module(x))
+    assert len(graphs) == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "nvfp4", "nvfp4-weight"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_blocks_of_a_large_weight(name: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than a block of W's values is there at once, and y has the bits of the whole W's product."""
+    n, k = 14336, 4096
+    module = layer(name, bias, n, k)
+    for rows in (257, 1024):
+        x = torch.randn(rows, k, dtype=BF16, device=CUDA)
+        with torch.no_grad():
+            module(x)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            y = module(x)
+            peak = torch.cuda.max_memory_allocated() - before
+            rest = y.numel() * 2 + x.numel() * 2 + rows * (n * 4 if rows == 257 else 4) + (1 << 20)
+            assert peak <= tensor_cores._BLOCK + rest + (y.numel() * 2 if rows == 257 else 0), peak
+            with monkeypatch.context() as whole:
+                whole.setattr(tensor_cores, "_BLOCK", 1 << 40)
+                assert torch.equal(module(x), y)
+        assert torch.equal(module(x).detach(), y)  # under gradients
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_few_rows_of_fp8(dtype: torch.dtype) -> None:
+    """One-hot rows give the codes, NaN included; sums are within the bound of test_decode.py; a row does not know how
+    many there are.
+    """
+    f = get_format("fp8-row")
+    for n, k in ((264, 1152), (2048, 2048), (2200, 96), (5000, 4128), (40, 32), (14336, 512)):
+        torch.manual_seed(n)
+        w = torch.randn(n, k, device=CUDA) * torch.randn(n, 1, device=CUDA).exp() * 0.02
+        e = f.encode(w.to(dtype))
+        assert e.scale is not None
+        every = torch.arange(n * k, device=CUDA, dtype=torch.int32).to(torch.uint8).view(n, k)
+        every[every & 127 == 127] = 1
+        every[5, k // 2] = 0xFF
+        codes = e._replace(codes=every.view(torch.float8_e4m3fn), scale=torch.ones(n, 1, device=CUDA))
+        places = torch.tensor([*range(min(k, 70)), *range(k - 20, k)], device=CUDA)
+        for start in range(0, len(places), 16):
+            at = places[start : start + 16]
+            x = torch.zeros(len(at), k, device=CUDA, dtype=dtype).scatter_(1, at[:, None], 1.0)
+            y = product(f, codes, x)
+            want = codes.codes.to(dtype)[:, at].t()
+            without = torch.arange(n, device=CUDA) != 5  # there 0 * NaN is NaN
+            assert torch.equal(y[:, without], want[:, without]) and y[:, 5].isnan().all()
+        values = f.operand(e, dtype).double() * e.scale.double()
+        x = torch.randn(16, k, device=CUDA, dtype=dtype)
+        for bias in (None, torch.randn(n, device=CUDA).to(dtype)):
+            y = product(f, e, x, bias)
+            exact, magnitude = x.double() @ values.t(), x.double().abs() @ values.abs().t()
+            if bias is not None:
+                exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+            slack = magnitude * (k / 16 + 24) * 2.0**-23 + exact.abs() * torch.finfo(dtype).eps / 2
+            assert ((y.double() - exact).abs() <= slack * (1 + 2.0**-6) + torch.finfo(dtype).tiny).all(), (n, k)
+            for m in (1, 2, 7, 8, 9, 15):
+                assert torch.equal(product(f, e, x[:m], bias), y[:m]), (n, k, m)
+
+
+def product(f: Any, e: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    with backend("cuda-decode"):
+        return Call("aoquant", x, None, e, as_operand(f), bias, [x.shape[0]], x.dtype).run()
+
+
+def test_siblings_encode_many_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v do; another version of x, a new tensor, and the same layer again do not."""
+    layers = [layer("nvfp4") for _ in range(3)]
+    x = torch.randn(300, K, dtype=BF16, device=CUDA)
+    with torch.no_grad():
+        want = [q(x.clone()) for q in layers]
+        calls: list[int] = []
+        real = codec.encode_with_values
+        monkeypatch.setattr(codec, "encode_with_values", lambda *a, **k: calls.append(1) or real(*a, **k))
+        assert all(torch.equal(q(x), y) for q, y in zip(layers, want, strict=True)) and len(calls) == 1
+        assert all(torch.equal(q(x), y) for q, y in zip(layers, want, strict=True)) and len(calls) == 2
+        x.mul_(0.5)
+        half = [q(x) for q in layers]
+        assert len(calls) == 3 and not torch.equal(half[0], want[0])
+        assert torch.equal(layers[1](x.clone()), half[1]) and len(calls) == 4
+        with torch.inference_mode():
+            other = torch.randn(300, K, dtype=BF16, device=CUDA)
+            for q in layers:
+                q(other)
+        assert len(calls) == 7
+
+
+def test_operands_that_it_does_not_encode_are_left_to_others() -> None:
+    assert one_call.number("aoquant", Operand(get_format("nvfp4")), *_of(layer("nvfp4-weight")), BF16, 4) is None
+    assert one_call.number("aoquant", None, *_of(layer("nvfp4-weight")), torch.float32, 4) is None
+    assert one_call.number("aoquant", None, *_of(layer("nvfp4-weight")), BF16, 257) is None
+    assert one_call.number("aoquant", None, *_of(layer("nvfp4-weight")), BF16, 256) is not None
+
+
+def _of(module: PackedLinear) -> tuple[Operand, Any]:
+    weight: Any = module.weight
+    return weight.recipe.fprop_weight, weight.encoded

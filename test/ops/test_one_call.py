@@ -1,0 +1,135 @@
+"""The number that tells csrc's operator of a whole layer what to do, when there is one, and W in blocks, on a CPU."""
+
+from __future__ import annotations
+
+import re
+import struct
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from aoquant import get_format
+from aoquant.formats import as_operand
+from aoquant.ops import native, tiles
+from aoquant.ops.gemm import few_rows, one_call, tensor_cores
+
+BF16 = torch.bfloat16
+CSRC = Path(__file__).parents[2] / "csrc"
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the router would choose there, by role."""
+    chosen = {"gemm": "cuda-decode", "quantize": "cuda"}
+    monkeypatch.setattr(native, "why_not", lambda name: None)
+    monkeypatch.setattr(one_call, "runner", lambda request: SimpleNamespace(name=chosen[request.role]))
+    return chosen
+
+
+def number(weight: str, activation: str | None = None, m: int = 1, dtype: torch.dtype = BF16) -> int | None:
+    w_as, x_as = as_operand(get_format(weight)), None if activation is None else as_operand(get_format(activation))
+    e = w_as.encode(torch.randn(32, 256, dtype=BF16))
+    return one_call.number("aoquant", x_as, w_as, e, dtype, m)
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "format", "encodes", "group", "tile", "shift", "alternating"),
+    [
+        ("int4-g128", None, 0, 0, 128, 1, 0.0, False),
+        ("int4-g32", None, 0, 0, 32, 1, 0.0, False),
+        ("nvfp4", "nvfp4-row", 1, 1, 16, 1, 0.0, False),
+        ("mxfp4", None, 2, 0, 32, 1, 0.0, False),
+        ("gridflip-alternating", None, 3, 0, 16, 1, 0.25, True),
+        ("gridflip-c0.375-16x16", None, 3, 0, 16, 16, 0.375, False),
+        ("fp8-row", "fp8-row", 4, 2, 1, 1, 0.0, False),
+    ],
+)
+def test_fields(
+    weight: str,
+    activation: str | None,
+    format: int,
+    encodes: int,
+    group: int,
+    tile: int,
+    shift: float,
+    alternating: bool,
+    on_hopper: Any,
+) -> None:
+    """As csrc/linear.cu takes them apart."""
+    plan = number(weight, activation)
+    assert plan is not None and 0 <= plan < 1 << 63
+    assert (plan & 15, plan >> 4 & 15, 1 << (plan >> 8 & 31), 1 << (plan >> 13 & 7)) == (format, encodes, group, tile)
+    assert bool(plan >> 16 & 1) == alternating and struct.unpack("f", struct.pack("I", plan >> 20))[0] == shift
+    assert one_call.has_zero(plan) == weight.startswith("int4") and one_call.dtype_of(plan) == BF16
+    assert one_call.has_alpha(plan) == (not weight.startswith(("int4", "mxfp4")))
+    assert one_call.is_fp8(plan) == (weight == "fp8-row")
+    assert one_call.most_rows(plan) == few_rows.most_rows(few_rows.kind(get_format(weight)))
+
+
+def test_formats_are_numbered_as_in_the_sources() -> None:
+    text = (CSRC / "decode_call.cuh").read_text() + (CSRC / "encode_rows.cuh").read_text()
+    found = {name: int(value) for name, value in re.findall(r"([A-Z0-9_]+) = (\d+)[,\s}]", text)}
+    for how, name in {"int4": "INT4", "e4m3": "NVFP4", "e8m0": "MXFP4", "gridflip": "GRIDFLIP", "fp8": "FP8"}.items():
+        assert few_rows.CUDA_FORMATS[how] == found[name]
+    for format, value in native.ROW_FORMATS.items():
+        assert value == found[format.replace("-", "_").upper()]
+
+
+def test_only_what_the_router_would_choose(on_hopper: dict[str, str]) -> None:
+    assert number("int4-g128") is not None and number("nvfp4", "nvfp4-row") is not None
+    assert number("te-nvfp4") is None  # whose factor is made of the outer scale
+    assert number("mxfp8") is None and number("int4-g128", dtype=torch.float32) is None
+    assert number("nvfp4", "nvfp4") is None and number("nvfp4", "mxfp4") is None
+    on_hopper["quantize"] = "triton"
+    assert number("nvfp4", "nvfp4-row") is None and number("nvfp4") is not None
+    on_hopper["gemm"] = "triton-decode"
+    assert number("nvfp4") is None and number("int4-g128") is None
+
+
+def test_nothing_without_the_library() -> None:
+    if native.why_not("linear") is None:
+        pytest.skip("the library is here")
+    assert number("int4-g128") is None
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "nvfp4", "gridflip-16x16", "nvfp4-row"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_blocks_of_rows_give_the_product(name: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as with W whole: each block is multiplied by itself, and gets its own scales and bias."""
+    f, n, k, m = get_format(name), 1000, 128, 5
+    torch.manual_seed(0)
+    e, x = f.encode(torch.randn(n, k, dtype=BF16)), torch.randint(-3, 4, (m, k)).to(BF16)
+    b, alpha_x = torch.randn(n) if bias else None, torch.rand(m, 1) if name == "nvfp4" else None
+    monkeypatch.setattr(tensor_cores, "accumulate", lambda x, w, rounded: (x.double() @ w.double().t()).float())
+    want = tensor_cores._product(f, e)(x, alpha_x, b)
+    sizes: list[int] = []
+    decode = tensor_cores.codec.decode
+    monkeypatch.setattr(
+        tensor_cores.codec, "decode", lambda *a, **o: sizes.append(a[1].codes.shape[0]) or decode(*a, **o)
+    )
+    monkeypatch.setattr(tensor_cores, "_BLOCK", 300 * k * 2)
+    assert torch.equal(tensor_cores._product(f, e)(x, alpha_x, b), want)
+    assert sizes == [256, 256, 256, 232]
+
+
+def test_blocks_are_few_and_alike() -> None:
+    rows = tensor_cores._blocks(14336, 4096 * 2)
+    assert [r.stop - r.start for r in rows] == [7168, 7168]
+    assert tensor_cores._blocks(8192, 4096 * 2) == [slice(0, 8192)]
+    for n, row in ((14337, 8192), (128256, 8192), (100, 1 << 20), (7, 1 << 27)):
+        rows = tensor_cores._blocks(n, row)
+        assert rows[0].start == 0 and rows[-1].stop == n
+        assert all(a.stop == b.start and a.stop % 256 == 0 for a, b in pairwise(rows))
+        assert all((r.stop - r.start) * row <= max(1 << 26, 256 * row) for r in rows)
+
+
+def test_rows_of_a_tiled_weight() -> None:
+    f = get_format("gridflip-16x16")
+    e = f.encode(torch.randn(1000, 128, dtype=BF16))
+    values = f.operand(e, BF16)
+    for rows in (slice(0, 256), slice(768, 1000)):
+        assert torch.equal(f.operand(tiles.rows_of(f, e, rows), BF16), values[rows])
