@@ -62,7 +62,7 @@ bench: setup
 
 # The documentation site, into site/; a broken link or anchor is an error. Nothing is fetched.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: setup
 	$(BIN)/ruff check .

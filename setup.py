@@ -1,10 +1,10 @@
-"""What pyproject.toml cannot say: packages found by search, the evaluation's assets, and CUDA kernels where they can be built.
+"""The build beyond pyproject.toml: packages found by search, the evaluation's assets, CUDA kernels where nvcc is there.
 
 The evaluation's assets live in `eval/assets` and install as `aoquant.assets`, so that `aoquant run` finds them from a
 wheel as well as from a checkout: `importlib.resources.files("aoquant.assets")`.
 
-The kernels of `csrc/` are built when torch, with CUDA, can be imported while building and nvcc is there; `csrc/builder.py` says when
-and how. A build that has setuptools alone makes the same wheel as ever: pure Python.
+The kernels of `csrc/` are built when torch, with CUDA, can be imported while building and nvcc is there;
+`csrc/builder.py` says when and how. A build that has setuptools alone makes the same wheel as ever: pure Python.
 
     pip install --no-build-isolation .           # with kernels
     python setup.py build_ext --inplace          # kernels into this checkout

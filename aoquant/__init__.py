@@ -35,6 +35,7 @@ from aoquant.layers.fixed import fixed_weights
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import set_fake_quant, unprepare
+from aoquant.masters import Masters, quantized_model_init
 from aoquant.ops import backend
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.quantize import quantize_
@@ -67,6 +68,7 @@ __all__ = [
     "LinearRecipe",
     "MXFP4WeightConfig",
     "MXFP8WeightConfig",
+    "Masters",
     "NVFP4WeightConfig",
     "Packed4WeightConfig",
     "PackedTensor",
@@ -87,6 +89,7 @@ __all__ = [
     "packed_experts",
     "packed_linear",
     "quantize_",
+    "quantized_model_init",
     "refresh_",
     "report",
     "set_fake_quant",

@@ -1,4 +1,4 @@
-"""Errors on the command line: what they advise are its options.
+"""Errors on the command line: they advise its options instead of Python.
 
 Most errors come from the library, whose users write Python: "leave it out with filter_fn". A user of `aoquant run` has
 no filter_fn. The phrases that an error of the commands can hold are listed here with what does the same there.

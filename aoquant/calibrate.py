@@ -51,6 +51,11 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
         ValueError: forward_loop is neither; no layer holds scales; or naming each layer that the loop did not reach,
             or that saw nothing but zeros, NaN or Inf, or the first that got an input of a wrong width. The scales are
             what they were then.
+
+    Example:
+
+            quantize_(model, QATConfig(Int8WeightConfig(activation="int8-tensor-static"), step="prepare"))
+            calibrate(model, [batch_1, batch_2])
     """
     one = isinstance(forward_loop, Tensor | Mapping | str)  # iterating over these gives no batches
     if not callable(forward_loop) and (

@@ -28,8 +28,8 @@ def run(arguments: list[str]) -> Callable[..., None]:
     def command(**groups: Any) -> None:
         """Evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table.
 
-        Options can stand in a YAML file, as in `aoquant run config.yaml` or `aoquant run --config config.yaml`; what is
-        typed here wins over it. The same command again goes on where the last one stopped.
+        Options can stand in a YAML file, as in `aoquant run config.yaml` or `aoquant run --config config.yaml`;
+        an option typed here wins over it. The same command again goes on where the last one stopped.
         """
         options = job.Options(**{name: value for group in groups.values() for name, value in vars(group).items()})
         try:

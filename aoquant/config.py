@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from torchao.core.config import AOBaseConfig
 
 from aoquant import serving
+from aoquant._options import check_types, choice, group_size, rule_of
 from aoquant.formats import (
     MX,
     NVFP4,
@@ -44,15 +43,6 @@ STEPS = ("prepare", "convert")
 BACKWARD = {"quartet": "rht32+mxfp4-sr", "quartet2": "rht128+ms-eden"}  # named methods; any format's name will do
 SCHEMA = 1  # of checkpoints: raise it when older versions could not read what is written
 MX_RULES = ("rceil", "floor", "ceil", "even")  # torchao's
-# how messages call a type
-KINDS: dict[type, str] = {
-    bool: "True or False",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    Transform: "aoquant.Hadamard(size) or aoquant.WUSH(size)",
-    NoneType: "None",
-}
 
 
 @dataclass
@@ -100,7 +90,7 @@ class Int4WeightConfig(WeightConfig):
     activation: str | None = None
 
     def weight_format(self) -> Format | Operand:
-        return get_format(f"int4-g{_group('Int4WeightConfig', self.group_size)}")
+        return get_format(f"int4-g{group_size('Int4WeightConfig', self.group_size)}")
 
 
 @dataclass
@@ -117,13 +107,13 @@ class IntxWeightConfig(WeightConfig):
     mapping: str = "symmetric"
 
     def weight_format(self) -> Format:
-        mapping = _choice(self, "mapping", "symmetric", "noclip", "asymmetric")
+        mapping = choice(self, "mapping", "symmetric", "noclip", "asymmetric")
         least = 1 if mapping == "asymmetric" else 2
         if not least <= self.bits <= 8:
             raise ValueError(f"IntxWeightConfig: bits must be {least} to 8 with mapping={mapping!r}, got {self.bits}")
         if self.group_size is None:
             return Affine(self.bits, mapping=mapping)
-        return Affine(self.bits, "group", _group("IntxWeightConfig", self.group_size), mapping)
+        return Affine(self.bits, "group", group_size("IntxWeightConfig", self.group_size), mapping)
 
 
 @dataclass
@@ -134,7 +124,7 @@ class Int8WeightConfig(WeightConfig):
     activation: str | None = None
 
     def weight_format(self) -> Format:
-        return Affine(8, _choice(self, "granularity", "row", "tensor"), scales="float32")
+        return Affine(8, choice(self, "granularity", "row", "tensor"), scales="float32")
 
 
 @dataclass
@@ -153,8 +143,8 @@ class FP8WeightConfig(WeightConfig):
             self.activation = "fp8-1x128" if self.granularity == "block" else "fp8-row"
 
     def weight_format(self) -> Format:
-        element = _choice(self, "element", "e4m3", "e5m2")
-        if _choice(self, "granularity", "row", "tensor", "block") == "block":
+        element = choice(self, "element", "e4m3", "e5m2")
+        if choice(self, "granularity", "row", "tensor", "block") == "block":
             return Float8(element, "block", rows=128, cols=128)
         return Float8(element, self.granularity)
 
@@ -181,9 +171,9 @@ class MXFP4WeightConfig(WeightConfig):
             self.activation = "mxfp4" if isinstance(format, MX) else format.name
 
     def weight_format(self) -> Format | Operand:
-        numerics = _choice(self, "numerics", "ao", "xx", "qutlass")
+        numerics = choice(self, "numerics", "ao", "xx", "qutlass")
         rules = {"ao": (*MX_RULES, "quest"), "xx": ("absmax",), "qutlass": ("absmax", "quest")}
-        rule = _rule("MXFP4WeightConfig", rules, numerics, self.rule)
+        rule = rule_of("MXFP4WeightConfig", rules, numerics, self.rule)
         if rule in MX_RULES:
             return MX("e2m1", rule)
         return get_format("mxfp4-quest" if rule == "quest" else f"{numerics}-mxfp4")
@@ -199,8 +189,8 @@ class MXFP8WeightConfig(WeightConfig):
     transform: Transform | None = None
 
     def weight_format(self) -> Format:
-        element = _choice(self, "element", "e4m3", "e5m2")
-        return MX(element, _choice(self, "rule", *MX_RULES))
+        element = choice(self, "element", "e4m3", "e5m2")
+        return MX(element, choice(self, "rule", *MX_RULES))
 
 
 @dataclass
@@ -239,9 +229,9 @@ class NVFP4WeightConfig(WeightConfig):
             self.activation = "nvfp4-row" if same is None else same.name
 
     def weight_format(self) -> Format:
-        numerics = _choice(self, "numerics", "ao", "te", "xx", "qutlass")
+        numerics = choice(self, "numerics", "ao", "te", "xx", "qutlass")
         rules = {"ao": ("absmax", "search", "four_over_six"), **dict.fromkeys(("te", "xx", "qutlass"), ("absmax",))}
-        rule = _rule("NVFP4WeightConfig", rules, numerics, self.rule)
+        rule = rule_of("NVFP4WeightConfig", rules, numerics, self.rule)
         if rule == "four_over_six":
             if (self.outer, self.pts) != ("dynamic", None):
                 raise ValueError(
@@ -255,7 +245,7 @@ class NVFP4WeightConfig(WeightConfig):
                 f"got metric={self.metric!r}, tile={self.tile!r} with rule={rule!r}, numerics={numerics!r}"
             )
         outers = {"ao": ["dynamic", "static", "none"], "te": ["dynamic"]}.get(numerics, ["dynamic", "static"])
-        outer = _choice(self, "outer", *outers)
+        outer = choice(self, "outer", *outers)
         if numerics == "ao":
             return (NVFP4Search if rule == "search" else NVFP4)(outer, self.pts)
         if (outer == "static") != (self.pts is not None):
@@ -292,9 +282,7 @@ class GridFlipFP4WeightConfig(WeightConfig):
 
 @dataclass
 class PackedWeightConfig(WeightConfig):
-    """Any weight format, by name, with any activation format and GEMM contract: what a checkpoint says of its
-    `PackedTensor`s.
-    """
+    """Any weight format, by name, with any activation format and GEMM contract: a checkpoint's `PackedTensor`s."""
 
     weight: str
     activation: str | None = None
@@ -336,47 +324,6 @@ def backward_slots(backward: str | HybridConfig | None) -> dict[str, Any]:
     return dict.fromkeys(("dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input"), operand)
 
 
-def check_types(owner: str, kinds: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ValueError unless each of the given values has its kind, which is among `KINDS` or a union of them; others
-    are not checked.
-
-    True and False are no numbers here, though Python counts them as integers; an integer is a number.
-    """
-    for name, kind in kinds.items():
-        allowed = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-        if not KINDS.keys() >= set(allowed):
-            continue
-        got = given[name]
-        wide = (*allowed, int) if float in allowed else allowed
-        if not (bool in allowed if isinstance(got, bool) else isinstance(got, wide)):
-            raise ValueError(f"{owner}: {name} takes {' or '.join(KINDS[k] for k in allowed)}, got {got!r}")
-
-
-def _group(config: str, got: int) -> int:
-    if got < 1:
-        raise ValueError(f"{config}: group_size must be an integer of at least 1, got {got!r}")
-    return got
-
-
-def _rule(config: str, rules: Mapping[str, tuple[str, ...]], numerics: str, got: str) -> str:
-    """`got`, which has to be one of the rules of those numerics."""
-    if got not in rules[numerics]:
-        homes = [repr(n) for n, found in rules.items() if got in found]
-        raise ValueError(
-            f"{config}: with numerics={numerics!r}, rule must be one of {', '.join(rules[numerics])}, got {got!r}"
-            + (f", which goes with numerics={' or '.join(homes)}" if homes else "")
-        )
-    return got
-
-
-def _choice(config: WeightConfig, name: str, *allowed: str) -> str:
-    """A config's value of that name, which has to be one of `allowed`."""
-    got: str = getattr(config, name)
-    if got not in allowed:
-        raise ValueError(f"{type(config).__name__}: {name} must be one of {', '.join(allowed)}, got {got!r}")
-    return got
-
-
 @dataclass
 class QATConfig(AOBaseConfig):
     """Prepare a model for quantisation-aware training, or convert it afterwards. Takes torchao's arguments.
@@ -394,11 +341,17 @@ class QATConfig(AOBaseConfig):
         four of them, a `HybridConfig`, or None for high precision. "quartet" also sets straight_through="clipped", its
         trust mask, unless that is given.
     seed: of the random numbers that such a backward draws; by default a HybridConfig's own, or 0.
-    engine, gpu: what will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda":
+    engine, gpu: they will serve the model, "vllm" on "h100", "h200" or "b200", or "llama.cpp" on "cpu" or "cuda":
         prepare warns where it will compute something else than is trained (`aoquant.serving`).
 
     Raises:
         ValueError: the arguments do not go together.
+
+    Example:
+
+            QATConfig(NVFP4WeightConfig(), step="prepare", backward="quartet2")
+            QATConfig(weight_config="intx4-g32", activation_config="int8-row")
+            QATConfig(step="convert")
     """
 
     base_config: AOBaseConfig | None = None

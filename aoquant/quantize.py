@@ -80,6 +80,11 @@ def quantize_(
     On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a
     load), and convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is
     loaded in the same way.
+
+    Example:
+
+            quantize_(model, QATConfig("int4-g32", step="prepare"))   # then train, then step="convert"
+            quantize_(model, "int4-g32")                              # or at once, without training
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -303,7 +308,7 @@ def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> N
 
 
 def _instead(operand: Operand) -> str:
-    """What to do, before leaving it out, about a weight that is too small for the scales of `operand`."""
+    """Advice for a weight that is too small for the scales of `operand`, before leaving it out."""
     base = operand.format
     if isinstance(base, MXFP4Dialect) and base.tiny:
         return "use MXFP4WeightConfig() as it is, whose scales follow the largest value of a block down to 2^-127, or "

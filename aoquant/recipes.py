@@ -52,8 +52,8 @@ from aoquant.transforms import WUSH, Hadamard
 class Recipe:
     """name: for the command line. make: builds the PTQ config. about: what the converted layer is.
 
-    training: how a model is trained towards it, as arguments of `QATConfig`. experts: it takes experts alone, and a model
-    without any has nothing to quantise.
+    training: how a model is trained towards it, as arguments of `QATConfig`. experts: it takes experts alone, and a
+    model without any has nothing to quantise.
     """
 
     name: str

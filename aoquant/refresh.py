@@ -28,7 +28,7 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
 
     Raises:
         ValueError: the two do not belong together: names, shapes, formats, or constant activation scales, which are
-        part of the copy's compiled code. Nothing is changed then.
+            part of the copy's compiled code. Nothing is changed then.
     """
     if experts := [name for name, m in prepared.named_modules() if isinstance(m, QATExperts)]:
         raise ValueError(f"{experts[0]}: stacked experts are not refreshed in place: convert a copy of the model again")

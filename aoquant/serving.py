@@ -24,7 +24,7 @@ def check(engine: str, gpu: str | None) -> None:
 
 
 def differences(recipe: LinearRecipe, engine: str, gpu: str | None = None) -> list[str]:
-    """What `engine` on `gpu` (None: any) will compute otherwise than `recipe` trains. Empty: nothing that is known.
+    """Known differences between `engine` on `gpu` (None: any) and what `recipe` trains, empty for none.
 
     Raises:
         ValueError: an engine or a GPU that nothing is known about.

@@ -6,14 +6,14 @@ strings, what to do with them: the weight's format, the activation's format and 
 therefore runs the same two operations with the same arguments as the prepared layer did: that is contract C2. Serving
 engines that keep nothing but weight tensors keep everything.
 
-Field names are the ones that HF's loader knows; the outer scale is stored per row, (N, 1), because loaders narrow and copy fused
-q/k/v shards row by row and a 0-d scale would be overwritten by the last of them.
+Field names are the ones that HF's loader knows; the outer scale is stored per row, (N, 1), because loaders narrow and
+copy fused q/k/v shards row by row and a 0-d scale would be overwritten by the last of them.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,18 +24,20 @@ from torchao.utils import TorchAOBaseTensor
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
 from aoquant.layers.embedding import looked_up
-from aoquant.layers.linear import LinearRecipe, check_device, quantized_linear
+from aoquant.layers.linear import LinearRecipe, check_device, check_dtype, quantized_linear
 from aoquant.layers.plan import Plan
 
 aten = torch.ops.aten
+P = TypeVar("P", bound="PackedTensor")
 _PLAN, _FLAT = "_plan", "_flattened"  # what a tensor remembers of itself: made when asked for, never copied or stored
 
 
 class PackedTensor(TorchAOBaseTensor):
     """A quantised (N, K) weight.
 
-    qdata: packed codes (N, bytes). scale, zero_point: (N, G), (N, 1) or (1, 1), or None. per_tensor_scale: (N, 1) float32 outer
-    scale, or None. act_pre_scale: (K / size, size, size) bf16, the T of a fitted transform of the activations, or None.
+    qdata: packed codes (N, bytes). scale, zero_point: (N, G), (N, 1) or (1, 1), or None. per_tensor_scale: (N, 1)
+    float32 outer scale, or None. act_pre_scale: (K / size, size, size) bf16, the T of a fitted transform of the
+    activations, or None.
     format, activation, contract: names; activation "" is high precision. k: K. dtype: what the weight was.
     """
 
@@ -61,10 +63,8 @@ class PackedTensor(TorchAOBaseTensor):
         contract: str,
         k: int,
         dtype: torch.dtype,
-        scale: Tensor | None = None,
-        zero_point: Tensor | None = None,
-        per_tensor_scale: Tensor | None = None,
-        act_pre_scale: Tensor | None = None,
+        *parts: Tensor | None,
+        **named_parts: Tensor | None,
     ) -> PackedTensor:
         shape = (qdata.shape[0], k)
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
@@ -94,7 +94,7 @@ class PackedTensor(TorchAOBaseTensor):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and stored."""
+        """The attributes to copy and store."""
         return {name: value for name, value in self.__dict__.items() if name not in (_PLAN, _FLAT)}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
@@ -114,7 +114,7 @@ class PackedTensor(TorchAOBaseTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """F.linear without gradients first: it is what serving a model consists of, and the tables of torchao cost as much again."""
+        """F.linear without gradients first: serving calls little else, and torchao's tables would double its cost."""
         if func is F.linear and not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and not kwargs:
             w, bias = args[1], args[2] if len(args) == 3 else None
             if type(w) is PackedTensor and (y := w.plan.product(args[0], bias)) is not None:
@@ -149,7 +149,7 @@ class PackedTensor(TorchAOBaseTensor):
 
     @property
     def weight_format(self) -> Format | Operand:
-        """What `get_format` gives for `format`: a format, or an operand with its transform."""
+        """The format, or the operand with its transform, that `format` names."""
         operand = self.recipe.fprop_weight
         return operand.format if operand.transform is None else operand
 
@@ -159,7 +159,10 @@ class PackedTensor(TorchAOBaseTensor):
         return recipe_named(self.format, self.activation, self.contract)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """(N, K) values in `dtype`, by default the weight's own: what the layer multiplies its input by, W' T behind a transform."""
+        """(N, K) values that the layer multiplies its input by, W' T behind a transform.
+
+        dtype: of the values; by default the weight's own.
+        """
         recipe, dtype = self.recipe, dtype or self.dtype
         if recipe.transform is None:
             return self.weight_format.decode(self.encoded, dtype)
@@ -174,7 +177,7 @@ class PackedTensor(TorchAOBaseTensor):
         return f"shape={tuple(self.shape)}, dtype={self.dtype}, {self.recipe}"
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for torch's compile cache: everything but the numbers."""
+        """The key of torch's compile cache: everything that compiled code depends on, so all but the numbers."""
         inner = [t if t is None else (t.dtype, tuple(t.shape), t.stride(), str(t.device)) for t in _tensors(self)]
         return repr(
             (ops.schemas(), self.format, self.activation, self.contract, self.k, self.dtype, self.requires_grad, inner)
@@ -183,10 +186,18 @@ class PackedTensor(TorchAOBaseTensor):
     def _with(
         self, tensors: list[Tensor | None], k: int | None = None, dtype: torch.dtype | None = None
     ) -> PackedTensor:
-        qdata, *rest = tensors
+        """A tensor like this one with other parts, in `_tensors`' order."""
+        return self._like(PackedTensor, tensors, k, dtype)
+
+    def _like(
+        self, cls: type[P], tensors: list[Tensor | None], k: int | None, dtype: torch.dtype | None, **more: Any
+    ) -> P:
+        """A `cls` with this one's names, and its k and dtype unless others are given. more: attributes of `cls`."""
+        qdata, *parts = tensors
         assert qdata is not None
-        names = (self.format, self.activation, self.contract)
-        return PackedTensor(qdata, *names, self.k if k is None else k, dtype or self.dtype, *rest)
+        names = self.format, self.activation, self.contract
+        named: Any = more | dict(zip(PackedTensor.optional_tensor_data_names, parts, strict=True))
+        return cls(qdata, *names, self.k if k is None else k, dtype or self.dtype, **named)
 
 
 @torch.compiler.assume_constant_result
@@ -215,13 +226,15 @@ def _linear(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise ValueError(
             "only the weight of a linear layer can be a PackedTensor: call dequantize() on the other operand"
         )
+    if x.dtype in FLOAT_DTYPES:  # others are refused below
+        check_dtype(x, w.dtype, w.contract)
     held = None if w.act_pre_scale is None else Scales(transform=w.act_pre_scale)
     return quantized_linear(x, w.encoded, bias, w.recipe, held)
 
 
 @PackedTensor.implements_torch_function([F.embedding])
 def _embedding(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
-    """Rows of the weight. padding_idx, sparse and scale_grad_by_freq are about gradients, and packed codes have none."""
+    """Rows of the weight. padding_idx, sparse and scale_grad_by_freq concern gradients, which codes do not have."""
 
     def bound(
         input: Tensor,
@@ -260,7 +273,7 @@ def _view(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @PackedTensor.implements_torch_function([Tensor.storage])
 def _storage(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """What safetensors asks at last of a tensor that it takes for plain memory, on its own or for a model's `save_pretrained`."""
+    """safetensors calls this when it takes a tensor for plain memory, by itself or in a model's `save_pretrained`."""
     raise ValueError(
         "a PackedTensor is several tensors, which safetensors cannot write as one: save the model with aoquant.save_pretrained(model, directory), or "
         "its state_dict with torch.save"
@@ -286,7 +299,7 @@ def _to_copy(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @PackedTensor.implements([aten.copy_.default])
 def _copy_(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Between packed tensors of one recipe and shape; anything else would have to round, or forget that it was rounded."""
+    """Copies between packed tensors of one recipe and shape; any other copy would round, or undo a rounding."""
     to, source = args[0], args[1]
     if not isinstance(to, PackedTensor):
         raise ValueError(
@@ -338,13 +351,13 @@ def _equal(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _layout(packed: PackedTensor) -> tuple[Any, ...]:
-    """What two packed tensors must share for one's bytes to mean the same in the other."""
+    """The facts that two packed tensors must share for one's bytes to mean the same in the other."""
     return packed._quantization_type(), *((t.shape, t.dtype) if t is not None else None for t in _tensors(packed))
 
 
 @PackedTensor.implements([aten.empty_like.default])
 def _empty_like(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
-    """The same layout, uninitialised, on another device: what `to_empty` asks of a skeleton on meta before a load fills it."""
+    """The same layout, uninitialised, on another device: `to_empty` makes it of a skeleton on meta before a load."""
     packed: PackedTensor = args[0]
     device = kwargs.get("device") or packed.device
     return packed._with([None if t is None else torch.empty_like(t, device=device) for t in _tensors(packed)])
@@ -352,7 +365,7 @@ def _empty_like(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 @PackedTensor.implements([aten.slice.Tensor])
 def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
-    """Rows anywhere; columns at multiples of the scale block and of a whole byte. Views, as loaders need to copy into them."""
+    """Rows anywhere; columns at multiples of the scale block and of a byte. Views, since loaders copy into them."""
     packed: PackedTensor = args[0]
     given: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
     dim, start, end, step = given

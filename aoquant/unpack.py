@@ -34,7 +34,7 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
 
     Raises:
         ValueError: no linear layer is packed; a layer's format cannot hold its scales; or a layer's values do not give
-        its codes again. The model is unchanged then.
+            its codes again. The model is unchanged then.
     """
     if scales not in ("static", "learned"):
         raise ValueError(

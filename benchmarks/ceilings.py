@@ -6,9 +6,12 @@ Needs a CUDA device and `ncu` with access to the counters. Encodes an 8192 x 409
 the three whose encoding is slowest against a copy in results/speed_encode.csv, and profiles every kernel of it with
 cold caches. Writes benchmarks/results/ceilings_<gpu>.txt.
 
-    us           time of the kernel, clocks as they are        must, moved   MB that have to move, each value once, and that DRAM moved
-    of copy      must / us against a copy of the same matrix   dram, issue   % of the peak: DRAM throughput, issue slots of the schedulers
-    alu fma xu   % of each pipe's peak                         warps         % of the most warps that could be resident
+    us           time of the kernel, clocks as they are
+    must, moved  MB that have to move, each value once, and that DRAM moved
+    of copy      must / us against a copy of the same matrix
+    dram, issue  % of the peak: DRAM throughput, issue slots of the schedulers
+    alu fma xu   % of each pipe's peak
+    warps        % of the most warps that could be resident
     regs, inst   registers of a thread; instructions of a thread for each value of the matrix
     stalls       what a warp waits for between two of its instructions, in issue cycles, the two longest
 """

@@ -12,8 +12,8 @@ converted in dB; "raises" where the converted layer does.
 
     routed       the backend that the router takes, as users train
     reference    the same layer in plain PyTorch, float32 sums: what a machine without the kernel computes
-    other bytes  where torchao's own `quantize_` stores other codes than ours here (with mslk installed it takes MSLK's quantiser for
-                weights of Float8WeightOnlyConfig), "routed" is against ours, and this against torchao's
+    other bytes  where torchao's own `quantize_` stores other codes than ours here (with mslk installed it takes MSLK's
+                 quantiser for weights of Float8WeightOnlyConfig), "routed" is against ours, and this against torchao's
     torchao      torchao's own prepare against its own convert, where it has one, at the M's of the table
 
 The exit code is 1 unless every routed cell is "=" or "raises".

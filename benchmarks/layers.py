@@ -4,11 +4,11 @@ A step is forward and backward of one linear layer, 8192 tokens. The variants of
 are interleaved with nn.Linear, so that a ratio is taken within the rounds that it is about. "compiled" is
 `torch.compile` in its default mode, and for our layers as one graph. More numbers beside the time:
 
-    cpu_ms        what the host needs to issue a step while the GPU is behind: a step cannot be faster than that without CUDA graphs
+    cpu_ms        what the host needs to issue a step while the GPU is behind: without CUDA graphs no step is faster
     isolated_ms   a step that starts on an idle GPU and waits for it: the time with a part of cpu_ms in it
     peak_MiB      what a step allocates at most, beyond what lived before it
-    one_thread_*  time, ratio and cpu_ms again, with backward in the thread that calls it (`torch.autograd.set_multithreading_enabled(False)`)
-                  instead of PyTorch's own, for nn.Linear too
+    one_thread_*  time, ratio and cpu_ms again, with backward in the thread that calls it instead of PyTorch's own
+                  (`torch.autograd.set_multithreading_enabled(False)`), for nn.Linear too
 
 Nothing is timed unless prepared layers equal converted ones, and compiled steps eager ones, bit for bit: y, dx and dW.
 torchao's QAT runs where it runs; elsewhere the row says what it raised. Its MX formats have an emulation, which is what

@@ -3,7 +3,7 @@
 That is: a training step, `model.generate`, the prefill of a long prompt, peak memory, and the conversion of a model.
 
     python benchmarks/model.py [train] [generate] [prefill] [convert] [--recipes ...] [--torchao ...] [--limit SECONDS]
-    torchrun --nproc-per-node 4 benchmarks/model.py train --layers 16
+    torchrun --nproc-per-node 4 benchmarks/model.py train --layers 16 [--recipes fp8-hybrid --gather codes]
 
 Models are Llamas with random weights, tokens are random. Every row is a ratio to the same model in bf16, timed in turns
 with it (beside.py); a variant that a library or a GPU refuses has the reason in its row. Rows are appended to
@@ -35,7 +35,7 @@ from model_train import OPTIMIZERS, Training, step_of
 
 PARTS = ("train", "generate", "prefill", "convert")
 RECIPES = {
-    "train": ("int4-g128", "nvfp4", "mxfp4", "mxfp8", "fp8"),
+    "train": ("int4-g128", "nvfp4", "mxfp4", "mxfp8", "torchao-fp8"),
     "serve": ("int4-g128", "nvfp4-weight", "nvfp4", "fp8"),
 }
 PEERS = {
@@ -79,6 +79,7 @@ def parse() -> argparse.Namespace:
     )
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--compile", choices=("blocks", "whole"), default="blocks", help="what a compiled training step compiles")
+    add("--gather", choices=("bf16", "codes"), default="bf16", help="what FSDP2 gathers of aoquant's weights")
     add("--rounds", type=int, default=5)
     add("--limit", type=float, default=0, metavar="SECONDS", help="after this, nothing new is begun")
     add("--out", type=Path, default=Path(__file__).resolve().parent / "results")
@@ -137,8 +138,11 @@ def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) ->
         for how in hows(args, ("eager", "compiled")):
             torch._dynamo.reset()
             backend = "aot_eager" if args.quick else "inductor"
-            of = Training(size, batch, tokens, args.optimizer, how, args.compile, backend, bool(args.world), device)
-            way = "eager" if how == "eager" else f"compiled {args.compile}"
+            codes = bool(args.world) and args.gather == "codes"
+            of = Training(
+                size, batch, tokens, args.optimizer, how, args.compile, backend, bool(args.world), codes, device
+            )
+            way = ("eager" if how == "eager" else f"compiled {args.compile}") + (", codes gathered" if codes else "")
             columns = named(
                 "fsdp2" if args.world else "train",
                 way,

@@ -2,7 +2,8 @@
 
 "compiled" compiles each decoder layer (as torchtitan does), or the whole model; the optimiser is PyTorch's fused AdamW
 with moments in bf16, or plain SGD. It runs on one GPU, or sharded by FSDP2 under torchrun: every rank has tokens of its
-own, each decoder layer is one unit of `fully_shard`, and the clock waits for all ranks.
+own, each decoder layer is one unit of `fully_shard`, and the clock waits for all ranks. With `codes` the ranks gather
+aoquant's weights as codes, where that is less than bf16.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from beside import Run
-from llamas import Size, build, prepare
+from llamas import TORCHAO, Size, build, prepare
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from transformers import LlamaForCausalLM
+
+from aoquant.integrations.distributed import quantized_all_gather
 
 OPTIMIZERS = ("adamw", "sgd")
 
@@ -36,6 +39,7 @@ class Training:
     compile: str
     backend: str
     sharded: bool
+    codes: bool
     device: torch.device
 
 
@@ -59,6 +63,8 @@ def step_of(training: Training, variant: str) -> Run:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if training.codes and not variant.startswith(TORCHAO):
+            quantized_all_gather(model)
     optimizer = optimizer_of(training, model)
     torch.manual_seed(1 + (dist.get_rank() if training.sharded else 0))
     ids = torch.randint(training.size.vocabulary, (training.batch, training.tokens), device=training.device)

@@ -1,6 +1,7 @@
 """One small Llama trained from scratch under several recipes: held-out losses, compared run by run.
 
-    python benchmarks/pretrain_recipes.py --text mix.txt.xz --validation held_out.txt --out DIR --steps 3000 --seeds 3 --jobs 6
+    python benchmarks/pretrain_recipes.py --text mix.txt.xz --validation held_out.txt --out DIR \\
+        --steps 3000 --seeds 3 --jobs 6
 
 The model and its training are `eval/pretrain.py`'s. The text is encoded once and kept in DIR/corpus.pt, which a later
 call takes as it is.

@@ -135,7 +135,7 @@ def gate_format(name: str) -> bool:
             ok &= same(codec.encode(fmt, x), e)
             for operand in () if name in TRANSFORMED else (True, False):
                 values = fmt.operand(e, BF16) if operand else fmt.decode(e, BF16)
-                both = codec.quantize(fmt, x, BF16, operand=operand, keep=True)
+                both = codec.encode_with_values(fmt, x, BF16, operand=operand, keep=True)
                 ok &= same(both[0], e) and same(both[1], values)
                 with backend("triton"):
                     ok &= same(codec.decode(fmt, e, BF16, operand=operand), values)
@@ -177,10 +177,10 @@ def measure_encode(rounds: int) -> list[Row]:
             ("encode", lambda i, f=fmt: codec.encode(f, xs[i]), nbytes(xs[0], encoded[0])),
             (
                 "quantize",
-                lambda i, f=fmt: codec.quantize(f, xs[i], BF16, operand=True, keep=True),
+                lambda i, f=fmt: codec.encode_with_values(f, xs[i], BF16, operand=True, keep=True),
                 nbytes(xs[0], xs[0], encoded[0]),
             ),
-            ("values", lambda i, f=fmt: codec.quantize(f, xs[i], BF16), nbytes(xs[0], xs[0])),
+            ("values", lambda i, f=fmt: codec.encode_with_values(f, xs[i], BF16), nbytes(xs[0], xs[0])),
             ("decode", lambda i, f=fmt, e=encoded: codec.decode(f, e[i], BF16), nbytes(xs[0], encoded[0])),
         ):
             runs[f"{what} {name}"], moved[f"{what} {name}"] = graph(run, len(xs)), size

@@ -1,6 +1,7 @@
 """How much of PTQ's loss does QAT win back on real text? The table of docs/results.md.
 
-    python eval/recover.py --wikitext DIR --train-text wikitext2_train.txt.xz --recipes nvfp4 mxfp4 int4-g32 --seeds 0 1 2 --out DIR
+    python eval/recover.py --wikitext DIR --train-text wikitext2_train.txt.xz --out DIR \\
+        --recipes nvfp4 mxfp4 int4-g32 --seeds 0 1 2
 
 For each recipe the float model and its PTQ are scored once on WikiText-2's test pages; then every seed and loss ("kl"
 to the float model, or "ce") fine-tunes the prepared model and scores what convert leaves. The float model fine-tuned by

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-Runs over NCCL where there is a GPU for each rank, else over gloo on CPUs. Codes and scales are those of the whole weight, however it is
-cut: rank 0 quantises an unsharded copy at the end and compares.
+Runs over NCCL where there is a GPU for each rank, else over gloo on CPUs. Codes and scales are those of the whole
+weight, however it is cut: rank 0 quantises an unsharded copy at the end and compares.
 """
 
 import copy

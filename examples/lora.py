@@ -2,8 +2,8 @@
 
     python examples/lora.py
 
-1. Prepare, add adapters, train: the forward computes fake_quantize(W + s B A), so merging and converting changes nothing.
-2. Quantise at once (PTQ), add adapters, train: the codes stay as they are, and adapter and codes are deployed side by side (QLoRA).
+1. Prepare, add adapters, train: forward computes fake_quantize(W + s B A), so merging and converting changes nothing.
+2. Quantise at once (PTQ), add adapters, train: the codes stay, and are deployed beside the adapter (QLoRA).
 """
 
 import torch

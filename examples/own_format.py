@@ -2,10 +2,10 @@
 
     python examples/own_format.py
 
-A format is a frozen dataclass: `measure` finds scales, `quantize` rounds under them, `operand` is what a GEMM multiplies. These three
-are enough to prepare, train, convert and run; `saturated` and `floored` let the report count what a weight loses.
+A format is a frozen dataclass: `measure` finds scales, `quantize` rounds under them, a GEMM multiplies `operand`;
+warnings and reports count by `saturated` and `floored`. `register_format` asks for these, `name` and `bits`.
 
-    s = mean |x| of a group;   code = clamp(rn(x / s), -1, 1);   value = code * s          (BitNet b1.58's rule, per group)
+    s = mean |x| of a group;   code = clamp(rn(x / s), -1, 1);   value = code * s      (BitNet b1.58, per group)
 """
 
 from dataclasses import dataclass

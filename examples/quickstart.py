@@ -2,8 +2,8 @@
 
     python examples/quickstart.py
 
-The model copies patterns: a made-up task that a CPU learns in seconds. What is printed shows the point of the library: converting
-moves no output by a bit.
+The model copies patterns: a made-up task that a CPU learns in seconds. What is printed shows the point of the library:
+converting moves no output by a bit.
 """
 
 import copy

@@ -2,8 +2,8 @@
 
     python examples/trainer.py [FOLDER]
 
-The model is a tiny one with random weights, so that nothing is downloaded; put `AutoModelForCausalLM.from_pretrained(...)` in its
-place. The Trainer needs no change. The callback keeps the first steps in high precision and logs how far weights are from their codes.
+The model is tiny, with random weights: put `AutoModelForCausalLM.from_pretrained(...)` in its place. The Trainer needs
+no change. The callback keeps the first steps in high precision and logs how far weights are from their codes.
 """
 
 import sys

@@ -2,13 +2,17 @@
 
     python -m mutation --workers 16 --minutes 8      # or `make mutate`; run it again and it goes on where it stopped
     python -m mutation --again                       # the survivors too, after new tests
-    python -m mutation --shard 1/4                   # every fourth mutant, for one of four machines; then once without, for all
+    python -m mutation --shard 1/4                   # every fourth mutant, for one of four machines
+                                                     # afterwards once without --shard, for all
     python -m mutation --list                        # the tests, how long each takes unmutated, and what is drawn
 
 A sample of `--number` mutants is drawn from the files of `near.py`. A mutant's place in the sample depends on `--seed`
-and on its own line alone, so a change elsewhere leaves the sample as it was. Tests that fail or find nothing to do
-without a mutant are left out, and named. A mutant that runs five times as long as the tests do without it, and 30
-seconds more, counts as killed.
+and on its own line alone, so a change elsewhere leaves the sample as it was. The tests run twice without a mutant:
+those that fail then are left out, one by one, and named. A mutant is killed by a test that fails twice with it and then
+passes without it (pool.py); one that runs five times as long as the tests do without it, and 30 seconds more, counts as
+killed too. A failure that does not come again is "unsteady" and counts as survived.
+
+`tests` in the results: the test that killed the mutant, or all that it survived.
 
 Results: mutation.csv (a row for each mutant), mutation_score.csv and mutation_survivors.csv, in benchmarks/results or
 `--out`.
@@ -29,16 +33,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .equivalent import EQUIVALENT
 from .near import tests_near
 from .operators import Mutant, compiles, mutants
-from .pool import KILLED, ROOT, SURVIVED, TIMEOUT, Job, Pool, prepare
+from .pool import BROKEN, KILLED, ROOT, SURVIVED, TIMEOUT, UNSTEADY, Job, Pool, prepare
 
 COLUMNS = ("id", "file", "line", "operator", "before", "after", "outcome", "seconds", "tests")
 EQUIVALENT_OUTCOME = "equivalent"
 GRACE, TIMES = 30.0, 5.0  # a mutant's time: seconds, and multiples of what its tests take without it
+
+
+class Healthy(NamedTuple):
+    """A line of near.py that passes without a mutant: its seconds, and node ids that do not."""
+
+    seconds: float
+    without: tuple[str, ...]
 
 
 def main() -> None:
@@ -61,19 +72,20 @@ def main() -> None:
         prepare()
         with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
             pool: Pool[Any] = Pool(Path(folder), options.workers)
-            seconds = _baseline(pool, {t for m in left for t in tests_near(m.file)})
+            healthy = _baseline(pool, {t for m in left for t in tests_near(m.file)})
             if options.list:
                 for mutant in left:
                     print(
                         f"{mutant.file}:{mutant.line}: {mutant.operator}\n    - {mutant.before}\n    + {mutant.after}"
                     )
                 return
-            for row in _run(pool, left, seconds, deadline):
+            for row in _run(pool, left, healthy, deadline):
                 rows.append(row)
                 _write(results, rows)
-                if row["outcome"] == SURVIVED:
+                if row["outcome"] in (SURVIVED, UNSTEADY):
                     print(
-                        f"survived {row['file']}:{row['line']}\n    - {row['before']}\n    + {row['after']}", flush=True
+                        f"{row['outcome']} {row['file']}:{row['line']}\n    - {row['before']}\n    + {row['after']}",
+                        flush=True,
                     )
     _write(results, rows)
     summarize(rows, options.out, results.stem)
@@ -101,7 +113,7 @@ def identity(mutant: Mutant, seed: int = 0) -> str:
 
 
 def _stands(row: dict[str, str], options: argparse.Namespace) -> bool:
-    return not (options.again and row["outcome"] == SURVIVED)
+    return row["outcome"] != UNSTEADY and not (options.again and row["outcome"] == SURVIVED)
 
 
 def _settle(rows: list[dict[str, str]], left: list[Mutant]) -> list[Mutant]:
@@ -123,33 +135,41 @@ def _settle(rows: list[dict[str, str]], left: list[Mutant]) -> list[Mutant]:
     return [m for m in left if (m.file, m.before, m.after) not in known]
 
 
-def _baseline(pool: Pool[Any], tests: Iterable[str]) -> dict[str, float]:
-    """Seconds of each test file without a mutant; those that fail are left out."""
-    seconds = {}
-    for done in pool.run(Job(t, (t,), 300) for t in sorted(tests)):
-        if done.outcome == SURVIVED:
-            seconds[done.of] = done.seconds
-            print(f"{done.seconds:6.1f} s  {done.of}", flush=True)
-        else:
+def _baseline(pool: Pool[Any], names: Iterable[str]) -> dict[str, Healthy]:
+    """The lines of near.py that pass without a mutant, in two runs; what fails in either is named and left out."""
+    healthy, lost = dict[str, Healthy](), set[str]()
+    names = sorted(names)
+    for done in pool.run(Job(t, (t,), 300) for t in [*names, *names]):
+        known = healthy.get(done.of, Healthy(0.0, ()))
+        if done.outcome == KILLED and done.failed and all("::" in name for name in done.failed):
+            print(f"left out, fails without a mutant: {', '.join(done.failed)}\n{done.log[-1500:]}", flush=True)
+        elif done.outcome != SURVIVED:
+            lost.add(done.of)
             print(f"left out, {done.outcome} without a mutant: {done.of}\n{done.log[-1500:]}", flush=True)
-    return seconds
+        without = tuple(sorted({*known.without, *done.failed}))
+        healthy[done.of] = Healthy(max(known.seconds, done.seconds), without)
+    for name, test in sorted(healthy.items()):
+        print(f"{test.seconds:6.1f} s  {name}", flush=True)
+    return {name: test for name, test in healthy.items() if name not in lost}
 
 
-def _run(pool: Pool[Any], left: list[Mutant], seconds: dict[str, float], deadline: float) -> Iterator[dict[str, str]]:
+def _run(pool: Pool[Any], left: list[Mutant], healthy: dict[str, Healthy], deadline: float) -> Iterator[dict[str, str]]:
     def jobs() -> Iterator[Job[tuple[Mutant, tuple[str, ...]]]]:
         for m in left:
-            tests = tuple(t for t in tests_near(m.file) if t in seconds)
+            tests = tuple(t for t in tests_near(m.file) if t in healthy)
             if not tests:
                 print(f"no test left for {m.file}")
             elif time.monotonic() < deadline:
-                limit = GRACE + TIMES * sum(seconds[t] for t in tests)
+                limit = GRACE + TIMES * sum(healthy[t].seconds for t in tests)
                 source = m.apply((ROOT / "aoquant" / m.file).read_bytes())
-                yield Job((m, tests), tests, limit, m.file, source)
+                without = tuple(name for t in tests for name in healthy[t].without)
+                yield Job((m, tests), tests, limit, m.file, source, without)
 
     for done in pool.run(jobs()):
         mutant, tests = done.of
-        # pytest that breaks did not pass: the mutant broke what it needs to start
-        yield _row(mutant, done.outcome if done.outcome in (SURVIVED, TIMEOUT) else KILLED, done.seconds, tests)
+        # broken twice, and not without the mutant: it broke what pytest needs to start
+        outcome = KILLED if done.outcome == BROKEN else done.outcome
+        yield _row(mutant, outcome, done.seconds, done.failed[:1] if outcome == KILLED and done.failed else tests)
 
 
 def _row(m: Mutant, outcome: str, seconds: float, tests: tuple[str, ...]) -> dict[str, str]:
@@ -164,14 +184,15 @@ def summarize(rows: list[dict[str, str]], folder: Path, stem: str) -> None:
     for name in [*groups, "all"]:
         counts = Counter(row["outcome"] for row in rows if name in (row["file"].partition("/")[0], "all"))
         killed = counts[KILLED] + counts[TIMEOUT]
-        total = killed + counts[SURVIVED]
+        survived = counts[SURVIVED] + counts[UNSTEADY]
+        total = killed + survived
         score = f"{100 * killed / total:.1f}" if total else ""
         values = (
             name,
             sum(counts.values()),
             killed,
             counts[TIMEOUT],
-            counts[SURVIVED],
+            survived,
             counts[EQUIVALENT_OUTCOME],
             score,
         )
@@ -187,7 +208,7 @@ def summarize(rows: list[dict[str, str]], folder: Path, stem: str) -> None:
     )
     with open(folder / f"{stem}_score.csv", "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([head, *table])
-    _write(folder / f"{stem}_survivors.csv", [row for row in rows if row["outcome"] == SURVIVED])
+    _write(folder / f"{stem}_survivors.csv", [row for row in rows if row["outcome"] in (SURVIVED, UNSTEADY)])
     for line in (head, *table):
         print("  ".join(cell.ljust(12) for cell in line))
 

@@ -22,7 +22,9 @@ _CARRY = (
     "|q s| < 2^(e - 13)), nor with float32's (2^(e - 24), 2^(e - 26)). With float16's 1288 of 2^20 pairs of mantissas, over all q and signs, "
     "do lose a bit; it lies far from any midpoint, and each of them rounds to the same float16 and bfloat16."
 )
+_NOTHING = "Without names nothing is found and no name is kept, and the function is called either way. "
 _MORE = "More sums are rounded to odd than need be. One that is exact stays what it is, so only time is lost."
+_TIME = "Either way computes the same; the other one takes longer."
 _ENGINE = "The autograd engine casts a gradient to the dtype of the input that it belongs to, as this cast does."
 
 EQUIVALENT = [
@@ -49,5 +51,96 @@ EQUIVALENT = [
         "db = grad.flatten(0, -2).sum(0).to(bias_dtype) if needs_bias else None",
         "db = (grad.flatten(0, -2).sum(0)) if needs_bias else None",
         _ENGINE,
+    ),
+    Equivalent(
+        "formats/__init__.py",
+        'return get_operand(name) if is_composed(name) and transforms.parse(name.partition("+")[0]) else _plain(name)',
+        'return get_operand(name) if is_composed(name) or transforms.parse(name.partition("+")[0]) else _plain(name)',
+        "A name with a plus is no plain format's, nor is a transform's name alone: both raise the same error of `_plain`.",
+    ),
+    Equivalent(
+        "formats/dialects.py",
+        "if self.tile == 1 or not v_RG.numel():",
+        "if self.tile == 2 or not v_RG.numel():",
+        "There are tiles of 1 and of 16 rows, and the largest of one row is that row.",
+    ),
+    Equivalent(
+        "formats/dialects.py",
+        "return v_RG[: -(-v_RG.shape[0] // self.tile)]",
+        "return v_RG[: -(-v_RG.shape[0] * self.tile)]",
+        "It is reached by tiles of one row, and by matrices without values, whose columns no format takes.",
+    ),
+    Equivalent(
+        "formats/elements.py",
+        "if dtype == torch.float32 and s.dtype != torch.float32:",
+        "if False:",
+        "The way below sums the same exact product in float64, to odd, and rounds it to float32: one rounding too. "
+        + _TIME,
+    ),
+    Equivalent(
+        "formats/elements.py",
+        "return q * s.float() + z.float() # the product is exact: 4 + 11 bits",
+        "return q * (s) + z.float() # the product is exact: 4 + 11 bits",
+        "A float32 tensor times a bfloat16 or float16 one is multiplied in float32.",
+    ),
+    Equivalent(
+        "formats/integer.py",
+        "x_RGB.float()",
+        "(x_RGB)",
+        "An extreme is the same number in every dtype; float32 is reduced faster.",
+    ),
+    Equivalent(
+        "layers/function.py",
+        "NO_GRADIENT = Needs(False, False, False, False, False)",
+        "NO_GRADIENT = Needs(False, False, True, False, False)",
+        "Nothing that is kept depends on the bias, and without a gradient what is kept is dropped.",
+    ),
+    Equivalent(
+        "layers/plan.py",
+        "m = x.numel() // k if k else 0",
+        "m = x.numel() // k if k else 1",
+        "No format has codes of K = 0, so k is never 0.",
+    ),
+    Equivalent(
+        "layers/saved.py",
+        "for kind, k in zip(ctx.kinds, ctx.widths, strict=True):",
+        "for kind, k in zip(ctx.kinds, ctx.widths, strict=False):",
+        "`keep` makes both lists of one value each of the same tuple.",
+    ),
+    Equivalent(
+        "ops/call.py",
+        "if self.x_values is not None:",
+        "if False:",
+        "The values that came with the codes are what decoding the codes gives (test_codec.py). " + _TIME,
+    ),
+    Equivalent(
+        "ops/gemm/reference.py",
+        "row_sums = c.integers()[1].sum(-1).float()",
+        "row_sums = (c.integers()[1].sum(-1))",
+        "A float32 tensor times an int64 one converts the integers to float32, as the cast does.",
+    ),
+    Equivalent(
+        "ops/gemm/reference.py",
+        "y_MN = y_MN - ((c.x.zero.float() * c.x.scale) * row_sums).to(c.dtype)",
+        "y_MN = y_MN - (((c.x.zero) * c.x.scale) * row_sums).to(c.dtype)",
+        "An int8 tensor times a float32 one is multiplied in float32.",
+    ),
+    Equivalent(
+        "ops/gemm/tinygemm.py",
+        'Backend("torch._weight_int4pack_mm_for_cpu", 10, _why_not_cpu, _cpu, reads_codes=True),',
+        'Backend("torch._weight_int4pack_mm_for_cpu", 11, _why_not_cpu, _cpu, reads_codes=True),',
+        "Of the other backends only the reference, of priority 0, takes what this one takes.",
+    ),
+    Equivalent(
+        "layers/direct_reads.py",
+        "if not names:",
+        "if False:",
+        _NOTHING + _TIME,
+    ),
+    Equivalent(
+        "integrations/safetensors_file.py",
+        "return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data",
+        "return (values).cpu().contiguous().view(-1).view(torch.uint8).numpy().data",
+        "Integers have no gradient, so what is viewed as bytes is detached by that.",
     ),
 ]

@@ -1,109 +1,220 @@
 """Which tests stand near a source file: the longest prefix of its path that is named here says so, nearest tests first.
 
-Quick ones only, since a mutant that no test notices runs them all: a file, or a test in it ("file::test").
-`python -m mutation --list` prints how long each of them takes.
+Quick ones only, since a mutant that no test notices runs them all: a file, or a test in it ("file::test"). All tests of
+a source file together take less than about half a minute on one core. `python -m mutation --list` prints how long each
+of them takes.
 """
 
 from __future__ import annotations
 
-_CONTEST = tuple(
-    f"formats/test_four_over_six.py::test_{name}"
-    for name in (
-        "options_that_there_are_not", "ties_after_the_shift", "an_amax_from_elsewhere", "blocks_at_the_edges",
-        "nan_and_inf_stay_in_their_block", "the_scale_for_four_is_one_and_a_half_times_the_unrounded_scale_for_six",
-        "an_absmax_below_the_smallest_bfloat16_counts_as_that", "tiles_and_the_whole_have_the_same_bytes",
-        "bytes_are_the_oracles",
-    )
+
+def _of(file: str, *names: str) -> tuple[str, ...]:
+    """Some tests of one file, by their names without "test_"."""
+    return tuple(f"{file}::test_{name}" for name in names)
+
+
+_CONTEST = _of(
+    "formats/test_four_over_six.py",
+    "options_that_there_are_not", "ties_after_the_shift", "an_amax_from_elsewhere", "blocks_at_the_edges",
+    "nan_and_inf_stay_in_their_block", "the_scale_for_four_is_one_and_a_half_times_the_unrounded_scale_for_six",
+    "an_absmax_below_the_smallest_bfloat16_counts_as_that", "tiles_and_the_whole_have_the_same_bytes",
+    "rounding_to_values_is_rounding_to_codes", "floored_blocks_hold_no_four_under_the_smallest_scale",
+    "rows_of_any_length_are_looked_at", "bytes_are_the_oracles",
 )  # fmt: skip
-_HF = tuple(
-    f"integrations/test_hf.py::test_{name}"
-    for name in (
+_HF = (
+    *_of(
+        "integrations/test_hf.py",
         "foreign_checkpoints", "checkpoint_that_does_not_fit_the_model", "config_of_the_future",
-        "weights_that_were_loaded_as_something_else_are_named", "model_class_of_choice",
-    )
+        "weights_that_were_loaded_as_something_else_are_named", "model_class_of_choice", "truncated_weights",
+        "missing_shard_and_lost_tensor", "lost_scale", "quantised_head_that_the_config_ties_is_refused_until_untied",
+        "saving_over_another_layout_is_refused", "parts_under_other_names_are_counted_by_kind", "sizes_of_shards",
+        "folders_of_compressed_tensors_go_to_their_reader",
+    ),
 )  # fmt: skip
 _CONVERT = (
     "integrations/test_convert_mistakes.py",
-    *(
-        f"integrations/test_convert.py::test_{name}"
-        for name in (
-            "every_tensor_of_a_file_lies_aligned", "one_file_and_transformers_own_loader",
-            "an_interrupted_conversion_leaves_nothing_that_looks_whole",
-            "a_weight_that_overflows_in_the_models_dtype_is_refused", "tied_weights_are_found_under_either_name",
-            "dtype_is_what_from_pretrained_gives", "other_files_come_along_and_other_weights_do_not",
-        )
+    *_of(
+        "integrations/test_convert.py",
+        "every_tensor_of_a_file_lies_aligned", "one_file_and_transformers_own_loader",
+        "an_interrupted_conversion_leaves_nothing_that_looks_whole",
+        "a_weight_that_overflows_in_the_models_dtype_is_refused", "tied_weights_are_found_under_either_name",
+        "dtype_is_what_from_pretrained_gives", "other_files_come_along_and_other_weights_do_not",
     ),
+)  # fmt: skip
+_GEMM = ("ops/test_scaled_mm.py", "layers/test_prepared_converted.py::test_ragged_shapes", "ops/test_ggml.py")
+_CODEC = _of(
+    "ops/test_codec.py",
+    "the_reference_runs_and_the_others_say_why_not", "forcing_triton_on_a_cpu_is_an_error_with_its_reason",
+    "a_backend_of_gemms_leaves_the_codec_free", "values_are_the_formats",
+    "a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is", "options_without_a_kernel_are_refused",
+    "what_triton_takes_of_a_transform", "triton_hands_on_what_a_transform_makes_of_high_precision",
+    "what_the_cuda_encoder_reads", "transforms_and_masks_of_the_reference",
+    "decoded_values_in_high_precision_are_memory_of_their_own", "matrices_of_two_tiles_are_cut",
+    "the_cuda_encoder_takes_what_the_codec_hands_over",
+)  # fmt: skip
+_EXPERTS = _of(
+    "layers/test_experts.py",
+    "prepared_is_a_loop_of_prepared_linear_layers", "packed_experts_are_selected_cut_turned_and_copied",
+    "names_choose_a_module_or_one_parameter", "experts_that_are_not_whole_or_run_elsewhere_are_refused",
+    "what_experts_cannot_take_is_refused_by_name", "what_packed_experts_cannot_do_is_refused",
+    "a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero", "experts_without_a_gate",
+    "tokens_of_other_ranks_add_nothing", "fake_quantisation_is_switched_off_and_undone",
+    "classes_without_the_protocol_are_refused_by_name",
+    "a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does",
+)  # fmt: skip
+_WHOLE_MODELS = (
+    "model/test_coverage.py", "model/test_owners.py", "model/test_recipe_names.py", "model/test_api.py",
+    "model/test_sharing.py", "model/test_meta.py",
 )  # fmt: skip
 NEAR: dict[str, tuple[str, ...]] = {
     "formats/": ("formats/test_blockscaled.py", "formats/test_formats.py"),
-    "formats/base.py": ("formats/test_held_scales.py", "formats/test_formats.py"),
-    "formats/elements.py": ("formats/test_elements.py", "formats/test_integer.py", "formats/test_formats.py"),
+    "formats/__init__.py": ("formats/test_transforms.py", "formats/test_held_scales.py", "formats/test_formats.py"),
+    "formats/base.py": (
+        "formats/test_held_scales.py", "formats/test_formats.py", "formats/test_wush.py::test_slices",
+        "layers/test_embedding.py::test_encoding_some_rows_gives_their_part_of_the_whole",
+    ),
+    "formats/elements.py": (
+        "formats/test_elements.py", "formats/test_integer.py",
+        "formats/test_four_over_six.py::test_rounding_to_values_is_rounding_to_codes", "formats/test_blockscaled.py",
+        "formats/test_formats.py",
+    ),
     "formats/scales.py": ("formats/test_elements.py", "formats/test_held_scales.py", "formats/test_blockscaled.py"),
     "formats/blockscaled.py": ("formats/test_blockscaled.py", "formats/test_held_scales.py", "formats/test_formats.py"),
     "formats/integer.py": (
         "formats/test_integer.py", "formats/test_held_scales.py", "formats/test_formats.py", "targets/test_torchao_bugs.py",
     ),
+    "formats/fixed.py": ("formats/test_held_scales.py", "formats/test_blockscaled.py"),
     "formats/float8.py": ("formats/test_float8.py", "formats/test_held_scales.py", "formats/test_formats.py"),
     "formats/four_over_six.py": _CONTEST,
     "formats/contest.py": _CONTEST,
-    "formats/gridflip.py": (*_CONTEST, "formats/test_gridflip.py"),
+    "formats/gridflip.py": (*_CONTEST, *_of("formats/test_formats.py", "unknown_names_list_the_nearest"), "formats/test_gridflip.py"),
     "formats/dialects.py": ("formats/test_dialects.py", "formats/test_formats.py"),
     "formats/search.py": ("formats/test_dialects.py",),
     "formats/stochastic.py": ("formats/test_stochastic.py",),
     "formats/random.py": ("formats/test_stochastic.py",),
     "formats/layout.py": ("formats/test_layout.py", "formats/test_integer.py", "formats/test_int4_golden.py"),
     "formats/hqq.py": ("ops/test_int4_layouts.py",),
-    "formats/tinygemm.py": ("ops/test_int4_layouts.py",),
-    "formats/mslk.py": ("ops/test_int4_layouts.py", "ops/test_mslk_adapter.py"),
+    "formats/tinygemm.py": ("ops/test_int4_layouts.py", "formats/test_held_scales.py"),
+    "formats/mslk.py": ("formats/test_engines.py", "ops/test_mslk_adapter.py", "ops/test_int4_layouts.py"),
     "formats/int4.py": ("formats/test_integer.py", "formats/test_int4_golden.py", "ops/test_int4_layouts.py"),
-    "formats/stretched.py": ("formats/test_formats.py", "formats/test_held_scales.py"),
+    "formats/ggml.py": ("formats/test_engines.py", "ops/test_ggml.py", "formats/test_formats.py"),
+    "formats/vllm.py": ("formats/test_engines.py", "formats/test_formats.py"),
+    "formats/te_float8.py": ("formats/test_te_float8.py", "formats/test_formats.py"),
+    "formats/mx_square.py": ("hybrid/test_hybrid_formats.py", "formats/test_formats.py"),
+    "formats/stretched.py": (
+        *_of("formats/test_formats.py", "stretched_values_are_the_nearest_levels",
+             "a_stretched_value_saturates_half_a_step_beyond_the_largest_level", "names_are_unique_and_numerics_differ_by_name"),
+        "formats/test_held_scales.py", "formats/test_formats.py",
+    ),
     "formats/operand.py": ("formats/test_transforms.py", "formats/test_stochastic.py", "layers/test_as_nn_linear.py"),
-    "transforms/": ("formats/test_transforms.py",),
+    "transforms/": ("formats/test_transforms.py", "hybrid/test_hybrid_formats.py"),
     "transforms/rotation.py": ("formats/test_stochastic.py",),
     "transforms/wush.py": ("formats/test_wush.py",),
-    "ops/call.py": ("ops/test_scaled_mm.py", "layers/test_prepared_converted.py::test_ragged_shapes", "ops/test_ops.py"),
-    "ops/contracts.py": ("ops/test_scaled_mm.py", "layers/test_prepared_converted.py::test_ragged_shapes", "ops/test_ops.py"),
-    "ops/define.py": ("ops/test_ops.py", "layers/test_compiled_graph.py"),
-    "ops/encoding.py": ("ops/test_codec.py", "ops/test_ops.py"),
-    "ops/linear.py": ("ops/test_scaled_mm.py", "ops/test_ops.py"),
-    "ops/lookup.py": ("layers/test_embedding.py",),
-    "ops/codec/": ("ops/test_codec.py", "ops/test_qutlass.py", "ops/test_csrc_calls.py"),
-    "ops/tiles.py": ("ops/test_codec.py", _CONTEST[-2]),
-    "ops/router.py": ("ops/test_ops.py",),
-    "ops/gemm/reference.py": ("ops/test_scaled_mm.py", "layers/test_prepared_converted.py::test_ragged_shapes", "ops/test_ops.py"),
-    "ops/gemm/tinygemm.py": ("ops/test_int4_layouts.py",),
-    "ops/backward.py": ("layers/test_quantized_backward.py",),
-    "layers/": ("layers/test_prepared_converted.py::test_ragged_shapes", "layers/test_autocast.py", "layers/test_saved_bytes.py"),
-    "layers/linear.py": (
-        "layers/test_prepared_converted.py::test_ragged_shapes",
-        "layers/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract", "layers/test_quantized_backward.py",
-        "layers/test_autocast.py", "layers/test_saved_bytes.py", "layers/test_siblings.py",
+    "ops/call.py": (*_GEMM, *_of("ops/test_codec.py", "a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is")),
+    "ops/contracts.py": _GEMM,
+    "ops/define.py": (
+        *_of("ops/test_codec.py", "a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is", "values_are_the_formats"),
+        "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "ops/test_ops.py::test_scaled_mm_is_well_formed",
     ),
+    "ops/encoding.py": (*_CODEC, "layers/test_embedding.py"),
+    "ops/linear.py": (*_GEMM, "ops/test_ops.py::test_bias_gradient_op_is_well_formed"),
+    "ops/lookup.py": ("layers/test_embedding.py",),
+    "ops/codec/": ("ops/test_qutlass.py", "ops/test_csrc_calls.py", *_CODEC),
+    "ops/tiles.py": (*_CODEC, "ops/test_codec.py::test_floored_blocks_are_counted_in_tiles",
+        "ops/test_codec.py::test_tiles_are_the_whole", "formats/test_four_over_six.py::test_tiles_and_the_whole_have_the_same_bytes"),
+    "ops/router.py": ("model/test_routes.py", *_of(
+        "ops/test_ops.py",
+        "explain_gives_every_backend_a_verdict_and_one_runs", "explain_names_the_shape_that_a_kernel_refuses",
+        "forcing_runs_that_backend_and_only_inside_the_block", "forcing_a_backend_that_cannot_run_says_why",
+        "forcing_by_the_environment", "a_route_is_asked_for_once_and_again_when_backends_or_force_change",
+    )),
+    "ops/gemm/reference.py": (
+        *_GEMM, "layers/test_prepared_converted.py::test_fp8_blocks_against_exact_sums",
+        "ops/test_ops.py::test_reference_int8_equals_int_mm",
+    ),
+    "ops/gemm/tinygemm.py": (
+        *_of("targets/test_int4_targets.py", "tile_packed_takes_any_activation_and_rounds_it_to_bf16"), "ops/test_int4_layouts.py",
+    ),
+    "ops/backward.py": (
+        "ops/test_codec.py::test_transposed_codes_are_those_of_the_transpose",
+        "layers/test_quantized_backward.py::test_gradients_equal_the_reference",
+    ),
+    "layers/": ("layers/test_prepared_converted.py::test_ragged_shapes", "layers/test_as_nn_linear.py"),
+    "layers/direct_reads.py": ("model/test_direct_reads.py",),
+    "layers/experts.py": _EXPERTS,
+    "layers/packed_experts.py": (_EXPERTS[1], _EXPERTS[0], *_EXPERTS[2:]),
+    "layers/fast_path.py": ("model/test_fast_path.py",),
     "layers/function.py": (
-        "layers/test_prepared_converted.py::test_ragged_shapes", "layers/test_quantized_backward.py", "layers/test_saved_bytes.py",
-        "layers/test_transformed_layers.py", "layers/test_held_layers.py", "layers/test_as_nn_linear.py",
+        "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
+        *_of("formats/test_held_scales.py", "all_gradients_of_a_learned_layer", "frozen_parts_of_a_learned_layer"),
+        *_of("layers/test_compiled_graph.py", "backward_is_told_the_outer_scale_of_the_weight"),
+        "layers/test_transformed_layers.py", "layers/test_quantized_backward.py",
+        *_of("hybrid/test_hybrid_saved.py", "14_bytes_for_each_value_of_the_input", "8_double_quantisation_keeps_no_row",
+             "12_encodings_of_a_step", "12_unused_casts_encode_nothing"),
+    ),
+    "layers/held.py": ("formats/test_held_scales.py", *_of(
+        "layers/test_held_layers.py", "the_state_dict_holds_them", "dynamic_recipes_add_no_key",
+        "casts_move_the_layer_and_leave_the_numbers", "a_float_checkpoint_brings_no_scales", "copies_and_switch",
+    ), *_of("targets/test_static_torchao.py", "the_scale_has_the_dimensions_that_calibration_saw_after_a_resume_too")),
+    "layers/kinds.py": ("integrations/test_conv1d.py", "model/test_coverage.py"),
+    "layers/linear.py": (
+        "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
+        "layers/test_prepared_converted.py::test_the_layout_of_an_input_is_part_of_the_contract",
+        "model/test_meta.py", "layers/test_autocast.py",
+    ),
+    "layers/law.py": ("layers/test_as_nn_linear.py", "layers/test_quantized_backward.py"),
+    "layers/packed.py": ("layers/test_packed_layer.py", "model/test_packed_linear.py"),
+    "layers/plan.py": ("layers/test_packed_layer.py",),
+    "layers/qat.py": (
+        "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
+        *_of("layers/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",
+             "convert_takes_the_scales_as_they_are"),
+        *_of("model/test_calibrate.py", "static_on_the_batch_it_was_calibrated_on_is_dynamic"), "model/test_api.py",
     ),
     "layers/recipe.py": ("layers/test_as_nn_linear.py", "formats/test_held_scales.py", "formats/test_transforms.py"),
-    "layers/law.py": ("layers/test_as_nn_linear.py", "layers/test_quantized_backward.py"),
-    "layers/saved.py": ("layers/test_saved_bytes.py", "layers/test_held_layers.py", "layers/test_transformed_layers.py"),
-    "layers/shared_inputs.py": ("layers/test_siblings.py",),
-    "layers/held.py": ("layers/test_held_layers.py",),
+    "layers/saved.py": ("layers/test_transformed_layers.py", "hybrid/test_hybrid_saved.py"),
+    "layers/shared_inputs.py": _of(
+        "layers/test_siblings.py", "a_changed_input_is_encoded_again", "what_autograd_cannot_see",
+        "a_frozen_layer_and_no_grad_share_nothing", "formats_and_dtypes_do_not_mix", "views",
+        "a_square_and_its_transpose_are_two_inputs", "under_autocast", "encodings_die_with_what_autograd_keeps",
+        "three_layers_keep_one_encoding",
+    ),
+    "layers/sides.py": ("hybrid/test_hybrid_saved.py", "hybrid/test_hybrid_layer.py"),
     "layers/embedding.py": ("layers/test_embedding.py",),
-    "layers/packed.py": ("layers/test_packed_layer.py", "model/test_packed_linear.py"),
-    "tensor.py": ("model/test_packed_linear.py", "parallel/test_shards.py", "model/test_state_dict.py"),
+    "tensor.py": (
+        "model/test_packed_linear.py", "model/test_state_dict.py",
+        *_of("formats/test_wush.py", "slices", "rows_of_another_transform_are_not_fused_in", "rows_of_the_same_transform_are_fused_in"),
+        *_of("layers/test_embedding.py", "a_packed_weight_is_not_renormalised_and_not_an_index", "prepared_equals_converted"),
+    ),
     "targets/": ("targets/test_every_torchao_config.py", "targets/test_torchao_bugs.py", "layers/test_fake_quantize_configs.py"),
     "targets/int4.py": ("targets/test_int4_targets.py",),
     "targets/integers.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
     "targets/floats.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
-    "planning/": ("model/test_api.py", "model/test_undo.py", "model/test_sharing.py", "model/test_meta.py"),
-    "parallel/linear.py": ("parallel/test_shards.py", "parallel/test_one_rank.py"),
+    "planning/": _WHOLE_MODELS,
+    "planning/coverage.py": ("model/test_coverage.py", *_EXPERTS[2:4]),
+    "planning/experts.py": (*_EXPERTS[2:], "parallel/test_placements.py", "model/test_coverage.py"),
+    "planning/fused.py": ("export/test_recipes_served.py", "formats/test_engines.py"),
+    "planning/owners.py": ("model/test_owners.py", "model/test_coverage.py", "model/test_meta.py"),
+    "planning/plan.py": (
+        *_WHOLE_MODELS, *_EXPERTS[2:4], "hybrid/test_hybrid_config.py",
+        *_of("model/test_calibrate.py", "layers_that_share_a_weight_cannot_hold_scales"),
+        *_of("targets/test_static_torchao.py", "nvfp4_step_prepare_calibrate_step_convert_is_torchaos"),
+    ),
+    "planning/progress.py": ("model/test_undo.py",),
+    "planning/tied.py": (
+        "model/test_coverage.py", "model/test_sharing.py",
+        *_of("integrations/test_peft.py", "quantising_under_adapters_is_refused", "merge_is_undone_exactly_and_adapters_are_added_once"),
+    ),
+    "parallel/linear.py": ("parallel/test_placements.py", "parallel/test_shards.py", "parallel/test_one_rank.py"),
     "integrations/peft.py": ("integrations/test_peft.py",),
     "integrations/peft_gradients.py": ("integrations/test_peft_gradients.py",),
     "integrations/stream.py": _CONVERT,
-    "integrations/safetensors_file.py": _CONVERT,
+    "integrations/safetensors_file.py": ("integrations/test_checksums.py", *_CONVERT),
     "integrations/skeleton.py": (*_CONVERT, "integrations/test_renamed.py"),
     "integrations/fp_quant.py": ("integrations/test_fp_quant.py",),
-    "integrations/hf.py": (*_HF, "integrations/test_hf_embeddings.py"),
+    "integrations/hf.py": (
+        *_HF, "integrations/test_hf_embeddings.py", "integrations/test_renamed.py::test_the_class_to_load_with_is_named",
+    ),
     "integrations/checkpoint.py": _HF,
 }  # fmt: skip
 

@@ -3,6 +3,9 @@
 Each slot has a copy of the package and the tests, which a mutant is written into; the checkout is never touched. A fork
 gets one core (tests take as many threads as there are cores to run on), a session of its own and a deadline, after
 which all of it is killed.
+
+A failure counts as a mutant's if it can be repeated: what failed has to fail again with the mutant, and to pass without
+it, in the same place. A test that fails now and then, a full disk or a pytest that does not start kill no mutant.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("aoquant", "test", "benchmarks", "csrc", "eval", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
@@ -26,18 +29,20 @@ HEAVY = (
     "transformers.quantizers.quantizer_torchao", "peft", "safetensors.torch", "ml_dtypes", "hypothesis", "xdist",
 )  # fmt: skip
 MARKS = "not gpu and not slow and not nightly"
-KILLED, SURVIVED, TIMEOUT, BROKEN = "killed", "survived", "timeout", "broken"
+KILLED, SURVIVED, TIMEOUT, BROKEN, UNSTEADY = "killed", "survived", "timeout", "broken", "unsteady"
+_UNSTEADY = 71  # a fork's exit code
 _OUTCOMES = {
     0: SURVIVED,
     1: KILLED,
     2: KILLED,
+    _UNSTEADY: UNSTEADY,
 }  # pytest's exit codes: passed, failed, interrupted by an error in collection
 T = TypeVar("T")
 
 
 class Job(NamedTuple, Generic[T]):
-    """tests: paths below test/. file, source: what to overwrite in the copy of the package, if anything. limit:
-    seconds.
+    """tests: paths below test/. file, source: what to overwrite in the copy of the package, if anything; then the first
+    failure ends the run. limit: seconds. without: node ids that are left out.
     """
 
     of: T
@@ -45,15 +50,19 @@ class Job(NamedTuple, Generic[T]):
     limit: float
     file: str = ""
     source: bytes = b""
+    without: tuple[str, ...] = ()
 
 
 class Done(NamedTuple, Generic[T]):
-    """outcome: killed, survived, timeout, or broken where pytest itself failed. log: what it printed."""
+    """outcome: killed, survived, timeout, broken where pytest itself failed, or unsteady where a failure could not be
+    repeated. failed: node ids, of a test or of a file that cannot be collected. log: what pytest printed.
+    """
 
     of: T
     outcome: str
     seconds: float
     log: str
+    failed: tuple[str, ...] = ()
 
 
 class _Running(NamedTuple, Generic[T]):
@@ -133,7 +142,7 @@ class Pool(Generic[T]):
             os._exit(70)
 
     def _test(self, job: Job[T], slot: int) -> int:
-        """In the fork: pytest's exit code."""
+        """In the fork: pytest's exit code, of a mutant's second run."""
         place = self.slots[slot]
         os.setsid()
         os.sched_setaffinity(0, {self.cores[slot % len(self.cores)]})
@@ -143,10 +152,19 @@ class Pool(Generic[T]):
         os.dup2(log, 2)
         os.environ["PYTHONPATH"] = str(place)
         sys.path[:] = [str(place), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
-        import pytest
+        (place / "failed").write_text("")
+        code = _in_a_fork(job, job.tests)
+        if not job.file or code == 0:
+            return code
+        again = _that_failed(job.tests, self._failed(slot))
+        if not _in_a_fork(job, again):
+            return _UNSTEADY
+        self._write(slot, job.file, (ROOT / "aoquant" / job.file).read_bytes())
+        return _UNSTEADY if _in_a_fork(job, again) else code
 
-        tests = [f"test/{name}" for name in job.tests]
-        return int(pytest.main(["-x", "-q", "-n", "0", "--tb", "line", "-p", "no:cacheprovider", "-m", MARKS, *tests]))
+    def _failed(self, slot: int) -> tuple[str, ...]:
+        path = self.slots[slot] / "failed"
+        return tuple(dict.fromkeys(path.read_text().splitlines())) if path.exists() else ()
 
     def _ended(self, running: dict[int, _Running[T]]) -> Iterator[tuple[Done[T], int]]:
         for process, one in list(running.items()):
@@ -162,7 +180,7 @@ class Pool(Generic[T]):
             log = (self.slots[one.slot] / "log").read_text(errors="replace")
             if one.job.file:
                 self._write(one.slot, one.job.file, (ROOT / "aoquant" / one.job.file).read_bytes())
-            yield Done(one.job.of, outcome, time.monotonic() - one.began, log), one.slot
+            yield Done(one.job.of, outcome, time.monotonic() - one.began, log, self._failed(one.slot)), one.slot
         time.sleep(0.02)
 
     def _write(self, slot: int, file: str, source: bytes) -> None:
@@ -170,6 +188,43 @@ class Pool(Generic[T]):
         path.write_bytes(source)
         for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             stale.unlink()
+
+
+class _Failures:
+    """A pytest plugin that writes down what fails, at once, so that a process which dies later leaves it."""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        self._note(report)
+
+    def _note(self, report: Any) -> None:
+        if report.failed:
+            with open("failed", "a") as file:
+                file.write(f"{report.nodeid}\n")
+
+
+def _in_a_fork(job: Job[T], tests: tuple[str, ...]) -> int:
+    """pytest's exit code; the number of a signal that ended it, negative."""
+    if process := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    try:
+        import pytest
+
+        stop = ("-x",) if job.file else ()
+        left = [f"--deselect={name}" for name in job.without]
+        options = ("-q", "-n", "0", "--tb", "line", "-p", "no:cacheprovider", "-m", MARKS)
+        os._exit(int(pytest.main([*stop, *options, *left, *(f"test/{name}" for name in tests)], [_Failures()])))
+    finally:
+        os._exit(70)
+
+
+def _that_failed(tests: tuple[str, ...], failed: tuple[str, ...]) -> tuple[str, ...]:
+    """What to run again: the tests that failed, those of a file that could not be collected, or all."""
+    names = [name.removeprefix("test/") for name in failed]
+    single = [name for name in names if "::" in name]
+    return tuple(single or [t for t in tests if t.partition("::")[0] in names] or tests)
 
 
 def _kill(process: int) -> None:

@@ -1,4 +1,4 @@
-"""Export: what was trained, in the layouts that serving engines read. Codes and scales are repacked and never rounded.
+"""Export: trained models in the layouts that serving engines read. Codes and scales are repacked and never rounded.
 
     aoquant.export(model, "out", format="compressed-tensors")  # vLLM, SGLang, transformers
     aoquant.export(model, "out", format="modelopt")            # NVFP4 and fp8 for vLLM, SGLang, TensorRT-LLM
@@ -45,7 +45,7 @@ def export(
 
     Raises:
         ValueError: listing every layer whose numbers the format cannot hold, with the nearest format that it can;
-        nothing is written then. Or the model is not converted, `directory` is in use, or the disk is too small.
+            nothing is written then. Or the model is not converted, `directory` is in use, or the disk is too small.
         ImportError: the format's library is missing.
     """
     if format not in FORMATS:

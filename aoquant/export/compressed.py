@@ -195,7 +195,7 @@ def _packed(p: PackedTensor, bits: int) -> Tensor:
 
 
 def _empty(rows: int, k: int, bits: int) -> Tensor:
-    """What `_packed` would return, without values."""
+    """The result of `_packed`, without values."""
     return torch.empty(rows, math.ceil(k * bits / 32), dtype=torch.int32, device="meta")
 
 

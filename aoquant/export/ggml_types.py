@@ -72,7 +72,7 @@ def _type(p: PackedTensor) -> GGMLQuantizationType:
 
 
 def _heads(p: PackedTensor, type: GGMLQuantizationType) -> list[Tensor]:
-    """What stands before a block's codes, each (N, blocks, bytes) uint8."""
+    """The scales and minima before a block's codes, each (N, blocks, bytes) uint8."""
     rows, k = p.shape
     assert p.scale is not None
     if type == GGMLQuantizationType.MXFP4:

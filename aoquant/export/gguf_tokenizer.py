@@ -99,7 +99,7 @@ def _tokens(content: dict[str, Any], vocab_size: int, byte_fallback: bool) -> tu
 
 
 def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Minus the rank of the merge that makes each token; what no merge makes comes last."""
+    """Minus the rank of the merge that makes each token; tokens that no merge makes come last."""
     merges = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):

@@ -73,7 +73,7 @@ def write(
 
 
 def _identity(source: Source, target: str, skip: Sequence[str], size: int | str) -> list[Any] | None:
-    """What must be the same for an interrupted export to be continued; None for a model in memory, whose values have no
+    """Facts that an interrupted export and its continuation share; None for a model in memory: its values have no
     name.
     """
     if source.folder is None:

@@ -1,11 +1,13 @@
 """NVIDIA ModelOpt's layout: NVFP4 with the outer scale itself, and fp8. vLLM, SGLang and TensorRT-LLM read it.
 
-| quant_algo                | weight                                    | weight_scale        | weight_scale_2 | input_scale      |
-|---------------------------|-------------------------------------------|---------------------|----------------|------------------|
-| NVFP4                     | uint8 (N, K / 2), even k in the low nibble | e4m3 (N, K / 16)   | f32, outer     | f32, calibrated  |
-| W4A16_NVFP4               | the same                                  | the same            | the same       | none             |
-| FP8                       | e4m3 (N, K)                               | f32, one            |                | f32, calibrated  |
-| FP8_PER_CHANNEL_PER_TOKEN | e4m3 (N, K)                               | f32 (N)             |                | made per token   |
+| quant_algo                | weight           | weight_scale     | weight_scale_2 | input_scale     |
+|---------------------------|------------------|------------------|----------------|-----------------|
+| NVFP4                     | uint8 (N, K / 2) | e4m3 (N, K / 16) | f32, outer     | f32, calibrated |
+| W4A16_NVFP4               | the same         | the same         | the same       | none            |
+| FP8                       | e4m3 (N, K)      | f32, one         |                | f32, calibrated |
+| FP8_PER_CHANNEL_PER_TOKEN | e4m3 (N, K)      | f32 (N)          |                | made per token  |
+
+NVFP4's bytes hold two codes, even k in the low nibble.
 
 The outer scale multiplies, so any value is stored exactly; compressed-tensors stores a divisor instead. One algorithm
 for the whole model. vLLM fuses q, k, v and gate, up under one outer scale: siblings with different ones are refused

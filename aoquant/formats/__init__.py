@@ -154,6 +154,10 @@ COMPOSED = {
 _REGISTERED: dict[str, Format] = {}
 
 
+# what a format of another package defines: without one of them training, conversion or a report would stop halfway
+REQUIRED = ("name", "bits", "measure", "quantize", "operand", "saturated", "floored")
+
+
 def register_format(format: Format) -> Format:
     """Make a format that is defined elsewhere known by its name, as ops, recipes, checkpoints and the command line look
     formats up.
@@ -162,8 +166,14 @@ def register_format(format: Format) -> Format:
     are lower-case letters, digits, dots and hyphens. Returns the format.
 
     Raises:
-        ValueError: the name has another form, or belongs to a format with other numerics.
+        ValueError: the class lacks a method of `REQUIRED`; the name has another form, or belongs to a format with other
+            numerics.
     """
+    if missing := [m for m in REQUIRED if getattr(type(format), m, None) in (None, getattr(Format, m))]:
+        raise ValueError(
+            f"{type(format).__name__} cannot be registered without {', '.join(missing)}: define "
+            f"{'it' if len(missing) == 1 else 'them'} as aoquant.formats.Format describes"
+        )
     name = format.name
     try:
         known: Format | Operand | None = get_format(name)
@@ -247,7 +257,8 @@ def _plain(name: str) -> Format:
     if found is None or found.name != name:
         near = difflib.get_close_matches(name.lower(), [*table, *COMPOSED], 5, 0.4)
         raise ValueError(
-            f"no format is called {name!r}; near it: {', '.join(near) or 'none'}. `aoquant formats` lists them, and how names are put together"
+            f"no format is called {name!r}; near it: {', '.join(near) or 'none'}. `aoquant formats` lists them, and how names "
+            "are put together; for a format of your own, import the module that calls register_format first"
         )
     return found
 

@@ -47,7 +47,7 @@ class Encoded(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What `Format.measure` found, and all that `Format.quantize` needs to know of the tensor as a whole.
+    """Scales of `Format.measure`: all that `Format.quantize` needs to know of the tensor as a whole.
 
     scale: (R, G), (R, 1) or (1, 1), before it is rounded to what is stored; or None.
     zero:  like scale: the integer zero point (int8), or the smallest value (int4, float32); or None.
@@ -99,7 +99,7 @@ class Format:
 
     @property
     def per_tensor(self) -> bool:
-        """Whether `measure` gives (1, 1) whatever x's shape: what an activation's scales must be to be calibrated."""
+        """Whether `measure` gives (1, 1) for every shape of x, as calibrating an activation requires."""
         return False
 
     @property

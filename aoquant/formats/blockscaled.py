@@ -12,8 +12,8 @@ is (R, 1) in place of (1, 1).
 
 Dialect "ao": torchao 0.18 `to_mx` and `nvfp4_quantize`. NVFP4 there:
 
-    pts = absmax / 2688 (2688 = 448 * 6);  sf = e4m3(clamp(amax_b / 6 / pts, 2^-6, 448));  code = e2m1(y * ((1 / pts) / sf))
-    value = code * (pts * sf), in this order
+    pts = absmax / 2688 (2688 = 448 * 6);  sf = e4m3(clamp(amax_b / 6 / pts, 2^-6, 448))
+    code = e2m1(y * ((1 / pts) / sf));  value = code * (pts * sf), in this order
 
 torchao turns an all-zero tensor (pts = 0) and an absmax below 7.9e-36 (1 / pts overflows) into NaN. Here pts is at
 least 2^-121, so that (1 / pts) / sf is finite for every sf: the first becomes zeros, the second is coded like any other
@@ -56,9 +56,8 @@ class MX(Format):
     def bits(self) -> int:
         return 4 if self.element == "e2m1" else 8
 
-    @property
-    def block(self) -> int:
-        return 32
+    block = 32  # no property: every pass over blocks asks
+    block_scale = torch.float8_e8m0fnu  # dtype of its scales
 
     def measure(self, x_RK: Tensor) -> Scales:
         amax = absmax(self._blocks(x_RK)).float()
@@ -135,9 +134,9 @@ class NVFP4(Format):
     def bits(self) -> int:
         return 4
 
-    @property
-    def block(self) -> int:
-        return 16
+    element = "e2m1"
+    block = 16  # no property: every pass over blocks asks
+    block_scale = torch.float8_e4m3fn  # dtype of its scales
 
     @property
     def per_tensor(self) -> bool:
@@ -147,10 +146,7 @@ class NVFP4(Format):
     def reach(self) -> str:
         return {"dynamic": "tensor", "row": "row"}.get(self.outer, "block")
 
-    @property
-    def top(self) -> float:
-        """absmax / outer scale: the largest code times the scale of the block that holds the absmax."""
-        return NVFP4_TOP
+    top = NVFP4_TOP  # absmax / outer scale: the largest code times the scale of the block that holds the absmax
 
     def fix(self, *numbers: float) -> Format:
         if not self.per_tensor:
@@ -199,8 +195,8 @@ class NVFP4(Format):
 def block_scales(x_RGB: Tensor, outer: Tensor | None, largest: float = E2M1_MAX, least: float = E4M3_FLOOR) -> Tensor:
     """(R, G) e4m3: amax_b / largest / outer, within `least` .. 448; NaN for blocks that hold NaN or Inf.
 
-    x_RGB: float32. outer: (1, 1) or (R, 1) float32, or None for 1. largest: what a block's amax becomes under its
-        scale.
+    x_RGB: float32. outer: (1, 1) or (R, 1) float32, or None for 1. largest: a block's amax divided by
+        its scale.
     """
     amax = absmax(x_RGB)
     ratio = divide(torch.where(amax.isinf(), torch.nan, amax), largest)  # the clamp would hide Inf

@@ -1,9 +1,9 @@
 """A contest of grids: every block is rounded to several candidates, and keeps the one that errs least.
 
 NVFP4 gives a block one scale, made from its largest value, although a slightly larger or smaller one often errs less on
-all the others. Four-over-six and GridFlip try a few and compare. What a candidate is, a scale and perhaps a flipped
-grid, is said by `four_over_six.py` and `gridflip.py`; here is what is done with it, float32 throughout and in exactly
-this order, because two candidates are often a rounding error apart and every device has to choose the same:
+all the others. Four-over-six and GridFlip try a few and compare. `four_over_six.py` and `gridflip.py` define their
+candidates, a scale and perhaps a flipped grid. This file compares them, in float32 and in exactly this order, because
+two candidates are often a rounding error apart and every device has to choose the same:
 
     y = x * (1 / (s * (1 / T)));  q = e2m1(flipped ? -y - c : y);  v = s~ * q + c * min(s~, 0)
     d = (v * amax) / 1536 - x;    error = d^2, summed one after the other
@@ -41,7 +41,7 @@ class Outer:
     (B,); float32.
 
     amax, up, down: absmax, 1536 / absmax and its inverse, of the tensor as the contest sees it, multiplied by `power`.
-        t: what decoding multiplies by. All have amax's shape.
+        t: the factor of decoding. All have amax's shape.
     """
 
     amax: Tensor

@@ -18,7 +18,8 @@ NVFP4, blocks of 16 (te: or tiles of 16 x 16), e4m3 scales q, g = absmax of the 
 
     xx-nvfp4       q = e4m3(absmax_b / (6 g));              code = e2m1(y / (q g));            value = code (q g)
     qutlass-nvfp4  q = e4m3(G (absmax_b r6)), G = 1 / g;    code = e2m1(y (1 / (q (1 / G))));  value = code (q g)
-    te-nvfp4       q = e4m3(absmax_b (S r6)), S = 2688 / A; code = e2m1(y min(1 / (q (1 / S)), FLT_MAX)); value = code ((q A) r2688)
+    te-nvfp4       q = e4m3(absmax_b (S r6)), S = 2688 / A; code = e2m1(y min(1 / (q (1 / S)), FLT_MAX))
+                   value = code ((q A) r2688)
 
 r6 and r2688 are float32 reciprocals, A the tensor's absmax, and A is what te stores. Casts saturate. A scale that
 underflows to 0 decodes to zeros, in codes of +-6, which tell it from a block of zeros. qutlass itself uses the device's
@@ -86,9 +87,8 @@ class MXFP4Dialect(_E2M1):
     def name(self) -> str:
         return self.dialect
 
-    @property
-    def block(self) -> int:
-        return 32
+    block = 32  # no property: every pass over blocks asks
+    block_scale = torch.float8_e8m0fnu
 
     @property
     def statistic(self) -> str:
@@ -175,9 +175,8 @@ class NVFP4Dialect(_E2M1, OneScale):
     def name(self) -> str:
         return f"{self.dialect}-nvfp4{'' if self.tile == 1 else '-16x16'}{fixed_name(self.fixed)}"
 
-    @property
-    def block(self) -> int:
-        return 16
+    block = 16  # no property: every pass over blocks asks
+    block_scale = torch.float8_e4m3fn
 
     @property
     def square(self) -> bool:

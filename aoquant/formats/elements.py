@@ -33,7 +33,7 @@ def to_e2m1(x: Tensor) -> Tensor:
 
 
 def e2m1_steps(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 -> (|x| in steps of its octave, float32; what to add to a whole number of steps to get the index, uint8;
+    """float32 -> (|x| in steps of its octave, float32; the index of step 0 in that octave, uint8;
     sign bit, uint8).
 
     Codes step by p / 2 from p = 1, 2 and 4 on, below 1 too, and an even multiple is an even code: one rounding of the

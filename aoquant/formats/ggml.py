@@ -1,10 +1,11 @@
-"""ggml's blocks of 32: Q4_0, Q4_1 and Q8_0, float16 scales. What llama.cpp stores, rounded as its own quantiser rounds.
+"""ggml's blocks of 32: Q4_0, Q4_1 and Q8_0, float16 scales. llama.cpp's storage and its own quantiser's rounding.
 
-    q4_0        d = x_m / -8, x_m the first value of the largest magnitude, with its sign;  q = min(15, trunc(x * (1 / d) + 8.5))
-                value = (q - 8) * f16(d)
-    q4_1        d = (max - min) / 15;  q = clamp(trunc((x - min) * (1 / d) + 0.5), 0, 15);  value = q * f16(d) + f16(min)
+    q4_0        d = x_m / -8, x_m the first value of the largest magnitude, with its sign
+                q = min(15, trunc(x * (1 / d) + 8.5));  value = (q - 8) * f16(d)
+    q4_1        d = (max - min) / 15;  q = clamp(trunc((x - min) * (1 / d) + 0.5), 0, 15)
+                value = q * f16(d) + f16(min)
     q8_0        d = amax / 127;  q = round(x * (1 / d)), half away from zero;  value = q * f16(d)
-    q8_0-x86    the same with q = rn(x * (127 / amax)), half to even: how ggml's x86 kernels quantise activations in every call
+    q8_0-x86    the same with q = rn(x * (127 / amax)), half to even: so ggml's x86 kernels encode activations
 
 Codes are made with d as it is, float32, before it is stored as float16. Products of a code and a scale are exact in
 float32, so a value is rounded at most once (q4_1's sum). Sources: ggml `quantize_row_q4_0_ref` and its like,
@@ -41,9 +42,7 @@ class Ggml(Format):
     def bits(self) -> int:
         return 8 if self.kind.startswith("q8") else 4
 
-    @property
-    def block(self) -> int:
-        return 32
+    block = 32  # no property: every pass over blocks asks
 
     def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._blocks(x_RK).float()
@@ -76,7 +75,7 @@ class Ggml(Format):
         return (values if e.zero is None else values.add_(e.zero.float().unsqueeze(-1))).flatten(1).to(dtype)
 
     def integers(self, e: Encoded) -> Tensor:
-        """(R, K) int8: what the scale multiplies."""
+        """(R, K) int8: the integers that the scale multiplies."""
         if self.bits == 8:
             return e.codes
         q = layout.unpack(e.codes, 4, e.k).contiguous().view(torch.int8)

@@ -8,9 +8,10 @@ of Q, with c = 1/4: finer around zero, and longer on one side. It costs nothing:
 so a flagged block decodes q to -(q + c) * |s| * t. The candidates of the contest (`contest.py`), in this order:
 
     "base"    Q with s6, Q with s4, as four-over-six; flipped with s = e4m3(a / (v + c) * T), v = 6, then 4
-    "sided"   and flipped with s = e4m3(max(pos / (v - c), neg / (v + c)) * T), v = 6, then 4: pos and neg are the block's largest
-              positive and negative magnitude, for the grid's short and its long side
-    "search"  instead, every e4m3 scale from 4 codes below to 8 above s6's, at most 126: Q with all of them, then flipped with all
+    "sided"   and flipped with s = e4m3(max(pos / (v - c), neg / (v + c)) * T), v = 6, then 4: pos and neg are the
+              block's largest positive and negative magnitude, for the grid's short and its long side
+    "search"  instead, every e4m3 scale from 4 codes below to 8 above s6's, at most 126: Q with all of them, then
+              flipped with all
 
 Ties stay with the earlier candidate, so an unflipped block wins them. All efforts share one decode. "alternating" turns
 the sign of c in every other block along K, which removes the mean that the shifted grid adds; a matrix is then cut

@@ -7,15 +7,17 @@ Two solvers, as torchao runs them at conversion, and therefore here in every for
 rn(-min r), twenty times:
 
     q = clamp(rn(w r + b), 0, 15);  v = (q - b) / r;  e = shrink(w - v)
-    b = mean over the group of (q - (w - e) r);  beta = 1.01 beta          until the mean of |w - v| over the matrix stops falling
+    b = mean over the group of (q - (w - e) r);  beta = 1.01 beta
     shrink(x) = sign(x) relu(|x| - |x|^-0.3 / beta), beta = 10 at first
+    stop when the mean of |w - v| over the matrix stops falling
 
 then q again, s = 1 / r, z = (8 - b) s. The iterations run in float32 for a CPU and in float16 for CUDA.
 
 `scale_only`, for symmetric integers (`IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY`), float32. From s = absmax / 2^(bits -
 1), twenty times:
 
-    q = clamp(rn(w / s));  s = sum(w q) / sum(q q), at least float32's eps     until no scale of the matrix moves by more than 1e-5 of itself
+    q = clamp(rn(w / s));  s = sum(w q) / sum(q q), at least float32's eps
+    stop when no scale of the matrix moves by more than 1e-5 of itself
 
 Both stop for the whole matrix at once, so a row depends on its neighbours; and sums over a group are taken in the order
 of the device, so codes made on a CPU and on a GPU may differ in a few last places. Prepare and convert on one device,

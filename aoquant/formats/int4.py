@@ -1,12 +1,13 @@
 """int4 weights: one class for each kernel family's numerics.
 
-Five deployed layouts hold a 4-bit code and a scale, and no two of them compute the same numbers. What they share is
-here once: a code is q in -8..7, packed with even k in the low nibble, and the operand is a rounding of q * s + z.
+Five deployed layouts hold a 4-bit code and a scale, and no two of them compute the same numbers. They share this: a
+code is q in -8..7, packed with even k in the low nibble, and the operand is a rounding of q * s + z.
 
 `Int4`: asymmetric, float32 throughout, for bf16 activations (MSLK / FBGEMM `bf16i4bf16`, plain and preshuffled):
 
-    s = max(max - min, 1e-6) / 15;  z = min + 8 s;  q = clamp(rn((w - min) / s), 0, 15) - 8      then s, z rounded to w.dtype
-    operand = rn(q * s + z), one rounding: what the kernel's fused multiply-add puts in front of the tensor core
+    s = max(max - min, 1e-6) / 15;  z = min + 8 s;  q = clamp(rn((w - min) / s), 0, 15) - 8
+    then s and z are rounded to w.dtype
+    operand = rn(q * s + z), one rounding, by the kernel's fused multiply-add before the tensor core
 
 The preshuffled layout rounds s and z to bf16 whatever the weight is: "int4-bf16-g128".
 
@@ -49,6 +50,8 @@ class Int4(Format):
 
     group: int = 128
     scales: str = "input"
+    per = "group"
+    limits = (0, 15)  # of a code before 8 is taken off
 
     @property
     def name(self) -> str:

@@ -1,7 +1,8 @@
-"""fp8 rows in MSLK's dialect: what torchao computes when `kernel_preference` is MSLK, and in every int4 layer with fp8
-activations.
+"""fp8 rows in MSLK's dialect: torchao's under `kernel_preference` MSLK, and in every int4 layer with fp8 activations.
 
-    s = max(absmax, 1/512) / 448;  q = e4m3(clamp(x / s, -448, 448));  value = q * s      all in float32, both divisions correctly rounded
+    s = max(absmax, 1/512) / 448;  q = e4m3(clamp(x / s, -448, 448));  value = q * s
+
+All is computed in float32, and both divisions are correctly rounded.
 
 Two things set it apart from PyTorch's dialect (float8.py): the floor of 1/512 under a row's absmax, so that a row of
 zeros has a scale and is zeros, not NaN, and the divisions, which are real ones on every device, never a multiplication

@@ -1,8 +1,8 @@
 """An operand of a GEMM: a format, the transform in front of it, and where its scales come from.
 
-    name          format      transform       what is encoded
-    nvfp4         nvfp4       none            x
-    hadamard16+nvfp4  nvfp4   Hadamard(16)    x T^T, an activation; the weight's side is W T^-1 ("hadamard32-inverse+...")
+    name              format    transform     what is encoded
+    nvfp4             nvfp4     none          x
+    hadamard16+nvfp4  nvfp4     Hadamard(16)  x T^T, an activation; of a weight W T^-1 ("hadamard32-inverse+...")
     rht32+mxfp4-sr    mxfp4-sr  Rotation(32)  x rotated by signs that are drawn for each GEMM of backward
 
 A transform is no format. It maps values to values before they are rounded; codes, scales and what a GEMM decodes of
@@ -43,8 +43,8 @@ class Operand:
     """How one operand of a GEMM is made.
 
     format: of codes and scales. transform: applied before them, or None. inverse: the weight's side of it; always False
-    where both sides are alike. scales: "dynamic" (found on what is encoded), "static", "learned" or "delayed" (held by the layer).
-    How it rounds, to nearest or at random, is the format's.
+    where both sides are alike. scales: "dynamic" (found on what is encoded), "static", "learned" or "delayed" (held by
+    the layer). How it rounds, to nearest or at random, is the format's.
     """
 
     format: Format
@@ -121,6 +121,11 @@ class Operand:
             return grad_RK
         return self.transform.pull_back(grad_RK, self.inverse, matrix).to(grad_RK.dtype)
 
+    def rotated(self, x_RK: Tensor, random: Random | None) -> Tensor:
+        """`transformed` for an operand of backward, whose transform may be drawn."""
+        drawn = self.transform is not None and self.transform.drawn and random is not None
+        return self.transformed(x_RK, random.signs(self.transform.size) if drawn else None)  # type: ignore[union-attr]
+
     def encode(self, x_RK: Tensor, held: Scales | None = None, random: Random | None = None) -> Encoded:
         """`Format.encode` of the transformed x_RK. random: where the numbers come from, for an operand that draws.
 
@@ -132,13 +137,10 @@ class Operand:
                 raise ValueError(
                     f"{self.name} rounds at random: it is for the gradients of a training step, which brings its numbers"
                 )
-            if self.transform is not None:
-                x_RK = self.transform.apply(x_RK, False, random.signs(self.transform.size))
-            return (
-                self.format.encode(x_RK, random=random)
-                if isinstance(self.format, Randomized)
-                else self.format.encode(x_RK)
-            )
+            x_RK = self.rotated(x_RK, random)
+            if isinstance(self.format, Randomized):
+                return self.format.encode(x_RK, held, random)
+            return self.format.encode(x_RK, held)
         if self.transform is None:
             return self.format.encode(x_RK, held)
         y_RK = self.transformed(x_RK, None if held is None else held.transform)

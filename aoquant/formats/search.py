@@ -1,7 +1,9 @@
 """NVFP4 with searched block scales: of thirteen e4m3 scales around a block's usual one, the one whose codes lose least.
 
-    t = absmax / 1536;  b = e4m3 byte of clamp(amax_b / 6 / t, 2^-6, 448);  candidates: b, then b - 4 .. b + 8 in order, within 2^-6 .. 448
-    y = x (1 / t);  code = e2m1(x ((1 / t) / s));  error = sum of (code s - y)^2 in float32, k = 0..15 in order;  keep the smallest, strict <
+    t = absmax / 1536;  b = e4m3 byte of clamp(amax_b / 6 / t, 2^-6, 448)
+    candidates: b, then b - 4 .. b + 8 in order, within 2^-6 .. 448
+    y = x (1 / t);  code = e2m1(x ((1 / t) / s));  error = sum of (code s - y)^2 in float32, k = 0..15 in order
+    keep the candidate of the smallest error; the earlier one wins a tie
 
 1536 = 6 * 256 and not 6 * 448, as in four-over-six: the block that holds the tensor's absmax may then be given a larger
 scale too, one under which its absmax becomes 4. Codes, scales and decoding are NVFP4's, so every NVFP4 kernel runs what
@@ -38,9 +40,7 @@ class NVFP4Search(NVFP4):
         # spelt out: torch 2.11's compiler cannot follow super().name
         return _NAMES[self.outer] if self.pts is None else f"nvfp4-search-static:{self.pts!r}"
 
-    @property
-    def top(self) -> float:
-        return TOP
+    top = TOP
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB = self._blocks(x_RK).float()

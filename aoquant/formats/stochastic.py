@@ -4,18 +4,18 @@ A gradient is summed over thousands of steps, so an error that averages out is w
 nearest is the most exact encoding of one tensor, but it shrinks it: the slope of the decoded values over the true ones
 is .99 for FP4. Here it is 1.
 
-    mxfp4-sr   s = 2^(floor(log2 amax) - 2) * 4/3, so that amax / s lies in [3, 6) and nothing clips; each value goes up or down
-               to a neighbouring code with the probability that makes its mean exact. The stored scale is the power of
-               two; the 4/3 is the outer scale, so that a product of two operands carries (4/3)^2 = 16/9 in its
-               epilogue. Source: Quartet (arXiv:2505.14669).
-    nvfp4-sr   s = e4m3(amax / (6 * 16/17) / pts), pts = absmax / (448 * 6 * 16/17): rounding a scale to e4m3 takes at most 1/17
-               off it, so again nothing clips.
-    ms-eden    codes round to nearest, and the block's scale makes up for what they lost: with v the block over its scale s and q its
-               codes, the scale becomes s * <v, v> / <v, q>, which makes <v, v^> = <v, v> exactly, and only the rounding
-               of that scale to e4m3 is random. s = e4m3(amax / (6 * 17/16 * .93) / pts), pts = absmax / (6 * 17/16 *
-               .93 * 352): 352, because <v, v> / <v, q> is up to 1.22 and the scale must stay within 448. Less than half
-               of nvfp4-sr's error. The remaining error is orthogonal to the block, and unbiased only after a random rotation.
-               Source: Quartet II (arXiv:2601.22813).
+    mxfp4-sr   s = 2^(floor(log2 amax) - 2) * 4/3, so that amax / s lies in [3, 6) and nothing clips; each value goes
+               up or down to a neighbouring code with the probability that makes its mean exact. The stored scale is
+               the power of two; the 4/3 is the outer scale, so that a product of two operands carries
+               (4/3)^2 = 16/9 in its epilogue. Source: Quartet (arXiv:2505.14669).
+    nvfp4-sr   s = e4m3(amax / (6 * 16/17) / pts), pts = absmax / (448 * 6 * 16/17): rounding a scale to e4m3 takes
+               at most 1/17 off it, so again nothing clips.
+    ms-eden    codes round to nearest, and the block's scale makes up for what they lost: with v the block over its
+               scale s and q its codes, the scale becomes s * <v, v> / <v, q>, which makes <v, v^> = <v, v> exactly,
+               and only the rounding of that scale to e4m3 is random. s = e4m3(amax / (6 * 17/16 * .93) / pts),
+               pts = absmax / (6 * 17/16 * .93 * 352): 352, because <v, v> / <v, q> is up to 1.22 and the scale must
+               stay within 448. Less than half of nvfp4-sr's error. The remaining error is orthogonal to the block,
+               and unbiased only after a random rotation. Source: Quartet II (arXiv:2601.22813).
 
 Published implementations of MS-EDEN differ and are not interchangeable: the correction spans 16, 32, 128 or 256 values,
 the scale is or is not rounded before the codes are chosen, and ties go to even or away from zero. Here: per block of
@@ -62,13 +62,14 @@ class Randomized(Format):
         return False  # what a value draws follows from its place in the matrix
 
     def encode(self, x_RK: Tensor, held: Scales | None = None, random: Random | None = None) -> Encoded:
-        """Codes and scales of x_RK; the same for the same x_RK and `random`, on every device."""
+        """Codes and scales of x_RK; the same for the same x_RK and `random`, on every device. held: the scales of the
+        whole, of which x_RK is a part.
+        """
         if random is None:
             raise ValueError(
                 f"{self.name} rounds at random: it is for the gradients of a training step, which brings its numbers"
             )
-        assert held is None
-        return self.draw(x_RK, self.measure(x_RK), random)
+        return self.draw(x_RK, self.measure(x_RK) if held is None else held, random)
 
     def draw(self, x_RK: Tensor, s: Scales, random: Random) -> Encoded:
         """Codes of x_RK under measured scales."""
@@ -132,7 +133,7 @@ class MSEden(Randomized, NVFP4):
         codes = to_e2m1(y.flatten(1))
         kept = sum_by_pairs(y * from_e2m1(codes).view_as(y))
         grown = torch.where(kept == 0, 1.0, sum_by_pairs(y * y) / kept)
-        rounded = to_e4m3_stochastic(scale.float() * grown, random)
+        rounded = to_e4m3_stochastic(scale.float() * grown, random.in_blocks(x_RGB.shape[-1]))
         return Encoded(layout.pack(codes, 4), rounded, None, s.outer, x_RK.shape[1])
 
 

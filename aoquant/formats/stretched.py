@@ -1,10 +1,12 @@
 """Stretched integers: a grid without zero, (q + 1/2) * s, that clips what lies beyond `width` mean magnitudes.
 
     s = max(min(width * mean|x|, absmax), eps) / (2^(width-1) - 1/2)
-    q = rn(clamp(x, +-s * (2^(width-1) - 1/2)) / s - 1/2);  value = (q + 1/2) * s          each step rounded to x's dtype
+    q = rn(clamp(x, +-s * (2^(width-1) - 1/2)) / s - 1/2);  value = (q + 1/2) * s
 
-For 1 to 4 bits a zero code wastes half a level; here the codes are symmetric about zero. What ParetoQ trains and PARQ
-exports as torchao's StretchedIntxWeightConfig. Source: torchao 0.18 `choose_qparams_stretched_affine`,
+Each step is rounded to x's dtype.
+
+For 1 to 4 bits a zero code wastes half a level; here the codes are symmetric about zero. ParetoQ trains it, and PARQ
+exports it as torchao's StretchedIntxWeightConfig. Source: torchao 0.18 `choose_qparams_stretched_affine`,
 `quantize_stretched_affine`. eps is the dtype's epsilon, so a group of zeros decodes to half of eps / (2^(width-1) -
 1/2): the grid has no zero.
 """
@@ -87,7 +89,7 @@ class Stretched(Format):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         assert e.scale is not None
-        # half a step above the largest level: what lies nearer is only rounded
+        # half a step above the largest level: nearer values are only rounded
         return (self._blocks(x_RK).abs() > (e.scale * (self.limit + 0.5)).unsqueeze(-1)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:

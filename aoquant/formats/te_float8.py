@@ -67,7 +67,7 @@ class TEFloat8(Float8):
         return Scales(self.factor(self._absmax(self._blocks(x_RK)).float()))
 
     def factor(self, amax: Tensor) -> Tensor:
-        """What x is multiplied by, float32, from float32 absolute maxima."""
+        """The float32 factor of x, from float32 absolute maxima."""
         factor = (torch.full_like(amax, ELEMENTS[self.element][1]) / amax).clamp(max=_FLT_MAX)
         if self.per == "block" and self.pow2:
             factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)

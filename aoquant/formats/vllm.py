@@ -1,7 +1,7 @@
-"""What vLLM computes otherwise than torchao: activation quantisers, and outer scales that fused layers can share.
+"""vLLM's numerics where they differ from torchao's: activation quantisers, and outer scales that fused layers share.
 
-    fp8-row-vllm             s = max(amax / 448, 1 / (448 * 512));  q = e4m3(x / s): its CUDA kernel. The numbers are MSLK's (mslk.py), so
-                             this is another name of fp8-row-mslk
+    fp8-row-vllm             s = max(amax / 448, 1 / (448 * 512));  q = e4m3(x / s): its CUDA kernel. The numbers
+                             are MSLK's (mslk.py), so this is another name of fp8-row-mslk
     fp8-row-vllm-reciprocal  the same s;  q = e4m3(x * (1 / s)): its compiled path, and its CPU
     int8-row-vllm            s = amax / 127;  q = rn(x * (127 / amax))
     nvfp4-pow2               NVFP4 whose outer scale is the power of two at or above absmax / 2688

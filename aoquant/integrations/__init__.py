@@ -1,1 +1,1 @@
-"""Edges to other libraries. Each module is optional: users import it by name, and no module of a lower floor does."""
+"""Edges to other libraries. Each module is optional: users import it by name, and no module of a lower tier does."""

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant.parallel.fsdp import reshard
+from aoquant.parallel.gather import quantized_all_gather
 from aoquant.parallel.packed import ShardedLinear, gather
 from aoquant.targets import resolve
+
+__all__ = ["full_state_dict", "quantized_all_gather"]
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from aoquant.config import MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, WeightConfig, check_types
+from aoquant._options import check_types
+from aoquant.config import MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, WeightConfig
 from aoquant.transforms import Hadamard
 
 # FPQuantConfig's defaults

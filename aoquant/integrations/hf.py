@@ -78,6 +78,10 @@ def save_pretrained(
     Raises:
         ValueError: the model is not converted, or is sharded, a layer's config is unknown, or the folder holds another
             checkpoint's files.
+
+    Example:
+
+            save_pretrained(model, "checkpoint", tokenizer, max_shard_size="2GB")
     """
     for argument in ("state_dict", "distributed_checkpoint"):
         if kwargs.get(argument):
@@ -114,6 +118,10 @@ def load_pretrained(
     Raises:
         ValueError: the checkpoint is damaged, foreign, too new, or does not fit the model; says which file or weight
             and what to do.
+
+    Example:
+
+            model = load_pretrained("checkpoint", device_map="cuda")
     """
     for argument in ("quantization_config", "output_loading_info", "variant", "subfolder"):
         if argument in kwargs:

@@ -62,7 +62,7 @@ class Quantizer(TorchAoHfQuantizer):
         checksums.verify_unless_told(Path(f) for f in checkpoint_files if f.endswith(".safetensors"))
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """What is written: plain tensors, and each file's metadata with the checksums.
+        """The content of a checkpoint: plain tensors, and each file's metadata with the checksums.
 
         A model with offloaded weights gets no checksums: their values are not here to be read.
         """

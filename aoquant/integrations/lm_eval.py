@@ -149,7 +149,7 @@ def write_task(
 
 
 class _Model:
-    """What HFLM asks of a model, in an object that it leaves as it is; counts windows."""
+    """A model as HFLM needs it, in an object that HFLM leaves as it is; counts windows."""
 
     def __init__(self, module: nn.Module, bar: Any) -> None:
         self.module, self.bar = module, bar

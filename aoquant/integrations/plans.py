@@ -1,4 +1,4 @@
-"""Plans for work that takes long: what would be a warning in an interactive session is an error here.
+"""Plans for work that takes long: warnings of an interactive session are errors here.
 
 A name or pattern that matches no layer is a slip of the pen. Where the result is seen at once a warning is enough;
 before an hour of conversion or training it stops the work.

@@ -4,7 +4,7 @@ The model is built on the meta device from config.json; planned and quantised th
 models; and taken through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and
 dtypes, so a model without values gives the files that `save_pretrained` would write. Reading runs the same rules
 backwards: every tensor that will be written has one tensor of the source behind it, copied as it is or, for a quantised
-layer, encoded. Whatever does not fit (missing keys, keys too many, shapes, dtypes, layers that cannot take their
+layer, encoded. Any misfit (missing keys, keys too many, shapes, dtypes, layers that cannot take their
 config, tensors that no safetensors loader knows) is an error here.
 """
 
@@ -61,8 +61,8 @@ class Skeleton:
     file's header, under the model's own names. index: content of the index file, None for a single file. layers: to
     encode. parts: where their codes and scales are written, name in the model to name in the files (transformers
     renames some architectures' tensors). copies: where tensors that stay float are read. twins: pairs that the config
-    ties and the source holds twice: must be equal. skipped: layers left out, and why. coverage: what is quantised, and
-    what stays float.
+    ties and the source holds twice: must be equal. skipped: layers left out, and why. coverage: the
+    quantised parameters, and the float ones.
     """
 
     model: PreTrainedModel

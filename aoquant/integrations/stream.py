@@ -45,11 +45,11 @@ _NOT_COPIED = re.compile(
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert_checkpoint` did. read, written: bytes of tensors. verified: layers that were read back and
+    """Record of `convert_checkpoint`. read, written: bytes of tensors. verified: layers that were read back and
     compared.
 
-    skipped: layers that stay float because they cannot take their config, and why. coverage: what is quantised in
-    `out`, and what stays float.
+    skipped: layers that stay float because they cannot take their config, and why. coverage: the quantised
+    and the float parameters of `out`.
     """
 
     out: Path

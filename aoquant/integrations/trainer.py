@@ -36,7 +36,7 @@ class QATCallback(TrainerCallback):
 
     fake_quant_after_n_steps: N; 0 is from the start.
     log_every: log SQNR, and with it the loss, every so many steps; None adds it whenever the Trainer logs the loss.
-    batch: what the model is called with for the output's SQNR: a tensor, positional or keyword arguments.
+    batch: the model's input for the output's SQNR: a tensor, positional or keyword arguments.
 
     Raises:
         ValueError: a number that is out of range; and when training begins, a model without prepared layers.

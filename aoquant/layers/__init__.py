@@ -1,1 +1,1 @@
-"""The prepared layers: what a recipe is, the one autograd function, and the modules that prepare swaps in."""
+"""The prepared layers: the recipe, the one autograd function, and the modules that prepare swaps in."""

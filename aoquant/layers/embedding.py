@@ -2,13 +2,13 @@
 
     y[t] = W^[ids[t]],    W^ = decode(encode(W)) in W's dtype
 
-Only the rows that a batch asks for are encoded where a row's scales are its own (per row, per group, blocks along K); where they are not,
-as with an outer scale of the whole matrix, all of it is encoded. A packed weight gathers codes and decodes those rows. There is no
-activation to quantise.
+Only the rows that a batch asks for are encoded where a row's scales are its own (per row, per group, blocks along K);
+where they are not, as with an outer scale of the whole matrix, all of it is encoded. A packed weight gathers codes and
+decodes those rows. There is no activation to quantise.
 
-The gradient passes straight through the rounding, so it is nn.Embedding's own: rows scattered into the weight, dense or sparse, none for
-padding_idx, divided by frequency if asked for. What is saved for backward is the indices. K is the width of a row here and of the
-output head's row too, so a weight that both share has one encoding.
+The gradient passes straight through the rounding, so it is nn.Embedding's own: rows scattered into the weight, dense or
+sparse, none for padding_idx, divided by frequency if asked for. Backward saves the indices. K is the
+width of a row here and of the output head's row too, so a weight that both share has one encoding.
 """
 
 from __future__ import annotations

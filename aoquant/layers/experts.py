@@ -1,16 +1,18 @@
 """Experts that are stacked into 3-D parameters: their prepared class.
 
-transformers keeps the experts of a layer in one module with the parameters `gate_up_proj` (or `up_proj`) and `down_proj`, (E, N, K), or (E, K, N)
-where it says `is_transposed`. A module has this protocol when it has the attributes of `PROTOCOL`; its class is not asked, so no transformers is
-imported here. Prepared, it is the same module under another class, as a prepared linear layer is: parameters, their shapes and the state_dict stay.
+transformers keeps the experts of a layer in one module with the parameters `gate_up_proj` (or `up_proj`) and
+`down_proj`, (E, N, K), or (E, K, N) where it says `is_transposed`. A module has this protocol when it has the
+attributes of `PROTOCOL`; its class is not asked, so no transformers is imported here. Prepared, it is the same module
+under another class, as a prepared linear layer is: parameters, their shapes and the state_dict stay.
 
-The forward does what transformers' own does, in its order, so that results are equal bit for bit once weights are: rows are sorted by expert,
-multiplied, gated, multiplied again, weighted, and added up for each token. "eager" and the other implementations of transformers add up in a
-different order, and the prepared forward follows the model's config in that. Products run in `grouped.grouped_linear`. A bias is added apart, to
-the rounded product. A token whose expert is E (expert parallelism marks tokens of other ranks so) adds nothing.
+The forward does what transformers' own does, in its order, so that results are equal bit for bit once weights are: rows
+are sorted by expert, multiplied, gated, multiplied again, weighted, and added up for each token. "eager" and the other
+implementations of transformers add up in a different order, and the prepared forward follows the model's config in
+that. Products run in `grouped.grouped_linear`. A bias is added apart, to the rounded product. A token whose expert is E
+(expert parallelism marks tokens of other ranks so) adds nothing.
 
-Activations are quantised token by token where their format has scales for each row. A format with one scale for the tensor finds it for each
-expert's tokens, so a token's codes then depend on its batch.
+Activations are quantised token by token where their format has scales for each row. A format with one scale for the
+tensor finds it for each expert's tokens, so a token's codes then depend on its batch.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def lacks(module: nn.Module) -> list[str]:
-    """What a module lacks of the protocol."""
+    """Attributes of the protocol that a module lacks."""
     missing = [name for name in PROTOCOL if not hasattr(module, name)]
     return missing + ([] if any(n in module._parameters for n in STACKS) else ["gate_up_proj or up_proj"])
 
@@ -52,7 +54,7 @@ def lacks(module: nn.Module) -> list[str]:
 class QATExperts(PreparedModule):
     """Experts whose forward computes what the converted module will compute.
 
-    stacks: what prepare left on each prepared parameter, by its name; the others are float, or packed already.
+    stacks: prepare's note on each prepared parameter, by its name; the others are float, or packed already.
     """
 
     plain: ClassVar[type[nn.Module]]

@@ -1,13 +1,15 @@
 """The one autograd function of a quantised linear layer.
 
-forward:   1. encode the input, or take the codes of a layer that was given the same one   2. multiply: W is encoded on the way
+forward:   1. encode the input, or take the codes of a layer that was given the same one
+           2. multiply; W is encoded on the way
            3. keep for backward what the gradients that are asked for will read (sides.py)
 backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
            dy is encoded once where its two sides have the same codes (a square tile, or one scale for the tensor)
 
-Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to nothing. Behind a transform both
-GEMMs multiply in the transformed domain, where the codes are. What was clipped there is masked there, and gradients are pulled back: dx = dx' T,
-dW = dW' T^-T. The gradient of a learned scale needs x / s, so a layer whose input scale is learned keeps x.
+Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to
+nothing. Behind a transform both GEMMs multiply in the transformed domain, where the codes are. Clipped values are
+masked there, and gradients are pulled back: dx = dx' T, dW = dW' T^-T. The gradient of a learned scale needs x / s,
+so a layer whose input scale is learned keeps x.
 
 A side that no GEMM will read (a frozen weight, an input without gradient) is neither kept nor encoded.
 """
@@ -23,20 +25,25 @@ from torch import Tensor
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.formats.delayed import Delayed
+from aoquant.formats.random import of_rank
 from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
 from aoquant.layers.sides import SharedGrad
 from aoquant.parallel import amax as reduced
+from aoquant.parallel.gathered import GatheredWeight
+from aoquant.parallel.shards import Shards
 
 
 class Given(NamedTuple):
-    """What a call is given beside the tensors that may need a gradient, which autograd sees as arguments of `apply` alone.
+    """The arguments of a call that need no gradient. Autograd sees tensors only as arguments of `apply`, not in here.
 
-    recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer holds; a learned scale is
-    an argument. random: the state of its random numbers, advanced by one in backward. shared, columns: where another layer's codes of x, and
-    its column side, may be. fixed: keeps the codes of w for further calls. delayed: the state of delayed scales, advanced in backward.
+    recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer
+    holds, but no learned scale, which is an argument. random: the state of its random numbers; backward adds one to
+    the step. shared, columns: the places where layers with one input share its codes and its column side. parts:
+    that this rank has of the layer. rank: among those with other tokens, which draw other numbers. fixed: keeps
+    the codes of w for further calls. delayed: the state of delayed scales, advanced in backward.
     """
 
     recipe: str
@@ -48,6 +55,8 @@ class Given(NamedTuple):
     columns: SharedInput | None = None
     fixed: FixedWeight | None = None
     delayed: Delayed | None = None
+    parts: Shards | None = None
+    rank: int = 0
 
 
 class Needs(NamedTuple):
@@ -84,9 +93,12 @@ class QuantizedLinear(torch.autograd.Function):
         y, saved = multiply(x, w, bias, given, needs)
         keep(ctx, saved)
         ctx.recipe, ctx.needs, ctx.x_shape = given.recipe, needs, x.shape
-        ctx.fixed, ctx.delayed = given.fixed, given.delayed
+        ctx.parts, ctx.rank = given.parts, given.rank
+        ctx.fixed = None if isinstance(w, GatheredWeight) else given.fixed
+        ctx.delayed = given.delayed
         ctx.random = given.random  # not saved: the calls of a step advance one state, in place
         ctx.w_dtype = None if w is None else w.dtype
+        ctx.w_columns = isinstance(w, GatheredWeight) and w.columns is not None
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -94,6 +106,7 @@ class QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         recipe, needs, saved = recipe_of(ctx.recipe), ctx.needs, kept(ctx)
+        random = None if ctx.random is None else of_rank(ctx.random, ctx.rank)
         x_as: Any = recipe.fprop_input
         w_as = recipe.fprop_weight
         x: Any = saved.x
@@ -105,11 +118,12 @@ class QuantizedLinear(torch.autograd.Function):
         dw: Tensor | None = None
         db = dx_scale = dw_scale = None
         both = (needs.x or needs.x_scale) and (needs.w or needs.w_scale)
-        grad_q = _shared_grad(grad_MN, recipe, ctx.delayed, both)
+        grad_q = _shared_grad(grad_MN, recipe, ctx.delayed, both and ctx.parts is None)
 
         if needs.x or needs.x_scale:
-            columns = _fixed_columns(ctx.fixed, recipe, w, w_held, grad.dtype)
-            dx = recipe.weight_side.dgrad(grad_MN, w, w_held, saved.measured, ctx.random, grad_q, columns)
+            side = recipe.weight_side
+            columns = w if ctx.w_columns else _fixed_columns(ctx.fixed, recipe, w, w_held, grad.dtype)
+            dx = side.dgrad(grad_MN, w, w_held, saved.measured, random, grad_q, columns, ctx.parts)
             clipped = saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
@@ -117,7 +131,7 @@ class QuantizedLinear(torch.autograd.Function):
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
         if needs.w or needs.w_scale:
-            dw = recipe.input_side.wgrad(grad_MN, x, x_held, ctx.random, grad_q)
+            dw = recipe.input_side.wgrad(grad_MN, x, x_held, random, grad_q, ctx.parts)
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
             if needs.w:
@@ -138,7 +152,7 @@ class QuantizedLinear(torch.autograd.Function):
 def multiply(
     x: Tensor, w: Tensor | None, bias: Tensor | None, given: Given, needs: Needs = NO_GRADIENT
 ) -> tuple[Tensor, Saved]:
-    """(y, what the gradients in `needs` will read); without autograd."""
+    """(y, the tensors that the gradients in `needs` read); without autograd."""
     recipe = recipe_of(given.recipe)
     x_as, w_as, contract = recipe.fprop_input, recipe.fprop_weight, recipe.contract
     x_held, w_held = given.x_held, given.w_held
@@ -156,12 +170,15 @@ def multiply(
             if given.shared is not None:
                 given.shared.put(x_q, alive=given.columns is not None)
 
-    # 2. The product. On a GPU the GEMM makes what it reads of W in one pass; elsewhere, or under held scales, W is encoded first.
+    # 2. The product. On a GPU the GEMM quantises W and makes its operand in one pass. Elsewhere, or under held scales,
+    # W is encoded first.
     dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
     keeps_w = dgrad and w is not None and recipe.weight_side.keeps_codes(fixed=given.fixed is not None)
     w_q = given.packed if w is None else w
     assert w_q is not None
-    if w is not None and given.fixed is not None:
+    if isinstance(w, GatheredWeight):
+        w_q = w.rows
+    elif w is not None and given.fixed is not None:
         w_q = given.fixed.rows(w, functools.partial(ops.encode, w, w_as, w_held))
     elif w is not None and (w_held is not None or keeps_w or not one_pass(w)):
         w_q = ops.encode(w, w_as, w_held)
@@ -178,6 +195,8 @@ def multiply(
     side = recipe.input_side
     encodes_x = wgrad and side.keeps == "values" and side.forward is not None
     kept_w = w_q if keeps_w else given.packed if w is None else w
+    if isinstance(w, GatheredWeight):
+        kept_w = w.columns or w.rows
     saved = Saved(
         x=x_MK if needs.x_scale else _kept_input(x, x_MK, x_q, recipe, given) if wgrad else None,
         w=kept_w if reads_w else None,
@@ -220,7 +239,7 @@ def _fixed_columns(
 
 
 def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRecipe, given: Given) -> Tensor | Encoded:
-    """What wgrad will read of x, whose codes in forward are x_q."""
+    """The form of x that wgrad reads. x_q: the codes of forward."""
     side = recipe.input_side
     if side.keeps == "values":
         return x if recipe.fprop_input is None else x_MK
@@ -228,7 +247,7 @@ def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRe
         return x_q
     found = None if given.columns is None else given.columns.get()
     if found is None:
-        found = side.columns(x_MK, x_q)
+        found = side.columns(x_MK, x_q, given.parts)
         if given.columns is not None:
             given.columns.put(found)
     return found
@@ -240,12 +259,12 @@ def _transform_of(held: Scales) -> Scales | None:
 
 
 def one_pass(x_RK: Tensor) -> bool:
-    """Whether what a GEMM reads of x is best made together with its codes: on a GPU, where a pass over x is what costs."""
+    """Whether codes and the GEMM's operand are best made together: on a GPU, where each pass over memory costs."""
     return x_RK.is_cuda
 
 
 def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str) -> tuple[Encoded, Tensor | None]:
-    """Codes and scales of x; where both come of one pass, also what the GEMM reads of it, unless that is the codes."""
+    """Codes and scales of x, and the GEMM's operand; None when the GEMM reads codes, or makes its operand itself."""
     if reads == "codes" or held is not None or not one_pass(x_MK):
         return ops.encode(x_MK, operand, held), None
     made = ops.encode_with_values(x_MK, operand, reads == "operand")
@@ -253,8 +272,9 @@ def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str) ->
 
 
 def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, clipped: Tensor | None = None) -> Tensor:
-    """The gradient of an operand from that of its values, zero where they were `clipped`; through the transform, which `held` holds if it is
-    fitted.
+    """The gradient of x from the gradient of its values: zero where `clipped`, then pulled back through the transform.
+
+    held: holds the transform's matrices if it is fitted.
     """
     if operand is None or operand.transform is None:
         return grad_RK if clipped is None else ops.masked(grad_RK, clipped)
@@ -262,7 +282,7 @@ def pulled_back(grad_RK: Tensor, operand: Operand | None, held: Scales | None, c
 
 
 def refuse_second_derivative() -> None:
-    """Raise in a backward that is to be differentiated itself (create_graph=True): rounding has no second derivative, so it would be wrong.
+    """Refuse a backward that is differentiated itself (create_graph=True): rounding has no second derivative.
 
     Raises:
         ValueError: autograd records this backward.

@@ -2,9 +2,10 @@
 
     y[start_e : end_e] = x[start_e : end_e] W_e^T
 
-This function is the only place where prepared and packed experts multiply, so prepared and converted experts agree bit for bit. It is a loop:
-each expert that was hit is one quantised linear layer, with the forward, backward, checks and kernels of `linear.quantized_linear`. An expert
-without rows costs nothing and gets no gradient from here. A kernel that takes all experts in one launch belongs behind this signature.
+This function is the only place where prepared and packed experts multiply, so prepared and converted experts agree bit
+for bit. It is a loop: each expert that was hit is one quantised linear layer, with the forward, backward, checks and
+kernels of `linear.quantized_linear`. An expert without rows costs nothing and gets no gradient from here. A kernel that
+takes all experts in one launch belongs behind this signature.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def grouped_linear(
 ) -> Tensor:
     """y (S, N) of x (S, K) whose rows are sorted by expert.
 
-    weight_of: an expert's weight (N, K), or its codes; asked for experts that have rows. ends: for each expert, the row after its last; the
-    last of them is S. n: N. random: the state of the experts' random numbers, where backward draws; each expert advances it by one.
+    weight_of: an expert's weight (N, K), or its codes; asked for experts that have rows. ends: for each expert, the row
+    after its last; the last of them is S. n: N. random: the state of the experts' random numbers, where backward draws;
+    each expert advances it by one.
 
     Raises:
         ValueError: as `quantized_linear`.

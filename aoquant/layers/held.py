@@ -1,13 +1,14 @@
 """Held scales: static and learned scales as a layer's own buffers and parameters.
 
-A dynamic scale lives as long as one forward. A static one is measured once, by `aoquant.calibrate`, and a learned one is moved by
-the optimizer; both are then part of what was trained, so they live where weights live: in the state_dict, on the layer's device, in
-what a resumed run loads. Convert takes the very same numbers.
+A dynamic scale lives as long as one forward. A static one is measured once, by `aoquant.calibrate`, and a learned one
+is moved by the optimizer; both are then part of what was trained, so they live where weights live: in the state_dict,
+on the layer's device, in what a resumed run loads. Convert takes the very same numbers.
 
-Names are `input_scale`, `input_zero`, `weight_scale`, `weight_zero` and so on: the fields of `formats.Scales`. Floating-point ones
-are float32 whatever the layer's dtype, and stay so when the layer is cast: a scale that rounds afterwards is another scale. A
-learned scale is a parameter; zero points, being integers, outer scales and the matrices of a fitted transform are always buffers:
-`input_transform`, T with bf16 entries, and `weight_transform`, T^-T in float32, (K / size, size, size) both.
+Names are `input_scale`, `input_zero`, `weight_scale`, `weight_zero` and so on: the fields of `formats.Scales`.
+Floating-point ones are float32 whatever the layer's dtype, and stay so when the layer is cast: a scale that rounds
+afterwards is another scale. A learned scale is a parameter; zero points, being integers, outer scales and the matrices
+of a fitted transform are always buffers: `input_transform`, T with bf16 entries, and `weight_transform`, T^-T in
+float32, (K / size, size, size) both.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def forget(layer: nn.Module) -> None:
 
 
 def present(layer: nn.Module) -> bool:
-    """Whether every held scale has a value: what is not calibrated yet is NaN, or on the meta device."""
+    """Whether every held scale has a value: before calibration it is NaN, or on the meta device."""
     tensors = [getattr(layer, name) for name in names(layer)]
     return all(not t.is_meta and bool(t.float().isfinite().all()) for t in tensors)
 

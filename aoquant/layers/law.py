@@ -11,9 +11,10 @@ Within a family they may differ in e4m3 and e5m2, in one-dimensional and square 
 rounding: TransformerEngine's own recipes do. A transform in front of them has to cancel in the product: the same
 matrix, with the same signs, on both sides, and its own inverse transposed.
 
-`contract` names the kernel of such a GEMM. FP8 tensor cores multiply codes under one scale a side, and e5m2 by e5m2 they
-do not multiply; their sums keep fewer bits than float32, so they run under a contract of their own, with accumulators
-that are promoted, as TransformerEngine and torchao have it in backward. Every other pair is emulated exactly.
+`contract` names the kernel of such a GEMM. FP8 tensor cores multiply codes under one scale a side, and e5m2 by e5m2
+they do not multiply; their sums keep fewer bits than float32, so they run under a contract of their own, with
+accumulators that are promoted, as TransformerEngine and torchao have it in backward. Every other pair is emulated
+exactly.
 
 `why_not` binds every recipe. `why_not_cast` binds configs that name each cast; presets such as "quartet" draw on both
 sides.
@@ -80,7 +81,7 @@ def _name(operand: Operand | None) -> str:
 
 
 def _family(operand: Operand | None) -> Hashable:
-    """What both operands of a GEMM have in common."""
+    """The family of an operand: a GEMM's two operands must share it."""
     return None if operand is None else _of(operand.format)
 
 

@@ -1,7 +1,7 @@
 """A quantised linear layer as a function: checks, autocast and shards, then the one autograd function.
 
-What is kept for backward: x itself when it is not quantised, its packed codes when it is (layers with one input share them, see
-shared_inputs.py), and of the weight what `sides.py` says.
+What is kept for backward: x itself when it is not quantised, its packed codes when it is (layers with one input share
+them, see shared_inputs.py), and of the weight what `sides.py` says.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
@@ -20,6 +21,8 @@ from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back
 from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.parallel import linear as sharding
+from aoquant.parallel.gathered import GatheredWeight
+from aoquant.parallel.shards import Shards
 
 __all__ = [
     "NOT_CALIBRATED",
@@ -28,11 +31,13 @@ __all__ = [
     "LinearRecipe",
     "cast",
     "check_device",
+    "check_dtype",
     "check_width",
     "pulled_back",
     "quantized_linear",
 ]
 
+OWN_CONTRACTS = ("aoquant", "ggml")
 NOT_CALIBRATED = (
     "static scales, or a fitted transform, have no values yet: call aoquant.calibrate(model, forward_loop) before training, or load a "
     "state_dict"
@@ -46,10 +51,18 @@ def check_width(x: Tensor, k: int) -> None:
 
 
 def check_device(x: Tensor, w: Tensor) -> None:
-    """Raise ValueError when input and weight are apart: one of them on meta would make the ops return uninitialised memory."""
+    """Raise ValueError when input and weight are on two devices: with one on meta, an op returns unwritten memory."""
     if x.device != w.device:
         empty = "; a weight on meta holds no values: load the checkpoint first" if w.is_meta else ""
         raise ValueError(f"the layer's input is on {x.device} and its weight on {w.device}: move one of them{empty}")
+
+
+def check_dtype(x: Tensor, weight: torch.dtype, contract: str) -> None:
+    """Raise ValueError where nn.Linear would: outside autocast x has another dtype than the weight. torchao's kernels
+    have rules of their own.
+    """
+    if contract in OWN_CONTRACTS and x.dtype != weight and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"the layer's input is {x.dtype} and its weight {weight}: cast one of them, or use autocast")
 
 
 def cast(x: Tensor) -> Tensor:
@@ -69,34 +82,38 @@ def quantized_linear(
     random: Tensor | None = None,
     fixed: FixedWeight | None = None,
     delayed: Delayed | None = None,
+    parts: Shards | None = None,
+    rank: int = 0,
 ) -> Tensor:
-    """y (..., N) = x (..., K) times a quantised weight, plus bias, differentiable in x, a high-precision weight, bias and scales.
+    """y (..., N) = x (..., K) W^T + bias with a quantised W, differentiable in x, a float W, bias and scales.
 
-    w: (N, K), encoded in the call (QAT), or encoded already (inference). x_held, w_held: what the layer holds where the recipe says static or
-    learned, or fitted; for a shard, the scales of its whole (DTensors go to `sharding.linear`). Under autocast x and y take autocast's dtype;
-    the weight is encoded from its stored dtype. random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
-    fixed: keeps the weight's codes for further calls. delayed: the state of delayed scales, whose factors x_held and w_held hold.
+    w: (N, K), float and encoded in the call (QAT), or encoded already (inference). x_held, w_held: static or learned
+    scales and fitted transforms, where the recipe has them; for a shard, the scales of its whole (DTensors go to
+    `sharding.linear`). Under autocast x and y take autocast's dtype; the weight is encoded from its stored dtype.
+    random: the state of the layer's random numbers (`formats.Random`), where its backward draws. parts: of the
+    layer that one rank has, for a quantised backward of it. rank: among those with other tokens, which draw other
+    numbers. fixed: keeps the weight's codes for further calls. delayed: the state of
+    delayed scales, whose factors x_held and w_held hold.
 
     Raises:
-        ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight, or the recipe's
-            kernel cannot take its dtype.
+        ValueError: x is no float32, bfloat16 or float16 tensor of width K, is on another device than the weight or, as
+            in nn.Linear, of another dtype outside autocast; or the recipe's kernel cannot take its dtype.
     """
     packed, rows, k = (w, w.codes, w.k) if isinstance(w, Encoded) else (None, w, w.shape[1])
     check_width(x, k)
     check_device(x, rows)
+    if isinstance(rows, GatheredWeight) and rows.key != recipe.key:
+        raise ValueError("its weight is gathered as codes of another recipe: call quantized_all_gather again")
     given_x, x = x, cast(x)
     if sharding.is_sharded(x, rows):
         if recipe.backward_operands:
-            raise ValueError(
-                "a quantised backward contracts whole rows, and the layer's weight is sharded by tensor parallelism: leave the layer "
-                "out of the plan of parallelize_module (fully_shard is supported), or prepare it without backward="
-            )
+            return _sharded(x, rows, bias, recipe, x_held, w_held, random, rank)
         on_shard = functools.partial(_on_shard, recipe)
         return sharding.linear(on_shard, x, rows, bias, (recipe.fprop_input, x_held), (recipe.fprop_weight, w_held))
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"the layer's input must be float32, bfloat16 or float16, got {x.dtype}: cast it or use autocast"
-        )
+    if given_x.dtype not in FLOAT_DTYPES:  # autocast leaves them alone
+        raise ValueError(f"the layer's input must be float32, bfloat16 or float16, got {given_x.dtype}: cast it")
+    if packed is None:
+        check_dtype(given_x, rows.dtype, recipe.contract)
     if recipe.contract != "aoquant":  # which takes everything
         stored = rows.dtype if packed is None or packed.scale is None else packed.scale.dtype
         if (reason := ops.input_error(recipe.contract, x.dtype, stored)) is not None:
@@ -105,7 +122,7 @@ def quantized_linear(
         alone = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
         return multiply(x, w if packed is None else None, bias, alone)[0]  # type: ignore[arg-type]
     shared = columns = None
-    if packed is None and x_held is None:
+    if packed is None and x_held is None and parts is None:
         if recipe.fprop_input is not None:
             shared = shared_inputs.shared_input(given_x, x.dtype, recipe.fprop_input, rows)
         if recipe.input_side.keeps == "columns":
@@ -116,7 +133,7 @@ def quantized_linear(
             x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
-    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed, delayed)
+    given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed, delayed, parts, rank)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 
 
@@ -124,15 +141,45 @@ def quantized_linear(
 def _applied(
     x: Tensor, w: Tensor | None, bias: Tensor | None, x_scale: Tensor | None, w_scale: Tensor | None, given: Given
 ) -> Tensor:
-    """`QuantizedLinear`. A compiler takes it as one call, and traces the ops that it makes instead of the Python that makes them: Dynamo would
-    guard on everything that this Python reads, before every compiled step.
+    """`QuantizedLinear`, one call to a compiler, which traces the ops inside and skips the Python around them.
+
+    Otherwise Dynamo would guard on everything that this Python reads, before every compiled step.
     """
     y: Tensor = QuantizedLinear.apply(x, w, bias, x_scale, w_scale, given)  # type: ignore[no-untyped-call]
     return y
 
 
+@torch.compiler.disable  # backward communicates too, where a compiler would trace it
+def _sharded(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    recipe: LinearRecipe,
+    x_held: Scales | None,
+    w_held: Scales | None,
+    random: Tensor | None,
+    rank: int,
+) -> Tensor:
+    """A layer whose weight is a DTensor, and whose backward is quantised."""
+    if recipe.history:
+        raise ValueError("delayed scaling is not supported under tensor parallelism: use dynamic scales (fp8-hybrid)")
+    if isinstance(random, DTensor):  # parallelize_module makes one of every buffer; the local tensor is the same memory
+        random = random.to_local()
+    on_shard = functools.partial(_on_shard, recipe, random=random, rank=rank)
+    sides = (recipe.fprop_input, x_held), (recipe.fprop_weight, w_held)
+    return sharding.linear(on_shard, x, w, bias, *sides, recipe)
+
+
 def _on_shard(
-    recipe: LinearRecipe, x: Tensor, w: Tensor, bias: Tensor | None, x_scales: Scales | None, w_scales: Scales | None
+    recipe: LinearRecipe,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    x_scales: Scales | None,
+    w_scales: Scales | None,
+    parts: Shards | None,
+    random: Tensor | None = None,
+    rank: int = 0,
 ) -> Tensor:
     """One rank's part of a layer whose weight is a DTensor."""
-    return quantized_linear(x, w, bias, recipe, x_scales, w_scales)
+    return quantized_linear(x, w, bias, recipe, x_scales, w_scales, random, parts=parts, rank=rank)

@@ -82,7 +82,7 @@ class PackedLinear(nn.Linear):
                 rebind(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: views would be copied as tensors of their own."""
+        """The attributes to copy and pickle, without the views: each would become a tensor of its own."""
         return {name: value for name, value in vars(self).items() if name not in _NAMES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,7 +125,10 @@ def _forget(module: nn.Module) -> None:
 
 
 def _static(part: Tensor) -> Tensor:
-    """A view whose address is known to stay, so that a CUDA graph does not copy it; not guarded, or each layer would be compiled apart."""
+    """A view with a static address, so that a CUDA graph does not copy it.
+
+    guard=False: a guard on the address would compile each layer apart.
+    """
     view = part.detach()
     torch._dynamo.mark_static_address(view, guard=False)
     return view
@@ -143,6 +146,6 @@ def _product(
     outer: Tensor | None,
     matrix: Tensor | None,
 ) -> Tensor:
-    """y (..., N). A compiler takes it as one call, and traces the ops that it makes instead of the Python that makes them."""
+    """y (..., N); one call to a compiler, see `linear._applied`."""
     held = None if matrix is None else Scales(transform=matrix)
     return multiply(x, None, bias, Given(key, Encoded(codes, scale, zero, outer, k), held))[0]

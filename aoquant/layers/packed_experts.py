@@ -1,8 +1,9 @@
 """The packed tensor of stacked experts: `PackedTensor` with one dimension more.
 
-Codes are (E, N, bytes) and scales (E, N, G) or (E, n, g), whatever the format makes of one expert; the outer scale is (E, N, 1). The tensor stands
-for (E, N, K), or for (E, K, N) where a module stores its experts transposed: only `transposed` tells them apart, the bytes are the same. So
-transposing it moves no byte, and a plain module of transformers multiplies by it as it stands:
+Codes are (E, N, bytes) and scales (E, N, G) or (E, n, g), one expert's with E in front; the outer scale is
+(E, N, 1). The tensor stands for (E, N, K), or for (E, K, N) where a module stores its experts transposed: only
+`transposed` tells them apart, the bytes are the same. So transposing it moves no byte, and a plain module of
+transformers multiplies by it as it stands:
 
     grouped_mm   F.grouped_mm(x, w.transpose(-2, -1), offs)   -> the loop over experts that prepared experts run
     eager        F.linear(x, w[e]), or x @ w[e]               -> the same product of one expert
@@ -67,21 +68,12 @@ class PackedExperts(PackedTensor):
 
     def expert(self, index: int) -> PackedTensor:
         """One expert (N, K): views of its codes and scales."""
-        tensors: Any = {name: None if (t := getattr(self, name)) is None else t[index] for name in _PARTS}
-        return PackedTensor(
-            format=self.format,
-            activation=self.activation,
-            contract=self.contract,
-            k=self.k,
-            dtype=self.dtype,
-            **tensors,
-        )
+        return self._like(PackedTensor, [None if t is None else t[index] for t in self._parts()], None, None)
 
     @property
     def matrix(self) -> PackedTensor:
         """The (N, K) of one selected expert."""
-        names = (self.format, self.activation, self.contract)
-        return PackedTensor(self.qdata, *names, self.k, self.dtype, self.scale, self.zero_point, self.per_tensor_scale)
+        return self._like(PackedTensor, self._parts(), None, None)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Values in this tensor's shape, in `dtype`, by default the weights' own."""
@@ -106,20 +98,8 @@ class PackedExperts(PackedTensor):
         dtype: torch.dtype | None = None,
         transposed: bool | None = None,
     ) -> PackedExperts:
-        qdata, scale, zero, outer, _ = tensors
-        assert qdata is not None
-        return PackedExperts(
-            qdata,
-            self.format,
-            self.activation,
-            self.contract,
-            self.k if k is None else k,
-            dtype or self.dtype,
-            self.transposed if transposed is None else transposed,
-            scale=scale,
-            zero_point=zero,
-            per_tensor_scale=outer,
-        )
+        turned = self.transposed if transposed is None else transposed
+        return self._like(PackedExperts, tensors, k, dtype, transposed=turned)
 
     def _parts(self) -> list[Tensor | None]:
         return [*(getattr(self, name) for name in _PARTS), None]
@@ -133,7 +113,8 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
         stacked = packed_experts([layer.weight.data for layer in linears])
 
     Raises:
-        ValueError: there is none; or one differs from the first in format, shape or dtype, or has a fitted transform: the message says which.
+        ValueError: there is none; or one differs from the first in format, shape or dtype, or has a fitted transform:
+            the message says which.
     """
     if not experts:
         raise ValueError("packed_experts needs at least one PackedTensor, got none")
@@ -150,11 +131,7 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
             )
     columns = [[getattr(e, name) for e in experts] for name in _PARTS]
     stacked = [None if c[0] is None else torch.stack(c) for c in columns]
-    first = experts[0]
-    names = (first.format, first.activation, first.contract)
-    tensors: Any = dict(zip(_PARTS[1:], stacked[1:], strict=True))
-    assert stacked[0] is not None
-    return PackedExperts(stacked[0], *names, first.k, first.dtype, transposed, **tensors)
+    return experts[0]._like(PackedExperts, [*stacked, None], None, None, transposed=transposed)
 
 
 @PackedExperts.implements([aten.select.int])
@@ -209,9 +186,7 @@ def _slice(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         along_rows = (dim == 1) != packed.transposed
         a, b = (0, 1) if along_rows else (1, 2)
         turned = [None if t is None else t.transpose(a, b) for t in packed._parts()]
-        assert turned[0] is not None
-        names = (packed.format, packed.activation, packed.contract)
-        flat = PackedTensor(turned[0], *names, packed.k, packed.dtype, *turned[1:])
+        flat = packed._like(PackedTensor, turned, None, None)
         done = (cut_rows if along_rows else cut_columns)(flat, start, end)
         parts = [getattr(done, name) for name in _PARTS]
         cut = packed._with([*(None if t is None else t.transpose(a, b) for t in parts), None], k=done.k)

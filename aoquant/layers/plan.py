@@ -1,9 +1,9 @@
-"""What a packed weight remembers of its own forward, so that a call without gradients costs little more than a launch.
+"""A packed weight's plan of its own forward, so that a call without gradients costs little more than a launch.
 
-A packed weight does not change what it is: its format, contract, shape, dtype and device are those of the tensor. So the
-recipe, the views that a kernel wants of the codes, and the backend for each number of rows are looked up once, by the
-same router that the prepared layer asks, and kept beside the codes. The plan holds views and never copies: codes that
-are written in place (`load_state_dict`, `refresh_`) are seen.
+The format, contract, shape, dtype and device of a packed weight never change. So
+the recipe, the views that a kernel wants of the codes, and the backend for each number of rows are looked up once, by
+the same router that the prepared layer asks, and kept beside the codes. The plan holds views and never copies: codes
+that are written in place (`load_state_dict`, `refresh_`) are seen.
 
 A plan answers ordinary calls alone: a plain tensor of the weight's dtype, on its device, without autocast, modes or a
 forced backend. For any other call it returns None, and the caller takes the general path, with its checks and errors.
@@ -79,7 +79,7 @@ class Plan:
         return step
 
     def _step(self, m: int) -> Step:
-        """What multiplies m rows: the backend's product with W bound to it where it has one, else the general forward."""
+        """The product of m rows: the backend's, with W bound to it, where it has one; else the general forward."""
         recipe, w, given = self._recipe, self._w, self._given
 
         def general(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,7 +100,7 @@ class Plan:
 
         def both(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
-            made = codec.quantize(x_as, x.reshape(m, k), dtype, operand=True)
+            made = codec.encode_with_values(x_as, x.reshape(m, k), dtype, operand=True)
             return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
 
         return weights if x_as is None else both

@@ -1,8 +1,8 @@
-"""The modules that prepare swaps in, and what can be done to them: switch fake quantisation off and on, and swap them back.
+"""The modules that prepare swaps in. Fake quantisation can be switched off and on, and the plain modules swapped back.
 
-A prepared layer is the layer that was there, under another class. Nothing is wrapped and nothing is copied, so whoever holds the
-module, its parameters, its hooks or its name still holds the right thing: optimizers, FSDP, adapters, checkpoints, tied layers. Static
-and learned scales are the only things that a layer gains (held.py).
+Prepare changes a layer's class and nothing else: it wraps nothing and copies nothing. Optimizers, FSDP, adapters,
+checkpoints and tied layers hold the same module, parameters and hooks under the same names as before. A layer gains
+only its static and learned scales (held.py), and the state of a random backward.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from aoquant.formats.random import fresh_state
 from aoquant.layers import held
 from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
+from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
 
 DELAYED_STATE = ("amax_history", "amax_factor")  # buffers of a layer whose scales are delayed: the fields of `Delayed`
@@ -30,7 +31,7 @@ RANDOM = "backward_random"  # buffer of a layer whose backward draws: seed, modu
 
 @dataclass(frozen=True)
 class Prepared:
-    """What prepare leaves on a module: the recipe, the config that convert must be given, and the layer's name for errors."""
+    """Prepare's note on a module: its recipe, the config that convert must be given, its name for errors."""
 
     recipe: LinearRecipe
     config: Any
@@ -38,7 +39,7 @@ class Prepared:
 
 
 class PreparedModule(nn.Module):
-    """Whatever prepare swaps in: a layer with one weight (`QATLayer`), or stacked experts (experts.py).
+    """A module that prepare swaps in: a layer with one weight (`QATLayer`), or stacked experts (experts.py).
 
     `fake_quant = False` switches it back to the plain module for as long as you like.
     """
@@ -53,8 +54,8 @@ class PreparedModule(nn.Module):
 class QATLayer(PreparedModule):
     """A layer that computes what its converted form will compute.
 
-    Made by swapping the class of an existing `plain` layer in place, so parameters, state_dict keys, hooks, attributes, mode and
-    tying stay as they were. `fake_quant = False` switches it back to a plain layer for as long as you like.
+    Made by swapping the class of an existing `plain` layer in place, so parameters, state_dict keys, hooks, attributes,
+    mode and tying stay as they were. `fake_quant = False` switches it back to a plain layer for as long as you like.
     """
 
     plain: ClassVar[type[nn.Module]]
@@ -82,7 +83,7 @@ class QATLayer(PreparedModule):
         return self.weight
 
     def held_scales(self, side: str) -> Scales | None:
-        """Static or learned scales of side "input" or "weight", 2-D, and a fitted transform; None where there is neither."""
+        """Static or learned scales (2-D) and the fitted transform of side "input" or "weight"; None without either."""
         return None
 
     @torch.no_grad()
@@ -92,7 +93,7 @@ class QATLayer(PreparedModule):
 
     @torch.no_grad()
     def quantised_weight(self) -> Tensor:
-        """(N, K) values that the layer multiplies its input by, in the weight's dtype; W' T where a transform stands before both."""
+        """(N, K) values that the layer multiplies its input by, in the weight's dtype; W' T behind a transform."""
         recipe, e = self.prepared.recipe, self.encode_weight()
         if recipe.transform is None:
             return recipe.fprop_weight.decode(e, self.weight.dtype)
@@ -107,17 +108,21 @@ class QATLayer(PreparedModule):
 class QATLinear(QATLayer, nn.Linear):
     """nn.Linear whose forward computes what the converted layer will compute.
 
-    Static and learned scales are added to its buffers and parameters, and so is the state of the random numbers of a backward that
-    draws. calibrated: whether the scales that it holds have values.
+    Static and learned scales are added to its buffers and parameters, and so is the state of the random numbers of a
+    backward that draws. calibrated: whether the scales that it holds have values.
     """
 
     plain = nn.Linear
     calibrated: bool
+    _data_rank: int | None = None
     fixed: FixedWeight | None = None  # inside `fixed_weights`
 
     @classmethod
     def prepare(cls, layer: nn.Module, prepared: Prepared) -> Self:
-        """Swap `layer`'s class in place. Held weight scales are measured now, held input scales and fitted transforms wait for `calibrate`."""
+        """Swap `layer`'s class in place.
+
+        Held weight scales are measured now; held input scales and fitted transforms wait for `calibrate`.
+        """
         linear = super().prepare(layer, prepared)
         recipe = prepared.recipe
         if recipe.weight_scales in SCALES[1:]:
@@ -157,6 +162,7 @@ class QATLinear(QATLayer, nn.Linear):
         prepared = self.prepared
         if prepared.recipe.draws:
             self.register_buffer(RANDOM, fresh_state(prepared.config.seed, prepared.fqn, self.weight.device))
+            ranks.expect(self)
 
     def _register_delayed(self) -> None:
         if steps := self.prepared.recipe.history:
@@ -175,8 +181,14 @@ class QATLinear(QATLayer, nn.Linear):
         held.forget(self)
         for name in (RANDOM, *DELAYED_STATE):
             self._buffers.pop(name, None)
+        vars(self).pop(ranks.RANK, None)
         del self.calibrated
         return super().unprepare()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if RANDOM in self._buffers:  # a copy may be on another rank
+            ranks.expect(self)
 
     def held_scales(self, side: str) -> Scales | None:
         recipe = self.prepared.recipe
@@ -188,7 +200,10 @@ class QATLinear(QATLayer, nn.Linear):
 
     @torch.no_grad()
     def deployed_input_scales(self) -> Scales | None:
-        """The held input scales as the kernel uses them, a learned one at least eps, and a fitted transform; None where there is neither."""
+        """The held input scales as the kernel uses them (a learned one at least eps) and the fitted transform.
+
+        None without either.
+        """
         scales, format = self.held_scales("input"), self.prepared.recipe.fprop_input
         if scales is None or format is None or scales.dynamic or self.prepared.recipe.history:
             return scales
@@ -207,8 +222,13 @@ class QATLinear(QATLayer, nn.Linear):
             recipe = self.prepared.recipe
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
+            if random is not None and self._data_rank is None:
+                ranks.find()
+            rank = self._data_rank or 0
             fixed = None if torch.compiler.is_compiling() else self.fixed
-            return quantized_linear(input, self.matrix(), self.bias, recipe, *scales, random, fixed, self.delayed)
+            return quantized_linear(
+                input, self.matrix(), self.bias, recipe, *scales, random, fixed, self.delayed, rank=rank
+            )
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None
 
@@ -240,9 +260,9 @@ def set_fake_quant(model: nn.Module, enabled: bool) -> int:
 
 
 def unprepare(model: nn.Module) -> int:
-    """Make every prepared layer of `model` a plain nn.Linear or nn.Embedding again, in place; returns how many there were.
+    """Make every prepared layer of `model` a plain nn.Linear or nn.Embedding again, in place; returns their number.
 
-    Weights, state_dict, hooks, attributes, mode and tying stay as they are; what training did to the weights stays too.
+    Weights, state_dict, hooks, attributes, mode and tying stay as they are; the weights keep their training.
 
     Raises:
         ValueError: no layer is prepared, or one has an adapter.
@@ -264,6 +284,6 @@ def unprepare(model: nn.Module) -> int:
 
 
 def rebind(module: nn.Module) -> None:
-    """Let accelerate's hooks (device_map, offload) call the new class: they keep the bound forward of the one they found."""
+    """Let accelerate's hooks (device_map, offload) call the new class: they keep the old class's bound forward."""
     if "_old_forward" in vars(module):
         vars(module)["_old_forward"] = MethodType(type(module).forward, module)

@@ -45,11 +45,11 @@ class LinearRecipe:
     straight_through: "identity", or "clipped": no gradient for values that the format's largest code clips.
     input_scales, weight_scales: "dynamic", "static" or "learned"; "" is what the operand itself says.
     transform: of both operands of fprop before they are rounded; None: the one that either of them has.
-    weight_source, input_source: what dgrad's weight and wgrad's input are made of, "forward" or "original".
+    weight_source, input_source: the source of dgrad's weight and of wgrad's input, "forward" or "original".
     history: steps whose absolute maxima delayed scaling remembers; 0: scales follow from what is encoded. select: which
         of them counts, "max" or "most_recent".
-    save: what forward keeps: "row" (codes of the input, as fprop made them), "col" (the side that backward reads) or
-        "hp" (no codes).
+    save: the side that forward keeps: "row" (codes of the input, as fprop made them), "col" (the side that backward
+        reads) or "hp" (no codes).
 
     Raises:
         ValueError: the operands, or the scales, cannot go together.
@@ -207,7 +207,7 @@ class LinearRecipe:
 
     @property
     def deployed(self) -> LinearRecipe:
-        """What convert leaves of the recipe: how it was trained is forgotten."""
+        """The recipe after convert, without the parts that concern training."""
         return dataclasses.replace(
             self,
             **dict.fromkeys(BACKWARD),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What forward keeps for backward, by name.
+"""The tensors that forward keeps for backward, by name.
 
 `save_for_backward` knows a flat list of tensors. Here a value's parts go into that list and come back as the value, so
 that a field is never found by its position.
@@ -34,20 +34,22 @@ class Saved(NamedTuple):
 def keep(ctx: Any, saved: Saved) -> None:
     """Hand `saved` to autograd."""
     tensors: list[Tensor | None] = []
+    kinds, widths = list[type](), list[int | None]()
     for value in saved:
+        kinds.append(type(value))
+        widths.append(value.k if type(value) is Encoded else None)
         if type(value) is Encoded:
             tensors += value[:4]
         elif type(value) is Scales:
             tensors += value
         else:
             tensors.append(value)  # type: ignore[arg-type]
-    ctx.kinds = [type(value) for value in saved]
-    ctx.widths = [value.k if type(value) is Encoded else None for value in saved]
+    ctx.kinds, ctx.widths = kinds, widths
     ctx.save_for_backward(*tensors)
 
 
 def kept(ctx: Any) -> Saved:
-    """What `keep` was given."""
+    """The `Saved` that `keep` was given."""
     tensors, values = iter(ctx.saved_tensors), list[Any]()
     for kind, k in zip(ctx.kinds, ctx.widths, strict=True):
         if kind is Encoded:

@@ -1,11 +1,11 @@
 """Shared inputs: layers that read the same input, such as q, k and v or gate and up, encode it once and keep it once.
 
 Between a layer's forward and its backward autograd keeps the codes of its input. As long as it does, another layer that
-is given the same input, in the same format, takes those codes instead of making them again, and both keep one. Nothing
-is kept alive for that: what is remembered of an encoding are weak references to its storages. (One exception: where
-autograd keeps the column side alone, the row codes of the latest input are held until that input goes.) Without
-gradients, or with a frozen weight, autograd keeps no codes, so nothing is shared; after backward they are gone, and so
-is what was remembered of them.
+is given the same input, in the same format, takes those codes instead of making them again, and both keep one. This
+keeps no codes alive: an encoding is remembered as weak references to its storages. (One exception: where autograd
+keeps the column side alone, the row codes of the latest input are held until that input goes.) Without gradients, or
+with a frozen weight, autograd keeps no codes, so nothing is shared; after backward the codes are gone, and so is the
+record of them.
 
 The same input means: the same tensor object, or an equal view of it, with the same address and version counter, on the
 same stream. Every in-place operation that autograd can see moves that counter. A write that it cannot see (through
@@ -56,9 +56,7 @@ class _Part(NamedTuple):
 
 
 class _Encoding:
-    """What is remembered of an encoding: its tensors and its K, and which layers have it, by the identity of their
-    weight.
-    """
+    """The record of an encoding: its tensors, its K, and the layers that have it, by the identity of their weight."""
 
     def __init__(self) -> None:
         self.parts: list[_Part | None] = []

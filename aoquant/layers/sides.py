@@ -1,12 +1,12 @@
-"""What a layer keeps of its input and weight for backward, and the backward GEMM that reads it.
+"""The sides of input and weight that a layer keeps for backward, and the backward GEMMs that read them.
 
-`LinearRecipe.save` names the plan, and `Keeps` what it comes to for one operand:
+`LinearRecipe.save` names the plan, and `Side.keeps` its consequence for one operand:
 
     keeps       forward keeps                         backward's operand
     "rows"      the codes that fprop multiplied       their values, encoded again along the other axis
-    "square"    the same                              the same codes, transposed (a square tile, or one scale for the tensor)
+    "square"    the same                              the same codes, transposed: square tiles, or one scale for all
     "columns"   codes along the batch, of an input    those
-    "values"    the high-precision tensor             encoded in backward, from the original or from what fprop made of it
+    "values"    the high-precision tensor             encoded in backward, from the original or from fprop's values
 
 "rows" of an input and "values" of a weight are what presets such as "quartet" keep. With save="col" an input costs what
 its column side costs, or less: from the "original" the columns, from "forward" the smaller of rows and columns.
@@ -26,12 +26,15 @@ from aoquant import ops
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
 from aoquant.formats.operand import DELAYED
 from aoquant.layers import law
+from aoquant.ops import backward as gemms
+from aoquant.ops.linear import dgrad_of_parts, wgrad_of_column_parts, wgrad_of_parts
+from aoquant.parallel.shards import Shards
 
 SAVES = ("row", "col", "hp")
 
 
 class SharedGrad(NamedTuple):
-    """dy's codes where both backward GEMMs read them: rows for dgrad, columns for wgrad; None where wgrad does not run."""
+    """dy's codes, which both backward GEMMs read: rows for dgrad; columns for wgrad, None until it transposes them."""
 
     rows: Encoded
     columns: Encoded | None
@@ -41,7 +44,7 @@ class SharedGrad(NamedTuple):
 class Side:
     """The operand of a backward GEMM that is no gradient.
 
-    keeps: as above. forward: what fprop encodes it as; None where backward starts from the original, or fprop does not
+    keeps: as above. forward: its operand in fprop; None where backward starts from the original, or fprop does not
         quantise it.
     grad_as, backward: the two operands of the backward GEMM.
     reads_values: whether backward reads a weight itself for other reasons.
@@ -57,7 +60,7 @@ class Side:
     def of_input(
         cls, save: str, source: str, forward: Operand | None, grad_as: Operand | None, backward: Operand | None
     ) -> Side:
-        """What a recipe keeps of its input."""
+        """The side of its input that a recipe keeps."""
         if save == "row":
             return cls("rows", forward, grad_as, backward)
         same = _same_codes(forward, backward)
@@ -80,9 +83,7 @@ class Side:
         backward: Operand | None,
         reads_values: bool,
     ) -> Side:
-        """What a recipe keeps of its weight. reads_values: whether backward reads the weight itself for other
-        reasons.
-        """
+        """The side of its weight that a recipe keeps. reads_values: whether backward reads the weight anyway."""
         same = _same_codes(forward, backward)
         original = source == "original" or same or isinstance(forward.format, HighPrecision)
         if save == "col" and not reads_values:
@@ -108,11 +109,13 @@ class Side:
         """Whether forward keeps codes of a weight. fixed: they are there anyhow."""
         return self.keeps != "values" or (fixed and self.forward is not None and not self.reads_values)
 
-    def columns(self, x_RK: Tensor, rows: Tensor | Encoded) -> Encoded:
-        """The column side of x, or of a weight, whose codes in forward are `rows`."""
+    def columns(self, x_RK: Tensor, rows: Tensor | Encoded, parts: Shards | None = None) -> Encoded:
+        """The column side of x, or of a weight, whose codes in forward are `rows`. parts: of x, that this rank has."""
         assert self.backward is not None
         if isinstance(rows, Encoded) and self.forward is not None:
             x_RK = ops.decode(rows, self.forward, x_RK.dtype)
+        if parts is not None:
+            return gemms.columns(x_RK, self.backward, self.multiple, parts.wgrad.b)
         return self._padded(ops.encode_columns(x_RK, self.backward, self.multiple), x_RK.shape[0])
 
     def made(self, kept: Tensor | Encoded, held: Scales | None, dtype: torch.dtype) -> Encoded:
@@ -155,10 +158,12 @@ class Side:
         random: Tensor | None,
         grad: SharedGrad | None = None,
         columns: Encoded | None = None,
+        parts: Shards | None = None,
     ) -> Tensor:
         """dx (M, K), from what was kept of the weight.
 
-        grad: dy's codes, where both backward GEMMs share them. columns: the weight's column side, where it is fixed.
+        grad: dy's codes, where both backward GEMMs share them. columns: the weight's column side, where it is fixed or
+            gathered. parts: that this rank has of the layer.
         """
         along_n = self.grad_as, self.backward
         if grad is not None:
@@ -167,8 +172,12 @@ class Side:
         if columns is not None:
             assert self.grad_as is not None and self.backward is not None
             return ops.dgrad_of_columns(grad_MN, columns, self.grad_as, self.backward, random, self.contract)
-        square = self.keeps == "square"
-        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, square, self.contract)
+        square, contract = self.keeps == "square", self.contract
+        if parts is not None:
+            return dgrad_of_parts(
+                grad_MN, w, self.forward, held, measured, *along_n, random, square, contract, parts.dgrad
+            )
+        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, square, contract)
 
     def wgrad(
         self,
@@ -177,6 +186,7 @@ class Side:
         held: Scales | None,
         random: Tensor | None,
         grad: SharedGrad | None = None,
+        parts: Shards | None = None,
     ) -> Tensor:
         """dW (N, K), from what was kept of the input."""
         if grad is not None:
@@ -184,13 +194,19 @@ class Side:
             return self._product(columns, self.made(x, held, grad_MN.dtype), grad_MN.dtype)
         if self.keeps == "columns":
             assert isinstance(x, Encoded) and self.grad_as is not None and self.backward is not None
-            return ops.wgrad_of_columns(grad_MN, x, self.grad_as, self.backward, random, self.contract)
+            pair = x, self.grad_as, self.backward
+            if parts is not None:
+                return wgrad_of_column_parts(grad_MN, *pair, random, self.contract, parts.wgrad)
+            return ops.wgrad_of_columns(grad_MN, *pair, random, self.contract)
         if isinstance(x, Tensor) and self.forward is None:
             x = x.reshape(-1, x.shape[-1])
             if self.backward is None:
                 return grad_MN.t() @ x
         square = self.keeps == "square"
-        return ops.wgrad(grad_MN, x, self.forward, held, self.grad_as, self.backward, random, square, self.contract)
+        how = self.grad_as, self.backward, random, square, self.contract
+        if parts is not None:
+            return wgrad_of_parts(grad_MN, x, self.forward, held, *how, parts.wgrad)
+        return ops.wgrad(grad_MN, x, self.forward, held, *how)
 
     def _product(self, grad: Encoded, other: Encoded, dtype: torch.dtype) -> Tensor:
         assert self.grad_as is not None and self.backward is not None

@@ -1,7 +1,9 @@
 """Operations: one schema each, opaque to compilers, with the backend chosen inside.
 
     define.py     the boundary between typed Python and PyTorch's dispatcher
-    encoding.py   codes of values, and back     linear.py   the three GEMMs of a linear layer     lookup.py   an embedding
+    encoding.py   codes of values, and back
+    linear.py     the three GEMMs of a linear layer
+    lookup.py     an embedding
     codec/        how one matrix is encoded and decoded, by which kernels
     call.py       a GEMM with its data          gemm/       the kernels that run it
     router.py     which backend runs a request, and why the others do not
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from . import codec, router
 from .backward import contraction
-from .call import gemm_request
+from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
 from .define import schemas
@@ -40,6 +42,7 @@ from .router import Backend, CodecRequest, Request, backend, backend_names, code
 __all__ = [
     "CONTRACTS",
     "Backend",
+    "Call",
     "CodecRequest",
     "Columns",
     "Request",

@@ -10,17 +10,42 @@ their kernel take together. The product itself is a forward's: a contract, on wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aoquant.formats import Encoded, Operand, Random
+from aoquant.formats import Encoded, Operand, Random, Randomized, Scales
+from aoquant.formats.random import Place
 
 from . import codec
 from .call import Call
-from .router import Quantized
+from .router import CodesAndValues
+
+
+class Part(NamedTuple):
+    """An operand (R, C) of which this rank has a part.
+
+    place: of the part. reduced: the scales of the whole from an operand and its rotated values here, together with the
+    other ranks; None where no scale reaches over a cut.
+    """
+
+    place: Place
+    reduced: Callable[[Operand, Tensor], Scales | None]
+
+    def scales(self, operand: Operand, x_RC: Tensor, random: Random | None = None) -> Scales | None:
+        """Scales of the whole that x_RC, padded, is a part of; None: its own are. A collective."""
+        return self.reduced(operand, operand.rotated(x_RC, random) if x_RC.numel() else x_RC)
+
+
+class Parts(NamedTuple):
+    """Of the two operands of a backward GEMM."""
+
+    a: Part
+    b: Part
 
 
 def contraction(a_as: Operand, b_as: Operand, contract: str) -> int:
@@ -36,25 +61,31 @@ def product(
     state: Tensor | None,
     side: int,
     contract: str = "aoquant",
+    parts: Parts | None = None,
 ) -> Tensor:
     """(R, S) = a b^T in a's dtype, both operands quantised along C, R and S rows of any number.
 
     b_SC: encoded here, or encoded already, padded along C. state: of the random numbers, where an operand draws; side:
-        of a, b's is the next.
+        of a, b's is the next. parts: of which a and b are this rank's.
     """
     rows, columns = a_RC.shape[0], (b_SC.codes if isinstance(b_SC, Encoded) else b_SC).shape[0]
+    multiple = contraction(a_as, b_as, contract)
+    part_a, part_b = parts or (None, None)
+    # the ranks measure together, so before one leaves that has nothing
+    a_from = _Source.of(a_RC, a_as, multiple, state, side, part_a)
+    b_from = None if isinstance(b_SC, Encoded) else _Source.of(b_SC, b_as, multiple, state, side + 1, part_b)
     if not a_RC.numel() or not columns:
         return a_RC.new_zeros(rows, columns)
-    multiple = contraction(a_as, b_as, contract)
     if contract != "aoquant":  # codes are what its kernel reads
-        encoded = b_SC if isinstance(b_SC, Encoded) else codec.encode(b_as, _padded(b_SC, multiple))
-        return of_codes(codec.encode(a_as, _padded(a_RC, multiple)), encoded, a_as, b_as, contract, a_RC.dtype)
-    a = _quantized(a_RC, a_as, multiple, state, side, a_RC.dtype)
-    if isinstance(b_SC, Encoded):
+        encoded = b_SC if isinstance(b_SC, Encoded) else b_from.codes()  # type: ignore[union-attr]
+        return of_codes(a_from.codes(), encoded, a_as, b_as, contract, a_RC.dtype)
+    a = a_from.encoded(a_RC.dtype)
+    if b_from is None:
+        assert isinstance(b_SC, Encoded)
         values = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
-        b = Quantized(b_SC, values, b_as.format.alpha(b_SC))
+        b = CodesAndValues(b_SC, values, b_as.format.alpha(b_SC))
     else:
-        b = _quantized(b_SC, b_as, multiple, state, side + 1, a_RC.dtype)
+        b = b_from.encoded(a_RC.dtype)
     assert a.encoded is not None and b.encoded is not None
     call = Call(contract, a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
     return call.run()
@@ -65,11 +96,13 @@ def of_codes(a: Encoded, b: Encoded, a_as: Operand, b_as: Operand, contract: str
     return Call(contract, a, a_as, b, b_as, None, [a.codes.shape[0]], dtype).run()
 
 
-def columns(x_RC: Tensor, operand: Operand, multiple: int) -> Encoded:
-    """Codes of x^T (C, R) along R, padded to a multiple of `multiple`: the column side of x."""
+def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = None) -> Encoded:
+    """Codes of x^T (C, R) along R, padded to a multiple of `multiple`: the column side of x. part: that x^T is."""
+    held = None if part is None else part.scales(operand, _padded(x_RC.t(), multiple))
     if not x_RC.shape[0]:  # formats have no scale for nothing
         return codec.encode(operand, x_RC.new_zeros(x_RC.shape[1], multiple))
-    return codec.encode(operand, _padded(x_RC.t(), multiple))
+    x_CR = _padded(x_RC.t(), multiple)
+    return codec.encode(operand, x_CR) if held is None else operand.encode(x_CR, held)
 
 
 def transposed(e: Encoded, operand: Operand, multiple: int, codes: Tensor | None = None) -> Encoded:
@@ -96,13 +129,38 @@ def _padded(x_RC: Tensor, multiple: int) -> Tensor:
     return pad(x_RC, (0, missing)) if missing else x_RC
 
 
-def _quantized(
-    x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, dtype: torch.dtype
-) -> Quantized:
-    """Codes of x_RC, padded along C, and the GEMM's operand in `dtype`."""
-    x_RC = _padded(x_RC, multiple)
-    random = None
-    if operand.draws:
-        assert state is not None
-        random = Random(state, side)
-    return codec.quantize(operand, x_RC, dtype, operand=True, keep=True, random=random)
+class _Source(NamedTuple):
+    """What an operand is made of: values padded along C, and where scales and random numbers come from."""
+
+    x_RC: Tensor
+    operand: Operand
+    random: Random | None
+    held: Scales | None
+
+    @classmethod
+    def of(
+        cls, x_RC: Tensor, operand: Operand, multiple: int, state: Tensor | None, side: int, part: Part | None
+    ) -> _Source:
+        x_RC, random = _padded(x_RC, multiple), None
+        if operand.draws:
+            assert state is not None
+            random = Random(state, side, None if part is None else part.place.padded(multiple))
+        return cls(x_RC, operand, random, None if part is None else part.scales(operand, x_RC, random))
+
+    def codes(self) -> Encoded:
+        """Codes of an operand that does not draw."""
+        if self.held is None:
+            return codec.encode(self.operand, self.x_RC)
+        return self.operand.encode(self.x_RC, self.held)
+
+    def encoded(self, dtype: torch.dtype) -> CodesAndValues:
+        """Codes, and the GEMM's operand in `dtype`."""
+        format, outer = self.operand.format, None
+        if self.held is not None:
+            if not isinstance(format, Randomized):
+                e = self.operand.encode(self.x_RC, self.held, self.random)
+                return CodesAndValues(e, codec.decode(format, e, dtype, operand=True), format.alpha(e))
+            outer = self.held.outer
+        return codec.encode_with_values(
+            self.operand, self.x_RC, dtype, operand=True, keep=True, measured=outer, random=self.random
+        )

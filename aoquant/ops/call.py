@@ -1,7 +1,7 @@
 """A GEMM with its data, and what a backend may ask of its two matrices.
 
 A backend that multiplies codes asks for `x` and `w`; one that multiplies bf16 asks for an operand, or for decoded
-values. What is not there yet is made by the codec when a backend asks, so that a weight which was never encoded becomes
+values. The codec makes a missing form when a backend asks for it, so that a weight which was never encoded becomes
 an operand in one pass.
 """
 
@@ -34,7 +34,7 @@ def scale_dtype(operand: Operand, weight: Tensor | Encoded) -> torch.dtype | Non
 def gemm_request(
     contract: str, x: Operand | None, w: Operand, weight: Tensor | Encoded, dtype: torch.dtype, m: int
 ) -> Request:
-    """What the GEMM of a layer asks the router for, at m rows of an input in `dtype`.
+    """The router's request for the GEMM of a layer, at m rows of an input in `dtype`.
 
     x, w: how both operands are made. weight: (N, K), or encoded already.
     """
@@ -48,10 +48,9 @@ def gemm_request(
 class Call:
     """y (*lead, N) in `dtype` = x W^T + bias under `contract`.
 
-    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: what encodes
-        it.
+    given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: of W.
     strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
-    x_values, w_values: what the contract reads of x and W (see `contracts.reads`), when encoding made it in passing.
+    x_values, w_values: the form of x and W that the contract reads (`contracts.reads`), when encoding made it too.
     """
 
     contract: str
@@ -72,7 +71,10 @@ class Call:
         """
         x, w = self.given_x, self.given_w
         self.x = x if isinstance(x, Encoded) else None
-        self.w_rows, self.k = (w.codes, w.k) if isinstance(w, Encoded) else (w, w.shape[1])
+        if isinstance(w, Encoded):
+            self.__dict__["w"], self.w_rows, self.k = w, w.codes, w.k
+        else:
+            self.w_rows, self.k = w, w.shape[1]
         self.x_format: Any = None if self.x_operand is None else self.x_operand.format
         self.w_format: Any = self.w_operand.format
 
@@ -85,7 +87,8 @@ class Call:
     @cached_property
     def w(self) -> Encoded:
         """Codes and scales of W."""
-        return codec.encode(self.w_operand, self.given_w) if isinstance(self.given_w, Tensor) else self.given_w
+        assert isinstance(self.given_w, Tensor)
+        return codec.encode(self.w_operand, self.given_w)
 
     @property
     def alpha_x(self) -> Tensor | None:
@@ -97,23 +100,32 @@ class Call:
         """(N, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
         return self.w_format.alpha(self.w)
 
-    def x_matrix(self, out: torch.dtype | None = None) -> Tensor:
-        """(M, K) in `dtype`: what the matrix unit multiplies; then cast to `out`."""
+    def x_matrix(self, out: torch.dtype | None = None, *, operand: bool = True) -> Tensor:
+        """(M, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
         if self.x is None:
             return self.x_hp.reshape(-1, self.k).to(out or self.x_hp.dtype)
-        return self._x_values(True, out)
+        if self.x_values is not None:
+            return self.x_values.to(out or self.dtype)
+        return codec.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)
+
+    def w_matrix(self, out: torch.dtype | None = None, *, operand: bool = True) -> Tensor:
+        """(N, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
+        if self.w_values is not None:
+            return self.w_values.to(out or self.dtype)
+        # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
+        if "w" in self.__dict__ or not self.w_rows.is_cuda:
+            return codec.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)
+        made = codec.encode_with_values(self.w_operand, self.w_rows, self.dtype, operand=operand)
+        self.__dict__["alpha_w"] = made.alpha
+        return made.values.to(out or self.dtype)
 
     def x_decoded(self) -> Tensor:
         """(M, K) values in `dtype`."""
-        return self._x_values(False, None)
-
-    def w_matrix(self, out: torch.dtype | None = None) -> Tensor:
-        """(N, K) in `dtype`: what the matrix unit multiplies; then cast to `out`."""
-        return self._w_values(True, out)
+        return self.x_matrix(operand=False)
 
     def w_decoded(self) -> Tensor:
         """(N, K) values in `dtype`."""
-        return self._w_values(False, None)
+        return self.w_matrix(operand=False)
 
     def integers(self) -> tuple[Tensor, Tensor]:
         """x (M, K) and w (N, K) int8 codes."""
@@ -140,19 +152,3 @@ class Call:
         x_format, m = (self.x_format, x.codes.shape[0]) if isinstance(x, Encoded) else (None, x.numel() // self.k)
         scales = scale_dtype(self.w_operand, self.given_w)
         return self.contract, x_format, self.w_format, w.device, self.dtype, m, w.shape[0], self.k, scales
-
-    def _x_values(self, operand: bool, out: torch.dtype | None) -> Tensor:
-        assert self.x is not None
-        if self.x_values is not None:
-            return self.x_values.to(out or self.dtype)
-        return codec.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)
-
-    def _w_values(self, operand: bool, out: torch.dtype | None) -> Tensor:
-        if self.w_values is not None:
-            return self.w_values.to(out or self.dtype)
-        # on a CPU nothing is gained by making codes and values at once, and `out` is for its float32 GEMM
-        if "w" in self.__dict__ or isinstance(self.given_w, Encoded) or not self.given_w.is_cuda:
-            return codec.decode(self.w_format, self.w, self.dtype, operand=operand, out=out)
-        made = codec.quantize(self.w_operand, self.given_w, self.dtype, operand=operand)
-        self.__dict__["alpha_w"] = made.alpha
-        return made.values.to(out or self.dtype)

@@ -5,24 +5,24 @@ accumulator or an already rounded result, and whether the bias is added before o
 that is to equal a deployed layer has to name the kernel it imitates, so the epilogue has a name, travels with the
 recipe and with the packed tensor, and every backend states which contracts it keeps.
 
-| contract        | deployed layer                                 | y =                                                        |
-|-----------------|------------------------------------------------|------------------------------------------------------------|
-| aoquant         | aoquant's packed tensor                        | rn(acc * alpha_x * alpha_w + bias), one rounding           |
-| bias_after      | MSLK / FBGEMM int4, plain and preshuffled      | rn(rn(acc) + bias), bf16 activations only                  |
-| fp8_bias_after  | the same with fp8 activations                  | rn(rn(acc * alpha_x [* alpha_w]) + bias), bf16 output only |
-| tinygemm_cuda   | torchao Int4TilePackedTo4dTensor               | rn_bf16(rn_bf16(acc) + rn_bf16(bias)), x rounded to bf16   |
-| tinygemm_cpu    | torchao Int4OpaqueTensor                       | rn(rn(acc) + bias), acc in k's order by fused multiply-add |
-| dequantize      | torchao Intx, NVFP4 weight only                | F.linear(decode(x), decode(w), bias)                       |
-| dequantize_flat | torchao MXTensor, emulated                     | the same over x flattened to 2-D                           |
-| matmul_bias     | torchao Float8Tensor, weight only              | matmul(x, decode(w)^T) + bias                              |
-| int8_rescale    | torchao Int8Tensor, weight only                | rn(acc) * rn(alpha_w) + bias                               |
-| int8_dynamic    | torchao Int8Tensor, int8 activations           | rn(int32 acc * alpha_x) [- zero point term], * alpha_w     |
-| fp8_scaled_mm   | torchao Float8Tensor, fp8 activations          | torch._scaled_mm(codes, codes^T, alphas, bias)             |
-| fp8_mslk        | the same with KernelPreference.MSLK            | rn(rn(acc * alpha_x * alpha_w) + bias); float32 bias: fused |
-| .._precise      | both, mm_config.use_fast_accum=False           | the same with full float32 accumulation                    |
-| fp8_blocks      | torchao Float8Tensor, 1x128 and 128x128 blocks | rn(rn(acc) + bias), bf16 activations only                  |
-| nvfp4_rescale   | torchao NVFP4Tensor on Blackwell               | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
-| ggml            | llama.cpp's quantised rows                     | rn(float32 sum of blocks' integer sums * scales + bias)    |
+| contract        | deployed layer                        | y =                                                        |
+|-----------------|---------------------------------------|------------------------------------------------------------|
+| aoquant         | aoquant's packed tensor               | rn(acc * alpha_x * alpha_w + bias), one rounding           |
+| bias_after      | MSLK / FBGEMM int4                    | rn(rn(acc) + bias), bf16 activations only                  |
+| fp8_bias_after  | the same with fp8 activations         | rn(rn(acc * alpha_x [* alpha_w]) + bias), bf16 output only |
+| tinygemm_cuda   | torchao int4, tile_packed_to_4d       | rn_bf16(rn_bf16(acc) + rn_bf16(bias)), x rounded to bf16   |
+| tinygemm_cpu    | torchao int4, opaque (CPU)            | rn(rn(acc) + bias), acc in k's order by fused multiply-add |
+| dequantize      | torchao Intx, NVFP4 weight only       | F.linear(decode(x), decode(w), bias)                       |
+| dequantize_flat | torchao MXTensor, emulated            | the same over x flattened to 2-D                           |
+| matmul_bias     | torchao Float8Tensor, weight only     | matmul(x, decode(w)^T) + bias                              |
+| int8_rescale    | torchao Int8Tensor, weight only       | rn(acc) * rn(alpha_w) + bias                               |
+| int8_dynamic    | torchao Int8Tensor, int8 activations  | rn(int32 acc * alpha_x) [- zero point term], * alpha_w     |
+| fp8_scaled_mm   | torchao Float8Tensor, fp8 activations | torch._scaled_mm(codes, codes^T, alphas, bias)             |
+| fp8_mslk        | the same with KernelPreference.MSLK   | rn(rn(acc * alpha_x * alpha_w) + bias); float32 bias fused |
+| .._precise      | both, mm_config.use_fast_accum=False  | the same with full float32 accumulation                    |
+| fp8_blocks      | torchao Float8Tensor, blocks of 128   | rn(rn(acc) + bias), bf16 activations only                  |
+| nvfp4_rescale   | torchao NVFP4Tensor on Blackwell      | rn(rn(acc) * rn(alpha_x * alpha_w)) + bias                 |
+| ggml            | llama.cpp's quantised rows            | rn(float32 sum of blocks' integer sums * scales + bias)    |
 
 acc is the float32 sum of products of operands; rn rounds to the output's dtype. Where both operands are float8 in
 blocks along K, acc is the sum over blocks, in K's order, of (the block's products summed) * x's scale * w's scale, as

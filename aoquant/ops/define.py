@@ -121,7 +121,7 @@ class Op(Generic[P, R]):
 
 
 def schemas() -> str:
-    """A number for the schemas of all ops: torch's cache of compiled graphs must not give back one that calls other ops."""
+    """A number for the schemas of all ops, so that torch's cache returns no graph compiled for other schemas."""
     return f"{zlib.crc32(';'.join(_SCHEMAS).encode()):08x}"
 
 
@@ -202,7 +202,7 @@ def _kind(hint: Any) -> _Kind:
 
 
 class _Result:
-    """What an op returns: a tensor, an Encoded, or a NamedTuple of tensors, which may be None, and Encodeds."""
+    """The result of an op: a tensor, an Encoded, or a NamedTuple of tensors, which may be None, and Encodeds."""
 
     def __init__(self, hint: Any) -> None:
         self._type = hint

@@ -47,7 +47,7 @@ def encode(x_RK: Tensor, operand: Operand, held: Scales | None = None) -> Encode
 @op(lambda a: WithValues(_encoded_shapes(a), a.x_RK.new_empty(a.x_RK.shape)))
 def encode_with_values(x_RK: Tensor, operand: Operand, alpha_apart: bool) -> WithValues:
     """`encode`, and in the same pass the values in x's dtype: the GEMM's operand (alpha_apart), or decoded ones."""
-    made = codec.quantize(operand, x_RK, x_RK.dtype, operand=alpha_apart, keep=True)
+    made = codec.encode_with_values(operand, x_RK, x_RK.dtype, operand=alpha_apart, keep=True)
     assert made.encoded is not None
     # codes in high precision are their own values, and an op's outputs must not alias each other
     same = made.values is made.encoded.codes

@@ -92,22 +92,39 @@ def dgrad(
     random: the state of their random numbers, if they draw. transposes: w's codes, transposed, are those of w_as.
     contract: of the product of two quantised operands.
     """
+    return dgrad_of_parts(grad_MN, w, w_operand, held, measured, grad_as, w_as, random, transposes, contract, None)
+
+
+def dgrad_of_parts(
+    grad_MN: Tensor,
+    w: Tensor | Encoded,
+    w_operand: Operand | None,
+    held: Scales | None,
+    measured: Tensor | None,
+    grad_as: Operand | None,
+    w_as: Operand | None,
+    random: Tensor | None,
+    transposes: bool,
+    contract: str,
+    parts: backward.Parts | None,
+) -> Tensor:
+    """`dgrad` of one rank; parts: of dy (M, N) and W^T (K, N). No op: the ranks communicate."""
     dtype = grad_MN.dtype
     if transposes:
         assert isinstance(w, Encoded) and grad_as is not None and w_as is not None
         w_KN = backward.transposed(w, w_as, contraction(grad_as, w_as, contract))
-        return backward.product(grad_MN, w_KN, grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract)
+        return backward.product(grad_MN, w_KN, grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract, parts)
     if w_operand is None:
         assert isinstance(w, Tensor)
         w_NK = w if w_as is not None else w.to(dtype)
     elif isinstance(w, Tensor) and held is None:
-        w_NK = codec.quantize(w_operand, w, dtype, measured=measured).values
+        w_NK = codec.encode_with_values(w_operand, w, dtype, measured=measured).values
     else:
         e = w if isinstance(w, Encoded) else encode.body(w, w_operand, held)
         w_NK = codec.decode(w_operand.format, e, dtype)
     if grad_as is None or w_as is None:
         return grad_MN @ w_NK
-    return backward.product(grad_MN, w_NK.t(), grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract)
+    return backward.product(grad_MN, w_NK.t(), grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract, parts)
 
 
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], a.x.k if isinstance(a.x, Encoded) else a.x.shape[1]))
@@ -127,10 +144,26 @@ def wgrad(
 
     grad_as, x_as, random, transposes, contract: as in `dgrad`, along M.
     """
+    return wgrad_of_parts(grad_MN, x, x_operand, held, grad_as, x_as, random, transposes, contract, None)
+
+
+def wgrad_of_parts(
+    grad_MN: Tensor,
+    x: Tensor | Encoded,
+    x_operand: Operand | None,
+    held: Scales | None,
+    grad_as: Operand | None,
+    x_as: Operand | None,
+    random: Tensor | None,
+    transposes: bool,
+    contract: str,
+    parts: backward.Parts | None,
+) -> Tensor:
+    """`wgrad` of one rank; parts: of dy^T (N, M) and x^T (K, M)."""
     if transposes:
         assert isinstance(x, Encoded) and grad_as is not None and x_as is not None
         x_KM = backward.transposed(x, x_as, contraction(grad_as, x_as, contract))
-        return backward.product(grad_MN.t(), x_KM, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract)
+        return backward.product(grad_MN.t(), x_KM, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts)
     if x_operand is None:
         assert isinstance(x, Tensor)
         x_MK = x.to(grad_MN.dtype)
@@ -139,7 +172,7 @@ def wgrad(
         x_MK = codec.decode(x_operand.format, e, grad_MN.dtype)
     if grad_as is None or x_as is None:
         return grad_MN.t() @ x_MK
-    return backward.product(grad_MN.t(), x_MK.t(), grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract)
+    return backward.product(grad_MN.t(), x_MK.t(), grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts)
 
 
 class Columns(NamedTuple):
@@ -250,7 +283,20 @@ def wgrad_of_columns(
     contract: str = "aoquant",
 ) -> Tensor:
     """dW (N, K) = dy^T x^ in dy's dtype, from the column side of x that `encode_columns` made in forward."""
-    return backward.product(grad_MN.t(), x, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract)
+    return wgrad_of_column_parts(grad_MN, x, grad_as, x_as, random, contract, None)
+
+
+def wgrad_of_column_parts(
+    grad_MN: Tensor,
+    x: Encoded,
+    grad_as: Operand,
+    x_as: Operand,
+    random: Tensor | None,
+    contract: str,
+    parts: backward.Parts | None,
+) -> Tensor:
+    """`wgrad_of_columns` of one rank; parts: of dy^T (N, M) and x^T (K, M)."""
+    return backward.product(grad_MN.t(), x, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts)
 
 
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], dtype=a.dtype))

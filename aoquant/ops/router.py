@@ -6,9 +6,9 @@ backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either ru
 falls back silently.
 
 Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, transform, rotate, saturate,
-transpose, sides; see `codec`). A forced name rules every role that has a backend of that name, or the one role that is named with it:
-`backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing "quantize" forces "encode"
-too: both make codes of values.
+transpose, sides; see `codec`). A forced name rules every role that has a backend of that name, or the one role that is
+named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing "quantize"
+forces "encode" too: both make codes of values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 Product = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (x (M, K), alpha_x, bias) -> y (M, N)
 
 
-class Quantized(NamedTuple):
+class CodesAndValues(NamedTuple):
     """The result of the codec's role "quantize": encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1)
     float32, by which an operand's accumulator is multiplied, or None.
     """
@@ -103,8 +103,8 @@ class Backend:
 
     run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
     reads_codes: whether a GEMM multiplies W's codes and scales, so that W's values are never made.
-    bind: (W's format, W) -> the product alone, (x (M, K), alpha_x, bias) -> y (M, N) with the bits of `run`, with all about W looked up
-    once and nothing of it copied; or None, for a W that it would have to copy.
+    bind: (W's format, W) -> the product alone, (x (M, K), alpha_x, bias) -> y (M, N) with the bits of `run`, with all
+    about W looked up once and nothing of it copied; or None, for a W that it would have to copy.
     """
 
     name: str

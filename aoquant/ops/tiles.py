@@ -27,8 +27,11 @@ def encode(format: Format | Operand, x_RK: Tensor) -> Encoded:
     if isinstance(format, Operand) and format.transform is None:
         format = format.format
     total, k = x_RK.shape
-    rows = _rows(total, k, GPU_TILE if x_RK.is_cuda else TILE, format.tile_rows)
-    if rows is None or not (x_RK.is_cuda or x_RK.is_cpu):
+    tile = GPU_TILE if x_RK.is_cuda else TILE
+    if total * k < 2 * tile or not (x_RK.is_cuda or x_RK.is_cpu):
+        return format.encode(x_RK)
+    rows = _rows(total, k, tile, format.tile_rows)
+    if rows is None:
         return format.encode(x_RK)
     if format.by_rows or (format.reach == "block" and format.tile_rows > 1):
         return _joined((format.encode(x) for x in x_RK.split(rows)), total, rows, None)
@@ -74,10 +77,12 @@ def decoded(
     out: torch.dtype,
 ) -> Tensor:
     """function(e, dtype), `format.operand` or `format.decode`, then cast to `out`."""
-    rows = _rows(e.codes.shape[0], e.k, TILE, format.tile_rows) if e.codes.is_cpu else None
+    total = e.codes.shape[0]
+    tiled = e.codes.is_cpu and total * e.k >= 2 * TILE
+    rows = _rows(total, e.k, TILE, format.tile_rows) if tiled else None
     if rows is None:
         return function(e, dtype).to(out)
-    y_RK = torch.empty(e.codes.shape[0], e.k, dtype=out)
+    y_RK = torch.empty(total, e.k, dtype=out)
     for tile, part in _cut(format, e, rows):
         y_RK[tile] = function(part, dtype)
     return y_RK

@@ -62,6 +62,15 @@ def compute_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
     }
 
 
+def sharded_parameters(model: nn.Module) -> list[tuple[Any, Any]]:
+    """(group, FSDP's record of the parameter) of everything that FSDP2 shards in `model`.
+
+    Raises:
+        ValueError: the layout of FSDP's state is not the one known here.
+    """
+    return [(group, p) for _, group in _groups(model) for p in group.fsdp_params]
+
+
 def is_distributed(model: nn.Module) -> bool:
     """Whether ranks share out the parameters of `model`, by FSDP or by tensor parallelism: its layers run together, or
     not at all.

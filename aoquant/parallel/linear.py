@@ -12,10 +12,10 @@ results belong together. On each dimension of the mesh, the weight's placement d
 An input in another placement is redistributed first; a Partial one, above all, is summed before it is rounded.
 
 Codes and scales are those of the whole operand, byte for byte. A scale that reaches over the cut (per row of a tensor
-sharded along K, per tensor in any case) depends on the smallest and the largest value alone, so the scales of the whole
-are those of its extremes: a maximum over the ranks, taken of integers, so that NaN survives, and then `Format.measure`.
-Formats whose scales end within a shard communicate nothing. What cannot be cut is refused from shapes alone, by every
-rank alike: blocks, and scales that need all values.
+sharded along K, per tensor in any case) is made of the extremes of all ranks (extremes.py). Formats whose scales end
+within a shard communicate nothing. What cannot be cut is refused from shapes alone, by every rank alike: blocks, and
+scales that need all values. A quantised backward is the same for its operands (shards.py), which also draw the random
+numbers of the whole.
 
 Outputs: Shard(0) and Replicate give columns and rows of what one process computes. Under Shard(1) each rank rounds its
 partial sum to the output's dtype and the sum is rounded again, as RowwiseParallel does with any layer: equal where all
@@ -33,11 +33,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from aoquant.formats import Format, Operand, Scales
+from aoquant.formats import Operand, Scales
 
-# (x, w, bias, scales of x, scales of w) of one rank -> y
+from . import shards
+from .shards import Backward, Shards
+
+# (x, w, bias, scales of x, scales of w, parts that backward encodes) of one rank -> y
 Side = tuple[Operand | None, Scales | None]
-Local = Callable[[Tensor, Tensor, Tensor | None, Scales | None, Scales | None], Tensor]
+Local = Callable[[Tensor, Tensor, Tensor | None, Scales | None, Scales | None, Shards | None], Tensor]
 
 
 def is_sharded(*tensors: Tensor) -> bool:
@@ -48,11 +51,19 @@ def is_sharded(*tensors: Tensor) -> bool:
     return False
 
 
-def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side, w_side: Side) -> DTensor:
+def linear(
+    local: Local,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    x_side: Side,
+    w_side: Side,
+    backward: Backward | None = None,
+) -> DTensor:
     """y (..., N) of a layer whose weight (N, K) is a DTensor, differentiable in all three.
 
     x_side, w_side: the operand, None for an input in high precision and for a weight that is encoded already, and held
-        scales.
+        scales. backward: the operands of a quantised backward.
 
     Raises:
         ValueError: an operand is no DTensor of one mesh, a shard would cut through a block, or the layer learns its
@@ -67,6 +78,9 @@ def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side
     layout = _Layout(*zip(*rows, strict=True))
 
     x = _placed(x, layout.x)
+    parts = None if backward is None else Shards.of(x, w)
+    if parts is not None and backward is not None and (reason := parts.why_not(backward)):
+        raise ValueError(reason)
     x_local = x.to_local(grad_placements=layout.dx)
     # the second redistribution is there for its backward, which adds up the ranks' shares of a replicated weight's
     # gradient
@@ -79,48 +93,25 @@ def linear(local: Local, x: Tensor, w: Tensor, bias: Tensor | None, x_side: Side
         if any(c and p.is_partial() for c, p in zip(here, layout.y, strict=True)):
             bias_local = _Zeros.apply(bias_local)  # type: ignore[no-untyped-call]
     x_scales, w_scales = _scales(x_side, x_local, x), _scales(w_side, w_local, w)
-    y_local = local(x_local, w_local, bias_local, x_scales, w_scales)
+    y_local = local(x_local, w_local, bias_local, x_scales, w_scales, parts)
     shape = torch.Size((*x.shape[:-1], w.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y_local, mesh, layout.y, run_check=False, shape=shape, stride=stride)
 
 
-@torch.compiler.disable  # a compiler would round in other places; a layer that communicates here breaks its graph
+@torch.compiler.disable  # a compiler would round in other places
 @torch.no_grad()
 def scales(
     operand: Operand, shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], matrix: Tensor | None = None
 ) -> Scales | None:
     """Scales of the whole that `shard` (..., K) is this rank's part of; None when no scale reaches over a cut."""
-    shape, last = shard.shape, shard.ndim - 1
-    cuts = [i for i, p in enumerate(placements) if operand.reach == "tensor" and _is_cut(p)]
-    cuts += [i for i, p in enumerate(placements) if operand.reach == "row" and _is_cut(p, last)]
-    if not cuts:
+    last = shard.ndim - 1
+    along, across = (shards.groups_of(mesh, placements, dims) for dims in ([last], range(last)))
+    if not (operand.reach == "tensor" and across) and not (operand.reach in ("row", "tensor") and along):
         return None
-    values = operand.transformed(shard.reshape(shape[:-1].numel(), shape[-1]), matrix)  # what the scales are made of
-    bits = extremes(operand.format, values)
-    for i in cuts:
-        dist.all_reduce(bits, dist.ReduceOp.MAX, group=mesh.get_group(i))
-    return measure(operand.format, bits, values.dtype)
-
-
-def extremes(format: Format, x_RK: Tensor) -> Tensor:
-    """(R, 2), or (1, 2) for the reach "tensor", int32: how far values lie below and above 0, as bits that the numbers
-    are ordered by.
-    """
-    grouped = x_RK.reshape(1, x_RK.numel()) if format.reach == "tensor" else x_RK
-    if format.finite_only:
-        grouped = grouped.nan_to_num(0.0, 0.0, 0.0)
-    if grouped.shape[1]:  # every format that reaches so far has a code for 0, so 0 is within the extremes
-        ends = torch.stack((-grouped.amin(1), grouped.amax(1)), 1).clamp(min=0)
-    else:
-        ends = grouped.new_zeros(grouped.shape[0], 2)
-    return ends.float().abs().view(torch.int32)  # NaN, its sign gone, is above Inf
-
-
-def measure(format: Format, bits: Tensor, dtype: torch.dtype) -> Scales:
-    """Scales of a tensor of `dtype` from the maximum of its shards' `extremes`."""
-    below, above = bits.view(torch.float32).to(dtype).unbind(1)
-    return format.measure(torch.stack((-below, above), 1))
+    # what the scales are made of
+    values = operand.transformed(shard.reshape(shard.shape[:-1].numel(), shard.shape[-1]), matrix)
+    return shards.scales(operand, values, along, across)
 
 
 @torch.no_grad()
@@ -182,7 +173,7 @@ def why_not(w: Tensor, operands: Sequence[Operand | None], unit: int = 1) -> str
 
 
 def _scales(side: Side, shard: Tensor, whole: DTensor) -> Scales | None:
-    """What one rank encodes its shard of `whole` under: held scales, cut like the shard, or those of the whole."""
+    """The scales of one rank's shard of `whole`: held ones, cut like the shard, or those of the whole."""
     operand, held = side
     mesh, placements = whole.device_mesh, whole.placements
     if operand is None:

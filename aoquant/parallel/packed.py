@@ -1,7 +1,7 @@
 """A converted layer whose weight is sharded, as it was in training: each rank holds the codes and scales of its shard.
 
 The weight is a DTensor over `PackedTensor`s, with the mesh and the placements that the float weight had, so a converted
-model takes 1/ranks of the packed bytes and no rank ever holds a float weight whole. What forward does depends on the
+model takes 1/ranks of the packed bytes and no rank ever holds a float weight whole. Forward depends on the
 input:
 
 - a DTensor (tensor parallelism): each rank multiplies its shard, exactly as the prepared layer did (`sharding.linear`);
@@ -24,9 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from aoquant.formats import Encoded, Scales
-from aoquant.layers.linear import LinearRecipe, quantized_linear
+from aoquant.layers.linear import LinearRecipe, check_dtype, quantized_linear
 from aoquant.parallel import linear as sharding
 from aoquant.parallel.fsdp import is_flattened, is_managed
+from aoquant.parallel.shards import Shards
 from aoquant.tensor import PackedTensor
 
 
@@ -37,6 +38,7 @@ class ShardedLinear(nn.Linear):
         w, bias = self.weight, self.bias
         assert isinstance(w, DTensor)
         recipe = _local(w).recipe
+        check_dtype(input, _local(w).dtype, recipe.contract)
         if not isinstance(input, DTensor):
             whole_bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
             return quantized_linear(input, gather(w), whole_bias, recipe)
@@ -47,9 +49,15 @@ class ShardedLinear(nn.Linear):
 
 
 def _on_shard(
-    recipe: LinearRecipe, x: Tensor, w: Tensor, bias: Tensor | None, x_scales: Scales | None, w_scales: Scales | None
+    recipe: LinearRecipe,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    x_scales: Scales | None,
+    w_scales: Scales | None,
+    parts: Shards | None,
 ) -> Tensor:
-    """One rank's part of a layer under tensor parallelism."""
+    """One rank's part of a layer under tensor parallelism. parts: None, as packed layers have an exact backward."""
     assert isinstance(w, PackedTensor)
     return quantized_linear(x, w.encoded, bias, recipe, x_scales)
 

@@ -10,7 +10,8 @@ reasons:
     subclass      the weight of a subclass of a supported layer, whose forward may differ
     adapter       LoRA's matrices
     unsupported   a matrix of a module that aoquant cannot quantise: stacked experts, a convolution, nn.LSTM
-    small         biases, norms, scales: at most one dimension longer than 1, or biases of experts. They are added up and not listed.
+    small         biases, norms, scales: at most one dimension longer than 1, or biases of experts. They are added up
+                  and not listed.
 
 The first two are documented or asked for. A user expects the unsupported ones to be quantised, and they can be most
 of a model: the experts of a Mixtral are 3-D parameters, and its linear layers a sixth of it. So `quantize_` warns

@@ -1,7 +1,8 @@
 """Plans and steps of stacked experts: each stacked parameter of an experts module takes a config of its own.
 
-`FqnToConfig` names the module ("model.layers.0.mlp.experts") or one of its parameters ("....experts.down_proj"). By default experts take the config
-that linear layers take. What a parameter cannot take is refused together with the layers that cannot take theirs, before anything is changed.
+`FqnToConfig` names the module ("model.layers.0.mlp.experts") or one of its parameters ("....experts.down_proj"). By
+default experts take the config that linear layers take. A config that a parameter cannot take is refused together
+with those that layers cannot take, before any change.
 
 Conversion encodes one expert at a time, so that what is in memory beside the codes is one expert.
 """
@@ -99,7 +100,7 @@ def apply(step: ExpertStep, device: torch.device | str | None = None) -> None:
 
 @torch.no_grad()
 def pack(step: ExpertStep, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    """The packed experts of a float stack, encoded expert by expert. device: where they are made, by default where the weight is."""
+    """The packed experts of a float stack, encoded expert by expert on `device`, by default the weight's."""
     operand = step.target.recipe.fprop_weight
     made = list[PackedTensor]()
     transposed: bool = step.module.is_transposed  # type: ignore[assignment]

@@ -365,7 +365,7 @@ def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:
 
 
 def _deployed(prepared: Prepared, config: QATConfig) -> Target:
-    """What convert makes of a prepared weight. Raises ValueError: the config deploys something else."""
+    """Convert a prepared weight. Raises ValueError: the config deploys something else."""
     if config.base_config is None:
         return _prepare_target(prepared.config)
     target = resolve(config.base_config)

@@ -38,7 +38,7 @@ def identity(weight: Tensor) -> Hashable:
 
 
 def problems(model: nn.Module, chosen: dict[int, LinearRecipe]) -> list[str]:
-    """What is wrong with the weights that several modules hold: a user left out, or two different configs.
+    """Why the weights that several modules hold cannot be quantised: a module left out, or two different configs.
 
     chosen: by the id of each module whose weight is to be quantised, its recipe.
     """

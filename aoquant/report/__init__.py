@@ -146,7 +146,11 @@ def report(
 
     Raises:
         ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that
-        a model does not take.
+            a model does not take.
+
+    Example:
+
+            print(report(float_model, converted, {"input_ids": ids}))
     """
     if not isinstance(batch, Tensor | tuple | list | Mapping):
         raise ValueError(f"batch must be a tensor, a tuple or list, or a dict, got {type(batch).__name__}")
@@ -199,7 +203,13 @@ def verify(
 
     Raises:
         ValueError: naming the worst layers; or layers that this batch does not run, or that could not be compared
-        here, unless allow_not_run.
+            here, unless allow_not_run.
+
+    Example:
+
+            prepared = copy.deepcopy(model)
+            quantize_(model, QATConfig(step="convert"))
+            verify(prepared, model, {"input_ids": ids})   # raises unless every layer is bit-equal
     """
     found = report(prepared, converted, batch, progress=False)
     exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers)

@@ -1,6 +1,7 @@
 """Rows of stacked experts: one for each parameter that is prepared or packed in either model.
 
-Weights are compared parameter by parameter, over all experts. The output is the module's: both parameters take part in it, so their rows share it.
+Weights are compared parameter by parameter, over all experts. The output is the module's: both parameters take part in
+it, so their rows share it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def values_of_stack(module: nn.Module, name: str) -> Tensor:
 def _row(pair: Pair, name: str, recipes: list[LinearRecipe]) -> Row:
     weight = getattr(pair.b, name).detach()
     problems = [f"not run: {pair.problem}"] if pair.problem else [pair.uneven] if pair.uneven else []
-    decibels = sqnr(values_of_stack(pair.a, name), values_of_stack(pair.b, name))
+    values = values_of_stack(pair.b, name)
+    decibels = sqnr(values_of_stack(pair.a, name), values)
+    prepared = next((m for m in (pair.a, pair.b) if isinstance(m, QATExperts) and name in m.stacks), None)
     if any(v is not None and math.isnan(v) for v in (decibels, pair.output_sqnr)):
         problems.append("NaN or Inf")
     if isinstance(weight, PackedExperts):
@@ -73,4 +76,5 @@ def _row(pair: Pair, name: str, recipes: list[LinearRecipe]) -> Row:
         bytes=size,
         warning="; ".join(problems),
         calls=(pair.calls[0], pair.calls[1]),
+        quantisation_db=None if prepared is None else sqnr(getattr(prepared, name).detach(), values),
     )

@@ -1,6 +1,6 @@
 """Measurements on one layer or one pair of tensors: SQNR, the values that a layer multiplies by, and what it stores.
 
-    SQNR = 10 log10(sum a^2 / sum (a - b)^2) dB, in float64;  inf when a and b are equal;  nan as soon as either holds a NaN
+    SQNR = 10 log10(sum a^2 / sum (a - b)^2) dB, in float64;  inf when a and b are equal;  nan when either holds a NaN
 
 The value of a weight is what the GEMM means by it: encoded and decoded for a prepared layer, dequantised for a packed
 one, itself for a plain one. So float against quantised gives the quantisation error, and prepared against converted
@@ -142,7 +142,7 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
 def shares(
     operand: Operand, hp: Tensor | None, packed: Encoded | None, held: Scales | None = None
 ) -> tuple[float | None, float | None]:
-    """(share of saturated values, share of blocks on the floor); what the given weights do not tell is None.
+    """(share of saturated values, share of blocks on the floor); None where the given weights do not tell.
 
     hp: the (N, K) high-precision weight. packed: its codes as they are stored. held: the scales that its layer holds.
     """

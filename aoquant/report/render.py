@@ -36,6 +36,7 @@ _HEADS = {
     "warning": "warning",
 }
 _WORDS = ("fqn", "shape", "format", "activation", "batch_invariant", "backend", "warning")
+_COLOURS = ("#4878a8", "#e1812c")
 
 
 def db(value: float | None) -> str:
@@ -114,35 +115,52 @@ def _strict(value: Any) -> Any:
 
 
 def bars(layers: Sequence[Row], path: Path) -> None:
-    """Two bars a layer, weight and output SQNR; inf is a hatched bar to the edge, what was not measured is a word."""
+    """Two bars a layer, weight and output SQNR; inf is a hatched bar to the edge, what was not measured is a word.
+
+    Where a prepared model equals the converted one throughout, the title says so, and the one bar of a layer is what
+    quantisation costs its weight.
+    """
+    equal = bit_equal(layers)
+    title = equal or "Weight and output SQNR by layer"
+    series = {"weight": "weight_sqnr_db", "output": "output_sqnr_db"}
+    if equal:
+        series = {"weight, quantised against float": "quantisation_db"}
     figures = _need("matplotlib.figure", "plot")
-    measured = [v for r in layers for v in (r.weight_sqnr_db, r.output_sqnr_db) if v is not None and math.isfinite(v)]
+    measured = [v for r in layers for s in series.values() if (v := getattr(r, s)) is not None and math.isfinite(v)]
     top, bottom = 1.15 * max(10.0, *measured, 0.0), min(0.0, *measured, 0.0)
     figure = figures.Figure(figsize=(9, min(1.6 + 0.42 * len(layers), 300)), dpi=110, layout="constrained")
     axes = figure.subplots()
-    for offset, name, label, colour in (
-        (-0.2, "weight_sqnr_db", "weight", "#4878a8"),
-        (0.2, "output_sqnr_db", "output", "#e1812c"),
-    ):
+    height = 0.76 / len(series)
+    for place, (label, name) in enumerate(series.items()):
         for y, row in enumerate(layers):
             value = getattr(row, name)
             known = value is not None and not math.isnan(value)
             width = (top if value > 0 else bottom) if known and math.isinf(value) else value if known else 0.0
             hatch = "///" if known and math.isinf(value) else ""
+            middle = y + (place - (len(series) - 1) / 2) * 0.4
             axes.barh(
-                y + offset, width, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label if y == 0 else None
-            )
+                middle, width, height, color=_COLOURS[place], hatch=hatch, edgecolor="white",
+                label=label if y == 0 else None,
+            )  # fmt: skip
             text = " not measured" if value is None else f" {value:.1f}" if not hatch else f" {value}"
-            axes.text(
-                max(width, 0.0), y + offset, text, va="center", fontsize=8, color="#b00020" if not known else "black"
-            )
+            axes.text(max(width, 0.0), middle, text, va="center", fontsize=8, color="black" if known else "#b00020")
     axes.set_yticks(range(len(layers)), [f"{r.fqn}  {r.format}" for r in layers], fontsize=8)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     axes.set_xlim(bottom, top * 1.08)
-    axes.set_xlabel("SQNR in dB, higher is better; hatched to the edge: inf, bit-equal")
-    axes.set_title("Weight and output SQNR by layer")
+    axes.set_xlabel(f"SQNR in dB, higher is better{'' if equal else '; hatched to the edge: inf, bit-equal'}")
+    axes.set_title(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path)
+
+
+def bit_equal(layers: Sequence[Row]) -> str:
+    """A sentence that training computed what is deployed; "" where a layer differs, or holds no float weight."""
+    found = [v for r in layers for v in (r.weight_sqnr_db, r.output_sqnr_db)]
+    ran = [r for r in layers if r.output_sqnr_db is not None]
+    if not ran or any(v not in (None, math.inf) for v in found) or all(r.quantisation_db is None for r in layers):
+        return ""
+    rest = "" if len(ran) == len(layers) else f" that ran; {len(layers) - len(ran)} did not run"
+    return f"prepared == converted in all {len(ran)} layer(s) (bit for bit){rest}"
 
 
 def _need(module: str, extra: str) -> Any:

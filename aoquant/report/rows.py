@@ -39,7 +39,8 @@ class Row:
     bytes: of the quantised weight as it is stored, or as convert will store it. *_sqnr_db: of b against a. backend:
     what ran the GEMMs. batch_invariant: whether a token's codes are the same in any batch; None for torchao's tensors.
     saturated_share: of the weight's values. floored_share: of its blocks. calls: of the layer's forward in a and in b,
-    each running by itself. *_gradient_sqnr_db: of a prepared layer's dx and dW against float's.
+    each running by itself. *_gradient_sqnr_db: of a prepared layer's dx and dW against float's. quantisation_db: SQNR
+    of b's weight against the float weight that a prepared side holds.
     """
 
     fqn: str
@@ -58,6 +59,7 @@ class Row:
     calls: tuple[int, int] = (0, 0)
     input_gradient_sqnr_db: float | None = None
     weight_gradient_sqnr_db: float | None = None
+    quantisation_db: float | None = None
 
 
 def row_of(pair: Pair) -> Row:
@@ -72,9 +74,11 @@ def row_of(pair: Pair) -> Row:
     names = [r.fprop_weight.name for r in recipes] or [type(w).__name__ for w in weights if is_packed(w)]
 
     problems = [f"not run: {pair.problem}"] if pair.problem else [pair.uneven] if pair.uneven else []
-    weight_db = saturated = floored = None
+    weight_db = saturated = floored = quantisation_db = None
     try:
-        weight_db = sqnr(*map(weight_value, sides))
+        a, b = map(weight_value, sides)
+        weight_db = sqnr(a, b)
+        quantisation_db = None if qat is None or hp is None else sqnr(hp, b)
     except Exception as error:
         problems.append(f"weights not compared: {why(error)}")
     if recipes:
@@ -104,6 +108,7 @@ def row_of(pair: Pair) -> Row:
         size,
         "; ".join(problems),
         (pair.calls[0], pair.calls[1]),
+        quantisation_db,
     )
 
 

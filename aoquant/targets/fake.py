@@ -16,7 +16,7 @@ from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConf
 from torchao.quantization.quant_primitives import ZeroPointDomain
 
 from aoquant.config import activated
-from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, Operand, get_operand
+from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, Operand, get_format, get_operand
 from aoquant.layers.linear import LinearRecipe
 
 from .base import Target, packed_target, require
@@ -53,7 +53,7 @@ def _format(config: Any, *, activation: bool) -> tuple[Format | Operand, str]:
     if isinstance(config, str):
         return get_operand(config), "aoquant"
     if isinstance(config, Format | Operand):
-        return config, "aoquant"
+        return _known(config), "aoquant"
     if isinstance(config, IntxFakeQuantizeConfig):
         return _intx(config, activation=activation), "dequantize"
     if isinstance(config, Int4WeightFakeQuantizeConfig):
@@ -75,6 +75,21 @@ def _format(config: Any, *, activation: bool) -> tuple[Format | Operand, str]:
     raise ValueError(
         f"weight_config and activation_config take a format, its name, or torchao's fake-quantisation configs, got {kind}"
     )
+
+
+def _known(format: Format | Operand) -> Format | Operand:
+    """`format`, if its name leads back to it, as recipes and checkpoints need."""
+    plain = format.format if isinstance(format, Operand) else format
+    try:
+        found = get_format(plain.name)
+    except ValueError:
+        found = None
+    if found != plain:
+        raise ValueError(
+            f"the format {plain.name!r} is not registered, and layers and checkpoints know formats by their names: call "
+            "aoquant.formats.register_format(format) first"
+        )
+    return format
 
 
 def _intx(config: IntxFakeQuantizeConfig, *, activation: bool) -> Affine:

@@ -1,12 +1,13 @@
 """torchao's int4 configs: one target for each layout, since no two layouts compute the same numbers.
 
-    Int4WeightOnlyConfig                     plain, preshuffled: MSLK's bf16 kernel; tile_packed_to_4d: PyTorch's CUDA kernel
+    Int4WeightOnlyConfig                     plain, preshuffled: MSLK's bf16 kernel
+                                             tile_packed_to_4d: PyTorch's CUDA kernel
     PrototypeInt4WeightOnlyConfig            opaque: PyTorch's CPU kernel
     Float8DynamicActivationInt4WeightConfig  preshuffled, plain: two MSLK kernels with fp8 activations
 
 Preparing and training work on any machine. Packing for a layout is its kernel's own business: where the operator that
-packs is missing, convert says so and leaves the model as it was. Layouts without a kernel that anybody can run are
-refused by name.
+packs is missing, convert says so and leaves the model as it was. Layouts without a published kernel are refused
+by name.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """What `explain` found for a layer; print it, or read `routes`. served: what an engine will compute otherwise."""
+    """The findings of `explain` for a layer; print it, or read `routes`. served: differences of the serving engine."""
 
     layer: str
     routes: tuple[Route, ...]
@@ -155,7 +155,7 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
 
 
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:
-    """One route for each run of M's that get the same answer."""
+    """One route for each range of M's that get the same answer."""
     starts = [(1, ask(1))]
     for low, high in pairwise(_PROBES):
         rows = ask(high)

@@ -42,18 +42,14 @@ class Transform(ABC):
         """The name that `parse` takes back."""
 
     @property
-    @abstractmethod
     def sided(self) -> bool:
-        """Whether activations and weights are mapped by different numbers, which the name of a weight's format must
-        then tell.
-        """
+        """Whether it has other numbers for activations than for weights; the name of a weight's format tells then."""
+        return False
 
     @property
-    @abstractmethod
     def fitted(self) -> bool:
-        """Whether its matrices are data, (K / size, size, size), that `aoquant.calibrate` finds and every call is
-        given.
-        """
+        """Whether `aoquant.calibrate` finds its matrices, (K / size, size, size), which every call is given."""
+        return False
 
     @property
     def drawn(self) -> bool:

@@ -54,10 +54,6 @@ class Hadamard(Transform):
     def sided(self) -> bool:
         return self.factor(False) != self.factor(True)
 
-    @property
-    def fitted(self) -> bool:
-        return False
-
     def factor(self, inverse: bool) -> float:
         """The factor of the sums and differences."""
         h = _ENTRY[self.size]

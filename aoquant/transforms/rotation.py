@@ -30,14 +30,6 @@ class Rotation(Transform):
         return f"rht{self.size}"
 
     @property
-    def sided(self) -> bool:
-        return False
-
-    @property
-    def fitted(self) -> bool:
-        return False
-
-    @property
     def drawn(self) -> bool:
         return True
 

@@ -45,14 +45,6 @@ class RoundedHadamard(Transform):
     def name(self) -> str:
         return f"te-{self.exact.name}"
 
-    @property
-    def sided(self) -> bool:
-        return False
-
-    @property
-    def fitted(self) -> bool:
-        return False
-
     def apply(self, x_RK: Tensor, inverse: bool, matrix: Tensor | None) -> Tensor:
         return self.exact.apply(x_RK, inverse).to(x_RK.dtype)
 

@@ -38,10 +38,6 @@ class WUSH(Transform):
         return f"wush{self.size}"
 
     @property
-    def sided(self) -> bool:
-        return False  # the matrices that are given are their side's
-
-    @property
     def fitted(self) -> bool:
         return True
 

@@ -1,8 +1,9 @@
 """The drawn figures of the documentation, as SVG text: `python docs/figures/draw.py` writes them beside this file.
 
-recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. floors.svg shows the package's floors,
-operands.svg the six operands of a linear layer. Each has its own background, and colours for light and for dark, so it can be read on
-any page. Text is drawn as text, so a reader can search and select it. The test suite compares the files with what this script draws.
+recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. tiers.svg shows the
+package's tiers, operands.svg the six operands of a linear layer. Each has its own background, and colours for light
+and for dark, so it can be read on any page. Text is drawn as text, so a reader can search and select it. The test suite
+compares the files with what this script draws.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def recover() -> str:
     return svg(740, 372, "Perplexity of float, PTQ and QAT", parts)
 
 
-def floors() -> str:
+def tiers() -> str:
     rows = [
         ("4", "Edges", "cli   integrations/   export/", "Hugging Face, peft, lm-eval, engines, the command line", "warm"),
         ("3", "User surface", "config  quantize  calibrate  recipes  report/  planning/  targets/  tools/",
@@ -116,7 +117,7 @@ def floors() -> str:
         ("1", "Operations", "ops/   ops/gemm/   ops/triton/   csrc", "one schema, many backends, a router with reasons", "box"),
         ("0", "Numbers", "formats/   transforms/", "encode, decode, operand: torch alone", "box"),
     ]  # fmt: skip
-    parts = [text(20, 30, "A file imports from its own floor and from lower ones", "head")]
+    parts = [text(20, 30, "A file imports from its own tier and from lower ones", "head")]
     for i, (number, name, modules, what, style) in enumerate(rows):
         y = 48 + i * 66
         parts += [
@@ -127,7 +128,7 @@ def floors() -> str:
             text(184, y + 23, modules, "code small"),
         ]
     parts += [line(700, 60, 700, 362, arrow=True), text(678, 394, "imports", "small")]
-    return svg(740, 410, "The floors of the package", parts)
+    return svg(740, 410, "The tiers of the package", parts)
 
 
 def operands() -> str:
@@ -165,7 +166,7 @@ def operands() -> str:
     return svg(740, 388, "The six operands of a linear layer", parts)
 
 
-FIGURES = {"recover.svg": recover, "floors.svg": floors, "operands.svg": operands}
+FIGURES = {"recover.svg": recover, "tiers.svg": tiers, "operands.svg": operands}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

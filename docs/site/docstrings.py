@@ -1,8 +1,8 @@
 """A Griffe extension: parameters in the reference, from docstrings as this project writes them.
 
-A docstring here explains an argument or a field in a line "name: what it is.", with further lines indented or not; a short explanation
-may share its line with the next one. Markdown would run these lines together, so each becomes an item of a list. "Raises:" and
-"Returns:" stay as they are: Griffe reads these sections.
+A docstring here explains an argument or a field in a line "name: what it is.", with further lines indented or not; a
+short explanation may share its line with the next one. Markdown would run these lines together, so each becomes an item
+of a list. "Raises:" and "Returns:" stay as they are: Griffe reads these sections.
 """
 
 from __future__ import annotations

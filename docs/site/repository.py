@@ -1,9 +1,9 @@
 """A MkDocs hook: links from a page to a file of the repository lead to a copy of that file on the site.
 
-A page is read in two places. In the repository `../aoquant/formats/int4.py` is a file beside the docs; the site holds only what lies under
-docs/. So each linked file becomes a page under repository/: Markdown as it is, a folder as a list of its files, anything else as its
-text. Links are rewritten to these pages, and MkDocs checks them, anchors included, like any other. A link to no file stays as it is, so
-that a strict build stops at it.
+A page is read in two places. In the repository `../aoquant/formats/int4.py` is a file beside the docs; the site holds
+only what lies under docs/. So each linked file becomes a page under repository/: Markdown as it is, a folder as a list
+of its files, anything else as its text. Links are rewritten to these pages, and MkDocs checks them, anchors included,
+like any other. A link to no file stays as it is, so that a strict build stops at it.
 """
 
 from __future__ import annotations

@@ -172,3 +172,13 @@ def test_a_value_saturates_beyond_half_a_step_above_the_largest_code(name: str, 
     for value, clipped in ((6.0, False), (6.5, False), (7.0, False), (7.0625, True), (7.5, True)):
         x = torch.full((16, 32), value * unit)
         assert (fmt.saturated(x, fmt.encode(x)) == clipped).all(), value
+
+
+@pytest.mark.parametrize("name", ["mxfp4-floor", "mxfp4-even"])
+def test_at_byte_zero_torchao_divides_by_two_to_the_minus_126(name: str) -> None:
+    """Its scale is 2^-127, so such blocks come back halved."""
+    x = torch.full((1, 32), 2.0**-126)
+    e = get_format(name).encode(x)
+    assert e.scale is not None and e.scale.view(torch.uint8).item() == 0
+    assert torch.equal(e.codes, torch.full((1, 16), 0x22, dtype=torch.uint8))  # 1.0
+    assert torch.equal(get_format(name).decode(e, torch.float32), x / 2)

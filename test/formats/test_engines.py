@@ -98,3 +98,11 @@ def test_nan_stays_visible_and_zeros_stay_zeros(name: str) -> None:
     y = format.fake_quantize(x)
     assert y[0, 0].isnan() and not y[1:].isnan().any() and (y[-1] == 0).all()
     assert format.name == name and get_format(format.name) == format
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q8_0-x86", "fp8-row-vllm-reciprocal", "int8-row-vllm"])
+def test_a_batch_without_rows(name: str) -> None:
+    e, one = (get_format(name).encode(torch.empty(rows, 128)) for rows in (0, 1))
+    for part, of_one in zip(e[:4], one[:4], strict=True):
+        assert (part is None) == (of_one is None)
+        assert part is None or of_one is None or (part.shape == (0, *of_one.shape[1:]) and part.dtype == of_one.dtype)

@@ -95,6 +95,7 @@ def test_names_are_unique_and_numerics_differ_by_name() -> None:
         ("stretched8-row", "intx8-row"),
         ("gridflip-c0.25", "gridflip"),
         ("gridflip-c2.5", "gridflip"),
+        ("gridflip-c2.0", "gridflip"),
         ("fouroversix-32x32", "fouroversix-16x16"),
         ("wush16", "near it: wush16+nvfp4."),
         ("hadamard24+nvfp4", "hadamard16+nvfp4"),
@@ -341,6 +342,38 @@ def test_mx_scales_bound_the_largest_value(name: str, row: list[float], exponent
 def test_rows_without_values_are_refused(name: str) -> None:
     reason = get_format(name).why_not(0, torch.bfloat16)
     assert reason is not None and reason.endswith("got K = 0: leave the layer out")
+
+
+@every_format
+def test_values_have_the_dtype_asked_for(name: str) -> None:
+    fmt = get_format(name)
+    for source in DTYPES:
+        e = fmt.encode(torch.ones(16, 512, dtype=source))
+        for dtype in DTYPES:
+            assert fmt.decode(e, dtype).dtype == fmt.operand(e, dtype).dtype == dtype
+
+
+def test_a_stretched_value_saturates_half_a_step_beyond_the_largest_level() -> None:
+    """31 ones and an outlier: the scale is twice their mean magnitude / 1.5, the outlier lies at 1.8 and 2.2 scales."""
+    fmt = Stretched()
+    assert fmt.name == "stretched2-row"
+    for steps, clipped in ((1.8, False), (2.2, True)):
+        x = torch.ones(1, 32)
+        x[0, 5] = 31 / (32 * 1.5 / (2 * steps) - 1)
+        e = fmt.encode(x)
+        assert e.scale is not None and (x[0, 5] / e.scale).item() == pytest.approx(steps)
+        assert fmt.saturated(x, e).nonzero().tolist() == ([[0, 5]] if clipped else [])
+
+
+@pytest.mark.parametrize("name", ["stretched1-g32", "stretched2-g32", "stretched4-row"])
+def test_stretched_values_are_the_nearest_levels(name: str) -> None:
+    fmt, x = get_format(name), torch.randn(8, 64)
+    e = fmt.encode(x)
+    assert e.scale is not None
+    scale = e.scale.repeat_interleave(64 // e.scale.shape[1], 1)
+    top = (2.0 ** (fmt.bits - 1) - 0.5) * scale
+    want = ((x.clamp(-top, top) / scale - 0.5).round() + 0.5) * scale
+    assert torch.equal(fmt.decode(e, torch.float32), want)
 
 
 @dataclasses.dataclass(frozen=True)

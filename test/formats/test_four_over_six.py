@@ -12,6 +12,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, FourOverSix, GridFlip, Scales, get_format, layout
 from aoquant.formats.contest import Contest, Outer
 from aoquant.formats.elements import from_e2m1, nearest_e2m1, to_e2m1
+from aoquant.formats.four_over_six import _rows
 from aoquant.ops import tiles
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -337,3 +338,26 @@ def test_options_that_there_are_not() -> None:
     with pytest.raises(ValueError, match=r"under stochastic rounding that choice is biased: use 'nvfp4-sr'"):
         get_format("fouroversix-sr")
     assert "multiple of 16, got K = 40" in (get_format("gridflip").why_not(40, BF16) or "")
+
+
+def test_floored_blocks_hold_no_four_under_the_smallest_scale() -> None:
+    fmt = get_format("fouroversix")
+    for index, byte, floored in (
+        (0, 0, False),
+        (1, 0, True),
+        (0, 1, False),
+        (5, 1, True),
+        (6, 1, False),
+        (5, 2, False),
+    ):
+        codes = torch.zeros(1, 16, dtype=torch.uint8)
+        codes[0, 3] = index
+        scale = torch.tensor([[byte]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        e = Encoded(layout.pack(codes, 4), scale, None, torch.ones(1, 1), 16)
+        assert fmt.floored(e).tolist() == [[floored]], (index, byte)
+
+
+def test_rows_of_any_length_are_looked_at() -> None:
+    """A row of more than a million values is one piece."""
+    assert _rows(torch.empty(1).expand(3, (1 << 20) + 16)) == 1
+    assert _rows(torch.empty(1).expand(3, 1 << 18)) == 4

@@ -314,3 +314,10 @@ def test_configs_say_what_goes_together() -> None:
     ragged = nn.Sequential(nn.Linear(40, 16))
     with pytest.raises(ValueError, match=r"gridflip needs K to be a multiple of 16, got K = 40"):
         quantize_(ragged, GridFlipFP4WeightConfig())
+
+
+def test_the_smallest_shift() -> None:
+    assert get_format("gridflip-c0.0001") == GridFlip(c=0.0001)
+    for c in (0.00009, 2.0):
+        with pytest.raises(ValueError, match="c a shift of at least"):
+            GridFlip(c=c)

@@ -141,3 +141,14 @@ def test_a_zero_point_beyond_the_codes_is_clamped() -> None:
     assert e.zero.item() == 63  # not -64 + 128
     assert fmt.integers(e)[0, :2].tolist() == [-64, 63]
     assert fmt.decode(e, torch.bfloat16)[0, 1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_smallest_scale_that_is_measured(dtype: torch.dtype) -> None:
+    for name, least in (
+        ("intx4-g32", torch.finfo(dtype).smallest_normal),
+        ("int8-row", torch.finfo(torch.float32).eps),
+    ):
+        s = get_format(name).measure(torch.zeros(2, 32, dtype=dtype))
+        assert s.scale is not None and s.scale.shape == (2, 1)
+        assert (s.scale.float() == torch.tensor(least, dtype=s.scale.dtype).float()).all()

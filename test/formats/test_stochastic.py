@@ -270,3 +270,10 @@ def test_names_refused(name: str, said: str) -> None:
 @pytest.mark.parametrize("name", [*BARS, "rht128+ms-eden", "rht32+mxfp4-sr", "rht32+mxfp4-floor"])
 def test_names_come_back(name: str) -> None:
     assert get_format(name).name == name
+
+
+@pytest.mark.parametrize("name", ["nvfp4-sr", "ms-eden"])
+def test_the_outer_scale_of_zeros_leaves_room_below(name: str) -> None:
+    """Its reciprocal is finite, and so is that of the outer scale times the smallest block scale."""
+    outer = get_format(name).measure(torch.zeros(2, 32)).outer
+    assert outer is not None and outer.item() == 2.0**-118

@@ -22,10 +22,10 @@ from aoquant import (
     get_format,
     quantize_,
 )
-from aoquant.formats import MX, NVFP4, HighPrecision, Operand
+from aoquant.formats import MX, NVFP4, HighPrecision, Operand, get_operand
 from aoquant.layers.linear import LinearRecipe
 from aoquant.report.measure import sqnr
-from aoquant.transforms import WUSH, parse
+from aoquant.transforms import WUSH, Rotation, parse
 
 sizes = pytest.mark.parametrize("size", SIZES)
 
@@ -285,3 +285,25 @@ def test_embeddings_are_refused() -> None:
     quantize_(linear, NVFP4WeightConfig(transform=Hadamard(16)))
     with pytest.raises(ValueError, match="cannot be read behind a transform"):
         nn.functional.embedding(torch.tensor([1]), linear[0].weight)
+
+
+def test_what_an_operand_says_of_its_transform() -> None:
+    plain, behind, fitted = (get_operand(name) for name in ("nvfp4", "hadamard16+nvfp4", "wush16+nvfp4"))
+    assert [o.portable for o in (plain, behind, fitted)] == [
+        True,
+        True,
+        False,
+    ]  # WUSH's matrices are fitted on a device
+    assert not get_operand("hadamard16+intx4-g32-hqq").portable
+    assert [o.matrix_bytes(64) for o in (plain, behind, fitted)] == [0, 0, 2 * 16 * 64]
+    assert plain.bits_per_weight(4, 64) == behind.bits_per_weight(4, 64) == NVFP4().bits_per_weight(4, 64)
+    assert fitted.bits_per_weight(4, 64) == NVFP4().bits_per_weight(4, 64) + 8 * 2 * 16 * 64 / (4 * 64)
+    grad = torch.randn(2, 64)
+    assert plain.pull_back(grad) is grad and behind.pull_back(grad).shape == grad.shape
+    assert not Operand(NVFP4(), inverse=True).inverse and not Operand(NVFP4(), Hadamard(16), inverse=True).inverse
+    assert Operand(NVFP4(), Hadamard(32), inverse=True).inverse
+
+
+def test_a_transform_that_is_drawn_is_not_deployed() -> None:
+    with pytest.raises(ValueError, match="rotates at random, and a deployed layer does not"):
+        LinearRecipe(MX(), MX(), transform=Rotation(32))

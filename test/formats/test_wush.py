@@ -291,6 +291,19 @@ def test_data_far_apart_is_refused_or_exact() -> None:
         wush.fit(g * 1e-300, g * 1e300)
 
 
+def test_grams_of_any_dtype_are_fitted_in_float64() -> None:
+    grams = [(m.mT @ m) for m in torch.randn(2, 3, 64, 16)]
+    for got, want in zip(wush.fit(*grams), wush.fit(*(g.double() for g in grams)), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_one_block_without_numbers_is_enough_to_refuse() -> None:
+    """The second block's T is bf16's smallest number throughout, and its inverse is beyond float32."""
+    eye = torch.eye(16, dtype=F64)
+    with pytest.raises(ValueError, match="too far apart"):
+        wush.fit(torch.stack((eye, eye * 1e79)), torch.stack((eye, eye * 1e-79)))
+
+
 def test_a_matrix_is_needed() -> None:
     with pytest.raises(ValueError, match="wush16: its matrices are found by calibration"):
         get_format("wush16+nvfp4").encode(torch.ones(1, 16))
@@ -339,6 +352,17 @@ def test_rows_of_another_transform_are_not_fused_in() -> None:
         fused[24:].copy_(b[0].weight.data[24:])
     fused.copy_(b[0].weight.data)  # as a whole it can be replaced
     assert torch.equal(fused.act_pre_scale, b[0].weight.act_pre_scale)
+
+
+def test_rows_of_the_same_transform_are_fused_in() -> None:
+    a = prepared("nvfp4")
+    quantize_(a, QATConfig(step="convert"))
+    weight = a[0].weight.data
+    fused = copy.deepcopy(weight)
+    fused.qdata.zero_()
+    for rows in (slice(0, 24), slice(24, None)):
+        fused[rows].copy_(weight[rows])
+    assert torch.equal(fused, weight)
 
 
 def test_embeddings_and_tied_weights_are_refused() -> None:

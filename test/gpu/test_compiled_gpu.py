@@ -43,7 +43,7 @@ def step(run: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def kernels(run: Any, model: nn.Module, x: Tensor) -> Counter[str]:
-    """Names of the kernels of a step. cuBLAS may take another GEMM of its own in each mode; what it clears for one is not counted."""
+    """Names of the kernels of a step, without the memory that cuBLAS clears: its GEMM may differ in each mode."""
     for _ in range(3):
         step(run, model, x)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Few rows of x against a 4-bit W: operands to the bit, sums within a stated bound, rows that do not know how many they are."""
+"""Few rows of x against a 4-bit W: operands to the bit, sums within a stated bound, rows whatever their number."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ SHAPES = (
     (56, 32),
     (333, 8224),
 )  # N, K
-# csrc's kernel for large weights: scales copied by 16, 4 and 1 bytes, a K that steps of 128 do not divide, a last block that overlaps
+# csrc's kernel for large weights: scales copied by 16, 4 and 1 bytes, a K that steps of 128 do not divide, a last block
+# that overlaps
 LARGE = ((3100, 11008), (5001, 8224), (12001, 4224), (2100, 28672))
 
 
@@ -65,7 +66,8 @@ def product(name: str, format: Format, e: Encoded, x: Tensor, bias: Tensor | Non
 
 
 def check(y: Tensor, x: Tensor, values_NK: Tensor, bias: Tensor | None) -> None:
-    """Bound, an element: each product and each of K / 16 + 16 sums truncated to 25 bits of the largest, three float32 roundings, one of y.
+    """Bound, an element: each product and each of K / 16 + 16 sums truncated to 25 bits of the largest, three float32
+    roundings, one of y.
 
     values_NK: float64, operand times alpha.
     """
@@ -286,7 +288,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4-weight", "int4-g128"])
 def test_explain_says_when_the_weight_is_decoded(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first M that decodes W is the first whose GEMM does not read codes; below it the codec is never called for W."""
+    """The first M that decodes W is the first whose GEMM does not read codes; below it the codec never sees W."""
     layer = nn.Linear(1024, 512, dtype=BF16, device=CUDA)
     model = nn.Sequential(layer)
     quantize_(model, QATConfig(get_recipe(recipe).make()))

@@ -1,7 +1,8 @@
 """NVFP4, MXFP4 and MXFP8 emulated on Hopper: exact products, one rounding, sums within the tensor core's stated bound.
 
-`accumulation.bound` is derived there; here the GPU has to keep it, on data made to break it. Because rounding is monotone, an output that
-was rounded once lies between the roundings of the two ends of the interval that the bound leaves for its accumulator.
+`accumulation.bound` is derived there; here the GPU has to keep it, on data made to break it. Because rounding is
+monotone, an output that was rounded once lies between the roundings of the two ends of the interval that the bound
+leaves for its accumulator.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_prepared_equals_converted_and_torchaos_own(m: int, n: int, k: int, bias
 
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_reference_and_kernel_differ_by_the_order_of_additions(m: int, n: int, k: int) -> None:
-    """The same operands: what differs is how a block of 128 products is summed. Hopper's fp8 sums keep fewer bits than float32."""
+    """The same operands, another sum of each 128 products: Hopper's fp8 sums keep fewer bits than float32."""
     qat = model(n, k)
     quantize_(qat, QATConfig(BASE))
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")

@@ -1,4 +1,4 @@
-"""Four-over-six, GridFlip and NVFP4's search on the device, by csrc's encoders and by Triton, against the formats: to the last bit.
+"""Four-over-six, GridFlip and NVFP4's search by csrc's encoders and by Triton equal the formats to the last bit.
 
     python setup.py build_ext --inplace && AOQUANT_REQUIRE_GPU=1 python -m pytest -m gpu test/gpu/test_grids.py
 
@@ -100,7 +100,7 @@ def test_bytes_and_values(which: str, name: str, dtype: torch.dtype) -> None:
                 (F32, False, True),
             ):
                 expected = fmt.operand(want, out) if operand else fmt.decode(want, out)
-                e, values, alpha = codec.quantize(fmt, x, out, operand=operand, keep=keep)
+                e, values, alpha = codec.encode_with_values(fmt, x, out, operand=operand, keep=keep)
                 assert (e is not None) == keep
                 assert alpha is want.outer is None or differing(alpha, want.outer) == 0, f"{what} alpha"
                 assert differing(values, expected) == 0, f"{what} -> {out}, operand={operand}"
@@ -165,14 +165,14 @@ def test_captured_in_a_graph_on_a_stream_without_sync(which: str, name: str) -> 
     fmt = get_format(name)
     source, x = torch.randn(2, 128, 512, device=CUDA, dtype=BF16)
     with backend(which):
-        codec.quantize(fmt, x, BF16, keep=True)  # compiles, loads
+        codec.encode_with_values(fmt, x, BF16, keep=True)  # compiles, loads
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.graph(graph, stream=stream):
                 x.copy_(source)  # no kernel: an encoder that begins early has to wait for it too
-                e, values, _ = codec.quantize(fmt, x, BF16, keep=True)
+                e, values, _ = codec.encode_with_values(fmt, x, BF16, keep=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for seed in range(3):
@@ -187,7 +187,7 @@ def test_captured_in_a_graph_on_a_stream_without_sync(which: str, name: str) -> 
 
 @pytest.mark.parametrize("name", ["fouroversix", "gridflip-static:4.0", "nvfp4-search"])
 def test_inputs_that_the_kernel_before_writes(name: str) -> None:
-    """The encoders may begin while the kernel before them ends, and read nothing of it before: in a chain, each reads what the last one wrote."""
+    """In a chain each encoder reads what the kernel before it wrote, although it may start before that one ends."""
     need("cuda")
     fmt = get_format(name)
     torch.manual_seed(5)
@@ -199,7 +199,7 @@ def test_inputs_that_the_kernel_before_writes(name: str) -> None:
             got = []
             for source in xs:
                 x.copy_(source)
-                got.append(codec.quantize(fmt, x, BF16, keep=True))
+                got.append(codec.encode_with_values(fmt, x, BF16, keep=True))
                 x.zero_()
             for (e, values, _), want in zip(got, wants, strict=True):
                 compare(e, want, name)

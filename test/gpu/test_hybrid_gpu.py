@@ -1,5 +1,5 @@
-"""One cast per operand on a GPU: every operand's bytes are the reference's, FP8 pairs run on FP8 tensor cores, and what is
-prepared equals what is converted.
+"""One cast per operand on a GPU: every operand's bytes are the reference's, FP8 pairs run on FP8 tensor cores, and
+what is prepared equals what is converted.
 
 python -m pytest -m gpu test/gpu/test_hybrid_gpu.py
 """

@@ -1,4 +1,4 @@
-"""The emulated GEMM on tensor cores: within a stated bound of float64, the same for prepared and converted, whatever M."""
+"""The emulated GEMM on tensor cores: within a stated bound of float64; prepared equals converted for every M."""
 
 from __future__ import annotations
 

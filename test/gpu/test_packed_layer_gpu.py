@@ -1,4 +1,4 @@
-"""Converted layers on a GPU: what they remember multiplies as the general path does, to the bit, for every range of rows."""
+"""Converted layers on a GPU: their plan multiplies as the general path does, to the bit, for every range of rows."""
 
 from __future__ import annotations
 

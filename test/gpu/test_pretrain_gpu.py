@@ -1,4 +1,4 @@
-"""Pretraining with a step as one CUDA graph: the losses of the run without, and nothing left of the steps before the capture."""
+"""Pretraining with a step as one CUDA graph: the losses of eager steps, no trace of the steps before the capture."""
 
 import importlib
 from pathlib import Path
@@ -18,7 +18,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "quartet", "quartet2", "gridflip"])
 def test_a_graph_trains_as_eager_does(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Straight, and stopped half-way: up to the order in which a GPU adds gradients; steps and random numbers are counted exactly."""
+    """Straight, and stopped half-way. Losses agree up to the order of a GPU's sums; steps and random states exactly."""
     monkeypatch.syspath_prepend(str(EVAL))
     pretrain, corpus = (importlib.import_module(name) for name in ("pretrain", "corpus"))
     ids = torch.randint(320, (5000,), generator=torch.Generator().manual_seed(0)).int().cuda()

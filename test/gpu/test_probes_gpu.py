@@ -1,7 +1,8 @@
-"""What every int4 kernel puts in front of the tensor core, read out with an identity matrix: kernel(eye) == Format.operand.
+"""The operand that each int4 kernel feeds its tensor core, read out with an identity: kernel(eye) == Format.operand.
 
-A sum with one product that is not zero has no order, so the comparison is exact. A compiler's choice of a fused multiply-add is part of what
-is read, so this is to be run again for every release of MSLK. Zeros' signs do not show: +0.0 + -0.0 is +0.0.
+A sum with one product that is not zero has no order, so the comparison is exact. A compiler's choice of a fused
+multiply-add is part of what is read, so this is to be run again for every release of MSLK. Zeros' signs do not show:
++0.0 + -0.0 is +0.0.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def shuffled(e: Encoded) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def stacked(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Codes (B, N, K/2); scales and zeros (B G, N): with three dimensions the kernel takes B / B = 1 for the number of groups."""
+    """Codes (B, N, K/2); scales and zeros (B G, N), since of (B, G, N) the kernel takes B / B = 1 for G."""
     codes, scale, zero = ([p[i] for p in parts] for i in range(3))
     return [torch.stack(codes), torch.cat(scale), torch.cat(zero)]
 
@@ -75,7 +76,7 @@ def test_bf16i4bf16_shuffled(group: int) -> None:
 
 @pytest.mark.parametrize("layout", ["rowwise", "shuffled"])
 def test_batched_kernels_are_the_others_one_by_one(layout: str) -> None:
-    """torchao calls them for stacks of experts; no layer here does. Their operand, and their sums, are those of the 2-D kernels."""
+    """torchao calls them for stacks of experts; no layer here does. Operands and sums are the 2-D kernels'."""
     fmt = get_format("int4-bf16-g128")
     one, many = operator(f"bf16i4bf16_{layout}"), operator(f"bf16i4bf16_{layout}_batched")
     encoded = [fmt.encode(weights(256, 512, BF16, seed).to(CUDA)) for seed in (31, 32, 33)]
@@ -117,7 +118,7 @@ def test_tinygemm(group: int) -> None:
 
 
 def test_groups_of_32_are_what_the_adapter_refuses() -> None:
-    """The kernel raises nothing and returns other numbers: should this fail, MSLK has mended it and the refusal can go."""
+    """The kernel raises nothing and returns wrong numbers. If this fails, MSLK mended it: drop the refusal."""
     fmt, run = get_format("int4-g32"), operator("bf16i4bf16_rowwise")
     e = fmt.encode(weights(512, 512, BF16, 21).to(CUDA))
     y = run(torch.eye(512, dtype=BF16, device=CUDA), *packed(e))

@@ -1,6 +1,6 @@
-"""Every recipe on a GPU, prepared and converted: compiled equals eager, nothing waits for the device, CUDA graphs capture it.
+"""Every recipe on a GPU, prepared and converted: compiled equals eager, no sync with the device, CUDA graphs work.
 
-A recipe whose converted layer needs a package that is not here is tested as far as it goes, and the test says so by skipping the rest.
+A recipe whose converted layer needs a package that is not installed is tested up to there; the test skips the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Serving on a GPU: engines' formats give the CPU's bytes there, and a CUDA graph of a converted copy follows training."""
+"""Serving on a GPU: engines' formats give the CPU's bytes; a CUDA graph of a converted copy follows training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats for gradients on a GPU: Triton's bytes and the CUDA reference's are the CPU's, and a training step never waits for the device."""
+"""Formats for gradients on a GPU: Triton and the CUDA reference give the CPU's bytes; no step waits for the device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from aoquant import QATConfig, backend, explain, get_format, quantize_
 from aoquant.formats import Random, as_operand
+from aoquant.formats.random import Place, Span
 from aoquant.layers.qat import RANDOM
 from aoquant.ops import CodecRequest, codec
 from aoquant.recipes import get_recipe
@@ -66,15 +67,39 @@ def test_bytes_are_the_cpus(name: str, dtype: torch.dtype, across: bool) -> None
             random = Random(STATE.cuda(), side)
             request = CodecRequest("quantize", f, torch.device("cuda"), dtype, *x.shape)
             assert dict(explain(request))["triton"] == "runs"
-            triton = codec.quantize(f, laid_out(x, across), dtype, operand=True, keep=True, random=random)
+            triton = codec.encode_with_values(f, laid_out(x, across), dtype, operand=True, keep=True, random=random)
             with backend("reference"):
-                reference = codec.quantize(f, x.cuda(), dtype, operand=True, keep=True, random=random)
+                reference = codec.encode_with_values(f, x.cuda(), dtype, operand=True, keep=True, random=random)
             for what, got in (("triton", triton), ("reference", reference)):
                 e = got.encoded
                 assert torch.equal(e.codes.cpu(), want.codes), f"{what} codes, {kind}"
                 assert same(e.scale, want.scale), f"{what} scales, {kind}"
                 assert same(got.alpha, want.outer), f"{what} outer, {kind}"
                 assert same(got.values, f.operand(want, dtype)), f"{what} operand, {kind}"
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["rows", "across"])
+@pytest.mark.parametrize("name", ALL)
+def test_parts_draw_the_bytes_of_the_whole(name: str, across: bool) -> None:
+    """Rows, columns and runs of columns, under the outer scale of the whole where there is one."""
+    f, (rows, columns) = as_operand(get_format(name)), (96, 1024)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = f.encode(x, random=Random(STATE, 2))
+    wanted = f.operand(whole, BF16)
+    for place, r, c in (
+        (Place(Span(32, rows), Span(0, columns)), 32, columns),
+        (Place(Span(0, rows), Span(512, columns)), rows, 512),
+        (Place(Span(0, rows), Span(256, columns, 256, 512)), rows, 512),
+        (Place(Span(16, rows, 16, 32), Span(0, columns)), 48, columns),
+    ):
+        at = place.rows.places(r, x.device).unsqueeze(1), place.columns.places(c, x.device)
+        given = None if whole.outer is None or "mxfp4" in name else whole.outer.cuda()
+        random = Random(STATE.cuda(), 2, place)
+        got = codec.encode_with_values(
+            f, laid_out(x[at], across), BF16, operand=True, keep=True, measured=given, random=random
+        )
+        assert same(got.values, wanted[at]), str(place)
+        assert same(got.alpha, whole.outer), str(place)
 
 
 @pytest.mark.parametrize(

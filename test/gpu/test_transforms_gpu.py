@@ -1,4 +1,4 @@
-"""Transforms on the device: the fused kernels against the reference, the reference on CUDA against the CPU, and layers that train and convert."""
+"""Transforms on a GPU: fused kernels against the reference, its CUDA bytes against the CPU's, layers that convert."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_codes_and_values_in_one_pass(size: int, inner: str, operand: bool) -> N
         values = fmt.operand(want, BF16) if operand else fmt.decode(want, BF16)
         with backend("triton"):
             for keep in (True, False):
-                e, got, alpha = codec.quantize(fmt, x, BF16, operand=operand, keep=keep)
+                e, got, alpha = codec.encode_with_values(fmt, x, BF16, operand=operand, keep=keep)
                 assert (e is None) == (not keep)
                 if e is not None:
                     compare(e, want, kind)

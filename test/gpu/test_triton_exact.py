@@ -1,7 +1,7 @@
-"""The Triton kernels against the reference, on the device that runs them: codes, scales, operands and values, to the last bit.
+"""The Triton kernels against the reference on their device: codes, scales, operands and values, to the last bit.
 
-The reference's own CUDA bytes are compared with its CPU bytes too, except for "-native" formats, which divide as their device does.
-NaN equals NaN whatever its payload: processors differ in the one they make.
+The reference's own CUDA bytes are compared with its CPU bytes too, except for "-native" formats, which divide as their
+device does. NaN equals NaN whatever its payload: processors differ in the one they make.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def check(name: str, dtype: torch.dtype, quantized: set[torch.dtype], decoded: s
                     if decodes and out in decoded:
                         assert differing(codec.decode(fmt, want, out, operand=operand), values) == 0, which
                     if encodes and out in quantized:
-                        e, got, _ = codec.quantize(fmt, x, out, operand=operand, keep=True)
+                        e, got, _ = codec.encode_with_values(fmt, x, out, operand=operand, keep=True)
                         assert e is not None
                         compare(e, want, f"{which}, with values")
                         assert differing(got, values) == 0, f"{which}, in one pass"
                     if not (merges and out in quantized):
                         continue
-                    none, got, alpha = codec.quantize(fmt, x, out, operand=operand, keep=False)
+                    none, got, alpha = codec.encode_with_values(fmt, x, out, operand=operand, keep=False)
                     assert none is None
                     assert differing(alpha, fmt.alpha(want)) == 0, f"{which}, alpha"
                     assert differing(got, values) == 0, f"{which}, in one pass, no codes kept"
@@ -114,7 +114,7 @@ def test_ragged_rows(name: str, k: int) -> None:
     fmt, x = get_format(name), DATA["heavy"](5, k, BF16, 3).to(CUDA)
     want = fmt.encode(x)
     with backend("triton"):
-        e, values, alpha = codec.quantize(fmt, x, BF16, keep=True)
+        e, values, alpha = codec.encode_with_values(fmt, x, BF16, keep=True)
         assert e is not None
         compare(e, want, name)
         assert differing(alpha, fmt.alpha(want)) == 0
@@ -181,7 +181,7 @@ def test_no_host_sync() -> None:
         for _ in range(2):  # the first call compiles
             torch.cuda.set_sync_debug_mode("error")
             try:
-                e, values, _ = codec.quantize(fmt, x, BF16, operand=True, keep=True)
+                e, values, _ = codec.encode_with_values(fmt, x, BF16, operand=True, keep=True)
                 assert e is not None
                 scaled_mm(e, w, None, name, name, "aoquant", [256], BF16, values)
             finally:

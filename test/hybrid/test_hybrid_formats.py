@@ -89,6 +89,8 @@ def test_it_cancels_in_a_product() -> None:
     t = RoundedHadamard()
     torch.testing.assert_close(t.apply(x, False, None) @ t.apply(w, False, None).t(), x @ w.t())
     assert t.name == "te-hadamard16-sd7e8"
+    with pytest.raises(ValueError, match="te-hadamard transforms 16 values, got size = 32"):
+        RoundedHadamard(32)
 
 
 def test_it_is_refused_before_the_forward() -> None:

@@ -36,6 +36,7 @@ from aoquant import (
     verify,
 )
 from aoquant.integrations.conv1d import QATConv1D
+from aoquant.layers.kinds import matrix_of
 from aoquant.layers.qat import QATLinear
 
 IDS = torch.arange(32).view(2, 16) % 64
@@ -188,3 +189,9 @@ def test_a_compiled_gpt2_block_computes_the_same() -> None:
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
     quantize_(model, QATConfig(step="convert"))
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
+
+
+def test_the_matrix_of_a_module() -> None:
+    conv, norm = Conv1D(8, 4), nn.LayerNorm(4)
+    assert matrix_of(conv).shape == (8, 4) and matrix_of(nn.Linear(4, 8)).shape == (8, 4)
+    assert matrix_of(norm) is norm.weight and matrix_of(nn.ReLU()) is None

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, cli, convert_checkpoint, quantize_
 from aoquant.integrations import checkpoint, hf, stream
+from aoquant.integrations.safetensors_file import raw_bytes
 
 
 @pytest.fixture(scope="module")
@@ -206,3 +207,18 @@ def test_tensors_that_no_loader_knows_are_refused_at_the_start(
         ValueError, match=r"q_proj: its PackedTensor holds scale, .*which Hugging Face's loader does not know"
     ):
         convert_checkpoint(floats[True], Int4WeightConfig(32), tmp_path / "out")
+
+
+def test_the_folders_above_the_result_are_made(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b" / "out"
+    with stream._appearing(out, 0) as folder:
+        (folder / "weights").write_text("1")
+        assert not out.exists() and folder.parent == out.parent
+    assert [p.name for p in out.parent.iterdir()] == ["out"] and (out / "weights").read_text() == "1"
+
+
+def test_bytes_of_a_parameter() -> None:
+    w = torch.nn.Parameter(torch.randn(4, 6))
+    assert bytes(raw_bytes(w)) == w.detach().numpy().tobytes()
+    assert bytes(raw_bytes(w.t())) == w.detach().t().contiguous().numpy().tobytes()
+    assert bytes(raw_bytes(w[:0])) == b""

@@ -432,3 +432,31 @@ def test_model_class_of_choice(tmp_path: Path) -> None:
     loaded = load_pretrained(tmp_path, LlamaModel)
     with torch.no_grad():
         assert torch.equal(loaded(IDS).last_hidden_state, model(IDS).last_hidden_state)
+
+
+def test_parts_under_other_names_are_counted_by_kind() -> None:
+    wanted = {f"model.{i}.up._weight_{part}" for i in range(3) for part in ("qdata", "scale")}
+    renamed = {name.replace("model.", "old.") for name in wanted}
+    assert checkpoint._lost(wanted, renamed) == [] and checkpoint._lost(wanted, wanted) == []
+    assert checkpoint._lost(wanted, renamed - {"old.1.up._weight_scale"}) == ["1 of the tensors called *._weight_scale"]
+    assert checkpoint._lost(wanted, {n for n in wanted if "scale" not in n}) == sorted(
+        n for n in wanted if "scale" in n
+    )
+
+
+def test_sizes_of_shards() -> None:
+    for size in (1, "1", "5GB", "100KB", 10**9):
+        checkpoint.check_shard_size(size)
+    for wrong in (0, -1, "-5GB", "0GB", "GB", ""):
+        with pytest.raises(ValueError, match="is a size above 0"):
+            checkpoint.check_shard_size(wrong)
+
+
+def test_folders_of_compressed_tensors_go_to_their_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aoquant.export import reading
+
+    calls: list[Any] = []
+    monkeypatch.setattr(reading, "load", lambda *args, **kwargs: calls.append((args, kwargs)))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "compressed-tensors"}}))
+    load_pretrained(tmp_path, LlamaModel, dtype=torch.float32)
+    assert calls == [((tmp_path, LlamaModel), {"dtype": torch.float32})]

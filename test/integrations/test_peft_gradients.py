@@ -23,6 +23,7 @@ from torchao.quantization import (
 )
 
 from aoquant import Int4WeightConfig, Int8WeightConfig, QATConfig, quantize_
+from aoquant.integrations import peft_gradients
 from aoquant.layers.qat import QATLinear
 from aoquant.recipes import get_recipe
 from aoquant.report.measure import weight_value
@@ -161,3 +162,11 @@ def test_other_tuners_on_a_prepared_layer_are_refused_and_leave_it_as_it_was(con
     assert type(model[0]) is QATLinear
     plain = nn.Sequential(nn.Linear(64, 32))
     assert type(get_peft_model(plain, copy.deepcopy(config)).base_model.model[0]).__module__.startswith("peft.")
+
+
+def test_layers_whose_gradient_is_their_own_get_no_hooks_gradient() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    quantize_(model, Int4WeightConfig(32), lambda m, fqn: fqn == "0")
+    x = torch.randn(2, 64, requires_grad=True)
+    for linear in model:
+        assert peft_gradients._Gradient("layer")(linear, (x,), linear(x)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
@@ -77,3 +78,34 @@ def test_the_law_of_backward() -> None:
     assert "the two operands of dgrad have one format" in (why_not("dgrad", get_operand("mxfp4-sr"), other) or "")
     assert why_not("dgrad", sr, None) is not None
     assert "does not cancel in dgrad's product: use rht32+mxfp4" in (why_not("dgrad", h, h) or "")
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("config", [NVFP4WeightConfig(activation="nvfp4"), Int4WeightConfig(32)], ids=["W+A", "W"])
+def test_the_inputs_dtype_is_the_weights_as_in_nn_linear(config: object, stored: torch.dtype) -> None:
+    """Prepared and converted raise where nn.Linear raises, and have its output's dtype where it has one; also under
+    autocast.
+    """
+    float_model = nn.Sequential(nn.Linear(K, N)).to(stored)
+    model = copy.deepcopy(float_model)
+    quantize_(model, QATConfig(config))  # type: ignore[arg-type]
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    for autocast in (False, True):
+        for given in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            x = torch.randn(4, K, dtype=given)
+            for grad in (True, False):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(grad):
+                    try:
+                        want = float_model(x).dtype
+                    except RuntimeError:
+                        for layer in (model[0], converted[0]):
+                            with pytest.raises(
+                                ValueError,
+                                match=r"cast one of them, or use autocast|float16, got torch.float64: cast it$",
+                            ):
+                                layer(x)
+                    else:
+                        y, z = model(x), converted(x)
+                        assert y.dtype == want
+                        assert torch.equal(y, z)

@@ -1,10 +1,11 @@
-"""Stacked experts: prepared they compute transformers' forward over quantised weights, bit for bit, and converted the prepared forward."""
+"""Stacked experts, to the bit: prepared equals transformers over quantised weights, converted equals prepared."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -356,6 +357,67 @@ def test_packed_experts_are_selected_cut_turned_and_copied() -> None:
     mixed = [linear_of(w[0], name).weight.data for name in ("nvfp4/", "mxfp4/")]
     with pytest.raises(ValueError, match=r"expert 1 is .*mxfp4.* and expert 0 .*nvfp4"):
         packed_experts(mixed)
+
+
+def test_what_packed_experts_cannot_do_is_refused() -> None:
+    w = torch.randn(E, 32, 64, dtype=torch.bfloat16)
+    packed = packed_experts([linear_of(e, "int4-g32/").weight.data for e in w])
+    turned, x = packed.transpose(-2, -1), torch.randn(5, 64, dtype=torch.bfloat16)
+    assert torch.equal(packed.select(-3, 1).dequantize(), packed[1].dequantize())
+    for dim in (1, 2, -1):
+        with pytest.raises(ValueError, match="are selected by expert"):
+            packed.select(dim, 0)
+    with pytest.raises(ValueError, match=r"step 1, got step 2"):
+        packed[::2]
+    with pytest.raises(ValueError, match="sliced in three dimensions"):
+        turned[2][:32]
+    with pytest.raises(ValueError, match="last two dimensions"):
+        packed.transpose(0, 1)
+    for a, b in ((x, turned), (turned[2], x), (packed[1], turned[2])):
+        with pytest.raises(ValueError, match=r"one transposed expert on the right|packed|codes"):
+            torch.matmul(a, b)
+    with pytest.raises(ValueError, match="multiplied as x @"):
+        x @ turned
+
+
+def test_experts_that_are_not_whole_or_run_elsewhere_are_refused() -> None:
+    config = QATConfig(Int4WeightConfig(32), step="prepare")
+    model = made("mixtral", "eager")
+    with torch.no_grad():
+        model.experts.down_proj[1, 2, 3] = torch.nan
+    with pytest.raises(ValueError, match=r"experts.down_proj .*: it holds NaN or Inf"):
+        quantize_(model, config)
+    model = made("mixtral", "eager")
+    model.experts.forward = model.experts.forward
+    with pytest.raises(ValueError, match="replaced on the instance"):
+        quantize_(model, config)
+    del model.experts.forward
+    quantize_(model, config)
+    with torch.device("meta"):
+        skeleton = Holder(MixtralExperts(FAMILIES["mixtral"][1]))
+    quantize_(skeleton, config)
+    assert set(skeleton.experts.stacks) == {"gate_up_proj", "down_proj"}
+
+
+def test_a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero() -> None:
+    model = made("mixtral", "eager")
+    plain = model.state_dict()
+    quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare", backward="quartet2"))
+    states = {name: b.clone() for name, b in model.named_buffers()}
+    assert len(states) == 2
+    for _, buffer in model.named_buffers():
+        buffer[2:].add_(5)
+    model.load_state_dict(plain)
+    assert all(torch.equal(b, states[name]) for name, b in model.named_buffers())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does(implementation: str) -> None:
+    model, batch = made("mixtral", implementation), routed(16, "random")
+    quantize_(model, QATConfig(FqnToConfig({"experts.down_proj": Int4WeightConfig(32)}), step="prepare"))
+    with mock.patch.object(nn.functional, "grouped_mm", wraps=nn.functional.grouped_mm) as called:
+        model(*batch)
+    assert called.call_count == (implementation == "grouped_mm")
 
 
 def linear_of(w: Tensor, recipe: str) -> nn.Linear:

@@ -18,7 +18,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import aoquant
-from aoquant import QATConfig, backend, explain, quantize_
+from aoquant import WUSH, NVFP4WeightConfig, QATConfig, backend, explain, get_format, quantize_
+from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed import PackedLinear, adopt
 from aoquant.ops import router
 from aoquant.ops.router import Backend
@@ -172,7 +173,8 @@ def test_calls_that_are_not_ordinary_are_checked_as_before() -> None:
             module(x.double())
         with pytest.raises(ValueError, match="move one of them"):
             module(x.to("meta"))
-        assert module(x.float()).dtype == torch.float32
+        with pytest.raises(ValueError, match=r"input is torch.float32 and its weight torch.bfloat16: cast one of them"):
+            module(x.float())
         with torch.autocast("cpu", dtype=torch.float16):
             assert module(x).dtype == torch.float16
         with counting("scaled_mm") as calls:  # a mode sees the registered op
@@ -195,7 +197,7 @@ class Recorder:
 
     def run(self, c: Any) -> Tensor:
         self.called += 1
-        return next(b for b in router._backends if b.name == "reference").run(c)
+        return next(b for b in router._backends if (b.name, b.role) == ("reference", "gemm")).run(c)
 
     def bind(self, f: Any, w: Any) -> Any:
         def product(x: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -350,3 +352,57 @@ def test_threads_give_the_tokens_of_one() -> None:
         for i, y in enumerate(made):
             assert_equal(y, want[i % len(xs)])
     assert len(found) == 2
+
+
+def test_what_a_compiler_sees_leaves_autocast_and_odd_shapes_to_the_general_path() -> None:
+    module, x = packed("nvfp4-act").float(), data("normal", 3, BY_NAME["nvfp4-act"].k, torch.float32)
+    with torch.no_grad():
+        assert_equal(module._traced(x), general(module, x))
+        with torch.autocast("cpu", BF16):
+            assert module._traced(x).dtype == BF16
+            assert_equal(module._traced(x), general(module, x))
+        for odd in (x[0, 0], x[:, :-1]):
+            with pytest.raises(ValueError, match="K = "):
+                module._traced(odd)
+
+
+def test_plans_answer_ordinary_calls_alone() -> None:
+    module = packed("nvfp4-act")
+    plan, x = module.weight.plan, data("normal", 3, BY_NAME["nvfp4-act"].k, BF16)
+    with torch.no_grad():
+        y = plan.product(x, None)
+        assert y is not None and plan.ordinary
+        assert_equal(y, F.linear(x, module.weight))
+        assert_equal(plan.product(x[:0], None), F.linear(x, module.weight)[:0])
+        assert plan.product(x[0, 0], None) is None and plan.product(x[:, :-1], None) is None
+        with torch.autocast("cpu", torch.float16):
+            assert plan.product(x, None) is None
+        assert plan.product(x, None) is not None
+
+
+def test_a_plan_refuses_what_its_kernel_cannot_take() -> None:
+    format = get_format("int4-g32")
+    e = format.encode(torch.randn(16, 64))
+    weights = {
+        d: PackedTensor.from_encoded(e, LinearRecipe(None, format, "bias_after"), d) for d in (BF16, torch.float32)
+    }
+    assert weights[BF16].plan.ordinary and not weights[torch.float32].plan.ordinary
+    with torch.no_grad(), pytest.raises(ValueError, match="takes bfloat16 activations"):
+        F.linear(torch.randn(3, 64), weights[torch.float32])
+
+
+def test_what_a_product_of_codes_alone_cannot_do_takes_the_general_path(recorder: Recorder) -> None:
+    """A batch without rows, and a fitted transform, whose matrices the bound product is not given."""
+    module = packed("int4-g32")
+    with torch.no_grad():
+        assert module(data("normal", 3, BY_NAME["int4-g32"].k, BF16)[:0]).shape == (0, module.out_features)
+    assert recorder.bound == 0
+    fitted = nn.Sequential(nn.Linear(64, 32).bfloat16())
+    quantize_(fitted, QATConfig(NVFP4WeightConfig(activation="nvfp4", transform=WUSH(16))))
+    x = torch.randn(8, 64).bfloat16()
+    aoquant.calibrate(fitted, [x])
+    y = fitted(x)
+    quantize_(fitted, QATConfig(step="convert"))
+    with torch.no_grad():
+        assert_equal(fitted(x), y)
+    assert recorder.bound == 0

@@ -212,6 +212,15 @@ def test_torchaos_qatconfig_takes_our_configs() -> None:
     assert torch.equal(model(x), y)
 
 
+def test_torchaos_qatconfig_takes_one_of_our_formats() -> None:
+    """Beside an activation that is left in high precision, or is torchao's own."""
+    model = nn.Sequential(nn.Linear(64, 32))
+    config = TorchaoQATConfig(weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32), step="prepare")
+    config.weight_config = get_format("int4-g32")
+    torchao.quantization.quantize_(model, config)
+    assert type(model[0]) is QATLinear and model[0].prepared.recipe.fprop_weight.name == "int4-g32"
+
+
 def test_torchaos_qatconfig_treats_torchaos_configs_as_before() -> None:
     model = nn.Sequential(nn.Linear(64, 32))
     base = IntxWeightOnlyConfig(torch.int4, PerGroup(32))

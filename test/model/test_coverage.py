@@ -11,10 +11,21 @@ import pytest
 import torch
 from torch import nn
 from torchao.quantization import FqnToConfig
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import aoquant
-from aoquant import Int4WeightConfig, Int8WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant import (
+    Int4WeightConfig,
+    Int8WeightConfig,
+    IntxWeightConfig,
+    NVFP4WeightConfig,
+    PackedTensor,
+    QATConfig,
+    quantize_,
+)
 from aoquant.layers.qat import QATLinear
+from aoquant.planning import choose, tied
 from aoquant.report import verify
 
 
@@ -43,6 +54,14 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.experts(self.up(x)))
+
+
+class Holder(nn.Module):
+    """A module around experts, so that they have a name."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
 
 
 def states(model: nn.Module) -> dict[str, str]:
@@ -194,3 +213,53 @@ def test_skip_incompatible_leaves_out_both_users_of_a_weight() -> None:
 def test_nothing_is_said_of_a_model_that_is_covered() -> None:
     model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64), nn.LayerNorm(64))
     quiet(model, QATConfig(Int8WeightConfig(), step="prepare"), strict=True)
+
+
+def test_a_module_left_out_by_name_is_met() -> None:
+    """No warning that the name matches nothing, and nothing said of its parameters."""
+    quiet(Model(), FqnToConfig({"experts": None, "up": Int4WeightConfig(32)}))
+
+
+def test_more_than_a_twentieth_of_a_model_is_worth_a_warning() -> None:
+    for width, said in ((53, True), (96, False)):  # of 3701 parameters 256 are unsupported, and of 6496
+        model = nn.Sequential(nn.EmbeddingBag(4, 64), nn.Linear(64, width))
+        share = 256 / aoquant.coverage(model).elements
+        assert (0.05 < share < 0.1) == said
+        if said:
+            with pytest.warns(UserWarning, match="stay float"):
+                quantize_(model, Int4WeightConfig(32))
+        else:
+            quiet(model, Int4WeightConfig(32))
+
+
+def test_only_matrices_are_named_as_unsupported() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(4, 64), nn.LayerNorm(64))
+    with pytest.raises(ValueError, match=r"No support for the weights of EmbeddingBag$"):
+        quantize_(model, Int4WeightConfig(32), filter_fn=lambda m, fqn: True)
+
+
+def test_one_parameter_under_three_names_has_one_config() -> None:
+    module, one, other = Experts(), Int4WeightConfig(32), Int4WeightConfig(64)
+    assert choose._stack(module, ["a", "b"], "gate_up_proj", [one, one]).fqn == "a.gate_up_proj, b.gate_up_proj"
+    with pytest.raises(ValueError, match="are one parameter, which has one config"):
+        choose._stack(module, ["a", "b", "c"], "gate_up_proj", [one, one, other])
+
+
+def test_empty_views_of_one_memory_are_not_tied() -> None:
+    memory = torch.randn(4, 4)
+    assert tied.identity(memory[:2]) == tied.identity(memory[:2]) != tied.identity(memory[2:])
+    one, other = memory[:0], memory[:0]
+    assert tied.identity(one) != tied.identity(other)
+
+
+def test_biases_of_experts_and_scales_of_prepared_layers_are_small() -> None:
+    experts = Holder(GptOssExperts(GptOssConfig(hidden_size=64, intermediate_size=96, num_local_experts=4)))
+    assert states(experts) == {
+        "experts.gate_up_proj": "left out",
+        "experts.down_proj": "left out",
+        "2 biases, norms and scales": "small",
+    }
+    model = nn.Sequential(nn.Linear(64, 64))
+    quiet(model, QATConfig(IntxWeightConfig(4, 32), step="prepare", scales="learned"))
+    assert states(model) == {"0.weight": "prepared", "2 biases, norms and scales": "small"}
+    assert model[0].weight_scale.shape == (64, 2)

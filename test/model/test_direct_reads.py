@@ -5,6 +5,7 @@ reads are not.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, calibrate, quantize_, report, unprepare, verify
 from aoquant.config import Int8WeightConfig
+from aoquant.layers import direct_reads
 from aoquant.layers.qat import QATLayer
 
 READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -240,3 +242,39 @@ def test_the_first_forward_computes_what_later_ones_do() -> None:
         model, x = prepared(Model(None), config), torch.randn(2, 64)
         assert torch.equal(model(x), model(x))
         assert all(isinstance(m, QATLayer) for m in (model.a, model.b))
+
+
+@pytest.mark.parametrize(("training", "grad"), [(True, True), (True, False), (False, True), (False, False)])
+def test_models_with_attention_are_watched_unless_torch_may_take_its_fast_path(training: bool, grad: bool) -> None:
+    model = prepared(nn.Sequential(nn.MultiheadAttention(64, 2), nn.Linear(64, 64))).train(training)
+    with torch.set_grad_enabled(grad):
+        direct_reads._begin(model, ())
+        watches = bool(direct_reads._running.watches)
+        for mode in reversed(direct_reads._running.watches):
+            mode.__exit__(None, None, None)
+        direct_reads._running.watches.clear()
+    assert watches == (training or grad)
+
+
+def test_a_weight_outlives_its_layer() -> None:
+    model, x = prepared(Model(_Product.apply)), torch.randn(2, 64)
+    model(x)
+    weight = model.b.weight
+    del model.b
+    gc.collect()
+    assert said(lambda: weight.square().sum().backward()) == []  # type: ignore[operator]
+
+
+def test_a_new_forward_ends_the_watch_of_an_interrupted_one_and_no_other() -> None:
+    model, other = prepared(Model(None)), prepared(Model(None))
+    running = direct_reads._running.watches
+    try:
+        direct_reads._begin(model, ())
+        (first,) = running
+        direct_reads._begin(other, ())
+        assert running == [first]
+        direct_reads._begin(model, ())
+        assert len(running) == torch._C._len_torch_function_stack() == 1 and running[0] is not first
+    finally:
+        while running:
+            running.pop().__exit__(None, None, None)

@@ -300,3 +300,10 @@ def test_nothing_to_unprepare() -> None:
     quantize_(model, NVFP4WeightConfig())
     with pytest.raises(ValueError, match="nothing to unprepare"):
         unprepare(model)
+
+
+def test_a_weight_elsewhere_is_not_said_to_be_empty() -> None:
+    model = net()
+    quantize_(model, QATConfig(NVFP4WeightConfig()))
+    with pytest.raises(ValueError, match=r"input is on meta and its weight on cpu: move one of them$"):
+        model(X.to("meta"))

@@ -358,3 +358,14 @@ def test_a_recipe_of_formats_that_there_are_not() -> None:
         ValueError, match=r"no recipe is called 'te-nvfp4'.*a recipe of two formats is WEIGHT/ACTIVATION"
     ):
         get_recipe("te-nvfp4")
+
+
+def test_views_and_casts_of_a_packed_weight() -> None:
+    _, e = encoded("nvfp4")
+    w = packed_linear(e.codes, e.scale, e.outer, format="nvfp4").weight.data
+    assert torch.equal(w.view(w.shape).dequantize(), w.dequantize())
+    with pytest.raises(ValueError, match="cannot be viewed as"):
+        w.view(-1)
+    cast = w.to(F32)
+    assert cast.dtype == F32 and torch.equal(cast.qdata, w.qdata)
+    assert cast.qdata.data_ptr() != w.qdata.data_ptr()  # as `to` promises of a tensor that it changes

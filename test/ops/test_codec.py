@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
 from aoquant.formats import Encoded, Format, as_operand, get_operand
-from aoquant.ops import CodecRequest, codec, router, tiles
+from aoquant.ops import CodecRequest, backward, codec, router, tiles
 from aoquant.ops.codec import cuda, triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -57,7 +57,7 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
     e = fmt.encode(x)
     for operand in (True, False):
         want = fmt.operand(e, dtype) if operand else fmt.decode(e, dtype)
-        kept, values, alpha = codec.quantize(fmt, x, dtype, operand=operand, keep=True)
+        kept, values, alpha = codec.encode_with_values(fmt, x, dtype, operand=operand, keep=True)
         assert kept is not None
         assert_equal(values, want)
         assert_equal(kept.codes, e.codes)
@@ -66,7 +66,7 @@ def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
         if alpha is not None and expected is not None:
             assert_equal(alpha, expected)
         assert_equal(codec.decode(fmt, e, dtype, operand=operand), want)
-        assert codec.quantize(fmt, x, dtype, operand=operand).encoded is None
+        assert codec.encode_with_values(fmt, x, dtype, operand=operand).encoded is None
         again = ops.encode_with_values(x, get_operand(name), operand)
         assert_equal(again.values, want)
         for part, mine in zip(parts(again.encoded), parts(e), strict=True):
@@ -117,7 +117,10 @@ def test_floored_blocks_are_counted_in_tiles(monkeypatch: pytest.MonkeyPatch, na
     e = fmt.encode(x)
     want = fmt.floored(e).float().mean()
     monkeypatch.setattr(tiles, "TILE", 1 << 10)
+    real, calls = type(fmt).floored, []
+    monkeypatch.setattr(type(fmt), "floored", lambda self, e: (calls.append(1), real(self, e))[1])
     assert torch.isclose(tiles.floored(fmt, e), want, rtol=1e-6)
+    assert len(calls) > 1
 
 
 @pytest.mark.parametrize("name", ["fouroversix", "gridflip", "nvfp4-search"])
@@ -141,3 +144,87 @@ def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch
         assert_equal(kept.codes, e.codes)
         assert_equal(values, fmt.operand(e, BF16))
         assert_equal(alpha, fmt.alpha(e))
+
+
+def test_what_triton_takes_of_a_transform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has Triton and a GPU."""
+    monkeypatch.setattr(triton, "lacks_triton", lambda device: None)
+
+    def said(role: str, name: str, k: int = 192) -> str:
+        return dict(explain(CodecRequest(role, get_operand(name), CUDA, BF16, 6, k)))["triton"]
+
+    for role, name in (("quantize", "hadamard16+high-precision"), ("encode", "hadamard16+nvfp4"),
+                       ("quantize", "rht32+mxfp4-sr"), ("quantize", "mxfp4-sr")):  # fmt: skip
+        assert said(role, name) == "runs"
+    for role, name, why in (
+        ("quantize", "wush16+high-precision", "wush16"),
+        ("encode", "hadamard16+intx3-g32", "not 3"),
+        ("encode", "rht32+mxfp4-sr", "to encode rht32"),
+        ("encode", "fouroversix-16x16", "blocks of 16"),
+    ):
+        assert why in said(role, name), (role, name)
+    assert said("quantize", "rht32+mxfp4-sr", 208) == "rotates and scales 32 values at once, got K = 208"
+
+
+def test_triton_hands_on_what_a_transform_makes_of_high_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference stands in for the kernel."""
+    monkeypatch.setattr(triton, "transform", lambda operand, x, matrix: operand.transformed(x, matrix))
+    operand, x = get_operand("hadamard16+high-precision"), data("normal", 6, 192, BF16)
+    want = operand.transformed(x)
+    kept, values, alpha = triton._made(operand, x, F32, True, True, None)
+    assert alpha is None and kept is not None and values is not None
+    assert_equal(kept.codes, want)
+    assert_equal(values, want.float())
+    assert triton._made(operand, x, None, True, False, None)[:2] == (None, None)
+
+
+def test_what_the_cuda_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "why_not_encode", lambda format, device: None)
+    wanted = get_operand("fouroversix")
+    for rows, k, dtype, reads in (
+        (6, 192, BF16, True),
+        (0, 192, BF16, False),
+        (6, 0, BF16, False),
+        (6, 192, torch.float64, False),
+    ):
+        reason = cuda._why_not(CodecRequest("encode", wanted, CUDA, dtype, rows, k))
+        assert (reason is None) == reads
+        assert reads or f"matrices with values in them, got {rows} x {k}" in (reason or "")
+
+
+def test_transforms_and_masks_of_the_reference() -> None:
+    operand, x = get_operand("hadamard16+mxfp4-floor"), torch.randn(64, 192).bfloat16()
+    assert_equal(codec.transform(operand, x, None), operand.transformed(x))
+    clipped = operand.format.saturated(operand.transformed(x), operand.encode(x))
+    assert 0 < clipped.sum() < clipped.numel()
+    bits, grad = codec.saturated(operand, x, None), data("normal", 64, 192, BF16, 1)
+    assert_equal(codec.masked(grad, bits), torch.where(clipped, 0.0, grad))
+    assert_equal(ops.pull_back(grad, operand, None, bits), operand.pull_back(torch.where(clipped, 0.0, grad)))
+
+
+def test_decoded_values_in_high_precision_are_memory_of_their_own() -> None:
+    """An op's output may not be its input."""
+    operand, x = get_operand("high-precision"), data("normal", 6, 192, BF16)
+    e = operand.encode(x)
+    values = ops.decode(e, operand, BF16)
+    assert_equal(values, x)
+    assert values.data_ptr() != e.codes.data_ptr()
+
+
+@pytest.mark.parametrize("rows", [48, 40, 0])
+@pytest.mark.parametrize("name", ["te-nvfp4-16x16", "fouroversix-16x16", "fp8-16x16", "fp8-tensor", "mxfp8-32x32"])
+def test_transposed_codes_are_those_of_the_transpose(name: str, rows: int) -> None:
+    """Padded along the new K alike."""
+    operand, x = get_operand(name), data("outlier", rows, 96, F32)
+    found = backward.columns(x, operand, 32)
+    assert found.codes.shape[0] == 96 and found.k == (64 if rows else 32)
+    if rows:
+        turned = backward.transposed(operand.encode(x), operand, 32)
+        for part, want in zip(parts(turned), parts(found), strict=True):
+            assert_equal(part, want)
+
+
+def test_matrices_of_two_tiles_are_cut() -> None:
+    assert tiles._rows(4, 512, 1024, 1) == 2
+    assert tiles._rows(4, 511, 1024, 1) is None and tiles._rows(3, 1024, 1024, 1) is None
+    assert tiles._rows(64, 32, 1024, 16) == 32 and tiles._rows(63, 64, 1024, 16) is None

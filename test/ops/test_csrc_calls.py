@@ -76,7 +76,7 @@ def test_encoders_call_the_operators_as_they_are_defined(
     want = fmt.encode(x)
     got = cuda.encode(as_operand(fmt), x)
     assert [c for c, _ in calls] == wanted
-    quantized = cuda.quantize(as_operand(fmt), x, torch.float16, operand=True, keep=True)
+    quantized = cuda.encode_with_values(as_operand(fmt), x, torch.float16, operand=True, keep=True)
     assert (
         quantized.values.dtype == torch.float16 and quantized.values.shape == x.shape and quantized.encoded is not None
     )
@@ -88,7 +88,7 @@ def test_encoders_call_the_operators_as_they_are_defined(
     assert last["out"] == 2 and last["operand"] is True
     if "search" in wanted[-1]:
         assert (want.outer is None and last["outer"].numel() == 0) or torch.equal(last["outer"], want.outer)
-        again = cuda.quantize(as_operand(fmt), x, torch.float16, True, True, torch.full((1, 1), 3.0))
+        again = cuda.encode_with_values(as_operand(fmt), x, torch.float16, True, True, torch.full((1, 1), 3.0))
         assert again.alpha is not None and again.alpha.item() == 3.0
     else:
         effort, metric, tile, c, alternating = name_arguments(name)

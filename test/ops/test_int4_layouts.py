@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, get_format, hqq
+from aoquant.formats import Encoded, Int4, Int4Float8, Int4Float8Row, TinyGemm, as_operand, get_format, hqq
+from aoquant.ops.call import Call
 from aoquant.ops.gemm import tinygemm
 from aoquant.ops.gemm.tinygemm import pack_cpu
 
@@ -239,6 +240,25 @@ def test_hqq_stops_for_good_when_the_error_falls_no_more(name: str, inner: torch
     assert len(found) > 1 and min(found) < 20
 
 
+def test_hqq_stops_after_one_iteration_where_the_mean_error_is_above_ten_thousand() -> None:
+    x = torch.randn(4, 64)
+    x[0, :32] *= 1.6e6
+    scale, zero, iterations = hqq_by_definition(x, 32, F32)
+    e = get_format("int4-tinygemm-cpu-hqq-g32").encode(x)
+    assert iterations == 1 and e.scale is not None and e.zero is not None
+    assert torch.equal(e.scale.flatten(), scale.flatten()) and torch.equal(e.zero.flatten(), zero.flatten())
+
+
+def test_hqq_scale_only_saturates_half_a_step_beyond_the_largest_code() -> None:
+    x = torch.randn(4, 64) ** 3
+    x[2] *= -1
+    fmt = get_format("intx4-g32-hqq")
+    e = fmt.encode(x)
+    assert e.scale is not None
+    codes = x / e.scale.repeat_interleave(32, 1)
+    assert torch.equal(fmt.saturated(x, e), (codes < -8.5) | (codes > 7.5)) and 0 < fmt.saturated(x, e).sum() < 32
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_tinygemm_cpu_bytes_are_torchaos(group: int, dtype: torch.dtype) -> None:
@@ -428,3 +448,32 @@ def test_what_the_cuda_operator_gets_is_padded_with_zeros_to_its_tiles(monkeypat
         assert torch.equal(values[:13, :192].bfloat16(), fmt.decode(e, BF16))
         values[:13, :192] = 0
         assert (values == 0).all()
+
+
+def test_what_the_cuda_operator_gives_is_cut_to_the_weights_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """13 of 16, fewer than the bytes of a row; a stand-in multiplies."""
+    fmt = TinyGemm(64)
+    w, x, bias = DATA["weights"](13, 192, BF16, 1), DATA["normal"](5, 192, BF16, 2), DATA["normal"](1, 13, BF16, 3)[0]
+    e = fmt.encode(w)
+    wanted = tinygemm.cuda_reference(Call("tinygemm_cuda", x, None, e, as_operand(fmt), bias, [5], BF16))
+
+    def multiply(x_MK: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
+        values = fmt.operand(e, F32)
+        padded = torch.zeros(16, x_MK.shape[1])
+        padded[:13, :192] = values
+        return (x_MK.float() @ padded.t()).bfloat16()
+
+    monkeypatch.setattr(tinygemm, "pack_cuda", lambda *args: (None, None))
+    monkeypatch.setattr(tinygemm._aten, "_weight_int4pack_mm", multiply, raising=False)
+    got = tinygemm._cuda(Call("tinygemm_cuda", x, None, e, as_operand(fmt), bias, [5], BF16))
+    assert got.shape == (5, 13)
+    torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-5)  # sums of another order
+
+
+def test_the_cpu_operator_takes_inputs_of_any_layout() -> None:
+    fmt = TinyGemm(64, device="cpu")
+    e, x = fmt.encode(DATA["weights"](16, 192, BF16, 1)), DATA["normal"](5, 192, BF16, 2)
+    strided = x.t().contiguous().t()
+    assert not strided.is_contiguous()
+    calls = [Call("tinygemm_cpu", t, None, e, as_operand(fmt), None, [5], BF16) for t in (x, strided)]
+    assert torch.equal(*(tinygemm._cpu(c) for c in calls))

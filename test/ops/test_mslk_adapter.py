@@ -142,7 +142,15 @@ def test_what_the_kernels_cannot_take_has_its_reason() -> None:
 
 
 def test_without_a_package_both_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def missing(name: str) -> ModuleType:  # also where one of them is installed
+        if name in PACKAGES.values():
+            raise ModuleNotFoundError(f"No module named {name.partition('.')[0]!r}")
+        return real(name)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib, "import_module", missing)
     mslk._find.cache_clear()
     reason = mslk.why_not_operator("bf16i4bf16_rowwise")
     mslk._find.cache_clear()

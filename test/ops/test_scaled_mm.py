@@ -117,3 +117,32 @@ def test_rows_without_a_kernel_leave_one_scale_alone(monkeypatch: pytest.MonkeyP
     call("fp8-row", x, w, bias)
     call("fp8-tensor", x, w, bias)
     assert asked == [torch.float32, torch.bfloat16]
+
+
+def test_int8_weights_by_group_and_by_row_round_as_torchao_does() -> None:
+    """Groups are multiplied as values, rows as codes, whose sums the scale multiplies."""
+    x, w, bias = torch.randn(5, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N).bfloat16()
+    products = []
+    for name in ("intx8-g32", "int8-row"):
+        fmt = get_format(name)
+        e = fmt.encode(w)
+        assert e.scale is not None
+        by_values = torch.mm(x, fmt.decode(e, BF16).t())
+        by_codes = (
+            torch.mm(x, fmt.integers(e).bfloat16().t()) * e.scale.bfloat16().flatten() if name == "int8-row" else None
+        )
+        want = by_values if by_codes is None else by_codes
+        products.append((by_values, by_codes))
+        assert_equal(scaled_mm(x, e, bias, "", name, "int8_rescale", [5], BF16), want + bias)
+        assert_equal(scaled_mm(x, e, None, "", name, "int8_rescale", [5], BF16), want)
+    assert products[1][1] is not None and not torch.equal(*products[1])
+
+
+def test_the_zero_points_share_is_rounded_before_it_is_taken_off() -> None:
+    x, w = torch.randn(5, K).bfloat16() + 1, torch.randn(N, K).bfloat16()
+    ex, ew = get_format("int8-row-asym-native").encode(x), get_format("int8-row").encode(w)
+    assert ex.scale is not None and ex.zero is not None and ew.scale is not None and bool((ex.zero != 0).all())
+    acc, rows = ex.codes.long() @ ew.codes.long().t(), ew.codes.long().sum(1)
+    want = (acc * ex.scale).bfloat16() - (ex.zero * ex.scale * rows).bfloat16()
+    y = scaled_mm(ex, ew, None, "int8-row-asym-native", "int8-row", "int8_dynamic", [5], BF16)
+    assert_equal(y, (want * ew.scale.flatten()).bfloat16())

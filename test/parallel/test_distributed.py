@@ -19,7 +19,7 @@ def failures(results: dict[str, str], wanted: list[str]) -> str:
 def test_two_processes_and_then_one(tmp_path: Path) -> None:
     fast = [name for name in distributed_checks.CHECKS if name not in distributed_checks.SLOW]
     assert not (failed := failures(distributed_checks.run("gloo", "cpu", tmp_path, slow=False), fast)), failed
-    for how in ("fsdp", "tensor-parallel"):
+    for how in distributed_checks.RESUMED:
         distributed_checks.one_process_resumes(tmp_path, how)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,17 @@ import torch.distributed as dist
 from peft import get_peft_model
 from support.adapters import lora, prepared
 from support.models import IDS, llama, logits
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, load_pretrained, quantize_, save_pretrained
-from aoquant.integrations.distributed import full_state_dict
+from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
+from aoquant.recipes import get_recipe
 
 
 @pytest.fixture
@@ -72,12 +76,18 @@ def test_layers_that_transformers_sharded_are_refused(mesh: DeviceMesh, config: 
         quantize_(layer, config)
 
 
-def test_a_quantised_backward_under_tensor_parallelism_is_refused(mesh: DeviceMesh) -> None:
-    model = llama()
-    quantize_(model, QATConfig(NVFP4WeightConfig(), backward="quartet2"))
-    parallelize_module(model, mesh, {"model.layers.*.self_attn.q_proj": ColwiseParallel()})
-    with pytest.raises(ValueError, match="q_proj: a quantised backward contracts whole rows"):
-        model(IDS)
+def test_a_quantised_backward_under_tensor_parallelism_is_the_whole_models(mesh: DeviceMesh) -> None:
+    whole = llama()
+    sharded = copy.deepcopy(whole)
+    for model in (whole, sharded):
+        quantize_(model, QATConfig(NVFP4WeightConfig(), backward="quartet2"))
+    parallelize_module(sharded, mesh, {"model.layers.*.self_attn.q_proj": ColwiseParallel()})
+    for model in (whole, sharded):
+        model(IDS).logits.float().square().mean().backward()
+    wanted = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        assert torch.equal(grad, wanted[name].grad), name
 
 
 def test_a_quantised_backward_under_fully_shard_is_the_whole_models(mesh: DeviceMesh) -> None:
@@ -95,3 +105,40 @@ def test_a_quantised_backward_under_fully_shard_is_the_whole_models(mesh: Device
     for name, parameter in sharded.named_parameters():
         assert torch.equal(parameter.grad.full_tensor(), wanted[name].grad), name
     assert [b.tolist() for b in sharded.buffers()] == [b.tolist() for b in whole.buffers()]
+
+
+@pytest.mark.parametrize("codes", [False, True], ids=["bf16", "codes"])
+def test_compiled_blocks_under_fully_shard(mesh: DeviceMesh, codes: bool) -> None:
+    """Outputs of eager training, no graph break, and no more graphs after the second number of tokens; weights gathered
+    in bf16 and as codes.
+    """
+    torch._dynamo.reset()
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(1)
+        return aot_eager(graph, inputs)
+
+    def run(compiled: bool) -> tuple[list[Tensor], list[int]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
+        quantize_(model.bfloat16(), get_recipe("nvfp4-training").prepare(seed=1))
+        if compiled:
+            model[1].compile(backend=backend, fullgraph=True)
+        for m in (model[1], model):
+            fully_shard(m, mesh=mesh)
+        if codes:
+            assert set(quantized_all_gather(model).values()) == {"rows"}
+        outputs, made = [], []
+        for rows in (32, 48, 64, 80):
+            y = model(torch.linspace(-3, 3, rows * 64).view(rows, 64).bfloat16())
+            y.float().square().mean().backward()
+            outputs += [y.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+            model.zero_grad()
+            made.append(len(graphs))
+        return outputs, made
+
+    wanted, _ = run(False)
+    outputs, made = run(True)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
+    assert made[0] >= 1 and made[1:] == [made[1]] * 3, "the second number of tokens makes it dynamic"

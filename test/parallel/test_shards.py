@@ -9,7 +9,7 @@ from support.linear_cases import BF16, F32, data, dtype_name, same_bytes
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format, get_format, list_formats
-from aoquant.parallel.linear import extremes, measure
+from aoquant.parallel.extremes import extremes, measure
 
 FORMATS = [*list_formats(), *SHARDED_TOO]
 

@@ -40,6 +40,12 @@ def site(folder: Path, page: str) -> Path:
     return folder / "site"
 
 
+def test_warnings_of_the_build_are_errors() -> None:
+    """`--quiet` would hide warnings from `--strict`, and the build would pass with dead links."""
+    command = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "mkdocs build" in line)
+    assert "--strict" in command and "--quiet" not in command and "-q" not in command.split()
+
+
 def test_links_to_repository_files_lead_to_copies(tmp_path: Path) -> None:
     page = "# A\n\n[n](../NOTES.md#part) [c](../code.py) [f](../theme)\n\n```\n[c](../code.py)\n```\n"
     out = site(tmp_path, page)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from aoquant import formats
+from aoquant.ops import router
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -20,6 +21,7 @@ LAST = {
     "trainer": "it computes what was trained, bit for bit",
     "lora": "adapters beside packed weights:\n  step 0",
     "own_format": "bits a weight: PackedTensor",
+    "own_kernel": "multiply, M = 1 and above: own",
 }
 FSDP2 = "2 ranks: shards hold the codes of the whole weight"
 
@@ -31,9 +33,14 @@ def test_an_example_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.setattr(formats, "_REGISTERED", {})  # own_format's goes with the test
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    backends = list(router._backends)
+    try:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    finally:
+        router._backends[:] = backends  # own_kernel's goes with the test
+        router._routes.clear()
+        formats.get_format.cache_clear()
     assert LAST[name] in capsys.readouterr().out
-    formats.get_format.cache_clear()
 
 
 @pytest.mark.slow

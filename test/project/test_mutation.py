@@ -8,7 +8,9 @@ import csv
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
 from mutation import near  # noqa: E402
+from mutation.__main__ import Healthy, _baseline  # noqa: E402
 from mutation.equivalent import EQUIVALENT  # noqa: E402
 from mutation.operators import compiles, mutants  # noqa: E402
+from mutation.pool import BROKEN, KILLED, SURVIVED, Done, Job, _that_failed  # noqa: E402
 
 SOURCE = b'''"""A docstring: 1 + 1."""
 from x import y
@@ -65,7 +69,9 @@ def test_tables_name_what_there_is() -> None:
             file, _, name = test.partition("::")
             path = ROOT / "test" / file
             assert path.exists(), f"mutation/near.py: there is no test/{file}"
-            assert not name or f"def {name}(" in path.read_text(), f"mutation/near.py: there is no test/{test}"
+            assert not name or f"def {name.partition('[')[0]}(" in path.read_text(), (
+                f"mutation/near.py: there is no test/{test}"
+            )
     assert near.tests_near("formats/integer.py") != near.tests_near("formats/base.py")
     assert near.tests_near("formats/new.py") == near.NEAR["formats/"] and near.tests_near("cli.py") == ()
 
@@ -75,6 +81,66 @@ def test_every_equivalent_mutant_is_of_a_line_that_is_there() -> None:
         lines = [" ".join(line.split()) for line in (ROOT / "aoquant" / e.file).read_text().splitlines()]
         assert e.before in lines, f"mutation/equivalent.py: {e.file} has no such line any more: {e.before}"
         assert e.before != e.after and e.why
+
+
+def test_what_failed_runs_again() -> None:
+    tests = ("a.py::test_x", "b.py", "a.py::test_y")
+    assert _that_failed(tests, ("test/a.py::test_x[1]",)) == ("a.py::test_x[1]",)
+    assert _that_failed(tests, ("test/a.py",)) == ("a.py::test_x", "a.py::test_y")  # the file cannot be collected
+    assert _that_failed(tests, ()) == tests  # pytest broke
+
+
+def test_single_tests_that_fail_without_a_mutant_are_left_out() -> None:
+    """Those that fail in one of the two runs; a file that cannot be run is left out whole."""
+
+    class Fake:
+        runs = 0
+
+        def run(self, jobs: Iterable[Job[Any]]) -> Iterator[Done[Any]]:
+            for job in jobs:
+                self.runs += 1
+                if job.of == "flaky.py" and self.runs > 4:
+                    yield Done(job.of, KILLED, 2.0, "", ("test/flaky.py::test_one",))
+                elif job.of == "broken.py":
+                    yield Done(job.of, BROKEN, 1.0, "")
+                elif job.of == "import.py":
+                    yield Done(job.of, KILLED, 1.0, "", ("test/import.py",))
+                else:
+                    yield Done(job.of, SURVIVED, 1.0, "")
+
+    found = _baseline(Fake(), ["good.py", "flaky.py", "broken.py", "import.py"])  # type: ignore[arg-type]
+    assert found == {"good.py": Healthy(1.0, ()), "flaky.py": Healthy(2.0, ("test/flaky.py::test_one",))}
+
+
+UNSTEADY = r"""
+import sys
+from pathlib import Path
+from mutation import pool
+
+TESTS = {
+    "steady": ["from aoquant.formats import layout", "def test_it():", "    assert 'wrong' not in layout.__doc__"],
+    "once": ["from pathlib import Path", "def test_it():", "    if not Path('seen').exists():",
+             "        Path('seen').touch()", "        assert False"],
+    "always": ["def test_it():", "    assert False"],
+}
+pool.prepare()
+made = pool.Pool(Path(sys.argv[1]), 1)
+for name, lines in TESTS.items():
+    (made.slots[0] / "test" / f"test_its_{name}.py").write_text("\n".join(lines))
+mutant = b"'wrong'\n"
+jobs = (pool.Job(name, (f"test_its_{name}.py",), 200, "formats/layout.py", mutant) for name in TESTS)
+print(*(f"{done.of}={done.outcome}" for done in made.run(jobs)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_failure_that_does_not_come_again_or_comes_without_the_mutant_kills_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNSTEADY, str(tmp_path)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split()[-3:] == ["steady=killed", "once=unsteady", "always=unsteady"], done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.distributed_setup import (
@@ -30,9 +31,17 @@ from aoquant import (
     quantize_,
 )
 from aoquant.integrations.distributed import full_state_dict
+from aoquant.recipes import get_recipe
+
+RESUMED: dict[str, Any] = {
+    "fsdp": QATConfig(CONFIGS["fp8-tensor"]),
+    "tensor-parallel": QATConfig(CONFIGS["fp8-tensor"]),
+    "fsdp-sr": get_recipe("nvfp4-training").prepare(seed=3),
+    "tensor-parallel-sr": get_recipe("nvfp4-training").prepare(seed=3),
+}
 
 
-@check("fsdp", "tensor-parallel")
+@check(*RESUMED)
 def a_checkpoint_resumes_bitwise(c: Ranks, how: str) -> None:
     """Two steps, save, a new model prepared and sharded anew, load, two steps: as four steps without a stop, optimizer
     included.
@@ -40,10 +49,10 @@ def a_checkpoint_resumes_bitwise(c: Ranks, how: str) -> None:
 
     def build(seeded: bool) -> nn.Module:
         model = mlp(c, BF16) if seeded else MLP(BF16, c.device)
-        prepare(model, CONFIGS["fp8-tensor"])
-        return shard(c, model) if how == "fsdp" else tensor_parallel(c, model)
+        quantize_(model, RESUMED[how])
+        return shard(c, model) if own else tensor_parallel(c, model)
 
-    own = how == "fsdp"  # ranks of tensor parallelism share their input
+    own = how.startswith("fsdp")  # ranks of tensor parallelism share their input
     model = build(True)
     optimizer = adamw(model)
     train(c, model, optimizer, 2, own=own)
@@ -95,7 +104,8 @@ def a_converted_checkpoint_comes_back(c: Ranks, how: str) -> None:
 
 def one_process_resumes(directory: Path, how: str) -> None:
     """In a process of its own kind: the checkpoint that two ranks wrote, read by one, is their state put together."""
-    model = prepare(MLP(BF16, "cpu"), CONFIGS["fp8-tensor"])
+    model = MLP(BF16, "cpu")
+    quantize_(model, RESUMED[how])
     optimizer = adamw(model)
     states = dict(zip(("model", "optimizer"), dcp_state.get_state_dict(model, optimizer), strict=True))
     torch.distributed.checkpoint.load(states, checkpoint_id=directory / f"{how}.last", no_dist=True)

@@ -1,7 +1,24 @@
 """Every check that two processes make together, see `distributed_setup`."""
 
-from support import checks_checkpoints, checks_data_parallel, checks_tensor_parallel
+from support import (
+    checks_backward,
+    checks_checkpoints,
+    checks_data_parallel,
+    checks_gather,
+    checks_tensor_parallel,
+)
 from support.distributed_setup import CHECKS, SLOW, WORLD, run
 
-one_process_resumes = checks_checkpoints.one_process_resumes
-__all__ = ["CHECKS", "SLOW", "WORLD", "checks_data_parallel", "checks_tensor_parallel", "one_process_resumes", "run"]
+one_process_resumes, RESUMED = checks_checkpoints.one_process_resumes, checks_checkpoints.RESUMED
+__all__ = [
+    "CHECKS",
+    "RESUMED",
+    "SLOW",
+    "WORLD",
+    "checks_backward",
+    "checks_data_parallel",
+    "checks_gather",
+    "checks_tensor_parallel",
+    "one_process_resumes",
+    "run",
+]

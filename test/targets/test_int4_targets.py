@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.metadata
 from fractions import Fraction
 from typing import Any
@@ -26,6 +27,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant import QATConfig, backend, ops, quantize_
 from aoquant.formats import AffineHQQ
+from aoquant.targets import resolve
 from aoquant.tools import doctor as checks
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -304,3 +306,17 @@ def test_hqq_is_packed_on_the_device_that_trained() -> None:
         quantize_(layer, QATConfig(step="convert"), device="meta")
     assert set(seen) == {"cpu"}
     assert layer[0].weight.device.type == "meta"
+
+
+def test_what_is_packed_on_a_gpu_says_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the packers, whose bytes are tested on GPUs: torchao reads the group from the tensor."""
+    int4 = importlib.import_module("aoquant.targets.int4")
+    monkeypatch.setattr(int4, "_can", lambda *args: None)
+    monkeypatch.setattr(int4, "_shuffled", lambda codes, scale: (codes, scale))
+    monkeypatch.setattr(int4.tinygemm, "pack_cuda", lambda format, e, rows: (e.codes, e.scale))
+    w = torch.randn(32, 256, dtype=BF16)
+    for name in ("preshuffled", "tile packed", "fp8 preshuffled"):
+        target = resolve(CONFIGS[name][0])
+        made: Any = target.build(target.recipe.fprop_weight.encode(w), w)
+        assert type(made).__name__ == target.tensor
+        assert list(made.block_size) == [1, 128] and tuple(made.shape) == (32, 256), name

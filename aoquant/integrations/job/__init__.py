@@ -141,7 +141,7 @@ def run(o: Options) -> Result:
 
 
 def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:
-    """PTQ: what convert makes of a model that was not trained.
+    """PTQ: convert a model that was not trained.
 
     Where its kernel does not run on this machine the prepared model is scored, which computes the same, and the note
     says so.

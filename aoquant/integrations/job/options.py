@@ -1,7 +1,7 @@
-"""What `aoquant run` takes: from the command line, from a YAML file, or in Python.
+"""Options of `aoquant run`: from the command line, from a YAML file, or in Python.
 
 The options stand in groups, which are the groups of `aoquant run --help`; `Options` is all of them together. A YAML
-file has the same names, with - or _; what is typed on the command line wins over the file.
+file has the same names, with - or _; an option on the command line wins over the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Model:
     model: str | None = None
     """A folder or hub id of a causal language model; the embedded demo model by default."""
     dtype: str = "bfloat16"
-    """bfloat16, float16 or float32: what is deployed. AdamW keeps float32 copies in any case."""
+    """bfloat16, float16 or float32: the deployed model's dtype. AdamW keeps float32 copies in any case."""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """Where everything runs."""
 

@@ -96,7 +96,7 @@ class Result:
         return (
             f"written to {out}/: report.md (all of this), {RESULTS}, report.csv and .json, checkpoint/\n"
             f"what quantisation costs each layer: {out}/{QUANTISATION_ERROR}/report.png\n"
-            f"({out}/report.png compares training with what is deployed: inf everywhere is as it should be)"
+            f"({out}/report.png compares training with what is deployed: its title says whether they are equal)"
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The codec: what is done to one matrix beside the GEMM, in eight roles for which backends compete in the router.
+"""The codec: operations on one matrix beside the GEMM, in eight roles for which backends compete in the router.
 
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM
@@ -22,7 +22,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_operand
 from aoquant.transforms import RoundedHadamard
 
-from ..router import CodecRequest, Quantized, register, routed
+from ..router import CodecRequest, CodesAndValues, register, routed
 from . import cuda, reference, triton
 from .reference import masked
 from .triton import finds_outer, has_triton, lacks_triton
@@ -30,11 +30,11 @@ from .triton import finds_outer, has_triton, lacks_triton
 __all__ = [
     "decode",
     "encode",
+    "encode_with_values",
     "finds_outer",
     "has_triton",
     "lacks_triton",
     "masked",
-    "quantize",
     "saturated",
     "sides",
     "transform",
@@ -48,7 +48,8 @@ def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`, on the fastest backend."""
     if not isinstance(operand, Operand):
         operand = Operand(operand)
-    operand, x_RK = _rounded_first(operand, x_RK)
+    if operand.transform is not None:
+        operand, x_RK = _rounded_first(operand, x_RK)
     rows, k = x_RK.shape
     return routed(CodecRequest, "encode", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK)
 
@@ -65,7 +66,7 @@ def decode(
     return found.run(format, e, dtype, operand, out or dtype)
 
 
-def quantize(
+def encode_with_values(
     operand_: Operand | Format,
     x_RK: Tensor,
     dtype: torch.dtype,
@@ -74,7 +75,7 @@ def quantize(
     keep: bool = False,
     measured: Tensor | None = None,
     random: Random | None = None,
-) -> Quantized:
+) -> CodesAndValues:
     """`operand_.encode(x_RK)` if `keep`, and what it stands for in `dtype`: decoded values, or a GEMM's `operand` and
     its alpha.
 
@@ -87,7 +88,8 @@ def quantize(
         assert random is not None
         turns = routed(CodecRequest, "rotate", made, x_RK.device, x_RK.dtype, *x_RK.shape)
         x_RK, random, made = turns.run(made, x_RK, random), None, Operand(made.format)
-    made, x_RK = _rounded_first(made, x_RK)
+    if made.transform is not None:
+        made, x_RK = _rounded_first(made, x_RK)
     rows, k = x_RK.shape
     found = routed(CodecRequest, "quantize", made, x_RK.device, x_RK.dtype, rows, k, keep)
     return found.run(made, x_RK, dtype, operand, keep, measured, random)

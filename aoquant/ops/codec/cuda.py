@@ -14,7 +14,7 @@ from torch import Tensor
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, FourOverSix, GridFlip, NVFP4Search, Operand, Random
 
 from .. import native
-from ..router import Backend, CodecRequest, Quantized
+from ..router import Backend, CodecRequest, CodesAndValues
 from . import triton
 
 _EFFORTS = {"base": 1, "sided": 2, "search": 3}  # 0: four-over-six
@@ -53,7 +53,7 @@ def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     return _run(operand.format, _transformed(operand, x_RK), None, False, None)[0]
 
 
-def quantize(
+def encode_with_values(
     made: Operand,
     x_RK: Tensor,
     dtype: torch.dtype,
@@ -61,12 +61,12 @@ def quantize(
     keep: bool,
     measured: Tensor | None = None,
     random: Random | None = None,
-) -> Quantized:
+) -> CodesAndValues:
     """Codes, and in the same pass what they stand for. measured: an outer scale, which gives four-over-six's amax not
     back exactly.
     """
     e, values = _run(made.format, _transformed(made, x_RK), dtype, operand, measured)
-    return Quantized(e if keep else None, values, e.outer)
+    return CodesAndValues(e if keep else None, values, e.outer)
 
 
 def _transformed(operand: Operand, x_RK: Tensor) -> Tensor:
@@ -98,5 +98,5 @@ def _run(
 
 BACKENDS = (
     Backend("cuda", 20, _why_not, encode, "encode"),
-    Backend("cuda", 20, _why_not, quantize, "quantize"),
+    Backend("cuda", 20, _why_not, encode_with_values, "quantize"),
 )

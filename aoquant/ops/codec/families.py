@@ -3,12 +3,13 @@
 
 A kernel knows exact formats: a subclass is another format, with other numbers, and needs a record of its own. Triton is
 not imported here, so that a machine without it can say why a kernel does not run. To add a kernel: its launchers
-(`quantize`, `decode`) in a file of `ops/triton`, and its record here.
+(`encode`, `decode`) in a file of `ops/triton`, and its record here.
 
-    quantize(format, x_RK, dtype or None, operand, keep, measured, mix) -> (Encoded or None, values or None, alpha or None)
+    encode(format, x_RK, dtype or None, operand, keep, measured, mix)
+        -> (Encoded or None, values or None, alpha or None)
     decode(format, e, dtype, operand) -> values
     saturated(format, x_RK, mix) -> mask, where `clips`
-    draw(operand, x_RK, dtype, random) -> (Encoded, values, alpha), where `draws`
+    draw(operand, x_RK, dtype, random, outer) -> (Encoded, values, alpha), where `draws`; outer: given, or None
     sides(format, x_RK, padded) -> (Encoded, codes of x^T), where `sides`
 
 mix is the operand whose Hadamard transform comes first in the same pass, or None.
@@ -81,7 +82,7 @@ class Family:
         return imported(self.module)
 
     def encoders(self, format: Format) -> ModuleType:
-        """The file whose `quantize` encodes `format`."""
+        """The file whose `encode` encodes `format`."""
         return imported(self.encoder(format) or self.module)
 
 

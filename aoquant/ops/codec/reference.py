@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, Operand, Random, layout
+from aoquant.formats import Encoded, Format, Operand, Random, Scales, layout
 
 from .. import tiles
-from ..router import Backend, Quantized
+from ..router import Backend, CodesAndValues
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
@@ -16,7 +16,7 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
     return tiles.decoded(format, format.operand if operand else format.decode, e, dtype, out)
 
 
-def quantize(
+def encode_with_values(
     made: Operand,
     x_RK: Tensor,
     dtype: torch.dtype,
@@ -24,11 +24,14 @@ def quantize(
     keep: bool,
     measured: Tensor | None,
     random: Random | None,
-) -> Quantized:
-    """Codes, if `keep`, and what they stand for."""
-    e = tiles.encode(made, x_RK) if random is None else made.encode(x_RK, random=random)
+) -> CodesAndValues:
+    """Codes, if `keep`, and what they stand for. measured: an outer scale, which counts at random alone."""
+    if random is None:
+        e = tiles.encode(made, x_RK)
+    else:
+        e = made.encode(x_RK, None if measured is None else Scales(outer=measured), random)
     values = decode(made.format, e, dtype, operand, dtype)
-    return Quantized(e if keep else None, values, made.format.alpha(e))
+    return CodesAndValues(e if keep else None, values, made.format.alpha(e))
 
 
 def transform(operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool, clipped: Tensor | None) -> Tensor:
@@ -84,7 +87,7 @@ BACKENDS = tuple(
     for role, run in (
         ("encode", tiles.encode),
         ("decode", decode),
-        ("quantize", quantize),
+        ("quantize", encode_with_values),
         ("transform", transform),
         ("rotate", rotate),
         ("saturate", saturated),

@@ -18,7 +18,7 @@ from torch import Tensor
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random
 from aoquant.transforms import Hadamard
 
-from ..router import Backend, CodecRequest, Quantized
+from ..router import Backend, CodecRequest, CodesAndValues
 from . import families
 from .families import family_of, imported
 
@@ -118,7 +118,7 @@ def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     return encoded
 
 
-def quantize(
+def encode_with_values(
     made: Operand,
     x_RK: Tensor,
     dtype: torch.dtype,
@@ -126,7 +126,7 @@ def quantize(
     keep: bool,
     measured: Tensor | None,
     random: Random | None,
-) -> Quantized:
+) -> CodesAndValues:
     """Codes, if `keep`, and what they stand for, reading x once, or twice when a scale of the whole is not `measured`
     yet.
 
@@ -136,10 +136,10 @@ def quantize(
         family = family_of(made.format)
         assert family is not None and operand
         with _on(x_RK):
-            return Quantized(*family.kernels.draw(made, x_RK, dtype, random))
+            return CodesAndValues(*family.kernels.draw(made, x_RK, dtype, random, measured))
     encoded, values, alpha = _made(made, x_RK, dtype, operand, keep, measured)
     assert values is not None
-    return Quantized(encoded, values, alpha)
+    return CodesAndValues(encoded, values, alpha)
 
 
 def _made(
@@ -149,15 +149,15 @@ def _made(
     format, family = made.format, family_of(made.format)
     if made.transform is None:
         assert family is not None
-        return family.encoders(format).quantize(format, x_RK, dtype, operand, keep, measured, None)
+        return family.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, None)
     if family is not None and type(format) in family.mixes and isinstance(made.transform, Hadamard):
         with _on(x_RK):
-            return family.encoders(format).quantize(format, x_RK, dtype, operand, keep, measured, made)
+            return family.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, made)
     y_RK = transform(made, x_RK, None)
     if isinstance(format, HighPrecision):
         return format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
     assert family is not None
-    return family.encoders(format).quantize(format, y_RK, dtype, operand, keep, measured, None)
+    return family.encoders(format).encode(format, y_RK, dtype, operand, keep, measured, None)
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
@@ -217,7 +217,7 @@ BACKENDS = tuple(
     for role, why_not, run in (
         ("encode", _why_not, encode),
         ("decode", _why_not, decode),
-        ("quantize", _why_not, quantize),
+        ("quantize", _why_not, encode_with_values),
         ("transform", why_not_transform, transform),
         ("rotate", _why_not_rotate, rotate),
         ("saturate", _why_not_saturate, saturated),

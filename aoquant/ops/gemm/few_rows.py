@@ -145,7 +145,7 @@ def _aligned(t: Tensor) -> Tensor:
 
 
 def shifts(f: Format) -> tuple[float, float]:
-    """What GridFlip's flagged blocks are shifted by, even and odd ones along K; zeros for other formats."""
+    """The shift of GridFlip's flagged blocks, even and odd ones along K; zeros for other formats."""
     if not isinstance(f, GridFlip):
         return 0.0, 0.0
     return f.c, -f.c if f.alternating else f.c

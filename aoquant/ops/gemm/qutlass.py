@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from aoquant.formats import Encoded, Format, MXFP4Dialect, NVFP4Dialect, Operand, Random, layout
 
 from ..call import Call
-from ..router import Backend, CodecRequest, Quantized, Request
+from ..router import Backend, CodecRequest, CodesAndValues, Request
 from .packed_fp4 import why_not_packed
 
 NAME = "qutlass"
@@ -163,7 +163,7 @@ def row_major(scale: Tensor, rows: int, groups: int, swizzled: bool) -> Tensor:
     return scale.view(torch.uint8).reshape(-1, columns)[:rows, :groups].contiguous().view(scale.dtype)
 
 
-def _quantize(
+def _encode_with_values(
     made: Operand,
     x_RK: Tensor,
     dtype: torch.dtype,
@@ -171,13 +171,13 @@ def _quantize(
     keep: bool,
     measured: Tensor | None,
     random: Random | None,
-) -> Quantized:
+) -> CodesAndValues:
     e, inner = _encode(made, x_RK), made.format
-    return Quantized(e if keep else None, (inner.operand if operand else inner.decode)(e, dtype), inner.alpha(e))
+    return CodesAndValues(e if keep else None, (inner.operand if operand else inner.decode)(e, dtype), inner.alpha(e))
 
 
 BACKENDS = (
     Backend(NAME, 8, _why_not, _run, reads_codes=True),
     Backend(NAME, -1, _why_not_encode, _encode, "encode"),
-    Backend(NAME, -1, _why_not_encode, _quantize, "quantize"),
+    Backend(NAME, -1, _why_not_encode, _encode_with_values, "quantize"),
 )

@@ -2,7 +2,7 @@
 epilogue.
 
 e2m1, e4m3 and integer codes times their block scales are exact in bf16, so a bf16 tensor core sums the very products
-that an FP4 or FP8 one sums. What the contract rounds is the accumulator: without outer scales and bias cuBLAS's own
+that an FP4 or FP8 one sums. The contract rounds the accumulator: without outer scales and bias cuBLAS's own
 rounding is that rounding, and nothing is left to do; with them, a Triton GEMM does it in its epilogue
 (`triton/matmul.py`). Where y has too few tiles to fill the chip, cuBLAS splits K, and might sum bf16 partial results;
 there it hands over float32, and one small kernel scales, adds the bias and rounds.

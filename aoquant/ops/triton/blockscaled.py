@@ -196,7 +196,7 @@ def _encoder(
     mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
     if transform is not None:
         mixing = {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
-    element = format.element if isinstance(format, MX) else "e2m1"
+    element = format.element
     max_pow2, largest, mantissa = ELEMENTS[element]
     return Launch(
         _encode, (triton.cdiv(rows * k, tile),),
@@ -213,7 +213,7 @@ def mixing(mix: Operand | None) -> tuple[Hadamard | None, bool]:
     return (None, False) if mix is None else (mix.transform, mix.inverse)  # type: ignore[return-value]
 
 
-def quantize(
+def encode(
     format: MX | NVFP4,
     x_RK: Tensor,
     dtype: torch.dtype | None,
@@ -232,7 +232,7 @@ def quantize(
     transform, inverse = mixing(mix)
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
-    element = format.element if isinstance(format, MX) else "e2m1"
+    element = format.element
     codes = torch.empty(rows, k // 2 if element == "e2m1" else k, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
@@ -252,8 +252,7 @@ def quantize(
     if codes is None or scale is None:
         return None, values, outer
     codes = codes if element == "e2m1" else codes.view(FLOAT8[element])
-    native = torch.float8_e8m0fnu if isinstance(format, MX) else torch.float8_e4m3fn
-    return Encoded(codes, scale.view(native), None, outer, k), values, outer
+    return Encoded(codes, scale.view(format.block_scale), None, outer, k), values, outer
 
 
 @lru_cache(PLANS)
@@ -261,7 +260,7 @@ def _decoder(format: MX | NVFP4, rows: int, k: int, outer_rows: int) -> Launch:
     return Launch(
         _decode, (triton.cdiv(rows * k, TILE),),
         n_blocks=rows * k // format.block, blocks_per_row=k // format.block, OUTER_STRIDE=int(outer_rows > 1),
-        ELEMENT=format.element if isinstance(format, MX) else "e2m1", MX_SCALE=isinstance(format, MX), OUTER=outer_rows > 0,
+        ELEMENT=format.element, MX_SCALE=isinstance(format, MX), OUTER=outer_rows > 0,
         NB=TILE // format.block, B=format.block, **LAUNCH,
     )  # fmt: skip
 

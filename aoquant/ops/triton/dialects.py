@@ -2,7 +2,7 @@
 e4m3 scales.
 
 The frame is blockscaled.py's: a stream of blocks, the absmax of the tensor from a pass before, the encoder walking
-backwards. What differs is how a block gets its scale and what its values are multiplied or divided by. A value that 0 /
+backwards. The dialects differ in the scale of a block and in the factor or divisor of its values. A value that 0 /
 0 or a NaN scale made NaN has code 0.
 
 The same kernel, writing nothing else, is what says which values an e8m0 block clips: QuEST's trust mask.
@@ -185,7 +185,7 @@ def _post(format: MXFP4Dialect | NVFP4Dialect) -> float:
     return reciprocal(NVFP4_TOP) if format.dialect == "te" else 1.0
 
 
-def quantize(
+def encode(
     format: MXFP4Dialect | NVFP4Dialect,
     x_RK: Tensor,
     dtype: torch.dtype | None,
@@ -207,9 +207,8 @@ def quantize(
     outer = None if isinstance(format, MXFP4Dialect) else torch.empty(1, 1, dtype=torch.float32, device=device)
     made = "" if dtype is None else "operand" if operand else "decode"
     _launch(format, x_RK, (codes, scale, outer, values, None), made, mix)
-    native = torch.float8_e8m0fnu if isinstance(format, MXFP4Dialect) else torch.float8_e4m3fn
     codes = x_RK.new_empty(0, k // 2, dtype=torch.uint8) if codes is None else codes
-    e = Encoded(codes, None if scale is None else scale.view(native), None, outer, k)
+    e = Encoded(codes, None if scale is None else scale.view(format.block_scale), None, outer, k)
     return (e if keep else None), values, format.alpha(e)
 
 

@@ -2,7 +2,7 @@
 float32.
 
 GEMMs that end in it call `finished`, for a part of one row of y, or `finished_tile`. alpha_x and alpha_w are one number
-(stride 0) or one a row of x and of W (stride 1), float32; what is None is left out when the kernel is compiled.
+(stride 0) or one a row of x and of W (stride 1), float32; the compiler leaves out those that are None.
 """
 
 from __future__ import annotations

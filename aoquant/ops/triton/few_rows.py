@@ -3,7 +3,7 @@ registers, once.
 
 Four bits of W are a quarter of its bytes, and a layer that serves a few tokens waits for nothing but those. A program
 reads a tile of codes as they lie, two to a byte; low nibbles are the even k, high ones the odd k, so each half of the
-byte meets its own half of x and nothing has to be interleaved. Programs share out K too, each a run of tiles; their
+byte meets its own half of x and nothing has to be interleaved. Programs share out K too, each a range of tiles; their
 float32 sums go through memory, and a second small kernel adds them in order, which is also where the epilogue of the
 "aoquant" contract is. How K is cut depends on N and K alone, so a row of y does not depend on how many rows there are.
 """
@@ -44,7 +44,7 @@ def _partial(
     KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr, ODD_SHIFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one run of tiles along K: (splits, m, n) float32. row_bytes: k / 2. WHOLE: the runs fill K, and nothing
+    """Sums over one range of tiles along K: (splits, m, n) float32. row_bytes: k / 2. WHOLE: the ranges fill K, nothing
     is masked.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty

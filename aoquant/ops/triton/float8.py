@@ -188,7 +188,7 @@ def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool
     return Launch(_encode_blocks, grid, rows=rows, k=k, TALL=tall, R=height, B=width, num_warps=warps, **constants)
 
 
-def quantize(
+def encode(
     format: Float8,
     x_RK: Tensor,
     dtype: torch.dtype | None,

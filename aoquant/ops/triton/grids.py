@@ -286,7 +286,7 @@ def _decode(
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def quantize(
+def encode(
     format: FourOverSix,
     x_RK: Tensor,
     dtype: torch.dtype | None,

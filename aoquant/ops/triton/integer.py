@@ -62,9 +62,9 @@ def _encode(
         inside = inside & (at < n)  # blocks only share out the work, so the last may be ragged
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if TENSOR:
-        slot = tl.arange(0, N_PARTIALS)
-        low = tl.reduce(tl.load(partial_ptr + slot), 0, least) + tl.zeros([NB], tl.float32)
-        high = tl.reduce(tl.load(partial_ptr + N_PARTIALS + slot), 0, most) + tl.zeros([NB], tl.float32)
+        place = tl.arange(0, N_PARTIALS)
+        low = tl.reduce(tl.load(partial_ptr + place), 0, least) + tl.zeros([NB], tl.float32)
+        high = tl.reduce(tl.load(partial_ptr + N_PARTIALS + place), 0, most) + tl.zeros([NB], tl.float32)
     else:
         low = tl.reduce(tl.where(column < block, x, float("inf")), 1, least)
         high = tl.reduce(tl.where(column < block, x, float("-inf")), 1, most)
@@ -175,19 +175,19 @@ def _fused(format: Int4 | Affine, scale_dtype: torch.dtype, out: torch.dtype) ->
 
 def _block(format: Int4 | Affine, k: int) -> int:
     """Values that a program takes as a block; under one scale for all it only shares out the work."""
-    return format.block or (4096 if isinstance(format, Affine) and format.per == "tensor" else k)
+    return format.block or (4096 if format.per == "tensor" else k)
 
 
 @lru_cache(PLANS)
 def _encoder(
     format: Int4 | Affine, rows: int, k: int, source: torch.dtype, dtype: torch.dtype | None, operand: bool, codes: bool
 ) -> Launch:
-    per = "group" if isinstance(format, Int4) else format.per
+    per = format.per
     block = _block(format, k)
     n_blocks, width = triton.cdiv(rows * k, block), triton.next_power_of_2(block)
     nb = max(1, TILE // width)
     int4, asymmetric, scale_dtype = _kinds(format, source)
-    low, high = (0, 15) if isinstance(format, Int4) else format.limits
+    low, high = format.limits
     steps = float(high - low) if asymmetric else (high - low) / 2
     return Launch(
         _encode, (triton.cdiv(n_blocks, nb),), n_blocks=n_blocks, block=block, n=rows * k,
@@ -207,7 +207,7 @@ def _kinds(format: Int4 | Affine, source: torch.dtype) -> tuple[bool, bool, torc
     return False, format.mapping == "asymmetric", torch.float32 if format.scales == "float32" else source
 
 
-def quantize(
+def encode(
     format: Int4 | Affine,
     x_RK: Tensor,
     dtype: torch.dtype | None,
@@ -223,7 +223,7 @@ def quantize(
     """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
-    per = "group" if isinstance(format, Int4) else format.per
+    per = format.per
     int4, asymmetric, scale_dtype = _kinds(format, x_RK.dtype)
     shape = (1, 1) if per == "tensor" else (rows, k // format.block if format.block else 1)
     codes = scale = zero = None

@@ -122,7 +122,7 @@ def _encoder(rows: int, k: int, codes: bool, values: str, transform: Hadamard | 
     )  # fmt: skip
 
 
-def quantize(
+def encode(
     format: NVFP4,
     x_RK: Tensor,
     dtype: torch.dtype | None,

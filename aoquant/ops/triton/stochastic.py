@@ -11,6 +11,9 @@ that hold one group each, and spares a copy.
 
 An NVFP4 outer scale needs the absmax of what the rotation gives: a first pass rotates, in float32, and leaves the
 maximum, and a second draws.
+
+A part of a matrix (PLACED) draws by its place in the whole: `counter` is where each block begins there. `place` stays
+where it is read and written.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Operand, Random
 from aoquant.formats.blockscaled import E4M3_FLOOR, PTS_FLOOR
-from aoquant.formats.random import SIGNS
+from aoquant.formats.random import SIGNS, Place, Span
 from aoquant.formats.scales import reciprocal
 from aoquant.formats.stochastic import E4M3_LEAST, E4M3_MAX, EDEN_MAX, EDEN_SCALE, SR_MAX, THIRDS, MSEden, MXStochastic
 
@@ -164,20 +167,37 @@ def _sum(x_NB, NB: tl.constexpr):
     return tl.max(tl.reshape(x, (NB, 16)), axis=1)
 
 
-@triton.jit(do_not_specialize=["side", "signs_side", "rows"])
+@triton.jit
+def _in_whole(i, first, run, stride):
+    """Where row, or column, i of a part lies: `formats.random.Span`."""
+    return first + i // run * stride + i % run
+
+
+_PLACE = ["row_first", "row_run", "row_stride", "first", "run", "stride", "width"]
+
+
+@triton.jit(do_not_specialize=["side", "signs_side", "rows", *_PLACE])
 def _draw(
-    x_ptr, state_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, side, signs_side, rows, columns,
+    x_ptr, state_ptr, partial_ptr, given_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, side, signs_side, rows, columns,
+    row_first, row_run, row_stride, first, run, stride, width, PLACED: tl.constexpr,
     ACROSS: tl.constexpr, ROTATED: tl.constexpr, FACTOR: tl.constexpr, G: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
     KIND: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, RECIPROCAL: tl.constexpr, LEAST: tl.constexpr, SMALLEST_PTS: tl.constexpr,
     NORMAL: tl.constexpr, THIRDS: tl.constexpr, N_PARTIALS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """KIND: "mxfp4-sr", "nvfp4-sr" or "ms-eden". Parts are blocks, S = B."""
+    """KIND: "mxfp4-sr", "nvfp4-sr" or "ms-eden". Parts are blocks, S = B. given_ptr: the outer scale, if it is known.
+
+    row_*, first, run, stride, width: the matrix's place in the whole one, if PLACED.
+    """
     low, high = _signs(state_ptr, signs_side, G) if ROTATED else (None, None)
     tile = tl.program_id(0).to(tl.int64)
     x, place, inside = _tile(x_ptr, low, high, tile, rows, columns, ACROSS, ROTATED, FACTOR, G, S, T)
     NB: tl.constexpr = T * G // S
     block = place // B
     place = block * B
+    counter = place
+    if PLACED:
+        row = _in_whole(place // columns, row_first, row_run, row_stride)
+        counter = (row * width + _in_whole(place % columns, first, run, stride)) // B * B
     bits = float_bits(x)
     magnitude = bits & 0x7FFFFFFF
     amax = tl.max(magnitude, axis=1)
@@ -187,8 +207,11 @@ def _draw(
         outer = tl.full([], THIRDS, tl.float32)
         y = bits_float(magnitude) * 0.75 * inverse[:, None]
     else:
-        largest = tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0)
-        outer = most(bits_float(largest) * PTS_RECIPROCAL, SMALLEST_PTS)
+        if given_ptr is not None:
+            outer = tl.load(given_ptr)
+        else:
+            largest = tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0)
+            outer = most(bits_float(largest) * PTS_RECIPROCAL, SMALLEST_PTS)
         ratio = bits_float(tl.where(amax == INF_BITS, NAN_BITS, amax)) * RECIPROCAL
         ratio = most(tl.div_rn(ratio, outer + tl.zeros_like(ratio)), LEAST)
         scale = least(ratio, 448.0).to(tl.float8e4nv)
@@ -205,8 +228,9 @@ def _draw(
         step = bits_float(float_bits(most(grown, NORMAL)) & 0x7F800000) * 0.125
         t = tl.div_rn(grown, step)
         down = tl.floor(t)
-        w0, w1, w2, w3 = _philox(state_ptr, side, block // 4)
-        word = tl.where(block % 2 == 0, tl.where(block % 4 == 0, w0, w2), tl.where(block % 4 == 1, w1, w3))
+        drawn = counter // B
+        w0, w1, w2, w3 = _philox(state_ptr, side, drawn // 4)
+        word = tl.where(drawn % 2 == 0, tl.where(drawn % 4 == 0, w0, w2), tl.where(drawn % 4 == 1, w1, w3))
         u = _uniform(word.to(tl.int32, bitcast=True))
         rounded = least((down + (u < t - down).to(tl.float32)) * step, 448.0).to(tl.float8e4nv)
         scale_value = rounded.to(tl.float32)
@@ -216,7 +240,7 @@ def _draw(
         p = float_bits(tl.maximum(v, 1.0)) & 0x7F800000
         t = v * bits_float(0x7F800000 - p)  # v / p * 2
         down = tl.floor(t)
-        u = _uniform(_words(state_ptr, side, place, NB, B))
+        u = _uniform(_words(state_ptr, side, counter, NB, B))
         index = (down + (u < t - down).to(tl.float32)).to(tl.int32) + ((p - (127 << 23)) >> 22)
 
     keep = tl.where(inverse == inverse, 255, 0)  # NaN has no code, and no sign
@@ -264,9 +288,22 @@ def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
     return _rotated(*_memory(x_RK), operand.transform.size, random, None)
 
 
-def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random) -> tuple[Encoded, Tensor, Tensor]:
+def _where(place: Place | None) -> dict[str, int | bool]:
+    """The arguments that say where a matrix lies in the whole one."""
+    rows, columns = place or (Span(0, 0), Span(0, 0))
+    all_of_it = 1 << 62  # one run, longer than any matrix
+    return {
+        "row_first": rows.first, "row_run": rows.run or all_of_it, "row_stride": rows.stride,
+        "first": columns.first, "run": columns.run or all_of_it, "stride": columns.stride,
+        "width": columns.size, "PLACED": place is not None,
+    }  # fmt: skip
+
+
+def draw(
+    operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random, outer_scale: Tensor | None = None
+) -> tuple[Encoded, Tensor, Tensor]:
     """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `operand.encode(x_RK, random=random)` makes
-    them.
+    them. outer_scale: (1, 1), where x_RK is a part and has that of the whole.
     """
     size, inner = 0 if operand.transform is None else operand.transform.size, operand.format
     x_RK, across = _memory(x_RK)
@@ -277,20 +314,22 @@ def draw(operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random) -> 
     outer = torch.empty(1, 1, dtype=torch.float32, device=device)
     values = torch.empty(rows, k, dtype=dtype, device=device)
     partials = None
-    if not isinstance(inner, MXStochastic):
+    scaled = not isinstance(inner, MXStochastic)
+    if scaled and outer_scale is None:
         partials = (
             torch.empty(PARTIALS, dtype=torch.int32, device=device)
             if size
             else absmax_partials(x_RK.t() if across else x_RK)
         )
-    if size and (partials is not None or size < block):
+    if size and (scaled or size < block):
         x_RK, across, size = _rotated(x_RK, across, size, random, partials), False, 0
     amax_over_scale, largest, smallest = (
         (EDEN_MAX, EDEN_SCALE, E4M3_LEAST) if isinstance(inner, MSEden) else (SR_MAX, E4M3_MAX, E4M3_FLOOR)
     )
     tiles, how = _tiling(x_RK, across, size, block)
     _draw[(tiles,)](
-        x_RK, random.state, partials, codes, scale, outer, values, random.side, SIGNS + random.side // 2, KIND=inner.name,
+        x_RK, random.state, partials, outer_scale if scaled else None, codes, scale, outer, values, random.side,
+        SIGNS + random.side // 2, **_where(random.place), KIND=inner.name,
         PTS_RECIPROCAL=reciprocal(amax_over_scale * largest), RECIPROCAL=reciprocal(amax_over_scale), LEAST=smallest,
         SMALLEST_PTS=8 * PTS_FLOOR, NORMAL=E4M3_FLOOR, THIRDS=THIRDS, N_PARTIALS=PARTIALS, B=block, **how,
     )  # fmt: skip

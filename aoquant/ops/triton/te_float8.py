@@ -1,5 +1,5 @@
-"""TransformerEngine's float8 in one pass, as `formats/te_float8.py` defines it: values are multiplied by a factor, whose
-reciprocal is stored.
+"""TransformerEngine's float8 in one pass, as `formats/te_float8.py` defines it: values are multiplied by a factor,
+whose reciprocal is stored.
 
 One scale for the tensor needs its absmax first: `amax.absmax_partials` leaves partial maxima, and every program of the
 encoder takes their maximum, walking backwards, because what the first pass read last is what the L2 cache still holds.
@@ -23,7 +23,7 @@ from .elements import INF_BITS, NAN_BITS, bits_float, float_bits, least, most
 from .float8 import NO_FUSION, TILE, decode
 from .launch import PLANS, Launch
 
-__all__ = ["decode", "quantize", "sides"]
+__all__ = ["decode", "encode", "sides"]
 WIDTH = 128  # columns of a block
 SQUARE = 128  # rows and columns of a tile that is written both ways
 
@@ -154,7 +154,7 @@ def _encoder(format: TEFloat8, rows: int, k: int, codes: bool, values: str) -> L
     return Launch(_encode_blocks, grid, rows=rows, k=k, TALL=tall, R=height, B=WIDTH, num_warps=warps, **constants)
 
 
-def quantize(
+def encode(
     format: TEFloat8,
     x_RK: Tensor,
     dtype: torch.dtype | None,

@@ -157,7 +157,7 @@ def _encoder(format: MXSquare | NVFP4Dialect, rows: int, k: int, codes: bool, va
     )  # fmt: skip
 
 
-def quantize(
+def encode(
     format: MXSquare | NVFP4Dialect,
     x_RK: Tensor,
     dtype: torch.dtype | None,

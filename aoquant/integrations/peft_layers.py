@@ -1,0 +1,244 @@
+"""LoRA layers on aoquant's layers: `QATLoraLinear` on a prepared layer, `PackedLoraLinear` on a packed one.
+
+Both merge with one rounding and unmerge exactly. On a prepared layer the frozen W has no gradient and no GEMM is spent
+on one: with dW = dy^T x never formed, dB = s dy^T (x A^T) and dA = s (dy B)^T x, where x is the quantised GEMM's input.
+dW is needed only where W trains too, or clipped values pass no gradient (straight_through="clipped", learned weight
+scales). A layer keeps its merged weight from forward to backward, in W's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from aoquant import ops
+from aoquant.formats import Encoded, Operand, Scales
+from aoquant.layers.linear import pulled_back
+from aoquant.layers.packed import adopt
+from aoquant.layers.qat import QATLinear
+from aoquant.parallel.linear import is_sharded
+from aoquant.planning.plan import plan_layer
+from aoquant.quantize import apply, config_of
+from aoquant.report.measure import weight_value
+
+
+class _LoraLinear(Linear):
+    """peft's LoRA layer with a merge that rounds once and an unmerge that is exact. kept: the weight from before the
+    merge, if merged.
+    """
+
+    kept: list[Any]
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        for option in ("lora_bias", "fan_in_fan_out", *self.refused()):
+            if getattr(config, option):
+                raise ValueError(
+                    f"{self.label}: LoraConfig({option}=...) has no exact meaning on {self.base()}: leave it out"
+                )
+        if self.resolve_lora_variant(config=config) is not None:
+            raise ValueError(
+                f"{self.label}: variants of LoRA, such as DoRA, are not supported on {self.base()}: use plain LoRA"
+            )
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def refused(self) -> tuple[str, ...]:
+        """Further options of LoraConfig that must be off."""
+        return ()
+
+    def base(self) -> str:
+        """The class of the adapted layer, for errors."""
+        raise NotImplementedError
+
+    def value(self) -> Tensor:
+        """The base weight (N, K) that adapters are added to."""
+        raise NotImplementedError
+
+    def store(self, weight: Tensor) -> None:
+        """Make `weight`, like `value()`, the base layer's."""
+        raise NotImplementedError
+
+    def restore(self, kept: Tensor) -> None:
+        """Make the base layer's weight what it was."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        return self.kwargs.get("target_name") or "linear"
+
+    def merged_weight(self, weight: Tensor, adapters: list[str]) -> Tensor:
+        """W + s B A in W's dtype, adapter by adapter; autocast, which would round the product, is off."""
+        with torch.autocast(weight.device.type, enabled=False):
+            for adapter in adapters:
+                weight = (weight + self.get_delta_weight(adapter)).to(weight.dtype)
+        return weight
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Merge adapters into the base. safe_merge raises ValueError, before anything is changed, where the sum is not
+        finite.
+        """
+        names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
+        if not names:
+            return
+        merged = list(self.merged_adapters)
+        if merged:
+            self.unmerge()  # so that all are added to the same weight and rounded once
+        before, weight = self.get_base_layer().weight.detach(), self.merged_weight(self.value(), [*merged, *names])
+        if safe_merge and not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"{self.label}: the merged weight holds NaN or Inf: adapter {', '.join(names)} is broken")
+        self.store(weight)
+        self.kept = [before]  # in a list: a packed weight as an attribute would be registered as a parameter
+        self.merged_adapters.extend([*merged, *names])
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Put back the weight from before the merge, bit for bit."""
+        if self.merged:
+            self.restore(self.kept[0])
+            self.kept.clear()
+            self.merged_adapters.clear()
+
+
+class PackedLoraLinear(_LoraLinear):
+    """An adapter beside a packed weight, ours or one of torchao's that `aoquant.quantize_` made."""
+
+    def base(self) -> str:
+        return "a packed weight"
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+            raise ValueError(
+                f"{self.label}: init_lora_weights={config.init_lora_weights!r} changes the base weight, and codes are fixed: use True, "
+                "False, 'gaussian' or 'orthogonal', or put the adapter on the prepared layer"
+            )
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+    def value(self) -> Tensor:
+        return weight_value(self.get_base_layer())
+
+    def store(self, weight: Tensor) -> None:
+        base = self.get_base_layer()
+        packed, config = base.weight, config_of(base)
+        base.weight = nn.Parameter(weight, requires_grad=False)
+        try:
+            step = plan_layer(base, config, self.label)
+            assert step is not None
+            apply(step)
+        except BaseException:
+            base.weight = packed
+            adopt(base)
+            raise
+
+    def restore(self, kept: Tensor) -> None:
+        self.get_base_layer().weight = nn.Parameter(
+            kept, requires_grad=False
+        )  # .data of a packed tensor keeps its old codes
+
+
+class QATLoraLinear(_LoraLinear):
+    """An adapter in a prepared layer's weight: the forward is that of the merged and converted layer."""
+
+    def base(self) -> str:
+        return "a prepared layer, whose forward multiplies by the merged weight"
+
+    def refused(self) -> tuple[str, ...]:
+        return ("lora_dropout",)
+
+    def prepared_base(self) -> QATLinear:
+        """The base layer, which convert or unprepare may have swapped."""
+        base = self.get_base_layer()
+        if not isinstance(base, QATLinear):
+            raise ValueError(
+                f"{self.label}: its base is no prepared layer any more, and the adapter is part of the prepared weight: load or prepare "
+                "the base again; before convert or unprepare call merge_and_unload()"
+            )
+        return base
+
+    def value(self) -> Tensor:
+        return self.prepared_base().weight.detach()
+
+    def store(self, weight: Tensor) -> None:
+        self.prepared_base().weight.data = weight
+
+    def restore(self, kept: Tensor) -> None:
+        self.store(kept)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.pop("adapter_names", None) is not None:
+            raise ValueError(
+                f"{self.label}: one forward has one merged weight, so adapter_names cannot mix adapters in a batch"
+            )
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        names = [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]
+        if not names:
+            y: Tensor = self.get_base_layer()(x)
+            return y
+        base = self.prepared_base()
+        if is_sharded(base.weight):
+            raise ValueError(
+                f"{self.label}: adapters on a prepared layer under tensor parallelism are not supported: leave the layer whole in the "
+                "plan of parallelize_module, or shard the model with fully_shard"
+            )
+        if not base.fake_quant:
+            y = super().forward(x)
+            return y
+        recipe = base.prepared.recipe
+        clips = recipe.straight_through == "clipped" or recipe.weight_scales == "learned"
+        dense = base.weight.requires_grad or clips
+        with torch.set_grad_enabled(dense and torch.is_grad_enabled()):
+            merged = self.merged_weight(base.weight, names)
+        y = functional_call(base, {"weight": merged}, (x,))
+        if not dense and torch.is_grad_enabled():
+            held, w_held = base.held_scales("input"), base.held_scales("weight")
+            sides = recipe.fprop_input, recipe.fprop_weight, held, w_held
+            for n in names:
+                a, b = self.lora_A[n].weight, self.lora_B[n].weight
+                y = _LowRankGradient.apply(y, x, a, b, self.scaling[n], *sides)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _LowRankGradient(torch.autograd.Function):
+    """y as it is; backward adds the gradients of A (r, K) and B (N, r) in y = x (W + s B A)^T, in A's dtype. held: x's
+    scales, if static.
+
+    Behind a transform the codes are of x', and x' T^-T is what A meets: w_as and w_held are the weight's side of it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+        x_as: Operand | None,
+        w_as: Operand,
+        held: Scales | None,
+        w_held: Scales | None,
+    ) -> Tensor:
+        x_MK = x.to(y.dtype).reshape(-1, x.shape[-1])  # autocast gave the GEMM y's dtype
+        ctx.save_for_backward(
+            a, b, None if w_held is None else w_held.transform, *(ops.encode(x_MK, x_as, held)[:4] if x_as else (x_MK,))
+        )
+        ctx.scaling, ctx.x_as, ctx.w_as = scaling, x_as, w_as
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, wt, *parts = ctx.saved_tensors
+        x_MK = parts[0]
+        if ctx.x_as:
+            codes, scale, zero, outer = parts
+            encoded = Encoded(codes, scale, zero, outer, a.shape[1])
+            x_MK = pulled_back(ops.decode(encoded, ctx.x_as, grad.dtype), ctx.w_as, Scales(transform=wt))
+        g_MN, x_MK = grad.reshape(-1, grad.shape[-1]).to(a.dtype), x_MK.to(a.dtype)
+        da = ((g_MN @ b).t() @ x_MK) * ctx.scaling
+        db = (g_MN.t() @ (x_MK @ a.t())) * ctx.scaling
+        return grad, None, da, db, *[None] * (len(ctx.needs_input_grad) - 4)

@@ -1,0 +1,229 @@
+"""FSDP2 gathers the weights of prepared layers as the codes that their GEMMs read, in place of bf16.
+
+A rank encodes its rows and sends codes and scales (gathered.py); what all ranks then hold is what encoding the whole
+weight gives, byte for byte, so training computes what it computes without this. A pass sends
+
+    the codes of fprop alone          where dgrad reads the same value: the source "forward", a square tile, one scale
+                                      for the tensor, or no quantised backward
+    and the column side that dgrad    where it starts from the original
+    reads
+    bf16, as ever                     where that is no less, or where dgrad reads the original itself
+
+FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of the sharded tensor, which is a subclass here
+(`EncodingShard`): it shares the memory of the plain one, optimizers and checkpoints see a plain tensor, and a copy on
+another device (CPU offload) stays one. A scale of the whole tensor is made by all ranks before each gather: one
+maximum of 8 bytes for each weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from aoquant.formats import Encoded, HighPrecision, Operand, Scales
+from aoquant.formats.random import Place, Span
+from aoquant.layers.qat import QATLinear
+from aoquant.layers.recipe import LinearRecipe
+from aoquant.ops import backward, codec
+from aoquant.parallel import fsdp, shards
+from aoquant.parallel.gathered import GatheredWeight, Side
+
+
+def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> dict[str, str]:
+    """From now on FSDP2 gathers the weights of prepared layers of `model` as codes. Call it on every rank after
+    `quantize_` and `fully_shard`, and again after a change of recipe or `model.to`.
+
+    filter_fn: (module, name) -> bool, which layers; by default all.
+
+    Returns:
+        For each prepared layer that FSDP2 shards, what a pass gathers: "rows", "rows and columns", or "bf16: ..." and
+            why.
+
+    Raises:
+        ValueError: a rank's rows would cut through a tile or a block; found from shapes, on every rank alike, before
+            any communicates.
+    """
+    names = {module: fqn for fqn, module in model.named_modules()}
+    fsdp.reshard(model)
+    found: dict[str, str] = {}
+    planned: list[tuple[Any, Gathering]] = []
+    for group, p in fsdp.sharded_parameters(model):
+        layers = [p._module_info.module, *p._module_info.shared_modules]
+        if not all(isinstance(m, QATLinear) for m in layers) or p._module_info.param_name != "weight":
+            continue
+        fqn = names.get(layers[0], "")
+        if filter_fn is not None and not all(filter_fn(m, names.get(m, "")) for m in layers):
+            continue
+        recipe = layers[0].prepared.recipe
+        why = "bf16: tied layers have different recipes" if len({m.prepared.recipe.key for m in layers}) > 1 else None
+        why = why or _why_not(recipe, p)
+        if why is None:
+            dtype = group.mp_policy.param_dtype or p.sharded_param.dtype
+            try:
+                made = Gathering.of(recipe, p.sharded_param.shape, p.padded_sharded_param_size[0], dtype)
+            except ValueError as error:
+                raise ValueError(f"{fqn or 'linear'}: {error}") from None
+            if made.length > 2 * p.padded_sharded_param_size.numel():
+                why = (
+                    f"bf16: its codes take {made.length / p.padded_sharded_param_size.numel():.2f} bytes for each value"
+                )
+            else:
+                planned.append((p, made))
+                why = "rows" if made.columns is None else "rows and columns"
+        found[fqn] = why
+    for p, made in planned:
+        p.sharded_param._local_tensor = EncodingShard.of(p.sharded_param._local_tensor, made)
+        p._init_extensions()
+        vars(p).pop("_unsharded_param", None)  # of a forward before this one
+        p.all_gather_outputs = []
+    return found
+
+
+def _why_not(recipe: LinearRecipe, p: Any) -> str | None:
+    if p.fsdp_placement.dim != 0 or p.is_dtensor:
+        return "bf16: its shards are no whole rows"
+    reason = reads_values(recipe)
+    return None if reason is None else f"bf16: {reason}"
+
+
+def reads_values(recipe: LinearRecipe) -> str | None:
+    """Why a layer with this recipe needs the weight itself, and not its codes alone; None when it does not."""
+    side = recipe.weight_side
+    if recipe.holds or recipe.weight_clips or isinstance(recipe.fprop_weight.format, HighPrecision):
+        return "the layer reads the weight itself"
+    if side.keeps == "values" and side.forward is None and (side.backward is None or side.backward.draws):
+        return "dgrad starts from the weight itself"
+    return None
+
+
+class Sides(NamedTuple):
+    """Codes of a weight, or of some of its rows: of W, and of W^T where dgrad reads them."""
+
+    rows: Encoded
+    columns: Encoded | None
+
+
+def encoded_sides(recipe: LinearRecipe, w: Tensor, groups: Sequence[dist.ProcessGroup] = ()) -> Sides | None:
+    """The sides of w (N, K), None if it has no rows. groups: of ranks that have other rows of the weight."""
+    weight_as, side = recipe.fprop_weight, recipe.weight_side
+
+    def reduced(operand: Operand, values: Tensor) -> Scales | None:
+        return shards.scales(operand, values, (), groups)
+
+    held = reduced(weight_as, weight_as.transformed(w) if w.numel() else w)
+    columns = None
+    if side.keeps == "values" and side.forward is None:
+        assert side.backward is not None
+        nowhere = Place(Span(0, 0), Span(0, 0))  # nothing of it is drawn
+        columns = backward.columns(w, side.backward, side.multiple, backward.Part(nowhere, reduced))
+    if not w.numel():
+        return None
+    return Sides(codec.encode(weight_as, w) if held is None else weight_as.encode(w, held), columns)
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """How a weight (n, k) is gathered. recipe: of its layers. rows, columns: where the sides lie in a rank's buffer.
+    dtype: that it is encoded from. length: bytes of a buffer.
+    """
+
+    recipe: LinearRecipe
+    shape: torch.Size
+    dtype: torch.dtype
+    rows: Side
+    columns: Side | None
+
+    @classmethod
+    def of(cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype) -> Gathering:
+        """part: rows of the first rank.
+
+        Raises:
+            ValueError: they cut through a tile or a block.
+        """
+        (n, k), side = shape, recipe.weight_side
+        _whole_blocks(recipe.fprop_weight, "tile of rows", recipe.fprop_weight.tile_rows, n, part)
+        rows, columns = Side.of(recipe.fprop_weight, (part, k), (n, k), 0, dtype, 0), None
+        if side.keeps == "values" and side.forward is None:
+            assert side.backward is not None
+            _whole_blocks(side.backward, "block of dgrad", side.multiple, n, part)
+            padded = [-(-size // side.multiple) * side.multiple for size in (part, n)]
+            columns = Side.of(side.backward, (k, padded[0]), (k, padded[1]), 1, dtype, rows.end)
+        return cls(recipe, shape, dtype, rows, columns)
+
+    @property
+    def length(self) -> int:
+        return (self.columns or self.rows).end
+
+    def sent(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """(length,) uint8: this rank's buffer. A collective where a scale is of the whole tensor."""
+        buffer = torch.zeros(self.length, dtype=torch.uint8, device=shard.device)
+        made = encoded_sides(self.recipe, shard.to(self.dtype), [group])
+        if made is not None:
+            self.rows.write(made.rows, buffer)
+            if self.columns is not None and made.columns is not None:
+                self.columns.write(made.columns, buffer)
+        return buffer
+
+    def received(self, buffers: Tensor, out: GatheredWeight | None) -> tuple[GatheredWeight, list[Tensor]] | None:
+        """The weight and its tensors, from the buffers of all ranks in a row; written into `out`, if given."""
+        buffers_RL = buffers.view(-1, self.length)
+        rows, columns = self.rows.read(buffers_RL), [] if self.columns is None else self.columns.read(buffers_RL)
+        if out is not None:
+            same_version = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+            with same_version(tuple(out.parts)):
+                out.take_parts((*rows, *columns))
+            return None
+        made = self.rows.encoded(rows), None if self.columns is None else self.columns.encoded(columns)
+        weight = GatheredWeight(self.shape, self.dtype, self.recipe.key, *made)
+        return weight, weight.parts
+
+
+class EncodingShard(Tensor):
+    """A rank's shard of a weight, which is gathered as codes. Everything else sees the plain tensor."""
+
+    gathering: Gathering
+
+    @classmethod
+    def of(cls, shard: Tensor, gathering: Gathering) -> EncodingShard:
+        """The same memory."""
+        made: EncodingShard = torch.Tensor._make_subclass(cls, shard.detach())
+        made.gathering = gathering
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+        if func is Tensor.to and type(made) is Tensor:  # CPU offload moves it before each gather
+            return cls.of(made, args[0].gathering)
+        return made
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+        """What this rank sends."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return (self.gathering.sent(self.detach(), mesh.get_group()),), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """What the layers read."""
+        return self.gathering.received(all_gather_outputs[0], out)
+
+
+def _whole_blocks(operand: Operand, what: str, block: int, n: int, part: int) -> None:
+    if part < n and part % block:
+        raise ValueError(
+            f"a {what} of {operand.name} is {block} long, and each rank has {part} of the weight's N = {n} rows: shard over ranks "
+            f"that get multiples of {block}, or leave the layer out of quantized_all_gather (filter_fn)"
+        )

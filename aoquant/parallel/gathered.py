@@ -1,0 +1,196 @@
+"""What an all-gather of quantised weights carries, and the weight that comes of it. `aoquant.masters` has the same
+weight without a gather.
+
+A rank encodes its rows of W (N, K) and sends bytes: the codes and scales that fprop reads, and, where dgrad reads a
+column side of its own (W^T along N, from the original), those too. Both always go together, in one buffer of one
+length: FSDP2 keeps the buffer of its first call, and a backward that recomputes activations wants both. Ranks with
+fewer rows pad with zeros, so the buffers of all are alike, and what they hold lies at known places (`Layout`).
+
+`GatheredWeight` holds the sides. FSDP2 frees and fills their memory around every use, so their tensors stay the same
+ones, and are written in place. They are all there is: a weight in high precision is on no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Operand
+
+aten = torch.ops.aten
+
+
+class _Field(NamedTuple):
+    """One tensor of an encoded matrix within a rank's buffer.
+
+    begin, end: bytes. shape: of a rank's part, padded; whole: of all. grows: the dimension in which the ranks' parts
+    follow each other; None for what all have alike.
+    """
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    grows: int | None
+
+    def in_bytes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape of it, as bytes."""
+        return (*shape[:-1], shape[-1] * self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One encoding of a weight: of W (N, K), or of W^T (K, N), whose columns the ranks share out.
+
+    width: values of a row. fields: for codes, scale, zero and outer scale, None for what the format has not.
+    """
+
+    width: int
+    fields: tuple[_Field | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        operand: Operand,
+        part: tuple[int, int],
+        whole: tuple[int, int],
+        grows: int,
+        dtype: torch.dtype,
+        begin: int,
+    ) -> Side:
+        """Of a matrix of shape `whole` and `dtype`, of which a rank has a `part`, cut along dimension `grows`; from
+        byte `begin` of its buffer.
+        """
+        twice = tuple(2 * s if d == grows else s for d, s in enumerate(part))
+        planned = (operand.planned(torch.empty(s, dtype=dtype, device="meta"))[:4] for s in (part, whole, twice))
+        fields: list[_Field | None] = []
+        for p, w, t in zip(*planned, strict=True):
+            if p is None or w is None or t is None:
+                fields.append(None)
+                continue
+            begin += -begin % p.element_size()
+            end = begin + p.numel() * p.element_size()
+            follows = grows if p.shape[grows] != t.shape[grows] else None
+            fields.append(_Field(begin, end, p.dtype, tuple(p.shape), tuple(w.shape), follows))
+            begin = end
+        return cls(whole[1], tuple(fields))
+
+    @property
+    def end(self) -> int:
+        """Bytes of the buffer up to its last one."""
+        return max(f.end for f in self.fields if f is not None)
+
+    def write(self, encoded: Encoded, buffer: Tensor) -> None:
+        """Put one rank's encoding into its buffer."""
+        for field, t in zip(self.fields, encoded[:4], strict=True):
+            if field is not None and t is not None and t.numel():
+                place, raw = buffer[field.begin : field.end], t.contiguous().view(torch.uint8)
+                place.view(field.in_bytes(field.shape))[tuple(slice(s) for s in raw.shape)] = raw
+
+    def read(self, buffers_RL: Tensor) -> list[Tensor]:
+        """The whole's tensors, those that the format has, from the buffers of all ranks."""
+        return [_joined(buffers_RL, field) for field in self.fields if field is not None]
+
+    def encoded(self, tensors: Sequence[Tensor]) -> Encoded:
+        """What `read` gave, as one."""
+        given = iter(tensors)
+        codes, scale, zero, outer = (None if field is None else next(given) for field in self.fields)
+        assert codes is not None
+        return Encoded(codes, scale, zero, outer, self.width)
+
+
+def _joined(buffers_RL: Tensor, field: _Field) -> Tensor:
+    parts = buffers_RL[:, field.begin : field.end].unflatten(1, field.in_bytes(field.shape))
+    if field.grows is None:
+        whole = parts[0]
+    else:
+        whole = parts.flatten(0, 1) if field.grows == 0 else parts.transpose(0, 1).flatten(1, 2)
+    kept = whole[tuple(slice(s) for s in field.in_bytes(field.whole))]
+    return kept.clone(memory_format=torch.contiguous_format).view(field.dtype)
+
+
+class GatheredWeight(Tensor):
+    """A weight (N, K), of which this process has the codes and scales alone. Only prepared layers take it.
+
+    key: of the recipe that it was encoded for. rows: of W. columns: of W^T, where dgrad reads it. parts: their tensors.
+    """
+
+    key: str
+    rows: Encoded
+    columns: Encoded | None
+    parts: list[Tensor]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        key: str,
+        rows: Encoded,
+        columns: Encoded | None,
+        requires_grad: bool = False,
+    ) -> GatheredWeight:
+        made: GatheredWeight = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=rows.codes.device, requires_grad=requires_grad
+        )
+        made.key, made.rows, made.columns = key, rows, columns
+        made.parts = [t for e in (rows, columns) if e is not None for t in e[:4] if t is not None]
+        return made
+
+    @torch.no_grad()
+    def take_parts(self, parts: Sequence[Tensor]) -> None:
+        """Other codes, written into the same memory."""
+        for mine, new in zip(self.parts, parts, strict=True):
+            mine.copy_(new)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """For compilers."""
+        names = []
+        for i, part in enumerate(self.parts):
+            names.append(f"part{i}")
+            setattr(self, names[-1], part)
+        sides = [None if e is None else ([t is not None for t in e[:4]], e.k) for e in (self.rows, self.columns)]
+        return names, (self.key, self.dtype, sides)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> GatheredWeight:
+        key, dtype, sides = context
+        parts, made = iter(inner.values()), list[Encoded | None]()
+        for side in sides:
+            if side is None:
+                made.append(None)
+                continue
+            codes, scale, zero, outer = (next(parts) if there else None for there in side[0])
+            assert codes is not None
+            made.append(Encoded(codes, scale, zero, outer, side[1]))
+        rows, columns = made
+        assert rows is not None
+        return GatheredWeight(size, dtype, key, rows, columns)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        w = args[0]
+        same = func in (aten.detach.default, aten.alias.default) or (
+            func in (aten.view.default, aten.as_strided.default) and tuple(args[1]) == tuple(w.shape)
+        )
+        if same:
+            return GatheredWeight(w.shape, w.dtype, w.key, w.rows, w.columns)
+        if func is aten.copy_.default and isinstance(args[1], GatheredWeight):
+            w.take_parts(args[1].parts)
+            return w
+        if func is aten.zeros_like.default:
+            return torch.zeros(w.shape, dtype=w.dtype, device=w.device)
+        raise NotImplementedError(
+            f"{func} of a weight that is there as codes alone: only its prepared layer takes it. Leave layers whose weights are read "
+            "elsewhere, or whose fake quantisation is off, out of quantized_all_gather or quantized_model_init (filter_fn)"
+        )

@@ -1,0 +1,147 @@
+"""quantized_model_init: packed weights, float32 masters, and a training run that does not notice."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from aoquant import Cast, HybridConfig, QATConfig, quantize_, quantized_model_init
+from aoquant.parallel.gathered import GatheredWeight
+from aoquant.recipes import get_recipe
+
+CONFIGS: dict[str, Any] = {
+    "nvfp4-training": lambda: get_recipe("nvfp4-training").prepare(seed=3),
+    "fp8-hybrid": lambda: get_recipe("fp8-hybrid").prepare(),
+    "nvfp4-original": lambda: HybridConfig.fwd_bwd("te-nvfp4", "te-nvfp4").replaced(dgrad_weight=Cast("te-nvfp4")),
+    "int4-g32": lambda: QATConfig("int4-g32"),
+}
+WIDTH = 64
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH, bias=False))
+
+
+def train(model: nn.Module, parameters: nn.Module, optimizer: Any, steps: int, first: int = 0) -> list[Tensor]:
+    """Two micro-batches a step, gradients clipped; returns outputs."""
+    outputs = []
+    for step in range(first, first + steps):
+        for i in range(2):
+            x = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(10 * step + i)).requires_grad_()
+            y = model(x)
+            (y - x.flip(1)).square().mean().backward()
+            outputs.append(y.detach())
+        nn.utils.clip_grad_norm_(parameters.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_five_steps_equal_the_float32_models(name: str) -> None:
+    plain, packed = network(), network()
+    quantize_(plain, CONFIGS[name]())
+    masters = quantized_model_init(packed, CONFIGS[name]())
+    assert all(type(m.weight) is GatheredWeight for m in (packed[0], packed[2]))
+    outputs = train(packed, masters, adamw(masters), 5)
+    for got, want in zip(outputs, train(plain, plain, adamw(plain), 5), strict=True):
+        assert torch.equal(got, want)
+    state = plain.state_dict()
+    assert list(masters.state_dict()) == list(state)
+    for key, value in masters.state_dict().items():
+        assert value.dtype == state[key].dtype and torch.equal(value, state[key]), key
+
+
+def test_what_the_model_holds() -> None:
+    """Codes and a scale for each tile of 16 x 16, and no weight."""
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    masters = quantized_model_init(model, CONFIGS["nvfp4-training"]())
+    held = sum(t.numel() * t.element_size() for t in model[0].weight.parts)
+    assert held <= 0.51 * 512 * 512
+    assert [p.dtype for p in masters.masters()] == [torch.float32]
+    assert all(p is q for p, q in zip(masters.parameters(), masters.masters(), strict=True))
+
+
+def test_tied_weights_have_one_master() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    plain = copy.deepcopy(model)
+    quantize_(plain, CONFIGS["fp8-hybrid"]())
+    masters = quantized_model_init(model, CONFIGS["fp8-hybrid"]())
+    assert model[0].weight is model[1].weight and len(list(masters.masters())) == 1
+    for got, want in zip(train(model, masters, adamw(masters), 2), train(plain, plain, adamw(plain), 2), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_restored_weights_are_converted() -> None:
+    model, plain = network(), network()
+    masters = quantized_model_init(model, CONFIGS["nvfp4-training"]())
+    quantize_(plain, CONFIGS["nvfp4-training"]())
+    masters.restore()
+    x = torch.randn(4, WIDTH)
+    for m in (model, plain):
+        quantize_(m, QATConfig(step="convert"))
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+
+
+def test_what_reads_the_weight_itself_is_refused() -> None:
+    config = HybridConfig.fwd_bwd("mxfp8", None).replaced(dgrad_weight=Cast(None))
+    with pytest.raises(ValueError, match="0: quantized_model_init: dgrad starts from the weight itself"):
+        quantized_model_init(network(), config)
+    with pytest.raises(ValueError, match="needs a config that prepares"):
+        quantized_model_init(network(), "int4-g32")
+
+
+def resume(directory: str, how: str, result: str) -> None:
+    """In a new process: load what two steps left, and take three more."""
+    model = network()
+    masters = quantized_model_init(model, CONFIGS["nvfp4-training"]())
+    optimizer = adamw(masters)
+    if how == "dcp":
+        states = dict(zip(("model", "optimizer"), get_state_dict(masters, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=directory, no_dist=True)
+        set_state_dict(masters, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    else:
+        states = torch.load(Path(directory) / "state.pt", weights_only=True)
+        masters.load_state_dict(states["model"])
+        optimizer.load_state_dict(states["optimizer"])
+    train(model, masters, optimizer, 3, 2)
+    torch.save(masters.state_dict(), result)
+
+
+@pytest.mark.parametrize("how", ["dcp", "torch.save"])
+def test_a_new_process_resumes(how: str, tmp_path: Path) -> None:
+    model = network()
+    masters = quantized_model_init(model, CONFIGS["nvfp4-training"]())
+    optimizer = adamw(masters)
+    train(model, masters, optimizer, 2)
+    directory, result = tmp_path / "checkpoint", tmp_path / "result.pt"
+    if how == "dcp":
+        states = dict(zip(("model", "optimizer"), get_state_dict(masters, optimizer), strict=True))
+        dcp.save(states, checkpoint_id=directory, no_dist=True)
+    else:
+        directory.mkdir()
+        torch.save({"model": masters.state_dict(), "optimizer": optimizer.state_dict()}, directory / "state.pt")
+    train(model, masters, optimizer, 3, 2)
+    here, arguments = str(Path(__file__).parent), (str(directory), how, str(result))
+    code = f"import sys; sys.path.insert(0, {here!r}); import test_masters as t; t.resume(*{arguments!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    for key, value in torch.load(result, weights_only=True).items():
+        torch.testing.assert_close(
+            value, masters.state_dict()[key], rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}"
+        )

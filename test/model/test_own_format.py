@@ -1,0 +1,116 @@
+"""A format of a user's own, with 6-bit codes and e8m0 scales, goes the whole way; one that is unfinished or unknown is
+refused before a layer changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aoquant
+from aoquant import QATConfig, formats, quantize_
+from aoquant.formats import Encoded, Format, Scales, get_format, get_operand, layout, register_format
+
+MAGNITUDES = torch.tensor(
+    [*(m / 16 for m in range(4)), *((1 + m / 4) * 2.0**e for e in range(-2, 5) for m in range(4))]
+)
+
+
+@dataclass(frozen=True)
+class E3M2(Format):
+    """Sign, 3 bits of exponent, 2 of mantissa; blocks of 32 share a power of two, the smallest that clips nothing."""
+
+    called: str = "own-e3m2"
+
+    @property
+    def name(self) -> str:
+        return self.called
+
+    @property
+    def bits(self) -> int:
+        return 6
+
+    @property
+    def block(self) -> int:
+        return 32
+
+    def measure(self, x_RK: Tensor) -> Scales:
+        exponent = (self._blocks(x_RK).float().abs().amax(-1) / MAGNITUDES[-1]).log2().ceil().clamp(-127, 127)
+        return Scales(torch.exp2(exponent).to(torch.float8_e8m0fnu))
+
+    def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None
+        v_RGB = self._blocks(x_RK).float() / s.scale.float().unsqueeze(-1)
+        index = (v_RGB.abs().unsqueeze(-1) - MAGNITUDES.to(v_RGB.device)).abs().argmin(-1)
+        codes = (index + 32 * (v_RGB < 0)).to(torch.uint8).flatten(1)
+        return Encoded(layout.pack(codes, 6), s.scale, None, None, x_RK.shape[1])
+
+    def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        assert e.scale is not None
+        q_RK = layout.unpack(e.codes, 6, e.k).long()
+        values = MAGNITUDES.to(q_RK.device)[q_RK % 32] * (1 - 2 * (q_RK // 32)).float()
+        return (self._blocks(values) * e.scale.float().unsqueeze(-1)).flatten(1).to(dtype)
+
+    def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return (self._blocks(x_RK).abs() > MAGNITUDES[-1] * e.scale.float().unsqueeze(-1)).flatten(1)
+
+    def floored(self, e: Encoded) -> Tensor:
+        assert e.scale is not None
+        return e.scale.float() <= 2.0**-127
+
+
+class Unfinished(E3M2):
+    """A first draft, which inherits two methods of `Format` that raise."""
+
+    floored = Format.floored
+    saturated = Format.saturated
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> E3M2:
+    monkeypatch.setattr(formats, "_REGISTERED", {})
+    for cached in (get_format, get_operand, formats._plain):
+        cached.cache_clear()
+    return E3M2()
+
+
+def test_a_format_with_e8m0_scales_goes_the_whole_way(own: E3M2) -> None:
+    register_format(own)
+    prepared = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).bfloat16()
+    quantize_(prepared, QATConfig(weight_config=own, activation_config=own, step="prepare"))
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    prepared(x).square().mean().backward()
+    with torch.no_grad():
+        for p in prepared.parameters():
+            p -= 0.1 * p.grad
+    converted = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).bfloat16()
+    converted.load_state_dict(prepared.state_dict())
+    quantize_(converted, QATConfig(weight_config=own, activation_config=own, step="prepare"))
+    quantize_(converted, QATConfig(step="convert"))  # warns of scales on their floor, so it counts them
+    found = aoquant.verify(prepared, converted, x)
+    assert all(None not in (row.saturated_share, row.floored_share) for row in found.layers)
+    again = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).bfloat16()
+    quantize_(again, QATConfig(weight_config=own, activation_config=own, step="prepare"))
+    quantize_(again, QATConfig(step="convert"))
+    again.load_state_dict(converted.state_dict())
+    assert torch.equal(again(x), prepared(x))
+
+
+def test_a_format_without_a_method_is_not_registered(own: E3M2) -> None:
+    with pytest.raises(ValueError, match="Unfinished cannot be registered without saturated, floored: define them"):
+        register_format(Unfinished())
+
+
+def test_a_format_that_is_not_registered_is_refused_before_a_layer_changes(own: E3M2) -> None:
+    layer = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    with pytest.raises(ValueError, match=r"'own-e3m2' is not registered.*register_format"):
+        quantize_(layer, QATConfig(weight_config=own, activation_config="int8-row", step="prepare"))
+    assert type(layer[0]) is nn.Linear
+    register_format(own)
+    other = E3M2("nvfp4")  # a name that means other numerics
+    with pytest.raises(ValueError, match="'nvfp4' is not registered"):
+        quantize_(layer, QATConfig(weight_config=other, activation_config="int8-row", step="prepare"))

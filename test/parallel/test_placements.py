@@ -1,0 +1,88 @@
+"""Placements and refusals of sharded layers, in a group of two ranks of which one is here and nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from aoquant import Int4WeightConfig
+from aoquant.formats import Scales, get_operand
+from aoquant.parallel import linear
+from aoquant.planning import experts
+from aoquant.planning.experts import ChosenStack
+from aoquant.targets import resolve
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+def on(mesh: DeviceMesh, local: torch.Tensor, *placements: Placement) -> DTensor:
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def test_rules() -> None:
+    whole, n, k, last = Replicate(), Shard(0), Shard(1), 2
+    table = {
+        (n, whole): (whole, Shard(last), Partial(), n, n, n),
+        (k, Shard(last)): (Shard(last), Partial(), Shard(last), k, whole, whole),
+        (whole, Shard(0)): (Shard(0), Shard(0), Shard(0), Partial(), whole, Partial()),
+        (whole, Shard(last)): (whole,) * 6,
+        (whole, whole): (whole,) * 6,
+    }
+    for (w, x), wanted in table.items():
+        assert linear._rule(w, x, last) == wanted, (w, x)
+    with pytest.raises(ValueError, match="must be placed by"):
+        linear._rule(Partial(), whole, last)
+
+
+def test_shards_that_cut_a_block_are_refused(mesh: DeviceMesh) -> None:
+    operands = [get_operand("nvfp4"), None]
+    for dim, local, wanted in ((1, (64, 24), "sharding K = 48"), (1, (64, 32), None), (0, (24, 64), None)):
+        reason = linear.why_not(on(mesh, torch.empty(local), Shard(dim)), operands)
+        assert (reason is None) == (wanted is None) and (wanted or "") in (reason or ""), reason
+    assert linear.why_not(torch.empty(64, 24), operands) is None
+    tiles = linear.why_not(on(mesh, torch.empty(24, 64), Shard(0)), [get_operand("te-nvfp4-16x16")])
+    assert tiles is not None and "sharding N = 48" in tiles
+
+
+def test_operands_are_placed_and_on_one_mesh(mesh: DeviceMesh) -> None:
+    x = on(mesh, torch.randn(4, 6), Replicate())
+    assert linear._placed(x, (Replicate(),)) is x
+    cut = linear._placed(x, (Shard(0),))
+    assert cut.placements == (Shard(0),) and torch.equal(cut.to_local(), x.to_local()[:2])
+    linear._check(x, x, None)
+    with pytest.raises(ValueError, match="plain tensor"):
+        linear._check(x.to_local(), x, None)
+    other = init_device_mesh("cpu", (1, 2))
+    with pytest.raises(ValueError, match="on one device mesh"):
+        linear._check(on(other, torch.randn(4, 6), Replicate(), Replicate()), x, None)
+
+
+def test_a_rank_has_its_part_of_a_fitted_transform(mesh: DeviceMesh) -> None:
+    operand, matrix = get_operand("wush32+mxfp4"), torch.randn(4, 32, 32)
+    shard = torch.randn(8, 64)
+    scales = linear._scales((operand, Scales(transform=matrix)), shard, on(mesh, shard, Shard(1)))
+    assert scales is not None and scales.dynamic and scales.transform is not None
+    assert torch.equal(scales.transform, matrix[:2])
+
+
+def test_sharded_experts_are_prepared_and_not_converted(mesh: DeviceMesh) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(on(mesh, torch.randn(2, 32, 64), Shard(0)))
+    module.is_transposed = False  # type: ignore[assignment]
+    chosen, target = ChosenStack("experts.weight", module, "weight", None), resolve(Int4WeightConfig(32))
+    assert "it is sharded" in (experts.why_not(chosen, "quantize", target) or "")
+    assert experts.why_not(chosen, "prepare", target) is None
