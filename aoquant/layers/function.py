@@ -32,6 +32,7 @@ from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
+from aoquant.layers.sides import SharedGrad
 from aoquant.parallel import amax as reduced
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
@@ -119,8 +120,7 @@ class QuantizedLinear(torch.autograd.Function):
         dw: Tensor | None = None
         db = dx_scale = dw_scale = None
         both = (needs.x or needs.x_scale) and (needs.w or needs.w_scale)
-        shares = (both and ctx.parts is None) or recipe.history
-        grad_q = _shared_grad(grad_MN, recipe, ctx.delayed) if shares else None
+        grad_q = _shared_grad(grad_MN, recipe, ctx.delayed, both and ctx.parts is None)
 
         if needs.x or needs.x_scale:
             side = recipe.weight_side
@@ -211,14 +211,13 @@ def multiply(
     return y, saved
 
 
-def _shared_grad(grad_MN: Tensor, recipe: LinearRecipe, delayed: Delayed | None) -> Encoded | None:
+def _shared_grad(grad_MN: Tensor, recipe: LinearRecipe, delayed: Delayed | None, both: bool) -> SharedGrad | None:
     """dy's codes, where dgrad reads them and wgrad their transpose; None where each encodes its own."""
-    operand = recipe.dgrad_grad_output
-    if delayed is not None and operand is not None:
-        return ops.encode(grad_MN, operand, Scales(delayed.factor[2:].view(1, 1)))
-    if not recipe.shares_grad or operand is None or grad_MN.shape[1] % recipe.weight_side.multiple:
+    if delayed is not None:
+        return recipe.input_side.encoded_grad(grad_MN, Scales(delayed.factor[2:].view(1, 1)), both)
+    if not both or not recipe.shares_grad or grad_MN.shape[1] % recipe.weight_side.multiple:
         return None
-    return ops.encode(grad_MN, operand)
+    return recipe.input_side.encoded_grad(grad_MN, None, both)
 
 
 def _advance(state: Delayed, amax: Tensor | None, grad_MN: Tensor, recipe: LinearRecipe) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ from aoquant.ops.linear import dgrad_of_parts, wgrad_of_column_parts, wgrad_of_p
 from aoquant.parallel.shards import Shards
 
 SAVES = ("row", "col", "hp")
+
+
+class SharedGrad(NamedTuple):
+    """dy's codes, which both backward GEMMs read: rows for dgrad; columns for wgrad, None until it transposes them."""
+
+    rows: Encoded
+    columns: Encoded | None
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,14 @@ class Side:
         assert operand is not None
         return self._padded(ops.transposed(e, operand, self.multiple), e.codes.shape[0])
 
+    def encoded_grad(self, grad_MN: Tensor, held: Scales | None, both: bool) -> SharedGrad:
+        """dy's codes, as wgrad's side of them is padded. both: whether both GEMMs will read them."""
+        assert self.grad_as is not None
+        if held is not None or not both:
+            return SharedGrad(ops.encode(grad_MN, self.grad_as, held), None)
+        made = ops.encode_sides(grad_MN, self.grad_as, self.multiple)
+        return SharedGrad(made.rows, self._padded(made.columns, grad_MN.shape[0]))
+
     def _padded(self, made: ops.Columns, rows: int) -> Encoded:
         return Encoded(*made, k=rows + -rows % self.multiple)
 
@@ -140,7 +156,7 @@ class Side:
         held: Scales | None,
         measured: Tensor | None,
         random: Tensor | None,
-        grad: Encoded | None = None,
+        grad: SharedGrad | None = None,
         columns: Encoded | None = None,
         parts: Shards | None = None,
     ) -> Tensor:
@@ -152,7 +168,7 @@ class Side:
         along_n = self.grad_as, self.backward
         if grad is not None:
             other = self.made(w, held, grad_MN.dtype) if columns is None else columns
-            return self._product(grad, other, grad_MN.dtype)
+            return self._product(grad.rows, other, grad_MN.dtype)
         if columns is not None:
             assert self.grad_as is not None and self.backward is not None
             return ops.dgrad_of_columns(grad_MN, columns, self.grad_as, self.backward, random, self.contract)
@@ -169,12 +185,12 @@ class Side:
         x: Tensor | Encoded,
         held: Scales | None,
         random: Tensor | None,
-        grad: Encoded | None = None,
+        grad: SharedGrad | None = None,
         parts: Shards | None = None,
     ) -> Tensor:
         """dW (N, K), from what was kept of the input."""
         if grad is not None:
-            columns = self.transposed(grad, self.grad_as)
+            columns = grad.columns or self.transposed(grad.rows, self.grad_as)
             return self._product(columns, self.made(x, held, grad_MN.dtype), grad_MN.dtype)
         if self.keeps == "columns":
             assert isinstance(x, Encoded) and self.grad_as is not None and self.backward is not None

@@ -105,15 +105,23 @@ def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = N
     return codec.encode(operand, x_CR) if held is None else operand.encode(x_CR, held)
 
 
-def transposed(e: Encoded, operand: Operand, multiple: int) -> Encoded:
-    """The codes (C, R) of x^T, padded like `columns`, from those (R, C) of x, in a format that is `square`."""
-    format, padded = operand.format, -(-e.codes.shape[0] // multiple) * multiple
-    codes = codec.transposed(operand, e.codes.view(torch.uint8), e.k, padded).view(e.codes.dtype)
+def transposed(e: Encoded, operand: Operand, multiple: int, codes: Tensor | None = None) -> Encoded:
+    """The codes (C, R) of x^T, padded like `columns`, from those (R, C) of x, in a format that is `square`. codes: the
+    transposed ones, if they are there.
+    """
+    format, padded = operand.format, padded_rows(e.codes.shape[0], multiple)
+    if codes is None:
+        codes = codec.transposed(operand, e.codes.view(torch.uint8), e.k, padded)
     scale = e.scale
     if scale is not None and format.block is not None:
         stored = scale.view(torch.uint8) if scale.element_size() == 1 else scale
         scale = pad(stored.t(), (0, padded // format.block - stored.shape[0])).contiguous().view(scale.dtype)
-    return Encoded(codes, scale, e.zero, e.outer, padded)
+    return Encoded(codes.view(e.codes.dtype), scale, e.zero, e.outer, padded)
+
+
+def padded_rows(rows: int, multiple: int) -> int:
+    """Rows of x as a column side has them: at least one multiple."""
+    return -(-max(rows, 1) // multiple) * multiple
 
 
 def _padded(x_RC: Tensor, multiple: int) -> Tensor:

@@ -212,11 +212,39 @@ def _transposed_columns(a: Any) -> Columns:
 @op(_transposed_columns)
 def transposed(x: Encoded, operand: Operand, multiple: int) -> Columns:
     """`encode_columns` of what x encodes, by moving its codes: for a `square` format."""
-    made = backward.transposed(x, operand, multiple)
-    # copied, because an op's outputs must not alias its inputs
-    return Columns(
-        made.codes, *(t.clone() if t is not None and t is old else t for t, old in zip(made[1:4], x[1:4], strict=True))
-    )
+    return _apart(backward.transposed(x, operand, multiple), x)
+
+
+def _apart(made: Encoded, x: Encoded) -> Columns:
+    """What is x's own is copied, because results of an op alias neither its inputs nor each other."""
+    parts = (t.clone() if t is not None and t is old else t for t, old in zip(made[1:4], x[1:4], strict=True))
+    return Columns(made.codes, *parts)
+
+
+class Sides(NamedTuple):
+    """An encoded matrix, and its column side: the fields of `Columns`."""
+
+    rows: Encoded
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    outer: Tensor | None
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(self.codes, self.scale, self.zero, self.outer)
+
+
+def _side_shapes(a: Any) -> Sides:
+    rows, k = a.x_RK.shape
+    return Sides(a.operand.encode(a.x_RK), *_column_shapes(a.x_RK, rows, k, a.operand, a.multiple))
+
+
+@op(_side_shapes)
+def encode_sides(x_RK: Tensor, operand: Operand, multiple: int) -> Sides:
+    """`encode` and `encode_columns` of x in a `square` format, in one pass over x where a kernel can."""
+    rows, codes = codec.sides(operand, x_RK, backward.padded_rows(x_RK.shape[0], multiple))
+    return Sides(rows, *_apart(backward.transposed(rows, operand, multiple, codes), rows))
 
 
 @op(lambda a: a.x.codes.new_empty(a.x.codes.shape[0], a.y.codes.shape[0], dtype=a.dtype))

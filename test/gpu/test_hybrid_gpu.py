@@ -61,6 +61,20 @@ def test_transposed_codes_are_the_references(name: str, rows: int) -> None:
         compare(got, backward.transposed(e, operand, 128), name)
 
 
+@pytest.mark.parametrize("shape", [(33, 384), (300, 1040), (1031, 256)])
+@pytest.mark.parametrize("name", ["te-fp8-tensor", "te-fp8-e5m2-tensor"])
+def test_one_pass_writes_the_codes_of_both_sides(name: str, shape: tuple[int, int]) -> None:
+    operand, x = as_operand(get_format(name)), torch.randn(*shape, dtype=BF16, device=CUDA)
+    request = CodecRequest("sides", operand, CUDA, BF16, *shape)
+    assert dict(explain(request))["triton"] == "runs"
+    for view in (x, x.t().contiguous().t()):
+        rows, columns = codec.sides(operand, view, 16 * -(-shape[0] // 16))
+        with backend("reference"):
+            want_rows, want_columns = codec.sides(operand, view, 16 * -(-shape[0] // 16))
+        compare(rows, want_rows, name)
+        assert differing(columns, want_columns) == 0
+
+
 @pytest.fixture
 def operands(monkeypatch: pytest.MonkeyPatch) -> list[Encoded]:
     """Codes of both operands of every backward GEMM."""

@@ -200,3 +200,7 @@ def test_the_ops_are_well_formed(name: str, rows: int) -> None:
     if operand.square and operand.transform is None:
         flat = tuple(ops.wgrad.flat(g, ops.encode(x, operand), operand, None, operand, operand, None, True))
         torch.library.opcheck(ops.wgrad.overload, flat, test_utils=CHECKS)
+        flat = tuple(ops.encode_sides.flat(x, operand, 16))
+        torch.library.opcheck(ops.encode_sides.overload, flat, test_utils=CHECKS)
+        flat = tuple(ops.transposed.flat(ops.encode(x, operand), operand, 16))
+        torch.library.opcheck(ops.transposed.overload, flat, test_utils=CHECKS)

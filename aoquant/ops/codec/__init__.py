@@ -1,4 +1,4 @@
-"""The codec: operations on one matrix beside the GEMM, in seven roles for which backends compete in the router.
+"""The codec: operations on one matrix beside the GEMM, in eight roles for which backends compete in the router.
 
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM
@@ -7,6 +7,7 @@
     rotate    x -> x after a rotation by drawn signs
     saturate  x -> which of its values are clipped, a bit each
     transpose codes of x -> codes of x^T, in a square format
+    sides     x -> codes of x, and codes of x^T, in a square format: both in one pass over x
 
 A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
 time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's. A forced
@@ -35,6 +36,7 @@ __all__ = [
     "lacks_triton",
     "masked",
     "saturated",
+    "sides",
     "transform",
     "transposed",
 ]
@@ -124,4 +126,11 @@ def transposed(operand: Operand, codes: Tensor, k: int, padded: int) -> Tensor:
     """uint8 codes (R, bytes of k) of a square format -> (k, bytes of padded), those of the transpose, zero behind R."""
     request = CodecRequest, "transpose", operand, codes.device, torch.uint8, codes.shape[0], k
     made: Tensor = routed(*request).run(codes, k, padded, operand.format.bits)
+    return made
+
+
+def sides(operand: Operand, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]:
+    """(codes and scales of x_RK in a square format; codes of its transpose as `transposed` moves them)."""
+    request = CodecRequest, "sides", operand, x_RK.device, x_RK.dtype, *x_RK.shape
+    made: tuple[Encoded, Tensor] = routed(*request).run(operand, x_RK, padded)
     return made

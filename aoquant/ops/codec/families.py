@@ -10,6 +10,7 @@ not imported here, so that a machine without it can say why a kernel does not ru
     decode(format, e, dtype, operand) -> values
     saturated(format, x_RK, mix) -> mask, where `clips`
     draw(operand, x_RK, dtype, random, outer) -> (Encoded, values, alpha), where `draws`; outer: given, or None
+    sides(format, x_RK, padded) -> (Encoded, codes of x^T), where `sides`
 
 mix is the operand whose Hadamard transform comes first in the same pass, or None.
 """
@@ -60,6 +61,7 @@ class Family:
     clips: classes for whose clipped values there is a kernel.
     draws: the formats are encoded under random numbers, and never decoded here.
     encoder: name of another file that encodes an instance, or "".
+    sides: whether it writes codes of x and of x^T in one pass over x, for an instance.
     """
 
     module: str
@@ -72,6 +74,7 @@ class Family:
     clips: tuple[type[Format], ...] = ()
     draws: bool = False
     encoder: Callable[[Any], str] = lambda format: ""
+    sides: Callable[[Any], bool] = lambda format: False
 
     @property
     def kernels(self) -> ModuleType:
@@ -151,7 +154,13 @@ FAMILIES = (
     Family("integer", (Affine,), has=_has_affine, why_not=_why_not_integers),
     Family("float8", (Float8,), has=_has_float8, why_not=_why_not_float8),
     Family("float8", (Float8Mslk,), why_not=_why_not_float8),
-    Family("te_float8", (TEFloat8,), has=lambda f: not f.fixed, why_not=_why_not_float8),
+    Family(
+        "te_float8",
+        (TEFloat8,),
+        has=lambda f: not f.fixed,
+        why_not=_why_not_float8,
+        sides=lambda f: f.per == "tensor",
+    ),
     Family("stochastic", (MXStochastic, NVFP4Stochastic, MSEden), why_not=_why_not_random, draws=True),
 )
 _OF = {kind: family for family in FAMILIES for kind in (*family.formats, *family.decodes)}

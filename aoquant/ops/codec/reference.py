@@ -69,6 +69,15 @@ def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
     return layout.pack(moved, 4) if bits == 4 else moved
 
 
+def sides(operand: Operand, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]:
+    """Codes of x, and the same moved to where those of x^T lie."""
+    from . import encode as fastest_encode
+    from . import transposed as fastest_transposed
+
+    e = fastest_encode(operand, x_RK)
+    return e, fastest_transposed(operand, e.codes.view(torch.uint8), e.k, padded)
+
+
 def _always(request: object) -> None:
     """No request is refused."""
 
@@ -83,5 +92,6 @@ BACKENDS = tuple(
         ("rotate", rotate),
         ("saturate", saturated),
         ("transpose", transposed),
+        ("sides", sides),
     )
 )

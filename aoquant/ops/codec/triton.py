@@ -104,6 +104,13 @@ def _why_not_transpose(r: CodecRequest) -> str | None:
     return lacks_triton(r.device)
 
 
+def _why_not_sides(r: CodecRequest) -> str | None:
+    family = family_of(r.operand.format)
+    if family is None or r.operand.transform is not None or not family.sides(r.operand.format):
+        return f"has no kernel that writes {r.operand.name} both ways"
+    return why_not_read(r) or families.why_not(r)
+
+
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
     encoded, *_ = _made(operand, x_RK, None, True, True, None)
@@ -192,6 +199,14 @@ def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
     return moved
 
 
+def sides(operand: Operand, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]:
+    """Codes of x and of x^T."""
+    family = family_of(operand.format)
+    assert family is not None
+    made: tuple[Encoded, Tensor] = family.kernels.sides(operand.format, x_RK, padded)
+    return made
+
+
 def _on(x: Tensor) -> Any:
     """The context in which x's device is the current one."""
     return imported("launch").on(x)
@@ -207,5 +222,6 @@ BACKENDS = tuple(
         ("rotate", _why_not_rotate, rotate),
         ("saturate", _why_not_saturate, saturated),
         ("transpose", _why_not_transpose, transposed),
+        ("sides", _why_not_sides, sides),
     )
 )

@@ -23,8 +23,9 @@ from .elements import INF_BITS, NAN_BITS, bits_float, float_bits, least, most
 from .float8 import NO_FUSION, TILE, decode
 from .launch import PLANS, Launch
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "sides"]
 WIDTH = 128  # columns of a block
+SQUARE = 128  # rows and columns of a tile that is written both ways
 
 
 @triton.jit
@@ -93,6 +94,47 @@ def _encode_blocks(
     if VALUES != "":
         value = code.to(tl.float32) * scale[:, None]
         tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _encode_sides(
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, columns_ptr, rows, k, padded,
+    LIMIT: tl.constexpr, LARGEST: tl.constexpr, ELEMENT: tl.constexpr, T: tl.constexpr, N_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """A T x T tile: its codes where they lie in x, and where they lie in x^T, whose rows are `padded` with zeros."""
+    factor = _factor(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0), LIMIT, LARGEST, False)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale_ptr, tl.div_rn(tl.full([], 1.0, tl.float32), factor))
+    row = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+    column = (tl.program_id(1) * T + tl.arange(0, T)).to(tl.int64)
+    at, inside = row[:, None] * k + column[None, :], (row < rows)[:, None] & (column < k)[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    code = _code(x, factor, LIMIT, ELEMENT).to(tl.uint8, bitcast=True)
+    tl.store(codes_ptr + at, code, mask=inside)
+    inside = (column < k)[:, None] & (row < padded)[None, :]
+    tl.store(columns_ptr + column[:, None] * padded + row[None, :], tl.trans(code), mask=inside)
+
+
+@lru_cache(PLANS)
+def _sides(format: TEFloat8, rows: int, k: int, padded: int) -> Launch:
+    return Launch(
+        _encode_sides, (triton.cdiv(padded, SQUARE), triton.cdiv(k, SQUARE)), rows=rows, k=k, padded=padded,
+        LIMIT=ELEMENTS[format.element][1], LARGEST=FLOAT32_MAX, ELEMENT=format.element, T=SQUARE, N_PARTIALS=PARTIALS,
+        num_warps=8, **NO_FUSION,
+    )  # fmt: skip
+
+
+def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]:
+    """(codes and scale of x_RK under one scale for the tensor; its codes as those of x^T, uint8 (K, padded)), reading x
+    twice: for its absmax, and once for both.
+    """
+    x_RK = x_RK.contiguous()
+    (rows, k), device = x_RK.shape, x_RK.device
+    codes = torch.empty(rows, k, dtype=torch.uint8, device=device)
+    columns = torch.empty(k, padded, dtype=torch.uint8, device=device)
+    scale = torch.empty(1, 1, dtype=torch.float32, device=device)
+    _sides(format, rows, k, padded)(x_RK, absmax_partials(x_RK), codes, scale, columns)
+    return Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k), columns
 
 
 @lru_cache(PLANS)
