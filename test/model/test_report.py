@@ -8,11 +8,8 @@ import math
 import subprocess
 import sys
 from collections import UserDict
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import matplotlib.axes
 import pytest
 import torch
 import torchao.quantization as ao
@@ -27,7 +24,7 @@ from aoquant import (
     quantize_,
 )
 from aoquant import set_fake_quant as switch
-from aoquant.report import Report, measure, render, report, verify
+from aoquant.report import Report, measure, report, verify
 
 
 class Net(nn.Module):
@@ -467,44 +464,3 @@ def test_importing_reports_brings_no_optional_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
-
-
-def test_a_report_that_is_exact_throughout_shows_what_quantisation_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, prepared, converted = forms(Int4WeightConfig(32))
-    found = report(prepared, converted, batch(), progress=False)
-    costs = {r.fqn: r.weight_sqnr_db for r in report(model, converted, batch(), progress=False).layers}
-    assert {r.fqn: r.quantisation_db for r in found.layers} == costs and all(10 < v < 40 for v in costs.values() if v)
-    assert render.bit_equal(found.layers) == "prepared == converted in all 2 layer(s) (bit for bit)"
-    drawn: dict[str, Any] = {}
-    axes = matplotlib.axes.Axes
-    for name in ("set_title", "text", "barh"):
-        monkeypatch.setattr(axes, name, recording(getattr(axes, name), drawn.setdefault(name, [])))
-    found.plot(tmp_path / "report.png")
-    assert drawn["set_title"][0][0] == "prepared == converted in all 2 layer(s) (bit for bit)"
-    assert [text[2] for text in drawn["text"]] == [f" {v:.1f}" for v in costs.values()]
-    assert [bar[1] for bar in drawn["barh"]] == list(costs.values())
-    drawn["text"].clear()
-    uneven().plot(tmp_path / "uneven.png")
-    assert " inf" in [text[2] for text in drawn["text"]] and "SQNR by layer" in drawn["set_title"][1][0]
-
-
-def recording(function: Any, calls: list[Any]) -> Any:
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return function(self, *args, **kwargs)
-
-    return called
-
-
-def test_what_is_not_exact_or_did_not_run_is_not_called_exact() -> None:
-    _, prepared, converted = forms(Int4WeightConfig(32))
-    rows = list(report(prepared, converted, batch(), progress=False).layers)
-    assert render.bit_equal([replace(rows[0], output_sqnr_db=None), rows[1]]) == (
-        "prepared == converted in all 1 layer(s) (bit for bit) that ran; 1 did not run"
-    )
-    for wrong in ({"output_sqnr_db": 90.0}, {"weight_sqnr_db": math.nan}):
-        assert render.bit_equal([replace(rows[0], **wrong), rows[1]]) == ""  # type: ignore[arg-type]
-    assert render.bit_equal([replace(r, output_sqnr_db=None) for r in rows]) == render.bit_equal([]) == ""
-    assert render.bit_equal(report(converted, copy.deepcopy(converted), batch(), progress=False).layers) == ""

@@ -15,6 +15,7 @@ from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerGroup
 from aoquant import Int4WeightConfig, Int8WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_, verify
 from aoquant.layers.embedding import QATEmbedding
 from aoquant.layers.qat import QATLinear
+from aoquant.planning.tied import adapter_problem
 
 IDS = torch.arange(24).view(2, 12)
 CONFIGS = {
@@ -170,3 +171,15 @@ def test_a_shared_module_is_chosen_under_all_its_names_or_none() -> None:
         quantize_(Twice(), Int8WeightConfig(), filter_fn=lambda m, fqn: fqn == "second.0")
     quantize_(model, FqnToConfig({r"re:(first|second)\.0": Int8WeightConfig()}))
     assert isinstance(model.second[0].weight, PackedTensor)
+
+
+def test_what_an_adapter_lets_happen_to_its_base() -> None:
+    """A stand-in for peft's tuner layers."""
+    model, base = nn.ModuleDict({"up": nn.Module(), "down": nn.Linear(4, 4)}), nn.Linear(4, 4)
+    model["up"].base_layer, model["up"].merged = base, False  # type: ignore[assignment]
+    assert "its adapter is not merged" in (adapter_problem(model, base, "up.base_layer", "convert") or "")
+    for kind in ("prepare", "quantize"):
+        assert "is part of an adapted layer" in (adapter_problem(model, base, "up.base_layer", kind) or "")
+        assert adapter_problem(model, model["down"], "down", kind) is None
+    model["up"].merged = True  # type: ignore[assignment]
+    assert adapter_problem(model, base, "up.base_layer", "convert") is None

@@ -198,6 +198,9 @@ def test_transforms_and_masks_of_the_reference() -> None:
     clipped = operand.format.saturated(operand.transformed(x), operand.encode(x))
     assert 0 < clipped.sum() < clipped.numel()
     bits, grad = codec.saturated(operand, x, None), data("normal", 64, 192, BF16, 1)
+    ids = torch.tensor([5, 1])
+    assert_equal(ops.saturated(x, operand), bits)
+    assert_equal(ops.saturated(x, operand, None, ids), bits[ids])
     assert_equal(codec.masked(grad, bits), torch.where(clipped, 0.0, grad))
     assert_equal(ops.pull_back(grad, operand, None, bits), operand.pull_back(torch.where(clipped, 0.0, grad)))
 

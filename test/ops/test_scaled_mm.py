@@ -146,3 +146,13 @@ def test_the_zero_points_share_is_rounded_before_it_is_taken_off() -> None:
     want = (acc * ex.scale).bfloat16() - (ex.zero * ex.scale * rows).bfloat16()
     y = scaled_mm(ex, ew, None, "int8-row-asym-native", "int8-row", "int8_dynamic", [5], BF16)
     assert_equal(y, (want * ew.scale.flatten()).bfloat16())
+
+
+def test_mslks_int4_rounds_before_the_bias_and_after_it() -> None:
+    x, w, bias = torch.randn(2, 3, K).bfloat16(), torch.randn(N, K).bfloat16(), torch.randn(N).bfloat16()
+    fmt = get_format("int4-g32")
+    e = fmt.encode(w)
+    acc = x.float() @ fmt.operand(e, BF16).float().t()
+    for given, want in ((None, acc.bfloat16()), (bias, (acc.bfloat16() + bias).bfloat16())):
+        assert_equal(scaled_mm(x, e, given, "", "int4-g32", "bias_after", [2, 3], BF16), want)
+    assert not torch.equal((acc + bias).bfloat16(), (acc.bfloat16() + bias).bfloat16())
