@@ -261,7 +261,8 @@ def main(arguments: list[str] | None = None) -> None:
         import tyro
     except ImportError:
         sys.exit("aoquant: the command line needs its extras: pip install 'aoquant[all]'")
-    formatted, warnings.formatwarning = warnings.formatwarning, _one_line
+    formatted = warnings.formatwarning
+    warnings.formatwarning = _one_line  # type: ignore[assignment]  # mypy wants the names of the arguments
     chosen, rest = arguments[0] if arguments else "", arguments[1:]
     try:
         if chosen in COMMANDS:
