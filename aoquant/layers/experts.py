@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from aoquant.formats.random import fresh_state
 from aoquant.layers.grouped import grouped_linear
 from aoquant.layers.qat import Prepared, PreparedModule
+from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import layer_class, swap_class
 
 PROTOCOL = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")
@@ -63,6 +64,7 @@ class QATExperts(PreparedModule):
     has_gate: bool
     has_bias: bool
     is_transposed: bool
+    _data_rank: int | None = None
 
     @classmethod
     def prepare_stack(cls, module: nn.Module, name: str, prepared: Prepared) -> Self:
@@ -76,6 +78,7 @@ class QATExperts(PreparedModule):
         if prepared.recipe.draws:
             device = module._parameters[name].device  # type: ignore[union-attr]
             module.register_buffer(_random(name), fresh_state(prepared.config.seed, prepared.fqn, device))
+            ranks.expect(module)
         return module
 
     def unprepare_stack(self, name: str) -> None:
@@ -84,6 +87,7 @@ class QATExperts(PreparedModule):
         self._buffers.pop(_random(name), None)
         if not self.stacks:
             del self.stacks, self.fake_quant
+            vars(self).pop(ranks.RANK, None)
             swap_class(self, self.plain)
 
     def unprepare(self) -> nn.Module:
@@ -147,8 +151,11 @@ class QATExperts(PreparedModule):
             experts = w.unbind(0)  # one gradient for the whole stack, zero where an expert had no tokens
             n = w.shape[-1] if self.is_transposed else w.shape[1]
             random = self._buffers.get(_random(name))
+            if random is not None and self._data_rank is None:
+                ranks.find()
+            rank = self._data_rank or 0
             try:
-                y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), ends, n, prepared.recipe, random)
+                y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), ends, n, prepared.recipe, random, rank)
             except ValueError as error:
                 raise ValueError(f"{prepared.fqn}: {error}") from None
         bias: Tensor | None = getattr(self, f"{name}_bias") if self.has_bias else None

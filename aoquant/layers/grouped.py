@@ -26,12 +26,13 @@ def grouped_linear(
     n: int,
     recipe: LinearRecipe,
     random: Tensor | None = None,
+    rank: int = 0,
 ) -> Tensor:
     """y (S, N) of x (S, K) whose rows are sorted by expert.
 
     weight_of: an expert's weight (N, K), or its codes; asked for experts that have rows. ends: for each expert, the row
     after its last; the last of them is S. n: N. random: the state of the experts' random numbers, where backward draws;
-    each expert advances it by one.
+    each expert advances it by one. rank: among those with other tokens.
 
     Raises:
         ValueError: as `quantized_linear`.
@@ -39,6 +40,6 @@ def grouped_linear(
     outputs, start = list[Tensor](), 0
     for expert, end in enumerate(ends):
         if end > start:
-            outputs.append(quantized_linear(x_SK[start:end], weight_of(expert), None, recipe, random=random))
+            outputs.append(quantized_linear(x_SK[start:end], weight_of(expert), None, recipe, random=random, rank=rank))
         start = end
     return torch.cat(outputs) if outputs else cast(x_SK).new_empty(0, n)

@@ -11,20 +11,31 @@ import torch
 import torch.distributed as dist
 from support.distributed_setup import (
     BF16,
+    F32,
     HIDDEN,
     WORLD,
     Ranks,
+    batch,
     check,
     close,
     equal,
     full,
+    mlp,
     raises,
+    tensor_parallel,
+    two_of,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -124,6 +135,31 @@ def a_quantised_backward_of_tokens_is_one_processs(c: Ranks, mix: str) -> None:
         c.same(full(got["y"]), want["y"], f"y {dim}")
         c.same(full(got["x"]), want["x"], f"x {dim}")
         close(full(got["weight"]), want["weight"], f"weight {dim}", 4)
+
+
+@check()
+def a_quantised_backward_of_a_sequence_parallel_model(c: Ranks) -> None:
+    """Norm on shards of the tokens, gathered before up and scattered after down: as tensor parallelism alone, whose
+    layers see the same tokens.
+    """
+    one, two = two_of(mlp(c, F32))
+    for model in (one, two):
+        quantize_(model, MIXES["nvfp4-training"]())
+    tensor_parallel(c, one, use_local_output=False)
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(two, c.mesh, plan)
+    parallelize_module(two, c.mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)))
+    x = batch(c, F32, rows=32)
+    y1, y2 = one(x), two(x)
+    equal(y2, y1, "forward")
+    y1.square().sum().backward()
+    y2.square().sum().backward()
+    for layer in ("up", "down"):
+        equal(two.get_submodule(layer).weight.grad, one.get_submodule(layer).weight.grad, layer)
 
 
 @check("FSDP2", "HSDP", "DDP", "FSDP2 recomputed")

@@ -125,14 +125,14 @@ def options_of_fsdp_do_not_change_a_quantised_gather(c: Ranks, how: str) -> None
     if how == "HSDP":
         options["mesh"] = init_device_mesh(c.device, (1, WORLD), mesh_dim_names=("replicate", "shard"))
     dtype = F32 if how == "policy" else BF16
-    for name in ("nvfp4-original", "fp8-hybrid"):
-        models = [net(c, name, dtype=dtype) for _ in range(2)]
-        for m in models:
-            if how == "recompute":
-                m.up.forward = functools.partial(checkpoint, m.up.forward, use_reentrant=False)
-            sharded(c, m, **options)
-        assert not any(s.startswith("bf16") for s in quantized_all_gather(models[1]).values())
-        same_training(c, *models, f"{how} {name}")
+    name = "fp8-hybrid" if how in ("HSDP", "offload") else "nvfp4-original"
+    models = [net(c, name, dtype=dtype) for _ in range(2)]
+    for m in models:
+        if how == "recompute":
+            m.up.forward = functools.partial(checkpoint, m.up.forward, use_reentrant=False)
+        sharded(c, m, **options)
+    assert not any(s.startswith("bf16") for s in quantized_all_gather(models[1]).values())
+    same_training(c, *models)
 
 
 @check("nvfp4", "fp8-hybrid", "int4")
@@ -194,21 +194,20 @@ def a_pass_sends_fewer_bytes_than_bf16(c: Ranks) -> None:
             ("nvfp4-training", 0.6),
             ("nvfp4-original", 1.2),
             ("fp8-hybrid", 1.05),
-            ("mxfp8-hp-original", 2),
         ):
             for codes in (False, True):
-                model = sharded(c, net(c, name, 512, width=512))
+                model = sharded(c, net(c, name, 256, width=256))
                 if codes:
                     quantized_all_gather(model)
                 passes = []
-                y = model(torch.ones(32, 512, dtype=BF16, device=c.device, requires_grad=True))
+                y = model(torch.ones(32, 256, dtype=BF16, device=c.device, requires_grad=True))
                 passes.append(sum(seen))
                 seen.clear()
                 y.sum().backward()
                 passes.append(sum(seen))
                 seen.clear()
                 found.setdefault(name, []).append(passes)
-            values = 2 * 512 * 512 // WORLD
+            values = 2 * 256 * 256 // WORLD
             for bf16, ours in zip(*found[name], strict=True):
                 others = bf16 - 2 * values * bool(bf16)  # the norm and the biases
                 assert ours - others <= bf16 - others and (ours - others) / values <= most, (name, found[name])
