@@ -100,7 +100,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "formats/ggml.py": ("formats/test_engines.py", "ops/test_ggml.py", "formats/test_formats.py"),
     "formats/vllm.py": ("formats/test_engines.py", "formats/test_formats.py"),
     "formats/te_float8.py": ("formats/test_te_float8.py", "formats/test_formats.py"),
-    "formats/mx_square.py": ("hybrid/test_hybrid_formats.py", "formats/test_formats.py"),
+    "formats/mx_square.py": ("hybrid/test_hybrid_formats.py", "formats/test_blockscaled.py", "formats/test_formats.py"),
     "formats/stretched.py": (
         *_of("formats/test_formats.py", "stretched_values_are_the_nearest_levels",
              "a_stretched_value_saturates_half_a_step_beyond_the_largest_level", "names_are_unique_and_numerics_differ_by_name"),

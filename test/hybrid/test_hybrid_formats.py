@@ -9,7 +9,7 @@ from support import numpy_oracle
 from torch import Tensor
 
 from aoquant import QATConfig, get_format, quantize_
-from aoquant.formats import layout
+from aoquant.formats import Encoded, layout
 from aoquant.formats.operand import as_operand
 from aoquant.transforms import RoundedHadamard
 
@@ -97,3 +97,10 @@ def test_it_is_refused_before_the_forward() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
     with pytest.raises(ValueError, match="stands before both operands of wgrad, not of forward"):
         quantize_(model, QATConfig(weight_config="te-hadamard16-sd7e8+mxfp8"))
+
+
+def test_9_a_tile_on_the_floor_holds_data_under_the_smallest_scale() -> None:
+    codes, bytes = torch.zeros(64, 96), torch.tensor([[0, 0, 1], [0, 3, 0]], dtype=torch.uint8)
+    codes[5, 7] = codes[33, 95] = codes[63, 40] = codes[0, 90] = 1.0
+    e = Encoded(codes.to(torch.float8_e4m3fn), bytes.view(torch.float8_e8m0fnu), None, None, 96)
+    assert get_format("mxfp8-32x32").floored(e).tolist() == [[True, False, False], [False, False, True]]
