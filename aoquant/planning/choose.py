@@ -109,7 +109,8 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
                 (found.picked if picked else found.left_out).add(id(module))
     unmet = [k for k in by_name or () if k not in used and k != "_default"]
     unmet = [k for k in unmet if not _is_float_parameter(model, k, (by_name or {})[k])]
-    _warn_of_unmet(unmet, every, filter_fn)
+    if not _for_experts_alone(unmet) or set(unmet) != set(by_name or ()):  # `nothing_chosen` says it better
+        _warn_of_unmet(unmet, every, filter_fn)
     return found
 
 
@@ -239,9 +240,13 @@ def keys_of(config: Any) -> tuple[str, ...]:
     return tuple(config.fqn_to_config) if isinstance(config, FqnToConfig) else ()
 
 
+def _for_experts_alone(keys: Collection[str]) -> bool:
+    return bool(keys) and all("experts" in key for key in keys)
+
+
 def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = ()) -> str:
     """Why no layer was chosen. converts: the step is "convert". keys: names and patterns that choose."""
-    if keys and all("experts" in key for key in keys):
+    if _for_experts_alone(keys):
         return (
             f"nothing to quantise: the recipe or config is for experts alone ({', '.join(keys)}), and {type(model).__name__} has no experts: "
             "choose one for linear layers, such as 'int4-g32'"

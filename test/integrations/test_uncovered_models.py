@@ -127,3 +127,13 @@ def test_patterns_for_skip_mean_no_other_layer() -> None:
     assert _patterns(["a.x.proj", "b.x.proj"], ["a.x.proj", "b.x.proj", "a.q"]) == ["'re:.*proj'"]
     assert _patterns(["a.x.proj"], ["a.x.proj", "a.y.proj"]) == ["'re:.*x.proj'"]
     assert _patterns(["a.x"], ["a.x", "c.a.x"]) == ["a.x"]
+
+
+def test_run_takes_recipes_of_experts_and_says_where_there_are_none() -> None:
+    options = Options(recipe="int4-g32-experts", device="cpu")
+    options.check()
+    model_class, config = MODELS["mixtral"]
+    assert chosen_layers(model_class(config).eval(), options)[1] == {}
+    mamba = MambaForCausalLM(MambaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=64)).eval()
+    with pytest.raises(ValueError, match=r"for experts alone .*MambaForCausalLM has no experts: choose"):
+        chosen_layers(mamba, options)

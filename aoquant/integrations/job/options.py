@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
+from torchao.quantization import FqnToConfig
 
 from aoquant.integrations.finetune import LOSSES
 from aoquant.integrations.hf import check_storable
@@ -109,7 +110,9 @@ class Options(Model, Layers, Training, Evaluation, Output):
     def check(self) -> None:
         """Raise ValueError for anything that would only fail after minutes of work and needs no model to be seen."""
         for recipe in (self.recipe, *(e.rpartition("=")[2] for e in self.layers if "=" in e)):
-            check_storable(resolve(mixed(recipe)).tensor, f"recipe {recipe}")
+            config = mixed(recipe)
+            for base in config.fqn_to_config.values() if isinstance(config, FqnToConfig) else [config]:
+                check_storable(resolve(base).tensor, f"recipe {recipe}")
         mixed(self.recipe, self.layers, self.skip)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be bfloat16, float16 or float32, got {self.dtype!r}")
