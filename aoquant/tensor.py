@@ -23,13 +23,13 @@ from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
+from aoquant.layers.bound import BoundWeight
 from aoquant.layers.embedding import looked_up
 from aoquant.layers.linear import LinearRecipe, check_device, check_dtype, quantized_linear
-from aoquant.layers.plan import Plan
 
 aten = torch.ops.aten
 P = TypeVar("P", bound="PackedTensor")
-_PLAN, _FLAT = "_plan", "_flattened"  # what a tensor remembers of itself: made when asked for, never copied or stored
+_BOUND, _FLAT = "_bound", "_flattened"  # what a tensor remembers of itself: made when asked for, never copied or stored
 
 
 class PackedTensor(TorchAOBaseTensor):
@@ -89,13 +89,13 @@ class PackedTensor(TorchAOBaseTensor):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Setting a part or an attribute makes the tensor forget what it remembers of itself."""
-        self.__dict__.pop(_PLAN, None)
+        self.__dict__.pop(_BOUND, None)
         self.__dict__.pop(_FLAT, None)
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes to copy and store."""
-        return {name: value for name, value in self.__dict__.items() if name not in (_PLAN, _FLAT)}
+        return {name: value for name, value in self.__dict__.items() if name not in (_BOUND, _FLAT)}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         """torchao's, made once: a compiled step asks each weight for it several times."""
@@ -105,11 +105,11 @@ class PackedTensor(TorchAOBaseTensor):
         return found
 
     @property
-    def plan(self) -> Plan:
+    def bound(self) -> BoundWeight:
         """How a call without gradients multiplies by this weight."""
-        found: Plan | None = self.__dict__.get(_PLAN)
+        found: BoundWeight | None = self.__dict__.get(_BOUND)
         if found is None:
-            found = self.__dict__[_PLAN] = Plan(self.encoded, self.recipe, self.dtype, self.act_pre_scale)
+            found = self.__dict__[_BOUND] = BoundWeight(self.encoded, self.recipe, self.dtype, self.act_pre_scale)
         return found
 
     @classmethod
@@ -117,7 +117,7 @@ class PackedTensor(TorchAOBaseTensor):
         """F.linear without gradients first: serving calls little else, and torchao's tables would double its cost."""
         if func is F.linear and not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and not kwargs:
             w, bias = args[1], args[2] if len(args) == 3 else None
-            if type(w) is PackedTensor and (y := w.plan.product(args[0], bias)) is not None:
+            if type(w) is PackedTensor and (y := w.bound.product(args[0], bias)) is not None:
                 return y
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -96,7 +96,7 @@ EQUIVALENT = [
         "Nothing that is kept depends on the bias, and without a gradient what is kept is dropped.",
     ),
     Equivalent(
-        "layers/plan.py",
+        "layers/bound.py",
         "m = x.numel() // k if k else 0",
         "m = x.numel() // k if k else 1",
         "No format has codes of K = 0, so k is never 0.",

@@ -165,7 +165,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "layers/law.py": ("layers/test_as_nn_linear.py", "layers/test_quantized_backward.py"),
     "layers/packed.py": ("layers/test_packed_layer.py", "model/test_packed_linear.py"),
-    "layers/plan.py": ("layers/test_packed_layer.py",),
+    "layers/bound.py": ("layers/test_packed_layer.py",),
     "layers/qat.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
         *_of("layers/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",

@@ -57,12 +57,12 @@ def contract(first: Operand | None, second: Operand | None) -> str:
     return "fp8_scaled_mm_precise" if multiplied else "aoquant"
 
 
-def why_not_cast(gemm: str, operand: str, cast: Operand | None, source: str) -> str | None:
-    """Why `operand` of a backward GEMM cannot be made as `cast` from `source`; None when it can."""
-    where = f"{gemm}: {operand} {_name(cast)}"
+def why_not_cast(gemm: str, which: str, cast: Operand | None, source: str) -> str | None:
+    """Why the operand `which` of a backward GEMM cannot be made as `cast` from `source`; None when it can."""
+    where = f"{gemm}: {which} {_name(cast)}"
     if source not in SOURCES:
         return f"{where}: the source is one of {', '.join(SOURCES)}, got {source!r}"
-    if operand == "grad_output":
+    if which == "grad_output":
         return None if source == "original" else f'{where}: a gradient has no forward value: use source="original"'
     if cast is None:
         return None

@@ -2,7 +2,7 @@
 
 It has no state of its own. The weight is the only parameter beside the bias, `F.linear(x, weight, bias)` is what the
 layer computes, and state_dict, adapters and serving engines see what they saw in an nn.Linear. The class only spares a
-call what torch does with a tensor subclass: eager forwards go straight to the weight's `plan`, and compiled ones read
+call what torch does with a tensor subclass: eager forwards go straight to the weight's `bound`, and compiled ones read
 the weight's parts as plain tensors, because Dynamo guards on a subclass and flattens it in every step.
 
 Those plain tensors are views of the weight's storage, kept in the module's `__dict__` and made anew whenever a weight
@@ -52,7 +52,7 @@ class PackedLinear(nn.Linear):
             if weight is not vars(self).get(_OF):
                 _remember(self)
             if type(weight) is PackedTensor:
-                y = weight.plan.product(input, self._parameters.get("bias"))
+                y = weight.bound.product(input, self._parameters.get("bias"))
                 if y is not None:
                     return y
         return F.linear(input, self.weight, self.bias)
@@ -145,9 +145,9 @@ def _remember(module: nn.Module) -> None:
     for name, part in zip(_PARTS, parts, strict=True):
         attributes[name] = None if part is None else _static(part)
     attributes["_dtype"] = weight.dtype
-    if weight.plan.ordinary:
+    if weight.bound.ordinary:
         attributes["_recipe_key"] = weight.recipe.key
-        attributes["_one_call"] = weight.plan.one_call
+        attributes["_one_call"] = weight.bound.one_call
 
 
 def _forget(module: nn.Module) -> None:

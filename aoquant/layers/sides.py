@@ -1,6 +1,6 @@
 """The sides of input and weight that a layer keeps for backward, and the backward GEMMs that read them.
 
-`LinearRecipe.save` names the plan, and `Side.keeps` its consequence for one operand:
+`LinearRecipe.save` says what forward keeps, and `Side.keeps` what that means for one operand:
 
     keeps       forward keeps                         backward's operand
     "rows"      the codes that fprop multiplied       their values, encoded again along the other axis

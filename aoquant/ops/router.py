@@ -36,7 +36,7 @@ _VARIABLE: Any = os.environ.encodekey(_ENVIRONMENT) if hasattr(os.environ, "_dat
 _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 
 
-Product = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (x (M, K), alpha_x, bias) -> y (M, N)
+Multiply = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (x (M, K), alpha_x, bias) -> y (M, N)
 
 
 class CodesAndValues(NamedTuple):
@@ -118,7 +118,7 @@ class Backend:
     run: Callable[..., Any] = field(repr=False)
     role: str = "gemm"
     reads_codes: bool = False
-    bind: Callable[[Request, Encoded], Product | None] | None = field(default=None, repr=False)
+    bind: Callable[[Request, Encoded], Multiply | None] | None = field(default=None, repr=False)
 
 
 _backends: list[Backend] = []

@@ -418,27 +418,27 @@ def test_what_a_compiler_sees_leaves_autocast_and_odd_shapes_to_the_general_path
                 module._traced(odd)
 
 
-def test_plans_answer_ordinary_calls_alone() -> None:
+def test_bound_weights_answer_ordinary_calls_alone() -> None:
     module = packed("nvfp4-act")
-    plan, x = module.weight.plan, data("normal", 3, BY_NAME["nvfp4-act"].k, BF16)
+    bound, x = module.weight.bound, data("normal", 3, BY_NAME["nvfp4-act"].k, BF16)
     with torch.no_grad():
-        y = plan.product(x, None)
-        assert y is not None and plan.ordinary
+        y = bound.product(x, None)
+        assert y is not None and bound.ordinary
         assert_equal(y, F.linear(x, module.weight))
-        assert_equal(plan.product(x[:0], None), F.linear(x, module.weight)[:0])
-        assert plan.product(x[0, 0], None) is None and plan.product(x[:, :-1], None) is None
+        assert_equal(bound.product(x[:0], None), F.linear(x, module.weight)[:0])
+        assert bound.product(x[0, 0], None) is None and bound.product(x[:, :-1], None) is None
         with torch.autocast("cpu", torch.float16):
-            assert plan.product(x, None) is None
-        assert plan.product(x, None) is not None
+            assert bound.product(x, None) is None
+        assert bound.product(x, None) is not None
 
 
-def test_a_plan_refuses_what_its_kernel_cannot_take() -> None:
+def test_a_bound_weight_refuses_what_its_kernel_cannot_take() -> None:
     format = get_format("int4-g32")
     e = format.encode(torch.randn(16, 64))
     weights = {
         d: PackedTensor.from_encoded(e, LinearRecipe(None, format, "bias_after"), d) for d in (BF16, torch.float32)
     }
-    assert weights[BF16].plan.ordinary and not weights[torch.float32].plan.ordinary
+    assert weights[BF16].bound.ordinary and not weights[torch.float32].bound.ordinary
     with torch.no_grad(), pytest.raises(ValueError, match="takes bfloat16 activations"):
         F.linear(torch.randn(3, 64), weights[torch.float32])
 

@@ -33,7 +33,7 @@ from aoquant.formats import (
 
 from .. import codec, native
 from ..call import Call
-from ..router import Backend, Product, Request
+from ..router import Backend, Multiply, Request
 
 CUDA_ROWS, CUDA_FP8_ROWS, TRITON_ROWS = 256, 16, 64
 CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3, "fp8": 4}  # `Format` of csrc/decode_call.cuh
@@ -118,7 +118,7 @@ def _cuda(c: Call) -> Tensor:
     return c.shaped(_cuda_product(c.w_format, c.w)(_aligned(x_MK), c.alpha_x, c.bias))
 
 
-def _cuda_product(f: Format, w: Encoded) -> Product:
+def _cuda_product(f: Format, w: Encoded) -> Multiply:
     """x (M, K) -> y (M, N) with W's tensors as the kernel reads them; x aligned."""
     how = kind(f)
     assert w.scale is not None and how is not None
@@ -136,7 +136,7 @@ def _cuda_product(f: Format, w: Encoded) -> Product:
     return product
 
 
-def _bind_cuda(r: Request, w: Encoded) -> Product | None:
+def _bind_cuda(r: Request, w: Encoded) -> Multiply | None:
     if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)):
         return None  # it would multiply a copy, which codes written in place do not reach
     product = _cuda_product(r.w_format, w)
@@ -164,11 +164,11 @@ def _triton(c: Call) -> Tensor:
     return c.shaped(_triton_product(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
 
 
-def _bind_triton(r: Request, w: Encoded) -> Product:
+def _bind_triton(r: Request, w: Encoded) -> Multiply:
     return _triton_product(r.w_format, w)
 
 
-def _triton_product(f: Format, w: Encoded) -> Product:
+def _triton_product(f: Format, w: Encoded) -> Multiply:
     from ..triton import few_rows, launch
 
     how = kind(f)

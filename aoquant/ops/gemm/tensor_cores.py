@@ -21,7 +21,7 @@ from aoquant.formats import Encoded, Float8, Format
 
 from .. import codec, tiles
 from ..call import Call
-from ..router import Backend, Product, Request
+from ..router import Backend, Multiply, Request
 from .reference import nvfp4_epilogue, rescaled
 
 _CONTRACTS = ("aoquant", "nvfp4_rescale")
@@ -64,11 +64,11 @@ def _run(c: Call) -> Tensor:
     return c.shaped(_multiplied(x_MK, w_NK.shape, w_NK.__getitem__, c.alpha_x, c.alpha_w, c.bias))
 
 
-def _bind(r: Request, w: Encoded) -> Product | None:
+def _bind(r: Request, w: Encoded) -> Multiply | None:
     return _product(r.w_format, w) if r.contract == "aoquant" else None
 
 
-def _product(f: Format, w: Encoded) -> Product:
+def _product(f: Format, w: Encoded) -> Multiply:
     """x (M, K) -> y (M, N) with W decoded anew in each call, a block of rows at a time."""
     shape = w.codes.shape[0], w.k
 

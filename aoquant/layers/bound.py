@@ -1,11 +1,11 @@
-"""A packed weight's plan of its own forward, so that a call without gradients costs little more than a launch.
+"""A packed weight bound to its kernels, so that a call without gradients costs little more than a launch.
 
-The format, contract, shape, dtype and device of a packed weight never change. So
-the recipe, the views that a kernel wants of the codes, and the backend for each number of rows are looked up once, by
-the same router that the prepared layer asks, and kept beside the codes. The plan holds views and never copies: codes
-that are written in place (`load_state_dict`, `refresh_`) are seen.
+The format, contract, shape, dtype and device of a packed weight never change. So the recipe, the views that a kernel
+wants of the codes, and the backend for each number of rows are looked up once, by the same router that the prepared
+layer asks, and kept beside the codes. A bound weight holds views and never copies: codes that are written in place
+(`load_state_dict`, `refresh_`) are seen.
 
-A plan answers ordinary calls alone: a plain tensor of the weight's dtype, on its device, without autocast, modes or a
+It answers ordinary calls alone: a plain tensor of the weight's dtype, on its device, without autocast, modes or a
 forced backend. For any other call it returns None, and the caller takes the general path, with its checks and errors.
 """
 
@@ -33,11 +33,11 @@ from aoquant.ops import codec, gemm_request, input_error, reads, router
 from aoquant.ops.gemm import one_call
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
-_MOST_ROWS = 1 << 12  # numbers of rows that a plan remembers: a bound for programs whose every batch has another
+_MOST_ROWS = 1 << 12  # numbers of rows that are remembered: a bound for programs whose every batch has another
 Step = Callable[[Tensor, Tensor | None], Tensor]
 
 
-class Plan:
+class BoundWeight:
     """How one packed weight (N, K) of `dtype` is multiplied, by the number of rows of x.
 
     ordinary: whether its kernel takes inputs of `dtype`, and it holds values.
