@@ -263,3 +263,8 @@ def test_biases_of_experts_and_scales_of_prepared_layers_are_small() -> None:
     quiet(model, QATConfig(IntxWeightConfig(4, 32), step="prepare", scales="learned"))
     assert states(model) == {"0.weight": "prepared", "2 biases, norms and scales": "small"}
     assert model[0].weight_scale.shape == (64, 2)
+
+
+def test_the_head_is_left_out_by_default() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(64, 64, bias=False), "lm_head": nn.Linear(64, 8, bias=False)})
+    assert states(model) == {"up.weight": "left out", "lm_head.weight": "default"}
