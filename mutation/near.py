@@ -113,7 +113,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ops/call.py": (*_GEMM, *_of("ops/test_codec.py", "a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is")),
     "ops/contracts.py": _GEMM,
     "ops/define.py": (
-        *_of("ops/test_codec.py", "a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is", "values_are_the_formats"),
+        *_of("ops/test_codec.py", "a_gemm_takes_values_made_in_passing_and_a_weight_as_it_is", "values_are_the_formats",
+             "ordinary_tensors_meet_no_dispatcher"),
         "ops/test_ops.py::test_bias_gradient_op_is_well_formed", "ops/test_ops.py::test_scaled_mm_is_well_formed",
     ),
     "ops/encoding.py": (*_CODEC, "layers/test_embedding.py"),

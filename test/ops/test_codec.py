@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from support.gemm import parts, scaled_mm
@@ -231,3 +233,14 @@ def test_matrices_of_two_tiles_are_cut() -> None:
     assert tiles._rows(4, 512, 1024, 1) == 2
     assert tiles._rows(4, 511, 1024, 1) is None and tiles._rows(3, 1024, 1024, 1) is None
     assert tiles._rows(64, 32, 1024, 16) == 32 and tiles._rows(63, 64, 1024, 16) is None
+
+
+def test_ordinary_tensors_meet_no_dispatcher() -> None:
+    """Scales that are held are looked at one by one."""
+    operand, x = get_operand("nvfp4"), data("normal", 6, 192, BF16)
+    held = operand.measure(x)
+    assert held.outer is not None
+    with torch.no_grad(), mock.patch.object(type(ops.encode), "_dispatched", side_effect=AssertionError):
+        assert_equal(ops.encode(x, operand, held).codes, operand.encode(x, held).codes)
+        with pytest.raises(AssertionError):
+            ops.encode(x.to("meta"), operand)
