@@ -265,7 +265,6 @@ def test_biases_of_experts_and_scales_of_prepared_layers_are_small() -> None:
     assert model[0].weight_scale.shape == (64, 2)
 
 
-<<<<<<< HEAD
 def test_a_tied_head_is_named_with_its_embedding() -> None:
     class LM(nn.Module):
         def __init__(self) -> None:
@@ -298,8 +297,8 @@ def test_recipes_of_experts_say_so_on_a_model_without_experts() -> None:
     for config in ("int4-g32-experts", QATConfig("mxfp4-experts", step="prepare")):
         with pytest.raises(ValueError, match=r"for experts alone .*Sequential has no experts"):
             quantize_(nn.Sequential(nn.Linear(64, 64)), config)
-=======
+
+
 def test_the_head_is_left_out_by_default() -> None:
     model = nn.ModuleDict({"up": nn.Linear(64, 64, bias=False), "lm_head": nn.Linear(64, 8, bias=False)})
     assert states(model) == {"up.weight": "left out", "lm_head.weight": "default"}
->>>>>>> refs/heads/mutation
