@@ -216,7 +216,7 @@ def test_verify_sees_a_difference_outside_the_quantised_layers() -> None:
 
 def test_models_are_left_as_they_were() -> None:
     _, prepared, converted = forms(NVFP4WeightConfig())
-    prepared(batch())  # the first forward after prepare is watched
+    prepared(batch()), converted(batch())  # the first forward after prepare, and after convert, is watched
     prepared.train(), converted.train()
     prepared.down.eval()
     before = [
