@@ -165,6 +165,11 @@ def _pushed_into_names(config: Any) -> Any:
     return FqnToConfig({key: base and dataclasses.replace(config, base_config=base) for key, base in by_name.items()})
 
 
+def each(config: Any) -> list[Any]:
+    """The configs of an `FqnToConfig`; of another config itself."""
+    return list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
+
+
 def _check_patterns(keys: Mapping[str, Any]) -> None:
     for key in keys:
         if key.startswith("re:"):

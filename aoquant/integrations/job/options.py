@@ -15,11 +15,11 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
-from torchao.quantization import FqnToConfig
 
 from aoquant.integrations.finetune import LOSSES
 from aoquant.integrations.hf import check_storable
 from aoquant.integrations.text import find_pages
+from aoquant.planning.choose import each
 from aoquant.recipes import mixed
 from aoquant.targets import resolve
 from aoquant.tools.doctor import check_device
@@ -111,7 +111,7 @@ class Options(Model, Layers, Training, Evaluation, Output):
         """Raise ValueError for anything that would only fail after minutes of work and needs no model to be seen."""
         for recipe in (self.recipe, *(e.rpartition("=")[2] for e in self.layers if "=" in e)):
             config = mixed(recipe)
-            for base in config.fqn_to_config.values() if isinstance(config, FqnToConfig) else [config]:
+            for base in each(config):
                 check_storable(resolve(base).tensor, f"recipe {recipe}")
         mixed(self.recipe, self.layers, self.skip)
         if self.dtype not in DTYPES:
