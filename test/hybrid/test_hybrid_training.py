@@ -121,7 +121,7 @@ def test_offload_to_the_cpu(name: str) -> None:
     assert_same(gradients(model, offloaded), gradients(again, again))
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != MIXES[-1])) for n in MIXES])
 def test_17_resumed_in_a_new_process(name: str, tmp_path: Path) -> None:
     model = network(get_recipe(name).prepare(seed=3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

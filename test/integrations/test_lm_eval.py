@@ -154,6 +154,7 @@ def command_line(
     return report
 
 
+@pytest.mark.slow
 def test_equals_lm_evals_command_line(
     command_line: dict[str, Any], model: Any, tokenizer: Any, documents: Path
 ) -> None:

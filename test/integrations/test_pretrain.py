@@ -78,7 +78,13 @@ def test_stopping_and_resuming_changes_no_bit(
             assert torch.equal(value, states[1]["optimizer"]["state"][key][name])
 
 
-@pytest.mark.parametrize(("recipe", "backward"), [("quartet2", None), ("quartet", None), ("gridflip", "nvfp4-sr")])
+@pytest.mark.parametrize(
+    ("recipe", "backward"),
+    [
+        ("quartet2", None),
+        *(pytest.param(*v, marks=pytest.mark.slow) for v in (("quartet", None), ("gridflip", "nvfp4-sr"))),
+    ],
+)
 def test_a_recipe_from_scratch_resumes_bit_for_bit(
     scripts: dict[str, ModuleType], text: Path, tmp_path: Path, recipe: str, backward: str | None
 ) -> None:

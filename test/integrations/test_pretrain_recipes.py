@@ -54,6 +54,7 @@ def options(text: Path, out: Path) -> argparse.Namespace:
     )
 
 
+@pytest.mark.slow
 def test_a_call_leaves_a_row_for_each_validation_and_a_second_call_has_nothing_to_do(
     recipes: ModuleType, text: Path, tmp_path: Path
 ) -> None:
@@ -100,7 +101,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
     assert str(rows[0]) == str(rows[1])  # nan is nan
 
 
-@pytest.mark.parametrize("variant", ["bf16", "quartet"])
+@pytest.mark.parametrize("variant", ["bf16", pytest.param("quartet", marks=pytest.mark.slow)])
 def test_a_model_trained_again_is_as_good_as_new(recipes: ModuleType, text: Path, tmp_path: Path, variant: str) -> None:
     """A process trains all seeds of a variant with one model: nothing of the seed before is left in it."""
     ends = []
