@@ -108,7 +108,7 @@ def row_of(pair: Pair) -> Row:
         size,
         "; ".join(problems),
         (pair.calls[0], pair.calls[1]),
-        quantisation_db,
+        quantisation_db=quantisation_db,
     )
 
 

@@ -78,7 +78,7 @@ class Hadamard(Transform):
         words = [self.signs >> start & 0xFFFF for start in range(0, self.size, 16)]
         negative = torch.cat([(torch.full_like(bit, word) >> bit) & 1 for word in words])
         blocks = x_RK.reshape(x_RK.numel() // self.size, self.size)
-        return (blocks * (1.0 - 2.0 * negative)).view(x_RK.shape)
+        return (blocks * (1 - 2 * negative)).view(x_RK.shape)  # integers: a float here would have the default dtype
 
 
 def butterflies(x_RK: Tensor, size: int) -> Tensor:

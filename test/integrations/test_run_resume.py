@@ -127,7 +127,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     llama(None, intermediate_size=48).save_pretrained(folder)
 
     class Tokenizer:
-        eos_token_id = 0
+        bos_token_id = eos_token_id = 0
 
         def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
             return {"input_ids": [[ord(c) % 31 for c in t] for t in texts]}

@@ -328,7 +328,8 @@ def test_what_was_silently_something_else_is_refused() -> None:
     with pytest.raises(ValueError, match=r"transform must be of floats, got torch\.int32"):
         aoquant.packed_linear(e.codes, e.scale, e.outer, format="nvfp4", transform=torch.eye(16).int())
     with pytest.raises(
-        ValueError, match="no role 'matmul'; roles are decode, encode, gemm, quantize, rotate, saturate, transform"
+        ValueError,
+        match="no role 'matmul'; roles are decode, encode, gemm, quantize, rotate, saturate, sides, transform",
     ):
         aoquant.backend("reference", role="matmul").__enter__()
     with pytest.raises(ValueError, match="backward is quartet, quartet2, or a format for gradients"):
