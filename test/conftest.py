@@ -6,6 +6,7 @@ unwritten cannot pass by luck. PyTorch does the filling itself while determinist
 float4_e2m1fn_x2: allocate, clone or make contiguous as uint8 and view, or mark the test `no_poison`.
 """
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -47,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collect_only_what_the_module_makes() -> None:
+    """Freeze what imports and earlier modules left, millions of objects: `gc.collect`, which tests of memory call, would
+    look at each of them again.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -84,6 +84,7 @@ def test_a_call_leaves_a_row_for_each_validation_and_a_second_call_has_nothing_t
     assert "+0.0000" in again  # a CPU adds in one order
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
     recipes: ModuleType, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
