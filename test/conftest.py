@@ -52,8 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def collect_only_what_the_module_makes() -> None:
-    """Freeze what imports and earlier modules left, millions of objects: `gc.collect`, which tests of memory call, would
-    look at each of them again.
+    """Freeze what imports and earlier modules left, millions of objects: `gc.collect`, which tests of memory call,
+    would look at each of them again.
     """
     gc.collect()
     gc.freeze()
