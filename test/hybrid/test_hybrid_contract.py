@@ -93,3 +93,10 @@ def test_the_kernel_of_a_cpu_against_the_emulation(grad: str) -> None:
     for kernel, emulated in zip(*found, strict=True):
         error = (kernel - emulated).double().square().sum() / emulated.double().square().sum()
         assert (kernel != emulated).float().mean() <= 1e-3 and error <= 10**-6.0
+
+
+def test_a_product_of_nothing_has_its_shape() -> None:
+    x_as = named("te-fp8-tensor")
+    assert x_as is not None
+    x, y = x_as.encode(torch.randn(0, 32)), x_as.encode(torch.randn(48, 32))
+    assert linear.product(x, y, x_as, x_as, FP8, torch.bfloat16).shape == (0, 48)

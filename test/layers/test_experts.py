@@ -411,6 +411,15 @@ def test_a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero() ->
     assert all(torch.equal(b, states[name]) for name, b in model.named_buffers())
 
 
+@pytest.mark.parametrize(("backward", "asked"), [(None, False), ("quartet2", True)])
+def test_experts_that_draw_look_for_their_rank(backward: str | None, asked: bool) -> None:
+    model, batch = made("mixtral", "eager"), routed(16, "random")
+    quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare", backward=backward))
+    with mock.patch("aoquant.layers.experts.ranks.find") as find:
+        model(*batch)
+    assert find.called == asked
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does(implementation: str) -> None:
     model, batch = made("mixtral", implementation), routed(16, "random")

@@ -357,12 +357,21 @@ def test_threads_give_the_tokens_of_one() -> None:
     assert len(found) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "parts"),
+    [
+        ("int4-g32", 5 << 8 | 1 << 17, (True, False)),  # groups of 32, zeros
+        ("nvfp4-dynamic", 1 | 4 << 8 | 1 << 18, (False, True)),  # groups of 16, alpha_w
+    ],
+)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_a_compiler_sees_one_operator_where_csrc_has_it(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_sees_one_operator_where_csrc_has_it(
+    bias: bool, name: str, number: int, parts: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And today's op for more rows than it takes, under a forced backend, and where csrc is missing."""
     from torch._dynamo.backends.common import aot_autograd
 
-    module, case = packed("int4-g32", bias), BY_NAME["int4-g32"]
+    module, case = packed(name, bias), BY_NAME[name]
     library = torch.library.Library("aoquant_native", "FRAGMENT")
     library.define(
         "linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? alpha_w, Tensor? bias, int plan) -> Tensor"
@@ -371,13 +380,12 @@ def test_a_compiler_sees_one_operator_where_csrc_has_it(bias: bool, monkeypatch:
 
     def linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Any, alpha: Any, bias: Any, plan: int) -> Tensor:
         told.append(plan)
-        assert codes.data_ptr() == module.weight.qdata.data_ptr() and zero is not None and alpha is None
+        assert codes.data_ptr() == module.weight.qdata.data_ptr() and (zero is not None, alpha is not None) == parts
         with backend("reference"):
             return F.linear(x, module.weight, bias)
 
     library.impl("linear", linear, "CPU")
     torch.library.register_fake("aoquant_native::linear", native._linear, lib=library)
-    number = 5 << 8 | 1 << 17  # groups of 32, zeros
     monkeypatch.setattr(one_call, "number", lambda *a: number if a[-1] <= 256 else None)
     module.weight = module.weight  # what it remembers of its weight is made anew
     graphs: list[list[str]] = []
@@ -406,6 +414,17 @@ def test_a_compiler_sees_one_operator_where_csrc_has_it(bias: bool, monkeypatch:
     library._destroy()
 
 
+def test_a_bound_weight_takes_the_operator_of_a_whole_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, made = packed("int4-g32"), list[int]()
+    x = data("normal", 3, BY_NAME["int4-g32"].k, BF16)
+    monkeypatch.setattr(one_call, "number", lambda *a: 7)
+    monkeypatch.setattr(one_call, "step", lambda number, f, w, dtype, general: made.append(number) or general)
+    weight = PackedTensor.from_encoded(module.weight.encoded, module.weight.recipe, BF16)
+    with torch.no_grad():
+        assert_equal(F.linear(x, weight, module.bias), general(module, x))
+    assert made == [7]
+
+
 def test_what_a_compiler_sees_leaves_autocast_and_odd_shapes_to_the_general_path() -> None:
     module, x = packed("nvfp4-act").float(), data("normal", 3, BY_NAME["nvfp4-act"].k, torch.float32)
     with torch.no_grad():
@@ -429,6 +448,7 @@ def test_bound_weights_answer_ordinary_calls_alone() -> None:
         assert bound.product(x[0, 0], None) is None and bound.product(x[:, :-1], None) is None
         with torch.autocast("cpu", torch.float16):
             assert bound.product(x, None) is None
+            assert F.linear(x, module.weight).dtype == torch.float16
         assert bound.product(x, None) is not None
 
 

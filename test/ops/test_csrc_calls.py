@@ -19,8 +19,8 @@ from torch import Tensor
 
 from aoquant import get_format
 from aoquant.formats import as_operand
-from aoquant.ops import native
-from aoquant.ops.codec import cuda
+from aoquant.ops import CodecRequest, native
+from aoquant.ops.codec import cuda, triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "csrc"))
 import builder
@@ -99,3 +99,29 @@ def test_encoders_call_the_operators_as_they_are_defined(
             alternating,
         )
         assert last["c"] == c and last["known"] == (2.0 if "static" in name else 0.0)
+
+
+def test_what_an_encoder_of_rows_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "why_not", lambda name: None)
+    monkeypatch.setattr(native, "why_not_on", lambda device: None)
+
+    def reason(k: int, dtype: torch.dtype = torch.bfloat16, rows: int = 4) -> str | None:
+        operand = as_operand(get_format("nvfp4-row"))
+        return cuda._why_not_rows(CodecRequest("quantize", operand, torch.device("cpu"), dtype, rows, k, False))
+
+    assert reason(64) is None and reason(64, torch.float16) is None
+    for refused in (reason(72), reason(64, torch.float32)):
+        assert refused is not None and refused.startswith("reads rows of bfloat16 or float16 by 16")
+
+
+def test_which_codes_are_moved_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "lacks_triton", lambda device: None)
+
+    def reason(name: str, rows: int, k: int) -> str | None:
+        operand = as_operand(get_format(name))
+        request = CodecRequest("transpose", operand, torch.device("cpu"), torch.uint8, rows, k)
+        return triton._why_not_transpose(request)
+
+    assert reason("mxfp8-32x32", 32, 32) is None and reason("te-nvfp4-16x16", 16, 16) is None
+    for name, rows, k in (("te-fp8-tensor", 4, 33), ("te-fp8-tensor", 0, 32), ("intx3-g32", 4, 32)):
+        assert (reason(name, rows, k) or "").startswith("moves codes of 4 and 8 bits of an even K")
