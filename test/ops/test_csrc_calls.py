@@ -125,3 +125,14 @@ def test_which_codes_are_moved_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert reason("mxfp8-32x32", 32, 32) is None and reason("te-nvfp4-16x16", 16, 16) is None
     for name, rows, k in (("te-fp8-tensor", 4, 33), ("te-fp8-tensor", 0, 32), ("intx3-g32", 4, 32)):
         assert (reason(name, rows, k) or "").startswith("moves codes of 4 and 8 bits of an even K")
+
+
+def test_which_formats_write_both_sides_in_one_pass() -> None:
+    def reason(name: str) -> str:
+        operand = as_operand(get_format(name))
+        request = CodecRequest("sides", operand, torch.device("cpu"), torch.bfloat16, 32, 32)
+        return triton._why_not_sides(request) or ""
+
+    one_pass = reason("te-fp8-tensor")
+    for name in ("mxfp8-32x32", "te-fp8-1x128", "hadamard16+te-nvfp4", "int8-row"):
+        assert reason(name) != one_pass

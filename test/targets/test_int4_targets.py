@@ -135,12 +135,16 @@ def test_converting_to_another_dialect_or_layout_raises() -> None:
 
 
 def test_an_mslk_with_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = "1.1.0"
+
     def version(package: str) -> str:
         if package == "mslk-cuda":
-            return "1.0.0"
+            return installed
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    quantize_(model(), QATConfig(FP8_PLAIN))
+    installed = "1.0.0"
     for config in (FP8_PRESHUFFLED, FP8_PLAIN, float8()):
         with pytest.raises(ValueError, match=r"mslk-cuda 1\.0\.0 quantises fp8 rows by another formula"):
             quantize_(model(), QATConfig(config))
