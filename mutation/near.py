@@ -67,6 +67,7 @@ _WHOLE_MODELS = (
     "model/test_sharing.py", "model/test_meta.py",
 )  # fmt: skip
 NEAR: dict[str, tuple[str, ...]] = {
+    "formats/delayed.py": ("hybrid/test_delayed_scaling.py",),
     "formats/": ("formats/test_blockscaled.py", "formats/test_formats.py"),
     "formats/__init__.py": ("formats/test_transforms.py", "formats/test_held_scales.py", "formats/test_formats.py"),
     "formats/base.py": (

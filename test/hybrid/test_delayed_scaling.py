@@ -78,6 +78,15 @@ def test_a_layer_encodes_by_the_factors_of_earlier_steps(steps: int, select: str
             a.append(float(t.abs().max()))
 
 
+@pytest.mark.parametrize("steps", [1, 3, 16])
+def test_a_maximum_is_forgotten_after_as_many_steps_as_the_history_holds(steps: int) -> None:
+    state, seen = fresh(1, steps), list[float]()
+    for amax in [7.0] + [1.0] * steps:
+        state = advanced(state, torch.tensor([amax]), torch.tensor([448.0]), "max")
+        seen.append(448 / state.factor.item())
+    assert seen == [7.0] * steps + [1.0]
+
+
 def test_the_history_is_part_of_the_state_dict() -> None:
     linear = layer(config(16))
     trained(linear, 2)
