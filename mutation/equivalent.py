@@ -149,4 +149,10 @@ EQUIVALENT = [
         "if total * k < 3 * tile or not (x_RK.is_cuda or x_RK.is_cpu):",
         "Tiles have the bytes of the whole, so from which size on a matrix is cut is a question of speed.",
     ),
+    Equivalent(
+        "ops/backward.py",
+        'if contract != "aoquant": # codes are what its kernel reads',
+        "if False: # codes are what its kernel reads",
+        "The values that are then made too are not read by a kernel that multiplies codes. " + _TIME,
+    ),
 ]

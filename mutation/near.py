@@ -59,6 +59,7 @@ _EXPERTS = _of(
     "what_experts_cannot_take_is_refused_by_name", "what_packed_experts_cannot_do_is_refused",
     "a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero", "experts_without_a_gate",
     "tokens_of_other_ranks_add_nothing", "fake_quantisation_is_switched_off_and_undone",
+    "experts_that_draw_look_for_their_rank",
     "classes_without_the_protocol_are_refused_by_name",
     "a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does",
 )  # fmt: skip

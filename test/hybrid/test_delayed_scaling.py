@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from aoquant import HybridConfig, PackedTensor, QATConfig, get_format, quantize_
 from aoquant.formats import Scales
 from aoquant.formats.delayed import Delayed, advanced, fresh
+from aoquant.ops.delayed import absmax
 
 E4M3, E5M2 = "te-fp8-tensor", "te-fp8-e5m2-tensor"
 
@@ -193,3 +194,8 @@ def test_the_options_are_checked() -> None:
         with pytest.raises(ValueError, match="HybridConfig: amax_history"):
             HybridConfig.fwd_bwd(E4M3, E4M3, **options)
     assert Delayed._fields == ("history", "factor")
+
+
+def test_the_largest_magnitude_of_nothing_is_zero() -> None:
+    assert absmax(torch.empty(0, 8)).tolist() == [0.0]
+    assert absmax(torch.tensor([[1.0, -3.0]])).tolist() == [3.0]

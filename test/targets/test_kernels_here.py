@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from aoquant import QATConfig, quantize_
+from aoquant import QATConfig, ops, quantize_
+from aoquant.recipes import get_recipe
+from aoquant.targets import kernels, resolve
 
 MISSING = {  # on a CPU: what the kernel needs
     "torchao-int4-g128": r"torchao's Int4Tensor.*Hopper GPU.*package mslk-cuda.*on cpu",
@@ -43,3 +45,11 @@ def test_kernels_that_run_are_not_named(recipe: str) -> None:
         quantize_(m, recipe)
     with torch.no_grad():
         m(torch.randn(4, 256).bfloat16())
+
+
+@pytest.mark.parametrize(("said", "runs"), [("runs", True), ("willing, lower priority", True), ("needs a GPU", False)])
+def test_a_kernel_that_would_run_is_not_missing(said: str, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "explain", lambda request: [(name, said) for name, _ in kernels._KERNELS.values()])
+    target = resolve(get_recipe("torchao-int4-g128").make())
+    found = kernels.why_not_run(target, torch.device("cpu"), torch.bfloat16, 64, 256)
+    assert (found is None) == runs
