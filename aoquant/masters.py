@@ -130,7 +130,7 @@ def _packed(master: nn.Parameter, layer: QATLinear) -> nn.Parameter:
 def _repack(master: Tensor, layer: QATLinear, weight: Any) -> None:
     sides = encoded_sides(layer.prepared.recipe, master.detach())
     assert sides is not None
-    weight.take_parts([t for e in sides if e is not None for t in e[:4] if t is not None])
+    weight.take_parts([t for e in sides if e is not None for t in e.tensors if t is not None])
 
 
 def _hand_over(master: Tensor, weight: Tensor) -> None:

@@ -311,7 +311,7 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
     operand = target.recipe.fprop_weight
     if not operand.portable:  # another device would make other codes than the layer trained with
         made = operand.encode(trained, scales)
-        codes, scale, zero, outer = (t if t is None else t.to(weight.device) for t in made[:4])
+        codes, scale, zero, outer = (t if t is None else t.to(weight.device) for t in made.tensors)
         assert codes is not None
         encoded = Encoded(codes, scale, zero, outer, made.k)
     else:

@@ -84,7 +84,7 @@ def _target(name: str, layer: QATLayer, packed: nn.Module) -> PackedTensor:
 
 
 def _numbers(scales: Scales) -> list[float]:
-    return [float(t.item()) for t in scales[:3] if t is not None]
+    return [float(t.item()) for t in scales.tensors if t is not None]
 
 
 def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTensor]) -> list[tuple[Tensor, Tensor]]:

@@ -45,6 +45,11 @@ class Encoded(NamedTuple):
     outer: Tensor | None
     k: int
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """All but K: codes, scale, zero, outer."""
+        return self.codes, self.scale, self.zero, self.outer
+
 
 class Scales(NamedTuple):
     """Scales of `Format.measure`: all that `Format.quantize` needs to know of the tensor as a whole.
@@ -59,6 +64,11 @@ class Scales(NamedTuple):
     zero: Tensor | None = None
     outer: Tensor | None = None
     transform: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """All but the transform: scale, zero, outer."""
+        return self.scale, self.zero, self.outer
 
     @property
     def dynamic(self) -> bool:
@@ -220,14 +230,14 @@ class Format:
         if self.reach == "tensor":
             return False
         e = self.encode(torch.empty(2, self.block or 8, dtype=torch.float32, device="meta"))
-        return all(t is None or t.shape[0] == 2 for t in e[:4])
+        return all(t is None or t.shape[0] == 2 for t in e.tensors)
 
     def decode_rows(self, e: Encoded, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """(len(ids), K): rows `ids`, 1-D integers, of decode(e, dtype), decoding these rows only."""
         rows = e.codes.shape[0]
-        if any(t is not None and t.shape[0] not in (1, rows) for t in e[:4]):  # scales of blocks that span rows
+        if any(t is not None and t.shape[0] not in (1, rows) for t in e.tensors):  # scales of blocks that span rows
             return self.decode(e, dtype).index_select(0, ids)
-        scale, zero, outer = (t if t is None or t.shape[0] != rows else _take(t, ids) for t in e[1:4])
+        scale, zero, outer = (t if t is None or t.shape[0] != rows else _take(t, ids) for t in (e.scale, e.zero, e.outer))
         return self.decode(Encoded(_take(e.codes, ids), scale, zero, outer, e.k), dtype)
 
     def fake_quantize_rows(self, x_RK: Tensor, ids: Tensor) -> Tensor:
@@ -257,7 +267,7 @@ class Format:
     def bits_per_weight(self, rows: int, k: int) -> float:
         """Stored bits for each of rows * k values: codes, scales, zeros and outer scale, for a bfloat16 source."""
         e = self.planned(torch.empty(rows, k, dtype=torch.bfloat16, device="meta"))
-        return 8 * sum(t.numel() * t.element_size() for t in e[:4] if t is not None) / (rows * k)
+        return 8 * sum(t.numel() * t.element_size() for t in e.tensors if t is not None) / (rows * k)
 
     def why_not(self, k: int, dtype: torch.dtype) -> str | None:
         """Why this format cannot hold rows of k values of `dtype`, and what to do; None when it can."""

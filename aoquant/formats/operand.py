@@ -188,7 +188,7 @@ class Operand:
         source.
         """
         e = self.planned(torch.empty(rows, k, dtype=torch.bfloat16, device="meta"))
-        stored = sum(t.numel() * t.element_size() for t in e[:4] if t is not None)
+        stored = sum(t.numel() * t.element_size() for t in e.tensors if t is not None)
         return 8 * (stored + self.matrix_bytes(k)) / (rows * k)
 
     def why_not(self, k: int, dtype: torch.dtype) -> str | None:

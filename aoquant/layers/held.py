@@ -58,7 +58,7 @@ def read(layer: nn.Module, side: str) -> Scales:
 
 def matrices(scales: Scales) -> Scales:
     """`scales` with two dimensions, as formats know them."""
-    scale, zero, outer = (t if t is None else t.reshape(-1, t.shape[-1]) for t in scales[:3])
+    scale, zero, outer = (t if t is None else t.reshape(-1, t.shape[-1]) for t in scales.tensors)
     return Scales(
         scale, zero, outer, scales.transform
     )  # Dynamo of torch 2.11 cannot put into a graph what _replace makes

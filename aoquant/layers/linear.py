@@ -132,9 +132,9 @@ def quantized_linear(
     x_scale = w_scale = None
     if recipe.holds:  # autograd sees tensors that are arguments, none inside a tuple
         if x_held is not None and recipe.input_scales == "learned":
-            x_scale, x_held = x_held.scale, Scales(None, *x_held[1:])
+            x_scale, x_held = x_held.scale, Scales(None, x_held.zero, x_held.outer, x_held.transform)
         if w_held is not None and recipe.weight_scales == "learned":
-            w_scale, w_held = w_held.scale, Scales(None, *w_held[1:])
+            w_scale, w_held = w_held.scale, Scales(None, w_held.zero, w_held.outer, w_held.transform)
     given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed, delayed, parts, rank)
     return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
 

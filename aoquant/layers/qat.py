@@ -209,7 +209,7 @@ class QATLinear(QATLayer, nn.Linear):
             return scales
         e = format.encode(self.weight.new_zeros(1, format.block or 1, dtype=torch.float32), scales)
         # as many dimensions as the input had
-        shapes = [None if t is None else t.shape for t in held.read(self, "input")[:3]]
+        shapes = [None if t is None else t.shape for t in held.read(self, "input").tensors]
         used = (e.scale, e.zero, scales.outer)
         return Scales(*(t.view(s) if s and t is not None else None for t, s in zip(used, shapes, strict=True)))
 

@@ -39,7 +39,7 @@ def keep(ctx: Any, saved: Saved) -> None:
         kinds.append(type(value))
         widths.append(value.k if type(value) is Encoded else None)
         if type(value) is Encoded:
-            tensors += value[:4]
+            tensors += value.tensors
         elif type(value) is Scales:
             tensors += value
         else:

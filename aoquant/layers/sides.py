@@ -228,4 +228,4 @@ def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:
 def _bits(operand: Operand) -> float:
     """Stored bits of a value, in a matrix of many blocks."""
     e = operand.planned(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
-    return 8 * sum(t.numel() * t.element_size() for t in e[:4] if t is not None) / 512**2
+    return 8 * sum(t.numel() * t.element_size() for t in e.tensors if t is not None) / 512**2

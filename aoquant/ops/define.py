@@ -214,7 +214,7 @@ class _Result:
         """Tensors, an empty one of its own for each that is missing: results must not alias each other."""
         if self._type is Tensor:
             return value
-        parts: Sequence[Any] = value[:4] if self._type is Encoded else [t for v in value for t in _tensors(v)]
+        parts: Sequence[Any] = value.tensors if self._type is Encoded else [t for v in value for t in _tensors(v)]
         return tuple(parts[0].new_empty(0, dtype=torch.uint8) if t is None else t for t in parts)
 
     def made(self, tensors: Any, first: Any) -> Any:
@@ -228,7 +228,7 @@ class _Result:
 
 
 def _tensors(value: Tensor | Encoded | None) -> Sequence[Tensor | None]:
-    return value[:4] if isinstance(value, Encoded) else (value,)
+    return value.tensors if isinstance(value, Encoded) else (value,)
 
 
 def _encoded(parts: Iterator[Tensor], first: Tensor) -> Encoded:

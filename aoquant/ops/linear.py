@@ -194,14 +194,14 @@ def _columns(a: Any) -> Columns:
 def _column_shapes(like: Tensor, rows: int, k: int, operand: Operand, multiple: int) -> Columns:
     padded = -(-torch.sym_max(rows, 1) // multiple) * multiple
     e: Encoded = operand.encode(like.new_empty(k, padded))
-    return Columns(*e[:4])
+    return Columns(*e.tensors)
 
 
 @op(_columns)
 def encode_columns(x_MK: Tensor, operand: Operand, multiple: int) -> Columns:
     """Codes and scales of x^T along M, padded to a multiple of `multiple`: what `wgrad_of_columns` reads of x."""
     e = backward.columns(x_MK, operand, multiple)
-    return Columns(*e[:4])
+    return Columns(*e.tensors)
 
 
 def _transposed_columns(a: Any) -> Columns:
@@ -217,8 +217,8 @@ def transposed(x: Encoded, operand: Operand, multiple: int) -> Columns:
 
 def _apart(made: Encoded, x: Encoded) -> Columns:
     """What is x's own is copied, because results of an op alias neither its inputs nor each other."""
-    parts = (t.clone() if t is not None and t is old else t for t, old in zip(made[1:4], x[1:4], strict=True))
-    return Columns(made.codes, *parts)
+    pairs = zip(made.tensors[1:], x.tensors[1:], strict=True)
+    return Columns(made.codes, *(t.clone() if t is not None and t is old else t for t, old in pairs))
 
 
 class Sides(NamedTuple):

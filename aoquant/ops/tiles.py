@@ -48,10 +48,10 @@ def _joined(tiles: Iterator[Encoded], total: int, rows: int, shared: tuple[int, 
     first = next(tiles)
     whole = [
         t if t is None or t.shape == shared else t.new_empty(-(-total * len(t) // rows), *t.shape[1:])
-        for t in first[:4]
+        for t in first.tensors
     ]
     for i, tile in enumerate(chain((first,), tiles)):
-        for place, part, one in zip(whole, tile[:4], first[:4], strict=True):
+        for place, part, one in zip(whole, tile.tensors, first.tensors, strict=True):
             if place is not None and part is not None and one is not None and place is not one:
                 place[i * len(one) : i * len(one) + len(part)].copy_(part)
     codes, scale, zero, outer = whole
@@ -110,7 +110,7 @@ def rows_of(format: Format, e: Encoded, rows: slice) -> Encoded:
     units = slice(rows.start // unit, -(-rows.stop // unit))
     # a row for each of the matrix, or for each block of rows, or one for all
     codes, scale, zero, outer = (
-        t if t is None or t.shape[0] == 1 else t[rows if t.shape[0] == total else units] for t in e[:4]
+        t if t is None or t.shape[0] == 1 else t[rows if t.shape[0] == total else units] for t in e.tensors
     )
     assert codes is not None
     return Encoded(codes, scale, zero, outer, e.k)

@@ -67,7 +67,7 @@ class Side:
         byte `begin` of its buffer.
         """
         twice = tuple(2 * s if d == grows else s for d, s in enumerate(part))
-        planned = (operand.planned(torch.empty(s, dtype=dtype, device="meta"))[:4] for s in (part, whole, twice))
+        planned = (operand.planned(torch.empty(s, dtype=dtype, device="meta")).tensors for s in (part, whole, twice))
         fields: list[_Field | None] = []
         for p, w, t in zip(*planned, strict=True):
             if p is None or w is None or t is None:
@@ -87,7 +87,7 @@ class Side:
 
     def write(self, encoded: Encoded, buffer: Tensor) -> None:
         """Put one rank's encoding into its buffer."""
-        for field, t in zip(self.fields, encoded[:4], strict=True):
+        for field, t in zip(self.fields, encoded.tensors, strict=True):
             if field is not None and t is not None and t.numel():
                 place, raw = buffer[field.begin : field.end], t.contiguous().view(torch.uint8)
                 place.view(field.in_bytes(field.shape))[tuple(slice(s) for s in raw.shape)] = raw
@@ -141,7 +141,7 @@ class GatheredWeight(Tensor):
             cls, shape, dtype=dtype, device=rows.codes.device, requires_grad=requires_grad
         )
         made.key, made.rows, made.columns = key, rows, columns
-        made.parts = [t for e in (rows, columns) if e is not None for t in e[:4] if t is not None]
+        made.parts = [t for e in (rows, columns) if e is not None for t in e.tensors if t is not None]
         return made
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class GatheredWeight(Tensor):
         for i, part in enumerate(self.parts):
             names.append(f"part{i}")
             setattr(self, names[-1], part)
-        sides = [None if e is None else ([t is not None for t in e[:4]], e.k) for e in (self.rows, self.columns)]
+        sides = [None if e is None else ([t is not None for t in e.tensors], e.k) for e in (self.rows, self.columns)]
         return names, (self.key, self.dtype, sides)
 
     @staticmethod

@@ -183,7 +183,7 @@ def _scales(side: Side, shard: Tensor, whole: DTensor) -> Scales | None:
     matrix = None if held.transform is None else _cut_matrix(held.transform, mesh, placements, whole.ndim - 1)
     if held.dynamic:  # a fitted transform alone
         return (scales(operand, shard, mesh, placements, matrix) or Scales())._replace(transform=matrix)
-    cut = (None if t is None else _cut(t, mesh, placements) for t in held[:3])
+    cut = (None if t is None else _cut(t, mesh, placements) for t in held.tensors)
     return Scales(*cut)._replace(transform=matrix)
 
 
