@@ -75,7 +75,9 @@ def _restored(layer: nn.Module, p: PackedTensor) -> bool:
     measured = layer.held_scales("weight")
     assert measured is not None
     outer = None if e.outer is None else e.outer[:1]
-    scales = Scales(*(None if m is None else t for m, t in zip(measured.tensors, (e.scale, e.zero, outer), strict=True)))
+    scales = Scales(
+        *(None if m is None else t for m, t in zip(measured.tensors, (e.scale, e.zero, outer), strict=True))
+    )
     held.write(layer, "weight", scales)
     wanted = format.decode(e, torch.float32)
     weight = layer.weight.data

@@ -237,7 +237,9 @@ class Format:
         rows = e.codes.shape[0]
         if any(t is not None and t.shape[0] not in (1, rows) for t in e.tensors):  # scales of blocks that span rows
             return self.decode(e, dtype).index_select(0, ids)
-        scale, zero, outer = (t if t is None or t.shape[0] != rows else _take(t, ids) for t in (e.scale, e.zero, e.outer))
+        scale, zero, outer = (
+            t if t is None or t.shape[0] != rows else _take(t, ids) for t in (e.scale, e.zero, e.outer)
+        )
         return self.decode(Encoded(_take(e.codes, ids), scale, zero, outer, e.k), dtype)
 
     def fake_quantize_rows(self, x_RK: Tensor, ids: Tensor) -> Tensor:

@@ -225,7 +225,10 @@ class _LowRankGradient(torch.autograd.Function):
     ) -> Tensor:
         x_MK = x.to(y.dtype).reshape(-1, x.shape[-1])  # autocast gave the GEMM y's dtype
         ctx.save_for_backward(
-            a, b, None if w_held is None else w_held.transform, *(ops.encode(x_MK, x_as, held).tensors if x_as else (x_MK,))
+            a,
+            b,
+            None if w_held is None else w_held.transform,
+            *(ops.encode(x_MK, x_as, held).tensors if x_as else (x_MK,)),
         )
         ctx.scaling, ctx.x_as, ctx.w_as = scaling, x_as, w_as
         return y.view_as(y)

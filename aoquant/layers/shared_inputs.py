@@ -107,7 +107,10 @@ class SharedInput:
             if _latest is not None and (last := _latest()) is not None:
                 last.held = None
             self._encoding.held, _latest = encoded, weakref.ref(self._encoding)
-        self._encoding.parts, self._encoding.k = [None if t is None else _Part.of(t) for t in encoded.tensors], encoded.k
+        self._encoding.parts, self._encoding.k = (
+            [None if t is None else _Part.of(t) for t in encoded.tensors],
+            encoded.k,
+        )
         self._encoding.layers = {self._layer}
 
 
