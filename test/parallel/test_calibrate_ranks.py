@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 import torch
+from support.two_ranks import on_two_ranks
 from torch import distributed, multiprocessing, nn
 
 from aoquant import Int8WeightConfig, QATConfig, calibrate, quantize_
@@ -43,18 +43,7 @@ def _prepared() -> nn.Sequential:
 
 @pytest.mark.slow
 def test_two_ranks_hold_the_scales_of_both() -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    workers = [context.Process(target=worker, args=(rank, port, queue)) for rank in range(2)]
-    for process in workers:
-        process.start()
-    found = [queue.get() for _ in workers]
-    for process in workers:
-        process.join(60)
-        assert process.exitcode == 0
+    found = on_two_ranks(worker)
     whole = _prepared()
     calibrate(whole, [batch(0), batch(1)])
     want = {k: v.tolist() for k, v in whole.state_dict().items() if "input" in k}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 import torch
+from support.two_ranks import on_two_ranks
 from torch import Tensor, distributed, multiprocessing, nn
 
 from aoquant import HybridConfig, quantize_
@@ -49,16 +49,5 @@ def worker(rank: int, port: int, queue: multiprocessing.SimpleQueue) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_hold_the_maxima_of_both() -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    workers = [context.Process(target=worker, args=(rank, port, queue)) for rank in range(2)]
-    for process in workers:
-        process.start()
-    found = [queue.get() for _ in workers]
-    for process in workers:
-        process.join(60)
-        assert process.exitcode == 0
+    found = on_two_ranks(worker)
     assert found[0] == found[1] == trained(model(), slice(0, 8))
