@@ -1,0 +1,165 @@
+// Sixteen float32 lanes, and the few things that the kernels do with them: by AVX-512 where the level has it, otherwise
+// as loops that the compiler makes vectors of. Each operation rounds once and alike in both, so the levels agree to the
+// last bit; sums are fused multiply-adds everywhere.
+#pragma once
+
+#include "numbers.h"
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace aoquant::cpu::AOQUANT_LEVEL {
+
+constexpr int LANES = 16;
+
+#ifdef __AVX512F__
+
+struct Vector {
+  __m512 v;
+  static Vector zero() { return {_mm512_setzero_ps()}; }
+  static Vector all(float x) { return {_mm512_set1_ps(x)}; }
+  static Vector load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Vector from_int8(const void* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))))}; }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+};
+inline Vector operator+(Vector a, Vector b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vector operator*(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
+// Finite lanes rounded to bfloat16, half to even.
+inline Vector round_bfloat16(Vector x) {
+  const __m512i u = _mm512_castps_si512(x.v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  return {_mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(int(0xFFFF0000u))))};
+}
+
+// 16 numbers, of which the first `count` are there and the others are 0.
+inline Vector load_some(const float* p, int count) { return {_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p)}; }
+inline Vector load_some(const BFloat16* p, int count) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), p)), 16))};
+}
+
+// Lanes that are infinite or NaN.
+inline uint32_t not_finite(Vector x) { return _mm512_cmp_ps_mask(_mm512_sub_ps(x.v, x.v), _mm512_setzero_ps(), _CMP_NEQ_UQ); }
+
+// Lanes whose exponents are more than `apart` from each other, unless b is 0.
+inline uint32_t far_apart(Vector a, Vector b, int apart) {
+  const __m512i of_a = _mm512_and_si512(_mm512_srli_epi32(_mm512_castps_si512(a.v), 23), _mm512_set1_epi32(255));
+  const __m512i of_b = _mm512_and_si512(_mm512_srli_epi32(_mm512_castps_si512(b.v), 23), _mm512_set1_epi32(255));
+  const __mmask16 far = _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(_mm512_sub_epi32(of_a, of_b)), _mm512_set1_epi32(apart));
+  return far & _mm512_cmp_ps_mask(b.v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+}
+
+// The lanes' sum: lane l + lane l + 8, then 4, 2 and 1 apart.
+inline float sum(Vector x) {
+  const __m256 by8 = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  const __m128 by4 = _mm_add_ps(_mm256_castps256_ps128(by8), _mm256_extractf128_ps(by8, 1));
+  const __m128 by2 = _mm_add_ps(by4, _mm_movehl_ps(by4, by4));
+  return _mm_cvtss_f32(_mm_add_ss(by2, _mm_movehdup_ps(by2)));
+}
+
+// Sixteen bytes of codes of 4 bits: the low nibbles are 16 codes, the high ones 16 more.
+struct Nibbles {
+  __m512i bytes;
+  explicit Nibbles(const uint8_t* p) : bytes(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))) {}
+  Vector low(Vector table) const { return {_mm512_permutexvar_ps(bytes, table.v)}; }  // reads 4 bits of an index
+  Vector high(Vector table) const { return {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table.v)}; }
+};
+
+// a0 b0 a1 b1 ...
+inline void interleave(Vector a, Vector b, Vector* out) {
+  const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  out[0] = {_mm512_permutex2var_ps(a.v, first, b.v)};
+  out[1] = {_mm512_permutex2var_ps(a.v, second, b.v)};
+}
+
+#else
+
+struct Vector {
+  float v[LANES];
+  static Vector zero() { return all(0.0f); }
+  static Vector all(float x) {
+    Vector r;
+    for (int l = 0; l < LANES; ++l) r.v[l] = x;
+    return r;
+  }
+  static Vector load(const float* p) {
+    Vector r;
+    memcpy(r.v, p, sizeof r.v);
+    return r;
+  }
+  static Vector from_int8(const void* p) {
+    Vector r;
+    for (int l = 0; l < LANES; ++l) r.v[l] = float(static_cast<const int8_t*>(p)[l]);
+    return r;
+  }
+  void store(float* p) const { memcpy(p, v, sizeof v); }
+};
+inline Vector operator+(Vector a, Vector b) {
+  for (int l = 0; l < LANES; ++l) a.v[l] += b.v[l];
+  return a;
+}
+inline Vector operator*(Vector a, Vector b) {
+  for (int l = 0; l < LANES; ++l) a.v[l] *= b.v[l];
+  return a;
+}
+inline Vector fma(Vector a, Vector b, Vector c) {
+  for (int l = 0; l < LANES; ++l) c.v[l] = __builtin_fmaf(a.v[l], b.v[l], c.v[l]);
+  return c;
+}
+inline Vector round_bfloat16(Vector x) {
+  for (int l = 0; l < LANES; ++l) {
+    const uint32_t u = bits_of(x.v[l]);
+    x.v[l] = float_of((u + (u >> 16 & 1) + 0x7FFF) & 0xFFFF0000);
+  }
+  return x;
+}
+template <typename T>
+inline Vector load_some(const T* p, int count) {
+  Vector r = Vector::zero();
+  for (int l = 0; l < count; ++l) r.v[l] = Number<T>::wide(p[l]);
+  return r;
+}
+inline uint32_t not_finite(const Vector& x) {
+  uint32_t found = 0;
+  for (int l = 0; l < LANES; ++l) found |= uint32_t(!(x.v[l] - x.v[l] == 0)) << l;
+  return found;
+}
+inline uint32_t far_apart(const Vector& a, const Vector& b, int apart) {
+  uint32_t found = 0;
+  for (int l = 0; l < LANES; ++l) {
+    const int by = int(bits_of(a.v[l]) >> 23 & 255) - int(bits_of(b.v[l]) >> 23 & 255);
+    found |= uint32_t((by > apart || by < -apart) && b.v[l] != 0) << l;
+  }
+  return found;
+}
+inline float sum(Vector x) {
+  for (int apart = LANES / 2; apart; apart /= 2)
+    for (int l = 0; l < apart; ++l) x.v[l] += x.v[l + apart];
+  return x.v[0];
+}
+
+struct Nibbles {
+  uint8_t bytes[LANES];
+  explicit Nibbles(const uint8_t* p) { memcpy(bytes, p, sizeof bytes); }
+  Vector low(const Vector& table) const {
+    Vector r;
+    for (int l = 0; l < LANES; ++l) r.v[l] = table.v[bytes[l] & 15];
+    return r;
+  }
+  Vector high(const Vector& table) const {
+    Vector r;
+    for (int l = 0; l < LANES; ++l) r.v[l] = table.v[bytes[l] >> 4];
+    return r;
+  }
+};
+
+inline void interleave(const Vector& a, const Vector& b, Vector* out) {
+  for (int l = 0; l < LANES; ++l) out[l / 8].v[2 * l % LANES] = a.v[l], out[l / 8].v[2 * l % LANES + 1] = b.v[l];
+}
+
+#endif
+
+}  // namespace aoquant::cpu::AOQUANT_LEVEL
