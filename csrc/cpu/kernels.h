@@ -6,7 +6,7 @@
 
 namespace aoquant::cpu {
 
-enum Kind : int64_t { INT4 = 0, INTX4 = 1, INT8 = 2 };  // aoquant/ops/gemm/cpu.py names them too
+enum Kind : int64_t { INT4 = 0, INTX4 = 1, INT8 = 2 };  // aoquant/ops/native_cpu.py names them too
 
 // How codes become what the GEMM multiplies. bfloat16: of scales and of the values' rounding; else float32.
 //   INT4   two's complement nibbles q: round(q s + z), rounded once

@@ -10,7 +10,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <optional>
 #include <tuple>
 
@@ -58,10 +57,13 @@ const Kernels& chosen() {
   return *kernels();
 }
 
-// "avx512", "avx2" (elsewhere than on x86: "baseline"), or "" for a CPU that has neither
-bool level_is_avx512() { return kernels() == &avx512::KERNELS; }
-
-int64_t level() { return !kernels() ? 0 : level_is_avx512() ? 2 : 1; }
+// 0: no kernels for this CPU; 1: AVX2, or whatever a CPU that is no x86 has; 2: AVX-512 with VNNI
+int64_t level() {
+#if defined(__x86_64__)
+  if (kernels() == &avx512::KERNELS) return 2;
+#endif
+  return kernels() != nullptr;
+}
 
 Weight weight(const Tensor& codes, const std::optional<Tensor>& scale, const std::optional<Tensor>& zero, int64_t kind, int64_t group) {
   check_matrix(codes, "codes");
@@ -117,7 +119,7 @@ Tensor make(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) 
   return torch::stable::new_empty(like, {size, 2}, type);
 }
 
-// y (M, N), in x's type, of x (M, K) and a packed W. With x of integers and W INT8: `integers`.
+// y (M, N), in x's type, of x (M, K) and a packed W.
 Tensor decode_mm(const Tensor& x, const Tensor& codes, const std::optional<Tensor>& scale, const std::optional<Tensor>& zero, const std::optional<Tensor>& alpha_x,
                  const std::optional<Tensor>& alpha_w, const std::optional<Tensor>& bias, int64_t kind, int64_t group) {
   const Weight w = weight(codes, scale, zero, kind, group);
@@ -127,10 +129,10 @@ Tensor decode_mm(const Tensor& x, const Tensor& codes, const std::optional<Tenso
   Tensor y = make(x, m, w.n, x.scalar_type());
   const Epilogue e = epilogue(y, alpha_x, alpha_w, bias);
   const Kernels& run = chosen();
-  const std::unique_ptr<float[], decltype(&free)> arranged(static_cast<float*>(aligned_alloc(64, (m * w.k * 4 + 63) / 64 * 64)), &free);  // a load that crosses cache lines takes twice the time
-  STD_TORCH_CHECK(arranged || m == 0, "no memory for x in float32");
-  run.arrange(x.data_ptr(), bfloat16(x), w.kind != INT8, m * w.k, arranged.get());
-  over_rows(w.n, m * w.k, [&](int64_t from, int64_t to) { run.products(w, arranged.get(), m, from, to, e); });
+  const Tensor arranged = make(x, m, w.k, ScalarType::Float);  // aligned to cache lines, as all of torch's CPU memory is
+  float* const values = static_cast<float*>(arranged.data_ptr());
+  run.arrange(x.data_ptr(), bfloat16(x), w.kind != INT8, m * w.k, values);
+  over_rows(w.n, m * w.k, [&](int64_t from, int64_t to) { run.products(w, values, m, from, to, e); });
   return y;
 }
 
