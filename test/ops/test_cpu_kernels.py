@@ -147,7 +147,8 @@ def test_prepared_equals_packed(name: str, bias: bool) -> None:
         want = [prepared(x) for x in inputs]
         with aoquant.backend("reference"):
             plain = [prepared(x) for x in inputs]
-        packed = quantize_(prepared, QATConfig(get_recipe(name).make(), step="convert"))
+        packed = prepared
+        quantize_(packed, QATConfig(get_recipe(name).make(), step="convert"))
         compiled = torch.compile(packed, backend="aot_eager")
         for x, y, reference in zip(inputs, want, plain, strict=True):
             assert torch.equal(packed(x), y) and torch.equal(compiled(x), y)
@@ -312,7 +313,7 @@ def test_reasons_not_to_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_a_call_takes_prepared_and_packed_weights_alike() -> None:
     from aoquant.formats import as_operand
 
-    f, x, w = as_operand("int4-g128"), torch.randn(3, 256, dtype=BF16), torch.randn(16, 256, dtype=BF16)
+    f, x, w = as_operand(get_format("int4-g128")), torch.randn(3, 256, dtype=BF16), torch.randn(16, 256, dtype=BF16)
     calls = [Call("aoquant", x, None, given, f, None, [3], BF16) for given in (w, f.encode(w))]
     assert calls[0].request_fields() == calls[1].request_fields()
     assert torch.equal(calls[0].run(), calls[1].run())

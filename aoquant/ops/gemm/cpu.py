@@ -33,6 +33,10 @@ def _why_not(r: Request) -> str | None:
         return "needs a CPU"
     if r.dtype not in (torch.bfloat16, torch.float32):
         return f"multiplies bfloat16 or float32, got {r.dtype}"
+    return None
+
+
+def _why_not_shape(r: Request) -> str | None:
     if r.k % 32 or (r.w_format.block or 32) % 32:
         return f"needs K and groups to be multiples of 32, got K = {r.k} and groups of {r.w_format.block}"
     return None
@@ -47,18 +51,19 @@ def _why_not_decode(r: Request) -> str | None:
     scales = r.w_format.scale_dtype(r.scale_dtype or r.dtype)
     if how == "int4" and scales != r.dtype:
         return f"makes int4's operands in one type, got scales in {scales} and activations in {r.dtype}"
-    return native_cpu.why_not()
+    return _why_not_shape(r) or native_cpu.why_not()
 
 
 def _why_not_integers(r: Request) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
     if native_cpu.kind(r.w_format) != "int8" or r.x_format is None or native_cpu.kind(r.x_format) != "int8":
-        return (
-            f"multiplies int8 by int8, got {r.w_format.name} and {r.x_format.name if r.x_format else 'high precision'}"
-        )
+        given = r.x_format.name if r.x_format else "activations in high precision"
+        return f"multiplies int8 by int8, got {r.w_format.name} and {given}"
     if r.k > LONGEST:
         return f"sums up to {LONGEST} products in int32, got K = {r.k}"
+    if (reason := _why_not_shape(r)) is not None:
+        return reason
     return None if native_cpu.multiplies_exactly() else native_cpu.why_not()
 
 
