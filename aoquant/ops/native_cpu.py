@@ -20,7 +20,7 @@ from aoquant.formats import Affine, Encoded, Format, Int4
 
 LIBRARY = Path(__file__).with_name("_native_cpu.so")
 KINDS = {"int4": 0, "intx4": 1, "int8": 2}  # `Kind` of csrc/cpu/kernels.h
-OPERATORS = ("decode_mm", "integer_mm", "decode", "encode_int8_rows")
+OPERATORS = ("decode_mm", "integer_mm", "decode", "encode_int8_rows", "encode_int4")
 
 
 def why_not() -> str | None:

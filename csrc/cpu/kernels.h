@@ -40,6 +40,8 @@ struct Kernels {
   void (*values)(const Weight& w, int64_t from, int64_t to, void* out, bool bfloat16);
   // rows of x as int8 with a scale each: codes (m, k), scale (m), zero (m) if `asymmetric`; operand (m, k) in x's type, q - z, unless null
   void (*encode_rows)(const void* x, bool bfloat16, bool asymmetric, int64_t from, int64_t to, int64_t k, int8_t* codes, float* scale, int8_t* zero, void* operand);
+  // rows of x as int4 in groups: codes (m, k / 2), scale and zero (m, g) in x's type
+  void (*encode_int4)(const void* x, bool bfloat16, int64_t from, int64_t to, int64_t k, int64_t group, uint8_t* codes, void* scale, void* zero);
 };
 
 namespace avx512 {

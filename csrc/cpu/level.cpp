@@ -277,9 +277,44 @@ void encode_rows(const void* x, bool bfloat16, bool asymmetric, int64_t from, in
   }
 }
 
+// `Int4` of formats/int4.py: scale and zero of a group's range, in float32, then both as they are stored.
+template <typename T>
+void encode_group(const T* x, int64_t group, uint8_t* codes, T* scale_out, T* zero_out) {
+  using N = Number<T>;
+  float low = N::wide(x[0]), high = low;
+  bool nan = false;
+  for (int64_t i = 0; i < group; ++i) {
+    const float v = N::wide(x[i]);
+    low = v < low ? v : low, high = v > high ? v : high, nan |= v != v;
+  }
+  if (nan) low = high = float_of(0x7FC00000);
+  float scale = high - low;
+  scale = (scale < 1e-6f ? 1e-6f : scale) * float(1.0 / 15.0);
+  const auto code = [&](float v) {
+    float q = __builtin_rintf((v - low) / scale);
+    q = (q < 0.0f ? 0.0f : q > 15.0f ? 15.0f : q) - 8.0f;
+    return uint8_t(int(q != q ? 0.0f : q) & 15);
+  };
+  for (int64_t i = 0; i < group; i += 2) codes[i / 2] = uint8_t(code(N::wide(x[i])) | code(N::wide(x[i + 1])) << 4);
+  *scale_out = N::narrow(scale), *zero_out = N::narrow(low + 8.0f * scale);
+}
+
+template <typename T>
+void encode_groups(const T* x, int64_t from, int64_t to, int64_t k, int64_t group, uint8_t* codes, T* scale, T* zero) {
+  const int64_t groups = k / group;
+  for (int64_t g = from * groups; g < to * groups; ++g) encode_group(x + g * group, group, codes + g * group / 2, scale + g, zero + g);
+}
+
+void encode_int4(const void* x, bool bfloat16, int64_t from, int64_t to, int64_t k, int64_t group, uint8_t* codes, void* scale, void* zero) {
+  if (bfloat16)
+    encode_groups(static_cast<const BFloat16*>(x), from, to, k, group, codes, static_cast<BFloat16*>(scale), static_cast<BFloat16*>(zero));
+  else
+    encode_groups(static_cast<const float*>(x), from, to, k, group, codes, static_cast<float*>(scale), static_cast<float*>(zero));
+}
+
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {arrange, products, integer_products, values, encode_rows};
+const Kernels KERNELS = {arrange, products, integer_products, values, encode_rows, encode_int4};
 
 }  // namespace aoquant::cpu::AOQUANT_LEVEL

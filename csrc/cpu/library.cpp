@@ -173,6 +173,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_int8_rows(const Tensor& x, boo
   return {codes, scale, zero, values};
 }
 
+// x (N, K) as int4 in groups: codes (N, K / 2), scale and zero (N, K / group) in x's type.
+std::tuple<Tensor, Tensor, Tensor> encode_int4(const Tensor& x, int64_t group) {
+  check_matrix(x, "x"), check_floats(x, "x");
+  const int64_t n = x.size(0), k = x.size(1);
+  STD_TORCH_CHECK(k > 0 && group > 0 && group % 2 == 0 && k % group == 0, "groups must be even and divide K");
+  Tensor codes = make(x, n, k / 2, ScalarType::Byte), scale = make(x, n, k / group, x.scalar_type()), zero = make(x, n, k / group, x.scalar_type());
+  const Kernels& run = chosen();
+  over_rows(n, k, [&](int64_t from, int64_t to) { run.encode_int4(x.data_ptr(), bfloat16(x), from, to, k, group, static_cast<uint8_t*>(codes.data_ptr()), scale.data_ptr(), zero.data_ptr()); });
+  return {codes, scale, zero};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_cpu, m) {
@@ -181,6 +192,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_cpu, m) {
   m.def("integer_mm(Tensor x, Tensor codes, Tensor? alpha_x, Tensor? alpha_w, Tensor? bias, bool to_bfloat16) -> Tensor");
   m.def("decode(Tensor codes, Tensor? scale, Tensor? zero, int kind, int group, bool to_bfloat16) -> Tensor");
   m.def("encode_int8_rows(Tensor x, bool asymmetric, bool operand) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("encode_int4(Tensor x, int group) -> (Tensor, Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_cpu, CompositeExplicitAutograd, m) {
   m.impl("level", TORCH_BOX(&level));
@@ -190,6 +202,7 @@ STABLE_TORCH_LIBRARY_IMPL(aoquant_cpu, CPU, m) {
   m.impl("integer_mm", TORCH_BOX(&integer_mm));
   m.impl("decode", TORCH_BOX(&decode));
   m.impl("encode_int8_rows", TORCH_BOX(&encode_int8_rows));
+  m.impl("encode_int4", TORCH_BOX(&encode_int4));
 }
 
 }  // namespace aoquant::cpu

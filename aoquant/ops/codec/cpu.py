@@ -1,4 +1,4 @@
-"""int4 and int8 operands, and int8 activations, by the kernels of `csrc/cpu/`: the codec's backend "cpu".
+"""int4 and int8 operands, int4 weights and int8 activations, by the kernels of `csrc/cpu/`: the codec's backend "cpu".
 
 Decoding in plain PyTorch is a dozen passes over float32 values, encoding a row two dozen small calls; here both are one
 pass and one call. The numbers are those of `formats/`, to the last bit.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Format, Operand, Random
+from aoquant.formats import Affine, Encoded, Format, Int4, Operand, Random
 
 from .. import native_cpu
 from ..router import Backend, CodecRequest, CodesAndValues
@@ -41,9 +41,15 @@ def _why_not_decode(r: CodecRequest) -> str | None:
 def _why_not_encode(r: CodecRequest) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
-    if type(r.operand.format) is not Affine or r.operand.name not in _ROWS:
-        return f"encodes {' and '.join(_ROWS)}, not {r.operand.name}"
+    if not _is_int4(r.operand) and (type(r.operand.format) is not Affine or r.operand.name not in _ROWS):
+        return f"encodes int4 and {' and '.join(_ROWS)}, not {r.operand.name}"
     return native_cpu.why_not()
+
+
+def _is_int4(operand: Operand) -> bool:
+    """With scales in the type of what is encoded."""
+    f = operand.format
+    return type(f) is Int4 and f.scales == "input" and f.group % 2 == 0
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
@@ -58,6 +64,8 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
 
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
+    if isinstance(f := operand.format, Int4):
+        return Encoded(*native_cpu.operator("encode_int4")(x_RK.contiguous(), f.group), None, x_RK.shape[1])
     return _rows(operand, x_RK, False)[0]
 
 
@@ -71,6 +79,9 @@ def encode_with_values(
     random: Random | None = None,
 ) -> CodesAndValues:
     """Codes, and the operand in the same pass."""
+    if isinstance(made.format, Int4):
+        e = encode(made, x_RK)
+        return CodesAndValues(e if keep else None, decode(made.format, e, dtype, operand, dtype), None)
     if not operand or dtype != x_RK.dtype:
         return reference.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
     e, values = _rows(made, x_RK, True)

@@ -26,8 +26,6 @@ from .reference import nvfp4_epilogue, rescaled
 
 _CONTRACTS = ("aoquant", "nvfp4_rescale")
 _FULL = 128 * 256 * 128  # outputs that fill a large GPU with 128 x 256 tiles
-_BLOCK = 1 << 26  # bytes of W's values that are there at once
-_ROWS = 256  # of W: a block is a multiple of them, and so of every format's tile
 
 
 def _why_not(r: Request) -> str | None:
@@ -94,7 +92,7 @@ def _multiplied(
     W's values are there at once. A prepared layer, whose W is whole, multiplies the same blocks.
     """
     (m, k), n = x_MK.shape, shape[0]
-    blocks = _blocks(n, k * x_MK.element_size())
+    blocks = tiles.blocks(n, k * x_MK.element_size())
     if len(blocks) == 1:
         return _block(x_MK, values(blocks[0]), n, alpha_x, alpha_w, bias)
     y_MN = x_MK.new_empty(m, n)
@@ -124,13 +122,6 @@ def _block(
     else:
         made = rescale.rescale(accumulate(x_MK, w_NK, False), alpha_x, alpha_w, bias, x_MK.dtype)
     return made if y_MN is None else y_MN.copy_(made)
-
-
-def _blocks(n: int, row: int) -> list[slice]:
-    """Rows of W, `row` bytes each: as few blocks as hold 64 MB at most, of about the same size."""
-    count = -(-n * row // _BLOCK)
-    rows = -(-n // count // _ROWS) * _ROWS
-    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
 
 
 def _part(t: Tensor | None, rows: slice, n: int) -> Tensor | None:
