@@ -95,7 +95,7 @@ def _rows(operand: Operand, x_RK: Tensor, values: bool) -> tuple[Encoded, Tensor
 
 
 BACKENDS = (
-    Backend("cpu", 20, _why_not_decode, decode, "decode"),
-    Backend("cpu", 20, _why_not_encode, encode, "encode"),
-    Backend("cpu", 20, _why_not_encode, encode_with_values, "quantize"),
+    Backend("cpu", 5, _why_not_decode, decode, "decode"),
+    Backend("cpu", 5, _why_not_encode, encode, "encode"),
+    Backend("cpu", 5, _why_not_encode, encode_with_values, "quantize"),
 )
