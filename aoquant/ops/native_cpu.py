@@ -55,11 +55,16 @@ def _found(name: str) -> Callable[..., Any]:
     return found
 
 
+@cache
 def multiplies_exactly() -> bool:
-    """Whether torch._int_mm keeps every bit on this CPU: with VNNI. Without it the sums of two products are held in 16
-    bits, and saturate.
+    """Whether torch._int_mm keeps every bit on this CPU, asked by its largest products: without VNNI instructions the
+    sums of two may be held in 16 bits, and saturate.
     """
-    return bool(torch.cpu._is_vnni_supported())
+    if not hasattr(torch, "_int_mm"):
+        return False
+    extremes = torch.tensor([-128, 127], dtype=torch.int8)
+    x_MK = extremes.repeat(16).unsqueeze(1).repeat(1, 64)
+    return bool((torch._int_mm(x_MK, x_MK.t()).double() == x_MK.double() @ x_MK.double().t()).all())
 
 
 def kind(f: Format) -> str | None:
