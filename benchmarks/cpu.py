@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of generate")
     parser.add_argument("--prompt", type=int, default=16, help="of generate")
-    parser.add_argument("--new", type=int, default=8, help="tokens that are generated")
+    parser.add_argument("--new", type=int, default=4, help="tokens that are generated")
     parser.add_argument("--prefill", type=int, default=256, help="tokens")
     parser.add_argument("--out", type=Path, help="write the table here, as cpu_<threads>.csv or cpu_generate.csv")
     args = parser.parse_args()

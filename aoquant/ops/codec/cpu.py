@@ -65,7 +65,8 @@ def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: t
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
     if isinstance(f := operand.format, Int4):
-        return Encoded(*native_cpu.operator("encode_int4")(x_RK.contiguous(), f.group), None, x_RK.shape[1])
+        codes, scale, zero = native_cpu.operator("encode_int4")(x_RK.contiguous(), f.group)
+        return Encoded(codes, scale, zero, None, x_RK.shape[1])
     return _rows(operand, x_RK, False)[0]
 
 
