@@ -277,26 +277,32 @@ void encode_rows(const void* x, bool bfloat16, bool asymmetric, int64_t from, in
   }
 }
 
+float lowest(const Vector& x) {
+  float v[LANES], found;
+  x.store(v), found = v[0];
+  for (int l = 1; l < LANES; ++l) found = v[l] < found ? v[l] : found;
+  return found;
+}
+
 // `Int4` of formats/int4.py: scale and zero of a group's range, in float32, then both as they are stored.
 template <typename T>
 void encode_group(const T* x, int64_t group, uint8_t* codes, T* scale_out, T* zero_out) {
-  using N = Number<T>;
-  float low = N::wide(x[0]), high = low;
+  Vector lows = load16(x), highs = lows;
   bool nan = false;
-  for (int64_t i = 0; i < group; ++i) {
-    const float v = N::wide(x[i]);
-    low = v < low ? v : low, high = v > high ? v : high, nan |= v != v;
+  for (int64_t i = 0; i < group; i += LANES) {
+    const Vector v = load16(x + i);
+    lows = smaller(lows, v), highs = larger(highs, v), nan |= nans(v) != 0;
   }
-  if (nan) low = high = float_of(0x7FC00000);
+  float low = nan ? float_of(0x7FC00000) : lowest(lows), high = nan ? low : -lowest(Vector::zero() - highs);
   float scale = high - low;
   scale = (scale < 1e-6f ? 1e-6f : scale) * float(1.0 / 15.0);
-  const auto code = [&](float v) {
-    float q = __builtin_rintf((v - low) / scale);
-    q = (q < 0.0f ? 0.0f : q > 15.0f ? 15.0f : q) - 8.0f;
-    return uint8_t(int(q != q ? 0.0f : q) & 15);
-  };
-  for (int64_t i = 0; i < group; i += 2) codes[i / 2] = uint8_t(code(N::wide(x[i])) | code(N::wide(x[i + 1])) << 4);
-  *scale_out = N::narrow(scale), *zero_out = N::narrow(low + 8.0f * scale);
+  const Vector from = Vector::all(low), step = Vector::all(scale);
+  for (int64_t i = 0; i < group; i += CHUNK) {
+    uint8_t q[CHUNK];
+    to_codes((load16(x + i) - from) / step, q), to_codes((load16(x + i + LANES) - from) / step, q + LANES);
+    for (int l = 0; l < LANES; ++l) codes[i / 2 + l] = uint8_t((q[2 * l] | q[2 * l + 1] << 4) ^ 0x88);  // q - 8
+  }
+  *scale_out = Number<T>::narrow(scale), *zero_out = Number<T>::narrow(low + 8.0f * scale);
 }
 
 template <typename T>

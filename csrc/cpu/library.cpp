@@ -177,7 +177,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_int8_rows(const Tensor& x, boo
 std::tuple<Tensor, Tensor, Tensor> encode_int4(const Tensor& x, int64_t group) {
   check_matrix(x, "x"), check_floats(x, "x");
   const int64_t n = x.size(0), k = x.size(1);
-  STD_TORCH_CHECK(k > 0 && group > 0 && group % 2 == 0 && k % group == 0, "groups must be even and divide K");
+  STD_TORCH_CHECK(k > 0 && group > 0 && group % 32 == 0 && k % group == 0, "groups must be multiples of 32 that divide K");
   Tensor codes = make(x, n, k / 2, ScalarType::Byte), scale = make(x, n, k / group, x.scalar_type()), zero = make(x, n, k / group, x.scalar_type());
   const Kernels& run = chosen();
   over_rows(n, k, [&](int64_t from, int64_t to) { run.encode_int4(x.data_ptr(), bfloat16(x), from, to, k, group, static_cast<uint8_t*>(codes.data_ptr()), scale.data_ptr(), zero.data_ptr()); });

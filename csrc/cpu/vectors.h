@@ -40,6 +40,24 @@ inline Vector load_some(const BFloat16* p, int count) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), p)), 16))};
 }
 
+inline Vector load16(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Vector load16(const BFloat16* p) { return load_some(p, LANES); }
+
+inline Vector operator-(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vector operator/(Vector a, Vector b) { return {_mm512_div_ps(a.v, b.v)}; }
+// of two numbers
+inline Vector smaller(Vector a, Vector b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Vector larger(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline uint32_t nans(Vector x) { return _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q); }
+
+// Lanes rounded to integers between 0 and 15; NaN is 8.
+inline void to_codes(Vector x, uint8_t* codes) {
+  const __m512 whole = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 held = _mm512_min_ps(_mm512_max_ps(whole, _mm512_setzero_ps()), _mm512_set1_ps(15));
+  const __m512i q = _mm512_cvtps_epi32(_mm512_mask_mov_ps(held, nans(x), _mm512_set1_ps(8)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(q));
+}
+
 // Lanes that are infinite or NaN.
 inline uint32_t not_finite(Vector x) { return _mm512_cmp_ps_mask(_mm512_sub_ps(x.v, x.v), _mm512_setzero_ps(), _CMP_NEQ_UQ); }
 
@@ -121,6 +139,38 @@ inline Vector load_some(const T* p, int count) {
   Vector r = Vector::zero();
   for (int l = 0; l < count; ++l) r.v[l] = Number<T>::wide(p[l]);
   return r;
+}
+template <typename T>
+inline Vector load16(const T* p) {
+  return load_some(p, LANES);
+}
+inline Vector operator-(Vector a, const Vector& b) {
+  for (int l = 0; l < LANES; ++l) a.v[l] -= b.v[l];
+  return a;
+}
+inline Vector operator/(Vector a, const Vector& b) {
+  for (int l = 0; l < LANES; ++l) a.v[l] /= b.v[l];
+  return a;
+}
+inline Vector smaller(Vector a, const Vector& b) {
+  for (int l = 0; l < LANES; ++l) a.v[l] = b.v[l] < a.v[l] ? b.v[l] : a.v[l];
+  return a;
+}
+inline Vector larger(Vector a, const Vector& b) {
+  for (int l = 0; l < LANES; ++l) a.v[l] = b.v[l] > a.v[l] ? b.v[l] : a.v[l];
+  return a;
+}
+inline uint32_t nans(const Vector& x) {
+  uint32_t found = 0;
+  for (int l = 0; l < LANES; ++l) found |= uint32_t(x.v[l] != x.v[l]) << l;
+  return found;
+}
+inline void to_codes(const Vector& x, uint8_t* codes) {
+  for (int l = 0; l < LANES; ++l) {
+    float q = __builtin_rintf(x.v[l]);
+    q = q < 0.0f ? 0.0f : q > 15.0f ? 15.0f : q;
+    codes[l] = uint8_t(int(q != q ? 8.0f : q));
+  }
 }
 inline uint32_t not_finite(const Vector& x) {
   uint32_t found = 0;

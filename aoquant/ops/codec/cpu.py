@@ -47,9 +47,9 @@ def _why_not_encode(r: CodecRequest) -> str | None:
 
 
 def _is_int4(operand: Operand) -> bool:
-    """With scales in the type of what is encoded."""
+    """With scales in the type of what is encoded, and groups of whole chunks."""
     f = operand.format
-    return type(f) is Int4 and f.scales == "input" and f.group % 2 == 0
+    return type(f) is Int4 and f.scales == "input" and f.group % 32 == 0
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
