@@ -159,10 +159,14 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=16, help="of generate")
     parser.add_argument("--new", type=int, default=4, help="tokens that are generated")
     parser.add_argument("--prefill", type=int, default=256, help="tokens")
-    parser.add_argument("--out", type=Path, help="write the table here, as cpu_<threads>.csv or cpu_generate.csv")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write the table here, as cpu_<threads>.csv, cpu_generate.csv or cpu_generate_1_thread.csv",
+    )
     args = parser.parse_args()
     if args.part == "generate":
-        return serve(args, facts(args.rounds, args.part))
+        return serve(args, facts(args.rounds, args.part), clock)
 
     lines = [f"# {key}: {value}" for key, value in facts(args.rounds).items()]
     lines += [f"# bf16, N = {N}, K = {K}, {TOKENS} tokens, forward + backward; times nn.Linear's", ""]

@@ -2,7 +2,8 @@
 
 Two models: the demo's, 256 wide, as eval/assets has it, and a Llama of 4 layers, 1024 wide, with random weights. All
 variants of a model are made first. A round then runs one call of each in turn, and a cell is the least time of all
-rounds: what else the machine does only ever adds to a time.
+rounds: what else the machine does only ever adds to a time. With one thread the clock counts this process's time alone;
+with several, on a machine that has other work, each waits for the slowest, and even the least time is a busy one's.
 
 `of_torchao` is aoquant's time over that of torchao's layer of the same kind. Peak memory is the weights' bytes and the
 most bytes of tensors that one call holds beside them, counted by torch's profiler.
@@ -11,7 +12,6 @@ most bytes of tensors that one call holds beside them, counted by torch's profil
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def held(run: Callable[[], Any]) -> int:
     return most
 
 
-def rows(part: str, name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows(part: str, name: str, args: argparse.Namespace, clock: Callable[[], float]) -> Iterator[dict[str, Any]]:
     """A row for each variant of one model."""
     models = {variant: MODELS[name](variant).eval().requires_grad_(False) for variant in VARIANTS}
     prompt = args.prompt if part == "generate" else args.prefill
@@ -97,9 +97,9 @@ def rows(part: str, name: str, args: argparse.Namespace) -> Iterator[dict[str, A
     least = dict.fromkeys(runs, float("inf"))
     for _ in range(args.rounds):
         for variant, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            least[variant] = min(least[variant], time.perf_counter() - start)
+            least[variant] = min(least[variant], clock() - start)
     peaks = {variant: (weights(models[variant]) + held(run)) / 2**20 for variant, run in runs.items()}
     tokens = args.new if part == "generate" else prompt
     for variant, seconds in least.items():
@@ -117,7 +117,7 @@ def rows(part: str, name: str, args: argparse.Namespace) -> Iterator[dict[str, A
         }
 
 
-def serve(args: argparse.Namespace, facts: dict[str, str]) -> int:
+def serve(args: argparse.Namespace, facts: dict[str, str], clock: Callable[[], float]) -> int:
     """Print the table; 1 if a row of ours takes longer than torchao's by more than `SLACK`."""
     lines = [f"# {key}: {value}" for key, value in facts.items()]
     lines += [
@@ -129,11 +129,12 @@ def serve(args: argparse.Namespace, facts: dict[str, str]) -> int:
     slow = 0
     for part in ("generate", "prefill"):
         for name in args.models:
-            for row in rows(part, name, args):
+            for row in rows(part, name, args, clock):
                 lines.append(",".join(str(row[column]) for column in COLUMNS))
                 print(lines[-1], flush=True)
                 slow += bool(row["of_torchao"]) and float(row["of_torchao"]) > SLACK
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "cpu_generate.csv").write_text("\n".join(lines) + "\n")
+        suffix = "_1_thread" if torch.get_num_threads() == 1 else ""
+        (args.out / f"cpu_generate{suffix}.csv").write_text("\n".join(lines) + "\n")
     return int(slow > 0)
