@@ -1,5 +1,5 @@
-"""Training a prepared layer on a CPU takes no longer than torchao's QAT of the same base; the table of packed models has
-its rows. See benchmarks/cpu.py for both.
+"""Training a prepared layer on a CPU takes no longer than torchao's QAT of the same base; the table of packed models
+has its rows. See benchmarks/cpu.py for both.
 """
 
 from __future__ import annotations
