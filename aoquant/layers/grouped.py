@@ -124,7 +124,8 @@ class GroupedLinear(torch.autograd.Function):
             dx = dx if place is None else ops.gathered_sum(dx, place)
             dx = dx if recipe.fprop_input is None else pulled_back(dx, recipe.fprop_input, None)
         if ctx.needs[1]:
-            x = Encoded(*codes, ctx.x_k) if ctx.encoded else codes[0]
+            x_codes, scale, zero, outer = codes
+            x = Encoded(x_codes, scale, zero, outer, ctx.x_k) if ctx.encoded else x_codes
             pulls = recipe.fprop_weight.transform is not None
             dw = ops.grouped_wgrad(grad, ends, x, token, recipe.fprop_input, transposed and not pulls)
             if pulls:

@@ -132,14 +132,16 @@ def _join(parts: list[Made]) -> Encoded:
     es = [p.encoded for p in parts if p.encoded is not None]
     if len(es) == 1:
         return es[0]
-    joined = [None if t is None else _cat([e[i] for e in es]) for i, t in enumerate(es[0].tensors)]
-    codes, scale, zero, outer = joined
+    columns = zip(*(e.tensors for e in es), strict=True)
+    codes, scale, zero, outer = (_cat([t for t in column if t is not None]) for column in columns)
     assert codes is not None
     return Encoded(codes, scale, zero, outer, es[0].k)
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
-    """torch.cat, which knows few float8 dtypes."""
+def _cat(parts: list[Tensor]) -> Tensor | None:
+    """torch.cat, which knows few float8 dtypes; None of nothing."""
+    if not parts:
+        return None
     if parts[0].element_size() > 1:
         return torch.cat(parts)
     return torch.cat([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)

@@ -110,21 +110,21 @@ def _gathered_sum(rows_ptr, place_ptr, y_ptr, k, TOP: tl.constexpr, B: tl.conste
 
 
 class Slots(NamedTuple):
-    """expert, row, end: (slots,) int32, of each slot; count: (1,) int32, how many there are."""
+    """expert, row, end: (slots,) int32, of each slot; number: (1,) int32, how many there are."""
 
     expert: Tensor
     row: Tensor
     end: Tensor
-    count: Tensor
+    number: Tensor
 
 
 def slots(ends: Tensor, rows: int, first: int, experts: int, height: int = TILE_M) -> Slots:
     """The slots of `experts` experts from `first` on. ends: (E,) int32, for each expert the row behind its last."""
     most = triton.cdiv(rows, height) + min(experts, rows)
     made = torch.empty(3, most, dtype=torch.int32, device=ends.device)
-    count = torch.empty(1, dtype=torch.int32, device=ends.device)
-    _slots_of(first, experts, most, height)(ends, made[0], made[1], made[2], count)
-    return Slots(made[0], made[1], made[2], count)
+    number = torch.empty(1, dtype=torch.int32, device=ends.device)
+    _slots_of(first, experts, most, height)(ends, made[0], made[1], made[2], number)
+    return Slots(made[0], made[1], made[2], number)
 
 
 @lru_cache(PLANS)
