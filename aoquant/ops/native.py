@@ -106,6 +106,19 @@ def _encode_search(x: Tensor, outer: Tensor, out: int, operand: bool) -> tuple[T
     )
 
 
+def _transform_fitted(x: Tensor, matrix: Tensor, back: bool, out: int) -> Tensor:
+    return x.new_empty(x.shape, dtype=(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)[out])
+
+
+def _encode_fitted(x: Tensor, matrix: Tensor, block: int, known: float) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, k), outer = x.shape, int(block == 16 and known != 0)
+    return (
+        x.new_empty(rows, k // 2, dtype=torch.uint8),
+        x.new_empty(rows, k // block, dtype=torch.uint8),
+        x.new_empty(outer, outer, dtype=torch.float32),
+    )
+
+
 def _decode_mm(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], codes.shape[0])
 
@@ -124,6 +137,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "finite_absmax": _finite_absmax,
     "encode_grids": _encode_grids,
     "encode_search": _encode_search,
+    "transform_fitted": _transform_fitted,
+    "encode_fitted": _encode_fitted,
     "decode_mm": _decode_mm,
     "linear": _linear,
     "encode_rows": _encode_rows,
