@@ -1,4 +1,5 @@
-"""Fitted transforms (WUSH) by `csrc/fitted.cu`: the codec's backend "cuda" for the roles "transform" and "fitted".
+"""Fitted transforms (WUSH) by `csrc/fitted.cu`: the codec's backend "cuda-fitted", for the roles "transform" and
+"fitted".
 
 The definition sums a block's products in float64, and so do Hopper's tensor cores: the matrices fit the chip, and x is
 read at nearly the speed of memory. NVFP4 and MXFP4 are encoded in the same pass; NVFP4's outer scale of the tensor
@@ -75,6 +76,6 @@ def encode(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Encoded:
 
 
 BACKENDS = (
-    Backend("cuda", 20, _why_not_transform, transform, "transform"),
-    Backend("cuda", 20, _why_not, encode, "fitted"),
+    Backend("cuda-fitted", 20, _why_not_transform, transform, "transform"),
+    Backend("cuda-fitted", 20, _why_not, encode, "fitted"),
 )
