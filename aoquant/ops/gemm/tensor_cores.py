@@ -58,9 +58,9 @@ def _run(c: Call) -> Tensor:
         large = x_MK.shape[0] * w_NK.shape[0] >= _FULL
         return nvfp4_epilogue(c, accumulate(x_MK, w_NK, large).to(c.dtype))
     x_MK = c.x_matrix()
-    if isinstance(c.given_w, Encoded):
+    if isinstance(c.given_w, Encoded) and c.w_values is None:
         return c.shaped(_product(c.w_format, c.w)(x_MK, c.alpha_x, c.bias))
-    w_NK = c.w_matrix()  # whole: it is a parameter that is whole itself
+    w_NK = c.w_matrix()  # whole: it is a parameter that is whole itself, or its values are there
     return c.shaped(_multiplied(x_MK, w_NK.shape, w_NK.__getitem__, c.alpha_x, c.alpha_w, c.bias))
 
 
