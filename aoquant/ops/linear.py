@@ -212,13 +212,7 @@ def _transposed_columns(a: Any) -> Columns:
 @op(_transposed_columns)
 def transposed(x: Encoded, operand: Operand, multiple: int) -> Columns:
     """`encode_columns` of what x encodes, by moving its codes: for a `square` format."""
-    return _apart(backward.transposed(x, operand, multiple), x)
-
-
-def _apart(made: Encoded, x: Encoded) -> Columns:
-    """What is x's own is copied, because results of an op alias neither its inputs nor each other."""
-    pairs = zip(made.tensors[1:], x.tensors[1:], strict=True)
-    return Columns(made.codes, *(t.clone() if t is not None and t is old else t for t, old in pairs))
+    return Columns(*backward.transposed(x, operand, multiple).tensors)
 
 
 class Sides(NamedTuple):
@@ -244,7 +238,7 @@ def _side_shapes(a: Any) -> Sides:
 def encode_sides(x_RK: Tensor, operand: Operand, multiple: int) -> Sides:
     """`encode` and `encode_columns` of x in a `square` format, in one pass over x where a kernel can."""
     rows, codes = codec.sides(operand, x_RK, backward.padded_rows(x_RK.shape[0], multiple))
-    return Sides(rows, *_apart(backward.transposed(rows, operand, multiple, codes), rows))
+    return Sides(rows, *backward.transposed(rows, operand, multiple, codes).tensors)
 
 
 @op(lambda a: a.x.codes.new_empty(a.x.codes.shape[0], a.y.codes.shape[0], dtype=a.dtype))
