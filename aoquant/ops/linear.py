@@ -52,15 +52,17 @@ def scaled_mm(
     dtype: torch.dtype,
     x_values: Tensor | None = None,
     strides: Sequence[int] | None = None,
+    w_values: Tensor | None = None,
 ) -> Product:
     """y (*lead, N) in `dtype` under `contract`.
 
     x: (*lead, K) without x_operand, else encoded after being flattened to (M, K). w: (N, K), encoded here, or encoded
         already.
-    x_values: what the contract reads of an encoded x (`contracts.reads`), where encoding made it in passing.
+    x_values, w_values: what the contract reads of an encoded x or w (`contracts.reads`), where encoding made it in
+        passing.
     strides: of the decoded (*lead, K) input, for "dequantize" with an encoded x that was not contiguous.
     """
-    call = Call(contract, x, x_operand, w, w_operand, bias, lead, dtype, strides, x_values)
+    call = Call(contract, x, x_operand, w, w_operand, bias, lead, dtype, strides, x_values, w_values)
     if 0 in lead:
         y = call.w_rows.new_empty(*lead, call.w_rows.shape[0], dtype=dtype)
     else:
