@@ -88,18 +88,20 @@ def test_a_transposed_view_is_encoded_where_it_lies(name: str, dtype: torch.dtyp
     for kind, x in cases.items():
         view, want = x.to(CUDA).t().contiguous().t(), fmt.encode(x.contiguous())
         for operand in (True, False):
-            e, values, alpha = codec.encode_with_values(fmt, view, BF16, operand=operand, keep=True)
+            with backend("triton"):
+                e, values, alpha = codec.encode_with_values(fmt, view, BF16, operand=operand, keep=True)
             assert e is not None
             compare(e, want, f"{name} {kind}")
             assert differing(values, fmt.operand(want, BF16) if operand else fmt.decode(want, BF16)) == 0, kind
             assert differing(alpha, fmt.alpha(want)) == 0, kind
     view = torch.randn(1024, 4096, dtype=dtype, device=CUDA).t()
-    codec.encode(fmt, view)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    codec.encode(fmt, view)
-    assert torch.cuda.max_memory_allocated() - before < 1.2 * view.numel()
+    with backend("triton"):
+        codec.encode(fmt, view)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        codec.encode(fmt, view)
+        assert torch.cuda.max_memory_allocated() - before < 1.2 * view.numel()
 
 
 @pytest.fixture
