@@ -14,7 +14,7 @@ import torch
 
 from aoquant import get_format
 from aoquant.formats import as_operand
-from aoquant.ops import codec, native, tiles
+from aoquant.ops import codec, gemm_request, native, tiles
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows, one_call, tensor_cores
 
@@ -106,14 +106,20 @@ def test_blocks_of_rows_give_the_product(name: str, bias: bool, monkeypatch: pyt
     e, x = f.encode(torch.randn(n, k, dtype=BF16)), torch.randint(-3, 4, (m, k)).to(BF16)
     b, alpha_x = torch.randn(n) if bias else None, torch.rand(m, 1) if name == "nvfp4" else None
     monkeypatch.setattr(tensor_cores, "accumulate", lambda x, w, rounded: (x.double() @ w.double().t()).float())
-    want = tensor_cores._product(f, e)(x, alpha_x, b)
+
+    def product() -> torch.Tensor:
+        multiply = tensor_cores._bind(gemm_request("aoquant", None, as_operand(f), e, BF16, m), e)
+        assert multiply is not None
+        return multiply(x, alpha_x, b)
+
+    want = product()
     sizes: list[int] = []
     decode = tensor_cores.codec.decode
     monkeypatch.setattr(
         tensor_cores.codec, "decode", lambda *a, **o: sizes.append(a[1].codes.shape[0]) or decode(*a, **o)
     )
     monkeypatch.setattr(tiles, "BLOCK", 300 * k * 2)
-    assert torch.equal(tensor_cores._product(f, e)(x, alpha_x, b), want)
+    assert torch.equal(product(), want)
     assert sizes == [256, 256, 256, 232]
 
 
