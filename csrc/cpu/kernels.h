@@ -17,7 +17,7 @@ struct Weight {
   bool bfloat16;
   const uint8_t* codes;
   const void *scale, *zero;
-  int64_t n, k, group;
+  int64_t n, k, group, groups;  // values that share a scale; groups in a row
 };
 
 // y = sums * alpha_x * alpha_w + bias, rounded once. alphas: one number where their step is 0.

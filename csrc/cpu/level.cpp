@@ -30,14 +30,31 @@ float numbers_at(const void* p, bool bfloat16, int64_t i) {
   return bfloat16 ? Number<BFloat16>::wide(static_cast<const BFloat16*>(p)[i]) : static_cast<const float*>(p)[i];
 }
 
-inline void finish(const Epilogue& e, int64_t row, int64_t n, int64_t column, float y) {
-  if (e.alpha_x) y *= e.alpha_x[row * e.alpha_x_step];
-  if (e.alpha_w) y *= e.alpha_w[column * e.alpha_w_step];
-  if (e.bias) y += numbers_at(e.bias, e.bias_bfloat16, column);
-  if (e.bfloat16)
-    static_cast<BFloat16*>(e.y)[row * n + column] = Number<BFloat16>::narrow(y);
-  else
-    static_cast<float*>(e.y)[row * n + column] = y;
+// y of M rows and N columns, from row `row` and column `column` of n on.
+template <int M, int N>
+inline void finish(const Epilogue& e, int64_t row, int64_t n, int64_t column, const float (&totals)[M * N]) {
+  alignas(64) float y[LANES] = {};
+  static_assert(M * N <= LANES);
+  for (int i = 0; i < M * N; ++i) y[i] = totals[i];
+  if (e.alpha_x)
+    for (int i = 0; i < M * N; ++i) y[i] *= e.alpha_x[(row + i / N) * e.alpha_x_step];
+  if (e.alpha_w)
+    for (int i = 0; i < M * N; ++i) y[i] *= e.alpha_w[(column + i % N) * e.alpha_w_step];
+  if (e.bias)
+    for (int i = 0; i < M * N; ++i) y[i] += numbers_at(e.bias, e.bias_bfloat16, column + i % N);
+  const int64_t at = row * n + column;
+  if (!e.bfloat16) {
+    for (int i = 0; i < M * N; ++i) static_cast<float*>(e.y)[at + i / N * n + i % N] = y[i];
+    return;
+  }
+  BFloat16* const out = static_cast<BFloat16*>(e.y) + at;
+  const Vector whole = Vector::load(y);
+  if (__builtin_expect(not_finite(whole), 0)) {
+    for (int i = 0; i < M * N; ++i) out[i / N * n + i % N] = Number<BFloat16>::narrow(y[i]);
+    return;
+  }
+  round_bfloat16(whole).store(y);
+  for (int i = 0; i < M * N; ++i) out[i / N * n + i % N] = {uint16_t(bits_of(y[i]) >> 16)};
 }
 
 // y of M rows of x, from `row` on, and N rows of w, from `column` on.
@@ -75,7 +92,7 @@ void tile(const Weight& w, const float* x, int64_t row, int64_t column, const Ep
   } else {
     Groups<KIND, T> groups[N];
     for (int64_t g = 0, at = 0; at < k; g += LANES) {
-      const int count = int((k - at) / group < LANES ? (k - at) / group : LANES);
+      const int count = int(w.groups - g < LANES ? w.groups - g : LANES);
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) groups[n].read(w, column + n, g, count);
       for (int i = 0; i < count; ++i) {
@@ -85,10 +102,17 @@ void tile(const Weight& w, const float* x, int64_t row, int64_t column, const Ep
       }
     }
   }
+  float totals[M * N];
+  Vector both[M * N];
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
+  for (int i = 0; i < M * N; ++i) both[i] = sums[i / N][i % N][0] + sums[i / N][i % N][1];
+  if constexpr (M * N % 4 == 0) {
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) finish(e, row + m, w.n, column + n, sum(sums[m][n][0] + sums[m][n][1]));
+    for (int i = 0; i < M * N; i += 4) AOQUANT_LEVEL::sums(both + i, totals + i);
+  } else {
+    for (int i = 0; i < M * N; ++i) totals[i] = sum(both[i]);
+  }
+  finish<M, N>(e, row, w.n, column, totals);
 }
 
 template <Kind KIND, typename T, int M, int N>
@@ -157,22 +181,23 @@ void integer_tile(const Weight& w, const int8_t* x, int64_t row, int64_t column,
       for (int n = 0; n < N; ++n) sums[m][n] = _mm512_dpbusd_epi32(sums[m][n], shifted, values[n]);
     }
   }
+  float totals[M * N];
 #pragma GCC unroll 8
   for (int n = 0; n < N; ++n) {
     const int64_t correction = 128 * int64_t(_mm512_reduce_add_epi32(of_w[n]));
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) finish(e, row + m, w.n, column + n, float(int32_t(int64_t(_mm512_reduce_add_epi32(sums[m][n])) - correction)));
+    for (int m = 0; m < M; ++m) totals[m * N + n] = float(int32_t(int64_t(_mm512_reduce_add_epi32(sums[m][n])) - correction));
   }
 #else
-#pragma GCC unroll 8
+  float totals[M * N];
   for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
       int32_t total = 0;
       for (int64_t at = 0; at < k; ++at) total += int32_t(x[m * k + at]) * int32_t(codes[n * k + at]);
-      finish(e, row + m, w.n, column + n, float(total));
+      totals[m * N + n] = float(total);
     }
 #endif
+  finish<M, N>(e, row, w.n, column, totals);
 }
 
 template <int M, int N>
@@ -210,7 +235,7 @@ void all_values(const Weight& w, int64_t from, int64_t to, void* out, bool bfloa
     } else {
       Groups<KIND, T> groups;
       for (int64_t g = 0, at = 0; at < w.k; ++g) {
-        if (g % LANES == 0) groups.read(w, row, g, int((w.k - at) / w.group < LANES ? (w.k - at) / w.group : LANES));
+        if (g % LANES == 0) groups.read(w, row, g, int(w.groups - g < LANES ? w.groups - g : LANES));
         const Vector table = groups.values(int(g % LANES));
         for (const int64_t end = at + w.group; at < end; at += CHUNK) {
           const Nibbles nibbles(codes + at / 2);

@@ -24,6 +24,7 @@ namespace {
 
 constexpr int64_t STRIP = 16;         // rows of W that a thread takes at least
 constexpr int64_t WORK = 1 << 17;     // multiplications that are worth another thread
+constexpr int64_t FEW_VALUES = 1 << 14;  // of x, which need no memory from torch
 constexpr int64_t LONGEST = 1 << 16;  // K of integer sums: 255 * 128 * K stays within int32
 
 bool bfloat16(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
@@ -71,9 +72,10 @@ Weight weight(const Tensor& codes, const std::optional<Tensor>& scale, const std
   STD_TORCH_CHECK(codes.element_size() == 1, "codes must be bytes");
   const int64_t n = codes.size(0), k = codes.size(1) * (kind == INT8 ? 1 : 2);
   STD_TORCH_CHECK(k > 0 && k % 32 == 0, "K must be a multiple of 32");
-  Weight w = {Kind(kind), false, static_cast<const uint8_t*>(codes.data_ptr()), nullptr, nullptr, n, k, group};
+  Weight w = {Kind(kind), false, static_cast<const uint8_t*>(codes.data_ptr()), nullptr, nullptr, n, k, group, 0};
   if (kind == INT8) return w;
   STD_TORCH_CHECK(group > 0 && group % 32 == 0 && k % group == 0, "groups must be multiples of 32 that divide K");
+  w.groups = k / group;
   STD_TORCH_CHECK(scale.has_value(), "codes of 4 bits have scales");
   const auto check = [&](const Tensor& t, const char* name) {
     check_matrix(t, name);
@@ -129,8 +131,9 @@ Tensor decode_mm(const Tensor& x, const Tensor& codes, const std::optional<Tenso
   Tensor y = make(x, m, w.n, x.scalar_type());
   const Epilogue e = epilogue(y, alpha_x, alpha_w, bias);
   const Kernels& run = chosen();
-  const Tensor arranged = make(x, m, w.k, ScalarType::Float);  // aligned to cache lines, as all of torch's CPU memory is
-  float* const values = static_cast<float*>(arranged.data_ptr());
+  alignas(64) static thread_local float few[FEW_VALUES];  // asking torch for memory takes as long as a small layer
+  const std::optional<Tensor> many = m * w.k > FEW_VALUES ? std::optional(make(x, m, w.k, ScalarType::Float)) : std::nullopt;
+  float* const values = many ? static_cast<float*>(many->data_ptr()) : few;
   run.arrange(x.data_ptr(), bfloat16(x), w.kind != INT8, m * w.k, values);
   over_rows(w.n, m * w.k, [&](int64_t from, int64_t to) { run.products(w, values, m, from, to, e); });
   return y;

@@ -77,6 +77,16 @@ inline float sum(Vector x) {
   return _mm_cvtss_f32(_mm_add_ss(by2, _mm_movehdup_ps(by2)));
 }
 
+// `sum` of four vectors, the same additions side by side.
+inline void sums(const Vector* x, float* out) {
+  const auto by8 = [](Vector v) { return _mm256_add_ps(_mm512_castps512_ps256(v.v), _mm512_extractf32x8_ps(v.v, 1)); };
+  const auto by4 = [](__m256 a, __m256 b) { return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)); };
+  const __m256 of_01 = by4(by8(x[0]), by8(x[1])), of_23 = by4(by8(x[2]), by8(x[3]));  // 4 lanes of each
+  const __m256 by2 = _mm256_add_ps(_mm256_shuffle_ps(of_01, of_23, 0x44), _mm256_shuffle_ps(of_01, of_23, 0xEE));
+  const __m256 by1 = _mm256_add_ps(_mm256_shuffle_ps(by2, by2, 0x88), _mm256_shuffle_ps(by2, by2, 0xDD));  // 0 2 . . 1 3 . .
+  _mm_storeu_ps(out, _mm_unpacklo_ps(_mm256_castps256_ps128(by1), _mm256_extractf128_ps(by1, 1)));
+}
+
 // Sixteen bytes of codes of 4 bits: the low nibbles are 16 codes, the high ones 16 more.
 struct Nibbles {
   __m512i bytes;
@@ -189,6 +199,10 @@ inline float sum(Vector x) {
   for (int apart = LANES / 2; apart; apart /= 2)
     for (int l = 0; l < apart; ++l) x.v[l] += x.v[l + apart];
   return x.v[0];
+}
+
+inline void sums(const Vector* x, float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = sum(x[i]);
 }
 
 struct Nibbles {

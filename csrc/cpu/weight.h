@@ -29,7 +29,7 @@ struct Groups {
   uint32_t rare = 0;  // groups whose values the short way could round wrongly
 
   void read(const Weight& w, int64_t row, int64_t group, int count) {
-    const int64_t at = row * (w.k / w.group) + group;
+    const int64_t at = row * w.groups + group;
     const Vector s = load_some(static_cast<const T*>(w.scale) + at, count);
     s.store(scale);
     if (KIND == INT4) {
