@@ -1,5 +1,5 @@
-// The operator over decode.cuh, decode_rows.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w + bias, rounded
-// once, W packed in 4 bits, or in fp8. linear.cu has the one that encodes x as well.
+// The operator over decode.cuh, decode_rows.cuh, decode_once.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w +
+// bias, rounded once, W packed in 4 bits, or in fp8. linear.cu has the one that encodes x as well.
 //
 // decode_plan.cuh says which kernel runs.
 #include "common.cuh"
@@ -78,7 +78,7 @@ void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, 
   const int64_t format = plan.format;
   const auto type = like.scalar_type();
   check_weight(w, type, k, plan);
-  STD_TORCH_CHECK(m > 0 && (format != FP8 || decode_is_few(m)), "fp8 multiplies from 1 to 16 rows of x, other formats 1 or more, got ", m);
+  STD_TORCH_CHECK(m > 0 && (format != FP8 || m <= FP8_ROWS), "fp8 multiplies from 1 to ", FP8_ROWS, " rows of x, other formats 1 or more, got ", m);
   DecodeCall call = {};
   DecodeArgs& a = call.args;
   a = arguments(w, k, plan);
@@ -89,7 +89,7 @@ void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, 
   a.m = int(m);
   call.stream = current_stream(like);
   std::optional<Tensor> image;
-  if (!decode_is_few(m)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
+  if (decode_reorders(m)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
     const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256, size[] = {tokens * ((k + 127) / 128) * 256};
     image = torch::stable::new_empty(like, {size, 1}, ScalarType::Byte);
     call.image = static_cast<uint8_t*>(image->data_ptr());

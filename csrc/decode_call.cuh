@@ -33,12 +33,15 @@ constexpr int MORE_THAN_HALF = 115 * 1024;
 
 struct DecodeCall {
   DecodeArgs args;
-  uint8_t* image;  // workspace of decode_tiles.cuh: ceil(m / TM) * TM rows of ceil(k / 128) * 256 bytes
+  uint8_t* image;  // workspace where `decode_reorders`: ceil(m / TM) * TM rows of ceil(k / 128) * 256 bytes
   cudaStream_t stream;
 };
 
-// Whether decode.cuh takes it; otherwise decode_tiles.cuh.
-inline bool decode_is_few(int64_t m) { return m <= 16; }
+// Rows of x that fp8 weights are multiplied with, at most.
+constexpr int FP8_ROWS = 16;
+
+// Whether decode_tiles.cuh takes it, which reorders x first; the other kernels read x as it lies.
+inline bool decode_reorders(int64_t m) { return m > 32; }
 
 // Instantiated by decode_*.cu, one source a format.
 template <int F, typename T>
