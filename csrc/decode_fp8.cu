@@ -82,7 +82,7 @@ cudaError_t run_fp8(const DecodeCall& c) {
   DecodeArgs a = c.args;
   a.times = 1.0f;
   const int blocks = (a.n + 15) / 16;
-  if (a.m > FP8_ROWS) return cudaErrorInvalidValue;
+  if (!decode_is_few(a.m)) return cudaErrorInvalidValue;
   if (a.n <= 16 * 132) {  // not more than a block on each multiprocessor
     if (a.m <= 8) return launch_kernel<1>(fp8_kernel<T, 8, 16, 3>, a, blocks, 32 * 16, 0, c.stream);
     return launch_kernel<1>(fp8_kernel<T, 16, 16, 2>, a, blocks, 32 * 16, 0, c.stream);
