@@ -130,14 +130,21 @@ def _take(model: PreTrainedModel, checkpoint: Path) -> list[float]:
     return [float(entry["loss"]) for entry in _state(checkpoint)["log_history"] if "loss" in entry]
 
 
-def master_adamw(model: torch.nn.Module, learning_rate: float) -> AdamW:
+def distillation_loss(student_BTV: Tensor, teacher_BTV: Tensor) -> Tensor:
+    """KL divergence of the student's next-token distribution from the teacher's, in nats a token. Logits."""
+    target = F.log_softmax(teacher_BTV.float(), -1).flatten(0, 1)
+    student = F.log_softmax(student_BTV.float(), -1).flatten(0, 1)
+    return F.kl_div(student, target, log_target=True, reduction="batchmean")
+
+
+def master_adamw(model: torch.nn.Module, learning_rate: float | Tensor, **options: Any) -> AdamW:
     """AdamW on float32 copies of the trainable parameters, written back rounded after every step.
 
-    The copies are in its state_dict, as "master" of each parameter.
+    The copies are in its state_dict, as "master" of each parameter. options: of AdamW, such as fused and capturable.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     masters = [torch.nn.Parameter(p.detach().float().clone()) for p in parameters]
-    optimizer = AdamW(masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = AdamW(masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, **options)
 
     def take_gradients(*_: Any) -> None:
         for p, m in zip(parameters, masters, strict=True):
@@ -233,7 +240,6 @@ class _Trainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
         outputs = model(input_ids=inputs["input_ids"])
         with torch.no_grad():
-            target = F.log_softmax(self.teacher(input_ids=inputs["input_ids"]).logits.float(), -1)
-        student = F.log_softmax(outputs.logits.float(), -1)
-        value = F.kl_div(student.flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean")
+            target = self.teacher(input_ids=inputs["input_ids"]).logits
+        value = distillation_loss(outputs.logits, target)
         return (value, outputs) if return_outputs else value
