@@ -22,6 +22,7 @@ def run(arguments: list[str]) -> Callable[..., None]:
     """evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table"""
     from aoquant.integrations import job
     from aoquant.integrations.progress import no_bars_in_logs
+    from aoquant.integrations.ranks import is_first
 
     no_bars_in_logs()
     given = job.read_yaml(path) if (path := _take_config(arguments)) else {}
@@ -39,8 +40,9 @@ def run(arguments: list[str]) -> Callable[..., None]:
             raise KeyboardInterrupt(
                 f"stages that are done are kept in {options.out}/; the same command goes on"
             ) from None
-        print(result.table())
-        print(f"\n{result.where_to_look()}")
+        if is_first():
+            print(result.table())
+            print(f"\n{result.where_to_look()}")
 
     parameters = []
     for group in job.GROUPS:  # each is one group of the help

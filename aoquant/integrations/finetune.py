@@ -62,12 +62,7 @@ def finetune(
         ValueError: unknown loss, or "kl" without a teacher, or no steps or blocks.
         KeyboardInterrupt: Ctrl-C, after the step and its checkpoint.
     """
-    if loss not in LOSSES or (loss == "kl" and teacher is None):
-        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, and kl needs a teacher; got {loss!r}")
-    if steps < 1 or blocks_BT.shape[0] == 0:
-        raise ValueError(
-            f"fine-tuning needs at least one step and one block of text, got {steps} steps, {blocks_BT.shape[0]} blocks"
-        )
+    check(loss, teacher, steps, blocks_BT)
     before = _newest(checkpoints)
     if before is not None and _state(before)["global_step"] >= steps:
         return _take(model, before)
@@ -80,7 +75,7 @@ def finetune(
         warmup_steps=max(1, steps // 20),
         max_grad_norm=1.0,
         logging_steps=1,
-        save_strategy="no",  # `_Checkpoints` decides
+        save_strategy="no",  # `Checkpoints` decides
         save_total_limit=1,
         report_to=[],
         seed=seed,
@@ -91,7 +86,7 @@ def finetune(
         dataloader_pin_memory=False,
     )
     optimizer = master_adamw(model, learning_rate)
-    keeper = _Checkpoints() if checkpoints is not None else None
+    keeper = Checkpoints() if checkpoints is not None else None
     trainer = _Trainer(
         model=model,
         args=arguments,
@@ -101,12 +96,22 @@ def finetune(
         teacher=teacher if loss == "kl" else None,
     )
     trainer.remove_callback(PrinterCallback)
-    with _interrupts(keeper):
+    with interrupts(keeper):
         trainer.train(resume_from_checkpoint=str(before) if before else None)
     if keeper is not None and keeper.interrupted:
         raise KeyboardInterrupt
     model.eval()
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def check(loss: str, teacher: PreTrainedModel | None, steps: int, blocks_BT: Tensor) -> None:
+    """Raise ValueError for an unknown loss, "kl" without a teacher, no steps, or no blocks."""
+    if loss not in LOSSES or (loss == "kl" and teacher is None):
+        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, and kl needs a teacher; got {loss!r}")
+    if steps < 1 or blocks_BT.shape[0] == 0:
+        raise ValueError(
+            f"fine-tuning needs at least one step and one block of text, got {steps} steps, {blocks_BT.shape[0]} blocks"
+        )
 
 
 def _newest(folder: Path | None) -> Path | None:
@@ -195,22 +200,25 @@ class _Bar(TrainerCallback):
         self.bar.close()
 
 
-class _Checkpoints(TrainerCallback):
+class Checkpoints(TrainerCallback):
     """Saves every `CHECKPOINT_SECONDS`, after the last step, and when interrupted, which then ends training."""
 
     def __init__(self) -> None:
         self.interrupted, self.saved = False, time.monotonic()
 
+    def wishes(self) -> tuple[bool, bool]:
+        """(a checkpoint is due, the user wants to stop)."""
+        return time.monotonic() - self.saved >= CHECKPOINT_SECONDS, self.interrupted
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        due = time.monotonic() - self.saved >= CHECKPOINT_SECONDS
-        if due or self.interrupted or state.global_step >= state.max_steps:
+        if any(self.wishes()) or state.global_step >= state.max_steps:
             control.should_save, self.saved = True, time.monotonic()
         if self.interrupted:
             control.should_training_stop = True
 
 
 @contextmanager
-def _interrupts(keeper: _Checkpoints | None) -> Iterator[None]:
+def interrupts(keeper: Checkpoints | None) -> Iterator[None]:
     """The first Ctrl-C asks `keeper` to save and stop, the second one interrupts at once."""
     if keeper is None or threading.current_thread() is not threading.main_thread():
         yield

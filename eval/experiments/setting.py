@@ -68,17 +68,24 @@ class Setting:
         model.set_attn_implementation(ATTENTION)
         return tokenizer, model
 
-    @cached_property
-    def corpus(self) -> dict[str, Tensor]:
-        """Token ids, (B, block) each: "train" and "validation". Tokenised by the first process that asks."""
-        assert self.folder is not None
-        name = f"corpus-{digest(self.folder, 'tokenizer.json')}-{self.budget.tokens}-{self.o.block}.pt"
-        path: Path = self.o.out / name
+    def tokenise(self) -> None:
+        """Make the token ids, once for all processes."""
+        path = self._tokens()
         if not path.exists():
             partial = path.with_suffix(f".{self.model}.partial")
             torch.save(self._tokenised(), partial)
             partial.replace(path)
-        stored: dict[str, Tensor] = torch.load(path, weights_only=True)
+
+    def _tokens(self) -> Path:
+        assert self.folder is not None
+        out: Path = self.o.out
+        return out / f"corpus-{digest(self.folder, 'tokenizer.json')}-{self.budget.tokens}-{self.o.block}.pt"
+
+    @cached_property
+    def corpus(self) -> dict[str, Tensor]:
+        """Token ids, (B, block) each: "train" and "validation"."""
+        self.tokenise()
+        stored: dict[str, Tensor] = torch.load(self._tokens(), weights_only=True)
         return {name: ids.long() for name, ids in stored.items()}
 
     def _tokenised(self) -> dict[str, Tensor]:

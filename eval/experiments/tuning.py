@@ -1,8 +1,8 @@
 """Fine-tuning a student, as often as there are seeds and learning rates, in one process.
 
 A step is AdamW on float32 copies of the bf16 weights that are deployed, cosine learning rate after a warm-up, gradients
-clipped at norm 1. On a GPU it is one CUDA graph with compiled decoder layers, where the row allows both: a model of 25 M
-parameters is bound by launches otherwise. The graph is captured once and the weights are put back in place before
+clipped at norm 1. On a GPU it is one CUDA graph with compiled decoder layers, where the row allows both: a model of
+25 M parameters is bound by launches otherwise. The graph is captured once and the weights are put back in place before
 every run, so runs after the first pay neither compilation nor capture.
 
 The batches of a run are a function of its seed alone. A run that meets its deadline leaves a checkpoint and goes on
@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from aoquant.integrations.finetune import distillation_loss, master_adamw
+from aoquant.integrations.schedule import order_of_blocks, rate_at
 
 ATTENTION = "experiments_causal"
 LOOK = 20  # steps between two looks at the clock
@@ -65,22 +66,6 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV[:, :-1].float().flatten(0, 1), ids_BT[:, 1:].flatten())
 
 
-def order_of(blocks: int, budget: Budget, seed: int) -> Tensor:
-    """Indices (steps, batch) of the blocks of a run: every block once before any comes again."""
-    generator = torch.Generator().manual_seed(seed)
-    wanted = budget.steps * budget.batch
-    rounds = [torch.randperm(blocks, generator=generator) for _ in range(-(-wanted // blocks))]
-    return torch.cat(rounds)[:wanted].view(budget.steps, budget.batch)
-
-
-def rate_at(peak: float, step: int, steps: int) -> float:
-    """Learning rate of a step (0-based): a warm-up of a twentieth, then half a cosine to zero."""
-    warmup = max(1, steps // 20)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
 class FineTune:
     """A student with its optimizer and its step."""
 
@@ -119,6 +104,7 @@ class FineTune:
             return loss.detach()
 
         self.step: Callable[[Tensor], Tensor] = step
+        self.how = {"compile": compile, "graph": graph}
         if graph:
             self.step = graphed(step, student, self.optimizer, self.blocks_BT[: budget.batch])
 
@@ -161,7 +147,7 @@ class FineTune:
             saved = torch.load(kept, map_location=device, weights_only=True)
             self._take(saved)
             losses, first = saved["losses"], saved["step"]
-        order_SB = order_of(len(self.blocks_BT), self.budget, seed).to(device)
+        order_SB = order_of_blocks(len(self.blocks_BT), steps, self.budget.batch, seed).to(device)
         for step in range(first, steps):
             now = rate_at(rate, step, steps)
             if isinstance(self.group["lr"], Tensor):

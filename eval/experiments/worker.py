@@ -65,7 +65,7 @@ def work(o: argparse.Namespace, row: Row, loss: str, until: float) -> int:
         result = trained(setting, row, student, prepared.eval(), last=_is_last(run, row, loss))
         share = max(1, len(losses) // 20)
         ends = {"first_loss": sum(losses[:share]) / share, "last_loss": sum(losses[-share:]) / share}
-        setting.records.add(run, {**result, **ends, "train_seconds": round(seconds, 1), "graph": not o.eager})
+        setting.records.add(run, {**result, **ends, "train_seconds": round(seconds, 1), **tuning.how})
         print(run, {k: v for k, v in result.items() if "perplexity" in k or "loss" in k}, flush=True)
         if time.time() >= until:
             return UNFINISHED if _next(setting, row, loss) is not None else 0

@@ -18,6 +18,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from aoquant.integrations.schedule import order_of_blocks
+
 ROOT = Path(__file__).parents[2]
 ROWS = {
     "bf16": 'about = "float"\nkind = "float"\nlosses = ["ce"]\nlearning_rates = [1e-3]\nseeds = 1',
@@ -76,7 +78,7 @@ def arguments(inputs: Path, out: Path, *more: str) -> list[str]:
 
 
 def call(modules: ModuleType, inputs: Path, out: Path, *more: str) -> None:
-    main = importlib.import_module("experiments.__main__")
+    main = importlib.import_module("experiments.command")
     main.main(main.options(arguments(inputs, out, "--jobs", "0", *more)))
 
 
@@ -158,9 +160,8 @@ def test_a_run_that_met_its_deadline_goes_on_with_the_same_bits(
     assert stopped.run(weights, 8, 1e-2) != losses  # another order of the text
 
 
-def test_the_order_visits_every_block_before_any_twice(modules: ModuleType) -> None:
-    tuning = importlib.import_module("experiments.tuning")
-    order = tuning.order_of(7, tuning.Budget(5, 2, 16), seed=1).flatten().tolist()
+def test_the_order_visits_every_block_before_any_twice() -> None:
+    order = order_of_blocks(7, steps=5, batch=2, seed=1).flatten().tolist()
     assert sorted(order[:7]) == list(range(7)) and len(set(order[7:])) == 3
 
 
