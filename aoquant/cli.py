@@ -201,16 +201,30 @@ def formats(arguments: list[str]) -> Callable[..., None]:
 
 
 def recipes(arguments: list[str]) -> Callable[..., None]:
-    """list the recipes that run takes"""
+    """list the recipes that run takes, or those for an engine and a GPU"""
+    from typing import Annotated
 
-    def command() -> None:
-        """List the recipes that `aoquant run --recipe` takes."""
+    import tyro
+
+    def command(asked: str | None = None) -> None:
+        """List the recipes that `aoquant run --recipe` takes.
+
+        Args:
+            asked: an engine, a GPU, and ptq for no training, such as "vllm h100": what to choose then, with what it
+                costs where that was measured.
+        """
         from aoquant.recipes import list_recipes
+        from aoquant.tools import choosing
 
+        if asked is not None:
+            _print_table(choosing.rows(choosing.find(asked), code=False), choosing.HEADS)
+            print(f"\nbits: a weight. PTQ, QAT / float: perplexity over the float model's. {choosing.source()}")
+            return
         _print_table(
             [(r.name, type(r.make()).__name__, r.about) for r in list_recipes()], ("recipe", "config", "leaves")
         )
 
+    command.__annotations__["asked"] = Annotated[str | None, tyro.conf.arg(name="for")]
     return command
 
 

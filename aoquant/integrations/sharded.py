@@ -49,8 +49,8 @@ def finetune_sharded(
     label: str,
     checkpoints: Path | None = None,
 ) -> list[float]:
-    """Train `model`, whole on every rank, for `steps` steps of `batch_size` blocks over all ranks of the default process
-    group; returns the mean loss of every step. A collective. The arguments are those of `finetune`.
+    """Train `model`, whole on every rank, for `steps` steps of `batch_size` blocks over all ranks of the default
+    process group; returns the mean loss of every step. A collective. The arguments are those of `finetune`.
 
     Raises:
         ValueError: as `finetune`, and a batch_size that the ranks cannot share out evenly.

@@ -149,8 +149,24 @@ def write(out: Path, rows: Mapping[str, Row], found: Found, facts: Mapping[str, 
     head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     abouts = "\n".join(f"- `{row.name}`: {row.about}" for row in rows.values() if any(x.row is row for x in made))
     (out / "results.md").write_text(f"# Experiments\n\n{head}\n\n{body}\n\n{abouts}\n", encoding="utf-8")
+    write_measured(out / "measured.csv", made, facts)
     plot(out, made)
     return body
+
+
+def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -> None:
+    """What `aoquant recipes --for` and docs/choosing.md read: rows of aoquant's recipes, distilled."""
+    tokens = next((v for k, v in facts.items() if k.endswith("tokens a run")), "?")
+    words = f"QAT by distillation on {tokens} tokens, mean over seeds; lm-eval's wikitext. {facts.get('device')}, {facts.get('date')}."
+    with path.open("w", newline="", encoding="utf-8") as file:
+        file.write(f"# {words}\n")
+        writer = csv.writer(file)
+        writer.writerow(["recipe", "bits", "float", "ptq", "qat", "seeds"])
+        for line in made:
+            if line.row.kind == "aoquant" and line.loss == "kl" and line.perplexities and line.ptq is not None:
+                scores = list(line.perplexities.values())
+                numbers = (line.runs[-1]["weight_bits"], line.float_model, line.ptq, mean(scores))
+                writer.writerow([line.row.recipe, *(f"{n:.3f}" for n in numbers), len(scores)])
 
 
 def plot(out: Path, made: Sequence[Line]) -> None:
