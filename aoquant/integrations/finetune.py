@@ -14,6 +14,7 @@ finish.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import tempfile
@@ -218,16 +219,24 @@ class Checkpoints(TrainerCallback):
 
 
 @contextmanager
-def interrupts(keeper: Checkpoints | None) -> Iterator[None]:
-    """The first Ctrl-C asks `keeper` to save and stop, the second one interrupts at once."""
+def interrupts(keeper: Checkpoints | None, *, echo: float = 0.0) -> Iterator[None]:
+    """The first Ctrl-C asks `keeper` to save and stop, the second one interrupts at once.
+
+    echo: seconds in which another signal is the same Ctrl-C: torchrun passes on what its ranks got from the terminal.
+    """
     if keeper is None or threading.current_thread() is not threading.main_thread():
         yield
         return
+    first = -math.inf
 
     def ask(*_: Any) -> None:
-        signal.signal(signal.SIGINT, before)
-        keeper.interrupted = True
-        print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        nonlocal first
+        now = time.monotonic()
+        if keeper.interrupted and now - first >= echo:
+            raise KeyboardInterrupt
+        if not keeper.interrupted:
+            keeper.interrupted, first = True, now
+            print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     before = signal.signal(signal.SIGINT, ask)
     try:

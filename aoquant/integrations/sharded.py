@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -69,7 +70,7 @@ def finetune_sharded(
         _load(sharded, optimizer, losses, checkpoints / f"step-{first}")
     order_SB = order_of_blocks(len(blocks_BT), steps, batch_size, seed)
     mine = slice(rank * batch_size // size, (rank + 1) * batch_size // size)
-    with progress(steps, label, "step", show=rank == 0) as bar, interrupts(keeper):
+    with progress(steps, label, "step", show=rank == 0) as bar, interrupts(keeper, echo=2.0):
         bar.update(first)
         for step in range(first, steps):
             torch.manual_seed((seed * steps + step) * size + rank)  # dropout's, the same after a stop
@@ -137,7 +138,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Tensor) -
 
 def _save(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Tensor, step: int, folder: Path) -> None:
     """The checkpoint of a step, then the note that it is complete, then the older ones go."""
-    dcp.save(_state(model, optimizer, losses), checkpoint_id=folder / f"step-{step}")
+    save(_state(model, optimizer, losses), checkpoint_id=folder / f"step-{step}")
     if dist.get_rank() == 0:
         partial = folder / f"{NEWEST}.partial"
         partial.write_text(json.dumps({"step": step}), encoding="utf-8")
@@ -155,6 +156,6 @@ def _load(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Tensor, ch
     for master in group["params"]:  # AdamW makes its moments at the first step
         zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[master] = {"step": torch.tensor(0.0), **zeros}
-    dcp.load(_state(model, optimizer, losses), checkpoint_id=checkpoint)
+    load(_state(model, optimizer, losses), checkpoint_id=checkpoint)
     for p, master in zip(trained, group["params"], strict=True):
         p.copy_(master)

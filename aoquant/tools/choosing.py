@@ -155,7 +155,7 @@ def source() -> str:
 def rows(choices: list[Choice] | tuple[Choice, ...] = CHOICES, *, code: bool = True) -> list[tuple[str, ...]]:
     """Cells under `HEADS`; recipe and config as markdown's code where `code`."""
     mark = "`" if code else ""
-    made = []
+    made: list[tuple[str, ...]] = []
     for c in choices:
         m = measured().get(c.recipe)
         numbers = (
