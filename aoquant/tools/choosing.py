@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -123,7 +124,7 @@ def find(asked: str) -> list[Choice]:
     return found
 
 
-def _kind(word: str, table: dict[str, tuple[str, ...]]) -> str | None:
+def _kind(word: str, table: Mapping[str, tuple[str, ...]]) -> str | None:
     return next((kind for kind, names in table.items() if word in names), None)
 
 

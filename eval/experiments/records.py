@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.rows import Row
+
 
 @dataclass(frozen=True)
 class Run:
@@ -27,6 +29,11 @@ class Run:
     def __str__(self) -> str:
         how = f" {self.loss} {self.rate:g} seed {self.seed}" if self.stage == "qat" else ""
         return f"{self.row} {self.stage}{how}"
+
+
+def float_run(row: Row) -> Run:
+    """The score of the float model that a row quantises."""
+    return Run("bf16" if row.model == "dense" else "bf16-moe", "float")
 
 
 class Records:

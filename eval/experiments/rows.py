@@ -20,6 +20,7 @@ from typing import Any
 
 from aoquant.integrations.finetune import LOSSES
 from aoquant.recipes import get_recipe
+from experiments.tricks import TRICKS
 
 CONFIGS = Path(__file__).parent / "configs"
 KINDS = ("float", "aoquant", "torchao", "lora")
@@ -31,8 +32,8 @@ class Row:
 
     losses: in the order of their runs. learning_rates: one is chosen on validation pages, by seed 0. model: which of
     the two models it quantises. compile: decoder layers by torch.compile in training (scores are always eager). graph:
-    a training step is one CUDA graph. export: the converted model fits compressed-tensors, and is scored from there by
-    transformers alone.
+    a training step is one CUDA graph. trick: of `tricks.py`. export: the converted model fits compressed-tensors, and
+    is scored from there by transformers alone.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Row:
     model: str = "dense"
     compile: bool = True
     graph: bool = True
+    trick: str = ""
     export: bool = False
 
 
@@ -58,7 +60,7 @@ def load(path: Path) -> Row:
         raise ValueError(f"{path}: no key {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     lists = {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
     row = Row(**{"seeds": 5 if found.get("headline") else 3, **found, **lists, "name": path.stem})
-    for key, choices in (("kind", KINDS), ("model", ("dense", "moe"))):
+    for key, choices in (("kind", KINDS), ("model", ("dense", "moe")), ("trick", TRICKS)):
         if getattr(row, key) not in choices:
             raise ValueError(f"{path}: {key} must be one of {', '.join(choices)}, got {getattr(row, key)!r}")
     if not row.losses or set(row.losses) - set(LOSSES) or not row.learning_rates or row.seeds < 1:

@@ -19,7 +19,7 @@ from typing import Any
 
 from scipy.stats import t as student_t
 
-from experiments.records import Run, chosen_rate
+from experiments.records import Run, chosen_rate, float_run
 from experiments.rows import Row
 
 Found = Mapping[Run, Mapping[str, Any]]
@@ -37,6 +37,10 @@ class Line:
     perplexities: dict[int, float]
     runs: list[Mapping[str, Any]]
 
+    def validation(self) -> dict[int, float]:
+        """Perplexity a token on validation pages, by seed."""
+        return {run["seed"]: math.exp(run["validation_loss"]) for run in self.runs if "seed" in run}
+
     def recovered(self) -> list[float]:
         """Shares by seed; empty where PTQ loses nothing, or was not run."""
         if self.row.kind == "float" or self.ptq is None or self.ptq <= self.float_model:
@@ -49,7 +53,7 @@ def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
     """Every row and loss that has a score: of seed 0 alone while learning rates are still being tried."""
     made = []
     for row in rows.values():
-        whole = found.get(Run("bf16" if row.model == "dense" else "bf16-moe", "float"))
+        whole = found.get(float_run(row))
         if whole is None:
             continue
         ptq = (found.get(Run(row.name, "ptq")) or {}).get("word_perplexity")
@@ -103,8 +107,8 @@ def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]
     """One row of results.csv and results.md, by head."""
     last = {k: v for run in line.runs for k, v in run.items()}
     other = [x for x in all_lines if x.row.name == line.row.against and x.loss == line.loss]
-    base = "bf16" if line.row.model == "dense" else "bf16-moe"
-    cost, bf16 = found.get(Run(line.row.name, "cost"), {}), found.get(Run(base, "cost"), {})
+    cost = found.get(Run(line.row.name, "cost"), {})
+    bf16 = found.get(Run(float_run(line.row).row, "cost"), {})
 
     def over(key: str) -> str:
         return f"{cost[key] / bf16[key]:.2f}" if cost.get(key) and bf16.get(key) else ""
@@ -122,6 +126,7 @@ def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]
         "log perplexity less the other's": f"{line.row.against}: {difference(line.perplexities, other[0].perplexities)}"
         if other and other[0].perplexities and line.perplexities
         else "",
+        "validation, log less the other's": difference(line.validation(), other[0].validation()) if other else "",
         "before and after convert": before_is_after(line),
         "exported, by transformers": last.get("transformers_word_perplexity", ""),
         "codes on a CPU": {True: "equal", False: "differ", None: ""}[last.get("cpu_codes_equal")],

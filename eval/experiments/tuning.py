@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 
 from aoquant.integrations.finetune import distillation_loss, master_adamw
 from aoquant.integrations.schedule import order_of_blocks, rate_at
+from experiments.tricks import FEATURES, Average, Dampen, feature_loss
 
 ATTENTION = "experiments_causal"
 LOOK = 20  # steps between two looks at the clock
@@ -70,9 +71,20 @@ class FineTune:
     """A student with its optimizer and its step."""
 
     def __init__(
-        self, student: Any, teacher: Any | None, blocks_BT: Tensor, budget: Budget, *, compile: bool, graph: bool
+        self,
+        student: Any,
+        teacher: Any | None,
+        blocks_BT: Tensor,
+        budget: Budget,
+        *,
+        compile: bool,
+        graph: bool,
+        trick: str = "",
     ) -> None:
         """student: trained in place. teacher: the float model, or None for cross entropy. blocks_BT: on the CPU."""
+        features = trick == "features"
+        if features and teacher is None:
+            raise ValueError("the trick features needs a teacher: losses = ['kl']")
         device = next(student.parameters()).device
         self.student, self.blocks_BT, self.budget = student.train(), blocks_BT.to(device), budget
         rate: Any = torch.tensor(0.0, device=device) if graph else 0.0
@@ -80,6 +92,9 @@ class FineTune:
         self.optimizer = master_adamw(student, rate, fused=cuda, capturable=graph)
         (group,) = self.optimizer.param_groups
         self.group, self.trained = group, [p for p in student.parameters() if p.requires_grad]
+        self.progress = torch.zeros((), device=device)
+        self.average = Average(group["params"]) if trick == "average" else None
+        dampen = Dampen(student, self.trained, group["params"], self.progress) if trick == "dampen" else None
         distil: Callable[..., Tensor] = distillation_loss
         predict: Callable[..., Tensor] = next_token_loss
         if compile:
@@ -89,18 +104,24 @@ class FineTune:
             distil, predict = (torch.compile(f, dynamic=False) for f in (distil, predict))
 
         def step(ids_BT: Tensor) -> Tensor:
-            logits = student(input_ids=ids_BT, use_cache=False).logits
+            made = student(input_ids=ids_BT, use_cache=False, output_hidden_states=features)
             if teacher is None:
-                loss = predict(logits, ids_BT)
+                loss = predict(made.logits, ids_BT)
             else:
                 with torch.no_grad():
-                    target = teacher(input_ids=ids_BT, use_cache=False).logits
-                loss = distil(logits, target)
+                    target = teacher(input_ids=ids_BT, use_cache=False, output_hidden_states=features)
+                loss = distil(made.logits, target.logits)
+                if features:
+                    loss = loss + FEATURES * feature_loss(made, target)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             student.zero_grad(set_to_none=True)
+            if self.average is not None:
+                self.average.step()
+            if dampen is not None:
+                dampen.step()
             return loss.detach()
 
         self.step: Callable[[Tensor], Tensor] = step
@@ -115,16 +136,22 @@ class FineTune:
             master.copy_(p)
             for value in self.optimizer.state.get(master, {}).values():
                 value.zero_()
+        if self.average is not None:
+            self.average.begin()
 
     def _state(self) -> dict[str, Any]:
         masters = self.group["params"]
         moments = [dict(self.optimizer.state[master]) for master in masters]
-        return {"model": self.student.state_dict(), "masters": [m.data for m in masters], "moments": moments}
+        means = [] if self.average is None else self.average.means
+        state = {"masters": [m.data for m in masters], "moments": moments, "means": means}
+        return {"model": self.student.state_dict(), **state}
 
     @torch.no_grad()
     def _take(self, saved: dict[str, Any]) -> None:
         """Every tensor in place, as a captured graph wants it."""
         self.student.load_state_dict(saved["model"])
+        for mean, value in zip([] if self.average is None else self.average.means, saved["means"], strict=True):
+            mean.copy_(value)
         for master, value, moments in zip(self.group["params"], saved["masters"], saved["moments"], strict=True):
             master.copy_(value)
             mine = self.optimizer.state[master]
@@ -149,6 +176,7 @@ class FineTune:
             losses, first = saved["losses"], saved["step"]
         order_SB = order_of_blocks(len(self.blocks_BT), steps, self.budget.batch, seed).to(device)
         for step in range(first, steps):
+            self.progress.fill_((step + 1) / steps)
             now = rate_at(rate, step, steps)
             if isinstance(self.group["lr"], Tensor):
                 self.group["lr"].fill_(now)
@@ -161,6 +189,8 @@ class FineTune:
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     torch.save({**self._state(), "losses": losses, "step": step + 1}, kept)
                     return None
+        if self.average is not None:
+            self.average.deploy(self.trained)
         found: list[float] = losses.tolist()
         if kept is not None:
             kept.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ import torch
 
 from aoquant.tools.doctor import MISSING_KERNEL
 from experiments.checks import checks
-from experiments.records import Run, chosen_rate
+from experiments.records import Run, chosen_rate, float_run
 from experiments.rows import Row
 from experiments.setting import Setting, scored, setting_of
 from experiments.students import Student, weight_bits
@@ -39,7 +39,7 @@ def missing(setting: Setting, row: Row, loss: str) -> bool:
     """Whether anything of a row under a loss is left to do."""
     found = setting.records.read()
     rate = chosen_rate(found, row.name, loss, row.learning_rates)
-    before = Run("bf16" if row.kind == "float" else row.name, "float" if row.kind == "float" else "ptq")
+    before = float_run(row) if row.kind == "float" else Run(row.name, "ptq")
     return rate is None or before not in found or any(run not in found for run in runs_of(row, loss, rate))
 
 
@@ -94,7 +94,7 @@ def _fine_tune(
     teacher = float_model if loss == "kl" else None
     how = {"compile": cuda and row.compile and not o.eager, "graph": cuda and row.graph and not o.eager}
     try:
-        return FineTune(student.prepared(0), teacher, setting.corpus["train"], setting.budget, **how)
+        return FineTune(student.prepared(0), teacher, setting.corpus["train"], setting.budget, **how, trick=row.trick)
     except RuntimeError as error:
         if not how["graph"]:
             raise
@@ -105,7 +105,7 @@ def _fine_tune(
 def untrained(setting: Setting, row: Row, student: Student) -> None:
     """The float model's score, and that of PTQ, where they are missing."""
     found, tokenizer_model = setting.records.read(), setting.loaded
-    whole = Run("bf16" if setting.model == "dense" else "bf16-moe", "float")
+    whole = float_run(row)
     if whole not in found:
         loss = setting.validation_loss(tokenizer_model[1])
         setting.records.add(whole, {**scored(setting.score(tokenizer_model[1])), "validation_loss": loss})

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from aoquant.formats import get_format
 from aoquant.integrations.schedule import order_of_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +159,37 @@ def test_a_run_that_met_its_deadline_goes_on_with_the_same_bits(
     for name, value in straight.student.state_dict().items():
         assert torch.equal(value, stopped.student.state_dict()[name]), name
     assert stopped.run(weights, 8, 1e-2) != losses  # another order of the text
+
+
+@pytest.mark.parametrize("trick", ["average", "dampen", "features"])
+def test_a_trick_changes_the_weights_and_goes_on_after_a_stop(
+    modules: ModuleType, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trick: str
+) -> None:
+    tuning, students, rows = (importlib.import_module(f"experiments.{n}") for n in ("tuning", "students", "rows"))
+    monkeypatch.setattr(tuning, "LOOK", 2)
+    blocks = torch.arange(12 * 8).view(12, 8) % 31
+    float_model = LlamaForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16)
+    student = students.Student(rows.Row("r", "", "aoquant", "mxfp4"), float_model, blocks)
+    weights, kept = student.prepared(0).state_dict(), tmp_path / "kept.pt"
+
+    def made(trick: str, until: float = math.inf) -> Any:
+        budget = tuning.Budget(steps=4, batch=2, block=8)
+        tune = tuning.FineTune(
+            student.prepared(0), float_model, blocks, budget, compile=False, graph=False, trick=trick
+        )
+        while tune.run(weights, 0, 1e-2, kept=kept, until=until) is None:
+            until = math.inf
+        return tune.student.model.layers[0].mlp.up_proj.weight.detach()
+
+    plain, straight, stopped = made(""), made(trick), made(trick, until=0.0)
+    assert not torch.equal(plain, straight) and torch.equal(straight, stopped)
+    rounding = [(w - rounded(w)).float().norm() for w in (plain, straight)]
+    assert trick != "dampen" or rounding[1] < rounding[0]
+
+
+def rounded(w: torch.Tensor) -> torch.Tensor:
+    format = get_format("mxfp4")
+    return format.decode(format.encode(w), w.dtype)
 
 
 def test_the_order_visits_every_block_before_any_twice() -> None:
