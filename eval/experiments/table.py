@@ -137,6 +137,18 @@ def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]
     }
 
 
+def numbers(line: Line) -> dict[str, Any]:
+    """The columns of results.csv that figures are drawn from; results.md has mean and spread in one cell."""
+    qat, shares = list(line.perplexities.values()), [100 * share for share in line.recovered()]
+    bits = [run["weight_bits"] for run in line.runs if "weight_bits" in run]
+    columns: dict[str, Any] = {"row": line.row.name, "kind": line.row.kind, "recipe": line.row.recipe}
+    columns |= {"headline": line.row.headline, "loss": line.loss, "rate": line.rate, "seeds": len(qat)}
+    columns |= {"bits": bits[-1] if bits else "", "float": line.float_model, "PTQ": line.ptq}
+    for name, values in (("QAT", qat), ("recovered %", shares)):
+        columns |= {name: mean(values) if values else "", f"{name} sd": stdev(values) if len(values) > 1 else ""}
+    return columns
+
+
 def write(out: Path, rows: Mapping[str, Row], found: Found, facts: Mapping[str, Any]) -> str:
     """results.csv, results.md and the plots; returns the table."""
     from tabulate import tabulate
@@ -146,9 +158,9 @@ def write(out: Path, rows: Mapping[str, Row], found: Found, facts: Mapping[str, 
     if not table:
         return "nothing is scored yet"
     with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(table[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys([*numbers(made[0]), *table[0]])))
         writer.writeheader()
-        writer.writerows(table)
+        writer.writerows({**shown, **numbers(line)} for shown, line in zip(table, made, strict=True))
     shown = [key for key in table[0] if any(r[key] != "" for r in table)]
     body = tabulate([[r[key] for key in shown] for r in table], shown, tablefmt="github", disable_numparse=True)
     head = "\n".join(f"- {key}: {value}" for key, value in facts.items())

@@ -95,10 +95,10 @@ def _fine_tune(
     how = {"compile": cuda and row.compile and not o.eager, "graph": cuda and row.graph and not o.eager}
     try:
         return FineTune(student.prepared(0), teacher, setting.corpus["train"], setting.budget, **how, trick=row.trick)
-    except RuntimeError as error:
+    except Exception as error:  # whatever a library's step does that a graph cannot hold; without one it is raised
         if not how["graph"]:
             raise
-        print(f"{row.name}: no graph ({str(error).splitlines()[0]}); again without", file=sys.stderr, flush=True)
+        print(f"{row.name}: no graph ({_first_line(error)}); again without", file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, *sys.argv, "--eager"])
 
 
