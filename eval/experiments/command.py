@@ -129,15 +129,15 @@ def measure_all(o: argparse.Namespace, rows: dict[str, Row]) -> list[str]:
     return failed
 
 
-def show(o: argparse.Namespace, rows: dict[str, Row]) -> str:
-    """Write the table of what there is."""
+def show(o: argparse.Namespace, rows: dict[str, Row]) -> tuple[str, list[str]]:
+    """Write the table of what there is; returns it, and the rows that break the contract."""
     found: dict[Run, dict[str, Any]] = {}
     facts: dict[str, Any] = provenance(o.device)
     for model in sorted({row.model for row in rows.values()}):
         setting = setting_of(o, next(row for row in rows.values() if row.model == model))
         found |= setting.records.read()
         facts |= {f"{model} model": setting.settings, f"{model} tokens a run": setting.budget.tokens}
-    return table.write(o.out, rows, found, facts)
+    return table.write(o.out, rows, found, facts), table.broken(rows, found)
 
 
 def main(o: argparse.Namespace) -> None:
@@ -150,9 +150,10 @@ def main(o: argparse.Namespace) -> None:
         sys.exit(worker.work(o, row, what, o.until))
     o.out.mkdir(parents=True, exist_ok=True)
     failed = [] if o.table else measure_all(o, rows) if o.cost else run_all(o, rows)
-    print(show(o, rows))
-    if failed:
-        sys.exit(f"failed: {'; '.join(failed)}")
+    text, broken = show(o, rows)
+    print(text)
+    if failed or broken:
+        sys.exit(f"failed: {'; '.join([*failed, *broken])}")
 
 
 def start() -> None:

@@ -2,10 +2,11 @@
 
     PTQ, once -> a run for each learning rate with seed 0 -> the other seeds at the rate that validation pages chose
 
-Every run ends with three numbers that have to be there: the loss on validation pages and the word perplexity of the
-prepared model, and the word perplexity of the converted one. For aoquant's rows the two perplexities must be the same
-number; the run is recorded in any case, and the table names rows where they are not. The last seed of a row's first
-loss is checked further: layer by layer, conversion on the CPU, and the compressed-tensors export.
+Every run ends with three numbers: the loss on validation pages and the word perplexity of the prepared model, and the
+word perplexity of the converted one. Where torchao's converted layer needs a kernel that is not installed here, its
+prepared model is scored in its place, and the table says so. For aoquant's rows the two perplexities must be the same
+number; the run is recorded in any case, and the command fails naming rows where they are not. The last seed of a row's
+first loss is checked further (`checks.py`).
 """
 
 from __future__ import annotations
@@ -112,11 +113,15 @@ def untrained(setting: Setting, row: Row, student: Student) -> None:
     ptq = Run(row.name, "ptq")
     if row.kind == "float" or ptq in found:
         return
+    note = {}
     try:
         model = student.ptq()
-        result = {**scored(setting.score(model)), "validation_loss": setting.validation_loss(model)}
+        setting.validation_loss(model)
     except MISSING_KERNEL as error:
-        result = {"word_perplexity": None, "note": _first_line(error)}
+        if row.kind != "torchao":
+            raise
+        model, note = student.prepared(0).eval(), {"as_prepared": _first_line(error)}
+    result = {**scored(setting.score(model)), "validation_loss": setting.validation_loss(model), **note}
     setting.records.add(ptq, result)
 
 
@@ -133,7 +138,7 @@ def trained(setting: Setting, row: Row, student: Student, prepared: Any, *, last
     except MISSING_KERNEL as error:
         if row.kind != "torchao":
             raise
-        return {**result, "word_perplexity": None, "note": _first_line(error)}
+        return {**result, "as_prepared": _first_line(error)}
     result |= scored(after)
     result["weight_bits"] = weight_bits(converted, student.float_model)
     result["same_per_document"] = before.loglikelihoods == after.loglikelihoods

@@ -216,7 +216,9 @@ def test_rates_are_chosen_on_validation_pages_and_shares_are_of_log_perplexity(m
     (line,) = table.lines({"a": row}, found)
     assert line.rate == 1e-3 and line.perplexities == {0: 20.0, 1: 10.0}
     assert line.recovered() == pytest.approx([0.5, 1.0])
-    assert table.before_is_after(line) == "equal"
+    assert table.before_is_after(line) == "equal" and table.broken({"a": row}, found) == []
+    found[run("a", "qat", "kl", 1e-3, 1)]["prepared_word_perplexity"] = 10.0001
+    assert table.broken({"a": row}, found) == ["a, kl: before and after convert differ by 1.0e-05"]
     assert records.chosen_rate(found, "a", "ce", (1e-3,)) is None
     # pairs: the common factor of a seed drops out
     assert table.difference({0: 11.0, 1: 22.0, 2: 5.51}, {0: 10.0, 1: 20.0, 2: 5.0}).endswith("3 seeds: worse")
