@@ -21,6 +21,10 @@ from safetensors.torch import load_file
 from support.two_ranks import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralForCausalLM
 
+from aoquant import cli, load_pretrained
+from aoquant.integrations import job
+from aoquant.layers.packed_experts import PackedExperts
+
 EVAL = Path(__file__).parents[2] / "eval"
 SMALL: dict[str, Any] = {
     "vocab": 320, "hidden": 128, "intermediate": 128, "layers": 1, "heads": 2, "kv_heads": 1, "window": 32, "batch": 4,
@@ -181,6 +185,31 @@ def test_two_ranks_train_as_one_and_resume(
     assert log_of(tmp_path / "straight")["ranks"] == 2
     # means over halves are added up in another order, and experts are balanced half by half
     assert log_of(tmp_path / "one")["losses"] == pytest.approx(log_of(tmp_path / "straight")["losses"], abs=2e-2)
+
+
+def test_run_gives_the_table_of_a_mixtral_whose_experts_are_int4(
+    scripts: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    """From text to a checkpoint: pretrained, then float, PTQ and QAT of its experts alone."""
+    pages = (EVAL / "assets" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    text, out = tmp_path / "text.jsonl", tmp_path / "run"
+    text.write_text("\n".join(pages), encoding="utf-8")
+    settings = MOE | {"vocab": 384, "steps": 4, "window": 128, "shard_mb": 0.2}
+    scripts["pretrain"].main(scripts["pretrain"].Config(text=(text,), out=tmp_path / "demo", **settings))
+    options = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--device", "cpu"]
+    options += ["--train-text", str(text), "--recipe", "int4-g32-experts", "--out", str(out)]
+    cli.main(["run", "--model", str(tmp_path / "demo" / "model"), *options])
+    numbers = json.loads((out / job.RESULTS).read_text())
+    words = [s["perplexity"]["word_perplexity"] for s in numbers["stages"]]
+    assert len(set(words[:4])) == 4 and words[3] == words[4]
+    assert numbers["min_sqnr_db"] == "inf"
+    with (out / "report.csv").open() as file:
+        rows = [row["fqn"] for row in csv.DictReader(file)]
+    assert rows[:2] == [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    assert len(rows) == 3  # and the model's output
+    assert "logits bit-equal" in (out / "report.md").read_text()
+    experts = load_pretrained(out / "checkpoint").model.layers[0].mlp.experts
+    assert all(isinstance(p.data, PackedExperts) for p in experts.parameters())
 
 
 def test_overlap_counts_runs_of_words(scripts: dict[str, ModuleType]) -> None:
