@@ -160,8 +160,10 @@ def test_prepared_is_converted(config: Any, family: str, implementation: str) ->
         assert outer is None or outer.shape == (E, n, 1)
 
 
-@pytest.mark.parametrize("backward", [None, "quartet2"])
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+LOOPS = [*((family, None) for family in FAMILIES), ("mixtral", "quartet2"), ("gpt-oss", "quartet2")]
+
+
+@pytest.mark.parametrize(("family", "backward"), LOOPS)
 def test_prepared_is_a_loop_of_prepared_linear_layers(family: str, backward: str | None) -> None:
     """Outputs and gradients; an expert without tokens has a zero gradient."""
     model, (x, index, weights) = made(family, "grouped_mm", torch.float32), routed(24, "random", torch.float32)
@@ -315,6 +317,26 @@ def test_fake_quantisation_is_switched_off_and_undone() -> None:
     assert type(model.experts) is GptOssExperts
     assert torch.equal(model(*batch), y)
     assert torch.equal(again(*batch), copy.deepcopy(again)(*batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_traced_model_is_the_eager_one(family: str, dtype: torch.dtype) -> None:
+    """Prepared, with gradients, and converted; the tracing alone, without a code generator."""
+    model, batch = made(family, "grouped_mm", dtype), routed(16, "random", dtype)
+    quantize_(model, QATConfig(CONFIGS["mxfp4"], step="prepare"))
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    torch.compiler.reset()
+    results = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        y = run(*batch)
+        y.float().square().sum().backward()
+        results.append([y, *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    assert all(a is not None and torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(converted, backend="aot_eager")(*batch), results[0][0])
 
 
 def test_compiled_is_eager() -> None:
