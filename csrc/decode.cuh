@@ -200,6 +200,29 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool t
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0));
 }
 
+// A block's rows of a packed W, into the L2 cache, while the kernel in front of this one ends: codes in one piece, scales by
+// lines. The cache is where all writes go, so what a refresh of the weight still writes is seen by the reads that follow
+// the wait. part, parts: what one of some blocks with the same rows does.
+template <int F>
+__device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first, int rows, int part, int parts) {
+  rows = min(rows, a.n - first);
+  const uint32_t row = F == FP8 ? a.k : a.k / 2;
+  if (threadIdx.x == 0) {
+    const uint32_t units = rows * row / 16, share = (units + parts - 1) / parts, begin = min(share * part, units), end = min(begin + share, units);
+    const uint8_t* from = a.codes + int64_t(first) * row + int64_t(begin) * 16;
+    if (end > begin) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"((end - begin) * 16) : "memory");
+  }
+  if constexpr (F != FP8) {
+    const int width = F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16);
+    const int top = first >> a.tile_log2, bytes = (((first + rows - 1) >> a.tile_log2) - top + 1) * width;
+    for (int at = int(threadIdx.x) * 128; at < bytes; at += int(blockDim.x) * 128) {
+      const int64_t place = int64_t(top) * width + at;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(a.scale) + place));
+      if constexpr (F == INT4) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(a.zero) + place));
+    }
+  }
+}
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -292,6 +315,7 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const DecodeArgs a) {
     asm volatile("cp.async.commit_group;");
   };
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
+  prefetch_rows<F>(a, first_row, ROWS, 0, 1);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll

@@ -110,8 +110,8 @@ __device__ __forceinline__ void fp8_block(T* out, const float (&v)[16], float sc
 template <typename T>
 __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T* __restrict__ out, float* __restrict__ scale, int k, int format,
                                                       int decoded) {
-  let_next_begin();
   wait_for_inputs();
+  let_next_begin();
   const int blocks = k / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t start = int64_t(blockIdx.x) * k;
   float v[16];

@@ -116,6 +116,11 @@ def _linear(
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
+def _decode_values(codes: Tensor, scale: Tensor, zero: Tensor | None, plan: int) -> Tensor:
+    k = codes.shape[1] if plan & 15 == 4 else codes.shape[1] * 2  # 4: fp8 (`Format` of csrc/decode_call.cuh)
+    return codes.new_empty(codes.shape[0], k, dtype=torch.float16 if plan >> 19 & 1 else torch.bfloat16)
+
+
 def _encode_rows(x: Tensor, format: int, decoded: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
@@ -127,4 +132,5 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "decode_mm": _decode_mm,
     "linear": _linear,
     "encode_rows": _encode_rows,
+    "decode_values": _decode_values,
 }

@@ -36,7 +36,8 @@ _VARIABLE: Any = os.environ.encodekey(_ENVIRONMENT) if hasattr(os.environ, "_dat
 _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 
 
-Multiply = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (x (M, K), alpha_x, bias) -> y (M, N)
+# (x (M, K) as the contract reads it, alpha_x or, beside codes, their scale, bias) -> y (M, N)
+Multiply = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class CodesAndValues(NamedTuple):
