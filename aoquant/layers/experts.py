@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from aoquant.formats.random import fresh_state
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
 from aoquant.layers.qat import Prepared, PreparedModule
+from aoquant.layers.read_stacks import Product, Stack, reading_of
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import layer_class, swap_class
 
@@ -36,10 +37,20 @@ EAGER = (None, "eager")  # of `config._experts_implementation`: transformers run
 
 
 def stacks_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of the stacked parameters of a module with the experts protocol; none for any other module."""
-    if not all(hasattr(module, name) for name in PROTOCOL):
+    """Names of the stacked parameters of a module with the experts protocol, or of a class in `READINGS`; none for any
+    other module.
+    """
+    reading = reading_of(type(module))
+    if reading is None and not all(hasattr(module, name) for name in PROTOCOL):
         return ()
-    return tuple(n for n in STACKS if (p := module._parameters.get(n)) is not None and p.dim() == 3)
+    names = STACKS if reading is None else reading.parameters
+    return tuple(n for n in names if (p := module._parameters.get(n)) is not None and p.dim() == 3)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the experts of a module are stored (E, K, N)."""
+    reading = reading_of(type(module))
+    return bool(module.is_transposed) if reading is None else reading.transposed
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -105,7 +116,7 @@ class QATExperts(PreparedModule):
         """The values that the parameter's experts multiply by, in its shape and dtype; one expert at a time."""
         operand, w = self.stacks[name].recipe.fprop_weight, getattr(self, name).detach()
         values = torch.empty_like(w)
-        for expert in range(self.num_experts):
+        for expert in range(len(w)):
             made = operand.fake_quantize(self._matrix(w[expert]))
             values[expert] = made.t() if self.is_transposed else made
         return values
@@ -207,16 +218,20 @@ class QATExperts(PreparedModule):
         else:
             experts = w.unbind(0)  # one gradient for the whole stack, zero where an expert had no tokens
             n = w.shape[-1] if self.is_transposed else w.shape[1]
-            random = self._buffers.get(_random(name))
-            if random is not None and self._data_rank is None:
-                ranks.find()
-            rank = self._data_rank or 0
+            random, rank = self._draws(name)
             try:
                 y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), ends, n, prepared.recipe, random, rank)
             except ValueError as error:
                 raise ValueError(f"{prepared.fqn}: {error}") from None
         bias: Tensor | None = getattr(self, f"{name}_bias") if self.has_bias else None
         return y if bias is None else y + bias[ids]
+
+    def _draws(self, name: str) -> tuple[Tensor | None, int]:
+        """The state of a parameter's random numbers, and this rank among those with other tokens."""
+        random = self._buffers.get(_random(name))
+        if random is not None and self._data_rank is None:
+            ranks.find()
+        return random, self._data_rank or 0
 
     def _unprepared(self, x_SK: Tensor, w: Any, ids: Tensor, ends: list[int], eager: bool) -> Tensor:
         """The product with a parameter that is float, or packed already, as the plain class makes it."""
@@ -252,14 +267,45 @@ class QATExperts(PreparedModule):
         return _empty, (self.plain,), self.__dict__
 
 
+class QATReadExperts(QATExperts):
+    """Experts of a class in `READINGS`: its own forward, which reads a `Stack` in place of each prepared parameter."""
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the plain class's."""
+        if not self.fake_quant:
+            return self.plain.forward(self, *args, **kwargs)
+        try:
+            for name, prepared in self.stacks.items():
+                w = getattr(self, name)
+                if isinstance(w, DTensor):
+                    raise ValueError(
+                        f"{prepared.fqn} is sharded (DTensor), and its class is not quantised so: use fully_shard"
+                    )
+                product = Product(prepared.fqn, prepared.recipe, *self._draws(name))
+                vars(self)[name] = stack = Stack(w, self.is_transposed, product)  # found before the parameter is
+                if getattr(self, name) is not stack:
+                    raise ValueError(
+                        f"{prepared.fqn} is parametrised (an adapter, say), which its class cannot be trained with"
+                    )
+            return self.plain.forward(self, *args, **kwargs)
+        finally:
+            for name in self.stacks:
+                vars(self).pop(name, None)
+
+
 _classes: dict[type[nn.Module], type[QATExperts]] = {}
 
 
 def prepared_class(plain: type[nn.Module]) -> type[QATExperts]:
     """The prepared class of a class of experts: one for each."""
-    return _classes.get(plain) or _classes.setdefault(
-        plain, type(f"QAT{plain.__name__}", (QATExperts, plain), {"plain": plain, "__module__": __name__})
-    )
+    if plain not in _classes:
+        reading, facts = reading_of(plain), {"plain": plain, "__module__": __name__}
+        if reading is not None:
+            facts["is_transposed"] = reading.transposed
+        base = QATExperts if reading is None else QATReadExperts
+        _classes[plain] = type(f"QAT{plain.__name__}", (base, plain), facts)
+    return _classes[plain]
 
 
 def _empty(plain: type[nn.Module]) -> QATExperts:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
-from aoquant.layers.experts import PROTOCOL, QATExperts, lacks
+from aoquant.layers.experts import PROTOCOL, QATExperts, is_transposed, lacks
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import Prepared
 from aoquant.parallel.fsdp import GATHER
@@ -61,7 +61,7 @@ def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
     """Why experts cannot have `target`; None when they can."""
     weight, recipe = chosen.weight, target.recipe
     rows, columns = weight.shape[1:]
-    n, k = (columns, rows) if chosen.module.is_transposed else (rows, columns)
+    n, k = (columns, rows) if is_transposed(chosen.module) else (rows, columns)
     if target.tensor != "PackedTensor":
         return f"stacked experts become aoquant's packed tensors, and the config makes {target.tensor}: use a config of aoquant's"
     if recipe.holds:
@@ -103,7 +103,7 @@ def pack(step: ExpertStep, weight: Tensor, device: torch.device | str | None) ->
     """The packed experts of a float stack, encoded expert by expert on `device`, by default the weight's."""
     operand = step.target.recipe.fprop_weight
     made = list[PackedTensor]()
-    transposed: bool = step.module.is_transposed  # type: ignore[assignment]
+    transposed = is_transposed(step.module)
     for expert in weight.detach():
         w_NK = (expert.t() if transposed else expert).to(device, step.dtype).contiguous()
         built = step.target.build(ops.codec.encode(operand, w_NK), w_NK)

@@ -19,8 +19,6 @@ from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
@@ -278,12 +276,21 @@ def test_what_experts_cannot_take_is_refused_by_name(config: Any, message: str) 
     assert type(model.experts) is MixtralExperts
 
 
+class OwnExperts(nn.Module):
+    """Stacked, and not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(E, 2 * WIDTH, H))
+        self.down_proj = nn.Parameter(torch.zeros(E, H, WIDTH))
+
+
 def test_classes_without_the_protocol_are_refused_by_name() -> None:
-    model = Holder(Llama4TextExperts(Llama4TextConfig(hidden_size=H, intermediate_size=WIDTH, num_local_experts=E)))
+    model = Holder(OwnExperts())
     found = aoquant.coverage(model).unexpected
     assert {w.names[0] for w in found} == {"experts.gate_up_proj", "experts.down_proj"}
-    assert all("of Llama4TextExperts, whose class lacks" in w.about and "has_gate" in w.about for w in found)
-    with pytest.raises(ValueError, match=r"experts.down_proj.* of a Llama4TextExperts, which aoquant cannot quantise"):
+    assert all("of OwnExperts, whose class lacks" in w.about and "has_gate" in w.about for w in found)
+    with pytest.raises(ValueError, match=r"experts.down_proj.* of a OwnExperts, which aoquant cannot quantise"):
         quantize_(model, FqnToConfig({"experts.down_proj": Int4WeightConfig(32)}))
 
 
