@@ -138,7 +138,7 @@ class Config:
         require(not moe or 0 < self.top_k <= self.experts, "top_k", f"in 1 .. experts = {self.experts}")
         alone = self.recipe.endswith("-experts")
         require(moe or not alone, "recipe", "one of linear layers with arch llama: it has no experts")
-        rule = "False with quantised experts: their rows are counted on the CPU"
+        rule = "False with quantised experts: a recipe may multiply them in a loop, which waits for the device"
         require(not (self.graph and moe and self.recipe != "bf16"), "graph", rule)
 
     @property
