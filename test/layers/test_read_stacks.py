@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Llama4ForCausalLM
+from torchao.quantization import FqnToConfig
+from transformers import JetMoeConfig, JetMoeForCausalLM, Llama4ForCausalLM
 from transformers.models.aria.configuration_aria import AriaTextConfig
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
@@ -29,6 +30,7 @@ from aoquant import (
     MXFP4WeightConfig,
     NVFP4WeightConfig,
     QATConfig,
+    explain,
     get_format,
     load_pretrained,
     quantize_,
@@ -222,21 +224,51 @@ def test_dbrx_is_named_with_its_share() -> None:
         quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"), strict=True)
 
 
-def test_llama_4_is_saved_and_loaded(tmp_path: Path) -> None:
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "num_local_experts": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 64}
+WHOLE: dict[str, tuple[Any, Any]] = {
+    "llama-4": (Llama4ForCausalLM, Llama4TextConfig(**SIZES, **HEADS, intermediate_size_mlp=64)),
+    "jetmoe": (JetMoeForCausalLM, JetMoeConfig(**SIZES, num_key_value_heads=2, kv_channels=16, num_experts_per_tok=2)),
+}
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_a_model_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
-    config = Llama4TextConfig(**sizes, **heads, vocab_size=64, num_local_experts=4, max_position_embeddings=64)
-    model = Llama4ForCausalLM._from_config(config, dtype=BF16).eval()
+    model_class, config = WHOLE[family]
+    model = model_class._from_config(config, dtype=BF16).eval()
     for p in model.parameters():
         p.data.normal_(0, 0.1)
     ids = {"input_ids": torch.arange(16).view(2, 8)}
-    quantize_(model, QATConfig("int4-g32-experts", step="prepare"))
+    keys = {"re:.*(experts|(in|out)put_linear)": Int4WeightConfig(32)}  # JetMoE's MLP does not call its experts so
+    quantize_(model, QATConfig(FqnToConfig(keys), step="prepare"))
+    stacks = [name for m in model.modules() if isinstance(m, QATReadExperts) for name in m.stacks]
     converted = copy.deepcopy(model)
     quantize_(converted, QATConfig(step="convert"))
     report = verify(model, converted, ids)
-    assert [row.fqn.rpartition(".")[2] for row in report.layers] == ["gate_up_proj", "down_proj"]
+    assert [row.fqn.rpartition(".")[2] for row in report.layers] == stacks
     assert report.min_sqnr == float("inf")
+    one = next(m for m in converted.modules() if stacks_of(m))
+    assert f"{stacks[0]}: 4 experts of " in str(explain(one))
     save_pretrained(converted, tmp_path / "saved")
     with torch.no_grad():
         assert torch.equal(load_pretrained(tmp_path / "saved").eval()(**ids).logits, model(**ids).logits)
+
+
+def test_a_router_among_experts_is_no_expert() -> None:
+    model_class, config = WHOLE["jetmoe"]
+    model = model_class(config)
+    quantize_(model, "int4-g32-experts")
+    states = {
+        w.names[0].removeprefix("model.layers.0.self_attention."): w.state for w in aoquant.coverage(model).weights
+    }
+    assert states["experts.router.layer.weight"] == "left out"
+    assert states["experts.input_linear.weight"] == "quantised"
+
+
+def test_an_adapter_on_a_stack_is_refused() -> None:
+    model, batch = made("torchtitan")
+    quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+    nn.utils.parametrize.register_parametrization(model.experts, "w2", nn.Identity())
+    with pytest.raises(ValueError, match=r"experts.w2 is parametrised"):
+        model(*batch)
