@@ -11,13 +11,11 @@ namespace aoquant {
 
 namespace decode {
 
-// TOKENS: rows of x at most, 8 or 16. WARPS: of a block of 16 rows of W, along K. S: steps that a warp asks for ahead, by
-// asynchronous copies, each lane for the bytes that it will read itself (see decode_rows.cuh).
-template <typename T, int TOKENS, int WARPS, int S>
+// TOKENS: rows of x at most, 8 or 16. WARPS: of a block of 16 rows of W, along K. D: steps in flight a warp.
+template <typename T, int TOKENS, int WARPS, int D>
 __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
   constexpr int MT = TOKENS / 8, PITCH = 20;  // rows of a block, and a pad for the banks
-  extern __shared__ __align__(128) uint8_t shared[];
   __shared__ float partial[WARPS * TOKENS * PITCH];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int first_row = blockIdx.x * 16;
@@ -29,59 +27,41 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const DecodeArgs a) {
 #pragma unroll
   for (int m = 0; m < MT; ++m) tokens[m] = static_cast<const T*>(a.x) + int64_t(min(8 * m + g, a.m - 1)) * a.k + 16 * t;
 
-  const uint8_t* ring = shared + warp * S * 1024 + lane * 16;
-  const uint32_t to = uint32_t(__cvta_generic_to_shared(ring));
+  uint4 codes[D][2], x[D][MT][2];
   float acc[MT][4] = {};
-  auto fetch_codes = [&](int i) {  // always ends a group of copies
+  auto fetch = [&](int stage, int i) {  // stage is a constant
     const int at = (warp + i * WARPS) * 64;
     const bool inside = i < mine && at + 16 * t < a.k;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to + (i % S) * 1024 + h * 512), "l"(inside ? rows[h] + at : a.codes),
-                   "r"(inside ? 16 : 0)
-                   : "memory");
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-  auto fetch_x = [&](uint4 (&x)[MT][2], int i) {
-    const int at = (warp + i * WARPS) * 64;
-    const bool inside = i < mine && at + 16 * t < a.k;
+    for (int h = 0; h < 2; ++h) codes[stage][h] = inside ? load_codes(rows[h] + at) : make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) x[m][h] = inside && 8 * m + g < a.m ? reinterpret_cast<const uint4*>(tokens[m] + at)[h] : make_uint4(0, 0, 0, 0);
-  };
-  auto multiply = [&](const uint4 (&x)[MT][2], int i) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(S - 2) : "memory");
-    uint4 codes[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) codes[h] = *reinterpret_cast<const uint4*>(ring + (i % S) * 1024 + h * 512);
-    fetch_codes(i + S - 1);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t lower[2], upper[2];
-      pairs(lower, (&codes[0].x)[j], T());
-      pairs(upper, (&codes[1].x)[j], T());
-      const uint32_t w[4] = {lower[0], upper[0], lower[1], upper[1]};
-#pragma unroll
-      for (int m = 0; m < MT; ++m) Pair<T>::mma(acc[m], w, (&x[m][j / 2].x)[2 * (j % 2)], (&x[m][j / 2].x)[2 * (j % 2) + 1]);
-    }
+      for (int h = 0; h < 2; ++h)
+        x[stage][m][h] = inside && 8 * m + g < a.m ? reinterpret_cast<const uint4*>(tokens[m] + at)[h] : make_uint4(0, 0, 0, 0);
   };
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
-  prefetch_rows<FP8>(a, first_row, 16, 0, 1);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll
-  for (int i = 0; i < S - 1; ++i) fetch_codes(i);
-  uint4 even[MT][2], odd[MT][2];
-  fetch_x(even, 0);
-  for (int i = 0; i < mine; i += 2) {
-    fetch_x(odd, i + 1);
-    multiply(even, i);
-    if (i + 1 == mine) break;
-    fetch_x(even, i + 2);
-    multiply(odd, i + 1);
+  for (int d = 0; d < D - 1; ++d) fetch(d, d);
+  for (int base = 0; base < mine; base += D) {
+#pragma unroll
+    for (int d = 0; d < D; ++d) {
+      const int i = base + d;
+      if (i >= mine) break;
+      fetch((d + D - 1) % D, i + D - 1);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t lower[2], upper[2];
+        pairs(lower, (&codes[d][0].x)[j], T());
+        pairs(upper, (&codes[d][1].x)[j], T());
+        const uint32_t w[4] = {lower[0], upper[0], lower[1], upper[1]};
+#pragma unroll
+        for (int m = 0; m < MT; ++m) Pair<T>::mma(acc[m], w, (&x[d][m][j / 2].x)[2 * (j % 2)], (&x[d][m][j / 2].x)[2 * (j % 2) + 1]);
+      }
+    }
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
 #pragma unroll
   for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -97,19 +77,18 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const DecodeArgs a) {
 #endif
 }
 
-template <typename T, int TOKENS, int WARPS, int S>
-cudaError_t launch_fp8(const DecodeArgs& a, cudaStream_t stream) {
-  return launch_kernel<1>(fp8_kernel<T, TOKENS, WARPS, S>, a, (a.n + 15) / 16, 32 * WARPS, WARPS * S * 1024, stream);
-}
-
 template <typename T>
 cudaError_t run_fp8(const DecodeCall& c) {
   DecodeArgs a = c.args;
   a.times = 1.0f;
+  const int blocks = (a.n + 15) / 16;
   if (!decode_is_few(a.m)) return cudaErrorInvalidValue;
-  if (a.n <= 16 * 132)  // not more than a block on each multiprocessor
-    return a.m <= 8 ? launch_fp8<T, 8, 16, 8>(a, c.stream) : launch_fp8<T, 16, 16, 8>(a, c.stream);
-  return a.m <= 8 ? launch_fp8<T, 8, 8, 8>(a, c.stream) : launch_fp8<T, 16, 8, 8>(a, c.stream);
+  if (a.n <= 16 * 132) {  // not more than a block on each multiprocessor
+    if (a.m <= 8) return launch_kernel<1>(fp8_kernel<T, 8, 16, 3>, a, blocks, 32 * 16, 0, c.stream);
+    return launch_kernel<1>(fp8_kernel<T, 16, 16, 2>, a, blocks, 32 * 16, 0, c.stream);
+  }
+  if (a.m <= 8) return launch_kernel<1>(fp8_kernel<T, 8, 8, 4>, a, blocks, 32 * 8, 0, c.stream);
+  return launch_kernel<1>(fp8_kernel<T, 16, 8, 3>, a, blocks, 32 * 8, 0, c.stream);
 }
 
 }  // namespace decode

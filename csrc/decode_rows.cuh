@@ -139,7 +139,6 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
   // this block runs: others may write to it
   if constexpr (CK > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
-  prefetch_rows<F>(a, first_row, Layout::ROWS, rank, CK);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   uint8_t* const scale_area = shared + Layout::scales_at(tokens);

@@ -57,7 +57,7 @@ def _why_not(r: CodecRequest) -> str | None:
         return families.why_not(r)
     if transform.drawn:
         return families.why_not(r) if r.operand.format.draws else f"has no kernel to {r.role} {r.operand.name}"
-    if exact and r.role != "decode":
+    if r.role != "decode" and (exact or not isinstance(transform, Hadamard)):
         return _why_not_mix(r)
     return families.why_not(replace(r, operand=Operand(r.operand.format), dtype=torch.float32))
 

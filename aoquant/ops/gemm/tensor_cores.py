@@ -78,12 +78,17 @@ def _bind(r: Request, w: Encoded) -> Multiply | None:
     f, n = r.w_format, w.codes.shape[0]
 
     def decoder(part: Encoded) -> Callable[[], Tensor]:
-        if not decodes(r) or not all(t is None or is_aligned(t) for t in (part.codes, part.scale, part.zero)):
+        if not by_csrc(r, part):
             return partial(codec.decode, f, part, r.dtype, operand=True)
         return partial(native.operator("decode_values"), part.codes, part.scale, part.zero, plan_of(f, part, r.dtype))
 
     blocks = _blocks(f, w, r.dtype, decoder)
     return lambda x_MK, alpha_x, bias: _multiplied(x_MK, n, blocks, alpha_x, f.alpha(w), bias)
+
+
+def by_csrc(r: Request, w: Encoded) -> bool:
+    """Whether csrc decodes W for calls without gradients."""
+    return decodes(r) and all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero))
 
 
 def _blocks(f: Format, w: Encoded, dtype: torch.dtype, decoder: Callable[[Encoded], Callable[[], Tensor]]) -> Blocks:

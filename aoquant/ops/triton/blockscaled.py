@@ -123,22 +123,25 @@ def _encode(
         x = load_blocks(x_ptr, tile, n_blocks, NB, B, G, SIGNS, FACTOR)
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
-        above, inverse_above = outer, inverse_pts
-        if OUTER == "stacked":
-            above = tl.load(outer_ptr + block // outer_blocks, mask=block < n_blocks, other=1.0)
-            inverse_above = tl.div_rn(tl.full([NB], 1.0, tl.float32), above)
         if OUTER == "":
             byte = e8m0_byte(amax, RULE, MAX_POW2, RECIPROCAL, MANTISSA)
             inverse, scale_value = e8m0_inverse(byte, RULE), e8m0_value(byte)
             if CODES:
                 tl.store(scale_ptr + block, byte.to(tl.uint8), mask=block < n_blocks)
         else:
-            scale, inverse = nvfp4_scale(amax, above, inverse_above, RECIPROCAL, FLOOR)
+            if OUTER == "stacked":
+                above = tl.load(outer_ptr + block // outer_blocks, mask=block < n_blocks, other=1.0)
+                inverse_above = tl.div_rn(tl.full([NB], 1.0, tl.float32), above)
+                scale, inverse = nvfp4_scale(amax, above, inverse_above, RECIPROCAL, FLOOR)
+            else:
+                scale, inverse = nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
             scale_value = scale.to(tl.float32)
             if CODES:
                 tl.store(scale_ptr + block, scale.to(tl.uint8, bitcast=True), mask=block < n_blocks)
-            if VALUES == "decode" and above is not None:
+            if VALUES == "decode" and OUTER == "stacked":
                 scale_value = above * scale_value
+            elif VALUES == "decode" and outer is not None:
+                scale_value = outer * scale_value
 
         if ELEMENT == "e2m1":
             rounded = e2m1_rounded(bits_float(magnitude) * inverse[:, None])
