@@ -13,18 +13,26 @@ that. Products run in `grouped.grouped_linear`. A bias is added apart, to the ro
 
 Activations are quantised token by token where their format has scales for each row. A format with one scale for the
 tensor finds it for each expert's tokens, so a token's codes then depend on its batch.
+
+Weight scales are made from the weights in every forward, or held: experts that `unpack_` made from packed ones keep the
+packed scales in buffers, one expert after another, and multiply the packed codes.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aoquant import ops
+from aoquant.formats import Encoded, Scales
 from aoquant.formats.random import fresh_state
+from aoquant.layers import held
 from aoquant.layers.grouped import grouped_linear
+from aoquant.layers.grouped_held import grouped_held_linear
 from aoquant.layers.qat import Prepared, PreparedModule
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import layer_class, swap_class
@@ -67,8 +75,8 @@ class QATExperts(PreparedModule):
     _data_rank: int | None = None
 
     @classmethod
-    def prepare_stack(cls, module: nn.Module, name: str, prepared: Prepared) -> Self:
-        """Prepare the parameter called `name`, in place."""
+    def prepare_stack(cls, module: nn.Module, name: str, prepared: Prepared, scales: Scales | None = None) -> Self:
+        """Prepare the parameter called `name`, in place. scales: to hold, with experts in front (E, ...)."""
         if not isinstance(module, QATExperts):
             swap_class(module, prepared_class(layer_class(module)))
             assert isinstance(module, cls)
@@ -79,12 +87,15 @@ class QATExperts(PreparedModule):
             device = module._parameters[name].device  # type: ignore[union-attr]
             module.register_buffer(_random(name), fresh_state(prepared.config.seed, prepared.fqn, device))
             ranks.expect(module)
+        if scales is not None:
+            held.register(module, _side(name), scales, learned=False)
         return module
 
     def unprepare_stack(self, name: str) -> None:
         """Make the parameter called `name` a plain one; with the last of them the module is a plain one."""
+        for state in self.states(name):
+            del self._buffers[state]
         del self.stacks[name]
-        self._buffers.pop(_random(name), None)
         if not self.stacks:
             del self.stacks, self.fake_quant
             vars(self).pop(ranks.RANK, None)
@@ -99,13 +110,36 @@ class QATExperts(PreparedModule):
         """The weight (N, K) of one expert."""
         return self._matrix(getattr(self, name)[expert])
 
+    def states(self, *stacks: str) -> list[str]:
+        """Names of the buffers that belong to the training of `stacks`, by default of all: states of random numbers and
+        held scales.
+        """
+        possible = ((_random(n), *(f"{_side(n)}_{part}" for part in Scales._fields)) for n in stacks or self.stacks)
+        return [name for names in possible for name in names if name in self._buffers]
+
+    def held_scales(self, name: str, expert: int) -> Scales | None:
+        """The scales that a parameter holds for one expert; None where they are made from the weight."""
+        if self.stacks[name].recipe.weight_scales == "dynamic":
+            return None
+        return Scales(*(None if t is None else t[expert] for t in held.read(self, _side(name))))
+
+    @torch.no_grad()
+    def encode_expert(self, name: str, expert: int, dtype: torch.dtype) -> Encoded:
+        """One expert's codes and scales, as forward multiplies them and convert stores them.
+
+        dtype: in which forward sees the weight.
+        """
+        operand, scales = self.stacks[name].recipe.fprop_weight, self.held_scales(name, expert)
+        w_NK = self.matrix(name, expert).detach().to(dtype)
+        return ops.codec.encode(operand, w_NK) if scales is None and operand.portable else operand.encode(w_NK, scales)
+
     @torch.no_grad()
     def quantised_weight(self, name: str) -> Tensor:
         """The values that the parameter's experts multiply by, in its shape and dtype; one expert at a time."""
         operand, w = self.stacks[name].recipe.fprop_weight, getattr(self, name).detach()
         values = torch.empty_like(w)
         for expert in range(self.num_experts):
-            made = operand.fake_quantize(self._matrix(w[expert]))
+            made = operand.decode(self.encode_expert(name, expert, w.dtype), w.dtype)
             values[expert] = made.t() if self.is_transposed else made
         return values
 
@@ -154,8 +188,13 @@ class QATExperts(PreparedModule):
             if random is not None and self._data_rank is None:
                 ranks.find()
             rank = self._data_rank or 0
+            rest = ends, n, prepared.recipe, random, rank
             try:
-                y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), ends, n, prepared.recipe, random, rank)
+                if prepared.recipe.weight_scales == "dynamic":
+                    y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), *rest)
+                else:
+                    held_of = partial(self.held_scales, name)
+                    y = grouped_held_linear(x_SK, lambda e: self._matrix(experts[e]), held_of, *rest)
             except ValueError as error:
                 raise ValueError(f"{prepared.fqn}: {error}") from None
         bias: Tensor | None = getattr(self, f"{name}_bias") if self.has_bias else None
@@ -178,6 +217,13 @@ class QATExperts(PreparedModule):
     def _matrix(self, w: Tensor) -> Tensor:
         """One expert as (N, K): a transposed one is copied, because encoders read rows."""
         return w.t().contiguous() if self.is_transposed else w
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """A cast leaves held scales as they are: a scale that rounds afterwards is another scale."""
+        before = {name: self._buffers[name].data for name in self.states()}  # type: ignore[union-attr]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        held.keep_dtype(self, before)
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, prepared in self.stacks.items():
@@ -208,6 +254,11 @@ def prepared_class(plain: type[nn.Module]) -> type[QATExperts]:
 def _empty(plain: type[nn.Module]) -> QATExperts:
     cls = prepared_class(plain)
     return cls.__new__(cls)
+
+
+def _side(name: str) -> str:
+    """The side of a parameter's held scales, which their buffers are called by."""
+    return f"{name}_weight"
 
 
 def _random(name: str) -> str:
