@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
+from aoquant.formats import Scales
 from aoquant.layers.experts import PROTOCOL, QATExperts, lacks
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import Prepared
@@ -64,7 +65,7 @@ def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
     n, k = (columns, rows) if chosen.module.is_transposed else (rows, columns)
     if target.tensor != "PackedTensor":
         return f"stacked experts become aoquant's packed tensors, and the config makes {target.tensor}: use a config of aoquant's"
-    if recipe.holds:
+    if recipe.holds and kind != "convert":
         how = "a fitted transform" if recipe.fitted else "static or learned scales"
         return f"stacked experts hold no scales of their own, and the config has {how}: use scales that are dynamic"
     if isinstance(weight, DTensor) and kind != "prepare":
@@ -101,15 +102,28 @@ def apply(step: ExpertStep, device: torch.device | str | None = None) -> None:
 @torch.no_grad()
 def pack(step: ExpertStep, weight: Tensor, device: torch.device | str | None) -> Tensor:
     """The packed experts of a float stack, encoded expert by expert on `device`, by default the weight's."""
-    operand = step.target.recipe.fprop_weight
-    made = list[PackedTensor]()
     transposed: bool = step.module.is_transposed  # type: ignore[assignment]
-    for expert in weight.detach():
-        w_NK = (expert.t() if transposed else expert).to(device, step.dtype).contiguous()
-        built = step.target.build(ops.codec.encode(operand, w_NK), w_NK)
-        assert isinstance(built, PackedTensor)
-        made.append(built)
+    matrices = (expert.t() if transposed else expert for expert in weight.detach())
+    if weight.is_meta:  # which all experts have alike
+        made = [pack_expert(step, next(matrices), device)] * len(weight)
+    else:
+        made = [pack_expert(step, w_NK, device, expert) for expert, w_NK in enumerate(matrices)]
     return packed_experts(made, transposed=transposed)
 
 
-__all__ = ["PROTOCOL", "ChosenStack", "ExpertStep", "apply", "pack", "why_not", "why_unsupported"]
+@torch.no_grad()
+def pack_expert(step: ExpertStep, w_NK: Tensor, device: torch.device | str | None, expert: int = 0) -> PackedTensor:
+    """One packed expert of a float weight. expert: its number, by which it finds the scales that its module holds."""
+    module, operand = step.module, step.target.recipe.fprop_weight
+    w_NK = w_NK.to(device, step.dtype).contiguous()
+    held = module.held_scales(step.parameter, expert) if isinstance(module, QATExperts) else None
+    if held is None:
+        encoded = ops.codec.encode(operand, w_NK)
+    else:
+        encoded = operand.encode(w_NK, Scales(*(t if t is None else t.to(w_NK.device) for t in held)))
+    built = step.target.build(encoded, w_NK)
+    assert isinstance(built, PackedTensor)
+    return built
+
+
+__all__ = ["PROTOCOL", "ChosenStack", "ExpertStep", "apply", "pack", "pack_expert", "why_not", "why_unsupported"]
