@@ -23,14 +23,14 @@ import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation, dot_natural_key, revert_weight_conversion
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, checksums, hf
 from aoquant.integrations.plans import ptq_plan
 from aoquant.integrations.safetensors_file import StoredTensor, reading
-from aoquant.integrations.stored_names import pieces_of, stored_name
+from aoquant.integrations.stored_names import keep_wide, pieces_of, stored_name
 from aoquant.integrations.stream_layers import Layer, Stack
 from aoquant.planning import experts
 from aoquant.planning.coverage import Coverage, coverage
@@ -215,11 +215,7 @@ def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.d
     with torch.device("meta"):
         make = named._from_config if known else AutoModelForCausalLM.from_config
         model: PreTrainedModel = make(config, dtype=chosen).eval()
-    if exceptions := model._get_dtype_plan(chosen):
-        pattern, keys, _ = build_glob_alternation(list(exceptions))
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if (match := pattern.search(name)) and match.lastgroup:
-                tensor.data = tensor.data.to(exceptions[keys[match.lastgroup]])
+    keep_wide(model, chosen)
     return model
 
 

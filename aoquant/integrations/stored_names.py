@@ -1,4 +1,4 @@
-"""The names that a model's tensors have in a checkpoint's files, where they differ from the model's own.
+"""What a checkpoint's files say of a model's tensors, where it differs from the model's own: names, and dtypes.
 
 transformers renames some architectures' tensors when it loads them, and stacks the matrices of experts: a file holds
 "mlp.experts.0.gate_proj.weight", "mlp.experts.0.up_proj.weight", ..., and the model one "mlp.experts.gate_up_proj".
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,14 @@ def pieces_of(model: Any, name: str) -> list[Piece]:
             raise ValueError(f"{name} {tuple(shape)}: files keep it in a layout that is not known here")
         pieces.append(Piece(stored, first // rows, first % rows, first % rows + len(held)))
     return sorted(pieces, key=lambda p: (p.expert, p.start))
+
+
+def keep_wide(model: Any, dtype: torch.dtype) -> None:
+    """Give parameters and buffers that an architecture keeps in another dtype than its model's `dtype` their own, as
+    `from_pretrained` does: DeepSeek's routing biases stay float32.
+    """
+    if exceptions := model._get_dtype_plan(dtype):
+        pattern, keys, _ = build_glob_alternation(list(exceptions))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if (match := pattern.search(name)) and match.lastgroup:
+                tensor.data = tensor.data.to(exceptions[keys[match.lastgroup]])

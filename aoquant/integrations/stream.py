@@ -223,7 +223,9 @@ def _verify(
         again, left = unflatten_tensor_state_dict(found, metadata)
         same = not left and all(type(again[name]) is layer.rebuilt() for name in layer.names)
         for part, values in flatten_tensor_state_dict(again)[0].items():
-            same = same and torch.equal(values.view(-1).view(torch.uint8), wanted[part].cpu().view(-1).view(torch.uint8))
+            same = same and torch.equal(
+                values.view(-1).view(torch.uint8), wanted[part].cpu().view(-1).view(torch.uint8)
+            )
         if not same:
             raise ValueError(
                 f"{layer.names[0]}: reads back different from what was written: check the disk and the memory of this "

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_uncovered_models import IDS, MODELS
+from support.moe_models import IDS, MODELS, model_of
 from transformers import AutoModelForCausalLM
 
 import aoquant
@@ -36,16 +36,6 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 with torch.no_grad():
     torch.save(model(input_ids=torch.load(sys.argv[2])).logits, sys.argv[3])
 """
-
-
-def model_of(family: str) -> Any:
-    model_class, config = MODELS[family]
-    torch.manual_seed(0)
-    model = model_class._from_config(config, dtype=torch.bfloat16)  # as loaders cast: rotary frequencies stay float32
-    for name, p in model.named_parameters():
-        if "experts" in name or "router" in name or "gate" in name:
-            p.data.normal_(0, 0.1)
-    return model
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.convert_cases import assert_same_files
-from test_moe import IDS, model_of
+from support.moe_models import IDS, model_of
 from torchao.quantization import FqnToConfig
 from transformers import AutoModelForCausalLM
 
@@ -32,7 +32,11 @@ CONFIGS: dict[str, Any] = {
     "mixtral": "int4-g32-experts",
     "gpt-oss": NVFP4WeightConfig(),
     "deepseek-v3": FqnToConfig(
-        {r"re:.*\.experts\.down_proj": None, r"re:.*\.experts": IntxWeightConfig(3, 32), "_default": Int4WeightConfig(32)}
+        {
+            r"re:.*\.experts\.down_proj": None,
+            r"re:.*\.experts": IntxWeightConfig(3, 32),
+            "_default": Int4WeightConfig(32),
+        }
     ),
 }
 
