@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,13 +114,13 @@ def _prepared(stack: _Stack, options: dict[str, Any]) -> bool:
         each = [_scales_of(stack.packed.expert(e), recipe.fprop_weight) for e in range(len(stack.packed))]
     except ValueError as error:
         raise ValueError(f"{stack.fqn}: {error}") from None
-    scales = Scales(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)))  # type: ignore[arg-type]
+    scales = Scales(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)))
     setattr(stack.module, stack.name, nn.Parameter(stack.packed.dequantize().contiguous()))
     experts = QATExperts.prepare_stack(stack.module, stack.name, Prepared(recipe, config, stack.fqn), scales)
     weight = getattr(experts, stack.name)
     for e, one in enumerate(weight.data):
         w_NK = one.t() if experts.is_transposed else one
-        if not _moved(w_NK, stack.packed.expert(e), lambda e=e: experts.encode_expert(stack.name, e, weight.dtype)):  # type: ignore[misc]
+        if not _moved(w_NK, stack.packed.expert(e), partial(experts.encode_expert, stack.name, e, weight.dtype)):
             return False
     return True
 

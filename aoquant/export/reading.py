@@ -4,8 +4,8 @@ train.
 The way back of `compressed.py`, scheme by scheme. Nothing is decoded: stored codes become a PackedTensor's codes.
 Parameters are on meta until they are read, one tensor at a time, so that memory holds the packed model and no float
 copy of it. Experts are stored as linear layers, one after another ("...experts.0.gate_proj"), as Kimi K2 publishes
-them, and become packed stacks. Weight-only layers get the contract "dequantize", which is what transformers and Marlin compute; layers with
-activations get the engine's quantiser (int8-row-vllm, ...).
+them, and become packed stacks. Weight-only layers get the contract "dequantize", which is what transformers and Marlin
+compute; layers with activations get the engine's quantiser (int8-row-vllm, ...).
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load a quantised checkpoint and check that it is whole: files, schema, keys, quantised weights, and every byte.
 
-    A folder of compressed-tensors (llm-compressor's, Kimi K2's, or `aoquant.export`'s) and one of gpt-oss's MXFP4 become
-    packed tensors too, with the codes that they hold; kwargs are dtype and device_map then.
+    A folder of compressed-tensors (llm-compressor's, Kimi K2's, or `aoquant.export`'s) and one of gpt-oss's MXFP4
+    become packed tensors too, with the codes that they hold; kwargs are dtype and device_map then.
 
     model_class: a transformers model class or AutoModel class; models that are no causal LM need it.
     verify_checksums: compare every tensor with the checksum that stands beside it, which reads the files once more.

@@ -4,8 +4,9 @@ The model is built on the meta device from config.json; planned and quantised th
 models; and taken through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and
 dtypes, so a model without values gives the files that `save_pretrained` would write. Reading runs the same rules
 backwards: every tensor that will be written has one tensor of the source behind it, copied as it is or, for a quantised
-layer, encoded; stacked experts have one for each expert's matrix, where files keep them so. Any misfit (missing keys, keys too many, shapes, dtypes, layers that cannot take their
-config, tensors that no safetensors loader knows) is an error here.
+layer, encoded; stacked experts have one for each expert's matrix, where files keep them so. Any misfit (missing keys,
+keys too many, shapes, dtypes, layers that cannot take their config, tensors that no safetensors loader knows) is an
+error here.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Skeleton:
 
     model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every
     file's header, under the model's own names. index: content of the index file, None for a single file. layers: to
-    encode, and stacked experts. parts: where their codes and scales are written, name in the model to name in the files (transformers
-    renames some architectures' tensors). copies: where tensors that stay float are read. twins: pairs that the config
-    ties and the source holds twice: must be equal. skipped: layers left out, and why. coverage: the
+    encode, and stacked experts. parts: where their codes and scales are written, name in the model to name in the files
+    (transformers renames some architectures' tensors). copies: where tensors that stay float are read. twins: pairs
+    that the config ties and the source holds twice: must be equal. skipped: layers left out, and why. coverage: the
     quantised parameters, and the float ones.
     """
 

@@ -64,8 +64,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stacked parameter to quantise. sources: for each expert, the tensors whose rows are its weight (N, K), in order;
-    or one tensor, the stack itself, in the parameter's layout.
+    """A stacked parameter to quantise.
+
+    sources: for each expert, the tensors whose rows are its weight (N, K), in order; or one tensor, the stack itself,
+        in the parameter's layout.
     """
 
     step: ExpertStep

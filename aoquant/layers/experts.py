@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from aoquant import ops
 from aoquant.formats import Encoded, Scales
@@ -34,12 +33,12 @@ from aoquant.layers import held
 from aoquant.layers.grouped import grouped_linear
 from aoquant.layers.grouped_held import grouped_held_linear
 from aoquant.layers.qat import Prepared, PreparedModule
+from aoquant.parallel import experts as sharded
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import layer_class, swap_class
 
 PROTOCOL = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
-EAGER = (None, "eager")  # of `config._experts_implementation`: transformers runs the class's own forward
 
 
 def stacks_of(module: nn.Module) -> tuple[str, ...]:
@@ -146,11 +145,14 @@ class QATExperts(PreparedModule):
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H) of hidden_states (T, H), and the experts and their weights (T, top k) of each token."""
-        if not self.fake_quant:
-            y: Tensor = self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
-            return y
+        forward = type(self)._forward if self.fake_quant else self.plain.forward
+        skips = self.fake_quant or not sharded.runs_eagerly(self)
+        return sharded.run(self, forward, hidden_states, top_k_index, top_k_weights, skips=skips)
+
+    def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The forward over whole parameters."""
         tokens, top_k = top_k_index.shape
-        eager = getattr(getattr(self, "config", None), "_experts_implementation", None) in EAGER
+        eager = sharded.runs_eagerly(self)
         # rows of one expert: eager takes them by top-k position, then token; the others by token
         ids, perm = torch.sort((top_k_index.t() if eager else top_k_index).reshape(-1), stable=eager)
         token, position = (perm % tokens, perm // tokens) if eager else (perm // top_k, perm % top_k)
@@ -173,10 +175,6 @@ class QATExperts(PreparedModule):
     def _product(self, x_SK: Tensor, name: str, ids: Tensor, ends: list[int], eager: bool) -> Tensor:
         """(S, N): rows sorted by expert, times the experts of one parameter, plus their biases."""
         w: Tensor = getattr(self, name)
-        if isinstance(w, DTensor):
-            raise ValueError(
-                f"{name} is sharded (DTensor), and experts are not quantised under tensor or expert parallelism: use fully_shard"
-            )
         x_SK = x_SK if eager else x_SK.to(w.dtype)  # as transformers casts, which matters under autocast
         prepared = self.stacks.get(name)
         if prepared is None:

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from aoquant import ops
 from aoquant.formats import Scales
 from aoquant.layers.experts import PROTOCOL, QATExperts, lacks
-from aoquant.layers.packed_experts import packed_experts
+from aoquant.layers.packed_experts import PackedExperts, packed_experts
 from aoquant.layers.qat import Prepared
-from aoquant.parallel.fsdp import GATHER
+from aoquant.parallel import experts as sharded
+from aoquant.parallel.fsdp import layer_class, swap_class
 from aoquant.parallel.linear import all_finite
 from aoquant.targets import Target
 from aoquant.tensor import PackedTensor
@@ -68,14 +69,15 @@ def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
     if recipe.holds and kind != "convert":
         how = "a fitted transform" if recipe.fitted else "static or learned scales"
         return f"stacked experts hold no scales of their own, and the config has {how}: use scales that are dynamic"
-    if isinstance(weight, DTensor) and kind != "prepare":
-        return f"it is sharded, and is not converted in place: {GATHER}, and convert that"
+    managed = bool(getattr(chosen.module, "_is_fsdp_managed_module", False))
+    if (reason := sharded.why_not(weight, kind, recipe, managed=managed)) is not None:
+        return reason
     if (reason := target.why_not(n, k, weight.dtype)) is not None:
         return reason
     replaced = "forward" in vars(chosen.module) and "_old_forward" not in vars(chosen.module)
     if replaced and kind == "prepare":
         return "the forward of its module is replaced on the instance, so a prepared forward would never run: remove the replacement"
-    if not weight.is_meta and not all_finite(weight.flatten(0, 1)):
+    if not weight.is_meta and not all_finite(weight):
         return "it holds NaN or Inf: restore a good checkpoint before quantising"
     return None
 
@@ -93,21 +95,42 @@ def apply(step: ExpertStep, device: torch.device | str | None = None) -> None:
     if step.kind == "prepare":
         QATExperts.prepare_stack(module, step.parameter, Prepared(step.target.recipe, step.config, step.fqn))
         return
-    packed = nn.Parameter(pack(step, step.weight, device), requires_grad=False)
+    weight = step.weight
+    packed = nn.Parameter(pack(step, weight, device), requires_grad=False)
     if isinstance(module, QATExperts) and step.parameter in module.stacks:
         module.unprepare_stack(step.parameter)
     setattr(module, step.parameter, packed)
+    if isinstance(weight, DTensor):
+        if getattr(module, "_is_fsdp_managed_module", False):
+            vars(module)[sharded.GATHERS] = True
+        if not isinstance(module, QATExperts):
+            swap_class(module, sharded.sharded_class(layer_class(module)))
 
 
 @torch.no_grad()
 def pack(step: ExpertStep, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    """The packed experts of a float stack, encoded expert by expert on `device`, by default the weight's."""
-    transposed: bool = step.module.is_transposed  # type: ignore[assignment]
+    """The packed experts of a float stack, encoded expert by expert on `device`, by default the weight's; of a sharded
+    one, every rank its own.
+    """
+    if isinstance(weight, DTensor):
+        own = _packed_stack(step, weight.to_local(), device, sharded.first_of(weight))
+        stride = torch.empty(weight.shape, device="meta").stride()
+        placed = weight.device_mesh, weight.placements
+        return DTensor.from_local(own, *placed, run_check=False, shape=weight.shape, stride=stride)
+    return _packed_stack(step, weight, device)
+
+
+def _packed_stack(step: ExpertStep, weight: Tensor, device: torch.device | str | None, first: int = 0) -> PackedExperts:
+    """first: the number of the first of these experts."""
+    transposed = bool(step.module.is_transposed)
+    if len(weight) == 0:  # a rank without experts has parts without rows
+        like = weight.new_zeros(1, *weight.shape[1:])
+        return _packed_stack(step, like, device)[:0]
     matrices = (expert.t() if transposed else expert for expert in weight.detach())
-    if weight.is_meta:  # which all experts have alike
+    if weight.is_meta:  # where all experts are alike
         made = [pack_expert(step, next(matrices), device)] * len(weight)
     else:
-        made = [pack_expert(step, w_NK, device, expert) for expert, w_NK in enumerate(matrices)]
+        made = [pack_expert(step, w_NK, device, first + e) for e, w_NK in enumerate(matrices)]
     return packed_experts(made, transposed=transposed)
 
 
