@@ -36,17 +36,15 @@ int log2_of(int64_t v) {
 
 }  // namespace
 
-void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x, const DecodeWeight& w,
-                 const DecodePlan& plan) {
+void check_weight(const DecodeWeight& w, ScalarType type, int64_t k, const DecodePlan& plan) {
   const int64_t n = w.codes.size(0), format = plan.format, group = plan.group, tile = plan.tile;
-  const auto type = like.scalar_type();
   check(w.codes, "codes", 16);
   check(w.scale, "scale", 2);
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
-  STD_TORCH_CHECK(k % 32 == 0 && w.codes.size(1) == (format == FP8 ? k : k / 2) && k % group == 0 && m > 0,
+  STD_TORCH_CHECK(k % 32 == 0 && w.codes.size(1) == (format == FP8 ? k : k / 2) && k % group == 0,
                   "codes must be (n, k / 2), or (n, k) of fp8, and k a multiple of 32 and of the group");
   STD_TORCH_CHECK(format == FP8 || w.scale.numel() == (n + tile - 1) / tile * (k / group), "scale must be (n / tile, k / group)");
-  STD_TORCH_CHECK(format != FP8 || decode_is_few(m), "few rows of x are multiplied by fp8, got ", m);
+  STD_TORCH_CHECK(format != MXFP4 || type == ScalarType::BFloat16, "e8m0 scales are multiplied in bfloat16");
   if (format == INT4) {
     STD_TORCH_CHECK(group >= 32, "groups have at least 32 values");
     STD_TORCH_CHECK(w.zero && w.zero->numel() == w.scale.numel() && w.scale.scalar_type() == type && w.zero->scalar_type() == type && tile == 1,
@@ -59,21 +57,36 @@ void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, 
     STD_TORCH_CHECK(w.bias->numel() == n && (w.bias->scalar_type() == type || w.bias->scalar_type() == ScalarType::Float),
                     "bias must be (n,) in x's type or float32");
   }
-  DecodeCall call = {};
-  DecodeArgs& a = call.args;
+}
+
+DecodeArgs arguments(const DecodeWeight& w, int64_t k, const DecodePlan& plan) {
+  DecodeArgs a = {};
   a.codes = static_cast<const uint8_t*>(w.codes.data_ptr());
   a.scale = w.scale.data_ptr();
   a.zero = pointer(w.zero);
+  a.alpha_w = static_cast<const float*>(pointer(w.alpha));
+  a.alpha_w_stride = w.alpha && w.alpha->numel() > 1;
+  a.bias = pointer(w.bias);
+  a.bias_is_float = w.bias && w.bias->scalar_type() == ScalarType::Float;
+  a.n = int(w.codes.size(0)), a.k = int(k), a.group_log2 = log2_of(plan.group), a.tile_log2 = log2_of(plan.tile);
+  a.shift = float(plan.shift), a.odd_shift = float(plan.odd_shift);
+  return a;
+}
+
+void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x, const DecodeWeight& w,
+                 const DecodePlan& plan) {
+  const int64_t format = plan.format;
+  const auto type = like.scalar_type();
+  check_weight(w, type, k, plan);
+  STD_TORCH_CHECK(m > 0 && (format != FP8 || decode_is_few(m)), "fp8 multiplies from 1 to 16 rows of x, other formats 1 or more, got ", m);
+  DecodeCall call = {};
+  DecodeArgs& a = call.args;
+  a = arguments(w, k, plan);
   a.x = x;
   a.alpha_x = alpha_x.of;
-  a.alpha_w = static_cast<const float*>(pointer(w.alpha));
-  a.bias = pointer(w.bias);
-  a.y = y.data_ptr();
-  a.m = int(m), a.n = int(n), a.k = int(k), a.group_log2 = log2_of(group), a.tile_log2 = log2_of(tile);
   a.alpha_x_stride = alpha_x.rows;
-  a.alpha_w_stride = w.alpha && w.alpha->numel() > 1;
-  a.bias_is_float = w.bias && w.bias->scalar_type() == ScalarType::Float;
-  a.shift = float(plan.shift), a.odd_shift = float(plan.odd_shift);
+  a.y = y.data_ptr();
+  a.m = int(m);
   call.stream = current_stream(like);
   std::optional<Tensor> image;
   if (!decode_is_few(m)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is

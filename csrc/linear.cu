@@ -12,20 +12,6 @@ namespace aoquant {
 
 namespace {
 
-// The fields of `plan`, which aoquant/ops/gemm/one_call.py packs.
-struct LinearPlan {
-  int format, encodes;  // of W; RowFormat of x, or 0
-  int group_log2, tile_log2;
-  bool alternating;
-  float shift;
-
-  explicit LinearPlan(int64_t plan)
-      : format(plan & 15), encodes(plan >> 4 & 15), group_log2(plan >> 8 & 31), tile_log2(plan >> 13 & 7), alternating(plan >> 16 & 1) {
-    const uint32_t bits = uint32_t(plan >> 20);
-    memcpy(&shift, &bits, 4);
-  }
-};
-
 Tensor aligned(const Tensor& x) {
   Tensor t = x.is_contiguous() ? x : torch::stable::contiguous(x);
   return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 ? torch::stable::clone(t) : t;
@@ -53,10 +39,9 @@ Tensor linear(const Tensor& given, const Tensor& codes, const Tensor& scale, con
   for (int64_t i = 0; i < dims - 1; ++i) size[i] = lead[i];
   size[dims - 1] = n;
   Tensor y = torch::stable::new_empty(x, {size.data(), size_t(dims)});
-  const DecodePlan decode = {plan.format, int64_t(1) << plan.group_log2, int64_t(1) << plan.tile_log2, plan.shift, plan.alternating ? -plan.shift : plan.shift};
   const DecodeWeight w = {codes, scale, zero, alpha_w, bias};
   if (!plan.encodes) {
-    decode_into(y, x, x.data_ptr(), m, k, {nullptr, false}, w, decode);
+    decode_into(y, x, x.data_ptr(), m, k, {nullptr, false}, w, plan.packing());
     return y;
   }
   // operand and scales in one allocation: a row of the operand, 2 k bytes, is a multiple of 4
@@ -64,7 +49,7 @@ Tensor linear(const Tensor& given, const Tensor& codes, const Tensor& scale, con
   const Tensor operand = torch::stable::new_empty(x, {bytes, 1}, ScalarType::Byte);
   float* scales = reinterpret_cast<float*>(static_cast<uint8_t*>(operand.data_ptr()) + 2 * m * k);
   launch_encode_rows(x.data_ptr(), type, m, k, plan.encodes, false, operand.data_ptr(), scales, current_stream(x));
-  decode_into(y, x, operand.data_ptr(), m, k, {scales, m > 1}, w, decode);
+  decode_into(y, x, operand.data_ptr(), m, k, {scales, m > 1}, w, plan.packing());
   return y;
 }
 

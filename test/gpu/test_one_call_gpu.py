@@ -14,9 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 from aoquant import backend, explain, get_format, quantize_
 from aoquant.formats import Operand, as_operand
 from aoquant.layers.packed import PackedLinear
-from aoquant.ops import codec, native
+from aoquant.ops import codec, gemm_request, native
 from aoquant.ops.call import Call
-from aoquant.ops.gemm import one_call, tensor_cores
+from aoquant.ops.gemm import few_rows, one_call, tensor_cores
 from aoquant.ops.router import CodecRequest, runner
 from aoquant.recipes import get_recipe
 
@@ -247,3 +247,38 @@ def test_operands_that_it_does_not_encode_are_left_to_others() -> None:
 def _of(module: PackedLinear) -> tuple[Operand, Any]:
     weight: Any = module.weight
     return weight.recipe.fprop_weight, weight.encoded
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "int4-g32", "nvfp4", "mxfp4", "gridflip", "gridflip-16x16", "fp8-row"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("shape", [(512, 1024), (48, 32 * 131), (1, 128)], ids=str)
+def test_decoded_values_are_the_operand(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Of hard rows, NaN and infinities among them, and of all bytes as codes."""
+    if name == "mxfp4" and dtype == F16:
+        pytest.skip("e8m0 scales leave float16's range, and the operator refuses them")
+    f = get_format(name)
+    if f.block and shape[1] % f.block:
+        pytest.skip("K is no multiple of the block")
+    e = f.encode(hard_rows(*shape, dtype))
+    request = gemm_request("aoquant", None, as_operand(f), e, dtype, 4096)
+    assert few_rows.decodes(request)
+    decode = native.operator("decode_values")
+    anything = torch.randint(0, 256, e.codes.shape, device=CUDA, dtype=torch.uint8).view(e.codes.dtype)
+    for codes in (e.codes, anything):
+        w = e._replace(codes=codes)
+        got, want = (
+            decode(codes, e.scale, e.zero, few_rows.plan_of(f, w, dtype)),
+            codec.decode(f, w, dtype, operand=True),
+        )
+        assert same_bits(got.isnan(), want.isnan()) and same_bits(
+            got.nan_to_num(), want.nan_to_num()
+        )  # any NaN will do
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "nvfp4-weight", "mxfp4-weight", "fp8", "nvfp4"])
+def test_many_rows_by_a_bound_weight_are_the_general_products(name: str) -> None:
+    model, x = layer(name, n=768), torch.randn(4096, K, device=CUDA, dtype=BF16)
+    with torch.no_grad():
+        bound = model(x)
+        with backend("tensor-cores", role="gemm"):
+            assert same_bits(bound, model(x))

@@ -89,14 +89,14 @@ def masked_codes(rounded, x, inverse, NB: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _encode(
-    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, pts,
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, outer_blocks, pts,
     OUTER: tl.constexpr, RULE: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr,
     LIMIT: tl.constexpr, ELEMENT: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, FLOOR: tl.constexpr, SMALLEST_PTS: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
     G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr. VALUES: "" none, "operand" without, "decode"
-    with the outer scale.
+    """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr, or "stacked": there is one for every
+    `outer_blocks` blocks. VALUES: "" none, "operand" without, "decode" with the outer scale.
 
     G: of a Hadamard transform, or 0.
     """
@@ -129,11 +129,18 @@ def _encode(
             if CODES:
                 tl.store(scale_ptr + block, byte.to(tl.uint8), mask=block < n_blocks)
         else:
-            scale, inverse = nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
+            if OUTER == "stacked":
+                above = tl.load(outer_ptr + block // outer_blocks, mask=block < n_blocks, other=1.0)
+                inverse_above = tl.div_rn(tl.full([NB], 1.0, tl.float32), above)
+                scale, inverse = nvfp4_scale(amax, above, inverse_above, RECIPROCAL, FLOOR)
+            else:
+                scale, inverse = nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
             scale_value = scale.to(tl.float32)
             if CODES:
                 tl.store(scale_ptr + block, scale.to(tl.uint8, bitcast=True), mask=block < n_blocks)
-            if VALUES == "decode" and outer is not None:
+            if VALUES == "decode" and OUTER == "stacked":
+                scale_value = above * scale_value
+            elif VALUES == "decode" and outer is not None:
                 scale_value = outer * scale_value
 
         if ELEMENT == "e2m1":
@@ -190,6 +197,7 @@ def _encoder(
     values: str,
     transform: Hadamard | None,
     inverse: bool,
+    outers: int = 1,
 ) -> Launch:
     warps = 1 if transform is None else ENCODE_WARPS[transform.size]
     tile = TILE if transform is None else WARP * warps * transform.size  # a block of the transform for each lane
@@ -200,7 +208,8 @@ def _encoder(
     max_pow2, largest, mantissa = ELEMENTS[element]
     return Launch(
         _encode, (triton.cdiv(rows * k, tile),),
-        n_blocks=rows * k // format.block, pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
+        n_blocks=rows * k // format.block, outer_blocks=rows // outers * k // format.block,
+        pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
         OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=max_pow2, RECIPROCAL=reciprocal(largest),
         MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
         SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
@@ -226,7 +235,7 @@ def encode(
     operand's alpha).
 
     measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer
-        scale.
+        scale; or those (E, 1) of E matrices that are stacked in x_RK, rows under rows.
     mix: its Hadamard transform is applied first, in the same pass.
     """
     transform, inverse = mixing(mix)
@@ -238,8 +247,9 @@ def encode(
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = partials = None
     kind = "" if isinstance(format, MX) else format.outer
+    outers = 1 if measured is None else measured.numel()
     if kind == "dynamic" and measured is not None:
-        kind, outer = "measured", measured
+        kind, outer = "measured" if outers == 1 else "stacked", measured
     elif kind not in ("", "none"):
         outer = torch.empty(1, 1, dtype=torch.float32, device=device)
         if kind == "dynamic" and transform is None:
@@ -247,7 +257,7 @@ def encode(
         elif kind == "dynamic" and transform is not None:
             partials = mixed_partials(x_RK, transform, inverse, PARTIALS)
     made = "" if dtype is None else "operand" if operand else "decode"
-    launch = _encoder(format, rows, k, kind, keep, made, transform, inverse)
+    launch = _encoder(format, rows, k, kind, keep, made, transform, inverse, outers)
     launch(x_RK, partials, codes, scale, outer, values)
     if codes is None or scale is None:
         return None, values, outer
