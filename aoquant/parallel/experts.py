@@ -39,8 +39,8 @@ def why_not(weight: Any, kind: str, recipe: LinearRecipe, *, managed: bool) -> s
     if not _by_expert(weight):
         return f"it is sharded other than by expert, {list(weight.placements)}: {GATHER}, and quantise that"
     if not managed and (recipe.draws or recipe.holds):
-        what = "a backward that draws random numbers" if recipe.draws else "held scales"
-        return f"it is sharded by expert, and experts of several ranks have no {what} together: use fully_shard"
+        what = "a backward that draws random numbers" if recipe.draws else "a parameter with held scales"
+        return f"it is sharded by expert, and {what} needs all experts on a rank: use fully_shard"
     return None
 
 

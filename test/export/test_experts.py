@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -288,6 +289,16 @@ def trains_from_its_codes(model: Any, tmp_path: Path) -> None:
     assert torch.equal(logits(model), before)
     state = {name: t.clone() for name, t in model.state_dict().items()}
     assert "model.layers.1.mlp.experts.gate_up_proj_weight_scale" in state
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p *= 1.5
+    other.model.layers[1].mlp.experts.gate_up_proj_weight_scale.data.view(torch.uint8).zero_()
+    assert not torch.equal(logits(other), before)
+    other.load_state_dict(state)
+    assert torch.equal(logits(other), before)
+    wide = other.float().model.layers[1].mlp.experts.gate_up_proj_weight_scale
+    assert wide.dtype == state["model.layers.1.mlp.experts.gate_up_proj_weight_scale"].dtype
     model.train()
     model(input_ids=IDS, labels=IDS).loss.backward()
     with torch.no_grad():
