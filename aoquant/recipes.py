@@ -256,8 +256,8 @@ _RECIPES = (
     ),
     Recipe(
         "fp8-hybrid",
-        lambda: PackedWeightConfig("te-fp8-tensor", "te-fp8-tensor"),
-        "TransformerEngine's FP8, one scale for all tokens of a call; trains with e5m2 gradients",
+        lambda: PackedWeightConfig("te-fp8-tensor", "te-fp8-tensor", "fp8_scaled_mm"),
+        "TransformerEngine's FP8, one scale for all tokens of a call, on FP8 tensor cores; trains with e5m2 gradients",
         {"backward": FP8_HYBRID},
     ),
     Recipe(

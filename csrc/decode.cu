@@ -73,21 +73,12 @@ DecodeArgs arguments(const DecodeWeight& w, int64_t k, const DecodePlan& plan) {
   return a;
 }
 
-void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x, const DecodeWeight& w,
-                 const DecodePlan& plan) {
-  const int64_t format = plan.format;
+namespace {
+
+// The kernels' launch of a call whose arguments are whole.
+void launch(DecodeCall& call, int64_t format, const Tensor& like) {
   const auto type = like.scalar_type();
-  check_weight(w, type, k, plan);
-  STD_TORCH_CHECK(m > 0 && (format != FP8 || decode_is_few(m)), "fp8 multiplies from 1 to 16 rows of x, other formats 1 or more, got ", m);
-  DecodeCall call = {};
-  DecodeArgs& a = call.args;
-  a = arguments(w, k, plan);
-  a.x = x;
-  a.alpha_x = alpha_x.of;
-  a.alpha_x_stride = alpha_x.rows;
-  a.y = y.data_ptr();
-  a.m = int(m);
-  call.stream = current_stream(like);
+  const int64_t m = call.args.m, k = call.args.k;
   std::optional<Tensor> image;
   if (!decode_is_few(m)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
     const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256, size[] = {tokens * ((k + 127) / 128) * 256};
@@ -103,6 +94,41 @@ void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, 
   STD_TORCH_CHECK(error == cudaSuccess, "the product's CUDA launch failed: ", cudaGetErrorString(error));
 }
 
+// Whether two W's may share a launch, and so be multiplied by what each would be multiplied by alone.
+bool alike(const DecodeProduct& a, const DecodeProduct& b) {
+  return a.plan.format == b.plan.format && a.plan.group == b.plan.group && a.plan.tile == b.plan.tile && a.w.codes.size(0) == b.w.codes.size(0);
+}
+
+}  // namespace
+
+void decode_into(const DecodeProduct* products, int64_t count, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x) {
+  int64_t next = 0;
+  while (next < count) {
+    DecodeArgs args[SIBLINGS];
+    int64_t taken = 0;
+    const DecodeProduct& first = products[next];
+    const int64_t format = first.plan.format, n = first.w.codes.size(0);
+    const int64_t most = decode_takes_siblings(int(format), m, n, k) ? SIBLINGS : 1;
+    while (taken < most && next + taken < count && alike(first, products[next + taken])) {
+      const DecodeProduct& p = products[next + taken];
+      check_weight(p.w, like.scalar_type(), k, p.plan);
+      STD_TORCH_CHECK(m > 0 && (format != FP8 || decode_is_few(m)), "fp8 multiplies from 1 to 16 rows of x, other formats 1 or more, got ", m);
+      DecodeArgs& a = args[taken];
+      a = arguments(p.w, k, p.plan);
+      a.x = x;
+      a.alpha_x = alpha_x.of;
+      a.alpha_x_stride = alpha_x.rows;
+      a.y = p.y.data_ptr();
+      a.m = int(m);
+      if (taken > 0) args[taken - 1].sibling = &a;
+      ++taken;
+    }
+    DecodeCall call = {args[0], nullptr, current_stream(like)};
+    launch(call, format, like);
+    next += taken;
+  }
+}
+
 namespace {
 
 // y (m, n) in x's dtype.
@@ -116,7 +142,8 @@ Tensor decode_mm(const Tensor& x, const Tensor& codes, const Tensor& scale, cons
   const int64_t size[] = {m, n};
   Tensor y = torch::stable::new_empty(x, {size, 2});
   const Alpha rows = {static_cast<const float*>(pointer(alpha_x)), alpha_x && alpha_x->numel() > 1};
-  decode_into(y, x, x.data_ptr(), m, x.size(1), rows, {codes, scale, zero, alpha_w, bias}, {format, group, tile, shift, odd_shift});
+  const DecodeProduct product = {y, {codes, scale, zero, alpha_w, bias}, {format, group, tile, shift, odd_shift}};
+  decode_into(&product, 1, x, x.data_ptr(), m, x.size(1), rows);
   return y;
 }
 

@@ -250,11 +250,18 @@ __device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n
   if (n < a.n) static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(finished<T>(a, v, m, n));
 }
 
+// W's that share a launch, of one shape, each with rows of blocks of its own.
+template <int COUNT>
+struct Several {
+  DecodeArgs of[COUNT];
+};
+
 // TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a block. WARPS: of a
 // block, along K. D: steps in flight a warp.
-template <int F, typename T, int TOKENS, int RT, int WARPS, int D>
-__global__ void __launch_bounds__(32 * WARPS) kernel(const DecodeArgs a) {
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D, int COUNT>
+__global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
+  const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int THREADS = 32 * WARPS, ROWS = 16 * RT, MT = (TOKENS + 7) / 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -385,8 +392,8 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const DecodeArgs a) {
 }
 
 // Blocks of a kernel that may start before the one before it has ended, in clusters of CK.
-template <int CK, typename K>
-cudaError_t launch_kernel(K* kernel, const DecodeArgs& a, int blocks, int threads, int bytes, cudaStream_t stream) {
+template <int CK, typename K, typename A>
+cudaError_t launch_kernel(K* kernel, const A& a, dim3 blocks, int threads, int bytes, cudaStream_t stream) {
   if (bytes > 48 * 1024) {
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
@@ -408,9 +415,17 @@ cudaError_t launch_kernel(K* kernel, const DecodeArgs& a, int blocks, int thread
 
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D>
 cudaError_t launch(const DecodeArgs& a, cudaStream_t stream) {
-  constexpr int ROWS = 16 * RT, ring = WARPS * D * TOKENS * 256, partial = WARPS * TOKENS * (ROWS + 4) * 4;
+  constexpr int ROWS = 16 * RT, ring = WARPS * D * TOKENS * 256, partial = WARPS * TOKENS * (ROWS + 4) * 4, bytes = ring > partial ? ring : partial;
   static_assert(D >= 2);
-  return launch_kernel<1>(kernel<F, T, TOKENS, RT, WARPS, D>, a, (a.n + ROWS - 1) / ROWS, 32 * WARPS, ring > partial ? ring : partial, stream);
+  const unsigned blocks = (a.n + ROWS - 1) / ROWS;
+  if (!a.sibling) return launch_kernel<1>(kernel<F, T, TOKENS, RT, WARPS, D, 1>, Several<1>{a}, blocks, 32 * WARPS, bytes, stream);
+  Several<SIBLINGS> several;
+  unsigned count = 0;
+  for (const DecodeArgs* one = &a; one && count < SIBLINGS; one = one->sibling) {
+    several.of[count] = *one;
+    several.of[count++].times = a.times;
+  }
+  return launch_kernel<1>(kernel<F, T, TOKENS, RT, WARPS, D, SIBLINGS>, several, dim3(blocks, count), 32 * WARPS, bytes, stream);
 }
 
 }  // namespace decode

@@ -55,9 +55,15 @@ struct Alpha {
   bool rows;
 };
 
-// y (m, n) = x (m, k) W^T * alpha_x * alpha_w + bias, on the current device and like's stream. x has the type of `like`,
-// is contiguous and aligned to 16 bytes.
-void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x, const DecodeWeight& w,
-                 const DecodePlan& plan);
+// One of the products that read the same x: y (m, n), and W.
+struct DecodeProduct {
+  const Tensor& y;
+  DecodeWeight w;
+  DecodePlan plan;
+};
+
+// y (m, n) = x (m, k) W^T * alpha_x * alpha_w + bias for each of some products, on the current device and like's stream; those
+// that are alike in one launch. x has the type of `like`, is contiguous and aligned to 16 bytes.
+void decode_into(const DecodeProduct* products, int64_t count, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x);
 
 }  // namespace aoquant

@@ -18,7 +18,7 @@ namespace aoquant {
 template <int F, typename T, int TOKENS>
 bool run_large(const DecodeArgs& a, cudaStream_t stream, cudaError_t& error) {
   constexpr int MULTIPROCESSORS = 132, WARPS = 8, AHEAD = F == INT4 && TOKENS == 8 ? 2 : 1;
-  if (a.n <= 2048 || int64_t(a.n) * a.k < (1 << 25)) return false;
+  if (!decode_is_large(a.n, a.k)) return false;
   // of the busiest multiprocessor
   auto rows = [&](int block) { return ((a.n + block - 1) / block + MULTIPROCESSORS - 1) / MULTIPROCESSORS * block; };
   if (a.n <= 32 * MULTIPROCESSORS && decode::RowsLayout<F, TOKENS, 4, WARPS, AHEAD, 2>::fits(a))

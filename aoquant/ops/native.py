@@ -144,6 +144,10 @@ def _decode_values(codes: Tensor, scale: Tensor, zero: Tensor | None, plan: int)
     return codes.new_empty(codes.shape[0], k, dtype=torch.float16 if plan >> 19 & 1 else torch.bfloat16)
 
 
+def _siblings(x: Tensor, codes: list[Tensor], *rest: Any) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], w.shape[0]) for w in codes]
+
+
 def _encode_rows(x: Tensor, format: int, decoded: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
@@ -157,6 +161,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "encode_fitted": _encode_fitted,
     "decode_mm": _decode_mm,
     "linear": _linear,
+    "siblings": _siblings,
     "encode_rows": _encode_rows,
     "decode_values": _decode_values,
 }

@@ -60,10 +60,10 @@ def _run(c: Call) -> Tensor:
         large = x_MK.shape[0] * w_NK.shape[0] >= _FULL
         return nvfp4_epilogue(c, accumulate(x_MK, w_NK, large).to(c.dtype))
     x_MK, f = c.x_matrix(), c.w_format
-    if isinstance(c.given_w, Encoded):
+    if isinstance(c.given_w, Encoded) and c.w_values is None:
         blocks = _blocks(f, c.w, x_MK.dtype, lambda part: partial(codec.decode, f, part, x_MK.dtype, operand=True))
         return c.shaped(_multiplied(x_MK, c.w.codes.shape[0], blocks, c.alpha_x, f.alpha(c.w), c.bias))
-    w_NK = c.w_matrix()  # whole: it is a parameter that is whole itself
+    w_NK = c.w_matrix()  # whole: it is a parameter that is whole itself, or its values are there
     n, row = w_NK.shape[0], w_NK.shape[1] * w_NK.element_size()
     parts = [(rows, partial(w_NK.__getitem__, rows)) for rows in _rows(n, row)]
     return c.shaped(_multiplied(x_MK, n, parts, c.alpha_x, c.alpha_w, c.bias))
