@@ -171,10 +171,10 @@ class QATExperts(PreparedModule):
         """Whether every product is one of all experts: not where transformers multiplies expert by expert."""
         if self._eager:
             return False
-        for name, prepared in self.stacks.items():
-            if why_not_at_once(prepared.recipe, getattr(self, name), self.is_transposed) is not None:
-                return False
-        return True
+        return all(
+            why_not_at_once(prepared.recipe, getattr(self, name), self.is_transposed) is None
+            for name, prepared in self.stacks.items()
+        )
 
     def _forward_at_once(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The forward without a look at the routing: shapes do not depend on it, and nothing waits for it."""
