@@ -241,8 +241,10 @@ def test_nothing_waits_and_a_graph_takes_another_routing() -> None:
 
 
 def test_one_graph_for_a_compiler() -> None:
-    """The ops' own bits through a compiler that fuses nothing; Inductor, which rounds less between ops, is close."""
-    for config in (CONFIGS["int4-g32"], CONFIGS["nvfp4"]):
+    """The ops' own bits through a compiler that fuses nothing; Inductor, which rounds less between ops, is close: where
+    the second product's input is quantised, a last bit of it can move an e2m1 code.
+    """
+    for config, bound in ((CONFIGS["int4-g32"], 2e-2), (CONFIGS["nvfp4"], 6e-2)):
         model, (x, index, weights) = made("mixtral"), routed(64)
         quantize_(model, QATConfig(config, step="prepare"))
         found = []
@@ -257,7 +259,7 @@ def test_one_graph_for_a_compiler() -> None:
             found.append([y, given.grad, *(p.grad for p in model.parameters())])
         assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
         for a, b in zip(found[0], found[2], strict=True):
-            assert ((a.double() - b.double()).norm() / a.double().norm()) < 2e-2
+            assert ((a.double() - b.double()).norm() / a.double().norm()) < bound
 
 
 @pytest.mark.parametrize("name", ["int4-g128", "nvfp4", "fp8-row"])
