@@ -24,6 +24,7 @@ from aoquant import (
     export,
     load_pretrained,
     quantize_,
+    refresh_,
     save_pretrained,
     unpack_,
 )
@@ -282,7 +283,7 @@ def test_gpt_oss_is_read_with_its_codes_and_trained_from_them(tmp_path: Path) ->
 
 def trains_from_its_codes(model: Any, tmp_path: Path) -> None:
     """SQNR inf before the first step; after some, what was trained is what is converted; a checkpoint resumes."""
-    before, codes = logits(model), stacks(model)
+    before, codes, served = logits(model), stacks(model), copy.deepcopy(model)
     unpack_(model)
     experts = model.model.layers[1].mlp.experts
     assert isinstance(experts, QATExperts) and experts.gate_up_proj.requires_grad
@@ -307,6 +308,8 @@ def trains_from_its_codes(model: Any, tmp_path: Path) -> None:
                 p -= 0.3 * p.abs().mean() * p.grad.sign()
     trained = logits(model)
     assert not torch.equal(trained, before)
+    refresh_(served, model)  # under the held scales
+    assert torch.equal(logits(served), trained)
     quantize_(model, QATConfig(step="convert"))
     assert torch.equal(logits(model), trained)
     name = "model.layers.1.mlp.experts.gate_up_proj"
