@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from aoquant.formats import Scales
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
+from aoquant.layers.grouped_held import grouped_held_linear
 from aoquant.layers.linear import LinearRecipe, quantized_linear
 
 
@@ -49,12 +51,17 @@ def reading_of(cls: type[nn.Module]) -> Reading | None:
 
 
 class Product(NamedTuple):
-    """What a stack's products need beside rows and weights. fqn: the parameter's name, for errors."""
+    """What a stack's products need beside rows and weights.
+
+    fqn: the parameter's name, for errors. scales_of: the scales that it holds for an expert; None where they are made
+    from the weight.
+    """
 
     fqn: str
     recipe: LinearRecipe
     random: Tensor | None
     rank: int
+    scales_of: Callable[[int], Scales | None] | None = None
 
 
 class Stack:
@@ -105,24 +112,29 @@ class Stack:
 
     def times(self, x: Tensor, expert: int) -> Tensor:
         """x (..., K) times one expert, (..., N)."""
-        recipe, random, rank = self.product[1:]
+        p = self.product
+        held = None if p.scales_of is None else p.scales_of(expert)
         try:
-            return quantized_linear(x, self._matrix(expert), None, recipe, random=random, rank=rank)
+            return quantized_linear(x, self._matrix(expert), None, p.recipe, w_held=held, random=p.random, rank=p.rank)
         except ValueError as error:
             raise ValueError(f"{self.product.fqn}: {error}") from None
 
     def grouped(self, x_SK: Tensor, offsets: Tensor) -> Tensor:
         """Rows sorted by expert, times their experts; zero behind the last offset, as packed experts do it."""
-        recipe, random, rank = self.product[1:]
+        recipe, scales_of = self.product.recipe, self.product.scales_of
         try:
             if x_SK.dtype == torch.bfloat16 and why_not_at_once(recipe, self.w, self.transposed) is None:
                 return grouped_at_once(x_SK, self.w, Rows(offsets.to(torch.int32)), recipe, self.transposed)
             ends: list[int] = offsets.tolist()
-            n = self.w.shape[2 if self.transposed else 1]
-            y = grouped_linear(x_SK[: ends[-1]], self._matrix, ends, n, recipe, random, rank)
+            rest = ends, self.w.shape[2 if self.transposed else 1], recipe, self.product.random, self.product.rank
+            x_SK, behind = x_SK[: ends[-1]], len(x_SK) - ends[-1]
+            if scales_of is None:
+                y = grouped_linear(x_SK, self._matrix, *rest)
+            else:
+                y = grouped_held_linear(x_SK, self._matrix, scales_of, *rest)
         except ValueError as error:
             raise ValueError(f"{self.product.fqn}: {error}") from None
-        return F.pad(y, (0, 0, 0, len(x_SK) - ends[-1]))
+        return F.pad(y, (0, 0, 0, behind))
 
     def _matrix(self, expert: int) -> Tensor:
         """One expert as (N, K): a transposed one is copied, because encoders read rows."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_uncovered_models import IDS, MODELS, SIZES
+from support.moe_models import IDS, MODELS, SIZES
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,

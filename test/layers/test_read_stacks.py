@@ -272,3 +272,22 @@ def test_an_adapter_on_a_stack_is_refused() -> None:
     nn.utils.parametrize.register_parametrization(model.experts, "w2", nn.Identity())
     with pytest.raises(ValueError, match=r"experts.w2 is parametrised"):
         model(*batch)
+
+
+@pytest.mark.parametrize("family", ["torchtitan", "jetmoe", "llama-4"])
+def test_unpacked_experts_hold_their_scales(family: str) -> None:
+    """Training goes on from the packed codes, and a converted copy follows it."""
+    model, batch = made(family)
+    quantize_(model, QATConfig(MXFP4WeightConfig(), step="prepare"))
+    y = model(*batch)
+    quantize_(model, QATConfig(step="convert"))
+    converted = copy.deepcopy(model)
+    aoquant.unpack_(model)
+    assert torch.equal(model(*batch), y)
+    with torch.no_grad():
+        for p in model.parameters():
+            p *= 1.2
+    wanted = model(*batch)
+    assert not torch.equal(wanted, y)
+    aoquant.refresh_(converted, model)
+    assert torch.equal(converted(*batch), wanted)
