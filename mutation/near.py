@@ -153,6 +153,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/routers.py": ("model/test_routing.py",),
     "report/routing.py": ("model/test_routing.py",),
     "layers/packed_experts.py": (_EXPERTS[1], _EXPERTS[0], *_EXPERTS[2:]),
+    "layers/read_stacks.py": ("layers/test_read_stacks.py",),
     "layers/fast_path.py": ("model/test_fast_path.py",),
     "layers/function.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
