@@ -10,7 +10,7 @@ from support.moe_models import IDS, write_mxfp4
 
 from aoquant import QATConfig, load_pretrained, quantize_, unpack_
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
