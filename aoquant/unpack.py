@@ -3,7 +3,10 @@
 The float weights are the packed ones' values, and the layers hold the packed scales (static, or learned), so the first
 forward multiplies the very codes that were packed. Rounding a value to bfloat16 can put it nearer to another code when
 it is encoded again (int8 has more codes than bfloat16 has steps); such a weight is moved to the nearest float that has
-its code. Layers where none has are an error. Stacked experts hold static scales, each expert its own.
+its code. Layers where none has are an error.
+
+Stacked experts hold static scales, each expert its own, unless scales made anew give the same values, as MXFP4's do:
+then they hold none, and are what `quantize_` prepares.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ class _Stack:
 def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None:
     """Prepare a converted model for training again, in place, from its packed codes.
 
-    scales: "static" keeps the packed scales, "learned" trains them (integers; stacked experts keep theirs). options:
-        further arguments of `QATConfig`.
+    scales: "static" keeps the packed scales, "learned" trains them (integers; not of stacked experts). options: further
+        arguments of `QATConfig`.
 
     Raises:
         ValueError: no linear layer and no expert is packed; a format cannot hold its scales; or values do not give
@@ -107,22 +110,33 @@ def _stacks(model: nn.Module) -> list[_Stack]:
 
 
 def _prepared(stack: _Stack, options: dict[str, Any]) -> bool:
-    """Prepare experts with the packed scales, and weights that have the packed codes; whether they do."""
-    config = QATConfig(packed_config(stack.packed), step="prepare", scales="static", **options)
+    """Prepare experts so that they have the packed values; whether they do."""
+    packed = [stack.packed.expert(e) for e in range(len(stack.packed))]
+    anew = all(_same_anew(p) for p in packed)
+    scales = None
     try:
+        how = "dynamic" if anew else "static"
+        config = QATConfig(packed_config(stack.packed), step="prepare", scales=how, **options)
         recipe = prepare_target(config).recipe
-        each = [_scales_of(stack.packed.expert(e), recipe.fprop_weight) for e in range(len(stack.packed))]
+        if not anew:
+            each = [_scales_of(p, recipe.fprop_weight) for p in packed]
+            scales = Scales(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)))
     except ValueError as error:
         raise ValueError(f"{stack.fqn}: {error}") from None
-    scales = Scales(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)))
     setattr(stack.module, stack.name, nn.Parameter(stack.packed.dequantize().contiguous()))
     experts = QATExperts.prepare_stack(stack.module, stack.name, Prepared(recipe, config, stack.fqn), scales)
     weight = getattr(experts, stack.name)
     for e, one in enumerate(weight.data):
         w_NK = one.t() if experts.is_transposed else one
-        if not _moved(w_NK, stack.packed.expert(e), partial(experts.encode_expert, stack.name, e, weight.dtype)):
+        if not _moved(w_NK, packed[e], partial(experts.encode_expert, stack.name, e, weight.dtype)):
             return False
     return True
+
+
+def _same_anew(p: PackedTensor) -> bool:
+    """Whether a packed weight's values have the same values under scales that are made from them."""
+    format, values = p.weight_format, p.dequantize()
+    return torch.equal(format.decode(format.encode(values), torch.float32), format.decode(p.encoded, torch.float32))
 
 
 def _restored(layer: nn.Module, p: PackedTensor) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -55,3 +58,22 @@ def model_of(family: str) -> Any:
         if "experts" in name or "router" in name or "gate" in name:
             p.data.normal_(0, 0.1)
     return model
+
+
+def write_mxfp4(folder: Path) -> None:
+    """A folder as gpt-oss is published: random blocks, scales from 2^-9 to 2^-2, and a block of zeros."""
+    model = model_of("gpt-oss")
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    g = torch.Generator().manual_seed(4)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, k, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, k // 32, 16), generator=g, dtype=torch.uint8)
+        blocks[0, 0, 0] = 0
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.randint(118, 126, blocks.shape[:3], generator=g, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    (folder / "config.json").write_text(json.dumps(config))
