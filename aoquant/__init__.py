@@ -51,6 +51,7 @@ from aoquant.unpack import unpack_
 if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
     from aoquant.integrations.stream import convert_checkpoint
+    from aoquant.integrations.vllm_sync import sync_vllm
 
 __version__ = "0.1.0"
 
@@ -93,6 +94,7 @@ __all__ = [
     "refresh_",
     "report",
     "set_fake_quant",
+    "sync_vllm",
     "unpack_",
     "unprepare",
     "verify",
@@ -110,9 +112,17 @@ if TYPE_CHECKING or _installed("transformers"):  # `from aoquant import *` asks 
     __all__ += ["convert_checkpoint", "load_pretrained", "save_pretrained"]
 
 
+_HOMES = {
+    "load_pretrained": "hf",
+    "save_pretrained": "hf",
+    "convert_checkpoint": "stream",
+    "sync_vllm": "vllm_sync",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers when it is asked for."""
-    home = {"load_pretrained": "hf", "save_pretrained": "hf", "convert_checkpoint": "stream"}.get(name)
+    """Import what few programs need, or what needs transformers, when it is asked for."""
+    home = _HOMES.get(name)
     if home is not None:
         from importlib import import_module
 

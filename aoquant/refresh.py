@@ -8,13 +8,16 @@ The codes come from the encoding that convert would use, under the scales that t
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
-from aoquant.formats import Scales
+from aoquant.formats import Encoded
 from aoquant.layers.experts import QATExperts
+from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.tensor import PackedTensor
 
@@ -30,11 +33,7 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
         ValueError: the two do not belong together: names, shapes, formats, or constant activation scales, which are
             part of the copy's compiled code. Nothing is changed then.
     """
-    if experts := [name for name, m in prepared.named_modules() if isinstance(m, QATExperts)]:
-        raise ValueError(f"{experts[0]}: stacked experts are not refreshed in place: convert a copy of the model again")
-    layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
-    if not layers:
-        raise ValueError("refresh_: the second model has no prepared layer; give (converted copy, model in training)")
+    layers = prepared_layers(prepared)
     targets = {name: _target(name, layer, packed) for name, layer in layers.items()}
     floats = _floats(packed, prepared, targets)
     done: set[int] = set()
@@ -48,6 +47,23 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
     return len(layers)
 
 
+def prepared_layers(prepared: nn.Module) -> dict[str, QATLayer]:
+    """The prepared layers of a model in training, by name.
+
+    Raises:
+        ValueError: there are none, or some cannot be encoded anew: stacked experts, and weights that are sharded.
+    """
+    if experts := [name for name, m in prepared.named_modules() if isinstance(m, QATExperts)]:
+        raise ValueError(f"{experts[0]}: stacked experts are not refreshed in place: convert a copy of the model again")
+    layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
+    if not layers:
+        raise ValueError("refresh_: the second model has no prepared layer; give (converted copy, model in training)")
+    for name, layer in layers.items():
+        if isinstance(layer.weight, DTensor):
+            raise ValueError(f"refresh_: {name} is sharded over ranks: gather it first")
+    return layers
+
+
 def _target(name: str, layer: QATLayer, packed: nn.Module) -> PackedTensor:
     """The packed weight that belongs to a prepared layer."""
     try:
@@ -59,22 +75,14 @@ def _target(name: str, layer: QATLayer, packed: nn.Module) -> PackedTensor:
         raise ValueError(
             f"refresh_: {name} is prepared, and in the converted model its weight is {type(weight).__name__}: convert a copy"
         )
-    if isinstance(layer.weight, DTensor):
-        raise ValueError(f"refresh_: {name} is sharded over ranks: gather it first")
     recipe = layer.prepared.recipe
-    wanted = (recipe.fprop_weight.name, recipe.contract, tuple(layer.weight.shape))
+    wanted = (recipe.fprop_weight.name, recipe.contract, tuple(layer.matrix().shape))
     got = (weight.format, weight.contract, tuple(weight.shape))
     if wanted != got:
         raise ValueError(
             f"refresh_: {name} is prepared as {wanted}, and the converted model has {got}: convert a copy of this model"
         )
-    activation = recipe.input_name
-    if (
-        isinstance(layer, QATLinear)
-        and (scales := layer.deployed_input_scales()) is not None
-        and recipe.fprop_input is not None
-    ):
-        activation = recipe.fprop_input.fix(*_numbers(scales)).name if not recipe.fitted else activation
+    activation = deployed_recipe(layer).input_name
     if activation != weight.activation:
         raise ValueError(
             f"refresh_: {name} quantises its input as {activation}, and the converted model as {weight.activation or 'high precision'}, which "
@@ -83,8 +91,15 @@ def _target(name: str, layer: QATLayer, packed: nn.Module) -> PackedTensor:
     return weight
 
 
-def _numbers(scales: Scales) -> list[float]:
-    return [float(t.item()) for t in scales.tensors if t is not None]
+def deployed_recipe(layer: QATLayer) -> LinearRecipe:
+    """The recipe of the converted layer: calibrated activation scales are part of its activation's name."""
+    recipe = layer.prepared.recipe
+    if not isinstance(layer, QATLinear) or recipe.fprop_input is None or recipe.fitted:
+        return recipe.deployed
+    if (scales := layer.deployed_input_scales()) is None:
+        return recipe.deployed
+    numbers = [float(t.item()) for t in scales.tensors if t is not None]
+    return dataclasses.replace(recipe.deployed, fprop_input=recipe.fprop_input.fix(*numbers), input_scales="dynamic")
 
 
 def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTensor]) -> list[tuple[Tensor, Tensor]]:
@@ -107,12 +122,17 @@ def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTen
     return pairs
 
 
-def _encode(layer: QATLayer, target: PackedTensor) -> None:
-    """Encode a layer's weight as convert does, into the tensors of `target`."""
+def encoded_now(layer: QATLayer, dtype: torch.dtype) -> tuple[Encoded, Tensor | None]:
+    """A layer's weight as convert encodes it, in `dtype`, and the matrix of a fitted transform."""
     format, scales = layer.prepared.recipe.fprop_weight, layer.held_scales("weight")
-    weight = layer.weight.detach().to(target.dtype)
+    weight = layer.matrix().detach().to(dtype)
     e = ops.codec.encode(format, weight) if scales is None and format.portable else format.encode(weight, scales)
-    matrix = None if scales is None or scales.transform is None else layer.get_buffer("input_transform")
+    return e, None if scales is None or scales.transform is None else layer.get_buffer("input_transform")
+
+
+def _encode(layer: QATLayer, target: PackedTensor) -> None:
+    """Encode a layer's weight into the tensors of `target`."""
+    e, matrix = encoded_now(layer, target.dtype)
     new = (e.codes, e.scale, e.zero, e.outer, matrix)
     old = (target.qdata, target.scale, target.zero_point, target.per_tensor_scale, target.act_pre_scale)
     for mine, theirs in zip(old, new, strict=True):
