@@ -73,9 +73,7 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
     return len(layers)
 
 
-def _weights(
-    prepared: nn.Module, layers: Mapping[str, QATLayer], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def _weights(prepared: nn.Module, layers: Mapping[str, QATLayer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """What a converted checkpoint of `dtype` holds, by its names, each tensor made when it is asked for."""
     tied = set[int]()
     for name, tensor in prepared.state_dict(keep_vars=True).items():

@@ -56,7 +56,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         t = tensors[f"blk.{layer}.{NAMES[module]}.weight"]
         asked |= {f"bytes_{name}": t.data.reshape(-1), f"type_{name}": int(t.tensor_type), f"size_{name}": w.numel()}
     torch.manual_seed(0)
-    x = torch.cat([torch.randn(20_000, 32), torch.randn(2000, 32) * 1e-4, torch.randn(2000, 32) * 300, torch.zeros(4, 32)])
+    x = torch.cat(
+        [torch.randn(20_000, 32), torch.randn(2000, 32) * 1e-4, torch.randn(2000, 32) * 300, torch.zeros(4, 32)]
+    )
     np.savez(folder / "request.npz", **asked, x=x.numpy(), ids=ids.numpy(), text=text, chat="Where is the river?")
     run_in(python, "in_llama_cpp.py", folder)
     found = np.load(folder / "found.npz")
