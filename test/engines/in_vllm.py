@@ -4,8 +4,9 @@
 
 REQUEST is a file of torch.save with `layers` {name of Hugging Face: (input, output)}, `ids` (windows, tokens), and
 where wanted `task`, a folder with lm-eval's task, its `window` and `limit`; `tensor_parallel`; `lora`, a peft folder;
-`sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow before anything is measured. Written to
-REQUEST.found: shares of equal outputs per fused layer, log-probabilities, perplexity, and the process's modules.
+`sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow before anything is measured.
+Written to REQUEST.found: the outputs of every fused layer, log-probabilities, perplexity, and whether aoquant was
+imported.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def log_probabilities(llm: Any, ids: torch.Tensor, lora: Any) -> torch.Tensor:
         [
             d[t].logprob
             for a, w in zip(answers, ids.tolist(), strict=True)
-            for d, t in zip(a.prompt_logprobs[1:], w[1:])
+            for d, t in zip(a.prompt_logprobs[1:], w[1:], strict=True)
         ],
         dtype=torch.float64,
     )

