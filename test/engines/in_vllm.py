@@ -40,8 +40,13 @@ def outputs(model: torch.nn.Module, layers: dict[str, Any]) -> dict[str, Any]:
         whole = f"{parent}.{fused.get(own, own)}"
         found.setdefault(whole, {"x": x, "expected": []})["expected"].append(y)
     for name, given in found.items():
-        module = model.get_submodule(name)
-        y = module(given.pop("x").clone())
+        module, x = model.get_submodule(name), given.pop("x")
+        ranks, rank = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
+        if ranks > 1 and module.input_size_per_partition < x.shape[-1]:  # sums of all ranks, of columns each
+            x = x.chunk(ranks, -1)[rank].contiguous()
+        elif ranks > 1:
+            given["expected"] = [y.chunk(ranks, -1)[rank] for y in given["expected"]]
+        y = module(x.clone())
         given["got"] = y[0] if isinstance(y, tuple) else y
         given["expected"] = torch.cat(given["expected"], -1)
         given["weight"] = type(getattr(module, "weight", None)).__name__

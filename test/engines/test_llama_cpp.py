@@ -7,7 +7,6 @@ the recipe did, and the perplexity of the served model is the prepared model's.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import gguf
