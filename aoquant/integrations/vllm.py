@@ -1,17 +1,19 @@
 """The vLLM plugin: folders of `aoquant.save_pretrained` and `convert_checkpoint`, served by stock vLLM.
 
-vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. Two
-things stand in the way of a `PackedTensor`, and the plugin mends both where vLLM starts a process (entry point group
+vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. Three things
+stand in the way of a `PackedTensor`, and the plugin deals with them where vLLM starts a process (entry point group
 vllm.general_plugins):
 
 - The placeholder is uninitialised memory, which aoquant refuses to quantise when it holds NaN or Inf. It is zeroed
   first.
-- A config of several recipes names q_proj and k_proj, and vLLM asks for qkv_proj. The fused layer gets the recipe that
-  all of its parts have, and parts with different ones are refused by name: one GEMM has one recipe.
+- A config names q_proj and k_proj, in its recipes and among the layers that stay float, and vLLM asks for qkv_proj.
+  The fused layer gets what all of its parts have, and parts that differ are refused by name: one GEMM has one recipe.
+- The loader leaves stacked experts in floats: packed ones are refused by name.
 
 Weights fused by rows need an outer scale a row, which is how PackedTensor stores it, so any format is served: GridFlip,
-four-over-six and transforms too. Source: vLLM 0.32 `quantization/torchao.py`. A first version was run by hand on its
-CPU build; the tests run this one against a stand-in.
+four-over-six and transforms too. vLLM's loaders cut rows and columns for tensor parallelism, and a `PackedTensor`
+refuses a cut through a scale's block. Source: vLLM 0.32 `quantization/torchao.py`. The tests run the plugin against a
+stand-in, and in vLLM's CPU build (test/engines).
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def patch(torchao: Any) -> None:
 
     @functools.wraps(method)
     def fused(self: Any, layer: Any, prefix: str) -> Any:
+        refuse_experts(self.torchao_config, prefix)
         parent, _, own = prefix.rpartition(".")
         mapping = getattr(self, "packed_modules_mapping", {})
         if parts := [f"{parent}.{part}" for part in mapping.get(own, ())]:
@@ -62,6 +65,16 @@ def patch(torchao: Any) -> None:
 
     torchao.torchao_quantize_param_data = zeroed
     torchao.TorchAOConfig.get_quant_method = fused
+
+
+def refuse_experts(config: Any, prefix: str) -> None:
+    """Raise ValueError where vLLM asks for stacked experts that `config`, an `FqnToConfig`, quantises."""
+    names = [name for name in getattr(config, "fqn_to_config", {}) if name.startswith(f"{prefix}.")]
+    if stacks := [name for name in names if not name.endswith(".weight")]:
+        raise ValueError(
+            f"{stacks[0]}: vLLM's torchao loader leaves experts in floats, and these are packed: serve what aoquant.export writes of the "
+            "checkpoint, or leave the experts out of quantize_"
+        )
 
 
 def resolve_fused(config: Any, left_out: Collection[str], prefix: str, parts: Sequence[str]) -> Any:

@@ -3,7 +3,7 @@
     python in_vllm.py FOLDER REQUEST
 
 REQUEST is a file of torch.save with `layers` {name of Hugging Face: (input, output)}, `ids` (windows, tokens), and
-where wanted `task`, a folder with lm-eval's task, its `window` and `limit`; `tensor_parallel`; `lora`, a peft folder;
+where wanted `task`, a folder with lm-eval's task, its `window` and `limit`; `tensor_parallel`; `lora`, a peft folder, with which next tokens are asked;
 `sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow before anything is measured.
 Written to REQUEST.found: the outputs of every fused layer, log-probabilities, perplexity, and whether aoquant was
 imported.
@@ -11,6 +11,7 @@ imported.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import sys
@@ -53,13 +54,13 @@ def outputs(model: torch.nn.Module, layers: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def log_probabilities(llm: Any, ids: torch.Tensor, lora: Any) -> torch.Tensor:
+def log_probabilities(llm: Any, ids: torch.Tensor) -> torch.Tensor:
     """Of every token but the first of each window."""
     from vllm import SamplingParams
 
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     prompts = [{"prompt_token_ids": window.tolist()} for window in ids]
-    answers = llm.generate(prompts, wanted, use_tqdm=False, lora_request=lora)
+    answers = llm.generate(prompts, wanted, use_tqdm=False)
     return torch.tensor(
         [
             d[t].logprob
@@ -68,6 +69,16 @@ def log_probabilities(llm: Any, ids: torch.Tensor, lora: Any) -> torch.Tensor:
         ],
         dtype=torch.float64,
     )
+
+
+def likeliest(llm: Any, ids: torch.Tensor, lora: Any) -> list[tuple[int, float]]:
+    """The next token after each window, and its log-probability."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": window.tolist()} for window in ids]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, logprobs=1), lora_request=lora)
+    tokens = [answer.outputs[0] for answer in answers]
+    return [(t.token_ids[0], t.logprobs[0][t.token_ids[0]].logprob) for t in tokens]
 
 
 def perplexity(llm: Any, asked: dict[str, Any], folder: str) -> float:
@@ -119,12 +130,16 @@ def main(folder: str, request: Path) -> None:
         tensor_parallel_size=asked.get("tensor_parallel", 1),
         enable_lora=lora is not None,
     )
+    found: dict[str, Any] = {}
     if "sync" in asked:
+        found["before"] = log_probabilities(llm, asked["ids"])
         sync(llm, asked["sync"])
     layers = asked["layers"]
-    found: dict[str, Any] = {"layers": llm.apply_model(lambda model: outputs(model, layers))}
-    if "ids" in asked:
-        found["log_probabilities"] = log_probabilities(llm, asked["ids"], lora)
+    found["layers"] = llm.apply_model(functools.partial(outputs, layers=layers))
+    if lora is not None:  # scores of a prompt's tokens fail with adapters on vLLM's CPU
+        found["adapted"], found["base"] = (likeliest(llm, asked["ids"], which) for which in (lora, None))
+    elif "ids" in asked:
+        found["log_probabilities"] = log_probabilities(llm, asked["ids"])
     if "task" in asked:
         found["perplexity"] = perplexity(llm, asked, folder)
     found["aoquant"] = "aoquant" in sys.modules

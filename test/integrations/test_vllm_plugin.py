@@ -90,6 +90,16 @@ def test_fused_layers_of_float_parts_stay_float() -> None:
         some.get_quant_method(None, f"{attention}qkv_proj")
 
 
+def test_packed_experts_are_refused() -> None:
+    module = stand_in()
+    vllm.patch(module)
+    experts = {f"model.layers.0.mlp.experts.{name}": IntxWeightConfig(4, 32) for name in ("gate_up_proj", "down_proj")}
+    config = module.TorchAOConfig(FqnToConfig({**experts, "model.layers.0.mlp.gate.weight": IntxWeightConfig(4, 32)}))
+    assert config.get_quant_method(None, "model.layers.0.mlp.gate") is None
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: vLLM's torchao loader leaves experts in floats"):
+        config.get_quant_method(None, "model.layers.0.mlp.experts")
+
+
 def test_the_entry_point_is_declared() -> None:
     found = [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "aoquant"]
     assert found in ([], ["aoquant.integrations.vllm:register"])  # empty where the project is not installed anew
