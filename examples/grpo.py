@@ -22,7 +22,7 @@ from aoquant import QATConfig, quantize_, refresh_
 from aoquant.integrations.text import assets
 
 PROMPTS = ["The river is", "In the north", "The town has", "A small house"]
-TOKENS = 12
+TOKENS = 8
 
 
 @torch.no_grad()
@@ -62,9 +62,9 @@ def main(folder: str) -> None:
     quantize_(model, QATConfig("int4-g32", step="prepare"))
     packed = copy.deepcopy(model).eval()
     quantize_(packed, QATConfig(step="convert"))
-    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": TOKENS, "max_steps": 4}
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": TOKENS, "max_steps": 2}
     quiet = {"bf16": False, "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    config = GRPOConfig(folder, learning_rate=1e-3, gradient_checkpointing=False, logging_steps=2, **sizes, **quiet)
+    config = GRPOConfig(folder, learning_rate=1e-3, gradient_checkpointing=False, logging_steps=1, **sizes, **quiet)
     data, tokenizer = Dataset.from_dict({"prompt": PROMPTS * 4}), AutoTokenizer.from_pretrained(str(assets()))
     rollouts = PackedRollouts(packed)
     warnings.filterwarnings("ignore", message="You are using 'rollout_func'")

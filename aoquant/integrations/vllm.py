@@ -1,8 +1,7 @@
 """The vLLM plugin: folders of `aoquant.save_pretrained` and `convert_checkpoint`, served by stock vLLM.
 
-vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. Three things
-stand in the way of a `PackedTensor`, and the plugin deals with them where vLLM starts a process (entry point group
-vllm.general_plugins):
+vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. The
+plugin changes three things for a `PackedTensor`, where vLLM starts a process (entry point group vllm.general_plugins):
 
 - The placeholder is uninitialised memory, which aoquant refuses to quantise when it holds NaN or Inf. It is zeroed
   first.
