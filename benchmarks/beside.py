@@ -136,7 +136,7 @@ def reason(error: BaseException) -> str:
 def measured(cell: Cell, variants: Sequence[str], deadline: Deadline) -> Iterator[Row]:
     """A row for bf16 and for each variant; one that raises, or comes too late, has a note instead of numbers."""
     if deadline.passed:
-        yield {**cell.named, "variant": BASE, "note": "not run: out of time"}
+        yield {**cell.named, "variant": BASE, **dict.fromkeys(TIMED, ""), "note": "not run: out of time"}
         return
     base, base_peak = warm(cell, BASE)
     for variant in (BASE, *variants):

@@ -5,8 +5,7 @@ suite "hybrid".
 
 Forward and backward of one linear layer, 8192 tokens, bf16, eager and compiled, all variants interleaved in the same
 rounds; `ratio` is to the eager nn.Linear. torchao's tensorwise and rowwise recipes train with fp8 GEMMs in all three
-products, and so does `fp8-hybrid, fp8 forward`, whose base has the contract fp8_scaled_mm; `fp8-hybrid` runs fp8 GEMMs
-in backward and an exact emulation in forward, the other mixes emulate all three.
+products, and so does `fp8-hybrid`; the other mixes emulate all three.
 
 Nothing is timed unless prepared layers equal converted ones, and compiled steps eager ones, bit for bit: y, dx and dW.
 """
@@ -23,21 +22,18 @@ from run import BF16, CUDA, Row, interleaved, percentiles, same
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from aoquant import PackedWeightConfig, QATConfig, quantize_
+from aoquant import QATConfig, quantize_
 from aoquant.layers.qat import RANDOM
-from aoquant.recipes import FP8_HYBRID, get_recipe
+from aoquant.recipes import get_recipe
 
-FP8_FORWARD = "fp8-hybrid, fp8 forward"
-MIXES = ("fp8-hybrid", FP8_FORWARD, "mxfp8-nvfp4", "nvfp4-mxfp8", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
+MIXES = ("fp8-hybrid", "mxfp8-nvfp4", "nvfp4-mxfp8", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
 PEERS = ("tensorwise", "rowwise")
 
 
 def prepared(name: str, k: int, n: int) -> nn.Module:
     """The layer under a recipe, with its backward."""
     model = plain(k, n)
-    base = PackedWeightConfig("te-fp8-tensor", "te-fp8-tensor", "fp8_scaled_mm")
-    config = QATConfig(base, backward=FP8_HYBRID) if name == FP8_FORWARD else get_recipe(name).prepare()
-    quantize_(model, config)
+    quantize_(model, get_recipe(name).prepare())
     return model
 
 

@@ -36,17 +36,15 @@ int log2_of(int64_t v) {
 
 }  // namespace
 
-void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x, const DecodeWeight& w,
-                 const DecodePlan& plan) {
+void check_weight(const DecodeWeight& w, ScalarType type, int64_t k, const DecodePlan& plan) {
   const int64_t n = w.codes.size(0), format = plan.format, group = plan.group, tile = plan.tile;
-  const auto type = like.scalar_type();
   check(w.codes, "codes", 16);
   check(w.scale, "scale", 2);
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
-  STD_TORCH_CHECK(k % 32 == 0 && w.codes.size(1) == (format == FP8 ? k : k / 2) && k % group == 0 && m > 0,
+  STD_TORCH_CHECK(k % 32 == 0 && w.codes.size(1) == (format == FP8 ? k : k / 2) && k % group == 0,
                   "codes must be (n, k / 2), or (n, k) of fp8, and k a multiple of 32 and of the group");
   STD_TORCH_CHECK(format == FP8 || w.scale.numel() == (n + tile - 1) / tile * (k / group), "scale must be (n / tile, k / group)");
-  STD_TORCH_CHECK(format != FP8 || decode_is_few(m), "few rows of x are multiplied by fp8, got ", m);
+  STD_TORCH_CHECK(format != MXFP4 || type == ScalarType::BFloat16, "e8m0 scales are multiplied in bfloat16");
   if (format == INT4) {
     STD_TORCH_CHECK(group >= 32, "groups have at least 32 values");
     STD_TORCH_CHECK(w.zero && w.zero->numel() == w.scale.numel() && w.scale.scalar_type() == type && w.zero->scalar_type() == type && tile == 1,
@@ -59,22 +57,28 @@ void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, 
     STD_TORCH_CHECK(w.bias->numel() == n && (w.bias->scalar_type() == type || w.bias->scalar_type() == ScalarType::Float),
                     "bias must be (n,) in x's type or float32");
   }
-  DecodeCall call = {};
-  DecodeArgs& a = call.args;
+}
+
+DecodeArgs arguments(const DecodeWeight& w, int64_t k, const DecodePlan& plan) {
+  DecodeArgs a = {};
   a.codes = static_cast<const uint8_t*>(w.codes.data_ptr());
   a.scale = w.scale.data_ptr();
   a.zero = pointer(w.zero);
-  a.x = x;
-  a.alpha_x = alpha_x.of;
   a.alpha_w = static_cast<const float*>(pointer(w.alpha));
-  a.bias = pointer(w.bias);
-  a.y = y.data_ptr();
-  a.m = int(m), a.n = int(n), a.k = int(k), a.group_log2 = log2_of(group), a.tile_log2 = log2_of(tile);
-  a.alpha_x_stride = alpha_x.rows;
   a.alpha_w_stride = w.alpha && w.alpha->numel() > 1;
+  a.bias = pointer(w.bias);
   a.bias_is_float = w.bias && w.bias->scalar_type() == ScalarType::Float;
+  a.n = int(w.codes.size(0)), a.k = int(k), a.group_log2 = log2_of(plan.group), a.tile_log2 = log2_of(plan.tile);
   a.shift = float(plan.shift), a.odd_shift = float(plan.odd_shift);
-  call.stream = current_stream(like);
+  return a;
+}
+
+namespace {
+
+// The kernels' launch of a call whose arguments are whole.
+void launch(DecodeCall& call, int64_t format, const Tensor& like) {
+  const auto type = like.scalar_type();
+  const int64_t m = call.args.m, k = call.args.k;
   std::optional<Tensor> image;
   if (!decode_is_few(m)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
     const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256, size[] = {tokens * ((k + 127) / 128) * 256};
@@ -90,6 +94,41 @@ void decode_into(const Tensor& y, const Tensor& like, const void* x, int64_t m, 
   STD_TORCH_CHECK(error == cudaSuccess, "the product's CUDA launch failed: ", cudaGetErrorString(error));
 }
 
+// Whether two W's may share a launch, and so be multiplied by what each would be multiplied by alone.
+bool alike(const DecodeProduct& a, const DecodeProduct& b) {
+  return a.plan.format == b.plan.format && a.plan.group == b.plan.group && a.plan.tile == b.plan.tile && a.w.codes.size(0) == b.w.codes.size(0);
+}
+
+}  // namespace
+
+void decode_into(const DecodeProduct* products, int64_t count, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x) {
+  int64_t next = 0;
+  while (next < count) {
+    DecodeArgs args[SIBLINGS];
+    int64_t taken = 0;
+    const DecodeProduct& first = products[next];
+    const int64_t format = first.plan.format, n = first.w.codes.size(0);
+    const int64_t most = decode_takes_siblings(int(format), m, n, k) ? SIBLINGS : 1;
+    while (taken < most && next + taken < count && alike(first, products[next + taken])) {
+      const DecodeProduct& p = products[next + taken];
+      check_weight(p.w, like.scalar_type(), k, p.plan);
+      STD_TORCH_CHECK(m > 0 && (format != FP8 || decode_is_few(m)), "fp8 multiplies from 1 to 16 rows of x, other formats 1 or more, got ", m);
+      DecodeArgs& a = args[taken];
+      a = arguments(p.w, k, p.plan);
+      a.x = x;
+      a.alpha_x = alpha_x.of;
+      a.alpha_x_stride = alpha_x.rows;
+      a.y = p.y.data_ptr();
+      a.m = int(m);
+      if (taken > 0) args[taken - 1].sibling = &a;
+      ++taken;
+    }
+    DecodeCall call = {args[0], nullptr, current_stream(like)};
+    launch(call, format, like);
+    next += taken;
+  }
+}
+
 namespace {
 
 // y (m, n) in x's dtype.
@@ -103,7 +142,8 @@ Tensor decode_mm(const Tensor& x, const Tensor& codes, const Tensor& scale, cons
   const int64_t size[] = {m, n};
   Tensor y = torch::stable::new_empty(x, {size, 2});
   const Alpha rows = {static_cast<const float*>(pointer(alpha_x)), alpha_x && alpha_x->numel() > 1};
-  decode_into(y, x, x.data_ptr(), m, x.size(1), rows, {codes, scale, zero, alpha_w, bias}, {format, group, tile, shift, odd_shift});
+  const DecodeProduct product = {y, {codes, scale, zero, alpha_w, bias}, {format, group, tile, shift, odd_shift}};
+  decode_into(&product, 1, x, x.data_ptr(), m, x.size(1), rows);
   return y;
 }
 

@@ -25,7 +25,11 @@ struct DecodeArgs {
   int tile_log2;          // rows of W that share a row of scales: 0, or 4 for 16 (FP4)
   float times;             // what sums are too small by, set by `run` (decode.cuh, Folded)
   float shift, odd_shift;  // GridFlip's c of even and odd blocks; times a scale it is exact in x's type
+  // On the host: another W of the same shape and format that multiplies the same x in the same launch, or null. Where
+  // `decode_takes_siblings`.
+  const DecodeArgs* sibling;
 };
+constexpr int SIBLINGS = 3;  // that a launch takes, at most: q, k and v
 
 // Bytes of shared memory that are more than half of a multiprocessor's. Blocks of a cluster that need less are put
 // there two at a time, while others have nothing to do.
@@ -39,6 +43,14 @@ struct DecodeCall {
 
 // Whether decode.cuh takes it; otherwise decode_tiles.cuh.
 inline bool decode_is_few(int64_t m) { return m <= 16; }
+
+// Whether decode_rows.cuh takes a W, for few rows of x.
+inline bool decode_is_large(int64_t n, int64_t k) { return n > 2048 && n * k >= (1 << 25); }
+
+// Whether W's of this shape may be siblings in one launch: decode.cuh's own kernel multiplies them.
+inline bool decode_takes_siblings(int format, int64_t m, int64_t n, int64_t k) {
+  return format != FP8 && decode_is_few(m) && !decode_is_large(n, k);
+}
 
 // Instantiated by decode_*.cu, one source a format.
 template <int F, typename T>

@@ -5,31 +5,11 @@
 // warp s % WARPS, and warps are added in order, so that a row of y depends on that row of x and on W alone. A lane holds 16
 // contiguous values of two rows of W and as many of a row of x, and a product takes four of them: two pairs. x is not
 // shared between warps, which have other parts of K.
-#include "decode.cuh"
+#include "fp8_pairs.cuh"
 
 namespace aoquant {
 
 namespace decode {
-
-// Pairs (k, k + 1), (k + 2, k + 3) of four e4m3 codes in T, exact.
-__device__ __forceinline__ void pairs(uint32_t (&out)[2], uint32_t w, __half) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}" : "=r"(out[0]), "=r"(out[1]) : "r"(w));
-}
-
-// The sign and the seven other bits in the places that they have in bfloat16, 2^120 too small; codes without a magnitude
-// that is a number become NaN.
-__device__ __forceinline__ void pairs(uint32_t (&out)[2], uint32_t w, __nv_bfloat16) {
-  constexpr uint32_t UNIT = 0x7B807B80u;  // 2^120
-  const uint32_t first = __byte_perm(w, 0, 0x1404), second = __byte_perm(w, 0, 0x3424);  // codes in the high bytes of halves
-  out[0] = mul<__nv_bfloat16>((first & 0x80008000u) | ((first >> 4) & 0x07F007F0u), UNIT);
-  out[1] = mul<__nv_bfloat16>((second & 0x80008000u) | ((second >> 4) & 0x07F007F0u), UNIT);
-  const uint32_t nan = ((w & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u;
-  if (nan) {
-    const uint32_t bytes = (nan >> 7) * 0xFFu;
-    out[0] |= __byte_perm(bytes, 0, 0x1100);
-    out[1] |= __byte_perm(bytes, 0, 0x3322);
-  }
-}
 
 // TOKENS: rows of x at most, 8 or 16. WARPS: of a block of 16 rows of W, along K. D: steps in flight a warp.
 template <typename T, int TOKENS, int WARPS, int D>

@@ -4,8 +4,11 @@
 // H200: enough blocks for its 132 multiprocessors, without more sums to add than that takes.
 #pragma once
 
+#include <cstdlib>
+
 #include "decode.cuh"
 #include "decode_call.cuh"
+#include "decode_once.cuh"
 #include "decode_rows.cuh"
 #include "decode_tiles.cuh"
 
@@ -15,7 +18,7 @@ namespace aoquant {
 template <int F, typename T, int TOKENS>
 bool run_large(const DecodeArgs& a, cudaStream_t stream, cudaError_t& error) {
   constexpr int MULTIPROCESSORS = 132, WARPS = 8, AHEAD = F == INT4 && TOKENS == 8 ? 2 : 1;
-  if (a.n <= 2048 || int64_t(a.n) * a.k < (1 << 25)) return false;
+  if (!decode_is_large(a.n, a.k)) return false;
   // of the busiest multiprocessor
   auto rows = [&](int block) { return ((a.n + block - 1) / block + MULTIPROCESSORS - 1) / MULTIPROCESSORS * block; };
   if (a.n <= 32 * MULTIPROCESSORS && decode::RowsLayout<F, TOKENS, 4, WARPS, AHEAD, 2>::fits(a))
@@ -27,6 +30,12 @@ bool run_large(const DecodeArgs& a, cudaStream_t stream, cudaError_t& error) {
   else
     return false;
   return true;
+}
+
+// While candidates are compared: which of them runs.
+inline int variant() {
+  const char* said = std::getenv("AOQUANT_DECODE_VARIANT");
+  return said ? std::atoi(said) : 0;
 }
 
 template <int F, typename T>
@@ -44,11 +53,25 @@ cudaError_t run(const DecodeCall& c) {
   }
   if (decode_is_few(m)) {
     if (run_large<F, T, 16>(a, c.stream, error)) return error;
+    if (variant() == 1 && n > 2048 && n <= 132 * 32) return decode::launch<F, T, 16, 2, 16, 2>(a, c.stream);
+    if (variant() == 2 && n > 2048 && n <= 132 * 32) return decode::launch<F, T, 16, 2, 8, 3>(a, c.stream);
     return n <= 2048 ? decode::launch<F, T, 16, 1, 8, 3>(a, c.stream) : decode::launch<F, T, 16, 2, 8, 2>(a, c.stream);
   }
   const bool wide = n > 8192;
   // One block a multiprocessor, so the cuts are such that there are not many more of them.
   if (m <= 64) {
+    if (variant() == 1) {
+      if (n <= 132 * 32)
+        return m <= 32 ? decode::launch_once<F, T, 1, 2, 32, 2, 12, 2>(a, c.stream) : decode::launch_once<F, T, 1, 2, 64, 2, 8, 2>(a, c.stream);
+      if (wide)
+        return m <= 32 ? decode::launch_once<F, T, 2, 2, 32, 1, 8, 1>(a, c.stream) : decode::launch_once<F, T, 2, 1, 64, 1, 6, 2>(a, c.stream);
+    }
+    if (variant() == 2) {
+      if (n <= 132 * 32)
+        return m <= 32 ? decode::launch_tiles<F, T, 1, 2, 32, 2, 12>(a, c.image, c.stream) : decode::launch_once<F, T, 1, 2, 64, 2, 8, 1>(a, c.stream);
+      if (wide)
+        return m <= 32 ? decode::launch_tiles<F, T, 2, 2, 32, 1, 8>(a, c.image, c.stream) : decode::launch_once<F, T, 2, 1, 64, 1, 6, 1>(a, c.stream);
+    }
     if (n <= 132 * 32) return decode::launch_tiles<F, T, 1, 2, 64, 2, 8>(a, c.image, c.stream);
     return wide ? decode::launch_tiles<F, T, 2, 2, 64, 1, 6>(a, c.image, c.stream) : decode::launch_tiles<F, T, 2, 2, 64, 2, 6>(a, c.image, c.stream);
   }

@@ -22,6 +22,16 @@
 
 namespace aoquant::decode {
 
+// Of the 32 values that a thread holds, k = 32 t + 8 j + 0..7 for t = 0..3: the pairs (k + p, k + p + 4) of all t, and
+// which 16 bytes of a row of 128 they are. Products 0..3 of a step lie in its first half, for j = 0 and 1.
+__device__ __forceinline__ uint4 paired(const uint4 (&v)[4], int p) {
+  uint32_t pair[4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) pair[t] = __byte_perm(p < 2 ? v[t].x : v[t].y, p < 2 ? v[t].z : v[t].w, p % 2 ? 0x7632 : 0x5410);
+  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+__device__ __forceinline__ int chunk_of(int j, int p) { return (2 * j + p / 2) % 4 * 2 + p % 2; }
+
 // A block: 16 tokens of one step. A thread reads k = 32 t + 8 j + 0..7 for t = 0..3 and pairs (k + p, k + p + 4) of all
 // t, for p = 0..3.
 template <typename T, int TM>
@@ -37,14 +47,7 @@ __global__ void __launch_bounds__(64) arrange(const T* __restrict__ x, uint4* __
     v[t] = token < m && at < k ? *reinterpret_cast<const uint4*>(x + int64_t(token) * k + at) : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    uint32_t pair[4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) pair[t] = __byte_perm(p < 2 ? v[t].x : v[t].y, p < 2 ? v[t].z : v[t].w, p % 2 ? 0x7632 : 0x5410);
-    // which wgmma of the step; which 16 bytes of a row of 128
-    const int product = 2 * j + p / 2, chunk = product % 4 * 2 + p % 2;
-    tile[product / 4][row][chunk ^ (row % 8)] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-  }
+  for (int p = 0; p < 4; ++p) tile[j / 2][row][chunk_of(j, p) ^ (row % 8)] = paired(v, p);
   __syncthreads();
   // (2, TM, 8) chunks of 16 bytes
   uint4* to = image + (int64_t(first / TM) * gridDim.x + step) * TM * 16 + first % TM * 8;
@@ -116,6 +119,91 @@ struct TileLayout {
   static_assert(D % KG == 0 && PLACE % 1024 == 0);
   static_assert(BYTES >= MORE_THAN_HALF && BYTES <= 227 * 1024);
 };
+
+#ifdef AOQUANT_HOPPER
+// What the warps that multiply do: sums of their steps out of the ring, added over groups and blocks, and written. base,
+// full, empty: addresses of the ring and of its barriers; thread: one of Layout::MULTIPLY.
+template <int F, typename T, typename Layout, int RG, int KG, int TM, int CK, int D>
+__device__ __forceinline__ void multiply_tiles(const DecodeArgs& a, uint8_t* ring, uint32_t base, uint32_t full, uint32_t empty, uint32_t thread,
+                                               int warp, int rank, int first_row, int first_token, int mine) {
+  constexpr int ROWS = Layout::ROWS, PLACE = Layout::PLACE, X = Layout::X, W = Layout::W;
+  const int lane = thread % 32;
+  constexpr int TN = TM < 128 ? TM : 128;  // tokens of one wgmma
+  const int g = lane / 4, t = lane % 4, row = warp % (4 * RG) * 16 + g, turn = warp / (4 * RG);
+  float acc[TM / TN][TN / 2];
+#pragma unroll
+  for (int r = 0; r < TM / TN; ++r)
+#pragma unroll
+    for (int i = 0; i < TN / 2; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[r][i]));
+  const uint8_t* codes_at = ring + turn * PLACE + X + row * 64 + 16 * t;
+  const uint8_t* scales_at = ring + turn * PLACE + X + W + row * 16 + 4 * t;
+  asm volatile("" : "+l"(codes_at), "+l"(scales_at));
+  const uint32_t tiles_at = base + turn * PLACE, my_full = full + 8 * turn, my_empty = empty + 8 * turn;
+  int parity = 0;
+#pragma unroll 1
+  for (int i0 = turn; i0 < mine; i0 += D, parity ^= 1)
+#pragma unroll
+    for (int d = 0; d < D; d += KG) {  // a constant, and so are all addresses
+      if (i0 + d >= mine) break;
+      wait(my_full + 8 * d, parity);
+      uint4 codes[2];
+      Scale<T> scale[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        codes[h] = *reinterpret_cast<const uint4*>(codes_at + d * PLACE + 8 * h * 64);
+        const uint32_t raw = *reinterpret_cast<const uint32_t*>(scales_at + d * PLACE + 8 * h * 16);
+        scale[h] = scale_pairs<F, T>(RawScale{raw, raw >> 16}, a);
+      }
+      // x's tile for wgmma: its address in 16 bytes, rows of 128 swizzled bytes, 1024 bytes from 8 rows to the next 8
+      const uint64_t tile = ((tiles_at + d * PLACE) >> 4 & 0x3FFF) | uint64_t(0x40000040) << 32 | 1 << 16;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t lower[4], upper[4];
+        operands<F, T>(lower, (&codes[0].x)[j], scale[0].s[j / 2], scale[0].z[j / 2]);
+        operands<F, T>(upper, (&codes[1].x)[j], scale[1].s[j / 2], scale[1].z[j / 2]);
+        const uint32_t first[4] = {lower[0], upper[0], lower[1], upper[1]}, second[4] = {lower[2], upper[2], lower[3], upper[3]};
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int product = 2 * j + h;
+#pragma unroll
+          for (int r = 0; r < TM / TN; ++r)
+            Wgmma<TN>::template run<T>(acc[r], h ? second : first, tile + (product / 4 * TM * 128 + r * TN * 128 + product % 4 * 32) / 16);
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        // the first wait of a step ends the products of the step before
+        if (j == 0 && (d > 0 || i0 > turn) && lane == 0) arrive(my_empty + 8 * (d > 0 ? d - KG : D - KG));
+      }
+    }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");  // all products are made, and the ring is free
+  float* partial = reinterpret_cast<float*>(ring);
+#pragma unroll
+  for (int r = 0; r < TM / TN; ++r)
+#pragma unroll
+    for (int i = 0; i < TN / 2; ++i) {
+      const int token = r * TN + i / 4 * 8 + 2 * t + i % 2;
+      partial[(turn * TM + token) * Layout::PITCH + row + 8 * (i / 2 % 2)] = acc[r][i];
+    }
+  if constexpr (CK > 1) cluster_sync();
+  else asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");
+  constexpr int QUADS = ROWS / 4, EACH = Layout::MULTIPLY / QUADS, STRIDE = EACH * CK, ALL = TM / STRIDE, BATCH = ALL < 8 / CK / KG ? ALL : 8 / CK / KG;
+  const int column = thread % QUADS * 4, tokens = min(TM, a.m - first_token);
+  const Columns<T> columns(a, first_row + column);
+#pragma unroll 1
+  for (int token = rank * EACH + thread / QUADS; token < tokens; token += STRIDE * BATCH) {
+    float4 v[BATCH];  // several sums at once, because each waits for shared memory
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) v[b] = cluster_sum4<CK, KG>(partial + (token + b * STRIDE) * Layout::PITCH + column, TM * Layout::PITCH);
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b)
+      if (token + b * STRIDE < tokens) columns.store(a, v[b], first_token + token + b * STRIDE, first_row + column);
+  }
+  if constexpr (CK > 1)  // no block leaves while others read its shared memory
+    asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+#endif
 
 template <int F, typename T, int RG, int KG, int TM, int CK, int D>
 __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
@@ -194,80 +282,7 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
       }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Layout::MULTIPLIES));
-    constexpr int TN = TM < 128 ? TM : 128;  // tokens of one wgmma
-    const int g = lane / 4, t = lane % 4, row = warp % (4 * RG) * 16 + g, turn = warp / (4 * RG);
-    float acc[TM / TN][TN / 2];
-#pragma unroll
-    for (int r = 0; r < TM / TN; ++r)
-#pragma unroll
-      for (int i = 0; i < TN / 2; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[r][i]));
-    const uint8_t* codes_at = ring + turn * PLACE + X + row * 64 + 16 * t;
-    const uint8_t* scales_at = ring + turn * PLACE + X + W + row * 16 + 4 * t;
-    asm volatile("" : "+l"(codes_at), "+l"(scales_at));
-    const uint32_t tiles_at = base + turn * PLACE, my_full = full + 8 * turn, my_empty = empty + 8 * turn;
-    int parity = 0;
-#pragma unroll 1
-    for (int i0 = turn; i0 < mine; i0 += D, parity ^= 1)
-#pragma unroll
-      for (int d = 0; d < D; d += KG) {  // a constant, and so are all addresses
-        if (i0 + d >= mine) break;
-        wait(my_full + 8 * d, parity);
-        uint4 codes[2];
-        Scale<T> scale[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          codes[h] = *reinterpret_cast<const uint4*>(codes_at + d * PLACE + 8 * h * 64);
-          const uint32_t raw = *reinterpret_cast<const uint32_t*>(scales_at + d * PLACE + 8 * h * 16);
-          scale[h] = scale_pairs<F, T>(RawScale{raw, raw >> 16}, a);
-        }
-        // x's tile for wgmma: its address in 16 bytes, rows of 128 swizzled bytes, 1024 bytes from 8 rows to the next 8
-        const uint64_t tile = ((tiles_at + d * PLACE) >> 4 & 0x3FFF) | uint64_t(0x40000040) << 32 | 1 << 16;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t lower[4], upper[4];
-          operands<F, T>(lower, (&codes[0].x)[j], scale[0].s[j / 2], scale[0].z[j / 2]);
-          operands<F, T>(upper, (&codes[1].x)[j], scale[1].s[j / 2], scale[1].z[j / 2]);
-          const uint32_t first[4] = {lower[0], upper[0], lower[1], upper[1]}, second[4] = {lower[2], upper[2], lower[3], upper[3]};
-          asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int product = 2 * j + h;
-#pragma unroll
-            for (int r = 0; r < TM / TN; ++r)
-              Wgmma<TN>::template run<T>(acc[r], h ? second : first, tile + (product / 4 * TM * 128 + r * TN * 128 + product % 4 * 32) / 16);
-          }
-          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-          // the first wait of a step ends the products of the step before
-          if (j == 0 && (d > 0 || i0 > turn) && lane == 0) arrive(my_empty + 8 * (d > 0 ? d - KG : D - KG));
-        }
-      }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");  // all products are made, and the ring is free
-    float* partial = reinterpret_cast<float*>(ring);
-#pragma unroll
-    for (int r = 0; r < TM / TN; ++r)
-#pragma unroll
-      for (int i = 0; i < TN / 2; ++i) {
-        const int token = r * TN + i / 4 * 8 + 2 * t + i % 2;
-        partial[(turn * TM + token) * Layout::PITCH + row + 8 * (i / 2 % 2)] = acc[r][i];
-      }
-    if constexpr (CK > 1) cluster_sync();
-    else asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");
-    constexpr int QUADS = ROWS / 4, EACH = Layout::MULTIPLY / QUADS, STRIDE = EACH * CK, ALL = TM / STRIDE, BATCH = ALL < 8 / CK / KG ? ALL : 8 / CK / KG;
-    const int column = thread % QUADS * 4, tokens = min(TM, a.m - first_token);
-    const Columns<T> columns(a, first_row + column);
-#pragma unroll 1
-    for (int token = rank * EACH + thread / QUADS; token < tokens; token += STRIDE * BATCH) {
-      float4 v[BATCH];  // several sums at once, because each waits for shared memory
-#pragma unroll
-      for (int b = 0; b < BATCH; ++b) v[b] = cluster_sum4<CK, KG>(partial + (token + b * STRIDE) * Layout::PITCH + column, TM * Layout::PITCH);
-#pragma unroll
-      for (int b = 0; b < BATCH; ++b)
-        if (token + b * STRIDE < tokens) columns.store(a, v[b], first_token + token + b * STRIDE, first_row + column);
-    }
-    if constexpr (CK > 1)  // no block leaves while others read its shared memory
-      asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+    multiply_tiles<F, T, Layout, RG, KG, TM, CK, D>(a, ring, base, full, empty, thread, warp, rank, first_row, first_token, mine);
   }
 #endif
 }

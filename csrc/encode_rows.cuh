@@ -6,8 +6,8 @@
 // encode many rows (ops/triton/nvfp4_rows.py, ops/triton/float8.py), so the bytes are theirs.
 #pragma once
 
+#include "block_scales.cuh"
 #include "common.cuh"
-#include "grids.cuh"
 
 namespace aoquant {
 
@@ -15,15 +15,7 @@ enum RowFormat { NVFP4_ROW = 1, FP8_ROW = 2 };
 
 namespace rows {
 
-constexpr float SIXTH = 0x1.555556p-3f, OF_2688 = 0x1.861862p-12f, OF_448 = 0x1.24924ap-9f;  // rounded reciprocals
-constexpr float LEAST_SCALE = 0x1p-6f, LEAST_OUTER = 0x1p-121f;
 constexpr float INTEGERS = 8388608.0f;  // 2^23: floats above it are integers
-
-__device__ __forceinline__ float min_nan(float a, float b) {
-  float least;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
-  return least;
-}
 
 __device__ __forceinline__ float2 floats(uint32_t w, __nv_bfloat16) { return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)); }
 __device__ __forceinline__ float2 floats(uint32_t w, __half) { return __half22float2(*reinterpret_cast<const __half2*>(&w)); }
@@ -58,13 +50,6 @@ __device__ __forceinline__ void store16(T* p, const float (&v)[16]) {
   reinterpret_cast<uint4*>(p)[1] = make_uint4(w[4], w[5], w[6], w[7]);
 }
 
-__device__ __forceinline__ uint32_t absmax_bits(const float (&v)[16]) {  // NaN on top
-  uint32_t most = 0;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) most = max(most, __float_as_uint(v[i]) & 0x7FFFFFFFu);
-  return most;
-}
-
 // v >= 0 -> the bits of 2^23 + the index of the nearest e2m1 magnitude, saturating (ops/triton/elements.py).
 __device__ __forceinline__ uint32_t e2m1_index(float v) {
   const float low = fminf(__fmaf_rn(v, 2.0f, INTEGERS), __fadd_rn(v, INTEGERS + 2.0f));
@@ -73,11 +58,8 @@ __device__ __forceinline__ uint32_t e2m1_index(float v) {
 
 template <typename T>
 __device__ __forceinline__ void nvfp4_block(T* out, const float (&v)[16], float outer, float inverse_outer, bool decoded) {
-  uint32_t bits = absmax_bits(v);
-  if (bits == 0x7F800000u) bits = 0x7FC00000u;
-  const float ratio = max_nan(__fdiv_rn(__fmul_rn(__uint_as_float(bits), SIXTH), outer), LEAST_SCALE);
-  const float scale = e4m3_value(e4m3(min_nan(ratio, 448.0f)));
-  const float inverse = __fdiv_rn(inverse_outer, scale), times = decoded ? __fmul_rn(outer, scale) : scale;
+  const BlockScale found = nvfp4_scale(absmax_bits(v), outer, inverse_outer);
+  const float scale = e4m3_value(found.byte), inverse = found.inverse, times = decoded ? __fmul_rn(outer, scale) : scale;
   float y[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -110,8 +92,9 @@ __device__ __forceinline__ void fp8_block(T* out, const float (&v)[16], float sc
 template <typename T>
 __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T* __restrict__ out, float* __restrict__ scale, int k, int format,
                                                       int decoded) {
-  let_next_begin();
   wait_for_inputs();
+  // The product's blocks, one a multiprocessor, come in pairs where those of this kernel still have theirs.
+  if (gridDim.x <= 4) let_next_begin();
   const int blocks = k / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t start = int64_t(blockIdx.x) * k;
   float v[16];
@@ -126,7 +109,7 @@ __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T
   __syncthreads();
   most = __reduce_max_sync(0xFFFFFFFFu, lane < int(blockDim.x) / 32 ? of_warps[lane] : 0);
   const float amax = __uint_as_float(most);
-  const float s = format == NVFP4_ROW ? max_nan(__fmul_rn(amax, OF_2688), LEAST_OUTER) : through(__fmul_rn(amax, OF_448), T());
+  const float s = format == NVFP4_ROW ? nvfp4_outer(most) : through(__fmul_rn(amax, OF_448), T());
   const float inverse = __fdiv_rn(1.0f, s);
   if (threadIdx.x == 0) scale[blockIdx.x] = s;
   for (int b = threadIdx.x; b < blocks; b += blockDim.x) {

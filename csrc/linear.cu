@@ -4,6 +4,7 @@
 //
 // The launches are those of encode_rows.cuh and of decode.cu, so the bits are too.
 #include <array>
+#include <vector>
 
 #include "decode_op.cuh"
 #include "encode_rows.cuh"
@@ -11,20 +12,6 @@
 namespace aoquant {
 
 namespace {
-
-// The fields of `plan`, which aoquant/ops/gemm/one_call.py packs.
-struct LinearPlan {
-  int format, encodes;  // of W; RowFormat of x, or 0
-  int group_log2, tile_log2;
-  bool alternating;
-  float shift;
-
-  explicit LinearPlan(int64_t plan)
-      : format(plan & 15), encodes(plan >> 4 & 15), group_log2(plan >> 8 & 31), tile_log2(plan >> 13 & 7), alternating(plan >> 16 & 1) {
-    const uint32_t bits = uint32_t(plan >> 20);
-    memcpy(&shift, &bits, 4);
-  }
-};
 
 Tensor aligned(const Tensor& x) {
   Tensor t = x.is_contiguous() ? x : torch::stable::contiguous(x);
@@ -36,36 +23,66 @@ Tensor make(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) 
   return torch::stable::new_empty(like, {size, 2}, type);
 }
 
-// x (*lead, k) -> y (*lead, n); codes, scale, zero and alpha_w as decode_mm's.
-Tensor linear(const Tensor& given, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero, const std::optional<Tensor>& alpha_w,
-              const std::optional<Tensor>& bias, int64_t packed_plan) {
-  const LinearPlan plan(packed_plan);
+// y (*lead, n) of a layer, and its W.
+struct Layer {
+  DecodeWeight w;
+  LinearPlan plan;
+};
+
+// The layers' outputs for one x (*lead, k), which is encoded once: all layers encode it alike.
+std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t count) {
   const auto lead = given.sizes();
   const int64_t dims = int64_t(lead.size());
   STD_TORCH_CHECK(given.is_cuda() && dims > 0 && dims <= 8, "x must be on a CUDA device, of at most 8 dimensions");
   const auto type = given.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
-  const int64_t k = lead[dims - 1], m = k ? given.numel() / k : 0, n = codes.size(0);
+  const int64_t k = lead[dims - 1], m = k ? given.numel() / k : 0;
   STD_TORCH_CHECK(m > 0 && k % 16 == 0, "x must have rows of a multiple of 16 values");
   DeviceGuard guard(given.get_device_index());
   const Tensor x = aligned(given);
   std::array<int64_t, 8> size;
   for (int64_t i = 0; i < dims - 1; ++i) size[i] = lead[i];
-  size[dims - 1] = n;
-  Tensor y = torch::stable::new_empty(x, {size.data(), size_t(dims)});
-  const DecodePlan decode = {plan.format, int64_t(1) << plan.group_log2, int64_t(1) << plan.tile_log2, plan.shift, plan.alternating ? -plan.shift : plan.shift};
-  const DecodeWeight w = {codes, scale, zero, alpha_w, bias};
-  if (!plan.encodes) {
-    decode_into(y, x, x.data_ptr(), m, k, {nullptr, false}, w, decode);
-    return y;
+  std::vector<Tensor> ys;
+  std::vector<DecodeProduct> products;
+  ys.reserve(count), products.reserve(count);
+  for (int64_t i = 0; i < count; ++i) {
+    STD_TORCH_CHECK(layers[i].plan.encodes == layers[0].plan.encodes, "siblings encode x alike");
+    size[dims - 1] = layers[i].w.codes.size(0);
+    ys.push_back(torch::stable::new_empty(x, {size.data(), size_t(dims)}));
+    products.push_back({ys.back(), layers[i].w, layers[i].plan.packing()});
+  }
+  const int encodes = layers[0].plan.encodes;
+  if (!encodes) {
+    decode_into(products.data(), count, x, x.data_ptr(), m, k, {nullptr, false});
+    return ys;
   }
   // operand and scales in one allocation: a row of the operand, 2 k bytes, is a multiple of 4
   const int64_t bytes[] = {m * (2 * k + 4)};
   const Tensor operand = torch::stable::new_empty(x, {bytes, 1}, ScalarType::Byte);
   float* scales = reinterpret_cast<float*>(static_cast<uint8_t*>(operand.data_ptr()) + 2 * m * k);
-  launch_encode_rows(x.data_ptr(), type, m, k, plan.encodes, false, operand.data_ptr(), scales, current_stream(x));
-  decode_into(y, x, operand.data_ptr(), m, k, {scales, m > 1}, w, decode);
-  return y;
+  launch_encode_rows(x.data_ptr(), type, m, k, encodes, false, operand.data_ptr(), scales, current_stream(x));
+  decode_into(products.data(), count, x, operand.data_ptr(), m, k, {scales, m > 1});
+  return ys;
+}
+
+// x (*lead, k) -> y (*lead, n); codes, scale, zero and alpha_w as decode_mm's.
+Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero, const std::optional<Tensor>& alpha_w,
+              const std::optional<Tensor>& bias, int64_t plan) {
+  const Layer layer = {{codes, scale, zero, alpha_w, bias}, LinearPlan(plan)};
+  return multiplied(x, &layer, 1)[0];
+}
+
+// `linear` of several layers over one x.
+std::vector<Tensor> siblings(const Tensor& x, const std::vector<Tensor>& codes, const std::vector<Tensor>& scale,
+                             const std::vector<std::optional<Tensor>>& zero, const std::vector<std::optional<Tensor>>& alpha_w,
+                             const std::vector<std::optional<Tensor>>& bias, const std::vector<int64_t>& plans) {
+  const size_t count = codes.size();
+  STD_TORCH_CHECK(count > 0 && scale.size() == count && zero.size() == count && alpha_w.size() == count && bias.size() == count && plans.size() == count,
+                  "siblings must have as many of each tensor");
+  std::vector<Layer> layers;
+  layers.reserve(count);
+  for (size_t i = 0; i < count; ++i) layers.push_back({{codes[i], scale[i], zero[i], alpha_w[i], bias[i]}, LinearPlan(plans[i])});
+  return multiplied(x, layers.data(), int64_t(count));
 }
 
 // x (m, k) -> what launch_encode_rows makes of it, (m, k) in x's type, and the rows' scales, (m, 1) float32.
@@ -85,10 +102,12 @@ std::tuple<Tensor, Tensor> encode_rows(const Tensor& x, int64_t format, bool dec
 
 STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) {
   m.def("linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? alpha_w, Tensor? bias, int plan) -> Tensor");
+  m.def("siblings(Tensor x, Tensor[] codes, Tensor[] scale, Tensor?[] zero, Tensor?[] alpha_w, Tensor?[] bias, int[] plans) -> Tensor[]");
   m.def("encode_rows(Tensor x, int format, bool decoded) -> (Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CUDA, m) {
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("siblings", TORCH_BOX(&siblings));
   m.impl("encode_rows", TORCH_BOX(&encode_rows));
 }
 

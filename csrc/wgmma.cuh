@@ -14,6 +14,24 @@ template <int N>
 struct Wgmma;
 
 template <>
+struct Wgmma<32> {
+  template <typename T>
+  static __device__ __forceinline__ void run(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {
+#define AOQUANT_WGMMA(TYPE)                                                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {"       \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, " \
+      "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;" \
+      : \
+        "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), \
+        "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]) \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+    if constexpr (std::is_same_v<T, __half>) AOQUANT_WGMMA("f16");
+    else AOQUANT_WGMMA("bf16");
+#undef AOQUANT_WGMMA
+  }
+};
+
+template <>
 struct Wgmma<64> {
   template <typename T>
   static __device__ __forceinline__ void run(float (&c)[32], const uint32_t (&a)[4], uint64_t b) {

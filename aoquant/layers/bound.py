@@ -132,6 +132,11 @@ class BoundWeight:
             made = shared(x, (x_as.name, dtype), id(self), how)
             return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
 
+        def codes(x: Tensor, bias: Tensor | None) -> Tensor:
+            assert x_as is not None
+            made = shared(x, (x_as.name, "codes"), id(self), partial(codec.encode, x_as, x.reshape(m, k)))
+            return bound(made.codes, made.scale, bias).view(*x.shape[:-1], -1)
+
         if x_as is None:
             return weights
-        return operands if reads(recipe.contract) == "operand" else general
+        return {"operand": operands, "codes": codes}.get(reads(recipe.contract), general)

@@ -8,8 +8,9 @@ under another class, as a prepared linear layer is: parameters, their shapes and
 The forward does what transformers' own does, in its order, so that results are equal bit for bit once weights are: rows
 are sorted by expert, multiplied, gated, multiplied again, weighted, and added up for each token. "eager" and the other
 implementations of transformers add up in a different order, and the prepared forward follows the model's config in
-that. Products run in `grouped.grouped_linear`. A bias is added apart, to the rounded product. A token whose expert is E
-(expert parallelism marks tokens of other ranks so) adds nothing.
+that. Products run in `grouped.py`: on a GPU all experts at once, elsewhere, and as "eager", in a loop. A bias is added
+apart, to the rounded product. A token whose expert is E (expert parallelism marks tokens of other ranks so) adds
+nothing.
 
 Activations are quantised token by token where their format has scales for each row. A format with one scale for the
 tensor finds it for each expert's tokens, so a token's codes then depend on its batch.
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant.formats.random import fresh_state
-from aoquant.layers.grouped import grouped_linear
+from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
 from aoquant.layers.qat import Prepared, PreparedModule
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import layer_class, swap_class
@@ -109,14 +110,70 @@ class QATExperts(PreparedModule):
             values[expert] = made.t() if self.is_transposed else made
         return values
 
-    @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H) of hidden_states (T, H), and the experts and their weights (T, top k) of each token."""
+        if self.fake_quant and self._at_once():
+            return self._forward_at_once(hidden_states, top_k_index, top_k_weights)
+        return self._forward_in_a_loop(hidden_states, top_k_index, top_k_weights)
+
+    @property
+    def _eager(self) -> bool:
+        """Whether transformers would run the class's own forward."""
+        return getattr(getattr(self, "config", None), "_experts_implementation", None) in EAGER
+
+    def _at_once(self) -> bool:
+        """Whether every product is one of all experts: not where transformers multiplies expert by expert."""
+        if self._eager:
+            return False
+        for name, prepared in self.stacks.items():
+            if why_not_at_once(prepared.recipe, getattr(self, name), self.is_transposed) is not None:
+                return False
+        return not any(isinstance(p, DTensor) for p in self._parameters.values())
+
+    def _forward_at_once(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The forward without a look at the routing: shapes do not depend on it, and nothing waits for it."""
+        tokens, top_k = top_k_index.shape
+        ids, perm = torch.sort(top_k_index.reshape(-1))
+        experts = torch.arange(self.num_experts, device=ids.device, dtype=ids.dtype)
+        ends = torch.searchsorted(ids, experts, right=True).to(torch.int32)
+        weights = top_k_weights.reshape(-1)[perm].masked_fill(ids >= self.num_experts, 0)  # tokens of other ranks
+        ids = ids.clamp(max=self.num_experts - 1)
+        place = torch.empty_like(perm).scatter_(0, perm, torch.arange(len(perm), device=perm.device))
+        rows = Rows(ends, perm // top_k, place.view(tokens, top_k))
+
+        y = self._product_at_once(hidden_states, "gate_up_proj" if self.has_gate else "up_proj", ids, rows)
+        y = cast(Any, self)._apply_gate(y) if self.has_gate else cast(Any, self).act_fn(y)
+        y = self._product_at_once(y, "down_proj", ids, Rows(ends))
+        y = y * weights.unsqueeze(-1)
+        by_token = y.new_empty(y.shape).index_copy_(0, perm, y)  # every row is written
+        return by_token.view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+    def _product_at_once(self, x: Tensor, name: str, ids: Tensor, rows: Rows) -> Tensor:
+        """(S, N): x, or its rows, times the experts of one parameter, plus their biases."""
+        w: Tensor = getattr(self, name)
+        x = x.to(w.dtype)  # as transformers casts, which matters under autocast
+        prepared = self.stacks.get(name)
+        if prepared is None:
+            x = x if rows.token is None else x[rows.token]
+            y = nn.functional.grouped_mm(x, w if self.is_transposed else w.transpose(-2, -1), offs=rows.ends)
+            behind = torch.arange(len(y), device=y.device) >= rows.ends[-1]  # these it does not write
+            y = y.masked_fill(behind.unsqueeze(-1), 0.0)
+        else:
+            try:
+                y = grouped_at_once(x, w, rows, prepared.recipe, self.is_transposed)
+            except ValueError as error:
+                raise ValueError(f"{prepared.fqn}: {error}") from None
+        bias: Tensor | None = getattr(self, f"{name}_bias") if self.has_bias else None
+        return y if bias is None else y + bias[ids]
+
+    @torch.compiler.disable
+    def _forward_in_a_loop(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The forward that asks how many tokens each expert has, and multiplies expert by expert."""
         if not self.fake_quant:
             y: Tensor = self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
             return y
         tokens, top_k = top_k_index.shape
-        eager = getattr(getattr(self, "config", None), "_experts_implementation", None) in EAGER
+        eager = self._eager
         # rows of one expert: eager takes them by top-k position, then token; the others by token
         ids, perm = torch.sort((top_k_index.t() if eager else top_k_index).reshape(-1), stable=eager)
         token, position = (perm % tokens, perm // tokens) if eager else (perm // top_k, perm % top_k)

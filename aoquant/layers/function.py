@@ -173,21 +173,24 @@ def multiply(
                 given.shared.put(x_q, alive=given.columns is not None)
 
     # 2. The product. On a GPU the GEMM quantises W and makes its operand in one pass. Elsewhere, or under held scales,
-    # W is encoded first.
+    # W is encoded first, with its operand where backward reads the codes.
     dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
     keeps_w = dgrad and w is not None and recipe.weight_side.keeps_codes(fixed=given.fixed is not None)
     w_q = given.packed if w is None else w
+    w_values = None
     assert w_q is not None
     if isinstance(w, GatheredWeight):
         w_q = w.rows
     elif w is not None and given.fixed is not None:
         w_q = given.fixed.rows(w, functools.partial(ops.encode, w, w_as, w_held))
+    elif w is not None and keeps_w and w.dtype is x.dtype:
+        w_q, w_values = _encoded(w, w_as, w_held, ops.reads(contract))
     elif w is not None and (w_held is not None or keeps_w or not one_pass(w)):
         w_q = ops.encode(w, w_as, w_held)
     lead, strides = list(x.shape[:-1]), None
     if x_as is not None and contract == "dequantize" and not x.is_contiguous():
         strides = list(torch.empty_like(x, device="meta").stride())  # of an elementwise operation's result
-    y, measured = ops.scaled_mm(x_q, w_q, bias, x_as, w_as, contract, lead, x.dtype, values, strides)
+    y, measured = ops.scaled_mm(x_q, w_q, bias, x_as, w_as, contract, lead, x.dtype, values, strides, w_values)
     if not any(needs):
         return y, Saved()
 
@@ -266,7 +269,9 @@ def one_pass(x_RK: Tensor) -> bool:
 
 
 def _encoded(x_MK: Tensor, operand: Operand, held: Scales | None, reads: str) -> tuple[Encoded, Tensor | None]:
-    """Codes and scales of x, and the GEMM's operand; None when the GEMM reads codes, or makes its operand itself."""
+    """Codes and scales of x, or of W, and the GEMM's operand; None when the GEMM reads codes, or makes its operand
+    itself.
+    """
     if reads == "codes" or held is not None or not one_pass(x_MK):
         return ops.encode(x_MK, operand, held), None
     made = ops.encode_with_values(x_MK, operand, reads == "operand")

@@ -33,6 +33,7 @@ __all__ = [
     "check_device",
     "check_dtype",
     "check_width",
+    "compute_dtype",
     "pulled_back",
     "quantized_linear",
 ]
@@ -65,11 +66,15 @@ def check_dtype(x: Tensor, weight: torch.dtype, contract: str) -> None:
         raise ValueError(f"the layer's input is {x.dtype} and its weight {weight}: cast one of them, or use autocast")
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a linear layer computes in: its input's, or autocast's."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def cast(x: Tensor) -> Tensor:
-    """x in the dtype that a linear layer computes in: its own, or autocast's."""
-    if torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    """x in the dtype that a linear layer computes in."""
+    return x.to(compute_dtype(x))
 
 
 def quantized_linear(

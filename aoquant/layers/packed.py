@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aoquant.formats import Encoded, Scales
+from aoquant.layers import siblings
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.qat import rebind
 from aoquant.ops import router
@@ -131,6 +132,7 @@ def adopt(module: nn.Module) -> None:
         swap_class(module, PackedLinear)
         rebind(module)
         _remember(module)
+        siblings.install()
 
 
 def _remember(module: nn.Module) -> None:

@@ -5,7 +5,7 @@ Codes are (E, N, bytes) and scales (E, N, G) or (E, n, g), one expert's with E i
 `transposed` tells them apart, the bytes are the same. So transposing it moves no byte, and a plain module of
 transformers multiplies by it as it stands:
 
-    grouped_mm   F.grouped_mm(x, w.transpose(-2, -1), offs)   -> the loop over experts that prepared experts run
+    grouped_mm   F.grouped_mm(x, w.transpose(-2, -1), offs)   -> the grouped product that prepared experts run
     eager        F.linear(x, w[e]), or x @ w[e]               -> the same product of one expert
     batched_mm   w[ids]                                       -> refused: it would copy packed weights for every token
 """
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from aoquant.layers.grouped import grouped_linear
+from aoquant.formats import Encoded
+from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
 from aoquant.layers.linear import quantized_linear
 from aoquant.tensor import PackedTensor, cut_columns, cut_rows
 
@@ -236,9 +237,21 @@ def _grouped_mm(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return y
 
 
-@torch.compiler.disable
 def grouped(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:
     """(S, N). offsets: for each expert, the row after its last."""
+    experts = w_EKN.shape[0]
+    if x_SK.dtype == torch.bfloat16 == w_EKN.dtype:
+        e = w_EKN.encoded
+        codes, scale, zero, outer = (None if t is None else t.flatten(0, 1) for t in e.tensors)
+        assert codes is not None
+        stack = Encoded(codes, scale, zero, outer, e.k)
+        if why_not_at_once(w_EKN.recipe, stack, False, experts) is None:
+            return grouped_at_once(x_SK, stack, Rows(offsets.to(torch.int32)), w_EKN.recipe)
+    return _in_a_loop(x_SK, w_EKN, offsets)
+
+
+@torch.compiler.disable
+def _in_a_loop(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:
     ends: list[int] = offsets.tolist()
     n = w_EKN.shape[-1]
     y = grouped_linear(x_SK[: ends[-1]], lambda e: w_EKN.expert(e).encoded, ends, n, w_EKN.recipe)

@@ -22,7 +22,7 @@ while a CUDA graph is captured, whose memory lives by other rules.
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -56,10 +56,12 @@ class _Part(NamedTuple):
 
 
 class _Encoding:
-    """The record of an encoding: its tensors, its K, and the layers that have it, by the identity of their weight."""
+    """The record of an encoding: its tensors, one scale as it is, its K, and the layers that have it, by the identity
+    of their weight.
+    """
 
     def __init__(self) -> None:
-        self.parts: list[_Part | None] = []
+        self.parts: list[_Part | Tensor | None] = []
         self.k = 0
         self.layers: set[int] = set()
         self.held: Encoded | None = None
@@ -88,11 +90,11 @@ class SharedInput:
         """The encoding; None when no layer made it, autograd does not keep it, or this layer has had it."""
         if not self._encoding.parts or self._layer in self._encoding.layers:
             return None
-        found = [None if part is None else part.tensor() for part in self._encoding.parts]
+        found = [part.tensor() if type(part) is _Part else part for part in self._encoding.parts]
         if any(t is None and part is not None for t, part in zip(found, self._encoding.parts, strict=True)):
             return None
         self._encoding.layers.add(self._layer)
-        codes, scale, zero, outer = found
+        codes, scale, zero, outer = cast(list[Tensor | None], found)
         assert codes is not None
         return Encoded(codes, scale, zero, outer, self._encoding.k)
 
@@ -107,10 +109,9 @@ class SharedInput:
             if _latest is not None and (last := _latest()) is not None:
                 last.held = None
             self._encoding.held, _latest = encoded, weakref.ref(self._encoding)
-        self._encoding.parts, self._encoding.k = (
-            [None if t is None else _Part.of(t) for t in encoded.tensors],
-            encoded.k,
-        )
+        codes, *rest = encoded.tensors
+        small = [t if t is None or t.numel() == 1 else _Part.of(t) for t in rest]
+        self._encoding.parts, self._encoding.k = [_Part.of(codes), *small], encoded.k
         self._encoding.layers = {self._layer}
 
 

@@ -3,6 +3,7 @@
     define.py     the boundary between typed Python and PyTorch's dispatcher
     encoding.py   codes of values, and back
     linear.py     the three GEMMs of a linear layer
+    grouped.py    the GEMMs of stacked experts  stacks.py   all experts as one matrix
     lookup.py     an embedding
     codec/        how one matrix is encoded and decoded, by which kernels
     call.py       a GEMM with its data          gemm/       the kernels that run it
@@ -23,6 +24,7 @@ from .define import schemas
 from .delayed import absmax, advance
 from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
+from .grouped import gathered_sum, grouped_dgrad, grouped_mm, grouped_wgrad
 from .linear import (
     Columns,
     bgrad,
@@ -65,7 +67,11 @@ __all__ = [
     "encode_with_values",
     "explain",
     "finds_outer",
+    "gathered_sum",
     "gemm_request",
+    "grouped_dgrad",
+    "grouped_mm",
+    "grouped_wgrad",
     "input_error",
     "masked",
     "product",

@@ -87,8 +87,8 @@ def product(
     else:
         b = b_from.encoded(a_RC.dtype)
     assert a.encoded is not None and b.encoded is not None
-    call = Call(contract, a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, a.values, b.values)
-    return call.run()
+    made = a.values, b.values, a.alpha, b.alpha
+    return Call(contract, a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, *made).run()
 
 
 def of_codes(a: Encoded, b: Encoded, a_as: Operand, b_as: Operand, contract: str, dtype: torch.dtype) -> Tensor:

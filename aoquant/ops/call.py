@@ -51,6 +51,7 @@ class Call:
     given_x: (*lead, K) without x_operand, else encoded (M, K). given_w: W (N, K), or W encoded. w_operand: of W.
     strides: of the (*lead, K) input before it was encoded, None when it was contiguous.
     x_values, w_values: the form of x and W that the contract reads (`contracts.reads`), when encoding made it too.
+    x_alpha, w_alpha: what `alpha_x` and `alpha_w` are, where encoding made them too.
     """
 
     contract: str
@@ -64,6 +65,8 @@ class Call:
     strides: Sequence[int] | None = None
     x_values: Tensor | None = None
     w_values: Tensor | None = None
+    x_alpha: Tensor | None = None
+    w_alpha: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Read off what backends ask for: x, codes and scales, or None where it stays in high precision; x_format (None
@@ -93,12 +96,14 @@ class Call:
     @property
     def alpha_x(self) -> Tensor | None:
         """(M, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
+        if self.x_alpha is not None:
+            return self.x_alpha
         return None if self.x is None else self.x_format.alpha(self.x)
 
     @cached_property
     def alpha_w(self) -> Tensor | None:
         """(N, 1) or (1, 1) float32 that multiplies the accumulator, or None for 1."""
-        return self.w_format.alpha(self.w)
+        return self.w_format.alpha(self.w) if self.w_alpha is None else self.w_alpha
 
     def x_matrix(self, out: torch.dtype | None = None, *, operand: bool = True) -> Tensor:
         """(M, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""

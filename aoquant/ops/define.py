@@ -91,8 +91,8 @@ class Op(Generic[P, R]):
         return self._result.made(self.overload(*self._flat(args)), args[0])
 
     def _registered(self, *flat: Any) -> Any:
-        """The kernel of the registered op."""
-        return self._result.flat(self._run(self._built(flat)))
+        """The kernel of the registered op. Its results alias nothing; those of the function may."""
+        return _apart(self._result.flat(self._run(self._built(flat))), flat)
 
     def _shapes(self, *flat: Any) -> Any:
         """Its shapes and dtypes, without data."""
@@ -225,6 +225,17 @@ class _Result:
         if self._type is Encoded:
             return _encoded(parts, first)
         return self._type(*(_encoded(parts, first) if f is Encoded else _present(next(parts), f) for f in self._fields))
+
+
+def _apart(results: Any, given: Sequence[Any]) -> Any:
+    """`results`, with a copy of each tensor that is a given one, or an earlier result."""
+    if isinstance(results, Tensor):
+        return results.clone() if any(results is t for t in given) else results
+    taken, apart = {id(t) for t in given}, list[Tensor]()
+    for t in results:
+        apart.append(t.clone() if id(t) in taken else t)
+        taken.add(id(t))
+    return tuple(apart)
 
 
 def _tensors(value: Tensor | Encoded | None) -> Sequence[Tensor | None]:

@@ -36,6 +36,8 @@ def encode(x_RK: Tensor, operand: Operand, held: Scales | None = None) -> Encode
     """Codes and scales of a 2-D tensor."""
     if held is None:
         return codec.encode(operand, x_RK)
+    if operand.fitted and held.dynamic:
+        return codec.encode_fitted(operand, x_RK, held.transform)
     if operand.transform is not None:
         x_RK, operand = codec.transform(operand, x_RK, held.transform), Operand(operand.format)
     if held.dynamic:

@@ -52,15 +52,17 @@ def scaled_mm(
     dtype: torch.dtype,
     x_values: Tensor | None = None,
     strides: Sequence[int] | None = None,
+    w_values: Tensor | None = None,
 ) -> Product:
     """y (*lead, N) in `dtype` under `contract`.
 
     x: (*lead, K) without x_operand, else encoded after being flattened to (M, K). w: (N, K), encoded here, or encoded
         already.
-    x_values: what the contract reads of an encoded x (`contracts.reads`), where encoding made it in passing.
+    x_values, w_values: what the contract reads of an encoded x or w (`contracts.reads`), where encoding made it in
+        passing.
     strides: of the decoded (*lead, K) input, for "dequantize" with an encoded x that was not contiguous.
     """
-    call = Call(contract, x, x_operand, w, w_operand, bias, lead, dtype, strides, x_values)
+    call = Call(contract, x, x_operand, w, w_operand, bias, lead, dtype, strides, x_values, w_values)
     if 0 in lead:
         y = call.w_rows.new_empty(*lead, call.w_rows.shape[0], dtype=dtype)
     else:
@@ -212,13 +214,7 @@ def _transposed_columns(a: Any) -> Columns:
 @op(_transposed_columns)
 def transposed(x: Encoded, operand: Operand, multiple: int) -> Columns:
     """`encode_columns` of what x encodes, by moving its codes: for a `square` format."""
-    return _apart(backward.transposed(x, operand, multiple), x)
-
-
-def _apart(made: Encoded, x: Encoded) -> Columns:
-    """What is x's own is copied, because results of an op alias neither its inputs nor each other."""
-    pairs = zip(made.tensors[1:], x.tensors[1:], strict=True)
-    return Columns(made.codes, *(t.clone() if t is not None and t is old else t for t, old in pairs))
+    return Columns(*backward.transposed(x, operand, multiple).tensors)
 
 
 class Sides(NamedTuple):
@@ -244,7 +240,7 @@ def _side_shapes(a: Any) -> Sides:
 def encode_sides(x_RK: Tensor, operand: Operand, multiple: int) -> Sides:
     """`encode` and `encode_columns` of x in a `square` format, in one pass over x where a kernel can."""
     rows, codes = codec.sides(operand, x_RK, backward.padded_rows(x_RK.shape[0], multiple))
-    return Sides(rows, *_apart(backward.transposed(rows, operand, multiple, codes), rows))
+    return Sides(rows, *backward.transposed(rows, operand, multiple, codes).tensors)
 
 
 @op(lambda a: a.x.codes.new_empty(a.x.codes.shape[0], a.y.codes.shape[0], dtype=a.dtype))

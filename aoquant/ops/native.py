@@ -106,6 +106,29 @@ def _encode_search(x: Tensor, outer: Tensor, out: int, operand: bool) -> tuple[T
     )
 
 
+def _encode_tensor(x: Tensor, kind: int, keep: bool, out: int, operand: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (rows, k), dtypes = x.shape, (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+    return (
+        x.new_empty((rows, k if kind else k // 2) if keep else (0, 0), dtype=torch.uint8),
+        x.new_empty((rows, k // 16) if keep and not kind else (0, 0), dtype=torch.uint8),
+        x.new_empty(1, 1, dtype=torch.float32),
+        x.new_empty((rows, k) if out else (0, 0), dtype=dtypes[out]),
+    )
+
+
+def _transform_fitted(x: Tensor, matrix: Tensor, back: bool, out: int) -> Tensor:
+    return x.new_empty(x.shape, dtype=(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)[out])
+
+
+def _encode_fitted(x: Tensor, matrix: Tensor, block: int, known: float) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, k), outer = x.shape, int(block == 16 and known != 0)
+    return (
+        x.new_empty(rows, k // 2, dtype=torch.uint8),
+        x.new_empty(rows, k // block, dtype=torch.uint8),
+        x.new_empty(outer, outer, dtype=torch.float32),
+    )
+
+
 def _decode_mm(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], codes.shape[0])
 
@@ -116,6 +139,15 @@ def _linear(
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
+def _decode_values(codes: Tensor, scale: Tensor, zero: Tensor | None, plan: int) -> Tensor:
+    k = codes.shape[1] if plan & 15 == 4 else codes.shape[1] * 2  # 4: fp8 (`Format` of csrc/decode_call.cuh)
+    return codes.new_empty(codes.shape[0], k, dtype=torch.float16 if plan >> 19 & 1 else torch.bfloat16)
+
+
+def _siblings(x: Tensor, codes: list[Tensor], *rest: Any) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], w.shape[0]) for w in codes]
+
+
 def _encode_rows(x: Tensor, format: int, decoded: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
@@ -124,7 +156,12 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "finite_absmax": _finite_absmax,
     "encode_grids": _encode_grids,
     "encode_search": _encode_search,
+    "encode_tensor": _encode_tensor,
+    "transform_fitted": _transform_fitted,
+    "encode_fitted": _encode_fitted,
     "decode_mm": _decode_mm,
     "linear": _linear,
+    "siblings": _siblings,
     "encode_rows": _encode_rows,
+    "decode_values": _decode_values,
 }

@@ -6,9 +6,9 @@ backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either ru
 falls back silently.
 
 Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, sides, transpose, transform,
-rotate, saturate; see `codec`). A forced name rules every role that has a backend of that name, or the one role that is
-named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing "quantize"
-forces "encode" too: both make codes of values.
+fitted, rotate, saturate; see `codec`). A forced name rules every role that has a backend of that name, or the one role
+that is named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing
+"quantize" forces "encode" too: both make codes of values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _VARIABLE: Any = os.environ.encodekey(_ENVIRONMENT) if hasattr(os.environ, "_dat
 _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 
 
-Multiply = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (x (M, K), alpha_x, bias) -> y (M, N)
+# (x (M, K) as the contract reads it, alpha_x or, beside codes, their scale, bias) -> y (M, N)
+Multiply = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class CodesAndValues(NamedTuple):

@@ -23,7 +23,7 @@ from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLinear
 from aoquant.ops import CodecRequest, gemm_request, router
-from aoquant.ops.gemm import one_call
+from aoquant.ops.gemm import one_call, tensor_cores
 from aoquant.tensor import PackedTensor
 
 Rows = list[tuple[str, str]]
@@ -153,8 +153,24 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
         if role:
             rows = ops.explain(CodecRequest(role, w, device, dtype, n, k, role != "quantize"))
             found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
+    if kind == "converted":
+        found = [
+            dataclasses.replace(r, rows=_decoded(r.rows, recipe, held, dtype)) if r.step == "decode the weight" else r
+            for r in found
+        ]
     together = [] if kind != "converted" else _one_call(recipe, held, dtype)
     return (*found, *together, *gemms)
+
+
+def _decoded(rows: Rows, recipe: LinearRecipe, w: Any, dtype: torch.dtype) -> Rows:
+    """With csrc's operator in front, where calls without gradients decode the weight by it."""
+    request = gemm_request(recipe.contract, recipe.fprop_input, recipe.fprop_weight, w, dtype, 1 << 12)
+    if router.forcing() or recipe.holds or not tensor_cores.by_csrc(request, w):
+        return rows
+    return [
+        ("aoquant_native::decode_values", "runs"),
+        *((name, said.replace("runs", "runs under autograd")) for name, said in rows),
+    ]
 
 
 def _one_call(recipe: LinearRecipe, w: Any, dtype: torch.dtype) -> list[Route]:

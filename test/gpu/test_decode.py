@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.gemm import scaled_mm
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 import aoquant
 from aoquant import QATConfig, backend, get_format, quantize_
 from aoquant.formats import Encoded, Format, as_operand
-from aoquant.ops import Request, code_readers, codec, explain
+from aoquant.ops import Request, code_readers, codec, explain, native
 from aoquant.ops.gemm import few_rows
 from aoquant.ops.router import route
 from aoquant.recipes import get_recipe
@@ -298,8 +300,14 @@ def test_explain_says_when_the_weight_is_decoded(recipe: str, monkeypatch: pytes
     reading = {r.last for r in routes if r.step == "multiply" and r.backend in code_readers()}
     assert decoding.first - 1 in reading and decoding.last is None
     calls = []
-    real = codec.decode
+    real, find = codec.decode, native.operator
+
+    def operator(name: str) -> Any:
+        found = find(name)
+        return found if name != "decode_values" else lambda *a: calls.append(a) or found(*a)
+
     monkeypatch.setattr(codec, "decode", lambda *a, **k: calls.append(a) or real(*a, **k))
+    monkeypatch.setattr(native, "operator", operator)
     with torch.no_grad():
         for m in (1, decoding.first - 1, decoding.first):
             calls.clear()

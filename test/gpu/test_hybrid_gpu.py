@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernel_inputs import BF16, CUDA, F32, compare, differing
+from support.kernel_inputs import BF16, CUDA, F32, compare, differing, inputs
 from torch import Tensor, nn
 
 from aoquant import Cast, HybridConfig, QATConfig, backend, explain, get_format, quantize_
@@ -73,6 +73,35 @@ def test_one_pass_writes_the_codes_of_both_sides(name: str, shape: tuple[int, in
             want_rows, want_columns = codec.sides(operand, view, 16 * -(-shape[0] // 16))
         compare(rows, want_rows, name)
         assert differing(columns, want_columns) == 0
+
+
+ACROSS = ("mxfp8", "mxfp8-e5m2", "mxfp4", "nvfp4", "te-nvfp4", "xx-nvfp4", "qutlass-mxfp4", "mxfp4-quest")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_transposed_view_is_encoded_where_it_lies(name: str, dtype: torch.dtype) -> None:
+    """Bytes are the reference's, in tiles that the matrix fills and in others, and no copy of the view is made."""
+    fmt = get_format(name)
+    shapes = {"ragged": (33, 160), "filled": (128, 256)}
+    cases = {kind: torch.randn(*shape, dtype=dtype) for kind, shape in shapes.items()} | inputs(dtype)
+    for kind, x in cases.items():
+        view, want = x.to(CUDA).t().contiguous().t(), fmt.encode(x.contiguous())
+        for operand in (True, False):
+            with backend("triton"):
+                e, values, alpha = codec.encode_with_values(fmt, view, BF16, operand=operand, keep=True)
+            assert e is not None
+            compare(e, want, f"{name} {kind}")
+            assert differing(values, fmt.operand(want, BF16) if operand else fmt.decode(want, BF16)) == 0, kind
+            assert differing(alpha, fmt.alpha(want)) == 0, kind
+    view = torch.randn(1024, 4096, dtype=dtype, device=CUDA).t()
+    with backend("triton"):
+        codec.encode(fmt, view)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        codec.encode(fmt, view)
+        assert torch.cuda.max_memory_allocated() - before < 1.2 * view.numel()
 
 
 @pytest.fixture

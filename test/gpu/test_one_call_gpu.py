@@ -14,9 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 from aoquant import backend, explain, get_format, quantize_
 from aoquant.formats import Operand, as_operand
 from aoquant.layers.packed import PackedLinear
-from aoquant.ops import codec, native
+from aoquant.ops import codec, gemm_request, native
 from aoquant.ops.call import Call
-from aoquant.ops.gemm import one_call, tensor_cores
+from aoquant.ops.gemm import few_rows, one_call, tensor_cores
 from aoquant.ops.router import CodecRequest, runner
 from aoquant.recipes import get_recipe
 
@@ -247,3 +247,94 @@ def test_operands_that_it_does_not_encode_are_left_to_others() -> None:
 def _of(module: PackedLinear) -> tuple[Operand, Any]:
     weight: Any = module.weight
     return weight.recipe.fprop_weight, weight.encoded
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "int4-g32", "nvfp4", "mxfp4", "gridflip", "gridflip-16x16", "fp8-row"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("shape", [(512, 1024), (48, 32 * 131), (1, 128)], ids=str)
+def test_decoded_values_are_the_operand(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Of hard rows, NaN and infinities among them, and of all bytes as codes."""
+    if name == "mxfp4" and dtype == F16:
+        pytest.skip("e8m0 scales leave float16's range, and the operator refuses them")
+    f = get_format(name)
+    if f.block and shape[1] % f.block:
+        pytest.skip("K is no multiple of the block")
+    e = f.encode(hard_rows(*shape, dtype))
+    request = gemm_request("aoquant", None, as_operand(f), e, dtype, 4096)
+    assert few_rows.decodes(request)
+    decode = native.operator("decode_values")
+    anything = torch.randint(0, 256, e.codes.shape, device=CUDA, dtype=torch.uint8).view(e.codes.dtype)
+    for codes in (e.codes, anything):
+        w = e._replace(codes=codes)
+        got, want = (
+            decode(codes, e.scale, e.zero, few_rows.plan_of(f, w, dtype)),
+            codec.decode(f, w, dtype, operand=True),
+        )
+        assert same_bits(got.isnan(), want.isnan()) and same_bits(
+            got.nan_to_num(), want.nan_to_num()
+        )  # any NaN will do
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "nvfp4-weight", "mxfp4-weight", "fp8", "nvfp4"])
+def test_many_rows_by_a_bound_weight_are_the_general_products(name: str) -> None:
+    model, x = layer(name, n=768), torch.randn(4096, K, device=CUDA, dtype=BF16)
+    with torch.no_grad():
+        bound = model(x)
+        with backend("tensor-cores", role="gemm"):
+            assert same_bits(bound, model(x))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("rows", [1, 3, 16, 100])
+@pytest.mark.parametrize("outputs", [(512, 512, 512), (2048, 512, 512), (512, 1024), (48, 48, 48, 48)], ids=str)
+def test_siblings_are_the_layers_one_by_one(name: str, rows: int, outputs: tuple[int, ...]) -> None:
+    """Of one shape in one launch, of several in several, with biases here and there."""
+    layers = [layer(name, bias=i % 2 == 1, n=n) for i, n in enumerate(outputs)]
+    if rows > one_call.most_rows(int(layers[0]._one_call)):
+        pytest.skip("few rows are fewer for this weight")
+    x = hard_rows(rows, K, BF16)
+    ys = torch.ops.aoquant_native.siblings(x, *map(list, zip(*map(_arguments, layers), strict=True)))
+    with torch.no_grad():
+        for y, module in zip(ys, layers, strict=True):
+            assert same_bits(y, module(x))
+
+
+def _arguments(module: PackedLinear) -> tuple[Any, ...]:
+    """Of `linear`, behind x."""
+    number = int(module._one_call)
+    alpha = None if not one_call.has_alpha(number) else module._scale if one_call.is_fp8(number) else module._outer
+    zero = module._zero if one_call.has_zero(number) else None
+    return module._codes, module._scale, zero, alpha, module.bias, number
+
+
+class Attention(nn.Module):
+    """q, k, v of one input, and o."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (layer(name, n=n) for n in (K, K, K, N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.o(self.q(x) * self.k(x).sigmoid() + self.v(x))
+        return y
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_siblings_are_one_operator(name: str) -> None:
+    from torch._inductor import config
+
+    assert config.post_grad_custom_pre_pass is not None
+    torch._dynamo.reset()
+    model, x = Attention(name), torch.randn(1, 2, K, device=CUDA, dtype=BF16)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True)
+        compiled(x)
+        with torch.profiler.profile() as seen:
+            y = compiled(x)
+        counts = {e.key: e.count for e in seen.key_averages()}
+        assert counts.get("aoquant_native::siblings") == 1 and counts.get("aoquant_native::linear") == 1
+        parts = [m(x).float() for m in (model.q, model.k, model.v)]
+        want = model.o((parts[0] * parts[1].sigmoid() + parts[2]).to(BF16))
+        assert torch.allclose(
+            y.float(), want.float(), rtol=0.02, atol=0.02
+        )  # between layers, Inductor rounds elsewhere

@@ -36,7 +36,19 @@ def schemas() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["encode_grids", "encode_search", "finite_absmax", "linear", "encode_rows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encode_grids",
+        "encode_search",
+        "finite_absmax",
+        "linear",
+        "encode_rows",
+        "encode_tensor",
+        "transform_fitted",
+        "encode_fitted",
+    ],
+)
 def test_fakes_take_what_the_operators_take(name: str) -> None:
     assert list(inspect.signature(native._FAKES[name]).parameters) == [a.name for a in schemas()[name].arguments]
 

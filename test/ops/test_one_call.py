@@ -14,7 +14,7 @@ import torch
 
 from aoquant import get_format
 from aoquant.formats import as_operand
-from aoquant.ops import native, tiles
+from aoquant.ops import gemm_request, native, tiles
 from aoquant.ops.gemm import few_rows, one_call, tensor_cores
 
 BF16 = torch.bfloat16
@@ -105,23 +105,29 @@ def test_blocks_of_rows_give_the_product(name: str, bias: bool, monkeypatch: pyt
     e, x = f.encode(torch.randn(n, k, dtype=BF16)), torch.randint(-3, 4, (m, k)).to(BF16)
     b, alpha_x = torch.randn(n) if bias else None, torch.rand(m, 1) if name == "nvfp4" else None
     monkeypatch.setattr(tensor_cores, "accumulate", lambda x, w, rounded: (x.double() @ w.double().t()).float())
-    want = tensor_cores._product(f, e)(x, alpha_x, b)
+
+    def product() -> torch.Tensor:
+        multiply = tensor_cores._bind(gemm_request("aoquant", None, as_operand(f), e, BF16, m), e)
+        assert multiply is not None
+        return multiply(x, alpha_x, b)
+
+    want = product()
     sizes: list[int] = []
     decode = tensor_cores.codec.decode
     monkeypatch.setattr(
         tensor_cores.codec, "decode", lambda *a, **o: sizes.append(a[1].codes.shape[0]) or decode(*a, **o)
     )
     monkeypatch.setattr(tensor_cores, "_BLOCK", 300 * k * 2)
-    assert torch.equal(tensor_cores._product(f, e)(x, alpha_x, b), want)
+    assert torch.equal(product(), want)
     assert sizes == [256, 256, 256, 232]
 
 
 def test_blocks_are_few_and_alike() -> None:
-    rows = tensor_cores._blocks(14336, 4096 * 2)
+    rows = tensor_cores._rows(14336, 4096 * 2)
     assert [r.stop - r.start for r in rows] == [7168, 7168]
-    assert tensor_cores._blocks(8192, 4096 * 2) == [slice(0, 8192)]
+    assert tensor_cores._rows(8192, 4096 * 2) == [slice(0, 8192)]
     for n, row in ((14337, 8192), (128256, 8192), (100, 1 << 20), (7, 1 << 27)):
-        rows = tensor_cores._blocks(n, row)
+        rows = tensor_cores._rows(n, row)
         assert rows[0].start == 0 and rows[-1].stop == n
         assert all(a.stop == b.start and a.stop % 256 == 0 for a, b in pairwise(rows))
         assert all((r.stop - r.start) * row <= max(1 << 26, 256 * row) for r in rows)

@@ -1,9 +1,10 @@
-"""The codec: operations on one matrix beside the GEMM, in eight roles for which backends compete in the router.
+"""The codec: operations on one matrix beside the GEMM, in nine roles for which backends compete in the router.
 
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM
     quantize  x -> the operand or the values, and the codes too if they will be read: both in one pass over x
     transform x -> what a transformed operand rounds of it, or a gradient back
+    fitted    x -> codes and scales behind a fitted transform, whose matrices are given
     rotate    x -> x after a rotation by drawn signs
     saturate  x -> which of its values are clipped, a bit each
     transpose codes of x -> codes of x^T, in a square format
@@ -23,13 +24,14 @@ from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_
 from aoquant.transforms import RoundedHadamard
 
 from ..router import CodecRequest, CodesAndValues, register, routed
-from . import cuda, reference, triton
+from . import cuda, fitted, reference, triton
 from .reference import masked
 from .triton import finds_outer, has_triton, lacks_triton
 
 __all__ = [
     "decode",
     "encode",
+    "encode_fitted",
     "encode_with_values",
     "finds_outer",
     "has_triton",
@@ -41,7 +43,7 @@ __all__ = [
     "transposed",
 ]
 
-register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS)
+register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS, *fitted.BACKENDS)
 
 
 def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
@@ -112,6 +114,12 @@ def transform(
     rows, k = x_RK.shape
     found = routed(CodecRequest, "transform", operand, x_RK.device, x_RK.dtype, rows, k)
     return found.run(operand, x_RK, matrix, back, clipped)
+
+
+def encode_fitted(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Encoded:
+    """Codes and scales of `operand.transformed(x_RK, matrix)`, of a fitted transform."""
+    rows, k = x_RK.shape
+    return routed(CodecRequest, "fitted", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, matrix)
 
 
 def saturated(operand: Operand | Format, x_RK: Tensor, matrix: Tensor | None = None) -> Tensor:

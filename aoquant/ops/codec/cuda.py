@@ -5,7 +5,8 @@ Four-over-six and GridFlip take two launches, the largest finite magnitude and t
 amax is constant; NVFP4's search takes the outer scale that the format measures. Decoding is Triton's: it is bound by
 memory, and there is nothing that CUDA could do better.
 
-"nvfp4-row" and "fp8-row" become operands in one launch, which costs the host less than Triton's.
+Formats with one scale for a whole tensor are `whole.py`'s. "nvfp4-row" and "fp8-row" become operands in one launch,
+which costs the host less than Triton's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from aoquant.formats import FLOAT_DTYPES, Encoded, Format, FourOverSix, GridFlip
 
 from .. import native
 from ..router import Backend, CodecRequest, CodesAndValues
-from . import triton
+from . import triton, whole
 
 _EFFORTS = {"base": 1, "sided": 2, "search": 3}  # 0: four-over-six
 _METRICS = {"mse": 0, "mae": 1, "absmax": 2}
@@ -46,6 +47,8 @@ def _why_not(r: CodecRequest) -> str | None:
         return "its kernels are for CUDA devices"
     if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
+    if whole.has(r.operand):
+        return whole.why_not(r)
     if r.operand.transform is not None and (reason := triton.why_not_transform(r)):
         return reason
     if r.operand.name in native.ROW_FORMATS:
@@ -66,6 +69,10 @@ def _why_not_rows(r: CodecRequest) -> str | None:
 
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
+    if whole.has(operand):
+        made = whole.encode(operand.format, _aligned(x_RK), None, False, True)
+        assert made.encoded is not None
+        return made.encoded
     return _run(operand.format, _transformed(operand, x_RK), None, False, None)[0]
 
 
@@ -81,6 +88,10 @@ def encode_with_values(
     """Codes, and in the same pass what they stand for. measured: an outer scale, which gives four-over-six's amax not
     back exactly.
     """
+    if whole.has(made):
+        if measured is not None:
+            return triton.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
+        return whole.encode(made.format, _aligned(x_RK), dtype, operand, keep)
     if made.name in native.ROW_FORMATS:
         if dtype is not x_RK.dtype:  # a weight of few rows, multiplied in another type than its own
             return triton.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)

@@ -41,6 +41,14 @@ def transform(operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool,
     return operand.pull_back(x_RK if clipped is None else masked(x_RK, clipped), matrix)
 
 
+def encode_fitted(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Encoded:
+    """Codes of `operand.transformed(x_RK, matrix)`."""
+    from . import encode as fastest_encode
+    from . import transform as fastest_transform
+
+    return fastest_encode(operand.format, fastest_transform(operand, x_RK, matrix))
+
+
 def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
     """x_RK rotated by drawn signs."""
     assert operand.transform is not None
@@ -89,6 +97,7 @@ BACKENDS = tuple(
         ("decode", decode),
         ("quantize", encode_with_values),
         ("transform", transform),
+        ("fitted", encode_fitted),
         ("rotate", rotate),
         ("saturate", saturated),
         ("transpose", transposed),

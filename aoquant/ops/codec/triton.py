@@ -57,7 +57,7 @@ def _why_not(r: CodecRequest) -> str | None:
         return families.why_not(r)
     if transform.drawn:
         return families.why_not(r) if r.operand.format.draws else f"has no kernel to {r.role} {r.operand.name}"
-    if exact and r.role != "decode":
+    if r.role != "decode" and (exact or not isinstance(transform, Hadamard)):
         return _why_not_mix(r)
     return families.why_not(replace(r, operand=Operand(r.operand.format), dtype=torch.float32))
 
@@ -113,7 +113,7 @@ def _why_not_sides(r: CodecRequest) -> str | None:
 
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
-    encoded, *_ = _made(operand, x_RK, None, True, True, None)
+    encoded, *_ = in_one_pass(operand, x_RK, None, True, True, None)
     assert encoded is not None
     return encoded
 
@@ -137,12 +137,12 @@ def encode_with_values(
         assert family is not None and operand
         with _on(x_RK):
             return CodesAndValues(*family.kernels.draw(made, x_RK, dtype, random, measured))
-    encoded, values, alpha = _made(made, x_RK, dtype, operand, keep, measured)
+    encoded, values, alpha = in_one_pass(made, x_RK, dtype, operand, keep, measured)
     assert values is not None
     return CodesAndValues(encoded, values, alpha)
 
 
-def _made(
+def in_one_pass(
     made: Operand, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
 ) -> _Made:
     """(codes and scales if `keep`, values in `dtype` unless it is None, the operand's alpha)."""

@@ -13,6 +13,7 @@ K) as the converted one, so it gets the same kernel.
 from __future__ import annotations
 
 import math
+import struct
 
 import torch
 from torch import Tensor
@@ -78,11 +79,20 @@ def _why_not(r: Request) -> str | None:
 
 
 def _why_not_cuda(r: Request) -> str | None:
+    return _why_not_csrc(r, "decode_mm") or _too_many(r, most_rows(kind(r.w_format)))
+
+
+def decodes(r: Request) -> bool:
+    """Whether csrc makes W's values for this product, for however many rows."""
+    return _why_not_csrc(r, "decode_values") is None
+
+
+def _why_not_csrc(r: Request, operator: str) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
     if torch.cuda.get_device_capability(r.device) != (9, 0):
         return "its kernels are for Hopper (compute capability 9.0)"
-    if (reason := native.why_not("decode_mm")) is not None:
+    if (reason := native.why_not(operator)) is not None:
         return reason
     f, how = r.w_format, kind(r.w_format)
     if how == "e8m0" and r.dtype != torch.bfloat16:
@@ -91,12 +101,36 @@ def _why_not_cuda(r: Request) -> str | None:
         return f"needs a shift of at most 4 bits, so that it is exact times a scale, got c = {f.c}"
     if how == "int4" and (f.block or 0) < 32:
         return f"needs groups of at least 32, got {f.block}"
-    return _too_many(r, most_rows(how))
+    return None
 
 
 def most_rows(how: str | None) -> int:
     """For how many rows "cuda-decode" decodes codes of this kind."""
     return CUDA_FP8_ROWS if how == "fp8" else CUDA_ROWS
+
+
+def plan_of(f: Format, w: Encoded, dtype: torch.dtype) -> int:
+    """How W is packed, in one integer (csrc/decode_op.cuh, `LinearPlan`), for products in `dtype`: each argument of an
+    operator costs the caller's time.
+    """
+    how = kind(f)
+    assert how is not None
+    shift, alternating = (f.c, f.alternating) if isinstance(f, GridFlip) else (0.0, False)
+    return (
+        CUDA_FORMATS[how]
+        | ((f.block or 1).bit_length() - 1) << 8
+        | (f.tile_rows.bit_length() - 1) << 13
+        | alternating << 16
+        | (w.zero is not None) << 17
+        | (alpha_of(f, w) is not None) << 18
+        | (dtype == torch.float16) << 19
+        | int(struct.unpack("I", struct.pack("f", shift))[0]) << 20
+    )
+
+
+def alpha_of(f: Format, w: Encoded) -> Tensor | None:
+    """What multiplies W's sums: the scales of fp8's rows, else the outer scale."""
+    return w.scale if kind(f) == "fp8" else w.outer
 
 
 def _why_not_triton(r: Request) -> str | None:

@@ -8,18 +8,17 @@ operator costs the caller's time.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, GridFlip, Operand
+from aoquant.formats import Encoded, Format, Operand
 
 from .. import native
 from ..call import gemm_request
 from ..router import CodecRequest, runner
-from .few_rows import CUDA_FORMATS, CUDA_FP8_ROWS, CUDA_ROWS, is_aligned, kind
+from .few_rows import CUDA_FORMATS, CUDA_FP8_ROWS, CUDA_ROWS, alpha_of, is_aligned, kind, plan_of
 
 NAME = "aoquant_native::linear"
 _TYPES = (torch.bfloat16, torch.float16)
@@ -36,23 +35,12 @@ def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype
         return None
     if runner(gemm_request(contract, x_as, w_as, w, dtype, m)).name != "cuda-decode":
         return None
-    if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)) or f.alpha(w) is not _alpha(w, how):
+    if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)) or f.alpha(w) is not alpha_of(f, w):
         return None  # a factor that is made of the outer scale is made anew in each call
     if x_as is not None and not _encoded_here(x_as, w, dtype, m):
         return None
     encodes = 0 if x_as is None else native.ROW_FORMATS[x_as.name]
-    shift, alternating = (f.c, f.alternating) if isinstance(f, GridFlip) else (0.0, False)
-    return (
-        CUDA_FORMATS[how]
-        | encodes << 4
-        | ((f.block or 1).bit_length() - 1) << 8
-        | (f.tile_rows.bit_length() - 1) << 13
-        | alternating << 16
-        | (w.zero is not None) << 17
-        | (_alpha(w, how) is not None) << 18
-        | (dtype == torch.float16) << 19
-        | int(struct.unpack("I", struct.pack("f", shift))[0]) << 20
-    )
+    return plan_of(f, w, dtype) | encodes << 4
 
 
 def _encoded_here(x_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> bool:
@@ -62,16 +50,11 @@ def _encoded_here(x_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> bool
     return runner(CodecRequest("quantize", x_as, w.codes.device, dtype, m, w.k, False)).name == "cuda"
 
 
-def _alpha(w: Encoded, how: str) -> Tensor | None:
-    """What multiplies W's sums: the scales of fp8's rows, else the outer scale."""
-    return w.scale if how == "fp8" else w.outer
-
-
 def step(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Step) -> Step:
     """(x (*lead, K), bias) -> y (*lead, N). general: for a bias that the operator does not take."""
     how = kind(f)
     assert how is not None
-    call, codes, scale, zero, alpha = native.operator("linear"), w.codes, w.scale, w.zero, _alpha(w, how)
+    call, codes, scale, zero, alpha = native.operator("linear"), w.codes, w.scale, w.zero, alpha_of(f, w)
 
     def multiplied(x: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and not _takes(bias, dtype):

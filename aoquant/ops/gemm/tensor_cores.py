@@ -11,7 +11,7 @@ there it hands over float32, and one small kernel scales, adds the bias and roun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -19,15 +19,17 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Float8, Format
 
-from .. import codec, tiles
+from .. import codec, native, tiles
 from ..call import Call
 from ..router import Backend, Multiply, Request
+from .few_rows import decodes, is_aligned, plan_of
 from .reference import nvfp4_epilogue, rescaled
 
 _CONTRACTS = ("aoquant", "nvfp4_rescale")
 _FULL = 128 * 256 * 128  # outputs that fill a large GPU with 128 x 256 tiles
 _BLOCK = 1 << 26  # bytes of W's values that are there at once
 _ROWS = 256  # of W: a block is a multiple of them, and so of every format's tile
+Blocks = Sequence[tuple[slice, Callable[[], Tensor]]]  # rows of W, and what makes their values
 
 
 def _why_not(r: Request) -> str | None:
@@ -57,49 +59,56 @@ def _run(c: Call) -> Tensor:
         x_MK, w_NK = c.x_matrix(), c.w_matrix()
         large = x_MK.shape[0] * w_NK.shape[0] >= _FULL
         return nvfp4_epilogue(c, accumulate(x_MK, w_NK, large).to(c.dtype))
-    x_MK = c.x_matrix()
-    if isinstance(c.given_w, Encoded):
-        return c.shaped(_product(c.w_format, c.w)(x_MK, c.alpha_x, c.bias))
-    w_NK = c.w_matrix()  # whole: it is a parameter that is whole itself
-    return c.shaped(_multiplied(x_MK, w_NK.shape, w_NK.__getitem__, c.alpha_x, c.alpha_w, c.bias))
+    x_MK, f = c.x_matrix(), c.w_format
+    if isinstance(c.given_w, Encoded) and c.w_values is None:
+        blocks = _blocks(f, c.w, x_MK.dtype, lambda part: partial(codec.decode, f, part, x_MK.dtype, operand=True))
+        return c.shaped(_multiplied(x_MK, c.w.codes.shape[0], blocks, c.alpha_x, f.alpha(c.w), c.bias))
+    w_NK = c.w_matrix()  # whole: it is a parameter that is whole itself, or its values are there
+    n, row = w_NK.shape[0], w_NK.shape[1] * w_NK.element_size()
+    parts = [(rows, partial(w_NK.__getitem__, rows)) for rows in _rows(n, row)]
+    return c.shaped(_multiplied(x_MK, n, parts, c.alpha_x, c.alpha_w, c.bias))
 
 
 def _bind(r: Request, w: Encoded) -> Multiply | None:
-    return _product(r.w_format, w) if r.contract == "aoquant" else None
+    """x (M, K) -> y (M, N) with W decoded anew in each call, by csrc where it can: a launch of Triton's takes the host
+    as long as the GEMM of a small layer takes the GPU.
+    """
+    if r.contract != "aoquant":
+        return None
+    f, n = r.w_format, w.codes.shape[0]
+
+    def decoder(part: Encoded) -> Callable[[], Tensor]:
+        if not by_csrc(r, part):
+            return partial(codec.decode, f, part, r.dtype, operand=True)
+        return partial(native.operator("decode_values"), part.codes, part.scale, part.zero, plan_of(f, part, r.dtype))
+
+    blocks = _blocks(f, w, r.dtype, decoder)
+    return lambda x_MK, alpha_x, bias: _multiplied(x_MK, n, blocks, alpha_x, f.alpha(w), bias)
 
 
-def _product(f: Format, w: Encoded) -> Multiply:
-    """x (M, K) -> y (M, N) with W decoded anew in each call, a block of rows at a time."""
-    shape = w.codes.shape[0], w.k
+def by_csrc(r: Request, w: Encoded) -> bool:
+    """Whether csrc decodes W for calls without gradients."""
+    return decodes(r) and all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero))
 
-    def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
-        def values(rows: slice) -> Tensor:
-            part = w if rows == slice(0, shape[0]) else tiles.rows_of(f, w, rows)
-            return codec.decode(f, part, x_MK.dtype, operand=True)
 
-        return _multiplied(x_MK, shape, values, alpha_x, f.alpha(w), bias)
-
-    return product
+def _blocks(f: Format, w: Encoded, dtype: torch.dtype, decoder: Callable[[Encoded], Callable[[], Tensor]]) -> Blocks:
+    """W's blocks of rows: `decoder(the block's codes)` makes its values, when it is called."""
+    n = w.codes.shape[0]
+    rows = _rows(n, w.k * dtype.itemsize)
+    return [(part, decoder(w if len(rows) == 1 else tiles.rows_of(f, w, part))) for part in rows]
 
 
 def _multiplied(
-    x_MK: Tensor,
-    shape: Sequence[int],
-    values: Callable[[slice], Tensor],
-    alpha_x: Tensor | None,
-    alpha_w: Tensor | None,
-    bias: Tensor | None,
+    x_MK: Tensor, n: int, blocks: Blocks, alpha_x: Tensor | None, alpha_w: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """y (M, N) of W (N, K) = `shape`, of which `values` gives some rows: blocks of at most 64 MB, so that no more of
-    W's values are there at once. A prepared layer, whose W is whole, multiplies the same blocks.
+    """y (M, N) of W (N, K) in blocks of at most 64 MB, so that no more of W's values are there at once. A prepared
+    layer, whose W is whole, multiplies the same blocks.
     """
-    (m, k), n = x_MK.shape, shape[0]
-    blocks = _blocks(n, k * x_MK.element_size())
     if len(blocks) == 1:
-        return _block(x_MK, values(blocks[0]), n, alpha_x, alpha_w, bias)
-    y_MN = x_MK.new_empty(m, n)
-    for rows in blocks:  # the values of one block are gone before those of the next are made
-        _block(x_MK, values(rows), n, alpha_x, _part(alpha_w, rows, n), _part(bias, rows, n), y_MN[:, rows])
+        return _block(x_MK, blocks[0][1](), n, alpha_x, alpha_w, bias)
+    y_MN = x_MK.new_empty(x_MK.shape[0], n)
+    for rows, values in blocks:  # the values of one block are gone before those of the next are made
+        _block(x_MK, values(), n, alpha_x, _part(alpha_w, rows, n), _part(bias, rows, n), y_MN[:, rows])
     return y_MN
 
 
@@ -126,7 +135,7 @@ def _block(
     return made if y_MN is None else y_MN.copy_(made)
 
 
-def _blocks(n: int, row: int) -> list[slice]:
+def _rows(n: int, row: int) -> list[slice]:
     """Rows of W, `row` bytes each: as few blocks as hold 64 MB at most, of about the same size."""
     count = -(-n * row // _BLOCK)
     rows = -(-n // count // _ROWS) * _ROWS

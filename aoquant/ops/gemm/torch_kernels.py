@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aoquant.formats import Float8
+from aoquant.formats import Encoded, Float8
 
 from ..call import Call
-from ..router import Backend, Request
-from .reference import fp8_epilogue, int8_epilogue, rescale
+from ..router import Backend, Multiply, Request
+from .reference import fp8_epilogue, int8_epilogue, rescaled
 
 
 def _why_not_scaled_mm(r: Request) -> str | None:
@@ -51,44 +51,61 @@ def _cpu_row_scales() -> bool:
 
 
 def _scaled_mm(c: Call) -> Tensor:
-    assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None and c.w.scale is not None
-    parts = c.x.codes, c.w.codes, c.x.scale, c.w.scale
-    shape = (*((p.shape, p.dtype) for p in parts), parts[0].device, c.bias is None, c.dtype, c.contract)
-    if shape not in _refused:
+    assert isinstance(c.w_format, Float8) and c.x is not None and c.x.scale is not None
+    return c.shaped(_product(c.contract, c.x.codes, c.x.scale, c.w, c.bias, c.dtype))
+
+
+def _bind_scaled_mm(r: Request, w: Encoded) -> Multiply:
+    def product(x_MK: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert scale is not None
+        return _product(r.contract, x_MK, scale, w, bias, r.dtype)
+
+    return product
+
+
+def _product(contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(M, N) of codes and their scales, by the GEMM that takes them or by another with the same sums."""
+    assert w.scale is not None
+    fast = contract == "fp8_scaled_mm"
+    if not _refused or _kind(contract, x_MK, scale, w, bias, dtype) not in _refused:
+        # cuBLAS takes no bias with a float32 output; torchao adds it afterwards there, as we do
+        late = bias if dtype == torch.float32 else None
         try:
-            return c.shaped(_multiply(c, c.x.codes, c.x.scale))
+            y_MN = torch._scaled_mm(
+                x_MK,
+                w.codes.t(),
+                scale_a=scale,
+                scale_b=w.scale.t(),
+                bias=None if late is not None else bias,
+                out_dtype=dtype,
+                use_fast_accum=fast,
+            )
+            return y_MN if late is None else y_MN + late
         except RuntimeError as error:
             if "NOT_SUPPORTED" not in str(error):
                 raise
-        _refused.add(shape)  # an exception costs more than the GEMM
+        _refused.add(_kind(contract, x_MK, scale, w, bias, dtype))  # an exception costs more than the GEMM
     # torchao's layer raises here: with a bias and a scale per row cuBLAS has no kernel that splits K; with one scale it
     # has, and the same sums
-    return rescale(c, _accumulated(c.x.codes, c.w.codes, c.contract == "fp8_scaled_mm"))
+    return rescaled(_accumulated(x_MK, w.codes, fast), scale, w.scale, bias, dtype)
 
 
-_refused: set[tuple[object, ...]] = set()  # operands, by shapes and dtypes, for which cuBLAS has no kernel
+_refused: set[tuple[object, ...]] = set()  # operands, by `_kind`, for which cuBLAS has no kernel
+
+
+def _kind(
+    contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[object, ...]:
+    """What cuBLAS asks for when it chooses a kernel: shapes, dtypes and the device."""
+    assert w.scale is not None
+    shapes = x_MK.shape, scale.shape, w.codes.shape, w.scale.shape
+    return (*shapes, x_MK.dtype, w.codes.dtype, x_MK.device, bias is None, dtype, contract)
 
 
 def _accumulated(x_MK: Tensor, w_NK: Tensor, fast: bool) -> Tensor:
     """(M, N) float32 sums of fp8 products, by the GEMM that has one scale for each side."""
     one = torch.ones((), dtype=torch.float32, device=w_NK.device)
     return torch._scaled_mm(x_MK, w_NK.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
-
-
-def _multiply(c: Call, x_MK: Tensor, scale: Tensor) -> Tensor:
-    assert c.w.scale is not None
-    # cuBLAS takes no bias with a float32 output; torchao adds it afterwards there, as we do
-    late = c.bias if c.dtype == torch.float32 else None
-    y_MN = torch._scaled_mm(
-        x_MK,
-        c.w.codes.t(),
-        scale_a=scale,
-        scale_b=c.w.scale.t(),
-        bias=None if late is not None else c.bias,
-        out_dtype=c.dtype,
-        use_fast_accum=c.contract == "fp8_scaled_mm",
-    )
-    return y_MN if late is None else y_MN + late
 
 
 FEWEST_ROWS = (
@@ -179,7 +196,7 @@ def _blockwise(c: Call) -> Tensor:
 BACKENDS = (
     Backend("torch.mm", 10, _why_not_mm, _mm),
     Backend("torchao.blockwise", 10, _why_not_blockwise, _blockwise, reads_codes=True),
-    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm, reads_codes=True),
+    Backend("torch._scaled_mm", 10, _why_not_scaled_mm, _scaled_mm, reads_codes=True, bind=_bind_scaled_mm),
     Backend("torch._scaled_mm.operands", 10, _why_not_fp8_operands, _fp8_operands, reads_codes=True),
     Backend("torch._int_mm", 10, _why_not_int_mm, _int_mm, reads_codes=True),
 )

@@ -4,6 +4,9 @@ A contiguous (R, K) matrix whose blocks divide K is a stream of blocks, and code
 same order, so the kernels are one-dimensional. NVFP4's dynamic outer scale needs an absmax of the whole tensor first:
 `amax.absmax_partials` leaves one per program, and every program of the encoder takes their maximum. The encoder then
 walks backwards, because what the first pass read last is what the L2 cache still holds.
+
+A transposed view of a contiguous matrix is read where it lies, a tile at a time, and turned in shared memory: backward
+encodes x, W and dy along their other axis, and a copy of each would cost as much as the encoding.
 """
 
 from __future__ import annotations
@@ -44,16 +47,51 @@ from .launch import PLANS, Launch
 
 TILE = 1024  # values a program holds at once: one warp of them, so that nothing waits at a barrier
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
+ACROSS, LONG, ACROSS_WARPS = 64, 128, 8  # rows and values of each in a tile that is read across memory; its warps
+
+
+@triton.jit
+def blocks_of(tile, n_blocks, rows, k, NB: tl.constexpr, B: tl.constexpr, ACROSS: tl.constexpr):
+    """(NB,) blocks of a tile, counted in the whole matrix, and whether each is there.
+
+    ACROSS: rows of a tile whose blocks lie across memory, or 0: then a tile's blocks follow each other.
+    """
+    b = tl.arange(0, NB)
+    if ACROSS:
+        GROUPS: tl.constexpr = NB // ACROSS
+        wide = tl.cdiv(rows, ACROSS)
+        row, group = (tile % wide) * ACROSS + b // GROUPS, (tile // wide) * GROUPS + b % GROUPS
+        return row * (k // B) + group, (row < rows) & (group < k // B)
+    else:
+        return tile * NB + b, tile * NB + b < n_blocks
+
+
+@triton.jit
+def within(tile, block, NB: tl.constexpr, SIZE: tl.constexpr, ACROSS: tl.constexpr):
+    """(NB, SIZE): the places of what a tile's blocks are stored in, SIZE elements each."""
+    if ACROSS:
+        return block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    else:
+        return (tile * (NB * SIZE)) + (tl.arange(0, NB)[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
 
 
 @triton.jit
 def load_blocks(
-    x_ptr, tile, n_blocks, NB: tl.constexpr, B: tl.constexpr, G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr
+    x_ptr, tile, n_blocks, rows, k, NB: tl.constexpr, B: tl.constexpr, G: tl.constexpr, SIGNS: tl.constexpr,
+    FACTOR: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """(NB, B) int32: bits of the float32 values of a tile's blocks, transformed in blocks of G if that is not 0; 0
-    behind the last block.
+    behind the last block. ACROSS: the memory of x is that of its transpose, (k, rows).
     """
-    if G:
+    if ACROSS:
+        C: tl.constexpr = NB * B // ACROSS
+        wide = tl.cdiv(rows, ACROSS)
+        row = (tile % wide) * ACROSS + tl.arange(0, ACROSS)
+        column = (tile // wide) * C + tl.arange(0, C)
+        there = (column < k)[:, None] & (row < rows)[None, :]
+        x = tl.load(x_ptr + column[:, None] * rows + row[None, :], mask=there, other=0.0)
+        return float_bits(tl.reshape(tl.trans(x), (NB, B)).to(tl.float32))
+    elif G:
         T: tl.constexpr = NB * B // G
         whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
         mixed = beside(x_ptr + tile * (NB * B), None, whole, SIGNS, G, T) * FACTOR
@@ -89,16 +127,16 @@ def masked_codes(rounded, x, inverse, NB: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _encode(
-    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, pts,
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, rows, k, outer_blocks, pts,
     OUTER: tl.constexpr, RULE: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr,
     LIMIT: tl.constexpr, ELEMENT: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, FLOOR: tl.constexpr, SMALLEST_PTS: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
-    G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr,
+    G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr. VALUES: "" none, "operand" without, "decode"
-    with the outer scale.
+    """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr, or "stacked": there is one for every
+    `outer_blocks` blocks. VALUES: "" none, "operand" without, "decode" with the outer scale.
 
-    G: of a Hadamard transform, or 0.
+    G: of a Hadamard transform, or 0. ACROSS: as in `blocks_of`, over (rows, k).
     """
     outer = None
     inverse_pts = 1.0
@@ -114,32 +152,39 @@ def _encode(
     if OUTER == "dynamic" or OUTER == "static":
         tl.store(outer_ptr, outer, mask=tl.program_id(0) == 0)
 
-    n_tiles = tl.cdiv(n_blocks, NB)
+    n_tiles = tl.cdiv(rows, ACROSS) * tl.cdiv(k, NB * B // ACROSS) if ACROSS else tl.cdiv(n_blocks, NB)
     for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         tile = tl.cast(n_tiles - 1 - i, tl.int64)
-        block = tile * NB + tl.arange(0, NB)
-        at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
-        inside = (block < n_blocks)[:, None]
-        x = load_blocks(x_ptr, tile, n_blocks, NB, B, G, SIGNS, FACTOR)
+        block, there = blocks_of(tile, n_blocks, rows, k, NB, B, ACROSS)
+        at = within(tile, block, NB, B, ACROSS)
+        inside = there[:, None]
+        x = load_blocks(x_ptr, tile, n_blocks, rows, k, NB, B, G, SIGNS, FACTOR, ACROSS)
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
         if OUTER == "":
             byte = e8m0_byte(amax, RULE, MAX_POW2, RECIPROCAL, MANTISSA)
             inverse, scale_value = e8m0_inverse(byte, RULE), e8m0_value(byte)
             if CODES:
-                tl.store(scale_ptr + block, byte.to(tl.uint8), mask=block < n_blocks)
+                tl.store(scale_ptr + block, byte.to(tl.uint8), mask=there)
         else:
-            scale, inverse = nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
+            if OUTER == "stacked":
+                above = tl.load(outer_ptr + block // outer_blocks, mask=there, other=1.0)
+                inverse_above = tl.div_rn(tl.full([NB], 1.0, tl.float32), above)
+                scale, inverse = nvfp4_scale(amax, above, inverse_above, RECIPROCAL, FLOOR)
+            else:
+                scale, inverse = nvfp4_scale(amax, outer, inverse_pts, RECIPROCAL, FLOOR)
             scale_value = scale.to(tl.float32)
             if CODES:
-                tl.store(scale_ptr + block, scale.to(tl.uint8, bitcast=True), mask=block < n_blocks)
-            if VALUES == "decode" and outer is not None:
+                tl.store(scale_ptr + block, scale.to(tl.uint8, bitcast=True), mask=there)
+            if VALUES == "decode" and OUTER == "stacked":
+                scale_value = above * scale_value
+            elif VALUES == "decode" and outer is not None:
                 scale_value = outer * scale_value
 
         if ELEMENT == "e2m1":
             rounded = e2m1_rounded(bits_float(magnitude) * inverse[:, None])
             if CODES:
-                half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
+                half = within(tile, block, NB, B // 2, ACROSS)
                 tl.store(codes_ptr + half, masked_codes(rounded, x, inverse, NB, B), mask=inside)
             if VALUES != "":
                 value = e2m1_value(float_bits(rounded), x ^ magnitude)
@@ -190,22 +235,34 @@ def _encoder(
     values: str,
     transform: Hadamard | None,
     inverse: bool,
+    across: bool,
+    outers: int = 1,
 ) -> Launch:
     warps = 1 if transform is None else ENCODE_WARPS[transform.size]
     tile = TILE if transform is None else WARP * warps * transform.size  # a block of the transform for each lane
+    programs = triton.cdiv(rows * k, tile)
+    if across:
+        programs, tile, warps = triton.cdiv(rows, ACROSS) * triton.cdiv(k, LONG), ACROSS * LONG, ACROSS_WARPS
     mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
     if transform is not None:
         mixing = {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
     element = format.element
     max_pow2, largest, mantissa = ELEMENTS[element]
     return Launch(
-        _encode, (triton.cdiv(rows * k, tile),),
-        n_blocks=rows * k // format.block, pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
+        _encode, (programs,),
+        n_blocks=rows * k // format.block, rows=rows, k=k, ACROSS=ACROSS if across else 0, outer_blocks=rows // outers * k // format.block,
+        pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
         OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=max_pow2, RECIPROCAL=reciprocal(largest),
         MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
         SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
         **mixing, **LAUNCH | {"num_warps": warps},
     )  # fmt: skip
+
+
+def memory(x_RK: Tensor) -> tuple[Tensor, bool]:
+    """(x_RK, whether its memory is that of its transpose); copied if it is neither contiguous nor that."""
+    across = x_RK.t().is_contiguous() and not x_RK.is_contiguous()
+    return (x_RK if across else x_RK.contiguous()), across
 
 
 def mixing(mix: Operand | None) -> tuple[Hadamard | None, bool]:
@@ -226,11 +283,11 @@ def encode(
     operand's alpha).
 
     measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer
-        scale.
+        scale; or those (E, 1) of E matrices that are stacked in x_RK, rows under rows.
     mix: its Hadamard transform is applied first, in the same pass.
     """
     transform, inverse = mixing(mix)
-    x_RK = x_RK.contiguous()
+    x_RK, across = memory(x_RK) if transform is None else (x_RK.contiguous(), False)
     (rows, k), device = x_RK.shape, x_RK.device
     element = format.element
     codes = torch.empty(rows, k // 2 if element == "e2m1" else k, dtype=torch.uint8, device=device) if keep else None
@@ -238,16 +295,17 @@ def encode(
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = partials = None
     kind = "" if isinstance(format, MX) else format.outer
+    outers = 1 if measured is None else measured.numel()
     if kind == "dynamic" and measured is not None:
-        kind, outer = "measured", measured
+        kind, outer = "measured" if outers == 1 else "stacked", measured
     elif kind not in ("", "none"):
         outer = torch.empty(1, 1, dtype=torch.float32, device=device)
         if kind == "dynamic" and transform is None:
-            partials = absmax_partials(x_RK)
+            partials = absmax_partials(x_RK.t() if across else x_RK)
         elif kind == "dynamic" and transform is not None:
             partials = mixed_partials(x_RK, transform, inverse, PARTIALS)
     made = "" if dtype is None else "operand" if operand else "decode"
-    launch = _encoder(format, rows, k, kind, keep, made, transform, inverse)
+    launch = _encoder(format, rows, k, kind, keep, made, transform, inverse, across, outers)
     launch(x_RK, partials, codes, scale, outer, values)
     if codes is None or scale is None:
         return None, values, outer

@@ -10,6 +10,7 @@ The same kernel, writing nothing else, is what says which values an e8m0 block c
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from aoquant.transforms import Hadamard
 
 from . import tiles
 from .amax import PARTIALS, absmax_partials
-from .blockscaled import LAUNCH, TILE, load_blocks
+from .blockscaled import ACROSS, ACROSS_WARPS, LAUNCH, LONG, TILE, blocks_of, load_blocks, memory, mixing, within
 from .elements import (
     INF_BITS,
     NAN_BITS,
@@ -41,7 +42,7 @@ from .elements import (
     unpack4,
 )
 from .hadamard import ENCODE_WARPS, WARP
-from .launch import on
+from .launch import PLANS, Launch
 
 HUGE_BITS = tl.constexpr(0x5D800000)  # 2^60
 
@@ -70,17 +71,18 @@ def _deviation(x, amax_bits, NB: tl.constexpr):
 
 @triton.jit
 def _encode(
-    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, clipped_ptr, n_blocks, fixed,
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, alpha_ptr, values_ptr, clipped_ptr, n_blocks, rows, k, fixed,
     DIALECT: tl.constexpr, DYNAMIC: tl.constexpr, GAIN: tl.constexpr, TINY: tl.constexpr, POST: tl.constexpr,
     SIXTH: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, SMALLEST_PTS: tl.constexpr, LARGEST: tl.constexpr, FACTOR: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
-    G: tl.constexpr, SIGNS: tl.constexpr, MIX: tl.constexpr,
+    G: tl.constexpr, SIGNS: tl.constexpr, MIX: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """DIALECT: "absmax" or "quest" (e8m0), or "xx", "qutlass", "te" (e4m3). VALUES: "" none, "operand" without,
     "decode" with the outer scale.
 
     clipped_ptr: for a bit of each value, 1 where an e8m0 block's largest code clips; or None. G, SIGNS, MIX: a Hadamard
-        transform's, or 0.
+        transform's, or 0. ACROSS: as in `blocks_of`, over (rows, k). alpha_ptr: for outer * POST, where alpha is not
+        the outer scale; or None.
     """
     one = tl.full([], 1.0, tl.float32)
     outer = one
@@ -94,18 +96,20 @@ def _encode(
             outer = fixed + tl.zeros([], tl.float32)
         if tl.program_id(0) == 0:
             tl.store(outer_ptr, outer)
+            if alpha_ptr is not None:
+                tl.store(alpha_ptr, outer * POST)
         if DIALECT == "qutlass":
             encode = tl.div_rn(one, outer)
         elif DIALECT == "te":
             encode = tl.where(outer == 0.0, one, least(tl.div_rn(one * 2688.0, outer), LARGEST))
 
-    n_tiles = tl.cdiv(n_blocks, NB)
+    n_tiles = tl.cdiv(rows, ACROSS) * tl.cdiv(k, NB * B // ACROSS) if ACROSS else tl.cdiv(n_blocks, NB)
     for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         tile = tl.cast(n_tiles - 1 - i, tl.int64)
-        block = tile * NB + tl.arange(0, NB)
-        at = (tile * (NB * B)) + (tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :])
-        inside = (block < n_blocks)[:, None]
-        x = load_blocks(x_ptr, tile, n_blocks, NB, B, G, SIGNS, MIX)
+        block, there = blocks_of(tile, n_blocks, rows, k, NB, B, ACROSS)
+        at = within(tile, block, NB, B, ACROSS)
+        inside = there[:, None]
+        x = load_blocks(x_ptr, tile, n_blocks, rows, k, NB, B, G, SIGNS, MIX, ACROSS)
         magnitude = x & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=1)
         ones = tl.full([NB], 1.0, tl.float32)
@@ -120,7 +124,7 @@ def _encode(
             stored = byte.to(tl.uint8)
             if clipped_ptr is not None:
                 bit = tl.reshape((y >= 6.0).to(tl.int32), (NB, B // 8, 8)) << tl.arange(0, 8)[None, None, :]
-                eighth = tile * (NB * B // 8) + (tl.arange(0, NB)[:, None] * (B // 8) + tl.arange(0, B // 8)[None, :])
+                eighth = within(tile, block, NB, B // 8, ACROSS)
                 tl.store(clipped_ptr + eighth, tl.sum(bit, axis=2).to(tl.uint8), mask=inside)
         else:
             top = bits_float(tl.where(amax == INF_BITS, NAN_BITS, amax))
@@ -141,12 +145,12 @@ def _encode(
                 y = bits_float(magnitude) * inverse[:, None]
             stored = scale.to(tl.uint8, bitcast=True)
         if CODES:
-            tl.store(scale_ptr + block, stored, mask=block < n_blocks)
+            tl.store(scale_ptr + block, stored, mask=there)
         nan = y != y
         index = float_bits(e2m1_rounded(tl.where(nan, 0.0, y)))
         signed = tl.where(nan, 0, x)
         if CODES:
-            half = (tile * (NB * B // 2)) + (tl.arange(0, NB)[:, None] * (B // 2) + tl.arange(0, B // 2)[None, :])
+            half = within(tile, block, NB, B // 2, ACROSS)
             tl.store(codes_ptr + half, pack_e2m1(index, signed, NB, B).to(tl.uint8), mask=inside)
         if VALUES != "":
             if VALUES == "decode":
@@ -199,58 +203,79 @@ def encode(
 
     mix: its Hadamard transform is applied first, in the same pass, before an e8m0 format. measured: not used.
     """
-    x_RK = x_RK.contiguous()
+    transform, inverse = mixing(mix)
+    x_RK, across = memory(x_RK) if transform is None else (x_RK.contiguous(), False)
     (rows, k), device = x_RK.shape, x_RK.device
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device) if keep else None
     scale = torch.empty(rows, k // format.block, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
-    outer = None if isinstance(format, MXFP4Dialect) else torch.empty(1, 1, dtype=torch.float32, device=device)
+    outer = partials = None
+    if isinstance(format, NVFP4Dialect):
+        outer = torch.empty(1, 1, dtype=torch.float32, device=device)
+        partials = None if format.fixed else absmax_partials(x_RK.t() if across else x_RK)
+    alpha = outer if outer is None or _post(format) == 1.0 else torch.empty_like(outer)
     made = "" if dtype is None else "operand" if operand else "decode"
-    _launch(format, x_RK, (codes, scale, outer, values, None), made, mix)
-    codes = x_RK.new_empty(0, k // 2, dtype=torch.uint8) if codes is None else codes
-    e = Encoded(codes, None if scale is None else scale.view(format.block_scale), None, outer, k)
-    return (e if keep else None), values, format.alpha(e)
+    launch = _encoder(format, rows, k, keep, made, transform, inverse, across)
+    launch(x_RK, partials, codes, scale, outer, None if alpha is outer else alpha, values, None)
+    if isinstance(format, MXFP4Dialect) and format.gain != 1:
+        alpha = torch.full((1, 1), reciprocal(format.gain), dtype=torch.float32, device=device)
+    if codes is None or scale is None:
+        return None, values, alpha
+    return Encoded(codes, scale.view(format.block_scale), None, outer, k), values, alpha
 
 
 def saturated(format: MXFP4Dialect, x_RK: Tensor, mix: Operand) -> Tensor:
     """(R, K / 8) uint8: bits of `format.saturated(x_RK, format.encode(x_RK))`, of transformed values if `mix` has a
     transform.
     """
-    x_RK = x_RK.contiguous()
-    clipped = torch.empty(x_RK.shape[0], x_RK.shape[1] // 8, dtype=torch.uint8, device=x_RK.device)
-    _launch(format, x_RK, (None, None, None, None, clipped), "", mix)
+    x_RK, (transform, inverse) = x_RK.contiguous(), mixing(mix)
+    (rows, k), device = x_RK.shape, x_RK.device
+    clipped = torch.empty(rows, k // 8, dtype=torch.uint8, device=device)
+    launch = _encoder(format, rows, k, False, "", transform, inverse, False)
+    launch(x_RK, None, None, None, None, None, None, clipped)
     return clipped
 
 
-def _launch(
+@lru_cache(PLANS)
+def _encoder(
     format: MXFP4Dialect | NVFP4Dialect,
-    x_RK: Tensor,
-    out: tuple[Tensor | None, ...],
-    made: str,
-    mix: Operand | None,
-) -> None:
-    """The encoder; out: codes, scale, outer, values and the mask of clipped values, those that are wanted."""
-    partials, fixed, warps, tile = None, 0.0, 1, TILE
+    rows: int,
+    k: int,
+    codes: bool,
+    values: str,
+    transform: Hadamard | None,
+    inverse: bool,
+    across: bool,
+) -> Launch:
+    fixed, warps, tile = 0.0, 1, TILE
     kind: dict[str, Any] = {"DIALECT": "", "GAIN": 1.0, "TINY": 0.0, "DYNAMIC": False, "G": 0, "SIGNS": 0, "MIX": 1.0}
     if isinstance(format, MXFP4Dialect):
         kind |= {"DIALECT": format.statistic, "GAIN": format.gain, "TINY": format.tiny}
     else:
         fixed = format.fixed[0] if format.fixed else 0.0
         kind |= {"DIALECT": format.dialect, "DYNAMIC": not format.fixed}
-        partials = None if format.fixed else absmax_partials(x_RK)
-    transform = None if mix is None else mix.transform
-    if isinstance(transform, Hadamard):
-        kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(mix.inverse)}  # type: ignore[union-attr]
+    if transform is not None:
+        kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(inverse)}
         warps = ENCODE_WARPS[transform.size]
         tile = WARP * warps * transform.size  # a block of the transform for each lane
-    codes, scale, outer, values, clipped = out
-    with on(x_RK):
-        _encode[(triton.cdiv(x_RK.numel(), tile),)](
-            x_RK, partials, codes, scale, outer, values, clipped, x_RK.numel() // format.block, fixed,
-            POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(NVFP4_TOP), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
-            FACTOR=QUEST, CODES=codes is not None, VALUES=made,
-            NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS, **kind, **LAUNCH | {"num_warps": warps},
-        )  # fmt: skip
+    programs = triton.cdiv(rows * k, tile)
+    if across:
+        programs, tile, warps = triton.cdiv(rows, ACROSS) * triton.cdiv(k, LONG), ACROSS * LONG, ACROSS_WARPS
+    return Launch(
+        _encode, (programs,), n_blocks=rows * k // format.block, rows=rows, k=k, fixed=fixed, ACROSS=ACROSS if across else 0,
+        POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(NVFP4_TOP), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
+        FACTOR=QUEST, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
+        **kind, **LAUNCH | {"num_warps": warps},
+    )  # fmt: skip
+
+
+@lru_cache(PLANS)
+def _decoder(format: MXFP4Dialect | NVFP4Dialect, rows: int, k: int, outer_rows: int, operand: bool) -> Launch:
+    return Launch(
+        _decode, (triton.cdiv(rows * k, TILE),), n_blocks=rows * k // format.block, blocks_per_row=k // format.block,
+        OUTER_STRIDE=int(outer_rows > 1), OUTER=outer_rows > 0, POST=1.0 if operand else _post(format), NB=TILE // format.block,
+        B=format.block, **LAUNCH,
+    )  # fmt: skip
 
 
 def decode(format: MXFP4Dialect | NVFP4Dialect, e: Encoded, dtype: torch.dtype, operand: bool) -> Tensor:
@@ -260,11 +285,7 @@ def decode(format: MXFP4Dialect | NVFP4Dialect, e: Encoded, dtype: torch.dtype, 
         return tiles.decode(format, e, dtype, operand)
     rows = e.codes.shape[0]
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    with on(e.codes):
-        _decode[(triton.cdiv(rows * e.k, TILE),)](
-            e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8), e.outer, values,
-            rows * e.k // format.block, e.k // format.block, 1 if e.outer is not None and e.outer.shape[0] > 1 else 0,
-            OUTER=not operand and e.outer is not None, POST=1.0 if operand else _post(format),
-            NB=TILE // format.block, B=format.block, **LAUNCH,
-        )  # fmt: skip
+    outer = None if operand else e.outer
+    codes, scale = e.codes.contiguous().view(torch.uint8), e.scale.contiguous().view(torch.uint8)
+    _decoder(format, rows, e.k, 0 if outer is None else outer.shape[0], operand)(codes, scale, outer, values)
     return values

@@ -39,27 +39,26 @@ def _operand(code, s, z, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _partial(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, partial_ptr, m, n, k, row_bytes, tiles_per_split,
-    KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr, ODD_SHIFT: tl.constexpr,
+def decoded_sums(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, at_row, at_scale_row, at_token, k, first_tile, tiles,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr, ODD_SHIFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one range of tiles along K: (splits, m, n) float32. row_bytes: k / 2. WHOLE: the ranges fill K, nothing
-    is masked.
+    """(BN, BM) float32: sums over `tiles` tiles of K from `first_tile` on, of BN rows of W times BM rows of x.
+
+    at_row, at_scale_row: (BN, 1) int64, rows of the codes and of the scales; at_token: (BM, 1) int64, rows of x. WHOLE:
+    all tiles lie inside K, nothing is masked.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     H: tl.constexpr = BK // 2
     SPAN: tl.constexpr = min(GROUP, BK)  # values of a tile that share a scale
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
-    split, token = tl.program_id(1), tl.program_id(2) * BM + tl.arange(0, BM)
-    at_row = tl.minimum(row, n - 1).to(tl.int64)[:, None]
-    at_token = tl.minimum(token, m - 1).to(tl.int64)[:, None]
+    row_bytes = k // 2
     byte, value, block = tl.arange(0, H)[None, :], tl.arange(0, BK)[None, :], tl.arange(0, BK // SPAN)[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
-    for tile in range(tiles_per_split):
-        start = (split * tiles_per_split + tile) * BK
+    for tile in range(tiles):
+        start = (first_tile + tile) * BK
         at_codes = codes_ptr + at_row * row_bytes + start // 2 + byte
-        at_scale = at_row // TILE * (k // GROUP) + (start + block * SPAN) // GROUP
+        at_scale = at_scale_row * (k // GROUP) + (start + block * SPAN) // GROUP
         at_x = x_ptr + at_token * k + start + value
         if WHOLE:
             codes, raw, x = tl.load(at_codes), tl.load(scale_ptr + at_scale), tl.load(at_x)
@@ -89,6 +88,24 @@ def _partial(
         even, odd = tl.split(tl.reshape(x, (BM, H, 2)))
         acc = tl.dot(_operand(codes & 15, scale, zero, KIND, DTYPE), even.T, acc)
         acc = tl.dot(_operand(codes >> 4, scale, zero, KIND, DTYPE), odd.T, acc)
+    return acc
+
+
+@triton.jit
+def _partial(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, partial_ptr, m, n, k, tiles_per_split,
+    KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr, ODD_SHIFT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Sums over one range of tiles along K: (splits, m, n) float32. WHOLE: the ranges fill K."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    split, token = tl.program_id(1), tl.program_id(2) * BM + tl.arange(0, BM)
+    at_row = tl.minimum(row, n - 1).to(tl.int64)[:, None]
+    at_token = tl.minimum(token, m - 1).to(tl.int64)[:, None]
+    acc = decoded_sums(
+        x_ptr, codes_ptr, scale_ptr, zero_ptr, at_row, at_row // TILE, at_token, k, split * tiles_per_split, tiles_per_split,
+        KIND, GROUP, SHIFT, ODD_SHIFT, BM, BN, BK, WHOLE,
+    )  # fmt: skip
     at = (split * m + token).to(tl.int64)[None, :] * n + row[:, None]
     tl.store(partial_ptr + at, acc, mask=(row < n)[:, None] & (token < m)[None, :])
 
@@ -139,7 +156,7 @@ def decode_mm(
     scale = w.scale.contiguous() if kind == "int4" else w.scale.contiguous().view(torch.uint8)
     partial = torch.empty(splits, m, n, dtype=torch.float32, device=x_MK.device)
     _partial[(triton.cdiv(n, bn), splits, triton.cdiv(m, bm))](
-        x_MK.contiguous(), w.codes.contiguous(), scale, None if w.zero is None else w.zero.contiguous(), partial, m, n, k, k // 2, per_split,
+        x_MK.contiguous(), w.codes.contiguous(), scale, None if w.zero is None else w.zero.contiguous(), partial, m, n, k, per_split,
         KIND=kind, GROUP=format.block, TILE=format.tile_rows, SHIFT=shifts[0], ODD_SHIFT=shifts[1],
         BM=bm, BN=bn, BK=bk, WHOLE=k == splits * per_split * bk, num_warps=4, num_stages=4, **LAUNCH,
     )  # fmt: skip

@@ -8,6 +8,8 @@ five times slower. How many warps is measured: with 128 values in registers a se
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from torch import Tensor
 from aoquant.transforms import Hadamard
 
 from .elements import float_bits
+from .launch import PLANS, Launch
 
 WARP = 32
 ENCODE_WARPS = {16: 2, 32: 2, 64: 2, 128: 1}
@@ -82,34 +85,63 @@ def _absmax(x_ptr, partial_ptr, n_groups, FACTOR: tl.constexpr, SIGNS: tl.conste
     tl.store(partial_ptr + tl.program_id(0), tl.max(tl.max(most, axis=1), axis=0))
 
 
-@triton.jit
+# `rows` unspecialised: across memory a lane reads its own block's values, and not eight of neighbours' at once
+@triton.jit(do_not_specialize=["rows"])
 def _mix(
-    x_ptr, bits_ptr, y_ptr, n_groups, FACTOR: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, G: tl.constexpr, T: tl.constexpr
+    x_ptr, bits_ptr, y_ptr, rows, k, n_groups,
+    FACTOR: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, G: tl.constexpr, T: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """BEFORE, AFTER: masks of the signs that go before and after the mixing. bits_ptr: what counts as zero, or None."""
+    """BEFORE, AFTER: masks of the signs that go before and after the mixing. bits_ptr: what counts as zero, or None.
+    ACROSS: the memory of x is that of its transpose, (k, rows); a tile has the same block of neighbouring rows.
+    """
     tile = tl.program_id(0).to(tl.int64)
-    inside = (tile * T + tl.arange(0, T) < n_groups)[:, None]
-    if bits_ptr is not None:
-        bits_ptr += tile * (T * G // 8)
-    y = beside(x_ptr + tile * (T * G), bits_ptr, inside, BEFORE, G, T) * FACTOR
+    if ACROSS:
+        wide = tl.cdiv(rows, T)
+        row, column = (tile % wide) * T, (tile // wide) * G
+        t = tl.arange(0, T)[:, None]
+        inside = row + t < rows
+        y = butterflies(x_ptr + (column * rows + row), t, rows, None, None, inside, 0, G, BEFORE, T) * FACTOR
+        y_ptr += row * k + column
+        at = t * k + tl.arange(0, G)[None, :]
+    else:
+        inside = (tile * T + tl.arange(0, T) < n_groups)[:, None]
+        if bits_ptr is not None:
+            bits_ptr += tile * (T * G // 8)
+        y = beside(x_ptr + tile * (T * G), bits_ptr, inside, BEFORE, G, T) * FACTOR
+        y_ptr += tile * (T * G)
+        at = tl.arange(0, T)[:, None] * G + tl.arange(0, G)[None, :]
     if AFTER:
         k = tl.arange(0, G)
         bits = tl.zeros([G], tl.int32)
         for word in tl.static_range(G // 16):
             bits = tl.where(k // 16 == word, ((AFTER >> (16 * word)) & 0xFFFF) >> (k % 16), bits)
         y = y * tl.where((bits & 1) == 1, -1.0, 1.0)[None, :]
-    at = tl.arange(0, T)[:, None] * G + tl.arange(0, G)[None, :]
-    tl.store(y_ptr + tile * (T * G) + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def absmax_partials(x: Tensor, t: Hadamard, inverse: bool, partials: int) -> Tensor:
     """(partials,) int32: maxima of the bits of the transformed values' magnitudes. x is contiguous."""
-    found, warps = torch.empty(partials, dtype=torch.int32, device=x.device), AMAX_WARPS[t.size]
-    _absmax[(partials,)](
-        x, found, x.numel() // t.size, FACTOR=t.factor(inverse), SIGNS=t.signs, G=t.size, T=WARP * warps,
+    found = torch.empty(partials, dtype=torch.int32, device=x.device)
+    _absmax_of(x.numel(), t, inverse, partials)(x, found)
+    return found
+
+
+@lru_cache(PLANS)
+def _absmax_of(n: int, t: Hadamard, inverse: bool, partials: int) -> Launch:
+    warps = AMAX_WARPS[t.size]
+    return Launch(
+        _absmax, (partials,), n_groups=n // t.size, FACTOR=t.factor(inverse), SIGNS=t.signs, G=t.size, T=WARP * warps,
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
-    return found
+
+
+@lru_cache(PLANS)
+def _mixer(rows: int, k: int, t: Hadamard, inverse: bool, back: bool, across: bool) -> Launch:
+    tiles = triton.cdiv(rows, WARP) * (k // t.size) if across else triton.cdiv(rows * k // t.size, WARP)
+    return Launch(
+        _mix, (tiles,), rows=rows, k=k, n_groups=rows * k // t.size, FACTOR=t.factor(inverse), BEFORE=0 if back else t.signs,
+        AFTER=t.signs if back else 0, G=t.size, T=WARP, ACROSS=across, enable_fp_fusion=False, num_warps=1,
+    )  # fmt: skip
 
 
 def mix(
@@ -118,10 +150,7 @@ def mix(
     """`t.apply(x, inverse)`, or back: `t.pull_back(x, inverse)`, rounded to `dtype`. clipped: bit-packed mask of values
     that count as zero.
     """
-    x, y = x.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device)
-    groups = x.numel() // t.size
-    _mix[(triton.cdiv(groups, WARP),)](
-        x, clipped, y, groups, FACTOR=t.factor(inverse), BEFORE=0 if back else t.signs, AFTER=t.signs if back else 0, G=t.size, T=WARP,
-        enable_fp_fusion=False, num_warps=1,
-    )  # fmt: skip
+    across = clipped is None and x.dim() == 2 and x.t().is_contiguous() and not x.is_contiguous()
+    x, y = x if across else x.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device)
+    _mixer(x.numel() // x.shape[-1], x.shape[-1], t, inverse, back, across)(x, clipped, y)
     return y

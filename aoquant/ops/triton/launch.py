@@ -35,14 +35,14 @@ def on(t: Tensor) -> AbstractContextManager[Any]:
 _checked: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
-def described(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a matrix with contiguous rows that is read or written in blocks of rows x columns. What its constructor checks
-    is checked once for a shape and its strides.
+def described(t: Tensor, *block: int) -> TensorDescriptor:
+    """Of a tensor with contiguous rows that is read or written in blocks of these sizes, one for each dimension. What
+    its constructor checks is checked once for a shape and its strides.
     """
-    key = t.shape, t.stride(), t.dtype, rows, columns
+    key = t.shape, t.stride(), t.dtype, block
     fields = _checked.get(key)
     if fields is None or t.data_ptr() % 16:
-        descriptor = TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+        descriptor = TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
         if len(_checked) < PLANS:
             _checked[key] = {**vars(descriptor), "base": None}
         return descriptor

@@ -18,6 +18,7 @@ where it is read and written.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from aoquant.formats.scales import reciprocal
 from aoquant.formats.stochastic import E4M3_LEAST, E4M3_MAX, EDEN_MAX, EDEN_SCALE, SR_MAX, THIRDS, MSEden, MXStochastic
 
 from .amax import PARTIALS, absmax_partials
-from .blockscaled import LAUNCH
+from .blockscaled import LAUNCH, memory
 from .elements import (
     INF_BITS,
     NAN_BITS,
@@ -48,6 +49,7 @@ from .elements import (
     pack_e2m1,
 )
 from .hadamard import WARP, butterflies
+from .launch import PLANS, Launch
 
 TILE = 1024
 PART = 32  # of a rotation's values, those that a lane holds: more of them and registers spill
@@ -255,17 +257,11 @@ def _draw(
         tl.store(outer_ptr, outer)
 
 
-def _memory(x_RK: Tensor) -> tuple[Tensor, bool]:
-    """(x_RK, whether its memory is that of its transpose); copied if it is neither contiguous nor that."""
-    across = x_RK.t().is_contiguous() and not x_RK.is_contiguous()
-    return (x_RK if across else x_RK.contiguous()), across
-
-
-def _tiling(x_RK: Tensor, across: bool, size: int, part: int) -> tuple[int, dict[str, Any]]:
-    """(number of tiles, arguments that say how a kernel goes through x_RK). size: of the rotation, or 0; part: values
-    of a lane.
+def _tiling(rows: int, columns: int, across: bool, size: int, part: int) -> tuple[int, dict[str, Any]]:
+    """(number of tiles, arguments that say how a kernel goes through (rows, columns)). size: of the rotation, or 0;
+    part: values of a lane.
     """
-    (rows, columns), group = x_RK.shape, size or part
+    group = size or part
     warps = max(2, group // part) if size else 1  # a part for each lane, and 32 groups side by side
     t = WARP * warps * part // group if size else TILE // part
     tiles = triton.cdiv(rows, t) * (columns // group) if across else triton.cdiv(rows * columns // group, t)
@@ -276,16 +272,20 @@ def _tiling(x_RK: Tensor, across: bool, size: int, part: int) -> tuple[int, dict
 def _rotated(x_RK: Tensor, across: bool, size: int, random: Random, partials: Tensor | None) -> Tensor:
     """(R, K) float32: x_RK rotated; partials: for maxima of the bits of its magnitudes."""
     y = torch.empty(x_RK.shape, dtype=torch.float32, device=x_RK.device)
-    tiles, how = _tiling(x_RK, across, size, min(size, PART))
-    programs = tiles if partials is None else PARTIALS
-    _rotate[(programs,)](x_RK, random.state, y, partials, SIGNS + random.side // 2, tiles=tiles, **how)
+    _rotation(*x_RK.shape, across, size, random.side, partials is None)(x_RK, random.state, y, partials)
     return y
+
+
+@lru_cache(PLANS)
+def _rotation(rows: int, k: int, across: bool, size: int, side: int, alone: bool) -> Launch:
+    tiles, how = _tiling(rows, k, across, size, min(size, PART))
+    return Launch(_rotate, (tiles if alone else PARTIALS,), signs_side=SIGNS + side // 2, tiles=tiles, **how)
 
 
 def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
     """x_RK rotated as `operand` does: for a format that is not of this file."""
     assert operand.transform is not None
-    return _rotated(*_memory(x_RK), operand.transform.size, random, None)
+    return _rotated(*memory(x_RK), operand.transform.size, random, None)
 
 
 def _where(place: Place | None) -> dict[str, int | bool]:
@@ -306,7 +306,7 @@ def draw(
     them. outer_scale: (1, 1), where x_RK is a part and has that of the whole.
     """
     size, inner = 0 if operand.transform is None else operand.transform.size, operand.format
-    x_RK, across = _memory(x_RK)
+    x_RK, across = memory(x_RK)
     (rows, k), device, block = x_RK.shape, x_RK.device, inner.block
     assert block is not None
     codes = torch.empty(rows, k // 2, dtype=torch.uint8, device=device)
@@ -323,15 +323,20 @@ def draw(
         )
     if size and (scaled or size < block):
         x_RK, across, size = _rotated(x_RK, across, size, random, partials), False, 0
+    launch = _drawing(inner, rows, k, across, size, random.side, random.place)
+    launch(x_RK, random.state, partials, outer_scale if scaled else None, codes, scale, outer, values)
+    native = torch.float8_e8m0fnu if isinstance(inner, MXStochastic) else torch.float8_e4m3fn
+    return Encoded(codes, scale.view(native), None, outer, k), values, outer
+
+
+@lru_cache(PLANS)
+def _drawing(inner: Any, rows: int, k: int, across: bool, size: int, side: int, place: Place | None) -> Launch:
     amax_over_scale, largest, smallest = (
         (EDEN_MAX, EDEN_SCALE, E4M3_LEAST) if isinstance(inner, MSEden) else (SR_MAX, E4M3_MAX, E4M3_FLOOR)
     )
-    tiles, how = _tiling(x_RK, across, size, block)
-    _draw[(tiles,)](
-        x_RK, random.state, partials, outer_scale if scaled else None, codes, scale, outer, values, random.side,
-        SIGNS + random.side // 2, **_where(random.place), KIND=inner.name,
+    tiles, how = _tiling(rows, k, across, size, inner.block)
+    return Launch(
+        _draw, (tiles,), side=side, signs_side=SIGNS + side // 2, **_where(place), KIND=inner.name,
         PTS_RECIPROCAL=reciprocal(amax_over_scale * largest), RECIPROCAL=reciprocal(amax_over_scale), LEAST=smallest,
-        SMALLEST_PTS=8 * PTS_FLOOR, NORMAL=E4M3_FLOOR, THIRDS=THIRDS, N_PARTIALS=PARTIALS, B=block, **how,
+        SMALLEST_PTS=8 * PTS_FLOOR, NORMAL=E4M3_FLOOR, THIRDS=THIRDS, N_PARTIALS=PARTIALS, B=inner.block, **how,
     )  # fmt: skip
-    native = torch.float8_e8m0fnu if isinstance(inner, MXStochastic) else torch.float8_e4m3fn
-    return Encoded(codes, scale.view(native), None, outer, k), values, outer

@@ -62,12 +62,15 @@ def _of_tiles(amax_B, T: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _encode(
-    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, rows, k,
+    x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, alpha_ptr, values_ptr, rows, k,
     ELEMENT: tl.constexpr, LIMIT: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr, POST: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
     N_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """ELEMENT: "e2m1" (te-nvfp4), "e4m3" or "e5m2" (MXFP8). RECIPROCAL: of LIMIT. VALUES: "", "operand" or "decode"."""
+    """ELEMENT: "e2m1" (te-nvfp4), "e4m3" or "e5m2" (MXFP8). RECIPROCAL: of LIMIT. VALUES: "", "operand" or "decode".
+
+    alpha_ptr: for outer * POST, te-nvfp4's alpha.
+    """
     origin, inside, tile = _places(rows, k, T, N)
     at = origin[:, None] + tl.arange(0, T)[None, :]
     x = float_bits(tl.load(x_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32))
@@ -79,6 +82,7 @@ def _encode(
         outer = bits_float(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0))
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(outer_ptr, outer)
+            tl.store(alpha_ptr, outer * POST)
         encode = tl.where(outer == 0.0, one, least(tl.div_rn(one * 2688.0, outer), LARGEST))
         top = bits_float(tl.where(amax == INF_BITS, NAN_BITS, amax))
         scale = least(top * (encode * RECIPROCAL), 448.0).to(tl.float8e4nv)
@@ -179,12 +183,13 @@ def encode(
     outer = None if mx else torch.empty(1, 1, dtype=torch.float32, device=device)
     partials = None if mx else absmax_partials(x_RK)
     launch = _encoder(format, rows, k, keep, "" if dtype is None else "operand" if operand else "decode")
-    launch(x_RK, partials, codes, scale, outer, values)
+    alpha = None if outer is None else torch.empty_like(outer)
+    launch(x_RK, partials, codes, scale, outer, alpha, values)
+    if codes is None or scale is None:
+        return None, values, alpha
     native = FLOAT8[format.element] if isinstance(format, MXSquare) else torch.uint8
     stored = torch.float8_e8m0fnu if mx else torch.float8_e4m3fn
-    made = x_RK.new_empty(0, dtype=torch.uint8) if codes is None else codes.view(native)
-    e = Encoded(made, None if scale is None else scale.view(stored), None, outer, k)
-    return (e if keep else None), values, format.alpha(e)
+    return Encoded(codes.view(native), scale.view(stored), None, outer, k), values, alpha
 
 
 @lru_cache(PLANS)

@@ -1,0 +1,81 @@
+"""Fitted transforms (WUSH) by `csrc/fitted.cu`: the codec's backend "cuda-fitted", for the roles "transform" and
+"fitted".
+
+The definition sums a block's products in float64, and so do Hopper's tensor cores: the matrices fit the chip, and x is
+read at nearly the speed of memory. NVFP4 and MXFP4 are encoded in the same pass; NVFP4's outer scale of the tensor
+takes one more, which transforms x and keeps its largest magnitude alone: cheaper than float32 values in memory between
+the two. Other formats encode what the transform wrote.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import FLOAT_DTYPES, MX, NVFP4, Encoded, HighPrecision, Operand
+from aoquant.transforms import WUSH
+from aoquant.transforms.wush import NEEDS_MATRIX
+
+from .. import native
+from ..router import Backend, CodecRequest
+from .reference import masked
+
+_DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+FIND = -1.0  # an outer scale that is not known
+
+
+def _why_not_transform(r: CodecRequest) -> str | None:
+    transform = r.operand.transform
+    if not isinstance(transform, WUSH):
+        return "transforms by fitted matrices alone"
+    if r.device.type != "cuda":
+        return "its kernels are for CUDA devices"
+    if r.dtype not in FLOAT_DTYPES or r.rows == 0 or r.k == 0:
+        return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
+    if torch.cuda.get_device_capability(r.device)[0] not in (9, 10):
+        return "sums in float64 on tensor cores, which only Hopper and the large Blackwells have at speed"
+    return native.why_not("encode_fitted") or native.why_not_on(r.device)
+
+
+def _why_not(r: CodecRequest) -> str | None:
+    f = r.operand.format
+    nvfp4 = type(f) is NVFP4 and f.outer != "row"
+    if not nvfp4 and not (type(f) is MX and (f.element, f.rule) == ("e2m1", "rceil")):
+        return f"encodes NVFP4 and MXFP4 behind a fitted transform, not {f.name}"
+    return _why_not_transform(r)
+
+
+def _given(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> tuple[Tensor, Tensor]:
+    if matrix is None:
+        assert operand.transform is not None
+        raise ValueError(NEEDS_MATRIX.format(operand.transform.name))
+    x = x_RK.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x, matrix.float().contiguous()
+
+
+def transform(operand: Operand, x_RK: Tensor, matrix: Tensor | None, back: bool, clipped: Tensor | None) -> Tensor:
+    """`operand.transformed(x_RK, matrix)`, or back: `operand.pull_back(x_RK, matrix)`, zero where it is clipped."""
+    dtype = x_RK.dtype if back or isinstance(operand.format, HighPrecision) else torch.float32
+    if clipped is not None:
+        x_RK = masked(x_RK, clipped)
+    x, given = _given(operand, x_RK, matrix)
+    made: Tensor = native.operator("transform_fitted")(x, given, back, _DTYPES[dtype])
+    return made
+
+
+def encode(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Encoded:
+    """Codes and scales of the transformed x_RK."""
+    f = operand.format
+    x, given = _given(operand, x_RK, matrix)
+    known = 0.0
+    if isinstance(f, NVFP4):
+        known = f.pts or (FIND if f.outer == "dynamic" else 0.0)
+    assert isinstance(f, NVFP4 | MX)
+    codes, scale, outer = native.operator("encode_fitted")(x, given, f.block, known)
+    return Encoded(codes, scale.view(f.block_scale), None, outer if known else None, x.shape[1])
+
+
+BACKENDS = (
+    Backend("cuda-fitted", 20, _why_not_transform, transform, "transform"),
+    Backend("cuda-fitted", 20, _why_not, encode, "fitted"),
+)

@@ -1,0 +1,52 @@
+"""Formats with one scale for the whole tensor, encoded by `csrc/encode_tensor.cu` in one launch: NVFP4 under a dynamic
+outer scale, and e4m3.
+
+Two kernels read x twice, once for the scale. This one keeps a part of x on the chip and finds most of the rest in the
+cache. It needs every multiprocessor, so small tensors stay Triton's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import FLOAT_DTYPES, NVFP4, Encoded, Float8, Format, Operand
+
+from .. import native
+from ..router import CodecRequest, CodesAndValues
+
+LEAST = 1 << 21  # values
+_DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+def has(operand: Operand) -> bool:
+    """Whether the kernel knows the operand: exactly these classes."""
+    f = operand.format
+    if operand.transform is not None:
+        return False
+    if type(f) is NVFP4:
+        return f.outer == "dynamic"
+    return type(f) is Float8 and (f.element, f.per) == ("e4m3", "tensor") and not f.fixed and f.low is f.high is None
+
+
+def why_not(r: CodecRequest) -> str | None:
+    """Why the kernel does not encode the request, of an operand that it `has`."""
+    if r.rows * r.k < LEAST or r.k % 16:
+        return f"encodes {LEAST} values or more of {r.operand.name}, in rows of a multiple of 16, got {r.rows} x {r.k}"
+    if r.dtype not in FLOAT_DTYPES:
+        return f"reads float32, bfloat16 or float16, got {r.dtype}"
+    if torch.cuda.get_device_capability(r.device)[0] < 9:
+        return "copies by an engine that Hopper and later have"
+    return native.why_not("encode_tensor") or native.why_not_on(r.device)
+
+
+def encode(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool) -> CodesAndValues:
+    """Codes, if `keep`, and values in `dtype`, unless it is None; x starts on 16 bytes."""
+    fp8 = isinstance(format, Float8)
+    codes, scale, whole, values = native.operator("encode_tensor")(x_RK, int(fp8), keep, _DTYPES[dtype], operand)
+    e = None
+    if keep and fp8:
+        e = Encoded(codes.view(torch.float8_e4m3fn), whole, None, None, x_RK.shape[1])
+    elif keep:
+        e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, whole, x_RK.shape[1])
+    return CodesAndValues(e, values, whole)

@@ -1,0 +1,309 @@
+"""Ops of stacked experts: grouped GEMMs, whose rows of x are sorted by expert.
+
+    y[s] = rn(sum over k of x[s, k] w[e, n, k] * alpha_x[s] * alpha_w[e, n])      e: the expert of row s
+
+That is the contract "aoquant" without a bias, for each row the product of its own expert, and no other row has a say in
+it. `ends` (E,) int32 holds for each expert the row behind its last; it stays on the device, so nothing here waits for
+it. Rows behind the last expert's are zero. x may have a row for each token instead, and `token` (S,) says which one row
+s reads: it is encoded once, however many experts it goes to.
+
+On a GPU three kernels run, chosen by shapes alone. Few rows are multiplied by 4-bit codes as they lie
+(triton/grouped_rows.py). Others meet the operand in bf16, of a weight that is whole already all at once, of codes 64 MB
+at a time, both in the same kernel (triton/grouped.py). The GEMMs of a backward in high precision have no outer scales,
+and one rounding, so `torch._grouped_mm` computes them. Elsewhere an expert at a time is a product like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Operand
+
+from . import codec, stacks, tiles
+from .call import Call, scale_dtype
+from .define import op
+from .gemm import few_rows
+from .linear import dgrad, wgrad
+
+FEW = 32  # rows for each expert, on average, up to which codes are multiplied as they lie
+BLOCK = 1 << 26  # bytes of W's values that are there at once
+_UNIT = 256  # rows of an expert that is larger: a part is a multiple of them, and so of every format's tile
+
+
+def _product(a: Any) -> Tensor:
+    rows = a.x.codes if isinstance(a.x, Encoded) else a.x
+    s = (rows if a.token is None else a.token).shape[0]
+    if isinstance(a.w, Encoded):
+        n = a.w.codes.shape[0] // a.ends.shape[0]
+    else:
+        n = a.w.shape[2 if a.transposed else 1]
+    return rows.new_empty(s, n, dtype=a.dtype)
+
+
+@op(_product)
+def grouped_mm(
+    x: Tensor | Encoded,
+    x_values: Tensor | None,
+    token: Tensor | None,
+    ends: Tensor,
+    w: Tensor | Encoded,
+    x_operand: Operand | None,
+    w_operand: Operand,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y (S, N) in `dtype`.
+
+    x: (S, K), or (T, K) with `token`; encoded where it has an operand. x_values: its GEMM's operand, where encoding
+    made it in passing. w: (E, N, K), or (E, K, N) when `transposed`, encoded here; or codes (E * N, K).
+    """
+    rows = token if token is not None else x.codes if isinstance(x, Encoded) else x
+    if not rows.shape[0]:
+        return _product(_Arguments(x, token, ends, w, transposed, dtype))
+    if ends.is_cuda:
+        values, alpha = _operand(x, x_values, token, x_operand, dtype)
+        return _multiplied(values, alpha, ends, w, w_operand, transposed)
+    return _by_expert(x, x_values, token, ends, w, x_operand, w_operand, transposed, dtype)
+
+
+class _Arguments:
+    """What `_product` asks for."""
+
+    def __init__(
+        self, x: Any, token: Tensor | None, ends: Tensor, w: Any, transposed: bool, dtype: torch.dtype
+    ) -> None:
+        self.x, self.token, self.ends, self.w, self.transposed, self.dtype = x, token, ends, w, transposed, dtype
+
+
+@op(lambda a: a.grad_SN.new_empty(a.grad_SN.shape[0], a.w.shape[1 if a.transposed else 2]))
+def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand | None, transposed: bool) -> Tensor:
+    """dx (S, K) = dy W^ in dy's dtype; w (E, N, K), or (E, K, N) when `transposed`, is encoded here, or
+    multiplied as it is without w_operand.
+    """
+    experts, k = w.shape[0], w.shape[1 if transposed else 2]
+    if not grad_SN.shape[0]:
+        return grad_SN.new_empty(0, k)
+    if not grad_SN.is_cuda:
+        dx_SK = grad_SN.new_zeros(grad_SN.shape[0], k)
+        for e, rows in _hit(ends):
+            dx_SK[rows] = dgrad.body(grad_SN[rows], _matrix(w, e, transposed), w_operand)
+        return dx_SK
+    if w_operand is not None:
+        made = stacks.values(w_operand, w, transposed, grad_SN.dtype, alpha_apart=False)
+        w = cast(Tensor, made.values).view(experts, -1, k)
+    dx_SK = torch._grouped_mm(grad_SN.contiguous(), w, offs=ends)
+    _kernels().zero_behind(dx_SK, ends)
+    return dx_SK
+
+
+@op(lambda a: _wgrad_shape(a.grad_SN, a.ends, a.x, a.transposed))
+def grouped_wgrad(
+    grad_SN: Tensor,
+    ends: Tensor,
+    x: Tensor | Encoded,
+    token: Tensor | None,
+    x_operand: Operand | None,
+    transposed: bool,
+) -> Tensor:
+    """dW (E, N, K), or (E, K, N) when `transposed`, in dy's dtype: dy^T x^ of each expert's rows, zero without any."""
+    if not grad_SN.shape[0]:
+        return _wgrad_shape(grad_SN, ends, x, transposed).zero_()
+    dtype = grad_SN.dtype
+    if not grad_SN.is_cuda:
+        dw = _wgrad_shape(grad_SN, ends, x, transposed).zero_()
+        for e, rows in _hit(ends):
+            made = wgrad.body(grad_SN[rows], _rows_of(x, token, rows), x_operand)
+            dw[e] = made.t() if transposed else made
+        return dw
+    x_TK = codec.decode(x_operand.format, x, dtype) if x_operand is not None and isinstance(x, Encoded) else x
+    x_SK = cast(Tensor, x_TK)
+    x_SK = (x_SK if token is None else x_SK.index_select(0, token)).to(dtype).contiguous()
+    grad_SN = grad_SN.contiguous()
+    if transposed:
+        return torch._grouped_mm(x_SK.t(), grad_SN, offs=ends)
+    return torch._grouped_mm(grad_SN.t(), x_SK, offs=ends)
+
+
+@op(lambda a: a.rows_SK.new_empty(a.place_TJ.shape[0], a.rows_SK.shape[1]))
+def gathered_sum(rows_SK: Tensor, place_TJ: Tensor) -> Tensor:
+    """(T, K): for each token the sum of its J rows, which `place_TJ` names, rounded once: the gradient of a gather."""
+    if rows_SK.is_cuda and rows_SK.numel():
+        return cast(Tensor, _kernels().gathered_sum(rows_SK.contiguous(), place_TJ.contiguous()))
+    return rows_SK[place_TJ].sum(1)
+
+
+def why_not(x: torch.dtype, k: int, n: int, device: torch.device) -> str | None:
+    """Why the kernels for a GPU cannot multiply such a stack there; None when they can."""
+    if device.type != "cuda":
+        return "its kernels are for CUDA devices"
+    if x is not torch.bfloat16:
+        return f"multiplies bfloat16, got {x}"
+    if k % 16 or n % 16:
+        return f"K and N have to be multiples of 16, got {k} and {n}"
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return "needs compute capability 9.0 or 10.0, where torch._grouped_mm does not wait for the offsets"
+    return codec.lacks_triton(device)
+
+
+@cache
+def _kernels() -> Any:
+    """The module of the grouped GEMM."""
+    from .triton import grouped
+
+    return grouped
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _operand(
+    x: Tensor | Encoded, x_values: Tensor | None, token: Tensor | None, operand: Operand | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The GEMM's (S, K), contiguous, and alpha (S, 1) or None."""
+    values, alpha = x_values, None
+    if isinstance(x, Encoded):
+        assert operand is not None
+        alpha = operand.format.alpha(x)
+        values = codec.decode(operand.format, x, dtype, operand=True) if values is None else values
+    else:
+        values = x
+    if alpha is not None and alpha.shape[0] != values.shape[0]:
+        alpha = alpha.expand(values.shape[0], 1)
+    if token is not None:
+        values, alpha = values.index_select(0, token), None if alpha is None else alpha.index_select(0, token)
+    return values.contiguous(), None if alpha is None else alpha.contiguous()
+
+
+def _multiplied(
+    x_SK: Tensor, alpha_x: Tensor | None, ends: Tensor, w: Tensor | Encoded, operand: Operand, transposed: bool
+) -> Tensor:
+    """y (S, N), on a GPU. A weight and its codes meet the same kernel."""
+    experts, (s, k) = ends.shape[0], x_SK.shape
+    format, how = operand.format, few_rows.kind(operand.format)
+    if how not in (None, "fp8") and s <= FEW * experts and _reads(w, operand, k, x_SK.dtype):
+        from .triton import grouped_rows, launch
+
+        e = w if isinstance(w, Encoded) else stacks.encode(operand, w, transposed)
+        with launch.on(x_SK):
+            return grouped_rows.decode_mm(
+                format,
+                how,
+                few_rows.shifts(format),
+                e,
+                x_SK,
+                ends,
+                alpha_x,
+                format.alpha(e),
+                2 * _programs(x_SK.device),
+            )
+    n = w.codes.shape[0] // experts if isinstance(w, Encoded) else w.shape[2 if transposed else 1]
+    y_SN, kernels, programs = x_SK.new_empty(s, n), _kernels(), _programs(x_SK.device)
+    if isinstance(w, Tensor):
+        made = stacks.values(operand, w, transposed, x_SK.dtype, alpha_apart=True)
+        w_ENK, alpha_w = cast(Tensor, made.values).view(experts, n, k), made.alpha
+        at = kernels.slots(ends, s, 0, experts)
+        kernels.matmul(x_SK, w_ENK, alpha_x, None if alpha_w is None else alpha_w.contiguous(), at, y_SN, programs)
+    else:
+        alpha_w = format.alpha(w)
+        for first, some, columns in _blocks(experts, n, k * x_SK.element_size()):
+            rows = slice(first * n + columns.start, (first + some - 1) * n + columns.stop)
+            values = codec.decode(format, tiles.rows_of(format, w, rows), x_SK.dtype, operand=True)
+            alpha = None if alpha_w is None else alpha_w[rows].contiguous()
+            at = kernels.slots(ends, s, first, some)
+            kernels.matmul(x_SK, values.view(some, -1, k), alpha_x, alpha, at, y_SN[:, columns], programs)
+            del values
+    kernels.zero_behind(y_SN, ends)
+    return y_SN
+
+
+def _reads(w: Tensor | Encoded, operand: Operand, k: int, dtype: torch.dtype) -> bool:
+    """Whether codes are multiplied as they lie: as `few_rows` says, and in one type with int4's scales."""
+    block = operand.format.block or 0
+    if k % 32 or k % block or block < 16 or block & (block - 1):
+        return False
+    return scale_dtype(operand, _like(w)) in (None, dtype)
+
+
+def _like(w: Tensor | Encoded) -> Tensor | Encoded:
+    """A weight whose scales have the dtype of w's."""
+    return w if isinstance(w, Encoded) else w[0]
+
+
+def _blocks(experts: int, n: int, row: int) -> Iterator[tuple[int, int, slice]]:
+    """(first expert, how many, columns of y), with at most 64 MB of W's values each; `row` bytes for a row of W."""
+    some = BLOCK // (n * row)
+    if some:
+        for first in range(0, experts, some):
+            yield first, min(some, experts - first), slice(0, n)
+        return
+    rows = max(1, BLOCK // row // _UNIT) * _UNIT
+    for first in range(experts):
+        for start in range(0, n, rows):
+            yield first, 1, slice(start, min(start + rows, n))
+
+
+def _by_expert(
+    x: Tensor | Encoded,
+    x_values: Tensor | None,
+    token: Tensor | None,
+    ends: Tensor,
+    w: Tensor | Encoded,
+    x_operand: Operand | None,
+    w_operand: Operand,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y (S, N): each expert that has rows is one product, on the fastest backend of its request."""
+    y_SN = _product(_Arguments(x, token, ends, w, transposed, dtype)).zero_()
+    for e, rows in _hit(ends):
+        part = stacks.expert(w_operand, w, e, len(ends)) if isinstance(w, Encoded) else _matrix(w, e, transposed)
+        values = None if x_values is None else cast(Tensor, _rows_of(x_values, token, rows))
+        taken, count = _rows_of(x, token, rows), rows.stop - rows.start
+        y_SN[rows] = Call("aoquant", taken, x_operand, part, w_operand, None, [count], dtype, None, values).run()
+    return y_SN
+
+
+def _hit(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Experts that have rows, and which."""
+    start = 0
+    for e, end in enumerate(ends.tolist()):
+        if end > start:
+            yield e, slice(start, end)
+        start = end
+
+
+def _matrix(w: Tensor, e: int, transposed: bool) -> Tensor:
+    """One expert as (N, K): a transposed one is copied, because encoders read rows."""
+    return w[e].t().contiguous() if transposed else w[e]
+
+
+def _rows_of(x: Tensor | Encoded, token: Tensor | None, rows: slice) -> Tensor | Encoded:
+    """The rows of x that are sorted to `rows`."""
+
+    def take(t: Tensor) -> Tensor:
+        return t[rows] if token is None else _taken(t, token[rows])
+
+    if isinstance(x, Tensor):
+        return take(x)
+    total = x.codes.shape[0]
+    codes, scale, zero, outer = (t if t is None or t.shape[0] != total else take(t) for t in x.tensors)
+    assert codes is not None
+    return Encoded(codes, scale, zero, outer, x.k)
+
+
+def _taken(t: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` of t, of any dtype: torch selects rows of few float8 dtypes."""
+    storage = t.view(torch.uint8) if t.element_size() == 1 else t
+    return storage.index_select(0, ids).view(t.dtype)
+
+
+def _wgrad_shape(grad_SN: Tensor, ends: Tensor, x: Tensor | Encoded, transposed: bool) -> Tensor:
+    n, k = grad_SN.shape[1], x.k if isinstance(x, Encoded) else x.shape[1]
+    return grad_SN.new_empty(ends.shape[0], *((k, n) if transposed else (n, k)))

@@ -1,0 +1,153 @@
+"""Stacked experts as one matrix: rows of all experts under each other, E * N of them.
+
+Most formats make a row's codes of that row, so a stack is encoded in one launch. A format with one scale for the tensor
+has one for each expert here: NVFP4's kernel takes the experts' outer scales together, other formats are encoded expert
+by expert. A stack that is stored transposed, (E, K, N), is turned some experts at a time, because encoders read rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import NVFP4, Encoded, Operand
+from aoquant.formats.blockscaled import PTS_FLOOR
+from aoquant.formats.scales import divide
+
+from . import codec, tiles
+from .router import CodecRequest, routed
+
+TURNED = 1 << 25  # bytes of a transposed stack that are turned at a time: what an L2 cache holds
+
+
+class Made(NamedTuple):
+    """Of a stack: codes, or None; values (E * N, K), or None; alpha of the operand (E * N, 1), or None for 1."""
+
+    encoded: Encoded | None
+    values: Tensor | None
+    alpha: Tensor | None
+
+
+def why_not(operand: Operand, n: int) -> str | None:
+    """Why experts of n rows in this format are no stack; None when they are."""
+    format = operand.format
+    if operand.draws or operand.fitted:
+        return f"stacks no {operand.name}, which draws or is fitted"
+    if operand.by_rows:
+        return None
+    if format.block is None or format.reach == "row" or n % format.tile_rows:
+        return f"stacks formats with scales for rows or blocks, and whole tiles of rows, not {n} rows of {format.name}"
+    return None
+
+
+def encode(operand: Operand, w: Tensor, transposed: bool) -> Encoded:
+    """Codes of a stack (E, N, K), or (E, K, N) when `transposed`; outer is (E * N, 1), or None."""
+    return _join([_made(operand, part, None, True, True) for part in _parts(w, transposed)])
+
+
+def values(operand: Operand, w: Tensor, transposed: bool, dtype: torch.dtype, *, alpha_apart: bool) -> Made:
+    """Of a stack (E, N, K), or (E, K, N) when `transposed`: the GEMM's operand in `dtype` and its alpha (alpha_apart),
+    or decoded values. No codes are kept.
+    """
+    parts = list(_parts(w, transposed))
+    if len(parts) == 1:
+        return _made(operand, parts[0], dtype, alpha_apart, False)
+    experts, k, n = w.shape
+    whole, alphas, start = w.new_empty(experts * n, k, dtype=dtype), list[Tensor](), 0
+    for part in parts:  # `parts` are views; what is made of one is gone before the next
+        made = _made(operand, part, dtype, alpha_apart, False)
+        assert made.values is not None
+        whole[start : start + len(made.values)] = made.values
+        start += len(made.values)
+        alphas += [] if made.alpha is None else [made.alpha]
+    return Made(None, whole, torch.cat(alphas) if alphas else None)
+
+
+def _parts(w: Tensor, transposed: bool) -> Iterator[Tensor]:
+    """(experts, N, K): the stack, or a view of some experts of a transposed one."""
+    if not transposed:
+        yield w
+        return
+    some = max(1, TURNED // (w[0].numel() * w.element_size()))
+    yield from w.transpose(1, 2).split(some)
+
+
+def _made(operand: Operand, w_ENK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Made:
+    experts, n, k = w_ENK.shape
+    w_RK = w_ENK.reshape(experts * n, k)  # a copy of what is transposed
+    if not operand.per_tensor:
+        return _of_rows(operand, w_RK, dtype, alpha_apart, keep)
+    if _takes_outer(operand, w_RK):
+        found = codec.triton.in_one_pass(operand, w_RK, dtype, alpha_apart, keep, _outer(w_RK, experts))
+        e, values_RK, alpha = found
+        assert alpha is not None
+        alpha = alpha.expand(experts, n).reshape(-1, 1)
+        return Made(None if e is None else e._replace(outer=alpha), values_RK, alpha)
+    return _join_made([_one(operand, w_NK, dtype, alpha_apart, keep) for w_NK in w_RK.view(experts, n, k)])
+
+
+def _of_rows(operand: Operand, w_RK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Made:
+    if dtype is None:
+        return Made(codec.encode(operand, w_RK), None, None)
+    made = codec.encode_with_values(operand, w_RK, dtype, operand=alpha_apart, keep=keep)
+    return Made(made.encoded, made.values, made.alpha)
+
+
+def _one(operand: Operand, w_NK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Made:
+    """Of one expert, whose outer scale is made one of each row."""
+    made = _of_rows(operand, w_NK, dtype, alpha_apart, keep)
+    e = made.encoded
+    if e is not None and e.outer is not None:
+        e = e._replace(outer=e.outer.expand(len(w_NK), 1))
+    return Made(e, made.values, None if made.alpha is None else made.alpha.expand(len(w_NK), 1))
+
+
+def _takes_outer(operand: Operand, w_RK: Tensor) -> bool:
+    """Whether the kernel that runs takes an outer scale for each expert."""
+    if type(operand.format) is not NVFP4 or operand.transform is not None:
+        return False
+    return routed(CodecRequest, "quantize", operand, w_RK.device, w_RK.dtype, *w_RK.shape, False).name == "triton"
+
+
+def _outer(w_RK: Tensor, experts: int) -> Tensor:
+    """(E, 1) NVFP4's outer scales, of one pass over all experts."""
+    from .triton.amax import row_absmax
+
+    bits = row_absmax(w_RK.contiguous()).view(experts, -1).amax(1, keepdim=True)
+    return divide(bits.view(torch.float32), NVFP4.top).clamp(min=PTS_FLOOR)
+
+
+def _join_made(parts: list[Made]) -> Made:
+    encoded = None if parts[0].encoded is None else _join(parts)
+    made = [p.values for p in parts if p.values is not None]
+    alphas = [p.alpha for p in parts if p.alpha is not None]
+    return Made(encoded, torch.cat(made) if made else None, torch.cat(alphas) if alphas else None)
+
+
+def _join(parts: list[Made]) -> Encoded:
+    """Codes of parts, under each other."""
+    es = [p.encoded for p in parts if p.encoded is not None]
+    if len(es) == 1:
+        return es[0]
+    columns = zip(*(e.tensors for e in es), strict=True)
+    codes, scale, zero, outer = (_cat([t for t in column if t is not None]) for column in columns)
+    assert codes is not None
+    return Encoded(codes, scale, zero, outer, es[0].k)
+
+
+def _cat(parts: list[Tensor]) -> Tensor | None:
+    """torch.cat, which knows few float8 dtypes; None of nothing."""
+    if not parts:
+        return None
+    if parts[0].element_size() > 1:
+        return torch.cat(parts)
+    return torch.cat([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)
+
+
+def expert(operand: Operand, e: Encoded, index: int, experts: int) -> Encoded:
+    """One expert's codes (N, K), views."""
+    n = e.codes.shape[0] // experts
+    return tiles.rows_of(operand.format, e, slice(index * n, (index + 1) * n))

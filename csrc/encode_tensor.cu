@@ -1,0 +1,67 @@
+// The operator over encode_tensor.cuh.
+#include "encode_tensor.cuh"
+
+namespace aoquant {
+namespace {
+
+template <typename T, int KIND>
+void launch(const whole::Call& p, int grid, cudaStream_t stream) {
+  auto* kernel = whole::kernel<T, KIND>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, whole::KEPT);
+  STD_TORCH_CHECK(error == cudaSuccess, "the encoder does not fit this device: ", cudaGetErrorString(error));
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid), config.blockDim = dim3(whole::THREADS), config.dynamicSmemBytes = whole::KEPT, config.stream = stream;
+  config.attrs = &together, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, p);
+}
+
+// x (R, K) -> codes, scale, outer and values. kind 0, NVFP4 under an outer scale of the tensor: codes (R, K / 2), scale
+// (R, K / 16) bytes. kind 1, e4m3 under one scale: codes (R, K), scale (0, 0). outer (1, 1): that scale. keep: whether codes
+// and scales are written, else (0, 0). out: dtype of the values, 0 for none; operand: values without the scale `outer`.
+std::tuple<Tensor, Tensor, Tensor, Tensor> encode_tensor(const Tensor& x, int64_t kind, bool keep, int64_t out, bool operand) {
+  check_floats(x);
+  STD_TORCH_CHECK(x.dim() == 2 && x.numel() > 0 && x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16, and not empty");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must start on a multiple of 16 bytes");
+  STD_TORCH_CHECK(kind == whole::OF_NVFP4 || kind == whole::OF_FP8, "kind must be one of Kind");
+  const int64_t rows = x.size(0), k = x.size(1), blocks = rows * k / 16;
+  STD_TORCH_CHECK(blocks < int64_t(1) << 30, "x must hold fewer than 2^34 values");
+  DeviceGuard guard(x.get_device_index());
+  auto make = [&](int64_t r, int64_t n, ScalarType type) {
+    int64_t size[] = {r, n};
+    return torch::stable::new_empty(x, {size, 2}, type);
+  };
+  constexpr ScalarType DTYPES[] = {ScalarType::BFloat16, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
+  const bool scales = keep && kind == whole::OF_NVFP4;
+  Tensor codes = keep ? make(rows, kind == whole::OF_NVFP4 ? k / 2 : k, ScalarType::Byte) : make(0, 0, ScalarType::Byte);
+  Tensor scale = scales ? make(rows, k / 16, ScalarType::Byte) : make(0, 0, ScalarType::Byte);
+  Tensor outer = make(1, 1, ScalarType::Float), values = out ? make(rows, k, DTYPES[out]) : make(0, 0, ScalarType::Byte);
+  const int64_t chunks = (blocks + whole::THREADS - 1) / whole::THREADS, most = multiprocessors() < whole::THREADS ? multiprocessors() : whole::THREADS;
+  const int grid = int(chunks < most ? chunks : most);
+  Tensor partials = make(1, grid, ScalarType::Int);
+  whole::Call p{x.data_ptr(), static_cast<int32_t*>(partials.data_ptr()), keep ? static_cast<uint8_t*>(codes.data_ptr()) : nullptr,
+                static_cast<uint8_t*>(scale.data_ptr()), static_cast<float*>(outer.data_ptr()), values.data_ptr(), int(blocks), int(out), int(operand)};
+  const auto stream = current_stream(x);
+  auto run = [&](auto unit) {
+    using T = decltype(unit);
+    if (kind == whole::OF_NVFP4) launch<T, whole::OF_NVFP4>(p, grid, stream);
+    else launch<T, whole::OF_FP8>(p, grid, stream);
+  };
+  const auto type = x.scalar_type();
+  if (type == ScalarType::BFloat16) run(__nv_bfloat16());
+  else if (type == ScalarType::Half) run(__half());
+  else run(float());
+  check_launch();
+  return {codes, scale, outer, values};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) {
+  m.def("encode_tensor(Tensor x, int kind, bool keep, int out, bool operand) -> (Tensor, Tensor, Tensor, Tensor)");
+}
+STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CUDA, m) { m.impl("encode_tensor", TORCH_BOX(&encode_tensor)); }
+
+}  // namespace aoquant

@@ -1,0 +1,31 @@
+// Four e4m3 codes as 16-bit values, exactly.
+#pragma once
+
+#include "decode.cuh"
+
+namespace aoquant {
+
+namespace decode {
+
+// Pairs (k, k + 1), (k + 2, k + 3) of four e4m3 codes in T, exact.
+__device__ __forceinline__ void pairs(uint32_t (&out)[2], uint32_t w, __half) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}" : "=r"(out[0]), "=r"(out[1]) : "r"(w));
+}
+
+// The sign and the seven other bits in the places that they have in bfloat16, 2^120 too small; codes without a magnitude
+// that is a number become NaN.
+__device__ __forceinline__ void pairs(uint32_t (&out)[2], uint32_t w, __nv_bfloat16) {
+  constexpr uint32_t UNIT = 0x7B807B80u;  // 2^120
+  const uint32_t first = __byte_perm(w, 0, 0x1404), second = __byte_perm(w, 0, 0x3424);  // codes in the high bytes of halves
+  out[0] = mul<__nv_bfloat16>((first & 0x80008000u) | ((first >> 4) & 0x07F007F0u), UNIT);
+  out[1] = mul<__nv_bfloat16>((second & 0x80008000u) | ((second >> 4) & 0x07F007F0u), UNIT);
+  const uint32_t nan = ((w & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u;
+  if (nan) {
+    const uint32_t bytes = (nan >> 7) * 0xFFu;
+    out[0] |= __byte_perm(bytes, 0, 0x1100);
+    out[1] |= __byte_perm(bytes, 0, 0x3322);
+  }
+}
+
+}  // namespace decode
+}  // namespace aoquant

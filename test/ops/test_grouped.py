@@ -1,0 +1,159 @@
+"""Stacks of experts and their grouped GEMMs against one expert after another, to the bit, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from aoquant import ops
+from aoquant.formats import Encoded, get_operand
+from aoquant.ops import stacks
+from aoquant.ops.grouped import BLOCK, _blocks
+
+E, N, K = 5, 48, 64
+SIZES = (0, 7, 1, 0, 9)  # rows of each expert
+STACKED = ("int4-g32", "mxfp4", "mxfp8", "nvfp4", "nvfp4-row", "gridflip", "fp8-row", "int8-row", "hadamard32+mxfp4")
+
+
+def stack(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """(E, N, K), each expert larger than the one before."""
+    w = torch.randn(E, N, K) * torch.arange(1, E + 1).view(-1, 1, 1)
+    return w.to(dtype)
+
+
+def rows_of_experts() -> tuple[Tensor, list[tuple[int, slice]]]:
+    """(ends, experts that have rows and which rows)."""
+    ends = torch.tensor(SIZES).cumsum(0).to(torch.int32)
+    starts = [0, *ends.tolist()[:-1]]
+    return ends, [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, ends.tolist(), strict=True)) if b > a]
+
+
+def equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stack_is_its_experts(name: str, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes, scales, an outer scale for each row, operands and values, whatever is turned at a time."""
+    operand, w = get_operand(name), stack()
+    assert stacks.why_not(operand, N) is None
+    given = w.transpose(1, 2).contiguous() if transposed else w
+    alone = [operand.encode(w[e]) for e in range(E)]
+    for turned in (1 << 25, N * K * 4):  # all experts, two of them
+        monkeypatch.setattr(stacks, "TURNED", turned)
+        whole = stacks.encode(operand, given, transposed)
+        for e, want in enumerate(alone):
+            got = stacks.expert(operand, whole, e, E)
+            outer = None if want.outer is None else want.outer.expand(N, 1).contiguous()
+            assert equal(got.codes, want.codes)
+            assert equal(got.scale, want.scale)
+            assert equal(got.zero, want.zero)
+            assert equal(None if got.outer is None else got.outer.contiguous(), outer)
+        for alpha_apart in (True, False):
+            made = stacks.values(operand, given, transposed, torch.bfloat16, alpha_apart=alpha_apart)
+            form = operand.format.operand if alpha_apart else operand.format.decode
+            assert made.values is not None
+            assert torch.equal(made.values.view(E, N, K), torch.stack([form(e, torch.bfloat16) for e in alone]))
+            alphas = [operand.format.alpha(e) for e in alone]
+            wanted = None if alphas[0] is None else torch.cat([a.expand(N, 1) for a in alphas if a is not None])
+            assert equal(made.alpha, wanted)
+
+
+def test_what_is_no_stack_is_named() -> None:
+    assert "fp8-tensor" in str(stacks.why_not(get_operand("fp8-tensor"), N))
+    assert "50 rows of gridflip-16x16" in str(stacks.why_not(get_operand("gridflip-16x16"), 50))
+
+
+@pytest.mark.parametrize("activation", ["", "nvfp4-row", "int8-row"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
+def test_grouped_gemms_are_those_of_each_expert(activation: str, transposed: bool) -> None:
+    operand = get_operand("int8-row" if activation == "int8-row" else "nvfp4")
+    x_operand = get_operand(activation) if activation else None
+    ends, hit = rows_of_experts()
+    s, w = sum(SIZES) + 2, stack()
+    tokens = torch.randn(6, K).bfloat16()
+    token = torch.randint(0, 6, (s,))
+    rows = tokens[token]
+    given = w.transpose(1, 2).contiguous() if transposed else w
+    x = tokens if x_operand is None else ops.encode(tokens, x_operand)
+    y = ops.grouped_mm(x, None, token, ends, given, x_operand, operand, transposed, torch.bfloat16)
+    sorted_x = rows if x_operand is None else ops.encode(rows, x_operand)
+    again = ops.grouped_mm(
+        sorted_x, None, None, ends, stacks.encode(operand, w, False), x_operand, operand, False, torch.bfloat16
+    )
+    assert torch.equal(y, again)
+    grad = torch.randn(s, N).bfloat16()
+    dx = ops.grouped_dgrad(grad, ends, given, operand, transposed)
+    dw = ops.grouped_wgrad(grad, ends, x, token, x_operand, transposed)
+    dw = dw.transpose(1, 2) if transposed else dw
+    for e, r in hit:
+        x_q = rows[r] if x_operand is None else ops.encode(rows[r], x_operand)
+        want = ops.scaled_mm(x_q, w[e], None, x_operand, operand, "aoquant", [len(rows[r])], torch.bfloat16).y
+        assert torch.equal(y[r], want)
+        assert torch.equal(dx[r], ops.dgrad(grad[r], w[e], operand))
+        assert torch.equal(dw[e], ops.wgrad(grad[r], x_q, x_operand))
+    for t in (y[sum(SIZES) :], dx[sum(SIZES) :], dw[0], dw[3]):
+        assert torch.count_nonzero(t) == 0
+
+
+def test_rows_of_no_expert_at_all() -> None:
+    ends, w, operand = torch.zeros(E, dtype=torch.int32), stack(), get_operand("mxfp4")
+    x, none = torch.randn(3, K).bfloat16(), torch.randn(0, K).bfloat16()
+    y = ops.grouped_mm(x, None, None, ends, w, None, operand, False, torch.bfloat16)
+    assert y.shape == (3, N)
+    assert torch.count_nonzero(y) == 0
+    assert ops.grouped_mm(none, None, None, ends, w, None, operand, False, torch.bfloat16).shape == (0, N)
+    dw = ops.grouped_wgrad(torch.randn(0, N).bfloat16(), ends, none, None, None, False)
+    assert dw.shape == (E, N, K)
+    assert torch.count_nonzero(dw) == 0
+    assert ops.grouped_dgrad(torch.randn(0, N).bfloat16(), ends, w, operand, False).shape == (0, K)
+
+
+def test_ops_say_what_they_return() -> None:
+    ends, _ = rows_of_experts()
+    operand, row, w = get_operand("int4-g32"), get_operand("int8-row"), stack()  # opcheck multiplies all it is given
+    x, token = torch.randn(6, K).bfloat16(), torch.randint(0, 6, (17,))
+    x_q, grad = ops.encode(x, row), torch.randn(17, N).bfloat16()
+    packed = stacks.encode(operand, w, False)
+    for op, args in (
+        (ops.grouped_mm, (x_q, None, token, ends, w, row, operand, False, torch.bfloat16)),
+        (ops.grouped_mm, (x_q, None, token, ends, packed, row, operand, False, torch.bfloat16)),
+        (ops.grouped_mm, (x, None, token, ends, w.transpose(1, 2).contiguous(), None, operand, True, torch.bfloat16)),
+        (ops.grouped_dgrad, (grad, ends, w, operand, False)),
+        (ops.grouped_wgrad, (grad, ends, x_q, token, row, True)),
+        (ops.gathered_sum, (grad[:12], torch.arange(12).view(6, 2))),
+    ):
+        torch.library.opcheck(op.overload, tuple(op.flat(*args)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("experts", "n", "k"), [(128, 1536, 2048), (8, 28672, 4096), (32, 5760, 2880), (3, 8, 64)])
+def test_blocks_of_decoded_values_cover_a_stack_and_are_small(experts: int, n: int, k: int) -> None:
+    seen = torch.zeros(experts, n, dtype=torch.int32)
+    for first, some, columns in _blocks(experts, n, 2 * k):
+        part = seen[first : first + some, columns]
+        assert part.numel() * 2 * k <= BLOCK
+        assert some == 1 or columns == slice(0, n)
+        assert columns.start % 256 == 0
+        part += 1
+    assert (seen == 1).all()
+
+
+def test_gathered_sum_is_the_gradient_of_a_gather() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    token = torch.tensor([0, 1, 1, 3, 2, 0, 3, 2])
+    grad = torch.randn(8, 8)
+    x[token].backward(grad)
+    place = token.argsort(stable=True).view(4, 2)
+    torch.testing.assert_close(ops.gathered_sum(grad, place), x.grad, rtol=0, atol=1e-6)
+
+
+def test_encoded_is_still_a_matrix_of_experts_rows() -> None:
+    e = stacks.encode(get_operand("nvfp4"), stack(), False)
+    assert isinstance(e, Encoded)
+    assert e.codes.shape == (E * N, K // 2)
+    assert e.outer is not None
+    assert e.outer.shape == (E * N, 1)
