@@ -194,7 +194,7 @@ def test_two_ranks_share_the_weights(tmp_path: Path) -> None:
     for layers in found:
         assert layers.keys() == FUSED | SINGLE and {v["weight"] for v in layers.values()} == {"PackedTensor"}
         assert all(torch.equal(layers[name]["got"], layers[name]["expected"]) for name in FUSED)
-        assert all(sqnr(layers[name]["expected"], layers[name]["got"]) > 45 for name in SINGLE)
+        assert all(sqnr(layers[name]["expected"], layers[name]["got"]) > 40 for name in SINGLE)
 
 
 def test_adapters_run_beside_packed_weights(tmp_path: Path) -> None:
