@@ -22,6 +22,7 @@ def run(arguments: list[str]) -> Callable[..., None]:
     """evaluate float, PTQ and QAT of one model under one recipe; verify, save, print one table"""
     from aoquant.integrations import job
     from aoquant.integrations.progress import no_bars_in_logs
+    from aoquant.integrations.ranks import is_first
 
     no_bars_in_logs()
     given = job.read_yaml(path) if (path := _take_config(arguments)) else {}
@@ -39,8 +40,9 @@ def run(arguments: list[str]) -> Callable[..., None]:
             raise KeyboardInterrupt(
                 f"stages that are done are kept in {options.out}/; the same command goes on"
             ) from None
-        print(result.table())
-        print(f"\n{result.where_to_look()}")
+        if is_first():
+            print(result.table())
+            print(f"\n{result.where_to_look()}")
 
     parameters = []
     for group in job.GROUPS:  # each is one group of the help
@@ -199,16 +201,30 @@ def formats(arguments: list[str]) -> Callable[..., None]:
 
 
 def recipes(arguments: list[str]) -> Callable[..., None]:
-    """list the recipes that run takes"""
+    """list the recipes that run takes, or those for an engine and a GPU"""
+    from typing import Annotated
 
-    def command() -> None:
-        """List the recipes that `aoquant run --recipe` takes."""
+    import tyro
+
+    def command(asked: str | None = None) -> None:
+        """List the recipes that `aoquant run --recipe` takes.
+
+        Args:
+            asked: an engine, a GPU, and ptq for no training, such as "vllm h100": what to choose then, with what it
+                costs where that was measured.
+        """
         from aoquant.recipes import list_recipes
+        from aoquant.tools import choosing
 
+        if asked is not None:
+            _print_table(choosing.rows(choosing.find(asked), code=False), choosing.HEADS)
+            print(f"\nbits: a weight. PTQ, QAT / float: perplexity over the float model's. {choosing.source()}")
+            return
         _print_table(
             [(r.name, type(r.make()).__name__, r.about) for r in list_recipes()], ("recipe", "config", "leaves")
         )
 
+    command.__annotations__["asked"] = Annotated[str | None, tyro.conf.arg(name="for")]
     return command
 
 

@@ -25,10 +25,10 @@ from aoquant.ops.router import route
 
 FORMATS = ("int4-g128", "nvfp4", "mxfp4", "gridflip")
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))  # K, N
-ROWS = (1, 4, 16, 64, 256, 4096)
+ROWS = (1, 4, 16, 32, 64, 256, 4096)
 BEYOND_L2 = 130 << 20  # bytes, at least
 CALLS = 40
-GATE_ROWS = (1, 16, 64, 256, 1024)
+GATE_ROWS = (1, 16, 32, 64, 256, 1024)
 
 
 def multiply(name: str, e: Encoded, x: Tensor) -> Tensor:

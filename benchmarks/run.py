@@ -51,7 +51,12 @@ ENCODE = (
 )
 # encoded only: what a fused transform adds to the encoding
 TRANSFORMED = tuple(f"hadamard{size}+{inner}" for inner in ("nvfp4", "mxfp4") for size in (16, 32, 64, 128))
-FITTED = tuple(f"wush{size}+{inner}" for inner in ("nvfp4", "mxfp4") for size in (16, 64))  # no kernel fuses them
+FITTED = (
+    *(f"wush{size}+nvfp4" for size in (16, 32, 64, 128)),
+    *(f"wush{size}+mxfp4" for size in (16, 64)),
+    "wush16+int8-row",  # transformed by one kernel, encoded by another
+)
+WHOLE = ("nvfp4", "fp8-tensor")  # csrc encodes them in one launch; Triton's two are timed beside it
 # encoders that try several scales, and what makes their outer scale a constant
 GRIDS = {
     "fouroversix": "-static:0.125",
@@ -188,6 +193,11 @@ def measure_encode(rounds: int) -> list[Row]:
         fmt = get_format(name)
         runs[f"encode {name}"] = graph(lambda i, f=fmt: codec.encode(f, xs[i]), len(xs))
         moved[f"encode {name}"] = nbytes(xs[0], codec.encode(fmt, xs[0]))
+    for name in WHOLE:
+        fmt, variant = get_format(name), f"encode {name} (triton)"
+        with backend("triton"):
+            runs[variant] = graph(lambda i, f=fmt: codec.encode(f, xs[i]), len(xs))
+        moved[variant] = moved[f"encode {name}"]
     for name in FITTED:
         matrix = fitted(name, 4096)
         operand, held = get_operand(name), Scales(transform=matrix)

@@ -1,5 +1,5 @@
-// The operator over decode.cuh, decode_rows.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w + bias, rounded
-// once, W packed in 4 bits, or in fp8. linear.cu has the one that encodes x as well.
+// The operator over decode.cuh, decode_rows.cuh, decode_once.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w +
+// bias, rounded once, W packed in 4 bits, or in fp8. linear.cu has the one that encodes x as well.
 //
 // decode_plan.cuh says which kernel runs.
 #include "common.cuh"
@@ -80,7 +80,7 @@ void launch(DecodeCall& call, int64_t format, const Tensor& like) {
   const auto type = like.scalar_type();
   const int64_t m = call.args.m, k = call.args.k;
   std::optional<Tensor> image;
-  if (!decode_is_few(m)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
+  if (decode_reorders(m)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
     const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256, size[] = {tokens * ((k + 127) / 128) * 256};
     image = torch::stable::new_empty(like, {size, 1}, ScalarType::Byte);
     call.image = static_cast<uint8_t*>(image->data_ptr());

@@ -37,12 +37,15 @@ constexpr int MORE_THAN_HALF = 115 * 1024;
 
 struct DecodeCall {
   DecodeArgs args;
-  uint8_t* image;  // workspace of decode_tiles.cuh: ceil(m / TM) * TM rows of ceil(k / 128) * 256 bytes
+  uint8_t* image;  // workspace where `decode_reorders`: ceil(m / TM) * TM rows of ceil(k / 128) * 256 bytes
   cudaStream_t stream;
 };
 
-// Whether decode.cuh takes it; otherwise decode_tiles.cuh.
+// Whether decode.cuh, decode_rows.cuh or decode_fp8.cu takes it.
 inline bool decode_is_few(int64_t m) { return m <= 16; }
+
+// Whether decode_tiles.cuh takes it, which reorders x first; the other kernels read x as it lies.
+inline bool decode_reorders(int64_t m) { return m > 32; }
 
 // Whether decode_rows.cuh takes a W, for few rows of x.
 inline bool decode_is_large(int64_t n, int64_t k) { return n > 2048 && n * k >= (1 << 25); }

@@ -1,26 +1,29 @@
-// y = x W^T for 17 to 64 rows of x and a packed 4-bit W in one launch: decode_tiles.cuh's product, where the warps that
+// y = x W^T for 17 to 32 rows of x and a packed 4-bit W in one launch: decode_tiles.cuh's product, where the warps that
 // fill the ring read x as it lies in memory and pair its values on the way.
 //
 // decode_tiles.cuh lets a small kernel reorder x first, and for few rows the second launch costs more than the order does.
 // Here two groups of four warps fill the ring, in turns: W's codes by the copy engine, x and the scales through registers,
-// AHEAD of their steps. The order of additions is that of decode_tiles.cuh with the same cuts, and so are the bits.
+// AHEAD of their steps. The order of additions is that of decode_tiles.cuh with the same cuts, and so are the bits. From
+// 33 rows on it was slower than decode_tiles.cuh on an H200 (docs/decode-speed.md).
 #pragma once
 
 #include "decode_tiles.cuh"
 
 namespace aoquant::decode {
 
-template <int RG, int KG, int TM, int D>
-struct OnceLayout : TileLayout<RG, KG, TM, D> {
-  static constexpr int GROUPS = 2, THREADS = TileLayout<RG, KG, TM, D>::MULTIPLY + 128 * GROUPS;
+constexpr int ONCE_TOKENS = 32;  // rows of x at most, a quarter of a group's threads each
+
+template <int RG, int KG, int D>
+struct OnceLayout : TileLayout<RG, KG, ONCE_TOKENS, D> {
+  static constexpr int GROUPS = 2, THREADS = TileLayout<RG, KG, ONCE_TOKENS, D>::MULTIPLY + 128 * GROUPS;
   static_assert(D % GROUPS == 0);
 };
 
-template <int F, typename T, int RG, int KG, int TM, int CK, int D, int AHEAD>
-__global__ void __launch_bounds__(OnceLayout<RG, KG, TM, D>::THREADS, 1) tiles_once(const __grid_constant__ CUtensorMap codes_map, const DecodeArgs a) {
+template <int F, typename T, int RG, int KG, int CK, int D, int AHEAD>
+__global__ void __launch_bounds__(OnceLayout<RG, KG, D>::THREADS, 1) tiles_once(const __grid_constant__ CUtensorMap codes_map, const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
   extern __shared__ __align__(1024) uint8_t ring[];
-  using Layout = OnceLayout<RG, KG, TM, D>;
+  using Layout = OnceLayout<RG, KG, D>;
   constexpr int ROWS = Layout::ROWS, PLACE = Layout::PLACE, X = Layout::X, W = Layout::W, WARPS = Layout::MULTIPLY / 32, GROUPS = Layout::GROUPS;
   uint32_t base = uint32_t(__cvta_generic_to_shared(ring)), thread = threadIdx.x;
   asm volatile("" : "+r"(base), "+r"(thread));
@@ -39,7 +42,7 @@ __global__ void __launch_bounds__(OnceLayout<RG, KG, TM, D>::THREADS, 1) tiles_o
   asm volatile("griddepcontrol.launch_dependents;");
 
   if (warp >= WARPS) {  // the ring
-    constexpr int U = 2 * RG, PASSES = TM / 32;
+    constexpr int U = 2 * RG;
     const int group = (warp - WARPS) / 4, in_group = (thread - Layout::MULTIPLY) % 128;
     const int t = lane % 4, first = in_group / 32 * 16 * RG + lane / 4;  // of W's rows
     const int j = in_group % 4, token = in_group / 4;                    // of x
@@ -49,19 +52,17 @@ __global__ void __launch_bounds__(OnceLayout<RG, KG, TM, D>::THREADS, 1) tiles_o
     for (int u = 0; u < U; ++u) rows[u] = (uint32_t(min(first_row + first + 8 * u, a.n - 1)) >> a.tile_log2) * scales;
     const T* x = static_cast<const T*>(a.x) + int64_t(token) * a.k + 8 * j;
     struct Step {
-      uint4 x[PASSES][4];
+      uint4 x[4];
       RawScale scale[U];
     } ahead[AHEAD];
     auto fetch = [&](Step& to, int i) {
       const int start = (from + i) * 128;
 #pragma unroll
-      for (int pass = 0; pass < PASSES; ++pass)
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          const bool there = i < mine && token + 32 * pass < a.m && start + 32 * q + 8 * j < a.k;
-          to.x[pass][q] = make_uint4(0, 0, 0, 0);
-          if (there) to.x[pass][q] = __ldg(reinterpret_cast<const uint4*>(x + int64_t(32 * pass) * a.k + start + 32 * q));
-        }
+      for (int q = 0; q < 4; ++q) {
+        const bool there = i < mine && token < a.m && start + 32 * q + 8 * j < a.k;
+        to.x[q] = make_uint4(0, 0, 0, 0);
+        if (there) to.x[q] = __ldg(reinterpret_cast<const uint4*>(x + start + 32 * q));
+      }
 #pragma unroll
       for (int u = 0; u < U; ++u) to.scale[u] = load_scale<F>(a, rows[u], start + 32 * t, i < mine && start + 32 * t < a.k);
     };
@@ -88,10 +89,8 @@ __global__ void __launch_bounds__(OnceLayout<RG, KG, TM, D>::THREADS, 1) tiles_o
 #pragma unroll
         for (int u = 0; u < U; ++u) to[32 * u] = F == INT4 ? ahead[p].scale[u].s | ahead[p].scale[u].z << 16 : ahead[p].scale[u].s;
 #pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass)
-#pragma unroll
-          for (int q = 0; q < 4; ++q)
-            reinterpret_cast<uint4*>(place)[(j / 2 * TM + token + 32 * pass) * 8 + (chunk_of(j, q) ^ (token % 8))] = paired(ahead[p].x[pass], q);
+        for (int q = 0; q < 4; ++q)
+          reinterpret_cast<uint4*>(place)[(j / 2 * ONCE_TOKENS + token) * 8 + (chunk_of(j, q) ^ (token % 8))] = paired(ahead[p].x, q);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // x is wgmma's
         __syncwarp();
         if (lane == 0) arrive(full + 8 * turn.at);
@@ -100,15 +99,15 @@ __global__ void __launch_bounds__(OnceLayout<RG, KG, TM, D>::THREADS, 1) tiles_o
         for (int skip = 0; skip < GROUPS; ++skip) turn.next();
       }
   } else {
-    multiply_tiles<F, T, Layout, RG, KG, TM, CK, D>(a, ring, base, full, empty, thread, warp, rank, first_row, 0, mine);
+    multiply_tiles<F, T, Layout, RG, KG, ONCE_TOKENS, CK, D>(a, ring, base, full, empty, thread, warp, rank, first_row, 0, mine);
   }
 #endif
 }
 
-template <int F, typename T, int RG, int KG, int TM, int CK, int D, int AHEAD>
+template <int F, typename T, int RG, int KG, int CK, int D, int AHEAD>
 cudaError_t launch_once(const DecodeArgs& a, cudaStream_t stream) {
-  using Layout = OnceLayout<RG, KG, TM, D>;
-  auto* function = tiles_once<F, T, RG, KG, TM, CK, D, AHEAD>;
+  using Layout = OnceLayout<RG, KG, D>;
+  auto* function = tiles_once<F, T, RG, KG, CK, D, AHEAD>;
   CUtensorMap codes;
   cudaError_t error = map_bytes(&codes, a.codes, a.n, a.k / 2, Layout::ROWS, 64);
   if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout::BYTES);

@@ -1,10 +1,9 @@
-// Which of the kernels of decode.cuh, decode_rows.cuh and decode_tiles.cuh runs, and how it cuts K: by (n, k) and by
-// the range that m lies in, never by m inside a range, so that rows of y do not depend on how many there are. Ranges
-// end at 4, 16, 64 and 256. The cuts were measured on an
-// H200: enough blocks for its 132 multiprocessors, without more sums to add than that takes.
+// Which of the kernels of decode.cuh, decode_rows.cuh, decode_once.cuh and decode_tiles.cuh runs, and how it cuts K: by
+// (n, k) and by the range that m lies in, never by m inside a range, so that rows of y do not depend on how many there
+// are. Ranges end at 4, 16, 32, 64 and 256. 17 to 32 and 33 to 64 rows have different kernels, but for an (n, k) the same
+// cuts of K: there the order of additions, and so a row's bits, is one. The cuts were measured on an H200: enough blocks
+// for its 132 multiprocessors, without more sums to add than that takes.
 #pragma once
-
-#include <cstdlib>
 
 #include "decode.cuh"
 #include "decode_call.cuh"
@@ -32,47 +31,32 @@ bool run_large(const DecodeArgs& a, cudaStream_t stream, cudaError_t& error) {
   return true;
 }
 
-// While candidates are compared: which of them runs.
-inline int variant() {
-  const char* said = std::getenv("AOQUANT_DECODE_VARIANT");
-  return said ? std::atoi(said) : 0;
-}
-
 template <int F, typename T>
 cudaError_t run(const DecodeCall& c) {
   DecodeArgs a = c.args;
   a.times = decode::Folded<F, T>::TIMES;
   const int m = a.m, n = a.n;
   cudaError_t error = cudaSuccess;
+  const bool narrow = n <= 132 * 32, wide = n > 8192;  // narrow: a block of 32 rows for each multiprocessor, or fewer
   if (m <= 4) {
     if (run_large<F, T, 8>(a, c.stream, error)) return error;
     if (n > 6144) return m == 1 ? decode::launch<F, T, 1, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 8, 2>(a, c.stream);
-    if (n > 2048 && n <= 132 * 32)  // a block of 32 rows on each multiprocessor, with as many warps as it holds
+    if (n > 2048 && narrow)  // with as many warps as a multiprocessor holds
       return m == 1 ? decode::launch<F, T, 1, 2, 16, 2>(a, c.stream) : decode::launch<F, T, 4, 2, 16, 2>(a, c.stream);
     return m == 1 ? decode::launch<F, T, 1, 1, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 8, 3>(a, c.stream);
   }
   if (decode_is_few(m)) {
     if (run_large<F, T, 16>(a, c.stream, error)) return error;
-    if (variant() == 1 && n > 2048 && n <= 132 * 32) return decode::launch<F, T, 16, 2, 16, 2>(a, c.stream);
-    if (variant() == 2 && n > 2048 && n <= 132 * 32) return decode::launch<F, T, 16, 2, 8, 3>(a, c.stream);
-    return n <= 2048 ? decode::launch<F, T, 16, 1, 8, 3>(a, c.stream) : decode::launch<F, T, 16, 2, 8, 2>(a, c.stream);
+    if (n <= 2048) return decode::launch<F, T, 16, 1, 8, 3>(a, c.stream);
+    return narrow ? decode::launch<F, T, 16, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 16, 2, 8, 2>(a, c.stream);
   }
-  const bool wide = n > 8192;
-  // One block a multiprocessor, so the cuts are such that there are not many more of them.
-  if (m <= 64) {
-    if (variant() == 1) {
-      if (n <= 132 * 32)
-        return m <= 32 ? decode::launch_once<F, T, 1, 2, 32, 2, 12, 2>(a, c.stream) : decode::launch_once<F, T, 1, 2, 64, 2, 8, 2>(a, c.stream);
-      if (wide)
-        return m <= 32 ? decode::launch_once<F, T, 2, 2, 32, 1, 8, 1>(a, c.stream) : decode::launch_once<F, T, 2, 1, 64, 1, 6, 2>(a, c.stream);
-    }
-    if (variant() == 2) {
-      if (n <= 132 * 32)
-        return m <= 32 ? decode::launch_tiles<F, T, 1, 2, 32, 2, 12>(a, c.image, c.stream) : decode::launch_once<F, T, 1, 2, 64, 2, 8, 1>(a, c.stream);
-      if (wide)
-        return m <= 32 ? decode::launch_tiles<F, T, 2, 2, 32, 1, 8>(a, c.image, c.stream) : decode::launch_once<F, T, 2, 1, 64, 1, 6, 1>(a, c.stream);
-    }
-    if (n <= 132 * 32) return decode::launch_tiles<F, T, 1, 2, 64, 2, 8>(a, c.image, c.stream);
+  // From here on one block a multiprocessor, so the cuts are such that there are not many more of them.
+  if (m <= 32) {
+    if (narrow) return decode::launch_once<F, T, 1, 2, 2, 12, 2>(a, c.stream);
+    return wide ? decode::launch_once<F, T, 2, 2, 1, 8, 1>(a, c.stream) : decode::launch_once<F, T, 2, 2, 2, 8, 1>(a, c.stream);
+  }
+  if (m <= 64) {  // cuts of K as for 17 to 32 rows
+    if (narrow) return decode::launch_tiles<F, T, 1, 2, 64, 2, 8>(a, c.image, c.stream);
     return wide ? decode::launch_tiles<F, T, 2, 2, 64, 1, 6>(a, c.image, c.stream) : decode::launch_tiles<F, T, 2, 2, 64, 2, 6>(a, c.image, c.stream);
   }
   if (!wide) return decode::launch_tiles<F, T, 2, 1, 128, 2, 4>(a, c.image, c.stream);

@@ -47,6 +47,7 @@ __device__ __forceinline__ void search_block(const SearchArgs& p, float t, float
   float least = INFINITY;
 #pragma unroll 1
   for (int i = -1; finite && i <= DOWN + UP; ++i) {
+    if (i == DOWN) continue;  // the usual one again, whose error is not less than its own
     int code = i < 0 ? usual : min(max(usual + i - DOWN, LOWEST), HIGHEST);
     SearchEntry entry = table[code];
     float total = 0.0f;

@@ -14,6 +14,7 @@ finish.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import tempfile
@@ -62,12 +63,7 @@ def finetune(
         ValueError: unknown loss, or "kl" without a teacher, or no steps or blocks.
         KeyboardInterrupt: Ctrl-C, after the step and its checkpoint.
     """
-    if loss not in LOSSES or (loss == "kl" and teacher is None):
-        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, and kl needs a teacher; got {loss!r}")
-    if steps < 1 or blocks_BT.shape[0] == 0:
-        raise ValueError(
-            f"fine-tuning needs at least one step and one block of text, got {steps} steps, {blocks_BT.shape[0]} blocks"
-        )
+    check(loss, teacher, steps, blocks_BT)
     before = _newest(checkpoints)
     if before is not None and _state(before)["global_step"] >= steps:
         return _take(model, before)
@@ -80,7 +76,7 @@ def finetune(
         warmup_steps=max(1, steps // 20),
         max_grad_norm=1.0,
         logging_steps=1,
-        save_strategy="no",  # `_Checkpoints` decides
+        save_strategy="no",  # `Checkpoints` decides
         save_total_limit=1,
         report_to=[],
         seed=seed,
@@ -91,7 +87,7 @@ def finetune(
         dataloader_pin_memory=False,
     )
     optimizer = master_adamw(model, learning_rate)
-    keeper = _Checkpoints() if checkpoints is not None else None
+    keeper = Checkpoints() if checkpoints is not None else None
     trainer = _Trainer(
         model=model,
         args=arguments,
@@ -101,12 +97,22 @@ def finetune(
         teacher=teacher if loss == "kl" else None,
     )
     trainer.remove_callback(PrinterCallback)
-    with _interrupts(keeper):
+    with interrupts(keeper):
         trainer.train(resume_from_checkpoint=str(before) if before else None)
     if keeper is not None and keeper.interrupted:
         raise KeyboardInterrupt
     model.eval()
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def check(loss: str, teacher: PreTrainedModel | None, steps: int, blocks_BT: Tensor) -> None:
+    """Raise ValueError for an unknown loss, "kl" without a teacher, no steps, or no blocks."""
+    if loss not in LOSSES or (loss == "kl" and teacher is None):
+        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, and kl needs a teacher; got {loss!r}")
+    if steps < 1 or blocks_BT.shape[0] == 0:
+        raise ValueError(
+            f"fine-tuning needs at least one step and one block of text, got {steps} steps, {blocks_BT.shape[0]} blocks"
+        )
 
 
 def _newest(folder: Path | None) -> Path | None:
@@ -130,14 +136,21 @@ def _take(model: PreTrainedModel, checkpoint: Path) -> list[float]:
     return [float(entry["loss"]) for entry in _state(checkpoint)["log_history"] if "loss" in entry]
 
 
-def master_adamw(model: torch.nn.Module, learning_rate: float) -> AdamW:
+def distillation_loss(student_BTV: Tensor, teacher_BTV: Tensor) -> Tensor:
+    """KL divergence of the student's next-token distribution from the teacher's, in nats a token. Logits."""
+    target = F.log_softmax(teacher_BTV.float(), -1).flatten(0, 1)
+    student = F.log_softmax(student_BTV.float(), -1).flatten(0, 1)
+    return F.kl_div(student, target, log_target=True, reduction="batchmean")
+
+
+def master_adamw(model: torch.nn.Module, learning_rate: float | Tensor, **options: Any) -> AdamW:
     """AdamW on float32 copies of the trainable parameters, written back rounded after every step.
 
-    The copies are in its state_dict, as "master" of each parameter.
+    The copies are in its state_dict, as "master" of each parameter. options: of AdamW, such as fused and capturable.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     masters = [torch.nn.Parameter(p.detach().float().clone()) for p in parameters]
-    optimizer = AdamW(masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = AdamW(masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, **options)
 
     def take_gradients(*_: Any) -> None:
         for p, m in zip(parameters, masters, strict=True):
@@ -188,31 +201,42 @@ class _Bar(TrainerCallback):
         self.bar.close()
 
 
-class _Checkpoints(TrainerCallback):
+class Checkpoints(TrainerCallback):
     """Saves every `CHECKPOINT_SECONDS`, after the last step, and when interrupted, which then ends training."""
 
     def __init__(self) -> None:
         self.interrupted, self.saved = False, time.monotonic()
 
+    def wishes(self) -> tuple[bool, bool]:
+        """(a checkpoint is due, the user wants to stop)."""
+        return time.monotonic() - self.saved >= CHECKPOINT_SECONDS, self.interrupted
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        due = time.monotonic() - self.saved >= CHECKPOINT_SECONDS
-        if due or self.interrupted or state.global_step >= state.max_steps:
+        if any(self.wishes()) or state.global_step >= state.max_steps:
             control.should_save, self.saved = True, time.monotonic()
         if self.interrupted:
             control.should_training_stop = True
 
 
 @contextmanager
-def _interrupts(keeper: _Checkpoints | None) -> Iterator[None]:
-    """The first Ctrl-C asks `keeper` to save and stop, the second one interrupts at once."""
+def interrupts(keeper: Checkpoints | None, *, echo: float = 0.0) -> Iterator[None]:
+    """The first Ctrl-C asks `keeper` to save and stop, the second one interrupts at once.
+
+    echo: seconds in which another signal is the same Ctrl-C: torchrun passes on what its ranks got from the terminal.
+    """
     if keeper is None or threading.current_thread() is not threading.main_thread():
         yield
         return
+    first = -math.inf
 
     def ask(*_: Any) -> None:
-        signal.signal(signal.SIGINT, before)
-        keeper.interrupted = True
-        print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        nonlocal first
+        now = time.monotonic()
+        if keeper.interrupted and now - first >= echo:
+            raise KeyboardInterrupt
+        if not keeper.interrupted:
+            keeper.interrupted, first = True, now
+            print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     before = signal.signal(signal.SIGINT, ask)
     try:
@@ -233,7 +257,6 @@ class _Trainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
         outputs = model(input_ids=inputs["input_ids"])
         with torch.no_grad():
-            target = F.log_softmax(self.teacher(input_ids=inputs["input_ids"]).logits.float(), -1)
-        student = F.log_softmax(outputs.logits.float(), -1)
-        value = F.kl_div(student.flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean")
+            target = self.teacher(input_ids=inputs["input_ids"]).logits
+        value = distillation_loss(outputs.logits, target)
         return (value, outputs) if return_outputs else value

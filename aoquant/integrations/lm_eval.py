@@ -37,6 +37,7 @@ import datasets
 import lm_eval.api.task
 import lm_eval.evaluator
 import torch
+import torch.distributed as dist
 from lm_eval.models import huggingface
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
@@ -45,7 +46,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from aoquant.integrations.progress import progress as progress_bar
-from aoquant.integrations.text import Source, find_pages
+from aoquant.integrations.text import Source, find_pages, read_jsonl
 
 TASK = "wikitext_local"
 
@@ -86,11 +87,14 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 1,
     progress: bool = True,
+    shared: bool = False,
 ) -> Perplexity:
     """Run lm-eval's wikitext task on a causal language model.
 
     wikitext: "hub" or a folder with test.jsonl. documents: `{"page": ...}` lines. Neither: the embedded pages.
     window: tokens; by default, and at most, the model's positions. limit: score only the first `limit` documents.
+    shared: the ranks of the default process group score a part of the documents each; all call it, with equal models,
+    and all get the result. lm-eval shares them out and makes the numbers of forwards equal.
     Raises ValueError for arguments and files that do not fit, before anything runs.
     """
     for name, value in (("window", window), ("limit", limit), ("batch_size", batch_size)):
@@ -98,6 +102,9 @@ def evaluate(
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     window = check_window(model, tokenizer, window)
     pages = find_pages(wikitext, documents)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+    if pages is not None and size > min(len(read_jsonl(pages, ("page",))), limit or size):
+        raise ValueError(f"{size} ranks need as many documents to share, got fewer in {pages} with limit={limit}")
     with ExitStack() as stack:
         _quiet_eval(stack, model)
         if pages is None:
@@ -109,15 +116,21 @@ def evaluate(
         # One folder of tasks: reading all of lm-eval's takes 12 s.
         tasks = TaskManager(include_path=include, include_defaults=False).load([task])
         label = f"{task}, window {window}"
-        bar = stack.enter_context(progress_bar(0, label, "window", show=progress))
+        bar = stack.enter_context(progress_bar(0, label, "window", show=progress and rank == 0))
         tokenizer = copy.deepcopy(tokenizer)  # HFLM gives it a pad token
         tokenizer.model_max_length = 10**30  # no warning: a page is encoded whole, then cut into windows
         options = {"max_length": window, "batch_size": batch_size, "softmax_dtype": torch.float32}
         lm = _LM(_Model(model, bar), tokenizer=tokenizer, **options)
+        lm._rank, lm._world_size = rank, size
         # Not simple_evaluate, which seeds every random generator and looks the model up on the hub.
         results = lm_eval.evaluator.evaluate(lm, tasks, limit=limit, bootstrap_iters=0, log_samples=True)
+    box = [results]  # on rank 0; None elsewhere
+    if size > 1:
+        dist.broadcast_object_list(box, src=0)
+    (results,) = box
     metrics = results["results"][task]
-    scored = [sample["word_perplexity"] for sample in results["samples"][task]]  # (loglikelihood, words)
+    samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])  # ranks follow one another there
+    scored = [sample["word_perplexity"] for sample in samples]  # (loglikelihood, words)
     return Perplexity(
         **{name: metrics[f"{name},none"] for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")},
         window=window,
@@ -165,7 +178,21 @@ class _Model:
 
 
 class _LM(huggingface.HFLM):
-    """HFLM that says how many windows there will be: it encodes all pages before it scores one."""
+    """HFLM that says how many windows there will be: it encodes all pages before it scores one.
+
+    Between ranks it speaks by torch.distributed; HFLM needs accelerate for that, and takes the rank within a host.
+    """
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if self._world_size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    def barrier(self) -> None:
+        if self._world_size > 1:
+            dist.barrier()
 
     def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> Any:
         ids = super().tok_encode(string, *args, **kwargs)

@@ -1,6 +1,7 @@
 """The drawn figures of the documentation, as SVG text: `python docs/figures/draw.py` writes them beside this file.
 
-recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. tiers.svg shows the
+recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. bits.svg is one of
+benchmarks/results/experiments.csv, perplexity against bits a weight, once that file is there. tiers.svg shows the
 package's tiers, operands.svg the six operands of a linear layer. Each has its own background, and colours for light
 and for dark, so it can be read on any page. Text is drawn as text, so a reader can search and select it. The test suite
 compares the files with what this script draws.
@@ -9,13 +10,15 @@ compares the files with what this script draws.
 from __future__ import annotations
 
 import csv
+import math
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
-RUNS = HERE.parents[1] / "benchmarks" / "results" / "recover_h200.csv"
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
+RUNS, EXPERIMENTS = RESULTS / "recover_h200.csv", RESULTS / "experiments.csv"
 STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #1f2430 }
 .small { font-size: 12px; fill: #566 } .head { font-size: 15px; font-weight: 600 } .code { font-family: ui-monospace, monospace }
@@ -108,6 +111,46 @@ def recover() -> str:
     return svg(740, 372, "Perplexity of float, PTQ and QAT", parts)
 
 
+def bits() -> str:
+    """bits.svg of the file in benchmarks/results."""
+    with EXPERIMENTS.open(encoding="utf-8", newline="") as file:
+        return bits_of(list(csv.DictReader(file)))
+
+
+def bits_of(rows: list[dict[str, str]]) -> str:
+    """Headline rows, distilled: a line from PTQ to QAT at their bits a weight, torchao's beside ours."""
+    found = [r for r in rows if r["headline"] == "True" and r["loss"] == "kl" and r["bits"] and r["PTQ"] and r["QAT"]]
+    base, left, right, top, bottom = float(found[0]["float"]), 70, 700, 64, 320
+    values = [base, *(float(r[stage]) for r in found for stage in ("PTQ", "QAT"))]
+    low, high = math.log(min(values)), math.log(max(values))
+    widths = [float(r["bits"]) for r in found]
+    first, last = min(widths) - 0.3, max(widths) + 0.7
+
+    def x(width: float) -> float:
+        return left + (width - first) / (last - first) * (right - left)
+
+    def y(perplexity: float) -> float:
+        return bottom - (math.log(perplexity) - low) / max(high - low, 1e-9) * (bottom - top)
+
+    parts = [text(20, 30, "WikiText-2 word perplexity against bits a weight (lower is better)", "head")]
+    parts += [line(left, y(base), right, y(base), "grid"), text(right, y(base) - 6, f"float {base:.1f}", "small end")]
+    for tick in range(math.ceil(first), math.floor(last) + 1):
+        parts.append(text(x(tick), bottom + 22, str(tick), "small middle"))
+    for r in found:
+        ours, width = r["kind"] != "torchao", float(r["bits"])
+        style = "qat" if ours else "float"
+        here, before, after = x(width), y(float(r["PTQ"])), y(float(r["QAT"]))
+        parts += [line(here, before, here, after), f'<circle cx="{here:.1f}" cy="{before:.1f}" r="4" class="ptq"/>']
+        parts += [f'<circle cx="{here:.1f}" cy="{after:.1f}" r="5" class="{style}"/>']
+        parts.append(text(here + 8, after + 4, f"{r['row']} {float(r['QAT']):.1f}", "code small"))
+    for i, (style, label) in enumerate((("ptq", "PTQ"), ("qat", "QAT, aoquant"), ("float", "QAT, torchao"))):
+        parts += [
+            f'<circle cx="{80 + i * 140}" cy="{bottom + 46}" r="5" class="{style}"/>',
+            text(92 + i * 140, bottom + 50, label, "small"),
+        ]
+    return svg(740, 392, "Perplexity against bits a weight", parts)
+
+
 def tiers() -> str:
     rows = [
         ("4", "Edges", "cli   integrations/   export/", "Hugging Face, peft, lm-eval, engines, the command line", "warm"),
@@ -167,6 +210,8 @@ def operands() -> str:
 
 
 FIGURES = {"recover.svg": recover, "tiers.svg": tiers, "operands.svg": operands}
+if EXPERIMENTS.exists():
+    FIGURES["bits.svg"] = bits
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -33,6 +33,7 @@ FORMATS = (
     "te-nvfp4-16x16",
     "xx-mxfp4",
 )
+# 17 to 32 and 33 to 64 rows have different kernels, and one order of additions
 RANGES = {"cuda-decode": ((1, 4), (5, 16), (17, 64), (65, 256)), "triton-decode": ((1, 16), (17, 32), (33, 64))}
 SHAPES = (
     (4096, 4096),
@@ -98,7 +99,7 @@ def test_within_the_bound_of_float64(format_name: str, name: str) -> None:
             _, e = packed(format_name, n, k, dtype)
             alpha = format.alpha(e)
             values = format.operand(e, dtype).double() * (1.0 if alpha is None else alpha.double())
-            for m in (1, 2, 5, 16, 17, 64, 65, 200, 256) if cuda else (3, 64):
+            for m in (1, 2, 5, 16, 17, 32, 33, 64, 65, 200, 256) if cuda else (3, 64):
                 x = torch.randn(m, k, device=CUDA, dtype=dtype)
                 for bias in (None, torch.randn(n, device=CUDA).to(dtype), torch.randn(n, device=CUDA))[
                     : 3 if m == 5 else 2
@@ -108,7 +109,7 @@ def test_within_the_bound_of_float64(format_name: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("m", [8, 32, 128])
+@pytest.mark.parametrize("m", [8, 17, 32, 33, 64, 128])
 def test_identity_gives_the_operand(format_name: str, name: str, m: int) -> None:
     if name == "triton-decode" and m > few_rows.TRITON_ROWS:
         pytest.skip("more rows than it takes")
@@ -198,14 +199,15 @@ def test_every_scale_byte_of_fp4(format_name: str, name: str) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("format_name", ["int4-g128", "nvfp4", "mxfp4", "gridflip"])
 def test_rows_do_not_depend_on_their_number(format_name: str, name: str) -> None:
-    for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (1000, 1152), LARGE[0], LARGE[2]):
+    for n, k in ((4096, 4096), (8192, 2048), (14336, 4096), (4096, 14336), (1000, 1152), (56, 32), LARGE[0], LARGE[2]):
         format, e = packed(format_name, n, k)
         skip_without(name, format)
         for first, last in RANGES[name]:
             x = torch.randn(last, k, device=CUDA, dtype=BF16)
             whole = product(name, format, e, x)
             assert torch.equal(product(name, format, e, x), whole)
-            for m in sorted({first, first + 1, first + 2, (first + last) // 2, last - 1}):
+            ends = {m for m in (32, 33) if first <= m <= last}
+            for m in sorted({first, first + 1, first + 2, (first + last) // 2, last - 1} | ends):
                 assert torch.equal(product(name, format, e, x[:m]), whole[:m]), (n, k, m)
                 assert torch.equal(product(name, format, e, x[-m:].contiguous()), whole[-m:]), (n, k, m)
 
@@ -215,7 +217,9 @@ def test_rows_do_not_depend_on_their_number(format_name: str, name: str) -> None
 def test_prepared_equals_converted(recipe: str, bias: bool) -> None:
     model = nn.Sequential(nn.Linear(4096, 1024, bias=bias, dtype=BF16, device=CUDA))
     quantize_(model, QATConfig(get_recipe(recipe).make()))
-    xs = [torch.randn(m, 4096, device=CUDA, dtype=BF16) for m in (1, 2, 4, 16, 17, 64, 100, 256, 257, 1024, 4096)]
+    xs = [
+        torch.randn(m, 4096, device=CUDA, dtype=BF16) for m in (1, 2, 4, 16, 17, 32, 33, 64, 100, 256, 257, 1024, 4096)
+    ]
     trained = [model(x).detach() for x in xs]
     with torch.no_grad():
         prepared = [model(x) for x in xs]
@@ -243,7 +247,7 @@ def test_both_forms_make_one_request() -> None:
 def test_graphs_views_and_no_synchronisation() -> None:
     for name in ("int4-g128", "nvfp4", "gridflip"):
         format, e = packed(name, 1024, 2048)
-        for m in (1, 16, 64, 256):
+        for m in (1, 16, 32, 64, 256):
             x = torch.randn(m, 2048, device=CUDA, dtype=BF16)
             args = (x, e, None, "", format.name, "aoquant", [m], BF16)
             y = scaled_mm(*args)

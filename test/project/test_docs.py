@@ -33,7 +33,8 @@ BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>.+) -->\n+)?^```python\n(?P<code>
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 NOT_RUN = 2
 WIDTH, ROW, README = 120, 400, 130
-FIGURES = runpy.run_path(str(DOCS / "figures" / "draw.py"))["FIGURES"]
+DRAW = runpy.run_path(str(DOCS / "figures" / "draw.py"))
+FIGURES = DRAW["FIGURES"]
 ELLIPSIS = "…"
 
 
@@ -137,6 +138,20 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_what_its_script_draws(name: str) -> None:
     assert (DOCS / "figures" / name).read_text(encoding="utf-8") == FIGURES[name]()
+
+
+def test_bits_are_drawn_with_torchao_beside_ours() -> None:
+    row = {"headline": "True", "loss": "kl", "float": "30", "PTQ": "40"}
+    rows = [
+        {**row, "row": name, "kind": name, "bits": "4.25", "QAT": q} for name, q in (("torchao", "34"), ("ours", "32"))
+    ]
+    drawn = DRAW["bits_of"]([*rows, {**rows[0], "loss": "ce", "row": "not distilled"}])
+    assert ">torchao 34.0<" in drawn and ">ours 32.0<" in drawn and "not distilled" not in drawn
+    at = {
+        style: float(re.search(f'cy="([0-9.]+)" r="[45]" class="{style}"', drawn)[1])
+        for style in ("ptq", "qat", "float")
+    }
+    assert at["ptq"] < at["float"] < at["qat"]  # SVG counts downwards
 
 
 def test_the_pages_name_every_torchao_config() -> None:

@@ -7,6 +7,8 @@ back, in log perplexity, (PTQ - QAT) / (PTQ - float); it is n/a when PTQ's loss 
 paired over documents. The prepared and the converted model are compared layer by layer before anything is called done,
 and the saved checkpoint is loaded again and must give the same logits, bit for bit.
 
+Started by torchrun or `accelerate launch` it is one job on all their GPUs (`ranks.py`, `sharded.py`).
+
 The plan is checked on the whole model before the first stage. A stage that is done is written down (`folder.py`), and
 fine-tunes keep checkpoints, so the same command goes on where an interrupt or a crash stopped it.
 """
@@ -15,8 +17,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +46,8 @@ from aoquant.integrations.job.models import (
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.result import Result, Stage, folded, recovered, recovered_share, write
 from aoquant.integrations.lm_eval import Perplexity, check_window, evaluate
+from aoquant.integrations.ranks import Ranks, joined
+from aoquant.integrations.sharded import finetune_sharded
 from aoquant.integrations.text import assets, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.coverage import coverage, listed
@@ -56,26 +62,34 @@ def run(o: Options) -> Result:
     """Run the whole job and write o.out/{report.md,.csv,.json,.png, float_against_quantized/, aoquant_run.json,
     checkpoint/}.
 
+    Under torchrun or `accelerate launch` every rank calls it: fine-tunes are sharded (FSDP2), batches and scored
+    documents are shared out, rank 0 verifies and writes, and all ranks return the result.
+
     Raises:
         ValueError: bad options, layers that cannot take the recipe, another run in o.out, or prepared and converted
             differ.
     """
-    o.check()
-    folder = Folder(o)
-    if (done := folder.finished()) is not None:
-        return done
+    with joined(o.device) as ranks:
+        ranks.share(o.check)
+        folder = Folder(o, ranks)
+        done = folder.finished()
+        return done if done is not None else _stages(o, folder, ranks)
+
+
+def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
-    check_window(float_model, tokenizer, o.window)
-    config, skipped = chosen_layers(float_model, o)
-    for reason in folded(skipped.values()):
+    ranks.share(lambda: check_window(float_model, tokenizer, o.window))
+    config, skipped = ranks.share(lambda: chosen_layers(float_model, o))
+    for reason in folded(skipped.values()) if ranks.first else ():
         print(f"left out: {reason}", file=sys.stderr)
     folder.begin()
     documents = [d for path in o.train_text or [assets() / "train.jsonl"] for d in load_documents(path)]
-    blocks = token_blocks(documents, tokenizer, o.block)
+    blocks = token_blocks(documents, tokenizer, o.block, progress=ranks.first)
     tuning: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
+    tune = finetune_sharded if ranks.launched else finetune
 
     def score(model: PreTrainedModel) -> Perplexity:
-        return evaluate(model, tokenizer, wikitext=o.wikitext, window=o.window, limit=o.limit)
+        return evaluate(model, tokenizer, wikitext=o.wikitext, window=o.window, limit=o.limit, shared=ranks.launched)
 
     def prepared_copy() -> PreTrainedModel:
         model = copy.deepcopy(float_model)
@@ -84,7 +98,7 @@ def run(o: Options) -> Result:
 
     def tuned_stage() -> Stage:
         tuned = copy.deepcopy(float_model)
-        finetune(tuned, blocks, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED), **tuning)
+        tune(tuned, blocks, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED), **tuning)
         return Stage(TUNED, score(tuned), model_bytes(tuned))
 
     stages = [folder.stage(FLOAT, lambda: Stage(FLOAT, score(float_model), model_bytes(float_model)))]
@@ -94,7 +108,7 @@ def run(o: Options) -> Result:
 
     prepared = prepared_copy()
     kept = folder.checkpoints(PREPARED)
-    finetune(prepared, blocks, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", checkpoints=kept, **tuning)
+    tune(prepared, blocks, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", checkpoints=kept, **tuning)
     converted = copy.deepcopy(prepared)
     convert(converted)
     stages.append(folder.stage(PREPARED, lambda: Stage(PREPARED, score(prepared), model_bytes(prepared))))
@@ -110,36 +124,58 @@ def run(o: Options) -> Result:
             ),
         )
     )
-
-    batch = {"input_ids": blocks[: o.batch_size].to(float_model.device)}
-    layers = verify(prepared, converted, batch, allow_not_run=bool(as_prepared))
-    save_pretrained(converted, o.out / "checkpoint", tokenizer)
-    fingerprint = None if as_prepared else logits_fingerprint(converted, batch["input_ids"])
-    covered = coverage(prepared)
-    result = Result(
-        recipe=o.recipe,
-        out=o.out,
-        stages=stages,
-        recovered=recovered(*(s.perplexity for s in (stages[0], stages[2], stages[4]))),
-        min_sqnr_db=layers.min_sqnr,
-        rows=len(layers.rows),
-        reload=_reload(o, batch["input_ids"], fingerprint),
-        coverage=str(covered),
-        stay_float=listed(covered.float_weights),
-        skipped=skipped,
-    )
-    record = {
-        "options": o.as_json(),
-        "probe_ids": batch["input_ids"].tolist(),
-        "logits_sha256": fingerprint,
-        "aoquant": __version__,
-        **environment(o.device),
-    }
-    write(result, layers, report(float_model, prepared if as_prepared else converted, batch), record)
+    end = _End(o, stages, tokenizer, (float_model, prepared, converted), blocks, skipped, ranks.size)
+    result = ranks.share(end.write)
     folder.forget(PREPARED)
     if o.export is not None:
-        export(o.out / "checkpoint", o.export, "gguf" if o.recipe.startswith("gguf-") else "compressed-tensors")
+        target = "gguf" if o.recipe.startswith("gguf-") else "compressed-tensors"
+        ranks.share(lambda: str(export(o.out / "checkpoint", cast(Path, o.export), target)))
     return result
+
+
+@dataclass(frozen=True)
+class _End:
+    """What one rank does with the models when all stages are scored. models: float, prepared, converted."""
+
+    o: Options
+    stages: list[Stage]
+    tokenizer: Any
+    models: tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]
+    blocks_BT: Tensor
+    skipped: Mapping[str, str]
+    ranks: int
+
+    def write(self) -> Result:
+        """Verify, save, reload, and write the report."""
+        o, stages, (float_model, prepared, converted) = self.o, self.stages, self.models
+        not_run = bool(stages[2].note)
+        batch = {"input_ids": self.blocks_BT[: o.batch_size].to(float_model.device)}
+        layers = verify(prepared, converted, batch, allow_not_run=not_run)
+        save_pretrained(converted, o.out / "checkpoint", self.tokenizer)
+        fingerprint = None if not_run else logits_fingerprint(converted, batch["input_ids"])
+        covered = coverage(prepared)
+        result = Result(
+            recipe=o.recipe,
+            out=o.out,
+            stages=stages,
+            recovered=recovered(*(s.perplexity for s in (stages[0], stages[2], stages[4]))),
+            min_sqnr_db=layers.min_sqnr,
+            rows=len(layers.rows),
+            reload=_reload(o, batch["input_ids"], fingerprint),
+            coverage=str(covered),
+            stay_float=listed(covered.float_weights),
+            skipped=self.skipped,
+        )
+        record = {
+            "options": o.as_json(),
+            "probe_ids": batch["input_ids"].tolist(),
+            "logits_sha256": fingerprint,
+            "aoquant": __version__,
+            "ranks": self.ranks,
+            **environment(o.device),
+        }
+        write(result, layers, report(float_model, prepared if not_run else converted, batch), record)
+        return result
 
 
 def _ptq_stage(prepared: PreTrainedModel, score: Score) -> Stage:

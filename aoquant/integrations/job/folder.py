@@ -23,19 +23,23 @@ import aoquant
 from aoquant.integrations.job.fingerprint import RESULTS, environment
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.result import Result, Stage
+from aoquant.integrations.ranks import Ranks
 
 
 class Folder:
     """The out folder of one command."""
 
-    def __init__(self, o: Options) -> None:
-        """Look at the folder, and make it if it is not there.
+    def __init__(self, o: Options, ranks: Ranks | None = None) -> None:
+        """Look at the folder, and make it if it is not there. Of several ranks the first alone does so, and writes.
 
         Raises:
             ValueError: it holds something else, or a run of another command; or it cannot be made.
         """
-        self.out, self.stages = o.out, o.out / "stages"
-        self.command_file, self.command = self.stages / "command.json", _command(o)
+        self.out, self.stages, self.ranks = o.out, o.out / "stages", ranks or Ranks()
+        self.command_file, self.command = self.stages / "command.json", _command(o, self.ranks)
+        self.ranks.share(lambda: self._look(o))
+
+    def _look(self, o: Options) -> None:
         if self.command_file.is_file():
             before = json.loads(self.command_file.read_text(encoding="utf-8"))
             begun = any(path != self.command_file for path in self.stages.iterdir()) or (self.out / RESULTS).is_file()
@@ -53,26 +57,41 @@ class Folder:
 
     def begin(self) -> None:
         """Write down what the stages belong to."""
-        self.stages.mkdir(exist_ok=True)
-        _write(self.command_file, self.command)
+
+        def write() -> None:
+            self.stages.mkdir(exist_ok=True)
+            _write(self.command_file, self.command)
+
+        self.ranks.share(write)
 
     def finished(self) -> Result | None:
         """The result, if the run is complete."""
         path = self.out / RESULTS
-        return Result.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+        def read() -> Result | None:
+            return Result.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+        return self.ranks.share(read)
 
     def stage(self, name: str, compute: Callable[[], Stage]) -> Stage:
-        """The stage called so: read if it is done, otherwise computed and written down."""
+        """The stage called so: read if it is done, otherwise computed, by every rank, and written down."""
         path = self.stages / f"{_file_name(name)}.json"
-        if path.is_file():
-            found = Stage.from_json(json.loads(path.read_text(encoding="utf-8")))
-            _say(f"{name}: done before, word perplexity {found.perplexity.word_perplexity:.3f}")
+
+        def read() -> Stage | None:
+            return Stage.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+        if (found := self.ranks.share(read)) is not None:
+            self._say(f"{name}: done before, word perplexity {found.perplexity.word_perplexity:.3f}")
             return found
-        _say(f"{name}: begins")
-        found = compute()
-        _write(path, asdict(found))
-        _say(f"{name}: word perplexity {found.perplexity.word_perplexity:.3f}")
-        return found
+        self._say(f"{name}: begins")
+        computed = compute()
+        self.ranks.share(lambda: _write(path, asdict(computed)))
+        self._say(f"{name}: word perplexity {computed.perplexity.word_perplexity:.3f}")
+        return computed
+
+    def _say(self, line: str) -> None:
+        if self.ranks.first:
+            print(line, file=sys.stderr, flush=True)
 
     def has(self, name: str) -> bool:
         """Whether the stage called so is done."""
@@ -84,18 +103,19 @@ class Folder:
 
     def forget(self, name: str) -> None:
         """Remove the checkpoints of a fine-tune that is scored."""
-        shutil.rmtree(self.checkpoints(name), ignore_errors=True)
+        self.ranks.share(lambda: shutil.rmtree(self.checkpoints(name), ignore_errors=True))
 
 
-def _command(o: Options) -> dict[str, Any]:
-    """The settings that have to be equal for stages to stand in one table."""
+def _command(o: Options, ranks: Ranks) -> dict[str, Any]:
+    """The settings that have to be equal for stages to stand in one table; the number of ranks need not be."""
     options = {name: value for name, value in o.as_json().items() if name != "out"}
     here = environment(o.device)
     here.pop("threads", None)  # the last bits of a sum, and not worth a fine-tune
     inputs = [*([Path(o.model)] if o.model else []), *o.train_text, *([Path(o.wikitext)] if o.wikitext else [])]
     files = [f for p in inputs for f in (sorted(p.iterdir()) if p.is_dir() else [p]) if f.is_file()]
     stamps = {str(f): [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
-    return {**options, **here, "aoquant": aoquant.__version__, "input files": stamps}
+    launched = {"launcher": "torchrun"} if ranks.launched else {}  # its checkpoints have another layout
+    return {**options, **here, **launched, "aoquant": aoquant.__version__, "input files": stamps}
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -118,7 +138,3 @@ def _write(path: Path, content: Any) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
     os.replace(partial, path)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,174 @@
+"""Which recipe for which engine, GPU and budget: docs/choosing.md's table, and `aoquant recipes --for "vllm h100"`.
+
+A choice names the engine and the GPU that it is for. The last columns are measurements: bits a weight and word
+perplexity over the float model's, quantised without and with training, from measured.csv beside this file, which
+`eval/experiments` writes; a choice that was not measured has none. All of them are of one small model, named in the
+file: they order the recipes, and another model's gaps will be others.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+MEASURED = Path(__file__).with_name("measured.csv")
+ANY = "any"
+HEADS = ("you serve on", "and want", "recipe", "config", "bits", "PTQ / float", "QAT / float")
+_DEVICES = {
+    "hopper": ("hopper", "h100", "h200", "h800", "h20", "gh200"),
+    "ada": ("ada", "l4", "l40", "l40s", "4090", "rtx4090"),
+    "ampere": ("ampere", "a100", "a10", "a30", "a6000", "3090", "rtx3090"),
+    "blackwell": ("blackwell", "b100", "b200", "b300", "gb200", "gb300", "5090", "rtx5090"),
+    "cpu": ("cpu", "x86", "x86-64", "amd64"),
+    "arm": ("arm", "aarch64", "mac", "m1", "m2", "m3", "m4", "phone"),
+}
+_ENGINES = {
+    "pytorch": ("pytorch", "torch", "aoquant"),
+    "transformers": ("transformers", "hf", "huggingface"),
+    "vllm": ("vllm",),
+    "sglang": ("sglang",),
+    "llama.cpp": ("llama.cpp", "llamacpp", "llama-cpp", "gguf", "ggml", "ollama"),
+    "torchao": ("torchao", "ao"),
+}
+_BUDGETS = {"ptq": ("ptq", "untrained", "no-training", "calibration")}
+_GPUS = ("hopper", "ada", "ampere", "blackwell")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line. engines, devices: by the names above, or ANY. ptq: good without training too."""
+
+    where: str
+    want: str
+    recipe: str
+    config: str
+    engines: tuple[str, ...]
+    devices: tuple[str, ...]
+    ptq: bool = False
+
+    def fits(self, engines: set[str], devices: set[str], ptq: bool) -> bool:
+        """Whether it is for one of each; an empty set asks for nothing."""
+        of_engine = not engines or bool(engines & {*self.engines})
+        of_device = not devices or ANY in self.devices or bool(devices & {*self.devices})
+        return of_engine and of_device and (self.ptq or not ptq)
+
+
+OWN = ("pytorch", "transformers")  # a packed tensor of ours runs wherever PyTorch does
+CHOICES = (
+    Choice("any CUDA GPU, or a CPU", "small weights, quality first", "int4-g32", "Int4WeightConfig(32)", OWN, (ANY,), True),
+    Choice("Hopper", "fast decoding, few tokens at a time", "int4-g128", "Int4WeightConfig(128)", OWN, ("hopper",), True),
+    Choice("Hopper or Ada", "speed with many tokens", "torchao-fp8",
+           "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())", ("pytorch", "torchao"), ("hopper", "ada"), True),
+    Choice("Blackwell", "FP4 tensor cores", "nvfp4", "NVFP4WeightConfig()", OWN, ("blackwell",)),
+    Choice("Blackwell", "the same, with less error", "nvfp4-4over6",
+           'NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row")', OWN, ("blackwell",)),
+    Choice("Blackwell, MX kernels", "MXFP4", "mxfp4-h32", "MXFP4WeightConfig(transform=Hadamard(32))", OWN, ("blackwell",)),
+    Choice("nothing fixed yet", "the least error at 4.5 bits, no training", "gridflip-search",
+           'GridFlipFP4WeightConfig("search")', OWN, (ANY,), True),
+    Choice("vLLM or SGLang, Hopper to Blackwell", "fast decoding, few tokens at a time", "vllm-w4a16-g128",
+           'Packed4WeightConfig("intx4-g128", contract="dequantize")', ("vllm", "sglang", "transformers"), _GPUS, True),
+    Choice("vLLM on Hopper, Ada or Blackwell", "speed with many tokens", "vllm-fp8",
+           'PackedWeightConfig("fp8-row", "fp8-row-vllm")', ("vllm",), ("hopper", "ada", "blackwell"), True),
+    Choice("vLLM on Ampere", "speed with many tokens", "vllm-int8", 'PackedWeightConfig("int8-row", "int8-row-vllm")',
+           ("vllm",), ("ampere", "hopper", "ada"), True),
+    Choice("vLLM on Blackwell", "FP4 tensor cores", "vllm-nvfp4", 'Packed4WeightConfig("nvfp4-pow2", "nvfp4-static")',
+           ("vllm",), ("blackwell",)),
+    Choice("vLLM on Blackwell", "MXFP4", "vllm-mxfp4", 'Packed4WeightConfig("mxfp4-even", "mxfp4-even")', ("vllm",), ("blackwell",)),
+    Choice("llama.cpp on a CPU", "small weights", "gguf-q4_0", 'Packed4WeightConfig("q4_0", "q8_0-x86", "ggml")',
+           ("llama.cpp",), ("cpu",), True),
+    Choice("llama.cpp on a CPU", "almost no loss", "gguf-q8_0", 'PackedWeightConfig("q8_0", "q8_0-x86", "ggml")',
+           ("llama.cpp",), ("cpu",), True),
+    Choice("a CPU", "PyTorch's int4 kernel", "torchao-int4-cpu", "PrototypeInt4WeightOnlyConfig()", ("pytorch", "torchao"), ("cpu",), True),
+    Choice("a CPU or a GPU", "integer products, `torch._int_mm`", "torchao-int8", "Int8DynamicActivationInt8WeightConfig()",
+           ("pytorch", "torchao"), (ANY,), True),
+    Choice("ARM kernels that pack torchao's codes", "int4 weights, int8 activations", "torchao-int8-int4",
+           "Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32))", ("pytorch", "torchao"), ("arm",)),
+    Choice("torchao's MSLK int4 kernels", "torchao's checkpoint", "torchao-int4-g128", "Int4WeightOnlyConfig()",
+           ("torchao",), ("hopper", "blackwell"), True),
+    Choice("any", "FP4 in training as well", "quartet2", 'QATConfig(base, backward="quartet2")', OWN, (ANY,)),
+    Choice("any", "almost no loss", "mxfp8", "MXFP8WeightConfig()", OWN, (ANY,), True),
+    Choice("any", "almost no loss, integer codes", "int8", 'Int8WeightConfig(activation="int8-row")', OWN, (ANY,), True),
+)  # fmt: skip
+
+
+def find(asked: str) -> list[Choice]:
+    """The choices for words such as "vllm h100" or "cpu ptq", in the order of the table.
+
+    Raises:
+        ValueError: a word that is no engine, device or budget, or no choice for all of them.
+    """
+    engines, devices, ptq = set[str](), set[str](), False
+    for word in asked.lower().replace(",", " ").split():
+        if kind := _kind(word, _ENGINES):
+            engines.add(kind)
+        elif kind := _kind(word, _DEVICES):
+            devices.add(kind)
+        elif _kind(word, _BUDGETS):
+            ptq = True
+        else:
+            known = [name for table in (_ENGINES, _DEVICES, _BUDGETS) for names in table.values() for name in names]
+            near = difflib.get_close_matches(word, known, 3, 0.5)
+            raise ValueError(
+                f"--for takes an engine, a GPU or CPU, and ptq for no training, got {word!r}"
+                f"{f' (near it: {chr(44).join(near)})' if near else ''}; engines: {', '.join(_ENGINES)}; devices: {', '.join(_DEVICES)}"
+            )
+    found = [choice for choice in CHOICES if choice.fits(engines, devices, ptq)]
+    if not found:
+        raise ValueError(
+            f"no recipe is known for {asked!r}: `aoquant recipes` lists all, docs/choosing.md has the reasons"
+        )
+    return found
+
+
+def _kind(word: str, table: Mapping[str, tuple[str, ...]]) -> str | None:
+    return next((kind for kind, names in table.items() if word in names), None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A line of measured.csv: bits a weight, and word perplexities of one model. qat: the mean over seeds."""
+
+    bits: float
+    float_model: float
+    ptq: float
+    qat: float
+
+
+@cache
+def measured() -> dict[str, Measured]:
+    """By recipe."""
+    with MEASURED.open(encoding="utf-8", newline="") as file:
+        lines = [line for line in file if not line.startswith("#")]
+    numbers = ("bits", "float", "ptq", "qat")
+    return {row["recipe"]: Measured(*(float(row[name]) for name in numbers)) for row in csv.DictReader(lines)}
+
+
+def source() -> str:
+    """The model, budget, device and date of measured.csv: its comment lines."""
+    lines = MEASURED.read_text(encoding="utf-8").splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+
+
+def rows(choices: list[Choice] | tuple[Choice, ...] = CHOICES, *, code: bool = True) -> list[tuple[str, ...]]:
+    """Cells under `HEADS`; recipe and config as markdown's code where `code`."""
+    mark = "`" if code else ""
+    made: list[tuple[str, ...]] = []
+    for c in choices:
+        m = measured().get(c.recipe)
+        numbers = (
+            ("", "", "")
+            if m is None
+            else (f"{m.bits:.2f}", f"{m.ptq / m.float_model:.2f}", f"{m.qat / m.float_model:.2f}")
+        )
+        made.append((c.where, c.want, f"{mark}{c.recipe}{mark}", f"{mark}{c.config}{mark}", *numbers))
+    return made
+
+
+def markdown() -> str:
+    """The table of docs/choosing.md."""
+    lines = [HEADS, ("---",) * len(HEADS), *rows()]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)

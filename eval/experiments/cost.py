@@ -1,0 +1,72 @@
+"""The cost columns: a row alone on its device, trained for a few steps under cross entropy, converted, and generating.
+
+Ratios to bf16 are taken in the table, from the row "bf16" measured the same way. Peak memory is the allocator's, of the
+training steps; a captured graph keeps its own pool, which counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from aoquant.integrations.job.models import model_bytes
+from aoquant.tools.doctor import MISSING_KERNEL
+from experiments.records import Run
+from experiments.rows import Row
+from experiments.setting import setting_of
+from experiments.students import Student
+from experiments.tuning import FineTune
+
+STEPS, NEW_TOKENS = 20, 128
+
+
+def measure(o: argparse.Namespace, row: Row) -> None:
+    """Record one row's cost."""
+    setting = setting_of(o, row)
+    _, float_model = setting.loaded
+    student = Student(row, float_model, setting.corpus["train"])
+    cuda = torch.device(o.device).type == "cuda"
+    _reset_peak(cuda)
+    how = {"compile": cuda and row.compile and not o.eager, "graph": cuda and row.graph and not o.eager}
+    tuning = FineTune(student.prepared(0), None, setting.corpus["train"], setting.budget, **how)
+    batch = tuning.blocks_BT[: o.batch]
+    for _ in range(3):
+        tuning.step(batch).item()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        loss = tuning.step(batch)
+    loss.item()
+    speed = STEPS * batch.numel() / (time.perf_counter() - began)
+    result: dict[str, Any] = {"train_tokens_s": speed, "peak_bytes": _peak(cuda), **how}
+    prepared = student.prepared(0).eval()
+    del tuning
+    try:
+        converted = student.converted(prepared)
+        result |= {"model_bytes": model_bytes(converted), "generate_tokens_s": _generate(converted)}
+    except MISSING_KERNEL as error:
+        result["note"] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    setting.records.add(Run(row.name, "cost"), result)
+    print(row.name, result, flush=True)
+
+
+def _generate(model: Any) -> float:
+    """Tokens a second of greedy generation for one sequence, eager, as transformers runs it."""
+    ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.generate(ids, max_new_tokens=8, **options)
+    began = time.perf_counter()
+    made = model.generate(ids, max_new_tokens=NEW_TOKENS, **options)
+    made.cpu()
+    return float((made.shape[1] - 8) / (time.perf_counter() - began))
+
+
+def _reset_peak(cuda: bool) -> None:
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(cuda: bool) -> int:
+    return torch.cuda.max_memory_allocated() if cuda else 0

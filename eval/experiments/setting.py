@@ -1,0 +1,130 @@
+"""What all runs of a table share: models, text, budget, and how a model is scored.
+
+Training text is tokenised once and kept in OUT; so are the validation pages, on which alone learning rates are chosen.
+Scores are lm-eval's `wikitext` task over local test pages, every model eager and with the same batch of windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import random
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+from torch import Tensor
+
+from aoquant.integrations.job.models import load_float
+from aoquant.integrations.lm_eval import Perplexity, evaluate
+from aoquant.integrations.text import load_documents, read_jsonl, token_blocks
+from experiments.records import Records
+from experiments.rows import Row
+from experiments.tuning import ATTENTION, Budget, next_token_loss
+
+CHARACTERS = 5.5  # of a token at most, for a first guess at how much text is enough
+
+
+def digest(folder: Path, pattern: str) -> str:
+    """Of the files of a folder, the first 12 hexadecimal digits of a sha256."""
+    total = hashlib.sha256()
+    for file in sorted(folder.glob(pattern)):
+        total.update(file.name.encode() + file.read_bytes())
+    return total.hexdigest()[:12]
+
+
+class Setting:
+    """One model's side of the table: "dense" or "moe"."""
+
+    def __init__(self, o: argparse.Namespace, model: str) -> None:
+        """Raises ValueError for a model or text that is not there."""
+        self.o, self.model = o, model
+        self.folder: Path | None = o.model if model == "dense" else o.moe_model
+        if self.folder is None or not self.folder.is_dir():
+            option = "--model" if model == "dense" else "--moe-model"
+            raise ValueError(f"{option} must be a folder of a {model} model, got {str(self.folder)!r}")
+        for name in ("test", "validation"):
+            if not (o.wikitext / f"{name}.jsonl").is_file():
+                raise ValueError(f"--wikitext must be a folder with {name}.jsonl, got {str(o.wikitext)!r}")
+        steps = max(1, round(o.tokens / (o.batch * o.block)))
+        self.budget = Budget(steps, o.batch, o.block)
+        self.settings = {
+            "model": digest(self.folder, "*.safetensors"),
+            "text": digest(o.wikitext, "test.jsonl"),
+            "steps": steps,
+            "batch": o.batch,
+            "block": o.block,
+            "documents": o.documents,
+        }
+        self.records = Records(o.out / "runs.jsonl", self.settings)
+
+    @cached_property
+    def loaded(self) -> tuple[Any, Any]:
+        """(tokenizer, float model in bf16 on the device)."""
+        tokenizer, model = load_float(str(self.folder), "bfloat16", self.o.device)
+        model.set_attn_implementation(ATTENTION)
+        return tokenizer, model
+
+    def tokenise(self) -> None:
+        """Make the token ids, once for all processes."""
+        path = self._tokens()
+        if not path.exists():
+            partial = path.with_suffix(f".{self.model}.partial")
+            torch.save(self._tokenised(), partial)
+            partial.replace(path)
+
+    def _tokens(self) -> Path:
+        assert self.folder is not None
+        out: Path = self.o.out
+        return out / f"corpus-{digest(self.folder, 'tokenizer.json')}-{self.budget.tokens}-{self.o.block}.pt"
+
+    @cached_property
+    def corpus(self) -> dict[str, Tensor]:
+        """Token ids, (B, block) each: "train" and "validation"."""
+        self.tokenise()
+        stored: dict[str, Tensor] = torch.load(self._tokens(), weights_only=True)
+        return {name: ids.long() for name, ids in stored.items()}
+
+    def _tokenised(self) -> dict[str, Tensor]:
+        if not self.o.text:
+            raise ValueError(f"--text is needed: {self.o.out} holds no tokens of an earlier call")
+        tokenizer, _ = self.loaded
+        documents = [d for path in self.o.text for d in load_documents(path)]
+        random.Random(0).shuffle(documents)
+        count, size = 0, 0
+        while count < len(documents) and size < CHARACTERS * self.budget.tokens:
+            size, count = size + len(documents[count]), count + 1
+        train = token_blocks(documents[:count], tokenizer, self.o.block, progress=False)
+        pages = read_jsonl(self.o.wikitext / "validation.jsonl", ("page",))
+        detokenised = [wikitext_detokenizer({"page": page}) for page in pages]
+        validation = token_blocks(detokenised, tokenizer, self.o.block, progress=False)
+        return {"train": train[: self.budget.steps * self.o.batch].int(), "validation": validation.int()}
+
+    @torch.no_grad()
+    def validation_loss(self, model: Any) -> float:
+        """Nats a token over the blocks of the validation pages."""
+        blocks_BT, nats = self.corpus["validation"].to(self.o.device), 0.0
+        for part_BT in blocks_BT.split(self.o.score_batch):
+            nats += float(next_token_loss(model(input_ids=part_BT, use_cache=False).logits, part_BT)) * len(part_BT)
+        return nats / len(blocks_BT)
+
+    def score(self, model: Any) -> Perplexity:
+        """lm-eval's word perplexity on the test pages."""
+        tokenizer, _ = self.loaded
+        options = {"limit": self.o.documents, "batch_size": self.o.score_batch, "progress": False}
+        return evaluate(model, tokenizer, wikitext=str(self.o.wikitext), **options)
+
+
+def scored(p: Perplexity) -> dict[str, Any]:
+    """What a line keeps of a score."""
+    nats = -sum(p.loglikelihoods)
+    assert math.isclose(math.exp(nats / sum(p.words)), p.word_perplexity, rel_tol=1e-6)
+    return {"word_perplexity": p.word_perplexity, "window": p.window, "documents": p.documents}
+
+
+def setting_of(o: argparse.Namespace, row: Row) -> Setting:
+    """The setting of a row's model."""
+    return Setting(o, row.model)

@@ -1,0 +1,250 @@
+"""The experiments' command from end to end on a random Llama: runs, resumption, the choice of a rate, the table."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from aoquant.formats import get_format
+from aoquant.integrations.schedule import order_of_blocks
+
+ROOT = Path(__file__).parents[2]
+ROWS = {
+    "bf16": 'about = "float"\nkind = "float"\nlosses = ["ce"]\nlearning_rates = [1e-3]\nseeds = 1',
+    "int4": 'about = "ours"\nkind = "aoquant"\nrecipe = "intx4-g32/"\nheadline = true\nseeds = 2\nlosses = ["kl"]\n'
+    'learning_rates = [1e-3]\nagainst = "theirs"',
+    "exported": 'about = "ours"\nkind = "aoquant"\nrecipe = "vllm-w4a16-g32"\nseeds = 2\nlosses = ["kl"]\n'
+    "learning_rates = [1e-3]\nexport = true",
+    "theirs": 'about = "torchao"\nkind = "torchao"\nrecipe = "intx4-g32"\nseeds = 1\nlosses = ["kl"]\nlearning_rates = [1e-3]',
+    "lora": 'about = "LoRA"\nkind = "lora"\nrecipe = "int4-g32"\nseeds = 1\nlosses = ["kl"]\nlearning_rates = [1e-2]',
+}
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "eval"))
+    return importlib.import_module("experiments")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/, wikitext/, text.txt and configs/."""
+    folder = tmp_path_factory.mktemp("experiments")
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=8192, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2, **size
+    )
+    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(ROOT / "eval" / "assets").save_pretrained(folder / "model")
+    draw, words = random.Random(0), ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs"]
+    pages = [" ".join(draw.choices(words, k=60)) for _ in range(40)]
+    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(pages))
+    (folder / "wikitext").mkdir()
+    for name in ("test", "validation"):
+        lines = [json.dumps({"page": page}) for page in draw.sample(pages, 3)]
+        (folder / "wikitext" / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "configs").mkdir()
+    for name, text in ROWS.items():
+        (folder / "configs" / f"{name}.toml").write_text(text)
+    return folder
+
+
+def arguments(inputs: Path, out: Path, *more: str) -> list[str]:
+    paths = [
+        "--model",
+        inputs / "model",
+        "--wikitext",
+        inputs / "wikitext",
+        "--configs",
+        inputs / "configs",
+        "--out",
+        out,
+    ]
+    budget = ["--tokens", "512", "--batch", "2", "--block", "32", "--device", "cpu", "--score-batch", "4"]
+    return [*map(str, paths), "--text", str(inputs / "text.txt"), *budget, *more]
+
+
+def call(modules: ModuleType, inputs: Path, out: Path, *more: str) -> None:
+    main = importlib.import_module("experiments.command")
+    main.main(main.options(arguments(inputs, out, "--jobs", "0", *more)))
+
+
+def runs(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+
+
+def test_a_table_from_end_to_end(modules: ModuleType, inputs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    call(modules, inputs, out, "--rows", "bf16", "int4", "theirs")
+    found = runs(out)
+    kinds = [(r["run"]["row"], r["run"]["stage"]) for r in found]
+    assert {k: kinds.count(k) for k in set(kinds)} == {
+        ("bf16", "float"): 1, ("bf16", "qat"): 1, ("int4", "ptq"): 1, ("int4", "qat"): 2, ("theirs", "ptq"): 1,
+        ("theirs", "qat"): 1,
+    }  # fmt: skip
+    ours = [r["result"] for r in found if (r["run"]["row"], r["run"]["stage"]) == ("int4", "qat")]
+    for result in ours:
+        assert result["prepared_word_perplexity"] == result["word_perplexity"] and result["same_per_document"]
+    (tuned,) = [r["result"] for r in found if (r["run"]["row"], r["run"]["stage"]) == ("bf16", "qat")]
+    assert tuned["last_loss"] < tuned["first_loss"]
+    (last,) = [r for r in ours if "min_sqnr_db" in r]
+    assert last["min_sqnr_db"] == "inf"
+    with (out / "results.csv").open() as file:
+        rows = {row["row"]: row for row in csv.DictReader(file)}
+    assert rows["int4"]["before and after convert"] == "equal" and rows["int4"]["bits"] == "4.5"
+    assert float(rows["int4"]["QAT"]) > 0 and float(rows["int4"]["QAT sd"]) > 0
+    assert rows["int4"]["log perplexity less the other's"].startswith("theirs: ")
+    assert (out / "results.md").is_file() and (out / "perplexity.png").is_file()
+    call(modules, inputs, out, "--rows", "bf16", "int4", "theirs")
+    assert runs(out) == found  # nothing is done twice
+    call(modules, inputs, out, "--rows", "bf16", "--cost", "--table")  # --table runs nothing
+    assert runs(out) == found
+
+
+@pytest.mark.slow
+def test_processes_an_export_lora_and_costs(modules: ModuleType, inputs: Path, tmp_path: Path) -> None:
+    out, environment = tmp_path / "out", os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def process(*more: str) -> None:
+        command = [sys.executable, "eval/experiments", *arguments(inputs, out, *more)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        logs = "".join(path.read_text()[-3000:] for path in (out / "logs").glob("*.log"))
+        assert done.returncode == 0, done.stderr + logs
+
+    process("--rows", "exported", "lora", "--jobs", "2")
+    found = {r["run"]["row"]: r["result"] for r in runs(out) if r["run"]["stage"] == "qat"}
+    assert found["lora"]["prepared_word_perplexity"] == found["lora"]["word_perplexity"]
+    exported = found["exported"]
+    assert math.isclose(exported["transformers_word_perplexity"], exported["word_perplexity"], rel_tol=2e-3)
+    process("--rows", "exported", "--cost")
+    (cost,) = [r["result"] for r in runs(out) if r["run"]["stage"] == "cost"]
+    assert cost["train_tokens_s"] > 0 and cost["model_bytes"] > 0 and cost["generate_tokens_s"] > 0
+
+
+def test_a_run_that_met_its_deadline_goes_on_with_the_same_bits(
+    modules: ModuleType, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning, students, rows = (importlib.import_module(f"experiments.{n}") for n in ("tuning", "students", "rows"))
+    monkeypatch.setattr(tuning, "LOOK", 2)
+    blocks = torch.arange(12 * 16).view(12, 16) % 31
+    float_model = LlamaForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16)
+    row = rows.Row("r", "", "aoquant", "quartet")  # its backward draws random numbers
+    student = students.Student(row, float_model, blocks)
+    budget = tuning.Budget(steps=5, batch=2, block=16)
+
+    def fresh() -> Any:
+        return tuning.FineTune(student.prepared(0), float_model, blocks, budget, compile=False, graph=False)
+
+    weights, kept = student.prepared(7).state_dict(), tmp_path / "kept.pt"
+    straight = fresh()
+    losses = straight.run(weights, 7, 1e-2)
+    stopped = fresh()
+    assert stopped.run(weights, 7, 1e-2, kept=kept, until=0.0) is None and kept.is_file()
+    assert fresh().run(weights, 7, 1e-2, kept=kept, until=0.0) is None  # in another process
+    assert stopped.run(weights, 7, 1e-2, kept=kept) == losses and not kept.exists()
+    assert stopped.run(weights, 7, 1e-2) == losses  # and once more, with the same optimizer
+    for name, value in straight.student.state_dict().items():
+        assert torch.equal(value, stopped.student.state_dict()[name]), name
+    assert stopped.run(weights, 8, 1e-2) != losses  # another order of the text
+
+
+@pytest.mark.parametrize("trick", ["average", "dampen", "features"])
+def test_a_trick_changes_the_weights_and_goes_on_after_a_stop(
+    modules: ModuleType, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trick: str
+) -> None:
+    tuning, students, rows = (importlib.import_module(f"experiments.{n}") for n in ("tuning", "students", "rows"))
+    monkeypatch.setattr(tuning, "LOOK", 2)
+    blocks = torch.arange(12 * 8).view(12, 8) % 31
+    float_model = LlamaForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16)
+    student = students.Student(rows.Row("r", "", "aoquant", "mxfp4"), float_model, blocks)
+    weights, kept = student.prepared(0).state_dict(), tmp_path / "kept.pt"
+
+    def made(trick: str, until: float = math.inf) -> Any:
+        budget = tuning.Budget(steps=4, batch=2, block=8)
+        tune = tuning.FineTune(
+            student.prepared(0), float_model, blocks, budget, compile=False, graph=False, trick=trick
+        )
+        while tune.run(weights, 0, 1e-2, kept=kept, until=until) is None:
+            until = math.inf
+        return tune.student.model.layers[0].mlp.up_proj.weight.detach()
+
+    plain, straight, stopped = made(""), made(trick), made(trick, until=0.0)
+    assert not torch.equal(plain, straight) and torch.equal(straight, stopped)
+    rounding = [(w - rounded(w)).float().norm() for w in (plain, straight)]
+    assert trick != "dampen" or rounding[1] < rounding[0]
+
+
+def rounded(w: torch.Tensor) -> torch.Tensor:
+    format = get_format("mxfp4")
+    return format.decode(format.encode(w), w.dtype)
+
+
+def test_the_order_visits_every_block_before_any_twice() -> None:
+    order = order_of_blocks(7, steps=5, batch=2, seed=1).flatten().tolist()
+    assert sorted(order[:7]) == list(range(7)) and len(set(order[7:])) == 3
+
+
+def test_rates_are_chosen_on_validation_pages_and_shares_are_of_log_perplexity(modules: ModuleType) -> None:
+    records, table, rows = (importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows"))
+    run = records.Run
+
+    def result(validation: float, test: float) -> dict[str, float]:
+        return {"validation_loss": validation, "word_perplexity": test, "prepared_word_perplexity": test}
+
+    found = {
+        run("bf16", "float"): {"word_perplexity": 10.0},
+        run("a", "ptq"): {"word_perplexity": 40.0},
+        run("a", "qat", "kl", 1e-3, 0): result(2.0, 20.0),  # the best on validation, not on test
+        run("a", "qat", "kl", 1e-2, 0): result(3.0, 11.0),
+        run("a", "qat", "kl", 1e-3, 1): result(2.5, 10.0),
+    }
+    row = rows.Row("a", "", "aoquant", "nvfp4", losses=("kl",), learning_rates=(1e-3, 1e-2), seeds=2)
+    (line,) = table.lines({"a": row}, found)
+    assert line.rate == 1e-3 and line.perplexities == {0: 20.0, 1: 10.0}
+    assert line.recovered() == pytest.approx([0.5, 1.0])
+    assert table.before_is_after(line) == "equal" and table.broken({"a": row}, found) == []
+    found[run("a", "qat", "kl", 1e-3, 1)]["prepared_word_perplexity"] = 10.0001
+    assert table.broken({"a": row}, found) == ["a, kl: before and after convert differ by 1.0e-05"]
+    assert records.chosen_rate(found, "a", "ce", (1e-3,)) is None
+    # pairs: the common factor of a seed drops out
+    assert table.difference({0: 11.0, 1: 22.0, 2: 5.51}, {0: 10.0, 1: 20.0, 2: 5.0}).endswith("3 seeds: worse")
+    assert table.difference({0: 11.0, 1: 18.0}, {0: 10.0, 1: 20.0}).endswith("2 seeds: within noise")
+
+
+def test_the_rows_of_the_table_can_be_made(modules: ModuleType) -> None:
+    rows = importlib.import_module("experiments.rows")
+    found = rows.load_all()
+    assert sum(row.headline for row in found.values()) == 8
+    assert {row.seeds for row in found.values() if row.headline} == {5}
+    assert next(iter(found.values())).kind == "float"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('about = "x"\nkind = "aoquant"\nrecipe = "nvfp5"', "no recipe is called 'nvfp5'"),
+        ('about = "x"\nkind = "other"', "kind must be one of float"),
+        ('about = "x"\nkind = "float"\nrates = [1]', "no key rates"),
+        ('about = "x"\nkind = "torchao"\nrecipe = "int5"', "recipe must be one of torchao's"),
+        ('about = "x"\nkind = "float"\nagainst = "nothing"', "against names no row"),
+    ],
+)
+def test_a_row_that_is_wrong_is_refused(modules: ModuleType, tmp_path: Path, text: str, said: str) -> None:
+    rows = importlib.import_module("experiments.rows")
+    (tmp_path / "row.toml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        rows.load_all(tmp_path)

@@ -1,0 +1,134 @@
+"""`torchrun -m aoquant run`: one job on two ranks, its checkpoints, and another number of ranks after a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.two_ranks import on_two_ranks
+from torch.multiprocessing import SimpleQueue
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from aoquant import QATConfig, quantize_
+from aoquant.integrations import finetune as single
+from aoquant.integrations import job
+from aoquant.integrations.lm_eval import evaluate
+from aoquant.integrations.ranks import Ranks, joined
+from aoquant.integrations.sharded import NEWEST, finetune_sharded
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
+STEPS = 4
+
+
+def llama(recipe: str | None, vocabulary: int = 32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=32, tie_word_embeddings=True, **size)
+    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    if recipe:
+        quantize_(model, QATConfig(recipe))
+    return model
+
+
+def tune(model: Any, checkpoints: Path | None, loss: str = "kl") -> list[float]:
+    teacher = llama(None) if loss == "kl" else None
+    return finetune_sharded(
+        model, BLOCKS, steps=STEPS, batch_size=4, learning_rate=1e-2, loss=loss, teacher=teacher, seed=3, label="tune",
+        checkpoints=checkpoints,
+    )  # fmt: skip
+
+
+def launched(rank: int, size: int, port: int) -> None:
+    """The variables that torchrun sets."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+
+
+def folder() -> Path:
+    return Path(os.environ["AOQUANT_TEST_FOLDER"])
+
+
+def options(out: str) -> job.Options:
+    text = {"train_text": [folder() / "text.txt"], "wikitext": str(folder()), "model": str(folder() / "model")}
+    budget = {"steps": 2, "batch_size": 2, "block": 16, "learning_rate": 1e-2}
+    return job.Options(recipe="int8-weight", device="cpu", out=folder() / out, **text, **budget)
+
+
+def worker(rank: int, port: int, queue: SimpleQueue[Any]) -> None:
+    launched(rank, 2, port)
+    with joined("cpu") as ranks:
+        fine_tune = stop_and_go_on(ranks)
+        shared, alone = (evaluate(*scored(), wikitext=folder(), progress=False, shared=s) for s in (True, False))
+    os.environ["MASTER_PORT"] = str(port + 1)
+    result = job.run(options("out"))
+    perplexities = [stage.perplexity.word_perplexity for stage in result.stages]
+    queue.put((rank, fine_tune, shared.loglikelihoods == alone.loglikelihoods, perplexities, result.min_sqnr_db))
+
+
+def scored() -> tuple[Any, Any]:
+    return LlamaForCausalLM.from_pretrained(folder() / "model"), AutoTokenizer.from_pretrained(folder() / "model")
+
+
+def stop_and_go_on(ranks: Ranks) -> tuple[list[float], list[float], int, bool]:
+    """Losses of a run, of one that is stopped after two steps and goes on, and whether weights are equal."""
+    straight, stopped, calls = llama("quartet"), llama("quartet"), 0  # its backward draws random numbers
+    losses, wishes = tune(straight, None), single.Checkpoints.wishes
+
+    def interrupted(keeper: single.Checkpoints) -> tuple[bool, bool]:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and ranks.first:
+            signal.raise_signal(signal.SIGINT)  # of one rank alone: all stop
+        return wishes(keeper)
+
+    with mock.patch.object(single.Checkpoints, "wishes", interrupted), pytest.raises(KeyboardInterrupt):
+        tune(stopped, folder() / "kept")
+    step: int = json.loads((folder() / "kept" / NEWEST).read_text())["step"]
+    if ranks.first:
+        shutil.copytree(folder() / "kept", folder() / "for one rank")
+    again = tune(stopped, folder() / "kept")
+    same = all(torch.equal(value, stopped.state_dict()[name]) for name, value in straight.state_dict().items())
+    return losses, again, step, same
+
+
+def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AOQUANT_TEST_FOLDER", str(tmp_path))
+    llama(None, 8192).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(ROOT / "eval" / "assets").save_pretrained(tmp_path / "model")
+    pages = [" ".join(f"word {i * j % 7}" for i in range(20 + j)) for j in range(5)]
+    (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(pages))
+    (tmp_path / "test.jsonl").write_text("\n".join(json.dumps({"page": page}) for page in pages))
+
+    first, second = sorted(on_two_ranks(worker))
+    assert first[1:] == second[1:]
+    _, (losses, again, step, same), scores_are_equal, perplexities, sqnr = first
+    assert again == losses and same and step == 2
+    assert scores_are_equal  # of each document, shared out or not
+    assert perplexities[3] == perplexities[4] != perplexities[0] and sqnr == float("inf")
+    record = json.loads((tmp_path / "out" / job.RESULTS).read_text())
+    assert record["ranks"] == 2 and record["reload"] == "logits bit-equal"
+    assert (tmp_path / "out" / "report.md").is_file() and not list((tmp_path / "out").rglob("step-*"))
+
+    # one rank goes on with the checkpoint of two
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with joined("cpu"):
+        alone = tune(llama("quartet"), tmp_path / "for one rank")
+    assert alone[:step] == losses[:step]
+    assert alone[step:] == pytest.approx(losses[step:], rel=0.1) and alone[step:] != alone[:step]
+
+
+def test_without_a_launcher_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")  # alone it launches nothing
+    with joined("cpu") as ranks:
+        assert ranks == Ranks() and not torch.distributed.is_initialized()
+    assert ranks.share(lambda: 5) == 5

@@ -1,0 +1,50 @@
+"""`aoquant recipes --for`: words to recipes, the same table as docs/choosing.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aoquant import cli
+from aoquant.recipes import get_recipe
+from aoquant.tools import choosing
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipes(asked: str) -> list[str]:
+    return [choice.recipe for choice in choosing.find(asked)]
+
+
+def test_words_choose() -> None:
+    assert recipes("vllm h100") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-int8"]
+    assert recipes("B200, vLLM") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-nvfp4", "vllm-mxfp4"]
+    assert recipes("ollama") == ["gguf-q4_0", "gguf-q8_0"]
+    assert "nvfp4" not in recipes("pytorch h100") and "nvfp4" in recipes("pytorch b200")
+    assert set(recipes("cpu ptq")) < set(recipes("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [("vllmm h100", "got 'vllmm' \\(near it: vllm"), ("llama.cpp b200", "no recipe is known for")]
+)
+def test_words_that_choose_nothing_are_refused(asked: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        choosing.find(asked)
+
+
+def test_every_choice_and_every_measurement_is_a_recipe() -> None:
+    for name in [*(choice.recipe for choice in choosing.CHOICES), *choosing.measured()]:
+        assert get_recipe(name).name == name
+
+
+def test_the_page_has_the_table() -> None:
+    assert choosing.markdown() in (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+
+
+def test_the_command_prints_measurements_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["recipes", "--for", "transformers h100"])
+    printed = capsys.readouterr().out
+    assert "| int4-g32" in printed and choosing.source() in printed
+    m = choosing.measured()["int4-g32"]
+    assert f"{m.qat / m.float_model:.2f}" in printed
