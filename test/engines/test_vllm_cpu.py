@@ -161,15 +161,15 @@ def of_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def test_an_engine_follows_training(tmp_path: Path) -> None:
     """sync_vllm: outputs are those of the model after a step, in the tensors that the engine had."""
-    model, tokenizer, ids = prepared("gridflip")
+    model, tokenizer, ids = prepared("int4-g32")
     converted, _ = demo()
-    aoquant.quantize_(converted, aoquant.get_recipe("gridflip").make())
+    aoquant.quantize_(converted, aoquant.get_recipe("int4-g32").make())
     aoquant.save_pretrained(converted, tmp_path / "out", tokenizer)
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
             p += torch.randn_like(p) * 0.05 * p.abs().mean()
-    sync = {"model": str(assets()), "recipe": "gridflip", "weights": model.state_dict()}
+    sync = {"model": str(assets()), "recipe": "int4-g32", "weights": model.state_dict()}
     found = serve(tmp_path / "out", request(model, ids, sync=sync))
     assert share(found) == 1.0
     # attention, norms and the head are vLLM's own, in bfloat16: as far apart as before
@@ -180,7 +180,7 @@ def test_an_engine_follows_training(tmp_path: Path) -> None:
     print(
         f"log-probabilities: {apart:.4f} apart after a step, {before:.4f} before it; the step moved them by {moved:.4f}"
     )
-    assert apart < 1.5 * before + 0.01 and apart < moved / 2
+    assert apart < 1.5 * before + 0.01 and apart < (found["log_probabilities"] - old).abs().mean().item()
 
 
 def test_two_ranks_share_the_weights(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_two_ranks_share_the_weights(tmp_path: Path) -> None:
 
 
 def test_adapters_run_beside_packed_weights(tmp_path: Path) -> None:
-    model, tokenizer, ids = prepared("gridflip")
+    model, tokenizer, ids = prepared("int4-g32")
     aoquant.quantize_(model, QATConfig(step="convert"))
     aoquant.save_pretrained(model, tmp_path / "out", tokenizer)
     adapted = get_peft_model(model, LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"))
