@@ -35,6 +35,7 @@ from aoquant.layers.fixed import fixed_weights
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import set_fake_quant, unprepare
+from aoquant.layers.routers import freeze_routers
 from aoquant.masters import Masters, quantized_model_init
 from aoquant.ops import backend
 from aoquant.planning.coverage import Coverage, coverage
@@ -42,6 +43,7 @@ from aoquant.quantize import quantize_
 from aoquant.recipes import Recipe, get_recipe, list_recipes
 from aoquant.refresh import refresh_
 from aoquant.report import Report, report, verify
+from aoquant.report.routing import RouterDrift, router_drift
 from aoquant.tensor import PackedTensor
 from aoquant.tools.explain import explain
 from aoquant.tools.packed_linear import packed_linear
@@ -77,12 +79,14 @@ __all__ = [
     "QATConfig",
     "Recipe",
     "Report",
+    "RouterDrift",
     "backend",
     "calibrate",
     "coverage",
     "explain",
     "export",
     "fixed_weights",
+    "freeze_routers",
     "get_format",
     "get_recipe",
     "list_formats",
@@ -93,6 +97,7 @@ __all__ = [
     "quantized_model_init",
     "refresh_",
     "report",
+    "router_drift",
     "set_fake_quant",
     "sync_vllm",
     "unpack_",

@@ -167,7 +167,9 @@ def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
 def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | None, undo: bool | None) -> None:
     """Apply every step, or none. device, undo: as `quantize_` has them."""
     steps, stacks = planned.steps, planned.experts
-    if device is not None and any(isinstance(s.module.weight, DTensor) for s in steps):
+    if device is not None and any(
+        isinstance(w, DTensor) for w in (*(s.module.weight for s in steps), *(s.weight for s in stacks))
+    ):
         raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
     converted = {id(s.module.weight) for s in steps if s.kind != "prepare"}
     converted |= {id(s.weight) for s in stacks if s.kind != "prepare"}

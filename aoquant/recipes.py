@@ -89,8 +89,10 @@ NVFP4_TRAINING = HybridConfig(
 
 
 def _experts_only(config: AOBaseConfig) -> AOBaseConfig:
-    """`config` for experts, stacked or a list of layers, and nothing else; shared experts are no experts here."""
-    return FqnToConfig({r"re:(.*\.)?experts(\..*)?": config})
+    """`config` for experts, stacked or a list of layers, and nothing else; shared experts are no experts here, nor is a
+    router that lies among experts (JetMoE's attention).
+    """
+    return FqnToConfig({r"re:(.*\.)?experts(\.(?!(.*\.)?router(\.|$)).*)?": config})
 
 
 _RECIPES = (

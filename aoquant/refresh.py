@@ -2,13 +2,15 @@
 for bit.
 
 The copy's layers are encoded anew from the prepared layers, into the tensors that they have: no tensor is made or
-replaced, so compiled code and CUDA graphs of the copy stay valid, and memory beyond both models is one layer's codes.
-The codes come from the encoding that convert would use, under the scales that the prepared layer holds.
+replaced, so compiled code and CUDA graphs of the copy stay valid, and memory beyond both models is one layer's codes,
+or one expert's. The codes come from the encoding that convert would use, under the scales that the prepared layer
+holds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from aoquant import ops
 from aoquant.formats import Encoded
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.tensor import PackedTensor
 
@@ -33,62 +36,83 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
         ValueError: the two do not belong together: names, shapes, formats, or constant activation scales, which are
             part of the copy's compiled code. Nothing is changed then.
     """
-    layers = prepared_layers(prepared)
-    targets = {name: _target(name, layer, packed) for name, layer in layers.items()}
+    layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
+    experts = {name: m for name, m in prepared.named_modules() if isinstance(m, QATExperts)}
+    if not layers and not experts:
+        raise ValueError("refresh_: the second model has no prepared layer; give (converted copy, model in training)")
+    targets: dict[str, PackedTensor] = {_at(name, "weight"): _target(name, m, packed) for name, m in layers.items()}
+    for name, m in experts.items():
+        targets |= {_at(name, stack): _stack_target(name, m, stack, packed) for stack in m.stacks}
     floats = _floats(packed, prepared, targets)
     done: set[int] = set()
-    for name, layer in layers.items():
-        target = targets[name]
-        if id(target) not in done:  # tied weights are one
-            done.add(id(target))
-            _encode(layer, target)
+    for name, target in targets.items():
+        if id(target) in done:  # tied weights are one
+            continue
+        done.add(id(target))
+        owner, _, parameter = name.rpartition(".")
+        if owner in layers:
+            _write(target, *encoded_now(layers[owner], target.dtype))
+        else:
+            for expert in range(len(experts[owner].get_parameter(parameter))):
+                assert isinstance(target, PackedExperts)
+                _write(target.expert(expert), experts[owner].encode_expert(parameter, expert, target.dtype))
     for mine, theirs in floats:
         mine.copy_(theirs)
-    return len(layers)
+    return len(targets)
 
 
-def prepared_layers(prepared: nn.Module) -> dict[str, QATLayer]:
-    """The prepared layers of a model in training, by name.
-
-    Raises:
-        ValueError: there are none, or some cannot be encoded anew: stacked experts, and weights that are sharded.
-    """
-    if experts := [name for name, m in prepared.named_modules() if isinstance(m, QATExperts)]:
-        raise ValueError(f"{experts[0]}: stacked experts are not refreshed in place: convert a copy of the model again")
-    layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
-    if not layers:
-        raise ValueError("refresh_: the second model has no prepared layer; give (converted copy, model in training)")
-    for name, layer in layers.items():
-        if isinstance(layer.weight, DTensor):
-            raise ValueError(f"refresh_: {name} is sharded over ranks: gather it first")
-    return layers
+def _at(owner: str, name: str) -> str:
+    """The full name of a module's tensor."""
+    return f"{owner}.{name}" if owner else name
 
 
 def _target(name: str, layer: QATLayer, packed: nn.Module) -> PackedTensor:
     """The packed weight that belongs to a prepared layer."""
+    recipe = layer.prepared.recipe
+    weight = _packed(name, "weight", layer.matrix(), recipe, packed)
+    _check_activation(name, deployed_recipe(layer).input_name, weight)
+    return weight
+
+
+def _stack_target(owner: str, module: QATExperts, stack: str, packed: nn.Module) -> PackedExperts:
+    """The packed experts that belong to a prepared stack."""
+    recipe = module.stacks[stack].recipe
+    weight = _packed(owner, stack, getattr(module, stack), recipe, packed)
+    assert isinstance(weight, PackedExperts)
+    _check_activation(_at(owner, stack), recipe.input_name, weight)
+    return weight
+
+
+def _packed(owner: str, parameter: str, weight: Any, recipe: LinearRecipe, packed: nn.Module) -> PackedTensor:
+    """The packed weight of a module, when it has the recipe's format and the shape of `weight`."""
+    name = owner if parameter == "weight" else _at(owner, parameter)
     try:
-        module = packed.get_submodule(name)
+        module = packed.get_submodule(owner)
     except AttributeError:
         raise ValueError(f"refresh_: the converted model has no layer {name}: convert a copy of this model") from None
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, PackedTensor):
+    found = getattr(module, parameter, None)
+    if not isinstance(found, PackedTensor):
         raise ValueError(
-            f"refresh_: {name} is prepared, and in the converted model its weight is {type(weight).__name__}: convert a copy"
+            f"refresh_: {name} is prepared, and in the converted model its weight is {type(found).__name__}: convert a copy"
         )
-    recipe = layer.prepared.recipe
-    wanted = (recipe.fprop_weight.name, recipe.contract, tuple(layer.matrix().shape))
-    got = (weight.format, weight.contract, tuple(weight.shape))
+    if isinstance(weight, DTensor):
+        raise ValueError(f"refresh_: {name} is sharded over ranks: gather it first")
+    wanted = (recipe.fprop_weight.name, recipe.contract, tuple(weight.shape))
+    got = (found.format, found.contract, tuple(found.shape))
     if wanted != got:
         raise ValueError(
             f"refresh_: {name} is prepared as {wanted}, and the converted model has {got}: convert a copy of this model"
         )
-    activation = deployed_recipe(layer).input_name
+    return found
+
+
+def _check_activation(name: str, activation: str, weight: PackedTensor) -> None:
+    """Raise ValueError where a converted layer quantises its input in another way."""
     if activation != weight.activation:
         raise ValueError(
             f"refresh_: {name} quantises its input as {activation}, and the converted model as {weight.activation or 'high precision'}, which "
             "its compiled code knows as a constant: convert a copy anew after calibrating, and freeze input scales while rollouts run"
         )
-    return weight
 
 
 def deployed_recipe(layer: QATLayer) -> LinearRecipe:
@@ -104,14 +128,12 @@ def deployed_recipe(layer: QATLayer) -> LinearRecipe:
 
 def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTensor]) -> list[tuple[Tensor, Tensor]]:
     """(to, from) for everything that is not quantised."""
-    own = {f"{name}.weight" for name in targets}
+    owners = {name.rpartition(".")[0] for name in targets}
     mine = dict(packed.named_parameters(remove_duplicate=False)) | dict(packed.named_buffers())
     pairs = []
     for name, theirs in (*prepared.named_parameters(), *prepared.named_buffers()):
-        module, _, parameter = name.rpartition(".")
-        if name in own or (
-            module in targets and parameter != "bias"
-        ):  # held scales and random states stay with training
+        owner, _, own = name.rpartition(".")
+        if name in targets or (owner in owners and own != "bias" and _is_state(prepared.get_submodule(owner), own)):
             continue
         if name not in mine or mine[name].shape != theirs.shape:
             raise ValueError(
@@ -122,6 +144,11 @@ def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTen
     return pairs
 
 
+def _is_state(owner: nn.Module, name: str) -> bool:
+    """Whether a tensor of a prepared module belongs to training alone: held scales and the states of random numbers."""
+    return not isinstance(owner, QATExperts) or name in owner.states()
+
+
 def encoded_now(layer: QATLayer, dtype: torch.dtype) -> tuple[Encoded, Tensor | None]:
     """A layer's weight as convert encodes it, in `dtype`, and the matrix of a fitted transform."""
     format, scales = layer.prepared.recipe.fprop_weight, layer.held_scales("weight")
@@ -130,9 +157,8 @@ def encoded_now(layer: QATLayer, dtype: torch.dtype) -> tuple[Encoded, Tensor | 
     return e, None if scales is None or scales.transform is None else layer.get_buffer("input_transform")
 
 
-def _encode(layer: QATLayer, target: PackedTensor) -> None:
-    """Encode a layer's weight into the tensors of `target`."""
-    e, matrix = encoded_now(layer, target.dtype)
+def _write(target: PackedTensor, e: Encoded, matrix: Tensor | None = None) -> None:
+    """Put codes and scales into the tensors that `target` has."""
     new = (e.codes, e.scale, e.zero, e.outer, matrix)
     old = (target.qdata, target.scale, target.zero_point, target.per_tensor_scale, target.act_pre_scale)
     for mine, theirs in zip(old, new, strict=True):

@@ -19,6 +19,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from aoquant.integrations.text import load_documents
+
 END = "<|endoftext|>"
 SEPARATOR = f"\n{END}\n"
 
@@ -48,9 +50,12 @@ class Corpus:
 
 
 def read_documents(paths: tuple[Path, ...]) -> list[str]:
-    """Documents of plain or .xz text files; empty ones dropped."""
+    """Documents of text files, or of .jsonl as lm-eval's pages are, plain or .xz; empty ones dropped."""
     documents: list[str] = []
     for path in paths:
+        if ".jsonl" in path.suffixes:
+            documents += load_documents(path)
+            continue
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
             documents += [document for document in file.read().split(SEPARATOR) if document.strip()]
     return documents

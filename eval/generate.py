@@ -57,7 +57,7 @@ class Config:
             if not holds:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
 
-        require((self.model / "model.safetensors").is_file(), "model", "a folder with a model.safetensors")
+        require(any(self.model.glob("model*.safetensors")), "model", "a folder with a model's safetensors")
         require(self.temperature > 0, "temperature", "positive")
         require(0 < self.top_p <= 1, "top_p", "in 0 < p <= 1")
         for name in ("train_bytes", "held_out_bytes", "batch", "min_tokens"):
@@ -165,7 +165,7 @@ def main(config: Config) -> None:
         **provenance(config.device),
         "what": "text written by the model itself (eval/generate.py); no human text",
         "settings": plain(asdict(config)),
-        "model_sha256": sha256(config.model / "model.safetensors"),
+        "model_sha256": {file.name: sha256(file) for file in sorted(config.model.glob("model*.safetensors"))},
         "window": model.config.max_position_embeddings,
     }
     for name, documents in (("train", train), ("heldout", held_out)):

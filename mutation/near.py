@@ -150,7 +150,10 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/": ("layers/test_prepared_converted.py::test_ragged_shapes", "layers/test_as_nn_linear.py"),
     "layers/direct_reads.py": ("model/test_direct_reads.py",),
     "layers/experts.py": _EXPERTS,
+    "layers/routers.py": ("model/test_routing.py",),
+    "report/routing.py": ("model/test_routing.py",),
     "layers/packed_experts.py": (_EXPERTS[1], _EXPERTS[0], *_EXPERTS[2:]),
+    "layers/read_stacks.py": ("layers/test_read_stacks.py",),
     "layers/fast_path.py": ("model/test_fast_path.py",),
     "layers/function.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
@@ -227,6 +230,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "integrations/peft_gradients.py": ("integrations/test_peft_gradients.py",),
     "integrations/stream.py": _CONVERT,
     "integrations/safetensors_file.py": ("integrations/test_checksums.py", *_CONVERT),
+    "integrations/stream_layers.py": (*_CONVERT, "integrations/test_moe_convert.py"),
+    "integrations/stored_names.py": ("integrations/test_moe_convert.py", "integrations/test_renamed.py"),
     "integrations/skeleton.py": (*_CONVERT, "integrations/test_renamed.py"),
     "integrations/fp_quant.py": ("integrations/test_fp_quant.py",),
     "integrations/hf.py": (

@@ -1,10 +1,16 @@
 """The compressed-tensors folder: one config group for each scheme of the model, and an ignore list of the linear layers
 left out.
+
+Experts are named by a pattern for all of a layer's, because vLLM asks for "experts.0.gate_proj" whatever its file calls
+it, and wants one scheme for gate, up and down. Routers are linear layers in vLLM, so they are ignored by name. Source:
+vLLM `compressed_tensors_moe.py`, `get_moe_method`.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import compressed_tensors
@@ -14,6 +20,8 @@ from aoquant.export.fused import check_fused
 from aoquant.export.plan import Plan
 from aoquant.export.source import Source
 from aoquant.export.targets import Description
+
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 
 def describe(source: Source, plan: Plan) -> Description:
@@ -29,8 +37,11 @@ def describe(source: Source, plan: Plan) -> Description:
         scheme: QuantizationScheme = stored.scheme
         groups.setdefault(scheme.model_dump_json(), (scheme, []))[1].append(module)
     one = len(groups) == 1
+    _check_symmetric(groups.values())
+    left = [weight.module for name, weight in plan.floats.items() if name.endswith(".weight")]
+    _check_experts([*(modules for _, modules in groups.values()), left])
     schemes = {
-        f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else modules})
+        f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(modules)})
         for i, (scheme, modules) in enumerate(groups.values())
     }
     formats = {scheme.format for scheme in schemes.values()}
@@ -38,7 +49,43 @@ def describe(source: Source, plan: Plan) -> Description:
         config_groups=schemes,
         format=formats.pop() if len(formats) == 1 else "mixed-precision",
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=[module for module in source.linears() if module not in plan.layers],
+        ignore=[*(m for m in _ignored(source) if m not in plan.layers), *_patterns(filter(_EXPERT.match, left))],
     )
     content: dict[str, Any] = json.loads(config.model_dump_json())
     return Description({**content, "version": compressed_tensors.__version__})
+
+
+def _ignored(source: Source) -> list[str]:
+    """Modules that an engine takes for linear layers, which a target of all of them would mean."""
+    return list(dict.fromkeys((*source.linears(), *source.routers)))
+
+
+def _patterns(modules: Iterable[str]) -> list[str]:
+    """The modules by name, the experts of a layer by one pattern."""
+    found = (_EXPERT.match(module) or module for module in modules)
+    return list(dict.fromkeys(f if isinstance(f, str) else rf"re:{re.escape(f[1])}\..*" for f in found))
+
+
+def _check_symmetric(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> None:
+    """Raise ValueError for experts of integers with zero points, which vLLM's kernels for experts do not take."""
+    for scheme, modules in groups:
+        expert = next(filter(_EXPERT.match, modules), None)
+        if expert and scheme.weights is not None and scheme.weights.type == "int" and not scheme.weights.symmetric:
+            raise ValueError(
+                f"{expert}: vLLM runs experts of symmetric integers alone, and these have zero points: train a symmetric format, "
+                "such as intx4-g32; nothing was written"
+            )
+
+
+def _check_experts(groups: Iterable[Iterable[str]]) -> None:
+    """Raise ValueError where the experts of one layer have several schemes, or are float in part. groups: modules of
+    each scheme, and of none.
+    """
+    seen: dict[str, int] = {}
+    for number, modules in enumerate(groups):
+        for module in modules:
+            if (match := _EXPERT.match(module)) and seen.setdefault(match[1], number) != number:
+                raise ValueError(
+                    f"{match[1]}: vLLM runs the experts of a layer under one scheme, and {module} has another one: quantise "
+                    "gate_up_proj and down_proj alike; nothing was written"
+                )

@@ -98,7 +98,7 @@ def describe(source: Source, plan: Plan) -> Description:
         )
     algorithm = next(iter(algorithms))
     check_fused({m: s.tensors["weight_scale_2"] for m, s in plan.layers.items() if "weight_scale_2" in s.tensors})
-    left = [module for module in source.linears() if module not in plan.layers]
+    left = [module for module in (*source.linears(), *source.routers) if module not in plan.layers]
     quantization: dict[str, Any] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": left}
     if "NVFP4" in algorithm:
         quantization["group_size"] = 16

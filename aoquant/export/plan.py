@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from aoquant.export.source import Source, Weight
+from aoquant.export.experts import Weight
+from aoquant.export.source import Source
 from aoquant.export.targets import Stored, Unfit
 from aoquant.tensor import PackedTensor
 
@@ -47,6 +48,11 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
         if module in left:
             continue
         try:
+            if weight.kind == "PackedExperts":
+                raise Unfit(
+                    f"its experts are one tensor in float checkpoints too, and {target} holds each expert's matrices",
+                    "save it with aoquant.save_pretrained",
+                )
             if weight.kind != "PackedTensor":
                 raise Unfit(
                     f"it is torchao's {weight.kind}",

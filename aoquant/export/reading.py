@@ -3,13 +3,13 @@ train.
 
 The way back of `compressed.py`, scheme by scheme. Nothing is decoded: stored codes become a PackedTensor's codes.
 Parameters are on meta until they are read, one tensor at a time, so that memory holds the packed model and no float
-copy of it. Weight-only layers get the contract "dequantize", which is what transformers and Marlin compute; layers with
-activations get the engine's quantiser (int8-row-vllm, ...).
+copy of it. Experts are stored as linear layers, one after another ("...experts.0.gate_proj"), as Kimi K2 publishes
+them, and become packed stacks. Weight-only layers get the contract "dequantize", which is what transformers and Marlin
+compute; layers with activations get the engine's quantiser (int8-row-vllm, ...).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils import is_match
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, get_format, layout
-from aoquant.integrations import checkpoint
-from aoquant.integrations.safetensors_file import StoredTensor, header
+from aoquant.export.filling import Filling
+from aoquant.formats import Encoded, Format, Operand, get_format, layout
+from aoquant.integrations.stored_names import Piece, stored_name
 from aoquant.layers.linear import LinearRecipe
-from aoquant.planning.progress import bar
-from aoquant.tensor import PackedTensor
+from aoquant.layers.packed_experts import packed_experts
+from aoquant.tensor import PackedTensor, joined_rows
 
 _PARTS = (
     "weight",
@@ -42,7 +42,7 @@ _INPUTS = ("input_scale", "input_global_scale", "input_zero_point")
 def load(
     folder: Path, model_class: Any, *, dtype: torch.dtype | str = "auto", device_map: Any = None
 ) -> PreTrainedModel:
-    """The model of a compressed-tensors folder, its quantised layers packed.
+    """The model of a compressed-tensors folder, its quantised layers and experts packed.
 
     dtype: of what stays float and of the layers' outputs; "auto" is config.json's. device_map: one device, or None for
         the CPU.
@@ -50,82 +50,53 @@ def load(
     Raises:
         ValueError: a scheme that no format of ours equals, files that do not fit the model, or another device_map.
     """
-    from accelerate import init_empty_weights
-
-    if isinstance(device_map, Mapping) or device_map in ("auto", "balanced", "sequential"):
-        raise ValueError(
-            f"{folder}: a compressed-tensors checkpoint is loaded onto one device, got device_map={device_map!r}"
-        )
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    schemes = QuantizationConfig.model_validate(checkpoint.read_json(folder / "config.json")["quantization_config"])
-    del config.quantization_config
-    dtype = config.dtype if dtype == "auto" else dtype
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
-    with init_empty_weights(include_buffers=False):
-        make = getattr(model_class, "from_config", None) or model_class._from_config
-        model: PreTrainedModel = make(config, dtype=dtype).eval()
-    stored_tensors: dict[str, StoredTensor] = {}
-    for path in checkpoint.files(folder):
-        stored_tensors |= header(path)[1]
-    _fill(folder, model, stored_tensors, schemes, dtype)
-    model.tie_weights()
-    if left := [n for n, p in model.named_parameters() if p.is_meta]:
-        raise ValueError(
-            f"{folder}: does not hold {checkpoint.some(left)} of {type(model).__name__}: load it with transformers"
-        )
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model if device_map is None else model.to(device_map)
+    filling = Filling(folder, model_class, dtype, device_map, "compressed-tensors")
+    schemes = QuantizationConfig.model_validate(filling.quantization)
+    for name, module in filling.model.named_modules():
+        if isinstance(module, nn.Linear):
+            stored = stored_name(filling.model, f"{name}.weight").removesuffix(".weight")
+            if f"{stored}.weight_scale" in filling.stored:
+                filling.put(f"{name}.weight", _layer(filling, schemes, stored, module, name))
+    for name, pieces in filling.stacks.items():
+        if pieces and f"{pieces[0].module}.weight_scale" in filling.stored:
+            filling.put(name, packed_experts(_experts(filling, schemes, name, pieces)))
+    return filling.finish()
 
 
-def _fill(
-    folder: Path,
-    model: PreTrainedModel,
-    stored_tensors: dict[str, StoredTensor],
-    schemes: QuantizationConfig,
-    dtype: torch.dtype,
-) -> None:
-    names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    read: set[str] = set()
-    with bar(sum(stored_tensor.size for stored_tensor in stored_tensors.values()), "load") as advance:
-        for name, module in model.named_modules():
-            if not isinstance(module, nn.Linear) or f"{name}.weight_scale" not in stored_tensors:
-                continue
-            parts = {
-                part: stored_tensors[f"{name}.{part}"]
-                for part in (*_PARTS, *_INPUTS)
-                if f"{name}.{part}" in stored_tensors
-            }
-            scheme = next((s for s in schemes.config_groups.values() if is_match(name, module, s.targets)), None)
-            if not isinstance(scheme, QuantizationScheme):
-                raise ValueError(f"{folder}: {name} has scales and no config group of config.json names it")
-            packed = _packed(
-                f"{folder}: {name}",
-                scheme,
-                {part: stored_tensor.read() for part, stored_tensor in parts.items()},
-                dtype,
+def _experts(filling: Filling, schemes: QuantizationConfig, name: str, pieces: list[Piece]) -> list[PackedTensor]:
+    """The packed experts of one parameter."""
+    like = nn.Linear(1, 1, device="meta")  # config groups target classes, and an expert would be this one
+    made: list[list[PackedTensor]] = []
+    for piece in pieces:
+        if piece.expert == len(made):
+            made.append([])
+        if f"{piece.module}.weight_scale" not in filling.stored:
+            raise ValueError(
+                f"{filling.folder}: {piece.module} has no scales, and {pieces[0].module} has: copy it again"
             )
-            if packed.shape != module.weight.shape:
-                raise ValueError(
-                    f"{folder}: {name} is {tuple(packed.shape)}, and the model wants {tuple(module.weight.shape)}"
-                )
-            module.weight = nn.Parameter(packed, requires_grad=False)
-            read |= {f"{name}.{part}" for part in parts}
-            advance(sum(stored_tensor.size for stored_tensor in parts.values()), name)
-        for name in sorted(stored_tensors.keys() - read):
-            if name not in names or names[name].shape != stored_tensors[name].shape:
-                raise ValueError(
-                    f"{folder}: {name} {stored_tensors[name].shape} has no place in {type(model).__name__}: load it with transformers"
-                )
-            values = stored_tensors[name].read()
-            values = values.to(dtype) if values.dtype in FLOAT_DTYPES else values
-            owner, _, own = name.rpartition(".")
-            module = model.get_submodule(owner)
-            if own in module._parameters:
-                setattr(module, own, nn.Parameter(values, requires_grad=names[name].requires_grad))
-            else:
-                setattr(module, own, values)
-            advance(stored_tensors[name].size, name)
+        made[piece.expert].append(_layer(filling, schemes, piece.module, like))
+    try:
+        return [joined_rows(parts) for parts in made]
+    except ValueError as error:
+        raise ValueError(f"{filling.folder}: {name}: {error}. Load it with transformers") from None
+
+
+def _layer(
+    filling: Filling, schemes: QuantizationConfig, stored: str, module: nn.Module, name: str = ""
+) -> PackedTensor:
+    """The packed weight of a linear layer. stored: its name in files; name: in the model, where config groups may have
+    it from.
+    """
+    own = [part for part in (*_PARTS, *_INPUTS) if f"{stored}.{part}" in filling.stored]
+    names = {stored, name or stored}
+    scheme = next(
+        (s for s in schemes.config_groups.values() if any(is_match(n, module, s.targets) for n in names)), None
+    )
+    if not isinstance(scheme, QuantizationScheme):
+        raise ValueError(f"{filling.folder}: {stored} has scales and no config group of config.json names it")
+    tensors = filling.take(f"{stored}.{part}" for part in own)
+    parts = {part: tensors[f"{stored}.{part}"] for part in own}
+    return _packed(f"{filling.folder}: {stored}", scheme, parts, filling.dtype)
 
 
 def _packed(label: str, scheme: QuantizationScheme, parts: dict[str, Tensor], dtype: torch.dtype) -> PackedTensor:

@@ -20,34 +20,21 @@ from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_s
 from torchao.utils import TorchAOBaseTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from aoquant.export.experts import Weight, as_stored
 from aoquant.integrations import checkpoint
 from aoquant.integrations.safetensors_file import StoredTensor, header
+from aoquant.integrations.stored_names import stored_name
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import PreparedModule
+from aoquant.layers.routers import routers_of
 from aoquant.parallel import fsdp
 from aoquant.tensor import PackedTensor
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A parameter or buffer. kind: name of its tensor class, "Tensor" for plain ones. read: with False, a PackedTensor
-    has its codes on meta.
-    """
-
-    name: str
-    kind: str
-    read: Callable[[bool], Tensor]
-
-    @property
-    def module(self) -> str:
-        """Name of the module that holds it."""
-        return self.name.rpartition(".")[0]
-
-
-@dataclass(frozen=True)
 class Source:
-    """A converted model. weights: by name, each once. tied: other names of the same weights. folder: of a checkpoint;
-    None in memory.
+    """A converted model. weights: by name, each once; experts' matrices one by one. tied: other names of the same
+    weights. folder: of a checkpoint; None in memory. routers: names of routers' layers, which stay float.
     """
 
     config: dict[str, Any]
@@ -55,6 +42,7 @@ class Source:
     weights: dict[str, Weight]
     tied: dict[str, str]
     folder: Path | None = None
+    routers: tuple[str, ...] = ()
 
     def embeddings(self) -> set[str]:
         """Names of the embeddings' modules."""
@@ -78,10 +66,6 @@ def of_model(model: nn.Module) -> Source:
             f"{len(prepared)} layer(s), such as {prepared[0]}, are prepared and not converted: call "
             "quantize_(model, QATConfig(step='convert')) first"
         )
-    if experts := [name for name, p in model.named_parameters() if isinstance(p.data, PackedExperts)]:
-        raise ValueError(
-            f"{experts[0]}: stacked experts have no layout in export yet: save the model with aoquant.save_pretrained"
-        )
     if fsdp.is_distributed(model):
         raise ValueError(
             f"the model is sharded over ranks, and export writes whole tensors: {fsdp.GATHER}, and export that"
@@ -94,8 +78,9 @@ def of_model(model: nn.Module) -> Source:
     stored = {n: t for n, t in model.state_dict().items() if n not in tied and n not in ignored}
     if config.get("tie_word_embeddings") and "lm_head.weight" in stored:
         config["tie_word_embeddings"] = False
-    weights = {name: Weight(name, _kind(t), _in_memory(t)) for name, t in stored.items()}
-    return _checked(Source(config, dict(model.named_modules()), weights, tied))
+    weights = {name: Weight(name, _kind(t), _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
+    weights = as_stored(model, weights)
+    return _checked(Source(config, dict(model.named_modules()), weights, tied, routers=_routers(model)))
 
 
 def of_checkpoint(folder: Path) -> Source:
@@ -122,10 +107,9 @@ def of_checkpoint(folder: Path) -> Source:
             f"{folder}: its tensors and {type(model).__name__}'s differ in {checkpoint.some(wrong)}: load it with aoquant.load_pretrained "
             "and export the model"
         )
-    weights = {
-        n: Weight(n, json.loads(described[n])["_type"], _on_disk(n, described[n], stored_tensors)) for n in names
-    }
-    return _checked(Source(config, dict(model.named_modules()), weights, tied, folder))
+    weights = {n: _on_disk(model, n, described[n], stored_tensors) for n in names}
+    weights = as_stored(model, weights, stored_tensors)
+    return _checked(Source(config, dict(model.named_modules()), weights, tied, folder, _routers(model)))
 
 
 def _checked(source: Source) -> Source:
@@ -169,28 +153,53 @@ def _in_memory(tensor: Tensor) -> Callable[[bool], Tensor]:
     return read
 
 
-def _without_codes(p: PackedTensor) -> PackedTensor:
-    others = [None if t is None else t.cpu() for t in (p.scale, p.zero_point, p.per_tensor_scale, p.act_pre_scale)]
-    codes = torch.empty_like(p.qdata, device="meta")
-    return PackedTensor(codes, p.format, p.activation, p.contract, p.k, p.dtype, *others)
+def _expert_in_memory(tensor: Tensor) -> Callable[[int, bool], PackedTensor] | None:
+    if not isinstance(tensor, PackedExperts):
+        return None
 
-
-def _on_disk(name: str, described: str, stored_tensors: dict[str, StoredTensor]) -> Callable[[bool], Tensor]:
-    content = json.loads(described)
-    if content["_type"] == "Tensor":
-        return lambda codes: stored_tensors[name].read()
-    module, _, parameter = name.rpartition(".")
-    parts = {part: f"{module}._{parameter}_{part}" for part in content["_tensor_data_names"]}
-
-    def read(codes: bool) -> Tensor:
-        values = {
-            stored: stored_tensors[stored].read()
-            if codes or part != "qdata"
-            else torch.empty(stored_tensors[stored].shape, dtype=stored_tensors[stored].dtype, device="meta")
-            for part, stored in parts.items()
-        }
-        metadata = {"tensor_names": json.dumps([name]), name: described}
-        packed: Tensor = unflatten_tensor_state_dict(values, metadata)[0][name]
-        return packed
+    def read(expert: int, codes: bool) -> PackedTensor:
+        packed = tensor.expert(expert)
+        return packed.detach().cpu() if codes else _without_codes(packed)
 
     return read
+
+
+def _without_codes(p: PackedTensor) -> PackedTensor:
+    others = [None if t is None else t.cpu() for t in (p.scale, p.zero_point, p.per_tensor_scale, p.act_pre_scale)]
+    return p._with([torch.empty_like(p.qdata, device="meta"), *others])
+
+
+def _on_disk(model: PreTrainedModel, name: str, described: str, stored_tensors: dict[str, StoredTensor]) -> Weight:
+    content = json.loads(described)
+    kind: str = content["_type"]
+    if kind == "Tensor":
+        return Weight(name, kind, lambda codes: stored_tensors[stored_name(model, name)].read())
+    module, _, parameter = name.rpartition(".")
+    parts = {f"{module}._{parameter}_{part}": part for part in content["_tensor_data_names"]}
+    places = {part: stored_tensors[stored_name(model, part)] for part in parts}
+    metadata = {"tensor_names": json.dumps([name]), name: described}
+
+    def built(codes: bool, rows: tuple[int, int] | None) -> Any:
+        values = {}
+        for part, kind in parts.items():
+            place = places[part]
+            if codes or kind != "qdata":
+                values[part] = place.read() if rows is None else place.rows(*rows)
+            else:
+                count = place.shape[:1] if rows is None else (rows[1] - rows[0],)
+                values[part] = torch.empty(*count, *place.shape[1:], dtype=place.dtype, device="meta")
+        return unflatten_tensor_state_dict(values, metadata)[0][name]
+
+    def expert(index: int, codes: bool) -> PackedTensor:
+        stack = built(codes, (index, index + 1))
+        assert isinstance(stack, PackedExperts)
+        return stack.expert(0)
+
+    return Weight(name, kind, lambda codes: built(codes, None), expert if kind == "PackedExperts" else None)
+
+
+def _routers(model: nn.Module) -> tuple[str, ...]:
+    """Names in files of the layers in a model's routers."""
+    found = (f"{name}.{n}" for name, router in routers_of(model).items() for n, p in router.named_parameters())
+    stored = (stored_name(model, name) for name in found)
+    return tuple(name.removesuffix(".weight") for name in stored if name.endswith(".weight"))

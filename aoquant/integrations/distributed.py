@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aoquant.layers.packed_experts import PackedExperts
+from aoquant.parallel import experts
 from aoquant.parallel.fsdp import reshard
 from aoquant.parallel.gather import quantized_all_gather
 from aoquant.parallel.packed import ShardedLinear, gather
@@ -50,6 +52,8 @@ def full_state_dict(model: nn.Module, *, cpu_offload: bool = False) -> dict[str,
 def _whole(tensor: Tensor, layer: nn.Module | None) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
+    if isinstance(tensor.to_local(), PackedExperts):
+        return experts.gather(tensor)
     if not isinstance(layer, ShardedLinear):
         return tensor.full_tensor()
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

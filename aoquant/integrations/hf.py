@@ -19,6 +19,7 @@ import dataclasses
 import os
 from collections.abc import Collection
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,8 @@ except (AttributeError, ImportError, IndexError, TypeError) as error:
         f"'aoquant[hf]'); found {_found}: {error}"
     ) from error
 
+_READERS = {"compressed-tensors": "aoquant.export.reading", "mxfp4": "aoquant.export.reading_mxfp4"}
+
 
 def save_pretrained(
     model: PreTrainedModel,
@@ -108,8 +111,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load a quantised checkpoint and check that it is whole: files, schema, keys, quantised weights, and every byte.
 
-    A folder of compressed-tensors (llm-compressor's, or `aoquant.export`'s) becomes packed tensors too; kwargs are
-    dtype and device_map then.
+    A folder of compressed-tensors (llm-compressor's, Kimi K2's, or `aoquant.export`'s) and one of gpt-oss's MXFP4
+    become packed tensors too, with the codes that they hold; kwargs are dtype and device_map then.
 
     model_class: a transformers model class or AutoModel class; models that are no causal LM need it.
     verify_checksums: compare every tensor with the checksum that stands beside it, which reads the files once more.
@@ -126,10 +129,11 @@ def load_pretrained(
     for argument in ("quantization_config", "output_loading_info", "variant", "subfolder"):
         if argument in kwargs:
             raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
-    if checkpoint.method(Path(directory)) == "compressed-tensors":
-        from aoquant.export import reading
-
-        return reading.load(Path(directory), model_class, **kwargs)
+    method = checkpoint.method(Path(directory))
+    if method in _READERS:
+        reader: Any = import_module(_READERS[method])
+        loaded: PreTrainedModel = reader.load(Path(directory), model_class, **kwargs)
+        return loaded
     quantised = checkpoint.check(Path(directory))
     try:
         with nullcontext() if verify_checksums else checksums.not_verified():

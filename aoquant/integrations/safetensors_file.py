@@ -63,6 +63,11 @@ class StoredTensor:
         """The tensor, in memory of its own."""
         return _read(self, 0, self.size).view(self.dtype).view(self.shape)
 
+    def rows(self, start: int, end: int) -> Tensor:
+        """Rows start to end of the tensor's first dimension, in memory of their own."""
+        row = self.size // self.shape[0] if self.shape[0] else 0
+        return _read(self, start * row, (end - start) * row).view(self.dtype).view(end - start, *self.shape[1:])
+
     def pieces(self) -> Iterator[Tensor]:
         """The tensor's values in order, as flat tensors of at most `PIECE` bytes."""
         for offset in range(0, self.size, PIECE):

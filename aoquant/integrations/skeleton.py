@@ -4,8 +4,9 @@ The model is built on the meta device from config.json; planned and quantised th
 models; and taken through Hugging Face's own rules for names, tied weights and shards. They decide by names, shapes and
 dtypes, so a model without values gives the files that `save_pretrained` would write. Reading runs the same rules
 backwards: every tensor that will be written has one tensor of the source behind it, copied as it is or, for a quantised
-layer, encoded. Any misfit (missing keys, keys too many, shapes, dtypes, layers that cannot take their
-config, tensors that no safetensors loader knows) is an error here.
+layer, encoded; stacked experts have one for each expert's matrix, where files keep them so. Any misfit (missing keys,
+keys too many, shapes, dtypes, layers that cannot take their config, tensors that no safetensors loader knows) is an
+error here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,18 @@ import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation, dot_natural_key, revert_weight_conversion
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint, checksums, hf
 from aoquant.integrations.plans import ptq_plan
 from aoquant.integrations.safetensors_file import StoredTensor, reading
+from aoquant.integrations.stored_names import keep_wide, pieces_of, stored_name
+from aoquant.integrations.stream_layers import Layer, Stack
+from aoquant.planning import experts
 from aoquant.planning.coverage import Coverage, coverage
+from aoquant.planning.experts import ExpertStep
 from aoquant.planning.plan import Step
 from aoquant.planning.tied import identity
 from aoquant.quantize import apply
@@ -42,26 +47,14 @@ _COMPUTED = (
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A weight to quantise: its step, its names (several when layers share it), where it is stored, and in what dtype
-    to load it.
-    """
-
-    step: Step
-    names: list[str]
-    source: StoredTensor
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class Skeleton:
     """A converted checkpoint without its values.
 
     model: quantised, on meta, with its quantisation config. files: tensors (meta) by name, by file. metadata: of every
     file's header, under the model's own names. index: content of the index file, None for a single file. layers: to
-    encode. parts: where their codes and scales are written, name in the model to name in the files (transformers
-    renames some architectures' tensors). copies: where tensors that stay float are read. twins: pairs that the config
-    ties and the source holds twice: must be equal. skipped: layers left out, and why. coverage: the
+    encode, and stacked experts. parts: where their codes and scales are written, name in the model to name in the files
+    (transformers renames some architectures' tensors). copies: where tensors that stay float are read. twins: pairs
+    that the config ties and the source holds twice: must be equal. skipped: layers left out, and why. coverage: the
     quantised parameters, and the float ones.
     """
 
@@ -69,7 +62,7 @@ class Skeleton:
     files: dict[str, dict[str, Tensor]]
     metadata: dict[str, str]
     index: dict[str, Any] | None
-    layers: list[Layer]
+    layers: list[Layer | Stack]
     parts: dict[str, str]
     copies: dict[str, StoredTensor]
     twins: list[tuple[StoredTensor, StoredTensor]]
@@ -127,13 +120,12 @@ def build(
     for name, found in sources.items():
         _check_stored(name, found, expected[name])
 
-    layers, packed = [], dict[Hashable, nn.Parameter]()
+    layers, packed = list[Layer | Stack](), dict[Hashable, nn.Parameter]()
     planned = ptq_plan(model, config, skip_incompatible=skip_incompatible)
-    if planned.experts:
-        raise ValueError(
-            f"{planned.experts[0].fqn}: a checkpoint on disk is converted without its stacked experts: load the model whole, and use "
-            "aoquant.quantize_ and aoquant.save_pretrained; or leave experts out by name, with None in FqnToConfig"
-        )
+    for stack in planned.experts:
+        layers.append(_stack(stack, model, stored, tied))
+    for stack in planned.experts:
+        experts.apply(stack)
     for step in planned.steps:
         weight = step.module.weight
         if identity(weight) not in packed:
@@ -180,6 +172,22 @@ def _layer(
     return Layer(step, names, found, weight.dtype)
 
 
+def _stack(
+    step: ExpertStep, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
+) -> Stack:
+    weight = step.weight
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
+    pieces, count = pieces_of(model, names[0]), len(weight)
+    sources: Sequence[Sequence[StoredTensor]] | StoredTensor | None
+    if pieces:
+        found = [_home(p.name, stored, tied) for p in pieces]
+        sources = [[f for f, p in zip(found, pieces, strict=True) if f and p.expert == e] for e in range(count)]
+    else:
+        sources = _home(stored_name(model, names[0]), stored, tied)
+    assert sources is not None  # `_check_keys` has seen them all
+    return Stack(step, names, sources, count, weight.dtype)
+
+
 def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | str) -> PreTrainedModel:
     """The model of a float checkpoint on the meta device, in the dtypes that `from_pretrained(dtype=dtype)` would give
     it.
@@ -208,11 +216,7 @@ def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.d
     with torch.device("meta"):
         make = named._from_config if known else AutoModelForCausalLM.from_config
         model: PreTrainedModel = make(config, dtype=chosen).eval()
-    if exceptions := model._get_dtype_plan(chosen):
-        pattern, keys, _ = build_glob_alternation(list(exceptions))
-        for name, parameter in model.named_parameters():
-            if (match := pattern.search(name)) and match.lastgroup:
-                parameter.data = parameter.data.to(exceptions[keys[match.lastgroup]])
+    keep_wide(model, chosen)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Convert a checkpoint on disk, with one layer in memory at a time.
+"""Convert a checkpoint on disk, with one layer in memory at a time, and of stacked experts one expert.
 
 `skeleton` knows every tensor that will be written and where, so the rest is filling in: read a layer's weight, encode
 it, write codes and scales into their places, forget it. Neither the model nor a shard is ever in memory, and
@@ -30,10 +30,9 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.progress import progress
 from aoquant.integrations.safetensors_file import StoredTensor, flush, header, reading, replace_metadata, reserve
-from aoquant.integrations.skeleton import Layer, Skeleton, build
+from aoquant.integrations.skeleton import Skeleton, build
+from aoquant.integrations.stream_layers import Layer, Stack
 from aoquant.planning.coverage import Coverage
-from aoquant.planning.plan import not_finite
-from aoquant.quantize import pack
 from aoquant.recipes import named
 from aoquant.tools.doctor import check_device
 
@@ -82,7 +81,8 @@ def convert_checkpoint(
     verify: int = 4,
     skip_incompatible: bool = False,
 ) -> Converted:
-    """Quantise the float checkpoint in folder `model` into folder `out`, with one layer in memory at a time.
+    """Quantise the float checkpoint in folder `model` into folder `out`, with one layer, or one expert, in memory at a
+    time.
 
     config: a PTQ config of torchao's or ours, the name of a recipe, or torchao's `FqnToConfig` of them.
     max_shard_size: of the files that are written, in bytes or like "5GB".
@@ -178,22 +178,23 @@ def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, i
                 f"{a.path.parent}: config.json ties two weights that are stored with different values ({a.path.name} "
                 f"and {b.path.name}): set tie_word_embeddings to false"
             )
-    work: list[tuple[StoredTensor, str, Layer | None]] = [
-        (source, name, None) for name, source in skeleton.copies.items()
-    ]
-    work += [(layer.source, layer.names[0], layer) for layer in skeleton.layers]
-    work.sort(key=lambda w: (w[0].path, w[0].start))
-    total = sum(source.size for source, _, _ in work)
+    work: list[tuple[StoredTensor | Layer | Stack, str]] = [(source, n) for n, source in skeleton.copies.items()]
+    work += [(layer, layer.names[0]) for layer in skeleton.layers]
+    work.sort(key=lambda w: (w[0].path, w[0].start) if isinstance(w[0], StoredTensor) else w[0].place)
+    total = sum(source.size for source, _ in work)
     with progress(total, "convert", "byte") as bar:
-        for source, name, layer in work:
-            if layer is None:
+        for source, name in work:
+            if isinstance(source, StoredTensor):
                 _copy(source, places[name], sums)
+                bar.update(source.size)
             else:
-                for part, values in _encode(layer, device).items():
-                    assert values.shape == places[part].shape
-                    _write(values, places[part], 0, sums)
+                for unit in source.units:
+                    for part, values in source.encode(unit, device).items():
+                        whole = unit is None
+                        assert values.shape == (places[part].shape if whole else (1, *places[part].shape[1:]))
+                        _write(values, places[part], (unit or 0) * values.nbytes, sums)
+                    bar.update(source.size // len(source.units))  # experts are of one size
             bar.set_postfix(tensor=name)
-            bar.update(source.size)
     return total
 
 
@@ -211,28 +212,22 @@ def _write(values: Tensor, place: StoredTensor, offset: int, sums: dict[str, int
     return place.write(values, offset)
 
 
-@torch.no_grad()
-def _encode(layer: Layer, device: torch.device | str) -> dict[str, Tensor]:
-    """The stored parts of a layer's deployed weight, by name."""
-    weight = layer.source.read().to(layer.dtype)
-    if reason := not_finite(weight):
-        raise ValueError(f"{layer.step.fqn} {tuple(weight.shape)}: {reason}")
-    packed = pack(layer.step, weight, device)
-    parts: dict[str, Tensor] = flatten_tensor_state_dict(dict.fromkeys(layer.names, packed))[0]
-    return parts
-
-
-def _verify(layer: Layer, skeleton: Skeleton, places: dict[str, StoredTensor], device: torch.device | str) -> None:
+def _verify(
+    layer: Layer | Stack, skeleton: Skeleton, places: dict[str, StoredTensor], device: torch.device | str
+) -> None:
     """Read a layer back, rebuild it with the loaders' code, and compare its bytes with a new encoding."""
-    wanted = _encode(layer, device)
-    found = {part: places[part].read() for part in wanted}
-    metadata = {"tensor_names": json.dumps(layer.names), **{name: skeleton.metadata[name] for name in layer.names}}
-    again, left = unflatten_tensor_state_dict(found, metadata)
-    same = not left and all(type(again[name]) is type(layer.step.module.weight.data) for name in layer.names)
-    for part, values in flatten_tensor_state_dict(again)[0].items():
-        same = same and torch.equal(values.view(-1).view(torch.uint8), wanted[part].cpu().view(-1).view(torch.uint8))
-    if not same:
-        raise ValueError(
-            f"{layer.names[0]}: reads back different from what was written: check the disk and the memory of this "
-            "machine"
-        )
+    for unit in layer.units:
+        wanted = layer.encode(unit, device)
+        found = {p: places[p].read() if unit is None else places[p].rows(unit, unit + 1) for p in wanted}
+        metadata = {"tensor_names": json.dumps(layer.names), **{name: skeleton.metadata[name] for name in layer.names}}
+        again, left = unflatten_tensor_state_dict(found, metadata)
+        same = not left and all(type(again[name]) is layer.rebuilt() for name in layer.names)
+        for part, values in flatten_tensor_state_dict(again)[0].items():
+            same = same and torch.equal(
+                values.view(-1).view(torch.uint8), wanted[part].cpu().view(-1).view(torch.uint8)
+            )
+        if not same:
+            raise ValueError(
+                f"{layer.names[0]}: reads back different from what was written: check the disk and the memory of this "
+                "machine"
+            )

@@ -12,7 +12,7 @@ was. It is on after step N, for what the Trainer evaluates or saves there too.
 It logs the lowest and the mean SQNR, in dB, of the fake-quantised weights against the high-precision ones. That
 is what rounding does to the weights as they are now: it moves little in a healthy run, and drops when outliers grow. It
 costs one encode and decode of each weight. With `batch`, also the SQNR of the model's output on it, float against
-fake-quantised.
+fake-quantised; and with `router_drift`, the share of its tokens that go to other experts, over all layers of experts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import PreparedModule, QATLayer, set_fake_quant
+from aoquant.layers.routers import experts_of
 from aoquant.report.measure import logits_of, run, sqnr, undisturbed
+from aoquant.report.routing import changed_share, drift, routes
 
 MIN, MEAN, OUTPUT = "qat/weight_sqnr_min_db", "qat/weight_sqnr_mean_db", "qat/output_sqnr_db"
+DRIFT = "qat/router_changed_share"
 
 
 class QATCallback(TrainerCallback):
@@ -37,17 +40,29 @@ class QATCallback(TrainerCallback):
     fake_quant_after_n_steps: N; 0 is from the start.
     log_every: log SQNR, and with it the loss, every so many steps; None adds it whenever the Trainer logs the loss.
     batch: the model's input for the output's SQNR: a tensor, positional or keyword arguments.
+    router_drift: log the share of the batch's tokens that change experts, float against fake-quantised.
 
     Raises:
-        ValueError: a number that is out of range; and when training begins, a model without prepared layers.
+        ValueError: a number that is out of range, or router_drift without a batch; and when training begins, a model
+            without prepared layers, or router_drift of one without stacked experts.
     """
 
-    def __init__(self, fake_quant_after_n_steps: int = 0, log_every: int | None = None, batch: Any = None) -> None:
+    def __init__(
+        self,
+        fake_quant_after_n_steps: int = 0,
+        log_every: int | None = None,
+        batch: Any = None,
+        *,
+        router_drift: bool = False,
+    ) -> None:
         if fake_quant_after_n_steps < 0:
             raise ValueError(f"fake_quant_after_n_steps must be 0 or more, got {fake_quant_after_n_steps}")
         if log_every is not None and log_every < 1:
             raise ValueError(f"log_every must be 1 or more, or None, got {log_every}")
+        if router_drift and batch is None:
+            raise ValueError("router_drift needs a batch, whose tokens are followed: give batch=")
         self.after, self.log_every, self.batch = fake_quant_after_n_steps, log_every, batch
+        self.router_drift = router_drift
 
     def attach(self, trainer: Trainer) -> QATCallback:
         """Add to a Trainer in front of its other callbacks.
@@ -66,6 +81,8 @@ class QATCallback(TrainerCallback):
                 "the model has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before "
                 "training"
             )
+        if self.router_drift and not experts_of(model):
+            raise ValueError(f"router_drift: {type(model).__name__} has no stacked experts: leave it out")
         if self.after >= state.max_steps:
             warnings.warn(
                 f"training ends at step {state.max_steps}, so no step is fake-quantised: fake_quant_after_n_steps is "
@@ -109,19 +126,20 @@ class QATCallback(TrainerCallback):
         found += [sqnr(getattr(m, name), m.quantised_weight(name)) for m, name in experts]
         logs = {MIN: min(found), MEAN: sum(found) / len(found)}
         if self.batch is not None:
-            logs[OUTPUT] = self._output_sqnr(model)
+            logs |= self._on_batch(model)
         return logs
 
-    def _output_sqnr(self, model: nn.Module) -> float:
-        """SQNR of the fake-quantised model's output against the same model in high precision."""
+    def _on_batch(self, model: nn.Module) -> dict[str, float]:
+        """The fake-quantised model against the same model in high precision: SQNR of outputs, and router drift."""
         modes = [(m, m.fake_quant) for m in model.modules() if isinstance(m, PreparedModule)]
-        outputs = []
+        outputs, chosen = [], []
         try:
             with undisturbed(model):
                 for enabled in (False, True):
                     set_fake_quant(model, enabled)
                     outputs.append(logits_of(run(model, self.batch)))
+                    chosen += [routes(model, self.batch)] if self.router_drift else []
         finally:
             for layer, mode in modes:
                 layer.fake_quant = mode
-        return sqnr(*outputs)
+        return {OUTPUT: sqnr(*outputs), **({DRIFT: changed_share(drift(*chosen))} if chosen else {})}

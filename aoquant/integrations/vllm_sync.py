@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import QATLayer
-from aoquant.refresh import deployed_recipe, encoded_now, prepared_layers
+from aoquant.refresh import deployed_recipe, encoded_now
 from aoquant.tensor import PackedTensor
 
 _RELOADS = "_do_torchao_reload"  # vLLM's mark on a model: load_weights takes float weights and quantises them anew
@@ -54,7 +56,7 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
             "sync_vllm: the engine's model is in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, and use "
             "one GPU or distributed_executor_backend='external_launcher'"
         )
-    layers = prepared_layers(prepared)
+    layers = _layers(prepared)
 
     def load(model: nn.Module) -> None:
         dtype = _check(model, layers)
@@ -71,6 +73,19 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
     llm.apply_model(load)
     llm.reset_prefix_cache()
     return len(layers)
+
+
+def _layers(prepared: nn.Module) -> dict[str, QATLayer]:
+    """The prepared layers, by name. Raises ValueError for stacked experts, sharded weights, or none."""
+    if experts := [name for name, m in prepared.named_modules() if isinstance(m, QATExperts)]:
+        raise ValueError(f"sync_vllm: {experts[0]}: the plugin serves no packed experts: leave them out of quantize_")
+    layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
+    if not layers:
+        raise ValueError("sync_vllm: the second model has no prepared layer; give (engine, model in training)")
+    for name, layer in layers.items():
+        if isinstance(layer.weight, DTensor):
+            raise ValueError(f"sync_vllm: {name} is sharded over ranks: gather it first")
+    return layers
 
 
 def _weights(prepared: nn.Module, layers: Mapping[str, QATLayer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -14,32 +14,51 @@ nothing.
 
 Activations are quantised token by token where their format has scales for each row. A format with one scale for the
 tensor finds it for each expert's tokens, so a token's codes then depend on its batch.
+
+Weight scales are made from the weights in every forward, or held: experts that `unpack_` made from packed ones keep the
+packed scales in buffers, one expert after another, and multiply the packed codes.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aoquant import ops
+from aoquant.formats import Encoded, Scales
 from aoquant.formats.random import fresh_state
+from aoquant.layers import held
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
+from aoquant.layers.grouped_held import grouped_held_linear
 from aoquant.layers.qat import Prepared, PreparedModule
+from aoquant.layers.read_stacks import Product, Stack, reading_of
+from aoquant.parallel import experts as sharded
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import layer_class, swap_class
 
 PROTOCOL = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
-EAGER = (None, "eager")  # of `config._experts_implementation`: transformers runs the class's own forward
 
 
 def stacks_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of the stacked parameters of a module with the experts protocol; none for any other module."""
-    if not all(hasattr(module, name) for name in PROTOCOL):
+    """Names of the stacked parameters of a module with the experts protocol, or of a class in `READINGS`; none for any
+    other module.
+    """
+    reading = reading_of(type(module))
+    if reading is None and not all(hasattr(module, name) for name in PROTOCOL):
         return ()
-    return tuple(n for n in STACKS if (p := module._parameters.get(n)) is not None and p.dim() == 3)
+    names = STACKS if reading is None else reading.parameters
+    return tuple(n for n in names if (p := module._parameters.get(n)) is not None and p.dim() == 3)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the experts of a module are stored (E, K, N)."""
+    reading = reading_of(type(module))
+    return bool(module.is_transposed) if reading is None else reading.transposed
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -68,8 +87,8 @@ class QATExperts(PreparedModule):
     _data_rank: int | None = None
 
     @classmethod
-    def prepare_stack(cls, module: nn.Module, name: str, prepared: Prepared) -> Self:
-        """Prepare the parameter called `name`, in place."""
+    def prepare_stack(cls, module: nn.Module, name: str, prepared: Prepared, scales: Scales | None = None) -> Self:
+        """Prepare the parameter called `name`, in place. scales: to hold, with experts in front (E, ...)."""
         if not isinstance(module, QATExperts):
             swap_class(module, prepared_class(layer_class(module)))
             assert isinstance(module, cls)
@@ -80,12 +99,15 @@ class QATExperts(PreparedModule):
             device = module._parameters[name].device  # type: ignore[union-attr]
             module.register_buffer(_random(name), fresh_state(prepared.config.seed, prepared.fqn, device))
             ranks.expect(module)
+        if scales is not None:
+            held.register(module, _side(name), scales, learned=False)
         return module
 
     def unprepare_stack(self, name: str) -> None:
         """Make the parameter called `name` a plain one; with the last of them the module is a plain one."""
+        for state in self.states(name):
+            del self._buffers[state]
         del self.stacks[name]
-        self._buffers.pop(_random(name), None)
         if not self.stacks:
             del self.stacks, self.fake_quant
             vars(self).pop(ranks.RANK, None)
@@ -100,18 +122,53 @@ class QATExperts(PreparedModule):
         """The weight (N, K) of one expert."""
         return self._matrix(getattr(self, name)[expert])
 
+    def states(self, *stacks: str) -> list[str]:
+        """Names of the buffers that belong to the training of `stacks`, by default of all: states of random numbers and
+        held scales.
+        """
+        possible = ((_random(n), *(f"{_side(n)}_{part}" for part in Scales._fields)) for n in stacks or self.stacks)
+        return [name for names in possible for name in names if name in self._buffers]
+
+    def held_scales(self, name: str, expert: int) -> Scales | None:
+        """The scales that a parameter holds for one expert; None where they are made from the weight."""
+        if self.stacks[name].recipe.weight_scales == "dynamic":
+            return None
+        return Scales(*(None if t is None else t[expert] for t in held.read(self, _side(name))))
+
+    @torch.no_grad()
+    def encode_expert(self, name: str, expert: int, dtype: torch.dtype) -> Encoded:
+        """One expert's codes and scales, as forward multiplies them and convert stores them.
+
+        dtype: in which forward sees the weight.
+        """
+        operand, scales = self.stacks[name].recipe.fprop_weight, self.held_scales(name, expert)
+        w_NK = self.matrix(name, expert).detach().to(dtype)
+        return ops.codec.encode(operand, w_NK) if scales is None and operand.portable else operand.encode(w_NK, scales)
+
     @torch.no_grad()
     def quantised_weight(self, name: str) -> Tensor:
         """The values that the parameter's experts multiply by, in its shape and dtype; one expert at a time."""
         operand, w = self.stacks[name].recipe.fprop_weight, getattr(self, name).detach()
         values = torch.empty_like(w)
-        for expert in range(self.num_experts):
-            made = operand.fake_quantize(self._matrix(w[expert]))
+        for expert in range(len(w)):
+            made = operand.decode(self.encode_expert(name, expert, w.dtype), w.dtype)
             values[expert] = made.t() if self.is_transposed else made
         return values
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H) of hidden_states (T, H), and the experts and their weights (T, top k) of each token."""
+        if any(isinstance(p, DTensor) for p in self._parameters.values()):
+            return self._forward_on_shards(hidden_states, top_k_index, top_k_weights)
+        return self._forward_whole(hidden_states, top_k_index, top_k_weights)
+
+    @torch.compiler.disable
+    def _forward_on_shards(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        skips = self.fake_quant or not self._eager
+        forward = type(self)._forward_whole
+        return sharded.run(self, forward, hidden_states, top_k_index, top_k_weights, skips=skips)
+
+    def _forward_whole(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The forward over parameters that are no DTensors."""
         if self.fake_quant and self._at_once():
             return self._forward_at_once(hidden_states, top_k_index, top_k_weights)
         return self._forward_in_a_loop(hidden_states, top_k_index, top_k_weights)
@@ -119,16 +176,16 @@ class QATExperts(PreparedModule):
     @property
     def _eager(self) -> bool:
         """Whether transformers would run the class's own forward."""
-        return getattr(getattr(self, "config", None), "_experts_implementation", None) in EAGER
+        return sharded.runs_eagerly(self)
 
     def _at_once(self) -> bool:
         """Whether every product is one of all experts: not where transformers multiplies expert by expert."""
         if self._eager:
             return False
-        for name, prepared in self.stacks.items():
-            if why_not_at_once(prepared.recipe, getattr(self, name), self.is_transposed) is not None:
-                return False
-        return not any(isinstance(p, DTensor) for p in self._parameters.values())
+        return all(
+            why_not_at_once(prepared.recipe, getattr(self, name), self.is_transposed) is None
+            for name, prepared in self.stacks.items()
+        )
 
     def _forward_at_once(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The forward without a look at the routing: shapes do not depend on it, and nothing waits for it."""
@@ -196,10 +253,6 @@ class QATExperts(PreparedModule):
     def _product(self, x_SK: Tensor, name: str, ids: Tensor, ends: list[int], eager: bool) -> Tensor:
         """(S, N): rows sorted by expert, times the experts of one parameter, plus their biases."""
         w: Tensor = getattr(self, name)
-        if isinstance(w, DTensor):
-            raise ValueError(
-                f"{name} is sharded (DTensor), and experts are not quantised under tensor or expert parallelism: use fully_shard"
-            )
         x_SK = x_SK if eager else x_SK.to(w.dtype)  # as transformers casts, which matters under autocast
         prepared = self.stacks.get(name)
         if prepared is None:
@@ -207,16 +260,24 @@ class QATExperts(PreparedModule):
         else:
             experts = w.unbind(0)  # one gradient for the whole stack, zero where an expert had no tokens
             n = w.shape[-1] if self.is_transposed else w.shape[1]
-            random = self._buffers.get(_random(name))
-            if random is not None and self._data_rank is None:
-                ranks.find()
-            rank = self._data_rank or 0
+            rest = ends, n, prepared.recipe, *self._draws(name)
             try:
-                y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), ends, n, prepared.recipe, random, rank)
+                if prepared.recipe.weight_scales == "dynamic":
+                    y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), *rest)
+                else:
+                    held_of = partial(self.held_scales, name)
+                    y = grouped_held_linear(x_SK, lambda e: self._matrix(experts[e]), held_of, *rest)
             except ValueError as error:
                 raise ValueError(f"{prepared.fqn}: {error}") from None
         bias: Tensor | None = getattr(self, f"{name}_bias") if self.has_bias else None
         return y if bias is None else y + bias[ids]
+
+    def _draws(self, name: str) -> tuple[Tensor | None, int]:
+        """The state of a parameter's random numbers, and this rank among those with other tokens."""
+        random = self._buffers.get(_random(name))
+        if random is not None and self._data_rank is None:
+            ranks.find()
+        return random, self._data_rank or 0
 
     def _unprepared(self, x_SK: Tensor, w: Any, ids: Tensor, ends: list[int], eager: bool) -> Tensor:
         """The product with a parameter that is float, or packed already, as the plain class makes it."""
@@ -236,6 +297,13 @@ class QATExperts(PreparedModule):
         """One expert as (N, K): a transposed one is copied, because encoders read rows."""
         return w.t().contiguous() if self.is_transposed else w
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """A cast leaves held scales as they are: a scale that rounds afterwards is another scale."""
+        before = {name: self._buffers[name].data for name in self.states()}  # type: ignore[union-attr]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        held.keep_dtype(self, before)
+        return self
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, prepared in self.stacks.items():
             if prepared.recipe.draws:  # a checkpoint from before this training knows no state: it begins at step 0
@@ -252,19 +320,57 @@ class QATExperts(PreparedModule):
         return _empty, (self.plain,), self.__dict__
 
 
+class QATReadExperts(QATExperts):
+    """Experts of a class in `READINGS`: its own forward, which reads a `Stack` in place of each prepared parameter."""
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the plain class's."""
+        if not self.fake_quant:
+            return self.plain.forward(self, *args, **kwargs)
+        try:
+            for name, prepared in self.stacks.items():
+                w = getattr(self, name)
+                if isinstance(w, DTensor):
+                    raise ValueError(
+                        f"{prepared.fqn} is sharded (DTensor), and its class is not quantised so: use fully_shard"
+                    )
+                holds = prepared.recipe.weight_scales != "dynamic"
+                scales_of = partial(self.held_scales, name) if holds else None
+                product = Product(prepared.fqn, prepared.recipe, *self._draws(name), scales_of)
+                vars(self)[name] = stack = Stack(w, self.is_transposed, product)  # found before the parameter is
+                if getattr(self, name) is not stack:
+                    raise ValueError(
+                        f"{prepared.fqn} is parametrised (an adapter, say), which its class cannot be trained with"
+                    )
+            return self.plain.forward(self, *args, **kwargs)
+        finally:
+            for name in self.stacks:
+                vars(self).pop(name, None)
+
+
 _classes: dict[type[nn.Module], type[QATExperts]] = {}
 
 
 def prepared_class(plain: type[nn.Module]) -> type[QATExperts]:
     """The prepared class of a class of experts: one for each."""
-    return _classes.get(plain) or _classes.setdefault(
-        plain, type(f"QAT{plain.__name__}", (QATExperts, plain), {"plain": plain, "__module__": __name__})
-    )
+    if plain not in _classes:
+        reading, facts = reading_of(plain), {"plain": plain, "__module__": __name__}
+        if reading is not None:
+            facts["is_transposed"] = reading.transposed
+        base = QATExperts if reading is None else QATReadExperts
+        _classes[plain] = type(f"QAT{plain.__name__}", (base, plain), facts)
+    return _classes[plain]
 
 
 def _empty(plain: type[nn.Module]) -> QATExperts:
     cls = prepared_class(plain)
     return cls.__new__(cls)
+
+
+def _side(name: str) -> str:
+    """The side of a parameter's held scales, which their buffers are called by."""
+    return f"{name}_weight"
 
 
 def _random(name: str) -> str:

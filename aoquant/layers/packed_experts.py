@@ -7,6 +7,7 @@ transformers multiplies by it as it stands:
 
     grouped_mm   F.grouped_mm(x, w.transpose(-2, -1), offs)   -> the grouped product that prepared experts run
     eager        F.linear(x, w[e]), or x @ w[e]               -> the same product of one expert
+    Llama 4      torch.bmm(x, w)                              -> the same, for each expert
     batched_mm   w[ids]                                       -> refused: it would copy packed weights for every token
 """
 
@@ -215,6 +216,15 @@ def _matmul(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not isinstance(w, PackedExperts) or isinstance(x, PackedTensor) or w.dim() != 2:
         raise ValueError("packed experts are multiplied as x @ w[e], one transposed expert on the right")
     return quantized_linear(x, w.matrix.encoded, None, w.recipe)
+
+
+@PackedExperts.implements_torch_function([torch.bmm, Tensor.bmm])
+def _bmm(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    """x (E, T, K) times experts (E, K, N)."""
+    x, w = args
+    if not isinstance(w, PackedExperts) or isinstance(x, PackedTensor) or not w.transposed or w.dim() != 3:
+        raise ValueError("packed experts take torch.bmm(x (E, T, K), w (E, K, N)): transpose (E, N, K) experts")
+    return torch.stack([quantized_linear(rows, w.expert(e).encoded, None, w.recipe) for e, rows in enumerate(x)])
 
 
 @PackedExperts.implements_torch_function([torch._grouped_mm, F.grouped_mm])

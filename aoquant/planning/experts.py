@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
-from aoquant.layers.experts import PROTOCOL, QATExperts, lacks
-from aoquant.layers.packed_experts import packed_experts
+from aoquant.formats import Scales
+from aoquant.layers.experts import PROTOCOL, QATExperts, is_transposed, lacks
+from aoquant.layers.packed_experts import PackedExperts, packed_experts
 from aoquant.layers.qat import Prepared
-from aoquant.parallel.fsdp import GATHER
+from aoquant.layers.read_stacks import reading_of
+from aoquant.parallel import experts as sharded
+from aoquant.parallel.fsdp import GATHER, layer_class, swap_class
 from aoquant.parallel.linear import all_finite
 from aoquant.targets import Target
 from aoquant.tensor import PackedTensor
@@ -61,20 +64,23 @@ def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
     """Why experts cannot have `target`; None when they can."""
     weight, recipe = chosen.weight, target.recipe
     rows, columns = weight.shape[1:]
-    n, k = (columns, rows) if chosen.module.is_transposed else (rows, columns)
+    n, k = (columns, rows) if is_transposed(chosen.module) else (rows, columns)
     if target.tensor != "PackedTensor":
         return f"stacked experts become aoquant's packed tensors, and the config makes {target.tensor}: use a config of aoquant's"
-    if recipe.holds:
+    if recipe.holds and kind != "convert":
         how = "a fitted transform" if recipe.fitted else "static or learned scales"
         return f"stacked experts hold no scales of their own, and the config has {how}: use scales that are dynamic"
-    if isinstance(weight, DTensor) and kind != "prepare":
-        return f"it is sharded, and is not converted in place: {GATHER}, and convert that"
+    managed = bool(getattr(chosen.module, "_is_fsdp_managed_module", False))
+    if isinstance(weight, DTensor) and reading_of(layer_class(chosen.module)) and not (managed and kind == "prepare"):
+        return f"it is sharded, and its class multiplies by it in a forward of its own: {GATHER}, and quantise that"
+    if (reason := sharded.why_not(weight, kind, recipe, managed=managed)) is not None:
+        return reason
     if (reason := target.why_not(n, k, weight.dtype)) is not None:
         return reason
     replaced = "forward" in vars(chosen.module) and "_old_forward" not in vars(chosen.module)
     if replaced and kind == "prepare":
         return "the forward of its module is replaced on the instance, so a prepared forward would never run: remove the replacement"
-    if not weight.is_meta and not all_finite(weight.flatten(0, 1)):
+    if not weight.is_meta and not all_finite(weight):
         return "it holds NaN or Inf: restore a good checkpoint before quantising"
     return None
 
@@ -92,24 +98,58 @@ def apply(step: ExpertStep, device: torch.device | str | None = None) -> None:
     if step.kind == "prepare":
         QATExperts.prepare_stack(module, step.parameter, Prepared(step.target.recipe, step.config, step.fqn))
         return
-    packed = nn.Parameter(pack(step, step.weight, device), requires_grad=False)
+    weight = step.weight
+    packed = nn.Parameter(pack(step, weight, device), requires_grad=False)
     if isinstance(module, QATExperts) and step.parameter in module.stacks:
         module.unprepare_stack(step.parameter)
     setattr(module, step.parameter, packed)
+    if isinstance(weight, DTensor):
+        if getattr(module, "_is_fsdp_managed_module", False):
+            vars(module)[sharded.GATHERS] = True
+        if not isinstance(module, QATExperts):
+            swap_class(module, sharded.sharded_class(layer_class(module)))
 
 
 @torch.no_grad()
 def pack(step: ExpertStep, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    """The packed experts of a float stack, encoded expert by expert on `device`, by default the weight's."""
-    operand = step.target.recipe.fprop_weight
-    made = list[PackedTensor]()
-    transposed: bool = step.module.is_transposed  # type: ignore[assignment]
-    for expert in weight.detach():
-        w_NK = (expert.t() if transposed else expert).to(device, step.dtype).contiguous()
-        built = step.target.build(ops.codec.encode(operand, w_NK), w_NK)
-        assert isinstance(built, PackedTensor)
-        made.append(built)
+    """The packed experts of a float stack, encoded expert by expert on `device`, by default the weight's; of a sharded
+    one, every rank its own.
+    """
+    if isinstance(weight, DTensor):
+        own = _packed_stack(step, weight.to_local(), device, sharded.first_of(weight))
+        stride = torch.empty(weight.shape, device="meta").stride()
+        placed = weight.device_mesh, weight.placements
+        return DTensor.from_local(own, *placed, run_check=False, shape=weight.shape, stride=stride)
+    return _packed_stack(step, weight, device)
+
+
+def _packed_stack(step: ExpertStep, weight: Tensor, device: torch.device | str | None, first: int = 0) -> PackedExperts:
+    """first: the number of the first of these experts."""
+    transposed = is_transposed(step.module)
+    if len(weight) == 0:  # a rank without experts has parts without rows
+        like = weight.new_zeros(1, *weight.shape[1:])
+        return _packed_stack(step, like, device)[:0]
+    matrices = (expert.t() if transposed else expert for expert in weight.detach())
+    if weight.is_meta:  # where all experts are alike
+        made = [pack_expert(step, next(matrices), device)] * len(weight)
+    else:
+        made = [pack_expert(step, w_NK, device, first + e) for e, w_NK in enumerate(matrices)]
     return packed_experts(made, transposed=transposed)
 
 
-__all__ = ["PROTOCOL", "ChosenStack", "ExpertStep", "apply", "pack", "why_not", "why_unsupported"]
+@torch.no_grad()
+def pack_expert(step: ExpertStep, w_NK: Tensor, device: torch.device | str | None, expert: int = 0) -> PackedTensor:
+    """One packed expert of a float weight. expert: its number, by which it finds the scales that its module holds."""
+    module, operand = step.module, step.target.recipe.fprop_weight
+    w_NK = w_NK.to(device, step.dtype).contiguous()
+    held = module.held_scales(step.parameter, expert) if isinstance(module, QATExperts) else None
+    if held is None:
+        encoded = ops.codec.encode(operand, w_NK)
+    else:
+        encoded = operand.encode(w_NK, Scales(*(t if t is None else t.to(w_NK.device) for t in held)))
+    built = step.target.build(encoded, w_NK)
+    assert isinstance(built, PackedTensor)
+    return built
+
+
+__all__ = ["PROTOCOL", "ChosenStack", "ExpertStep", "apply", "pack", "pack_expert", "why_not", "why_unsupported"]

@@ -142,7 +142,7 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
             raise ValueError(f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name")
         if isinstance(chosen.weight, TorchAOBaseTensor):
             raise ValueError(f"is quantised already ({type(chosen.weight).__name__}); leave it out by name")
-        target = _prepare_target(config) if isinstance(config, QATConfig) else resolve(config)
+        target = prepare_target(config) if isinstance(config, QATConfig) else resolve(config)
     reason = experts.why_not(chosen, kind, target)
     if reason is None and (adapted := sharing.adapter_problem(model, module, chosen.fqn, kind)):
         reason = adapted.partition(": ")[2]
@@ -233,7 +233,7 @@ def plan_layer(
             )
         try:
             if isinstance(config, QATConfig):
-                target = _prepare_target(config)
+                target = prepare_target(config)
                 if isinstance(module, QATLayer):
                     _check_same_forward(module, target)
             else:
@@ -331,7 +331,8 @@ def _not_calibrated(module: nn.Module, target: Target) -> str | None:
     return None
 
 
-def _prepare_target(config: QATConfig) -> Target:
+def prepare_target(config: QATConfig) -> Target:
+    """What a config prepares a weight for. Raises ValueError: no target has its formats."""
     if config.base_config is None:
         target = fake_target(config.weight_config, config.activation_config)
     else:
@@ -368,7 +369,7 @@ def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:
 def _deployed(prepared: Prepared, config: QATConfig) -> Target:
     """Convert a prepared weight. Raises ValueError: the config deploys something else."""
     if config.base_config is None:
-        return _prepare_target(prepared.config)
+        return prepare_target(prepared.config)
     target = resolve(config.base_config)
     if target.recipe.deployed != prepared.recipe.deployed:
         raise ValueError(

@@ -3,6 +3,7 @@
     report(float_model, converted, batch)    what quantisation costs
     report(prepared, converted, batch)       whether training computed what is deployed: inf in every row
     report(float_model, prepared, batch, gradients=True)    also what a backward costs: dx and dW of each layer
+    report(float_model, converted, batch, routing=True)     also how many tokens go to other experts (`routing.py`)
     verify(prepared, converted, batch)       the same, as an error that names the layers where it is not so
 
 A row compares one layer of the two models: the values of the weights, and the outputs for the same input (see
@@ -38,6 +39,7 @@ from aoquant.report.experts import experts_rows
 from aoquant.report.gradients import GradientSqnr
 from aoquant.report.gradients import gradients as gradients_of
 from aoquant.report.measure import undisturbed, weight_of
+from aoquant.report.routing import RouterDrift, router_drift
 from aoquant.report.rows import Row, row_of
 
 MODEL_OUTPUT = "(model output)"
@@ -49,7 +51,8 @@ class Report:
 
     bytes_before, bytes_after: of the quantised layers' weights in their own dtype, and quantised. model_bytes: of
     everything that model a and model b hold. Tied weights count once. coverage: which parameters of model b are
-    quantised, and why others are not.
+    quantised, and why others are not. routing: how many tokens go to other experts in model b, for each layer of
+    experts; empty where it was not asked for.
     """
 
     layers: tuple[Row, ...]
@@ -58,6 +61,7 @@ class Report:
     bytes_after: int
     model_bytes: tuple[int, int]
     coverage: Coverage
+    routing: tuple[RouterDrift, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -101,11 +105,12 @@ class Report:
             "bytes_after": self.bytes_after,
             "model_bytes": list(self.model_bytes),
             "coverage": self.coverage.to_dict(),
+            **({"routing": [asdict(layer) for layer in self.routing]} if self.routing else {}),
         }
 
     def to_markdown(self) -> str:
         """A table, what stays float, and a line of totals. Needs tabulate."""
-        return render.markdown(self.rows, self.totals, self.coverage)
+        return render.markdown(self.rows, self.totals, self.coverage) + render.routing(self.routing)
 
     def to_csv(self) -> str:
         """One line a row; None is empty."""
@@ -134,7 +139,13 @@ class Report:
 
 
 def report(
-    model_a: nn.Module, model_b: nn.Module, batch: Any, *, gradients: bool = False, progress: bool = True
+    model_a: nn.Module,
+    model_b: nn.Module,
+    batch: Any,
+    *,
+    gradients: bool = False,
+    routing: bool = False,
+    progress: bool = True,
 ) -> Report:
     """Compare every layer that is prepared or quantised in either model, and the models' outputs, on `batch`.
 
@@ -143,6 +154,7 @@ def report(
     gradients: also dx and dW of model b's prepared linear layers, in dB against the same layer in float, for the loss
         that the model returns, or the mean square of its outputs (see `gradients.py`). It needs the memory of a
         training step.
+    routing: also how many tokens go to other experts in model b than in model a; each model runs once more for it.
 
     Raises:
         ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that
@@ -180,7 +192,8 @@ def report(
     before = sum(itemsize * math.prod(row.shape) for itemsize, row in once)
     after = sum(row.bytes or 0 for _, row in once)
     sizes = tuple(stored_bytes(*m.parameters(), *m.buffers()) for m in (a, b))
-    return Report(rows, output, before, after, (sizes[0], sizes[1]), coverage(b))
+    moved = router_drift(a, b, batch) if routing else ()
+    return Report(rows, output, before, after, (sizes[0], sizes[1]), coverage(b), moved)
 
 
 def _with_gradients(row: Row, found: GradientSqnr | None) -> Row:

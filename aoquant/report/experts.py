@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aoquant.layers.experts import QATExperts, stacks_of
+from aoquant.layers.experts import QATExperts, is_transposed, stacks_of
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.planning.sizes import stored_bytes
@@ -59,7 +59,7 @@ def _row(pair: Pair, name: str, recipes: list[LinearRecipe]) -> Row:
     if isinstance(weight, PackedExperts):
         size = stored_bytes(weight)
     else:
-        one = weight[0].t() if pair.b.is_transposed else weight[0]
+        one = weight[0].t() if is_transposed(pair.b) else weight[0]
         size = len(weight) * planned_bytes(recipes[-1].fprop_weight, one)
     return Row(
         fqn=f"{pair.fqn}.{name}" if pair.fqn else name,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aoquant.planning.coverage import Coverage, listed
+from aoquant.report.routing import RouterDrift, changed_share
 from aoquant.report.rows import Row
 
 _HEADS = {
@@ -65,6 +66,17 @@ def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) ->
         f"{totals['min_sqnr_db']:.1f} dB, mean {totals['mean_sqnr_db']:.1f} dB; {totals['mean_bits_per_weight']:.2f} bits per "
         f"weight; quantised layers {totals['bytes_before']:,} → {totals['bytes_after']:,} bytes; whole model {before:,} → "
         f"{after:,} bytes"
+    )
+
+
+def routing(layers: Sequence[RouterDrift]) -> str:
+    """A paragraph on the tokens that go to other experts; nothing without layers."""
+    if not layers:
+        return ""
+    worst = max(layers, key=lambda layer: layer.changed_share)
+    return (
+        f"\n\nRouter drift: {changed_share(layers):.2%} of tokens change experts over {len(layers)} layers of experts; most in "
+        f"{worst.fqn}, {worst.changed} of {worst.tokens} tokens and {worst.moved} of {worst.choices} choices"
     )
 
 

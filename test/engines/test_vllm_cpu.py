@@ -172,7 +172,7 @@ def test_an_engine_follows_training(tmp_path: Path) -> None:
     sync = {"model": str(assets()), "recipe": "int4-g32", "weights": model.state_dict()}
     found = serve(tmp_path / "out", request(model, ids, sync=sync))
     assert share(found) == 1.0
-    # attention, norms and the head are vLLM's own, in bfloat16: as far apart as before
+    # attention, norms and the head are vLLM's own, in bfloat16
     now, old = of_tokens(model, ids), of_tokens(converted, ids)
     apart, before, moved = (
         (a - b).abs().mean().item() for a, b in ((found["log_probabilities"], now), (found["before"], old), (now, old))
@@ -180,7 +180,7 @@ def test_an_engine_follows_training(tmp_path: Path) -> None:
     print(
         f"log-probabilities: {apart:.4f} apart after a step, {before:.4f} before it; the step moved them by {moved:.4f}"
     )
-    assert apart < 1.5 * before + 0.01 and apart < (found["log_probabilities"] - old).abs().mean().item()
+    assert apart < moved / 4
 
 
 def test_two_ranks_share_the_weights(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant.integrations import checkpoint, safetensors_file, stream
+from aoquant.integrations import checkpoint, safetensors_file, stream, stream_layers
 from aoquant.planning.progress import bar
 from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
@@ -196,8 +196,6 @@ def test_weights_that_a_model_keeps_in_float32(
 def test_experts_that_are_fused_on_load_keep_their_stored_names(tmp_path: Path) -> None:
     config = MixtralConfig(**SMALL, num_local_experts=4)
     MixtralForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "float")
-    with pytest.raises(ValueError, match="without its stacked experts"):
-        convert_checkpoint(tmp_path / "float", Int4WeightConfig(32), tmp_path / "out")
     attention = FqnToConfig({r"re:.*\.experts": None, "_default": Int4WeightConfig(32)})
     model = whole(tmp_path / "float", attention, tmp_path / "whole")
     done = convert_checkpoint(tmp_path / "float", attention, tmp_path / "out")
@@ -264,7 +262,7 @@ def test_tied_weights_that_differ_are_refused(copied: Path, tmp_path: Path) -> N
 def stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """Converting is interrupted at the tenth layer; collects what lay in the folder then."""
     seen: list[list[str]] = []
-    real, calls = stream.pack, iter(range(100))
+    real, calls = stream_layers.pack, iter(range(100))
 
     def pack(*args: Any) -> Any:
         if next(calls) == 10:
@@ -275,7 +273,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(stream, "pack", pack)
+    monkeypatch.setattr(stream_layers, "pack", pack)
     return seen
 
 

@@ -12,11 +12,21 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_uncovered_models import IDS, MODELS
+from support.moe_models import IDS, MODELS, model_of
 from transformers import AutoModelForCausalLM
 
 import aoquant
-from aoquant import Int4WeightConfig, QATConfig, explain, load_pretrained, quantize_, refresh_, report, save_pretrained
+from aoquant import (
+    Int4WeightConfig,
+    MXFP4WeightConfig,
+    QATConfig,
+    explain,
+    load_pretrained,
+    quantize_,
+    refresh_,
+    report,
+    save_pretrained,
+)
 from aoquant.layers.packed_experts import PackedExperts
 
 PROGRAM = """
@@ -26,16 +36,6 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 with torch.no_grad():
     torch.save(model(input_ids=torch.load(sys.argv[2])).logits, sys.argv[3])
 """
-
-
-def model_of(family: str) -> Any:
-    model_class, config = MODELS[family]
-    torch.manual_seed(0)
-    model = model_class._from_config(config, dtype=torch.bfloat16)  # as loaders cast: rotary frequencies stay float32
-    for name, p in model.named_parameters():
-        if "experts" in name or "router" in name or "gate" in name:
-            p.data.normal_(0, 0.1)
-    return model
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -102,19 +102,35 @@ def test_report_and_explain_show_each_parameter() -> None:
         explain(model.model.layers[0].mlp.experts)
 
 
-def test_what_does_not_know_experts_refuses_them(tmp_path: Path) -> None:
-    model = model_of("mixtral").eval()
-    model.save_pretrained(tmp_path / "float")
-    with pytest.raises(ValueError, match=r"experts.*load the model whole"):
-        aoquant.convert_checkpoint(tmp_path / "float", "int4-g32-experts", tmp_path / "out")
-    prepared = copy.deepcopy(model)
-    quantize_(prepared, QATConfig("int4-g32-experts", step="prepare"))
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_a_converted_copy_follows_training(family: str) -> None:
+    """Equal logits after every refresh, in the tensors that the copy had."""
+    prepared = model_of(family).eval()
+    quantize_(prepared, QATConfig(MXFP4WeightConfig(), step="prepare"))
     converted = copy.deepcopy(prepared)
     quantize_(converted, QATConfig(step="convert"))
-    with pytest.raises(ValueError, match="experts are not refreshed"):
-        refresh_(converted, prepared)
-    with pytest.raises(ValueError, match="no layout in export"):
-        aoquant.export(converted, tmp_path / "exported", "compressed-tensors")
+    packed = [p.data for p in converted.parameters() if isinstance(p.data, PackedExperts)]
+    places = [t.data_ptr() for w in packed for t in (w.qdata, w.scale) if t is not None]
+    with torch.no_grad():
+        for p in prepared.parameters():
+            p *= 1.3
+        wanted = prepared(input_ids=IDS).logits
+        assert not torch.equal(converted(input_ids=IDS).logits, wanted)
+        layers = refresh_(converted, prepared)
+        assert layers == sum(isinstance(m, torch.nn.Linear) for m in prepared.model.modules()) + 4
+        assert torch.equal(converted(input_ids=IDS).logits, wanted)
+    packed = [p.data for p in converted.parameters() if isinstance(p.data, PackedExperts)]
+    assert places == [t.data_ptr() for w in packed for t in (w.qdata, w.scale) if t is not None]
+
+
+def test_a_copy_of_experts_in_another_format_is_refused() -> None:
+    prepared, other = model_of("mixtral"), model_of("mixtral")
+    quantize_(prepared, QATConfig("int4-g32-experts", step="prepare"))
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj is prepared, and in the converted model its weight is"):
+        refresh_(other, prepared)
+    quantize_(other, "mxfp4-experts")
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj is prepared as \('int4-g32'.*has \('mxfp4'"):
+        refresh_(other, prepared)
 
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

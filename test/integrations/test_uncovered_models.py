@@ -9,54 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.moe_models import IDS, MODELS
 from torchao.quantization import FqnToConfig
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import MambaConfig, MambaForCausalLM
 
 import aoquant
 from aoquant import Int8WeightConfig, QATConfig, quantize_, verify
 from aoquant.integrations.job.models import _patterns, chosen_layers
 from aoquant.integrations.job.options import Options
-
-IDS = torch.arange(32).view(2, 16)
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 64,
-    "max_position_embeddings": 32,
-    "num_experts_per_tok": 2,
-}
-RANKS = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-MODELS: dict[str, tuple[Any, Any]] = {
-    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=8)),
-    "gpt-oss": (GptOssForCausalLM, GptOssConfig(**SIZES, num_local_experts=8, head_dim=16)),
-    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=64, head_dim=16)),
-    "deepseek-v3": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config(
-            **SIZES,
-            **RANKS,
-            n_routed_experts=8,
-            n_group=1,
-            topk_group=1,
-            moe_intermediate_size=64,
-            first_k_dense_replace=1,
-        ),
-    ),
-}
 
 
 @pytest.mark.parametrize(("model_class", "config"), MODELS.values(), ids=MODELS)

@@ -19,8 +19,6 @@ from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
@@ -45,6 +43,7 @@ from aoquant import (
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.packed_experts import PackedExperts, packed_experts
 from aoquant.layers.qat import Prepared, QATLinear
+from aoquant.ops import grouped as grouped_ops
 
 H, WIDTH, E = 64, 96, 4
 SIZES = {"hidden_size": H, "moe_intermediate_size": WIDTH, "num_experts_per_tok": 2}
@@ -160,8 +159,10 @@ def test_prepared_is_converted(config: Any, family: str, implementation: str) ->
         assert outer is None or outer.shape == (E, n, 1)
 
 
-@pytest.mark.parametrize("backward", [None, "quartet2"])
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+LOOPS = [*((family, None) for family in FAMILIES), ("mixtral", "quartet2"), ("gpt-oss", "quartet2")]
+
+
+@pytest.mark.parametrize(("family", "backward"), LOOPS)
 def test_prepared_is_a_loop_of_prepared_linear_layers(family: str, backward: str | None) -> None:
     """Outputs and gradients; an expert without tokens has a zero gradient."""
     model, (x, index, weights) = made(family, "grouped_mm", torch.float32), routed(24, "random", torch.float32)
@@ -275,12 +276,21 @@ def test_what_experts_cannot_take_is_refused_by_name(config: Any, message: str) 
     assert type(model.experts) is MixtralExperts
 
 
+class OwnExperts(nn.Module):
+    """Stacked, and not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(E, 2 * WIDTH, H))
+        self.down_proj = nn.Parameter(torch.zeros(E, H, WIDTH))
+
+
 def test_classes_without_the_protocol_are_refused_by_name() -> None:
-    model = Holder(Llama4TextExperts(Llama4TextConfig(hidden_size=H, intermediate_size=WIDTH, num_local_experts=E)))
+    model = Holder(OwnExperts())
     found = aoquant.coverage(model).unexpected
     assert {w.names[0] for w in found} == {"experts.gate_up_proj", "experts.down_proj"}
-    assert all("of Llama4TextExperts, whose class lacks" in w.about and "has_gate" in w.about for w in found)
-    with pytest.raises(ValueError, match=r"experts.down_proj.* of a Llama4TextExperts, which aoquant cannot quantise"):
+    assert all("of OwnExperts, whose class lacks" in w.about and "has_gate" in w.about for w in found)
+    with pytest.raises(ValueError, match=r"experts.down_proj.* of a OwnExperts, which aoquant cannot quantise"):
         quantize_(model, FqnToConfig({"experts.down_proj": Int4WeightConfig(32)}))
 
 
@@ -315,6 +325,31 @@ def test_fake_quantisation_is_switched_off_and_undone() -> None:
     assert type(model.experts) is GptOssExperts
     assert torch.equal(model(*batch), y)
     assert torch.equal(again(*batch), copy.deepcopy(again)(*batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_traced_model_is_the_eager_one(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared, with gradients, and converted; traced alone, without a code generator. In bfloat16 as on a GPU, where
+    experts are multiplied at once: prepared and converted are one graph.
+    """
+    model, batch = made(family, "grouped_mm", dtype), routed(16, "random", dtype)
+    one_graph = dtype == torch.bfloat16
+    if one_graph:
+        monkeypatch.setattr(grouped_ops, "why_not", lambda *args: None)
+    quantize_(model, QATConfig(CONFIGS["mxfp4"], step="prepare"))
+    torch.compiler.reset()
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=one_graph)):
+        model.zero_grad()
+        y = run(*batch)
+        y.float().square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+    assert all(a is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+    if one_graph:
+        quantize_(model, QATConfig(step="convert"))
+        with torch.no_grad():
+            assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*batch), y)
 
 
 def test_compiled_is_eager() -> None:

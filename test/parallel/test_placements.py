@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aoquant import Int4WeightConfig
 from aoquant.formats import Scales, get_operand
+from aoquant.parallel import experts as parallel
 from aoquant.parallel import linear
 from aoquant.planning import experts
 from aoquant.planning.experts import ChosenStack
@@ -79,10 +80,13 @@ def test_a_rank_has_its_part_of_a_fitted_transform(mesh: DeviceMesh) -> None:
     assert torch.equal(scales.transform, matrix[:2])
 
 
-def test_sharded_experts_are_prepared_and_not_converted(mesh: DeviceMesh) -> None:
+def test_experts_are_shared_out_by_expert_alone(mesh: DeviceMesh) -> None:
     module = nn.Module()
-    module.weight = nn.Parameter(on(mesh, torch.randn(2, 32, 64), Shard(0)))
-    module.is_transposed = False  # type: ignore[assignment]
     chosen, target = ChosenStack("experts.weight", module, "weight", None), resolve(Int4WeightConfig(32))
-    assert "it is sharded" in (experts.why_not(chosen, "quantize", target) or "")
-    assert experts.why_not(chosen, "prepare", target) is None
+    for dim, wanted in ((0, None), (1, "sharded other than by expert")):
+        module.weight = nn.Parameter(on(mesh, torch.randn(2, 32, 64), Shard(dim)))
+        module.is_transposed = False  # type: ignore[assignment]
+        for kind in ("prepare", "quantize"):
+            reason = experts.why_not(chosen, kind, target)
+            assert (reason is None) == (wanted is None) and (wanted or "") in (reason or ""), (dim, kind, reason)
+    assert parallel.first_of(on(mesh, torch.randn(2, 32, 64), Shard(0))) == 0

@@ -1,0 +1,120 @@
+"""A model on the meta device that takes its tensors from a folder one by one, packed ones as they are.
+
+Both readers of other libraries' folders (`reading`, `reading_mxfp4`) put quantised weights in first, and let the rest
+follow. Names are those of files, which differ from the model's where transformers renames tensors or stacks experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from aoquant.formats import FLOAT_DTYPES
+from aoquant.integrations import checkpoint
+from aoquant.integrations.safetensors_file import StoredTensor, header
+from aoquant.integrations.stored_names import Piece, keep_wide, pieces_of, stored_name
+from aoquant.layers.experts import stacks_of
+from aoquant.layers.routers import experts_of
+from aoquant.planning.progress import bar
+
+
+class Filling:
+    """A model in the making. stored: tensors of the folder that have no place yet. stacks: stacked parameters of
+    experts, each with the pieces that files keep it in, none where they keep it whole.
+    """
+
+    def __init__(self, folder: Path, model_class: Any, dtype: torch.dtype | str, device_map: Any, method: str) -> None:
+        from accelerate import init_empty_weights
+
+        if isinstance(device_map, Mapping) or device_map in ("auto", "balanced", "sequential"):
+            raise ValueError(
+                f"{folder}: a {method} checkpoint is loaded onto one device, got device_map={device_map!r}"
+            )
+        own = getattr(model_class, "config_class", None)  # a class reads configs that name a relative of its own
+        config = (AutoConfig if own is None else own).from_pretrained(folder, local_files_only=True)
+        if own is not None:
+            config.model_type = own.model_type  # by which transformers knows the names in files
+        self.quantization: dict[str, Any] = checkpoint.read_json(folder / "config.json")["quantization_config"]
+        del config.quantization_config
+        dtype = config.dtype if dtype == "auto" else dtype
+        self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
+        with init_empty_weights(include_buffers=False):
+            make = getattr(model_class, "from_config", None) or model_class._from_config
+            self.model: PreTrainedModel = make(config, dtype=self.dtype).eval()
+        keep_wide(self.model, self.dtype)
+        self.folder, self.device = folder, device_map
+        self.stored: dict[str, StoredTensor] = {}
+        for path in checkpoint.files(folder):
+            self.stored |= header(path)[1]
+        self.stacks: dict[str, list[Piece]] = {
+            f"{name}.{stack}": pieces_of(self.model, f"{name}.{stack}")
+            for name, module in experts_of(self.model).items()
+            for stack in stacks_of(module)
+        }
+
+    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors, by their names in files."""
+        return {name: self.stored.pop(name).read() for name in names}
+
+    def put(self, name: str, packed: Tensor) -> None:
+        """Give the model a packed parameter. Raises ValueError: the model wants another shape."""
+        owner, _, own = name.rpartition(".")
+        module = self.model.get_submodule(owner)
+        wanted = getattr(module, own).shape
+        if packed.shape != wanted:
+            raise ValueError(f"{self.folder}: {name} is {tuple(packed.shape)}, and the model wants {tuple(wanted)}")
+        setattr(module, own, nn.Parameter(packed, requires_grad=False))
+
+    def finish(self) -> PreTrainedModel:
+        """The model with everything else that the folder holds.
+
+        Raises:
+            ValueError: a tensor has no place in the model, or the model has parameters that the folder lacks.
+        """
+        for name, pieces in self.stacks.items():
+            if pieces and all(p.name in self.stored for p in pieces):
+                self._stack(name, pieces)
+        named = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
+        places = {stored_name(self.model, n): (n, t) for n, t in named if not self.stacks.get(n)}
+        with bar(sum(stored.size for stored in self.stored.values()), "load") as advance:
+            for name in sorted(self.stored):
+                stored = self.stored[name]
+                if name not in places or places[name][1].shape != stored.shape:
+                    raise ValueError(
+                        f"{self.folder}: {name} {stored.shape} has no place in {type(self.model).__name__}: load it with transformers"
+                    )
+                own, tensor = places[name]
+                self._set(own, _cast(stored.read(), tensor.dtype), tensor.requires_grad)
+                advance(stored.size, name)
+        model = self.model
+        model.tie_weights()
+        if left := [n for n, p in model.named_parameters() if p.is_meta]:
+            raise ValueError(
+                f"{self.folder}: does not hold {checkpoint.some(left)} of {type(model).__name__}: load it with transformers"
+            )
+        if (self.folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self.folder)
+        return model if self.device is None else model.to(self.device)
+
+    def _stack(self, name: str, pieces: list[Piece]) -> None:
+        """Float experts, one after another into their stack."""
+        tensor = self.model.get_parameter(name)
+        values = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for piece in pieces:
+            values[piece.expert, piece.start : piece.end] = self.take([piece.name])[piece.name]
+        self._set(name, values, tensor.requires_grad)
+
+    def _set(self, name: str, values: Tensor, requires_grad: bool) -> None:
+        owner, _, own = name.rpartition(".")
+        module = self.model.get_submodule(owner)
+        parameter = own in module._parameters
+        setattr(module, own, nn.Parameter(values, requires_grad=requires_grad) if parameter else values)
+
+
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype) if values.dtype in FLOAT_DTYPES and dtype in FLOAT_DTYPES else values

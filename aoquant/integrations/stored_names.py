@@ -1,0 +1,74 @@
+"""What a checkpoint's files say of a model's tensors, where it differs from the model's own: names, and dtypes.
+
+transformers renames some architectures' tensors when it loads them, and stacks the matrices of experts: a file holds
+"mlp.experts.0.gate_proj.weight", "mlp.experts.0.up_proj.weight", ..., and the model one "mlp.experts.gate_up_proj".
+`revert_weight_conversion` turns a model's tensors into a file's. It decides by names and shapes alone, so here it is
+given row numbers in place of values, and what comes back says which rows of which expert each name holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
+
+from aoquant.layers.experts import is_transposed
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows start to end of one expert's weight (N, K), which files keep under a name of their own."""
+
+    name: str
+    expert: int
+    start: int
+    end: int
+
+    @property
+    def module(self) -> str:
+        """The name of the linear layer that the piece would be."""
+        return self.name.removesuffix(".weight")
+
+
+def stored_name(model: Any, name: str) -> str:
+    """The name in files of a tensor that is stored whole."""
+    found = revert_weight_conversion(model, {name: torch.empty(2, 2, device="meta")})
+    return next(iter(found)) if len(found) == 1 else name
+
+
+def pieces_of(model: Any, name: str) -> list[Piece]:
+    """The pieces in which files keep a stacked parameter, by expert and row; none where they keep it as it is.
+
+    Raises:
+        ValueError: files keep it in another way.
+    """
+    owner, _, parameter = name.rpartition(".")
+    module = model.get_submodule(owner)
+    shape = getattr(module, parameter).shape
+    if is_transposed(module):
+        return []
+    experts, rows, _ = shape
+    numbers = torch.arange(experts * rows).view(experts, rows, 1).expand(-1, -1, 2)
+    pieces = []
+    for stored, held in revert_weight_conversion(model, {name: numbers}).items():
+        if held.shape == numbers.shape and torch.equal(held, numbers):
+            return []
+        first = int(held.flatten()[0])
+        end = first + len(held)
+        if held.dim() != 2 or not torch.equal(held[:, 0], torch.arange(first, end)):
+            raise ValueError(f"{name} {tuple(shape)}: files keep it in a layout that is not known here")
+        pieces.append(Piece(stored, first // rows, first % rows, first % rows + len(held)))
+    return sorted(pieces, key=lambda p: (p.expert, p.start))
+
+
+def keep_wide(model: Any, dtype: torch.dtype) -> None:
+    """Give parameters and buffers that an architecture keeps in another dtype than its model's `dtype` their own, as
+    `from_pretrained` does: DeepSeek's routing biases stay float32.
+    """
+    if exceptions := model._get_dtype_plan(dtype):
+        pattern, keys, _ = build_glob_alternation(list(exceptions))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if (match := pattern.search(name)) and match.lastgroup:
+                tensor.data = tensor.data.to(exceptions[keys[match.lastgroup]])

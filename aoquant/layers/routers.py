@@ -1,0 +1,50 @@
+"""The routers of a mixture-of-experts model: the modules that give each token its experts.
+
+A router stands beside the experts in one module, and one of its parameters has a row for each expert. Its name and its
+class are the model's own ("gate", "router"), so they are not asked.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from aoquant.layers.experts import stacks_of
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with stacked experts, by name."""
+    return {name: m for name, m in model.named_modules() if stacks_of(m)}
+
+
+def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The routers of a model's stacked experts, by name."""
+    found = dict[str, nn.Module]()
+    for name, experts in experts_of(model).items():
+        parent = name.rpartition(".")[0]
+        rows = getattr(experts, stacks_of(experts)[0]).shape[0]
+        for own, module in model.get_submodule(parent).named_children():
+            if "expert" not in own and any(p.dim() == 2 and len(p) == rows for p in module.parameters()):
+                found[f"{parent}.{own}" if parent else own] = module
+    return found
+
+
+def freeze_routers(model: nn.Module) -> list[str]:
+    """Train a model with its routers as they are: their parameters get no gradient; returns the routers' names.
+
+    Tokens may still change experts, because what reaches a router is trained: `aoquant.router_drift` counts them.
+
+    Raises:
+        ValueError: the model has no router beside stacked experts.
+
+    Example:
+
+            freeze_routers(model)  # before the optimizer is made
+    """
+    routers = routers_of(model)
+    if not routers:
+        raise ValueError(
+            f"freeze_routers: no router beside stacked experts in {type(model).__name__}: set requires_grad by hand"
+        )
+    for router in routers.values():
+        router.requires_grad_(False)
+    return list(routers)

@@ -1,0 +1,111 @@
+"""Router drift: how many tokens change experts between two forms of a model.
+
+A router is float in every form, but what reaches it went through quantised layers, so a token near a tie may go to
+other experts. That costs more than rounding does, and no figure of a single layer shows it: each model runs the batch
+by itself, and the experts that its routers chose are compared, layer by layer. Between a prepared model and its
+converted copy no token moves; between float and quantised, a few do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aoquant.layers.routers import experts_of
+from aoquant.report.measure import run, undisturbed
+
+_INDEX = ("top_k_index", "router_indices")  # the name of a forward's second argument
+
+
+@dataclass(frozen=True)
+class RouterDrift:
+    """One layer of experts. tokens: that were compared. changed: those whose experts are not the same. choices: experts
+    that tokens have, over all of them. moved: those of model a that a token of model b does not have.
+    """
+
+    fqn: str
+    tokens: int
+    changed: int
+    choices: int
+    moved: int
+
+    @property
+    def changed_share(self) -> float:
+        """Share of tokens whose experts are not the same."""
+        return self.changed / self.tokens if self.tokens else 0.0
+
+
+def router_drift(model_a: nn.Module, model_b: nn.Module, batch: Any) -> tuple[RouterDrift, ...]:
+    """The tokens of `batch` that go to other experts in model b than in model a, for each layer of stacked experts.
+
+    batch: a tensor, positional arguments (tuple or list), or keyword arguments (dict, BatchEncoding). The models stay
+    as they are.
+
+    Raises:
+        ValueError: the models have no stacked experts of the same names, or do not run them equally often.
+
+    Example:
+
+            for layer in router_drift(float_model, prepared, {"input_ids": ids}):
+                print(f"{layer.fqn}: {layer.changed_share:.2%} of {layer.tokens} tokens")
+    """
+    a, b = (routes(model, batch) for model in (model_a, model_b))
+    return drift(a, b)
+
+
+def routes(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
+    """The experts (T, top k) of each token in each call of a layer of stacked experts, by the layer's name.
+
+    Raises:
+        ValueError: the model has no stacked experts.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    experts = experts_of(model)
+    if not experts:
+        raise ValueError(f"router_drift: {type(model).__name__} has no stacked experts, whose tokens could be compared")
+    chosen: dict[str, list[Tensor]] = {name: [] for name in experts}
+
+    def noting(name: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            index = args[1] if len(args) > 1 else next(kwargs[n] for n in _INDEX if n in kwargs)
+            chosen[name].append(index.detach().clone())
+
+        return note
+
+    with ExitStack() as stack, undisturbed(model), torch.random.fork_rng([]):
+        for name, module in experts.items():
+            stack.callback(module.register_forward_pre_hook(noting(name), with_kwargs=True).remove)
+        run(model, batch)
+    return chosen
+
+
+def drift(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> tuple[RouterDrift, ...]:
+    """The drift between two models' `routes`. Raises ValueError: they do not match."""
+    found = []
+    for name in dict.fromkeys((*a, *b)):
+        mine, theirs = a.get(name, []), b.get(name, [])
+        if [t.shape for t in mine] != [t.shape for t in theirs]:
+            raise ValueError(
+                f"router_drift: {name or 'the experts'} ran {len(mine)} time(s) in model_a and {len(theirs)} in model_b, or "
+                "with other tokens: compare two forms of one model on one batch"
+            )
+        layers = [_layer(x, y.to(x.device)) for x, y in zip(mine, theirs, strict=True)]
+        found.append(RouterDrift(name, *(sum(numbers) for numbers in zip((0, 0, 0, 0), *layers, strict=True))))
+    return tuple(found)
+
+
+def _layer(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
+    """tokens, changed, choices, moved of one call."""
+    stays = (a.unsqueeze(2) == b.unsqueeze(1)).any(2)
+    return len(a), int((~stays).any(1).sum()), a.numel(), int((~stays).sum())
+
+
+def changed_share(layers: Sequence[RouterDrift]) -> float:
+    """Share of tokens, over all layers, whose experts are not the same."""
+    tokens = sum(layer.tokens for layer in layers)
+    return sum(layer.changed for layer in layers) / tokens if tokens else 0.0

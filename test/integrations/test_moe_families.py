@@ -1,0 +1,111 @@
+"""Whole models of every family of experts: saved here and loaded in another process, and trained by the Trainer."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.moe_models import IDS, MODELS, SIZES
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from aoquant import QATConfig, quantize_, save_pretrained, verify
+from aoquant.integrations.trainer import MIN, OUTPUT, QATCallback
+from aoquant.layers.packed_experts import PackedExperts
+
+ALL: dict[str, tuple[Any, Any]] = MODELS | {
+    "gemma-4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig(
+            **{k: v for k, v in SIZES.items() if k != "num_experts_per_tok"},
+            enable_moe_block=True,
+            num_experts=8,
+            top_k_experts=2,
+            moe_intermediate_size=64,
+            head_dim=16,
+            global_head_dim=16,
+            vocab_size_per_layer_input=64,
+            hidden_size_per_layer_input=16,
+        ),
+    ),
+    "glm4-moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(**SIZES, n_routed_experts=8, moe_intermediate_size=64, first_k_dense_replace=1, head_dim=16),
+    ),
+}
+PROGRAM = """
+import sys, torch, aoquant
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+folder = Path(sys.argv[1])
+ids = torch.load(folder / "ids.pt")
+with torch.no_grad():
+    loaded = {name: AutoModelForCausalLM.from_pretrained(folder / name).eval() for name in sys.argv[2:]}
+    torch.save({name: model(input_ids=ids).logits for name, model in loaded.items()}, folder / "logits.pt")
+"""
+
+
+def made(family: str) -> Any:
+    model_class, config = ALL[family]
+    torch.manual_seed(0)
+    model = model_class._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
+    for name, p in model.named_parameters():
+        if "experts" in name or "router" in name or "gate" in name:
+            p.data.normal_(0, 0.1)
+    return model
+
+
+@pytest.mark.slow
+def test_another_process_loads_what_was_saved(tmp_path: Path) -> None:
+    """transformers' own loader gives the prepared model's logits, bit for bit, in each family."""
+    wanted = {}
+    for family in ALL:
+        model = made(family)
+        quantize_(model, QATConfig("mxfp4-experts", step="prepare"))
+        with torch.no_grad():
+            wanted[family] = model(input_ids=IDS).logits
+        quantize_(model, QATConfig(step="convert"))
+        packed = [p for p in model.parameters() if isinstance(p.data, PackedExperts)]
+        assert len(packed) == (2 if family in ("deepseek-v3", "glm4-moe") else 4)  # two of a layer
+        save_pretrained(model, tmp_path / family)
+    torch.save(IDS, tmp_path / "ids.pt")
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), *ALL], check=True, env=dict(os.environ))
+    got = torch.load(tmp_path / "logits.pt")
+    assert all(torch.equal(got[family], wanted[family]) for family in ALL)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_the_trainer_trains_experts(family: str, tmp_path: Path) -> None:
+    """Experts learn, the callback compares them with float ones, and convert changes nothing."""
+    model = made(family).float()
+    quantize_(model, QATConfig("int4-g32-experts", step="prepare"))
+    before = [p.detach().clone() for name, p in model.named_parameters() if "experts" in name]
+    options = TrainingArguments(
+        str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=1,
+        learning_rate=1e-2, per_device_train_batch_size=2,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in IDS]
+    trainer = Trainer(model, options, train_dataset=data)
+    trainer.add_callback(QATCallback(log_every=3, batch={"input_ids": IDS}))
+    trainer.train()
+    after = [p for name, p in model.named_parameters() if "experts" in name]
+    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    logged = [entry for entry in trainer.state.log_history if MIN in entry]
+    assert len(logged) == 1 and all(10 < logged[0][key] < 40 for key in (MIN, OUTPUT))
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    assert verify(model.eval(), converted.eval(), {"input_ids": IDS}).min_sqnr == float("inf")

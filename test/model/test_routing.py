@@ -1,0 +1,109 @@
+"""Router drift: tokens that change experts, counted between forms of a model; and routers that stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.moe_models import IDS, MODELS, model_of
+from torch import nn
+from transformers import Gemma4ForCausalLM, Trainer, TrainingArguments
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+
+from aoquant import IntxWeightConfig, QATConfig, freeze_routers, quantize_, report, router_drift
+from aoquant.integrations.trainer import DRIFT, QATCallback
+from aoquant.report.routing import changed_share, drift
+
+BATCH = {"input_ids": IDS}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_prepared_and_converted_route_alike_and_float_does_not(family: str) -> None:
+    model = model_of(family).eval()
+    prepared = copy.deepcopy(model)
+    quantize_(prepared, QATConfig(IntxWeightConfig(2, 32), step="prepare"))
+    converted = copy.deepcopy(prepared)
+    quantize_(converted, QATConfig(step="convert"))
+    found = router_drift(model, prepared, BATCH)
+    layers = 1 if family == "deepseek-v3" else 2
+    assert [layer.fqn for layer in found] == [f"model.layers.{i}.mlp.experts" for i in range(2)][-layers:]
+    assert all((layer.tokens, layer.choices) == (32, 64) for layer in found)
+    assert 0 < found[-1].changed <= found[-1].moved and found[-1].changed <= 32
+    assert 0 < changed_share(found) < 1
+    assert [(layer.changed, layer.moved) for layer in router_drift(prepared, converted, BATCH)] == [(0, 0)] * layers
+    assert model.training is False and not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_drift_counts_tokens_and_choices_in_any_order() -> None:
+    a = [torch.tensor([[0, 1], [2, 3], [4, 5]])]
+    b = [torch.tensor([[1, 0], [2, 7], [6, 7]])]
+    (layer,) = drift({"experts": a}, {"experts": b})
+    assert (layer.tokens, layer.changed, layer.choices, layer.moved) == (3, 2, 6, 3)
+    assert layer.changed_share == 2 / 3
+    with pytest.raises(ValueError, match=r"experts ran 1 time\(s\) in model_a and 2 in model_b"):
+        drift({"experts": a}, {"experts": a * 2})
+
+
+def test_a_report_tells_the_drift_where_it_is_asked_for() -> None:
+    model = model_of("mixtral").eval()
+    quantised = copy.deepcopy(model)
+    quantize_(quantised, IntxWeightConfig(2, 32))
+    found = report(model, quantised, BATCH, routing=True, progress=False)
+    assert found.routing == router_drift(model, quantised, BATCH)
+    assert f"Router drift: {changed_share(found.routing):.2%} of tokens" in found.to_markdown()
+    assert json.loads(found.to_json())["totals"]["routing"][1]["tokens"] == 32
+    silent = report(model, quantised, BATCH, progress=False)
+    assert silent.routing == () and "Router drift" not in silent.to_markdown() and "routing" not in silent.totals
+    with pytest.raises(ValueError, match="Linear has no stacked experts"):
+        router_drift(nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(1, 2))
+
+
+def test_the_trainer_logs_it(tmp_path: Path) -> None:
+    model = model_of("mixtral").float()
+    quantize_(model, QATConfig(IntxWeightConfig(2, 32), step="prepare"))
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    run = Trainer(model, arguments, train_dataset=data)
+    QATCallback(batch=BATCH, router_drift=True).attach(run)
+    run.train()
+    logged = [entry[DRIFT] for entry in run.state.log_history if DRIFT in entry]
+    assert len(logged) == 2 and 0 < logged[0] < 1
+    assert all(m.fake_quant for m in model.modules() if hasattr(m, "fake_quant"))
+    with pytest.raises(ValueError, match="router_drift needs a batch"):
+        QATCallback(router_drift=True)
+
+
+def gemma() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 64, "num_experts": 8, "top_k_experts": 2}
+    return Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            **sizes, **more, moe_intermediate_size=64, enable_moe_block=True, hidden_size_per_layer_input=0
+        )
+    )
+
+
+@pytest.mark.parametrize("family", [*MODELS, "gemma-4"])
+def test_frozen_routers_stay_as_they_are(family: str) -> None:
+    model = gemma() if family == "gemma-4" else model_of(family)
+    quantize_(model, QATConfig("int4-g32-experts", step="prepare"))
+    routers = freeze_routers(model)
+    assert len(routers) == (1 if family == "deepseek-v3" else 2)
+    assert all(name.rpartition(".")[2] in ("gate", "router") for name in routers)
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert frozen and all(n.startswith(tuple(f"{r}." for r in routers)) for n in frozen)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(model.get_parameter(n).grad is None for n in frozen)
+    trained = [p for n, p in model.named_parameters() if n.endswith("experts.down_proj")]
+    assert trained and all(p.grad is not None for p in trained)
+
+
+def test_a_model_without_routers_is_told_so() -> None:
+    with pytest.raises(ValueError, match="no router beside stacked experts in Linear"):
+        freeze_routers(nn.Linear(2, 2))
