@@ -15,7 +15,7 @@ STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup kernels demo test gpu-test gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
+.PHONY: setup kernels cpu-kernels demo test gpu-test gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 # CUDA kernels into this checkout; needs nvcc and a CUDA torch in the environment.
 kernels: setup
 	AOQUANT_BUILD_CSRC=1 $(BIN)/python setup.py build_ext --inplace
+
+# CPU kernels into this checkout; needs a C++ compiler.
+cpu-kernels: setup
+	$(BIN)/python setup.py build_ext --inplace
 
 demo: setup
 	rm -rf aoquant-run

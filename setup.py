@@ -1,10 +1,12 @@
-"""The build beyond pyproject.toml: packages found by search, the evaluation's assets, CUDA kernels where nvcc is there.
+"""The build beyond pyproject.toml: packages found by search, the evaluation's assets, CUDA kernels where nvcc is there,
+CPU kernels where a C++ compiler is.
 
 The evaluation's assets live in `eval/assets` and install as `aoquant.assets`, so that `aoquant run` finds them from a
 wheel as well as from a checkout: `importlib.resources.files("aoquant.assets")`.
 
-The kernels of `csrc/` are built when torch, with CUDA, can be imported while building and nvcc is there;
-`csrc/builder.py` says when and how. A build that has setuptools alone makes the same wheel as ever: pure Python.
+The kernels of `csrc/` are built when torch, with CUDA, can be imported while building and nvcc is there, those of
+`csrc/cpu/` when torch and a C++ compiler are; `csrc/builder.py` and `csrc/cpu_builder.py` say when and how. A build
+that has setuptools alone makes the same wheel as ever: pure Python.
 
     pip install --no-build-isolation .           # with kernels
     python setup.py build_ext --inplace          # kernels into this checkout
@@ -20,16 +22,21 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
 import builder as csrc
+import cpu_builder
 
 
 class BuildNative(build_ext):
-    """One library of all sources, by nvcc, under a name without a Python version."""
+    """One library for each kind of device, under a name without a Python version."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Any) -> None:
-        csrc.build(Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp))
+        target, scratch = Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp)
+        if ext.name == csrc.MODULE:
+            csrc.build(target, scratch)
+        else:
+            cpu_builder.build(csrc.import_torch(), target, scratch)
 
 
 class Wheel(bdist_wheel):
@@ -40,10 +47,12 @@ class Wheel(bdist_wheel):
         return "py3", "none", platform
 
 
-kernels = csrc.wanted()
+kernels = [Extension(csrc.MODULE, [f"csrc/{s.name}" for s in csrc.sources()])] if csrc.wanted() else []
+if cpu_builder.wanted(csrc.import_torch()):
+    kernels.append(Extension(cpu_builder.MODULE, [f"csrc/cpu/{s.name}" for s in cpu_builder.FOLDER.glob("*.cpp")]))
 setup(
     packages=[*find_packages(include=["aoquant", "aoquant.*"]), "aoquant.assets"],
     package_dir={"aoquant.assets": "eval/assets"},
-    ext_modules=[Extension(csrc.MODULE, [f"csrc/{s.name}" for s in csrc.sources()])] if kernels else [],
+    ext_modules=kernels,
     cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel} if kernels else {},
 )

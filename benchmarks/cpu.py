@@ -1,6 +1,10 @@
-"""What fake quantisation costs a training step on a CPU, beside torchao's QAT of the same base in the same run.
+"""What fake quantisation costs a training step on a CPU, beside torchao's QAT of the same base in the same run; and
+what packed layers save `generate`.
 
     OMP_NUM_THREADS=1 python benchmarks/cpu.py [--rounds N] [--only NAME ...] [--out DIR]
+    OMP_NUM_THREADS=2 python benchmarks/cpu.py generate [--rounds N] [--models NAME ...] [--out DIR]
+
+`generate` is cpu_serve.py's. The rest of this page is about the training step.
 
 One bf16 layer of 1024 x 1024 without bias and 256 tokens: forward, and backward to input and weight, eager, prepared by
 aoquant, prepared by torchao, and plain. A round runs them one after another and its ratios are taken within it, so that
@@ -29,6 +33,7 @@ import torch
 import torchao
 import torchao.prototype.mx_formats as mx
 import torchao.quantization as ao
+from cpu_serve import MODELS, serve
 from torch import Tensor, nn
 from torchao.prototype.qat import nvfp4 as torchao_nvfp4
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
@@ -125,7 +130,7 @@ def ratios(name: str, rounds: int) -> list[tuple[str, float, float, float]]:
     return [(which, median(j, 0), median(1, 0), median(j, 1)) for j, which in enumerate(configs, start=2)]
 
 
-def facts(rounds: int) -> dict[str, str]:
+def facts(rounds: int, part: str = "") -> dict[str, str]:
     """What the numbers were measured on and with."""
     cpu = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
@@ -140,17 +145,28 @@ def facts(rounds: int) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         **versions,
-        "command": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} python benchmarks/cpu.py --rounds {rounds}",
+        "command": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} python benchmarks/cpu.py {part + ' ' if part else ''}--rounds {rounds}",
     }
 
 
 def main() -> int:
     """Print the table; 1 if a row of ours is slower than torchao's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("train", "generate"), default="train")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--out", type=Path, help="write the table here, as cpu_<threads>.csv")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of generate")
+    parser.add_argument("--prompt", type=int, default=16, help="of generate")
+    parser.add_argument("--new", type=int, default=4, help="tokens that are generated")
+    parser.add_argument("--prefill", type=int, default=256, help="tokens")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write the table here, as cpu_<threads>.csv, cpu_generate.csv or cpu_generate_1_thread.csv",
+    )
     args = parser.parse_args()
+    if args.part == "generate":
+        return serve(args, facts(args.rounds, args.part), clock)
 
     lines = [f"# {key}: {value}" for key, value in facts(args.rounds).items()]
     lines += [f"# bf16, N = {N}, K = {K}, {TOKENS} tokens, forward + backward; times nn.Linear's", ""]

@@ -20,6 +20,8 @@ from aoquant.formats import Encoded, Format, Operand
 
 TILE = 1 << 18  # values; smaller ones cost more in calls than they save
 GPU_TILE = 1 << 22  # for encoding on a GPU: 16 MB in float32
+BLOCK = 1 << 26  # bytes of a packed weight's values that are there at once, in a GEMM that decodes them
+_BLOCK_ROWS = 256  # a block is a multiple of them, and so of every format's tile
 
 
 def encode(format: Format | Operand, x_RK: Tensor) -> Encoded:
@@ -102,6 +104,13 @@ def _cut(format: Format, e: Encoded, rows: int) -> Iterator[tuple[slice, Encoded
     for start in range(0, e.codes.shape[0], rows):
         tile = slice(start, start + rows)
         yield tile, rows_of(format, e, tile)
+
+
+def blocks(n: int, row: int) -> list[slice]:
+    """Rows of a weight, `row` bytes each: as few blocks as hold BLOCK bytes at most, of about the same size."""
+    count = max(1, -(-n * row // BLOCK))
+    rows = max(1, -(-n // count // _BLOCK_ROWS)) * _BLOCK_ROWS
+    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)] or [slice(0, n)]
 
 
 def rows_of(format: Format, e: Encoded, rows: slice) -> Encoded:

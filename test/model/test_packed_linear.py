@@ -290,7 +290,7 @@ def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
             layer(x)
     with pytest.raises(
         ValueError,
-        match=r"no backend is called 'tensor-cores' in role 'encode'; there are: cuda, triton, reference, qutlass",
+        match=r"no backend is called 'tensor-cores' in role 'encode'; there are: cuda, triton, cpu, reference, qutlass",
     ):
         backend("tensor-cores", role="encode").__enter__()
     with pytest.raises(ValueError, match="there is no role 'matmul'; roles are decode, encode, gemm"):
@@ -303,7 +303,7 @@ def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
         ("reference,gemm=triton", "backend 'triton' was forced, but cannot run this GEMM"),
         ("encode=triton", "backend 'triton' was forced, but cannot run this encode"),
         ("quantize=triton", "backend 'triton' was forced, but cannot run this encode"),
-        ("encode=tensor-cores", r"there is none; known: cuda, triton, reference, qutlass"),
+        ("encode=tensor-cores", r"there is none; known: cuda, triton, cpu, reference, qutlass"),
     ):
         no_environment(value)
         with pytest.raises(ValueError, match=says):

@@ -14,7 +14,8 @@ import torch
 
 from aoquant import get_format
 from aoquant.formats import as_operand
-from aoquant.ops import gemm_request, native, tiles
+from aoquant.ops import codec, gemm_request, native, tiles
+from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows, one_call, tensor_cores
 
 BF16 = torch.bfloat16
@@ -117,17 +118,36 @@ def test_blocks_of_rows_give_the_product(name: str, bias: bool, monkeypatch: pyt
     monkeypatch.setattr(
         tensor_cores.codec, "decode", lambda *a, **o: sizes.append(a[1].codes.shape[0]) or decode(*a, **o)
     )
-    monkeypatch.setattr(tensor_cores, "_BLOCK", 300 * k * 2)
+    monkeypatch.setattr(tiles, "BLOCK", 300 * k * 2)
     assert torch.equal(product(), want)
     assert sizes == [256, 256, 256, 232]
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "gridflip-16x16", "mxfp8", "fp8-row"])
+def test_the_reference_decodes_a_large_weight_by_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared and packed, with the product of the whole; no more of W's values at once than a block."""
+    f, n, k = as_operand(get_format(name)), 1000, 128
+    torch.manual_seed(0)
+    w, x = torch.randn(n, k, dtype=BF16), torch.randint(-3, 4, (5, k)).to(BF16)
+    calls = [
+        lambda given=given: Call("aoquant", x, None, given, f, None, [5], BF16).run() for given in (w, f.encode(w))
+    ]
+    want = calls[1]()
+    sizes: list[int] = []
+    decode = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda *a, **o: sizes.append(a[1].codes.shape[0]) or decode(*a, **o))
+    monkeypatch.setattr(tiles, "BLOCK", 300 * k * 4)
+    assert all(torch.allclose(call(), want, rtol=2**-7, atol=2**-7) for call in calls)
+    assert torch.equal(calls[0](), calls[1]())
+    assert sizes == [256, 256, 256, 232] * 4
+
+
 def test_blocks_are_few_and_alike() -> None:
-    rows = tensor_cores._rows(14336, 4096 * 2)
+    rows = tiles.blocks(14336, 4096 * 2)
     assert [r.stop - r.start for r in rows] == [7168, 7168]
-    assert tensor_cores._rows(8192, 4096 * 2) == [slice(0, 8192)]
+    assert tiles.blocks(8192, 4096 * 2) == [slice(0, 8192)]
     for n, row in ((14337, 8192), (128256, 8192), (100, 1 << 20), (7, 1 << 27)):
-        rows = tensor_cores._rows(n, row)
+        rows = tiles.blocks(n, row)
         assert rows[0].start == 0 and rows[-1].stop == n
         assert all(a.stop == b.start and a.stop % 256 == 0 for a, b in pairwise(rows))
         assert all((r.stop - r.start) * row <= max(1 << 26, 256 * row) for r in rows)

@@ -11,8 +11,8 @@
     sides     x -> codes of x, and codes of x^T, in a square format: both in one pass over x
 
 A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
-time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's. A forced
-backend rules the roles that it has; the others choose freely.
+time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's, and
+`cpu.py` which of csrc/cpu's. A forced backend rules the roles that it has; the others choose freely.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_
 from aoquant.transforms import RoundedHadamard
 
 from ..router import CodecRequest, CodesAndValues, register, routed
-from . import cuda, fitted, reference, triton
+from . import cpu, cuda, fitted, reference, triton
 from .reference import masked
 from .triton import finds_outer, has_triton, lacks_triton
 
@@ -43,7 +43,7 @@ __all__ = [
     "transposed",
 ]
 
-register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS, *fitted.BACKENDS)
+register(*reference.BACKENDS, *triton.BACKENDS, *cuda.BACKENDS, *fitted.BACKENDS, *cpu.BACKENDS)
 
 
 def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:

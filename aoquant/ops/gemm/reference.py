@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from aoquant.formats import Affine, Encoded, Float8
 from aoquant.formats.elements import fma
 
+from .. import codec, tiles
 from ..call import Call
 from ..router import Backend, Request
 from . import ggml, tinygemm
@@ -33,7 +34,15 @@ def accumulate(c: Call) -> Tensor:
         block = c.x_format.block
         if block is not None and block == c.w_format.block:
             return _accumulate_blocks(c.x, c.x_format, c.w, c.w_format, block)
-    return c.x_matrix(torch.float32) @ c.w_matrix(torch.float32).t()
+    x_MK, n = c.x_matrix(torch.float32), c.w_rows.shape[0]
+    blocks = tiles.blocks(n, 4 * c.k)
+    if len(blocks) == 1 or c.w_values is not None:
+        return x_MK @ c.w_matrix(torch.float32).t()
+    acc_MN = x_MK.new_empty(len(x_MK), n)
+    for rows in blocks:  # a large W's values in float32 would be twice what it was before it was packed
+        w_NK = codec.decode(c.w_format, tiles.rows_of(c.w_format, c.w, rows), c.dtype, operand=True, out=torch.float32)
+        torch.mm(x_MK, w_NK.t(), out=acc_MN[:, rows])
+    return acc_MN
 
 
 def _accumulate_blocks(x: Encoded, x_format: Float8, w: Encoded, w_format: Float8, block: int) -> Tensor:

@@ -27,8 +27,6 @@ from .reference import nvfp4_epilogue, rescaled
 
 _CONTRACTS = ("aoquant", "nvfp4_rescale")
 _FULL = 128 * 256 * 128  # outputs that fill a large GPU with 128 x 256 tiles
-_BLOCK = 1 << 26  # bytes of W's values that are there at once
-_ROWS = 256  # of W: a block is a multiple of them, and so of every format's tile
 Blocks = Sequence[tuple[slice, Callable[[], Tensor]]]  # rows of W, and what makes their values
 
 
@@ -65,7 +63,7 @@ def _run(c: Call) -> Tensor:
         return c.shaped(_multiplied(x_MK, c.w.codes.shape[0], blocks, c.alpha_x, f.alpha(c.w), c.bias))
     w_NK = c.w_matrix()  # whole: it is a parameter that is whole itself, or its values are there
     n, row = w_NK.shape[0], w_NK.shape[1] * w_NK.element_size()
-    parts = [(rows, partial(w_NK.__getitem__, rows)) for rows in _rows(n, row)]
+    parts = [(rows, partial(w_NK.__getitem__, rows)) for rows in tiles.blocks(n, row)]
     return c.shaped(_multiplied(x_MK, n, parts, c.alpha_x, c.alpha_w, c.bias))
 
 
@@ -94,7 +92,7 @@ def by_csrc(r: Request, w: Encoded) -> bool:
 def _blocks(f: Format, w: Encoded, dtype: torch.dtype, decoder: Callable[[Encoded], Callable[[], Tensor]]) -> Blocks:
     """W's blocks of rows: `decoder(the block's codes)` makes its values, when it is called."""
     n = w.codes.shape[0]
-    rows = _rows(n, w.k * dtype.itemsize)
+    rows = tiles.blocks(n, w.k * dtype.itemsize)
     return [(part, decoder(w if len(rows) == 1 else tiles.rows_of(f, w, part))) for part in rows]
 
 
@@ -133,13 +131,6 @@ def _block(
     else:
         made = rescale.rescale(accumulate(x_MK, w_NK, False), alpha_x, alpha_w, bias, x_MK.dtype)
     return made if y_MN is None else y_MN.copy_(made)
-
-
-def _rows(n: int, row: int) -> list[slice]:
-    """Rows of W, `row` bytes each: as few blocks as hold 64 MB at most, of about the same size."""
-    count = -(-n * row // _BLOCK)
-    rows = -(-n // count // _ROWS) * _ROWS
-    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
 
 
 def _part(t: Tensor | None, rows: slice, n: int) -> Tensor | None:

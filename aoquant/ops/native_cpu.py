@@ -1,0 +1,100 @@
+"""The CPU library that `csrc/cpu/` builds: found, loaded, and asked whether it can run here.
+
+It lies beside this file when the install had torch and a C++ compiler (`csrc/cpu_builder.py`), and it need not be
+there: `why_not` says so in words. Its operators are called inside this package's own opaque ones alone, so they need no
+fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Affine, Encoded, Format, Int4
+
+LIBRARY = Path(__file__).with_name("_native_cpu.so")
+KINDS = {"int4": 0, "intx4": 1, "int8": 2}  # `Kind` of csrc/cpu/kernels.h
+OPERATORS = ("decode_mm", "integer_mm", "decode", "encode_int8_rows", "encode_int4")
+
+
+def why_not() -> str | None:
+    """Why the library's operators cannot be called here, and what to do; None when they can."""
+    return _load(LIBRARY)
+
+
+@cache
+def _load(library: Path) -> str | None:
+    """Load the library once; the reason when there is none, it does not load, or the CPU is too old."""
+    if not library.exists():
+        return "aoquant was installed without its CPU kernels: pip install --no-build-isolation ., with torch and a C++ compiler"
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        return f"aoquant's CPU library does not load ({error}): build it again for this torch"
+    if not all(hasattr(torch.ops.aoquant_cpu, name) for name in OPERATORS):
+        return "the CPU library beside aoquant is older than its Python: build it again (python setup.py build_ext --inplace)"
+    return None if torch.ops.aoquant_cpu.level() else "aoquant's CPU kernels need AVX2 and fused multiply-adds"
+
+
+def operator(name: str) -> Callable[..., Any]:
+    """The operator itself; ask `why_not` first."""
+    reason = why_not()
+    assert reason is None, reason
+    return _found(name)
+
+
+@cache
+def _found(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(torch.ops.aoquant_cpu, name).default
+    return found
+
+
+@cache
+def multiplies_exactly() -> bool:
+    """Whether torch._int_mm keeps every bit on this CPU, asked by its largest products: without VNNI instructions the
+    sums of two may be held in 16 bits, and saturate.
+    """
+    if not hasattr(torch, "_int_mm"):
+        return False
+    extremes = torch.tensor([-128, 127], dtype=torch.int8)
+    x_MK = extremes.repeat(16).unsqueeze(1).repeat(1, 64)
+    return bool((torch._int_mm(x_MK, x_MK.t()).double() == x_MK.double() @ x_MK.double().t()).all())
+
+
+def kind(f: Format) -> str | None:
+    """How codes become operands: "int4", q * s + z; "intx4", (q - z) * s; "int8", the code itself; None: otherwise."""
+    if type(f) is Int4:
+        return "int4"
+    if type(f) is not Affine:
+        return None
+    if f.width == 4 and f.per == "group" and f.scales == "input":
+        return "intx4"
+    return "int8" if f.width == 8 and f.per in ("row", "tensor") and f.mapping != "asymmetric" else None
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """W as the kernels of csrc/cpu are told of it."""
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    kind: int
+    group: int
+
+
+def told(f: Format, w: Encoded, dtype: torch.dtype) -> PackedWeight | None:
+    """None where W's values are not what the kernels make: its scales are not in the type of the operands."""
+    how = kind(f)
+    if how is None or (how != "int8" and (w.scale is None or w.scale.dtype != dtype)):
+        return None
+    scale, zero = (None, None) if how == "int8" else (w.scale, w.zero)
+    whole = [None if t is None else t.contiguous() for t in (w.codes, scale, zero)]
+    assert whole[0] is not None
+    return PackedWeight(whole[0], whole[1], whole[2], KINDS[how], f.block or 0)

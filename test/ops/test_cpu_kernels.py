@@ -1,0 +1,340 @@
+"""csrc/cpu's kernels: their numbers are the formats', their sums have one order, which is written out here in plain
+PyTorch, and prepared and packed layers have the same bits through them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.cpu_library import cpu_builder, with_library
+from torch import Tensor, nn
+
+import aoquant
+from aoquant import QATConfig, get_format, quantize_
+from aoquant.formats import Encoded, Format
+from aoquant.formats.elements import fma
+from aoquant.ops import Request, codec, explain, native_cpu
+from aoquant.ops.call import Call
+from aoquant.ops.gemm import cpu
+from aoquant.recipes import get_recipe
+
+BF16, F32 = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+FORMATS = ("int4-g128", "int4-g32", "intx4-g32", "intx4-g64-asym", "intx4-g32-noclip", "int8-row", "int8-tensor")
+RECIPES = ("int4-g128", "int8-int4", "int8", "int8-weight")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library() -> Iterator[Path]:
+    yield from with_library()
+
+
+def bits(t: Tensor) -> Tensor:
+    """NaNs alike, all else by its bits."""
+    return torch.where(t.isnan(), torch.full_like(t, torch.nan), t).contiguous().view(torch.uint8)
+
+
+def product(f: Format, w: Encoded, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return cpu._product(f, w, x.dtype)(x, None, bias)
+
+
+def ordered(f: Format, w: Encoded, x: Tensor, bias: Tensor | None) -> Tensor:
+    """y (M, N): 32 lanes, each a chain of fused multiply-adds in K's order, added in a tree."""
+    w_NC32, x_MC32 = (t.float().unflatten(1, (-1, 32)) for t in (f.operand(w, x.dtype), x))
+    if f.bits == 4:  # even k's, then odd ones
+        w_NC32, x_MC32 = (t.unflatten(2, (16, 2)).transpose(2, 3).flatten(2) for t in (w_NC32, x_MC32))
+    lanes = torch.zeros(len(x), len(w_NC32), 32)
+    for c in range(w_NC32.shape[1]):
+        lanes = fma(x_MC32[:, None, c].expand_as(lanes), w_NC32[None, :, c].expand_as(lanes), lanes)
+    sums = lanes[..., :16] + lanes[..., 16:]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    y, alpha = sums.squeeze(-1), f.alpha(w)
+    y = y if alpha is None else y * alpha.t()
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_sums_have_one_order_for_every_number_of_rows(name: str, dtype: torch.dtype) -> None:
+    """K of 20 or 5 groups, N that fills no tile; 15 rows meet every tile of rows."""
+    f, k = get_format(name), 640
+    w = f.encode(torch.randn(37, k, dtype=dtype) * torch.logspace(-3, 3, 37).unsqueeze(1).to(dtype))
+    x, bias = torch.randn(15, k, dtype=dtype), torch.randn(37, dtype=dtype)
+    want = ordered(f, w, x, bias)
+    assert torch.equal(product(f, w, x, bias), want)
+    for rows in (1, 2, 3, 4, 7, 8):
+        assert torch.equal(product(f, w, x[:rows], bias), want[:rows])
+    assert torch.equal(product(f, w, x[3:4], bias), want[3:4])
+    assert torch.equal(product(f, w, x, bias.double()), product(f, w, x, bias.float()))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_are_the_formats(name: str, dtype: torch.dtype) -> None:
+    """Every code under every kind of scale: zeros that a sum in float32 loses, midpoints, NaN, Inf, subnormals."""
+    f = get_format(name)
+    w = f.encode(torch.randn(64, 640, dtype=dtype))
+    if w.scale is not None and f.bits == 4:
+        spread = torch.logspace(-38, 38, w.scale.numel(), dtype=torch.float64).view_as(w.scale)
+        scale = (spread * torch.rand(w.scale.shape)).to(dtype)
+        scale.view(-1)[:4] = torch.tensor([float("nan"), float("inf"), 0.0, 1.0]).to(dtype)
+        zero = w.zero
+        if zero is not None and zero.is_floating_point():
+            zero = (spread[torch.randperm(64)] * torch.randn(w.scale.shape)).to(dtype)
+            zero[:, 0] = (scale[:, 0].double() * 2.0 ** -torch.arange(10, 26).repeat(4)).to(dtype)  # near midpoints
+            zero.view(-1)[4:7] = torch.tensor([float("nan"), -float("inf"), 0.0]).to(dtype)
+        w = w._replace(scale=scale, zero=zero)
+    found = codec.decode(f, w, dtype, operand=True)
+    assert torch.equal(bits(found), bits(f.operand(w, dtype)))
+    assert torch.equal(bits(codec.decode(f, w, dtype, operand=True, out=F32)), bits(f.operand(w, dtype).float()))
+    assert torch.equal(bits(codec.decode(f, w, dtype)), bits(f.decode(w, dtype)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", ["int8-row", "int8-row-asym"])
+def test_rows_are_encoded_as_the_format_does(name: str, dtype: torch.dtype) -> None:
+    f = get_format(name)
+    x = torch.randn(300, 203, dtype=dtype) * torch.logspace(-44, 38, 300, dtype=torch.float64).unsqueeze(1).to(dtype)
+    x[0], x[1, 7], x[2, 9], x[3, 3] = 0, float("nan"), float("inf"), -float("inf")
+    x[4:50], x[50:100] = x[4:50].abs(), -x[50:100].abs()
+    want, found = f.encode(x), codec.encode(f, x)
+    for a, b in zip(found.tensors, want.tensors, strict=True):
+        assert (a is None and b is None) or (a is not None and b is not None and a.dtype == b.dtype)
+        assert a is None or b is None or (a.shape == b.shape and torch.equal(bits(a.float()), bits(b.float())))
+    made = codec.encode_with_values(f, x, dtype, operand=True)
+    assert torch.equal(bits(made.values), bits(f.operand(want, dtype))) and made.encoded is None
+    alpha = f.alpha(want)
+    assert made.alpha is not None and alpha is not None and torch.equal(bits(made.alpha), bits(alpha))
+    kept = codec.encode_with_values(f, x, dtype, keep=True)  # decoded values, not the operand
+    assert kept.encoded is not None and torch.equal(bits(kept.values), bits(f.decode(want, dtype)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", ["int4-g128", "int4-g32"])
+def test_int4_weights_are_encoded_as_the_format_does(name: str, dtype: torch.dtype) -> None:
+    f = get_format(name)
+    x = torch.randn(300, 256, dtype=dtype) * torch.logspace(-44, 38, 300, dtype=torch.float64).unsqueeze(1).to(dtype)
+    x[0], x[1, 7], x[2, 9], x[3, 3] = 0, float("nan"), float("inf"), -float("inf")
+    x[4:50], x[50:100], x[100] = x[4:50].abs(), -x[50:100].abs(), 3.5
+    x[101, ::2], x[102] = 1.0, torch.arange(256) % 31 / 2  # halves of a step
+    want, found = f.encode(x), codec.encode(f, x.t().contiguous().t())
+    assert torch.equal(found.codes, want.codes)
+    for a, b in ((found.scale, want.scale), (found.zero, want.zero)):
+        assert a is not None and b is not None and a.dtype == b.dtype == dtype
+        assert torch.equal(bits(a), bits(b))
+    made = codec.encode_with_values(f, x, dtype, operand=True, keep=True)
+    assert made.encoded is not None and torch.equal(made.encoded.codes, want.codes)
+    assert torch.equal(bits(made.values), bits(f.operand(want, dtype))) and made.alpha is None
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7, 8, 40])
+@pytest.mark.parametrize("k", [96, 4096])
+def test_integer_sums_are_exact(k: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extreme codes: sums that float32 cannot hold, which are rounded once."""
+    f, x_codes = get_format("int8-row"), torch.randint(-128, 128, (rows, k), dtype=torch.int8)
+    w = f.encode(torch.randn(37, k))
+    w.codes[:5], x_codes[0] = -128, -128
+    w.codes[5:9, ::2] = 127
+    alpha, bias = torch.rand(rows, 1), torch.randn(37)
+    exact = (x_codes.double() @ w.codes.double().t()).float()
+    assert w.scale is not None
+    want = (exact * alpha * w.scale.t() + bias).to(BF16)
+    assert torch.equal(cpu._integer_product(f, w, BF16)(x_codes, alpha, bias), want)
+    call = native_cpu.operator("integer_mm")
+    assert torch.equal(call(x_codes, w.codes, alpha, w.scale, bias, True), want)
+    if native_cpu.multiplies_exactly():
+        monkeypatch.setattr(native_cpu, "LIBRARY", Path("absent.so"))
+        assert torch.equal(cpu._integer_product(f, w, BF16)(x_codes, alpha, bias), want)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_prepared_equals_packed(name: str, bias: bool) -> None:
+    """Eager and compiled, few rows and many; against plain PyTorch within the sums' order."""
+    torch.manual_seed(0)
+    prepared = nn.Sequential(nn.Linear(256, 72, bias=bias, dtype=BF16)).eval()
+    quantize_(prepared, QATConfig(get_recipe(name).make()))
+    inputs = [torch.randn(*lead, 256, dtype=BF16) for lead in ((1,), (2, 3), (8,), (64,), (65,), (2, 70))]
+    with torch.no_grad():
+        want = [prepared(x) for x in inputs]
+        with aoquant.backend("reference"):
+            plain = [prepared(x) for x in inputs]
+        packed = prepared
+        quantize_(packed, QATConfig(get_recipe(name).make(), step="convert"))
+        compiled = torch.compile(packed, backend="aot_eager")
+        for x, y, reference in zip(inputs, want, plain, strict=True):
+            assert torch.equal(packed(x), y) and torch.equal(compiled(x), y)
+            assert (y.float() - reference.float()).abs().max() <= reference.float().abs().max() * 2**-7
+            x_grad = x.clone().requires_grad_()
+            with torch.enable_grad():
+                assert torch.equal(packed(x_grad), y)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [("int4-g128", "cpu-decode"), ("int8-int4", "cpu-decode"), ("int8", "cpu-integers")]
+)
+def test_explain_names_the_kernels(name: str, backend: str) -> None:
+    layer = nn.Sequential(nn.Linear(256, 64, dtype=BF16))
+    quantize_(layer, get_recipe(name).make())
+    routes = aoquant.explain(layer[0]).routes
+    assert {r.backend for r in routes if r.step == "multiply"} == {backend}
+    assert all(r.backend == "cpu" for r in routes if r.step != "multiply")
+
+
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(backend: str, w: str, x: str | None = None, dtype: torch.dtype = BF16, k: int = 256, **more: object) -> str:
+        contract = str(more.get("contract", "aoquant"))
+        scales = more.get("scales", dtype)
+        assert scales is None or isinstance(scales, torch.dtype)
+        x_format = None if x is None else get_format(x)
+        return dict(explain(Request(contract, x_format, get_format(w), CPU, dtype, 1, 64, k, scales)))[backend]
+
+    assert why("cpu-decode", "int4-g128") == "runs" and why("cpu-integers", "int8-row", "int8-row") == "runs"
+    assert "int8 by int8" in why("cpu-integers", "int8-row") and "int8 by int8" in why(
+        "cpu-integers", "int8-row", "int8-row-asym"
+    )
+    assert "float16" in why("cpu-decode", "int8-row", dtype=torch.float16)
+    assert "K = 250" in why("cpu-decode", "int8-row", k=250) and "groups of 16" in why("cpu-decode", "intx4-g16")
+    assert "nvfp4" in why("cpu-decode", "nvfp4") and "int4-e4m3" in why("cpu-decode", "int4-e4m3-g128")
+    assert "in one type" in why("cpu-decode", "int4-g128", scales=F32)
+    assert "bias_after" in why("cpu-decode", "int4-g128", contract="bias_after")
+    assert "65536" in why("cpu-integers", "int8-row", "int8-row", k=1 << 17)
+    monkeypatch.setattr(native_cpu, "LIBRARY", Path("absent.so"))
+    assert "installed without its CPU kernels" in why("cpu-decode", "int4-g128")
+    monkeypatch.setattr(native_cpu, "multiplies_exactly", lambda: False)
+    assert "installed without its CPU kernels" in why("cpu-integers", "int8-row", "int8-row")
+
+
+def test_scales_in_another_type_than_the_input_are_decoded_by_the_format() -> None:
+    """A float32 model, packed, then cast: its scales stay float32."""
+    layer = nn.Sequential(nn.Linear(256, 64))
+    quantize_(layer, get_recipe("int8-int4").make())
+    layer.bfloat16()
+    x = torch.randn(3, 256, dtype=BF16)
+    with torch.no_grad():
+        with aoquant.backend("reference"):
+            want = layer(x)
+        assert (layer(x).float() - want.float()).abs().max() <= want.float().abs().max() * 2**-7
+
+
+def test_codes_written_in_place_are_seen() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(256, 64, dtype=BF16)) for _ in range(2)]
+    for layer in layers:
+        quantize_(layer, get_recipe("int4-g128").make())
+    x = torch.randn(2, 256, dtype=BF16)
+    with torch.no_grad():
+        before = layers[0](x)
+        layers[0].load_state_dict(layers[1].state_dict())
+        assert torch.equal(layers[0](x), layers[1](x)) and not torch.equal(layers[0](x), before)
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "int8"])
+def test_two_threads_generate_the_tokens_of_one(name: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=96, num_key_value_heads=1, **shape)).bfloat16().eval()
+    quantize_(model, get_recipe(name).make())
+    prompts = [torch.randint(1, 96, (1, n)) for n in (3, 9)]
+
+    def made(which: int) -> list[list[int]]:
+        ids = prompts[which]
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "min_new_tokens": 8, "pad_token_id": 0}
+        return [model.generate(ids, max_new_tokens=8, **options).tolist() for _ in range(3)]
+
+    want, found = [made(0), made(1)], {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: made(i)})) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[0], found[1]] == want
+
+
+_AT_A_LEVEL = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+given, o = torch.load(sys.argv[2]), torch.ops.aoquant_cpu
+assert o.level() == 1, o.level()
+made = [o.decode_mm(x, *w) for x, *w in given["multiplied"]] + [o.decode(*w) for w in given["decoded"]]
+made += [t for x in given["encoded"] for t in o.encode_int8_rows(x, True, True) + o.encode_int4(x, 64)]
+made += [o.integer_mm(*p) for p in given["integers"]]
+torch.save(made, sys.argv[3])
+"""
+
+
+def test_every_level_of_instructions_has_the_same_bits(library: Path, tmp_path: Path) -> None:
+    """The kernels without AVX-512, in a process whose PyTorch does without it too."""
+    o, given = torch.ops.aoquant_cpu, {"multiplied": [], "decoded": [], "encoded": [], "integers": []}  # type: ignore[var-annotated]
+    for dtype in (BF16, F32):
+        x = torch.randn(15, 640, dtype=dtype)
+        given["encoded"].append(x)
+        for name in FORMATS:
+            f = get_format(name)
+            w = f.encode(torch.randn(37, 640, dtype=dtype))
+            told = native_cpu.told(f, w, dtype)
+            assert told is not None
+            rest = told.kind, told.group
+            parts = told.codes, told.scale, told.zero
+            given["decoded"].append((*parts, *rest, dtype == BF16))
+            given["multiplied"].append((x, *parts, None, f.alpha(w), None, *rest))
+    codes = torch.randint(-128, 128, (37, 352), dtype=torch.int8)
+    given["integers"].append((codes[:9].contiguous(), codes, None, None, None, False))
+    here = [o.decode_mm(x, *w) for x, *w in given["multiplied"]] + [o.decode(*w) for w in given["decoded"]]
+    here += [t for x in given["encoded"] for t in o.encode_int8_rows(x, True, True) + o.encode_int4(x, 64)]
+    here += [o.integer_mm(*p) for p in given["integers"]]
+    torch.save(given, tmp_path / "given")
+    subprocess.run(
+        [sys.executable, "-c", _AT_A_LEVEL, str(library), str(tmp_path / "given"), str(tmp_path / "made")],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}, check=True, timeout=120,
+    )  # fmt: skip
+    there = torch.load(tmp_path / "made")
+    assert len(here) == len(there) and all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_operators_refuse_what_they_cannot_read() -> None:
+    f = get_format("int4-g128")
+    w = f.encode(torch.randn(16, 256, dtype=BF16))
+    x, call = torch.randn(2, 256, dtype=BF16), native_cpu.operator("decode_mm")
+    parts = w.codes, w.scale, w.zero, None, None, None, 0, 128
+    assert call(x, *parts).shape == (2, 16)
+    for wrong in (
+        (x[:, :128], *parts),
+        (x.half(), *parts),
+        (x, w.codes[:, ::2], *parts[1:]),
+        (x, w.codes, w.scale, None, *parts[3:]),
+        (x, w.codes, w.scale, w.zero.float() if w.zero is not None else None, *parts[3:]),
+        (x, *parts[:-1], 48),
+        (x, *parts[:-2], 7, 128),
+        (x, *parts[:3], torch.ones(3), *parts[4:]),
+    ):
+        with pytest.raises(RuntimeError):
+            call(*wrong)
+
+
+def test_reasons_not_to_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "isolated from torch" in (cpu_builder.why_not(None, "g++") or "")
+    assert "no C++ compiler" in (cpu_builder.why_not(torch, None) or "")
+    assert cpu_builder.why_not(torch, "g++") is None
+    monkeypatch.setenv("AOQUANT_BUILD_CSRC", "0")
+    assert not cpu_builder.wanted(torch) and "not built (AOQUANT_BUILD_CSRC=0)" in capsys.readouterr().out
+
+
+def test_a_call_takes_prepared_and_packed_weights_alike() -> None:
+    from aoquant.formats import as_operand
+
+    f, x, w = as_operand(get_format("int4-g128")), torch.randn(3, 256, dtype=BF16), torch.randn(16, 256, dtype=BF16)
+    calls = [Call("aoquant", x, None, given, f, None, [3], BF16) for given in (w, f.encode(w))]
+    assert calls[0].request_fields() == calls[1].request_fields()
+    assert torch.equal(calls[0].run(), calls[1].run())
