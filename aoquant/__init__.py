@@ -53,6 +53,7 @@ from aoquant.unpack import unpack_
 if TYPE_CHECKING:
     from aoquant.integrations.hf import load_pretrained, save_pretrained
     from aoquant.integrations.stream import convert_checkpoint
+    from aoquant.integrations.vllm_sync import sync_vllm
 
 __version__ = "0.1.0"
 
@@ -98,6 +99,7 @@ __all__ = [
     "report",
     "router_drift",
     "set_fake_quant",
+    "sync_vllm",
     "unpack_",
     "unprepare",
     "verify",
@@ -115,9 +117,17 @@ if TYPE_CHECKING or _installed("transformers"):  # `from aoquant import *` asks 
     __all__ += ["convert_checkpoint", "load_pretrained", "save_pretrained"]
 
 
+_HOMES = {
+    "load_pretrained": "hf",
+    "save_pretrained": "hf",
+    "convert_checkpoint": "stream",
+    "sync_vllm": "vllm_sync",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers when it is asked for."""
-    home = {"load_pretrained": "hf", "save_pretrained": "hf", "convert_checkpoint": "stream"}.get(name)
+    """Import what few programs need, or what needs transformers, when it is asked for."""
+    home = _HOMES.get(name)
     if home is not None:
         from importlib import import_module
 

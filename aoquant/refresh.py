@@ -9,6 +9,7 @@ holds.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
-from aoquant.formats import Encoded, Scales
+from aoquant.formats import Encoded
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import PackedExperts
@@ -50,7 +51,7 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
         done.add(id(target))
         owner, _, parameter = name.rpartition(".")
         if owner in layers:
-            _encode(layers[owner], target)
+            _write(target, *encoded_now(layers[owner], target.dtype))
         else:
             for expert in range(len(experts[owner].get_parameter(parameter))):
                 assert isinstance(target, PackedExperts)
@@ -68,15 +69,8 @@ def _at(owner: str, name: str) -> str:
 def _target(name: str, layer: QATLayer, packed: nn.Module) -> PackedTensor:
     """The packed weight that belongs to a prepared layer."""
     recipe = layer.prepared.recipe
-    weight = _packed(name, "weight", layer.weight, recipe, packed)
-    activation = recipe.input_name
-    if (
-        isinstance(layer, QATLinear)
-        and (scales := layer.deployed_input_scales()) is not None
-        and recipe.fprop_input is not None
-    ):
-        activation = recipe.fprop_input.fix(*_numbers(scales)).name if not recipe.fitted else activation
-    _check_activation(name, activation, weight)
+    weight = _packed(name, "weight", layer.matrix(), recipe, packed)
+    _check_activation(name, deployed_recipe(layer).input_name, weight)
     return weight
 
 
@@ -121,8 +115,15 @@ def _check_activation(name: str, activation: str, weight: PackedTensor) -> None:
         )
 
 
-def _numbers(scales: Scales) -> list[float]:
-    return [float(t.item()) for t in scales.tensors if t is not None]
+def deployed_recipe(layer: QATLayer) -> LinearRecipe:
+    """The recipe of the converted layer: calibrated activation scales are part of its activation's name."""
+    recipe = layer.prepared.recipe
+    if not isinstance(layer, QATLinear) or recipe.fprop_input is None or recipe.fitted:
+        return recipe.deployed
+    if (scales := layer.deployed_input_scales()) is None:
+        return recipe.deployed
+    numbers = [float(t.item()) for t in scales.tensors if t is not None]
+    return dataclasses.replace(recipe.deployed, fprop_input=recipe.fprop_input.fix(*numbers), input_scales="dynamic")
 
 
 def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTensor]) -> list[tuple[Tensor, Tensor]]:
@@ -148,12 +149,12 @@ def _is_state(owner: nn.Module, name: str) -> bool:
     return not isinstance(owner, QATExperts) or name in owner.states()
 
 
-def _encode(layer: QATLayer, target: PackedTensor) -> None:
-    """Encode a layer's weight as convert does, into the tensors of `target`."""
+def encoded_now(layer: QATLayer, dtype: torch.dtype) -> tuple[Encoded, Tensor | None]:
+    """A layer's weight as convert encodes it, in `dtype`, and the matrix of a fitted transform."""
     format, scales = layer.prepared.recipe.fprop_weight, layer.held_scales("weight")
-    weight = layer.weight.detach().to(target.dtype)
+    weight = layer.matrix().detach().to(dtype)
     e = ops.codec.encode(format, weight) if scales is None and format.portable else format.encode(weight, scales)
-    _write(target, e, None if scales is None or scales.transform is None else layer.get_buffer("input_transform"))
+    return e, None if scales is None or scales.transform is None else layer.get_buffer("input_transform")
 
 
 def _write(target: PackedTensor, e: Encoded, matrix: Tensor | None = None) -> None:

@@ -1,26 +1,29 @@
 """The vLLM plugin: folders of `aoquant.save_pretrained` and `convert_checkpoint`, served by stock vLLM.
 
-vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. Two
-things stand in the way of a `PackedTensor`, and the plugin mends both where vLLM starts a process (entry point group
-vllm.general_plugins):
+vLLM loads torchao checkpoints by quantising a placeholder of every layer and copying the stored codes into it. The
+plugin changes three things for a `PackedTensor`, where vLLM starts a process (entry point group vllm.general_plugins):
 
 - The placeholder is uninitialised memory, which aoquant refuses to quantise when it holds NaN or Inf. It is zeroed
   first.
-- A config of several recipes names q_proj and k_proj, and vLLM asks for qkv_proj. The fused layer gets the recipe that
-  all of its parts have, and parts with different ones are refused by name: one GEMM has one recipe.
+- A config names q_proj and k_proj, in its recipes and among the layers that stay float, and vLLM asks for qkv_proj.
+  The fused layer gets what all of its parts have, and parts that differ are refused by name: one GEMM has one recipe.
+- The loader leaves stacked experts in floats: packed ones are refused by name.
 
 Weights fused by rows need an outer scale a row, which is how PackedTensor stores it, so any format is served: GridFlip,
-four-over-six and transforms too. Source: vLLM 0.32 `quantization/torchao.py`. A first version was run by hand on its
-CPU build; the tests run this one against a stand-in.
+four-over-six and transforms too. vLLM's loaders cut rows and columns for tensor parallelism, and a `PackedTensor`
+refuses a cut through a scale's block. Source: vLLM 0.32 `quantization/torchao.py`. The tests run the plugin against a
+stand-in, and in vLLM's CPU build (test/engines).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+
+from aoquant.planning.choose import key_of
 
 _MARK = "_aoquant"
 
@@ -50,33 +53,46 @@ def patch(torchao: Any) -> None:
 
     @functools.wraps(method)
     def fused(self: Any, layer: Any, prefix: str) -> Any:
+        refuse_experts(self.torchao_config, prefix)
+        parent, _, own = prefix.rpartition(".")
         mapping = getattr(self, "packed_modules_mapping", {})
-        resolve_fused(self.torchao_config, prefix, mapping)
+        if parts := [f"{parent}.{part}" for part in mapping.get(own, ())]:
+            left_out = {part for part in parts if torchao.should_skip(part, self.skip_modules)}
+            if resolve_fused(self.torchao_config, left_out, prefix, parts) is None:
+                self.skip_modules.append(prefix)
         return method(self, layer, prefix)
 
     torchao.torchao_quantize_param_data = zeroed
     torchao.TorchAOConfig.get_quant_method = fused
 
 
-def resolve_fused(config: Any, prefix: str, mapping: Mapping[str, Sequence[str]]) -> None:
-    """Give `config`, an `FqnToConfig`, an entry for the fused layer `prefix` where it has them for the parts.
+def refuse_experts(config: Any, prefix: str) -> None:
+    """Raise ValueError where vLLM asks for stacked experts that `config`, an `FqnToConfig`, quantises."""
+    names = [name for name in getattr(config, "fqn_to_config", {}) if name.startswith(f"{prefix}.")]
+    if stacks := [name for name in names if not name.endswith(".weight")]:
+        raise ValueError(
+            f"{stacks[0]}: vLLM's torchao loader leaves experts in floats, and these are packed: serve what aoquant.export writes of the "
+            "checkpoint, or leave the experts out of quantize_"
+        )
 
-    mapping: a fused layer's own name to those of its parts, vLLM's packed_modules_mapping.
+
+def resolve_fused(config: Any, left_out: Collection[str], prefix: str, parts: Sequence[str]) -> Any:
+    """The recipe of the fused layer `prefix`, which is that of all its `parts`, written into `config`; None for float.
+
+    config: a recipe, or an `FqnToConfig`. left_out: parts that the checkpoint does not quantise.
 
     Raises:
-        ValueError: the parts have different recipes.
+        ValueError: the parts have different recipes, or some are quantised and some are not.
     """
-    by_name = getattr(config, "fqn_to_config", None)
-    parent, _, own = prefix.rpartition(".")
-    if by_name is None or prefix in by_name or own not in mapping:
-        return
-    parts = [f"{parent}.{part}" for part in mapping[own]]
-    if not any(part in by_name for part in parts):
-        return
-    found = [by_name.get(part) for part in parts]
+    by_name = getattr(config, "fqn_to_config", {"_default": config})
+    keys = [None if part in left_out else key_of(by_name, part, default=True) for part in parts]
+    found = [None if key is None else by_name[key] for key in keys]
     if any(other != found[0] for other in found):
-        said = ", ".join(f"{part.rpartition('.')[2]}: {c}" for part, c in zip(parts, found, strict=True))
+        said = ", ".join(f"{part.rpartition('.')[2]}: {c or 'float'}" for part, c in zip(parts, found, strict=True))
         raise ValueError(
             f"{prefix}: vLLM computes these layers as one, and they have different recipes ({said}): give them one"
         )
-    by_name[prefix] = found[0]
+    # torchao keeps two equal fields; vLLM reads the older one, which is another dict in a config that was loaded
+    for field in ("fqn_to_config", "module_fqn_to_config"):
+        getattr(config, field, {}).setdefault(prefix, found[0])
+    return found[0]

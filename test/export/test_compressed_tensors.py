@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.export_cases import converted, load_elsewhere, write_expected
 from torchao.quantization import FqnToConfig
 
@@ -34,6 +36,7 @@ WITH_ACTIVATIONS = {
     "nvfp4-both": PackedWeightConfig("nvfp4-static:0.0009765625", "nvfp4-static:0.00390625"),
     "fouroversix": PackedWeightConfig("fouroversix-static:1.5"),
 }
+LAYER = "model.layers.1.mlp.down_proj"
 MIXED = FqnToConfig(
     {
         r"re:.*\.mlp\..*": PackedWeightConfig("intx8-row", contract="dequantize"),
@@ -55,7 +58,18 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         with pytest.warns() if name in ("int8", "fp8-row") else _silent():
             export(model, folders[-1])
         write_expected(model, Path(f"{folders[-1]}.pt"))
+    folders.append(flipped(root / "intx4-g128", root / "one bit"))
     return load_elsewhere(folders)
+
+
+def flipped(folder: Path, copied: Path) -> Path:
+    """A copy of an exported folder in which one bit of one weight's codes is another."""
+    shutil.copytree(folder, copied)
+    shutil.copy(f"{folder}.pt", f"{copied}.pt")
+    tensors = load_file(copied / "model.safetensors")
+    tensors[f"{LAYER}.weight_packed"][3, 5] ^= 1 << 9
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    return copied
 
 
 def _silent() -> Any:
@@ -68,6 +82,10 @@ def _silent() -> Any:
 def test_weight_only_logits_are_equal_elsewhere(loaded: dict[str, dict[str, Any]], name: str) -> None:
     found = loaded[name.replace(":", "-")]
     assert found == {"logits": True, "different": [], "layers": 13 if name == "mixed" else 14}
+
+
+def test_one_wrong_bit_is_noticed_elsewhere(loaded: dict[str, dict[str, Any]]) -> None:
+    assert loaded["one bit"] == {"logits": False, "different": [LAYER], "layers": 14}
 
 
 @pytest.mark.parametrize("name", WITH_ACTIVATIONS)

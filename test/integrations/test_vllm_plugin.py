@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchao.core.config import config_from_dict, config_to_dict
 from torchao.quantization import FqnToConfig, quantize_
 
 from aoquant import GridFlipFP4WeightConfig, IntxWeightConfig, PackedTensor
@@ -31,13 +32,20 @@ def stand_in() -> Any:
     class Config:
         packed_modules_mapping = MAPPING
 
-        def __init__(self, config: Any) -> None:
-            self.torchao_config = config
+        def __init__(self, config: Any, skip_modules: list[str] | None = None) -> None:
+            self.torchao_config = config_from_dict(config_to_dict(config))  # as it comes from config.json
+            self.skip_modules = skip_modules or []
 
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
-            return self.torchao_config.fqn_to_config.get(prefix)
+            if should_skip(prefix, self.skip_modules):
+                return None
+            by_name = getattr(self.torchao_config, "module_fqn_to_config", None)  # the older of two fields
+            return self.torchao_config if by_name is None else by_name.get(prefix, by_name.get("_default"))
 
-    return SimpleNamespace(torchao_quantize_param_data=quantise, TorchAOConfig=Config)
+    def should_skip(prefix: str, skip_modules: list[str]) -> bool:
+        return any(prefix == s or f".{s}." in f".{prefix}." for s in skip_modules)
+
+    return SimpleNamespace(torchao_quantize_param_data=quantise, TorchAOConfig=Config, should_skip=should_skip)
 
 
 def test_placeholders_of_uninitialised_memory_load() -> None:
@@ -59,9 +67,37 @@ def test_fused_layers_get_the_recipe_of_their_parts() -> None:
     config = module.TorchAOConfig(FqnToConfig(dict(names)))
     assert config.get_quant_method(None, "model.layers.0.self_attn.qkv_proj") == one
     assert config.get_quant_method(None, "model.layers.0.self_attn.o_proj") is None
+    with pytest.warns(UserWarning, match="_default"):
+        rest = FqnToConfig({"model.layers.0.self_attn.o_proj": other, "_default": one})
+    assert module.TorchAOConfig(rest).get_quant_method(None, "model.layers.0.self_attn.qkv_proj") == one
     mixed = module.TorchAOConfig(FqnToConfig({**names, "model.layers.0.self_attn.v_proj": other}))
     with pytest.raises(ValueError, match=r"qkv_proj: vLLM computes these layers as one.*q_proj: .*give them one"):
         mixed.get_quant_method(None, "model.layers.0.self_attn.qkv_proj")
+
+
+def test_fused_layers_of_float_parts_stay_float() -> None:
+    module = stand_in()
+    vllm.patch(module)
+    config, attention = IntxWeightConfig(4, 32), "model.layers.1.self_attn."
+    floats = [attention + part for part in MAPPING["qkv_proj"]]
+    found = module.TorchAOConfig(config, [*floats, "lm_head"])
+    assert found.get_quant_method(None, f"{attention}qkv_proj") is None
+    assert found.get_quant_method(None, "model.layers.0.self_attn.qkv_proj") == config
+    named = module.TorchAOConfig(FqnToConfig({f"{attention}o_proj": config} | dict.fromkeys(floats)))
+    assert named.get_quant_method(None, f"{attention}qkv_proj") is None
+    some = module.TorchAOConfig(config, floats[:1])
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.qkv_proj: .*q_proj: float, k_proj: .*give them one"):
+        some.get_quant_method(None, f"{attention}qkv_proj")
+
+
+def test_packed_experts_are_refused() -> None:
+    module = stand_in()
+    vllm.patch(module)
+    experts = {f"model.layers.0.mlp.experts.{name}": IntxWeightConfig(4, 32) for name in ("gate_up_proj", "down_proj")}
+    config = module.TorchAOConfig(FqnToConfig({**experts, "model.layers.0.mlp.gate.weight": IntxWeightConfig(4, 32)}))
+    assert config.get_quant_method(None, "model.layers.0.mlp.gate") is None
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: vLLM's torchao loader leaves experts in floats"):
+        config.get_quant_method(None, "model.layers.0.mlp.experts")
 
 
 def test_the_entry_point_is_declared() -> None:

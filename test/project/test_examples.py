@@ -20,6 +20,7 @@ LAST = {
     "quickstart": "output SQNR min inf dB",
     "trainer": "it computes what was trained, bit for bit",
     "lora": "adapters beside packed weights:\n  step 0",
+    "grpo": "2 rollouts by the packed copy, with the log-probabilities of the model in training",
     "own_format": "bits a weight: PackedTensor",
     "own_kernel": "multiply, M = 1 and above: own",
 }

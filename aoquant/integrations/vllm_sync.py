@@ -1,0 +1,138 @@
+"""A vLLM engine that follows a model in training: rollouts by vLLM, with the codes that training has now.
+
+`sync_vllm` gives the engine's model what a checkpoint of the model in training would hold: for every prepared layer a
+packed weight, encoded when its turn comes, and every float as it is. vLLM's own `load_weights` takes them, so names,
+fused layers and shards of tensor parallelism are its business, and its loaders copy into the tensors that the engine
+has: no tensor is replaced, CUDA graphs stay valid, and extra memory is one layer's codes. Keys and values that the
+engine has cached belong to the old policy, and are dropped.
+
+The engine serves a folder of `aoquant.save_pretrained`, by the plugin (vllm.py). Source: vLLM 0.32, `v1/engine` and
+`model_executor/model_loader/reload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from aoquant.layers.experts import QATExperts
+from aoquant.layers.qat import QATLayer
+from aoquant.refresh import deployed_recipe, encoded_now
+from aoquant.tensor import PackedTensor
+
+_RELOADS = "_do_torchao_reload"  # vLLM's mark on a model: load_weights takes float weights and quantises them anew
+
+
+@torch.no_grad()
+def sync_vllm(llm: Any, prepared: nn.Module) -> int:
+    """Give the model inside a running vLLM engine the codes, scales and floats that `prepared` has now; returns the
+    layers encoded.
+
+    llm: a `vllm.LLM` in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) that serves a converted copy of `prepared`,
+        saved by `aoquant.save_pretrained`. One GPU, or tensor parallelism with
+        distributed_executor_backend="external_launcher", where every rank calls this with the whole model.
+    prepared: the model in training, on any device.
+
+    No request may be running. The engine's prefix cache is emptied.
+
+    Raises:
+        ValueError: the engine is in another process; or the two do not belong together: formats, constant activation
+            scales, layers that vLLM did not take. Formats are compared before anything changes.
+
+    Example:
+
+            llm = LLM("converted", enforce_eager=True)
+            for batch in batches:
+                sync_vllm(llm, model)
+                rollouts = llm.generate(batch)
+    """
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    if getattr(executor, "driver_worker", None) is None:
+        raise ValueError(
+            "sync_vllm: the engine's model is in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, and use "
+            "one GPU or distributed_executor_backend='external_launcher'"
+        )
+    layers = _layers(prepared)
+
+    def load(model: nn.Module) -> None:
+        dtype = _check(model, layers)
+        reloads = getattr(model, _RELOADS, False)
+        setattr(model, _RELOADS, False)
+        try:
+            loaded = model.load_weights(_weights(prepared, layers, dtype))  # type: ignore[operator]
+        finally:
+            setattr(model, _RELOADS, reloads)
+        own = {name for name, _ in model.named_parameters()}
+        if loaded is not None and (missed := sorted(own - set(loaded))):
+            raise ValueError(f"sync_vllm: vLLM's model has parameters that the model in training lacks: {missed[:5]}")
+
+    llm.apply_model(load)
+    llm.reset_prefix_cache()
+    return len(layers)
+
+
+def _layers(prepared: nn.Module) -> dict[str, QATLayer]:
+    """The prepared layers, by name. Raises ValueError for stacked experts, sharded weights, or none."""
+    if experts := [name for name, m in prepared.named_modules() if isinstance(m, QATExperts)]:
+        raise ValueError(f"sync_vllm: {experts[0]}: the plugin serves no packed experts: leave them out of quantize_")
+    layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
+    if not layers:
+        raise ValueError("sync_vllm: the second model has no prepared layer; give (engine, model in training)")
+    for name, layer in layers.items():
+        if isinstance(layer.weight, DTensor):
+            raise ValueError(f"sync_vllm: {name} is sharded over ranks: gather it first")
+    return layers
+
+
+def _weights(prepared: nn.Module, layers: Mapping[str, QATLayer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """What a converted checkpoint of `dtype` holds, by its names, each tensor made when it is asked for."""
+    tied = set[int]()
+    for name, tensor in prepared.state_dict(keep_vars=True).items():
+        module, _, own = name.rpartition(".")
+        if module in layers and own not in ("weight", "bias"):  # held scales and random states stay with training
+            continue
+        if id(tensor) in tied:
+            continue
+        tied.add(id(tensor))
+        layer = layers.get(module)
+        if layer is None or own == "bias":
+            yield name, tensor.detach()
+            continue
+        e, matrix = encoded_now(layer, dtype)
+        yield name, PackedTensor.from_encoded(e, deployed_recipe(layer), dtype, matrix)
+
+
+def _check(model: nn.Module, layers: Mapping[str, QATLayer]) -> torch.dtype:
+    """The dtype that the engine's packed weights stand for.
+
+    Raises ValueError where the engine's layer of a prepared layer's name holds another recipe. Layers that the engine's
+    model names otherwise are compared when they are copied.
+    """
+    mapping: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    fused = {part: whole for whole, parts in mapping.items() for part in parts}
+    modules = dict(model.named_modules())
+    for name, layer in layers.items():
+        parent, _, own = name.rpartition(".")
+        module = modules.get(name) or modules.get(f"{parent}.{fused.get(own, own)}")
+        if module is None:
+            continue
+        weight, recipe = getattr(module, "weight", None), deployed_recipe(layer)
+        wanted = (recipe.fprop_weight.name, recipe.input_name, recipe.contract)
+        if not isinstance(weight, PackedTensor):
+            raise ValueError(
+                f"sync_vllm: {name} is prepared, and in vLLM its weight is {type(weight).__name__}: serve a folder that "
+                "aoquant.save_pretrained wrote of a converted copy"
+            )
+        if (got := (weight.format, weight.activation, weight.contract)) != wanted:
+            raise ValueError(
+                f"sync_vllm: {name} is prepared as {wanted}, and vLLM serves {got}: save a converted copy anew, and "
+                "freeze input scales while rollouts run"
+            )
+    dtypes = {w.dtype for w in model.parameters() if isinstance(w, PackedTensor)}
+    if len(dtypes) != 1:
+        raise ValueError(f"sync_vllm: vLLM's model holds no packed weights of one dtype, got {dtypes or 'none'}")
+    return dtypes.pop()

