@@ -267,7 +267,8 @@ def test_the_environment_names_roles_that_there_are(no_environment: Callable[[st
     layer, x = layer_and_input("nvfp4")
     no_environment("gem=reference")
     with pytest.raises(
-        ValueError, match=r"AOQUANT_BACKEND: no role is called 'gem', in gem=reference; roles are decode, encode, fitted, gemm"
+        ValueError,
+        match=r"AOQUANT_BACKEND: no role is called 'gem', in gem=reference; roles are decode, encode, fitted, gemm",
     ):
         layer(x)
 
