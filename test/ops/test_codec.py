@@ -28,10 +28,12 @@ def request(role: str, name: str, device: torch.device = CPU) -> CodecRequest:
 def test_the_reference_runs_and_the_others_say_why_not(role: str) -> None:
     rows = explain(request(role, "nvfp4"))
     names = ("triton",) if role == "decode" else ("cuda", "triton")  # csrc has encoders alone
-    first = [*((name, "its kernels are for CUDA devices") for name in names), ("reference", "runs")]
+    first = [(name, "its kernels are for CUDA devices") for name in names]
     assert rows[: len(first)] == first
+    cpu, reference, *rest = rows[len(first) :]
+    assert cpu[0] == "cpu" and "nvfp4" in cpu[1] and reference == ("reference", "runs")
     # below the reference, so that only forcing runs it
-    below = [(name, "not nvfp4" in why) for name, why in rows[len(first) :]]
+    below = [(name, "not nvfp4" in why) for name, why in rest]
     assert below == ([] if role == "decode" else [("qutlass", True)])
 
 
@@ -173,11 +175,11 @@ def test_triton_hands_on_what_a_transform_makes_of_high_precision(monkeypatch: p
     monkeypatch.setattr(triton, "transform", lambda operand, x, matrix: operand.transformed(x, matrix))
     operand, x = get_operand("hadamard16+high-precision"), data("normal", 6, 192, BF16)
     want = operand.transformed(x)
-    kept, values, alpha = triton._made(operand, x, F32, True, True, None)
+    kept, values, alpha = triton.in_one_pass(operand, x, F32, True, True, None)
     assert alpha is None and kept is not None and values is not None
     assert_equal(kept.codes, want)
     assert_equal(values, want.float())
-    assert triton._made(operand, x, None, True, False, None)[:2] == (None, None)
+    assert triton.in_one_pass(operand, x, None, True, False, None)[:2] == (None, None)
 
 
 def test_what_the_cuda_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:
