@@ -84,11 +84,11 @@ cudaError_t run_fp8(const DecodeCall& c) {
   const int blocks = (a.n + 15) / 16;
   if (!decode_is_few(a.m)) return cudaErrorInvalidValue;
   if (a.n <= 16 * 132) {  // not more than a block on each multiprocessor
-    if (a.m <= 8) return launch_kernel<1>(fp8_kernel<T, 8, 16, 3>, a, blocks, 32 * 16, 0, c.stream);
-    return launch_kernel<1>(fp8_kernel<T, 16, 16, 2>, a, blocks, 32 * 16, 0, c.stream);
+    if (a.m <= 8) return launch_kernel<1>(fp8_kernel<T, 8, 16, 3>, blocks, 32 * 16, 0, c.stream, a);
+    return launch_kernel<1>(fp8_kernel<T, 16, 16, 2>, blocks, 32 * 16, 0, c.stream, a);
   }
-  if (a.m <= 8) return launch_kernel<1>(fp8_kernel<T, 8, 8, 4>, a, blocks, 32 * 8, 0, c.stream);
-  return launch_kernel<1>(fp8_kernel<T, 16, 8, 3>, a, blocks, 32 * 8, 0, c.stream);
+  if (a.m <= 8) return launch_kernel<1>(fp8_kernel<T, 8, 8, 4>, blocks, 32 * 8, 0, c.stream, a);
+  return launch_kernel<1>(fp8_kernel<T, 16, 8, 3>, blocks, 32 * 8, 0, c.stream, a);
 }
 
 }  // namespace decode

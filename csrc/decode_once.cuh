@@ -110,22 +110,8 @@ cudaError_t launch_once(const DecodeArgs& a, cudaStream_t stream) {
   auto* function = tiles_once<F, T, RG, KG, CK, D, AHEAD>;
   CUtensorMap codes;
   cudaError_t error = map_bytes(&codes, a.codes, a.n, a.k / 2, Layout::ROWS, 64);
-  if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout::BYTES);
   if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((a.n + Layout::ROWS - 1) / Layout::ROWS * CK);
-  config.blockDim = Layout::THREADS;
-  config.dynamicSmemBytes = Layout::BYTES;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = CK;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  config.attrs = attributes;
-  config.numAttrs = CK > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, function, codes, a);
+  return launch_kernel<CK>(function, dim3((a.n + Layout::ROWS - 1) / Layout::ROWS * CK), Layout::THREADS, Layout::BYTES, stream, codes, a);
 }
 
 }  // namespace aoquant::decode

@@ -264,7 +264,7 @@ template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
 cudaError_t launch_rows(const DecodeArgs& a, cudaStream_t stream) {
   using Layout = RowsLayout<F, TOKENS, RT, WARPS, S, CK>;
   const int blocks = (a.n + Layout::ROWS - 1) / Layout::ROWS * CK;
-  return launch_kernel<CK>(rows_kernel<F, T, TOKENS, RT, WARPS, S, CK>, a, blocks, 32 * WARPS, Layout::bytes(a, min(a.m, TOKENS)), stream);
+  return launch_kernel<CK>(rows_kernel<F, T, TOKENS, RT, WARPS, S, CK>, blocks, 32 * WARPS, Layout::bytes(a, min(a.m, TOKENS)), stream, a);
 }
 
 }  // namespace decode

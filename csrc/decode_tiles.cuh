@@ -295,23 +295,9 @@ cudaError_t launch_tiles(const DecodeArgs& a, uint8_t* image, cudaStream_t strea
   const int steps = (a.k + 127) / 128, tiles_m = (a.m + TM - 1) / TM;
   CUtensorMap codes;
   cudaError_t error = map_bytes(&codes, a.codes, a.n, a.k / 2, Layout::ROWS, 64);
-  if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout::BYTES);
   if (error != cudaSuccess) return error;
   arrange<T, TM><<<dim3(steps, tiles_m * TM / 16), 64, 0, stream>>>(static_cast<const T*>(a.x), reinterpret_cast<uint4*>(image), a.m, a.k);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((a.n + Layout::ROWS - 1) / Layout::ROWS * CK, tiles_m);
-  config.blockDim = Layout::THREADS;
-  config.dynamicSmemBytes = Layout::BYTES;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = CK;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  config.attrs = attributes;
-  config.numAttrs = CK > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, function, codes, a, static_cast<const uint8_t*>(image));
+  return launch_kernel<CK>(function, dim3((a.n + Layout::ROWS - 1) / Layout::ROWS * CK, tiles_m), Layout::THREADS, Layout::BYTES, stream, codes, a, static_cast<const uint8_t*>(image));
 }
 
 }  // namespace aoquant::decode

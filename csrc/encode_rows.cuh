@@ -93,7 +93,7 @@ template <typename T>
 __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T* __restrict__ out, float* __restrict__ scale, int k, int format,
                                                       int decoded) {
   wait_for_inputs();
-  // The product's blocks, one a multiprocessor, come in pairs where those of this kernel still have theirs.
+  // Of more rows the blocks still have their multiprocessors when the product's come, which may then share one.
   if (gridDim.x <= 4) let_next_begin();
   const int blocks = k / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t start = int64_t(blockIdx.x) * k;

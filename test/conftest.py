@@ -79,3 +79,12 @@ def seed() -> int:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device a test should hold on; the CUDA half carries the `gpu` marker."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For models so small that more threads only wait for one another, for minutes on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -33,7 +33,6 @@ from aoquant.formats import Encoded, Scales
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
-from aoquant.layers.grouped_held import grouped_held_linear
 from aoquant.layers.qat import Prepared, PreparedModule
 from aoquant.layers.read_stacks import Product, Stack, reading_of
 from aoquant.parallel import experts as sharded
@@ -262,11 +261,8 @@ class QATExperts(PreparedModule):
             n = w.shape[-1] if self.is_transposed else w.shape[1]
             rest = ends, n, prepared.recipe, *self._draws(name)
             try:
-                if prepared.recipe.weight_scales == "dynamic":
-                    y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), *rest)
-                else:
-                    held_of = partial(self.held_scales, name)
-                    y = grouped_held_linear(x_SK, lambda e: self._matrix(experts[e]), held_of, *rest)
+                held_of = None if prepared.recipe.weight_scales == "dynamic" else partial(self.held_scales, name)
+                y = grouped_linear(x_SK, lambda e: self._matrix(experts[e]), *rest, scales_of=held_of)
             except ValueError as error:
                 raise ValueError(f"{prepared.fqn}: {error}") from None
         bias: Tensor | None = getattr(self, f"{name}_bias") if self.has_bias else None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant import ops
-from aoquant.formats import Encoded, Float8, Operand
+from aoquant.formats import Encoded, Float8, Operand, Scales
 from aoquant.layers.function import pulled_back, refuse_second_derivative, refuse_transforms
 from aoquant.layers.linear import (
     LinearRecipe,
@@ -203,12 +203,14 @@ def grouped_linear(
     recipe: LinearRecipe,
     random: Tensor | None = None,
     rank: int = 0,
+    scales_of: Callable[[int], Scales | None] | None = None,
 ) -> Tensor:
     """y (S, N) of x (S, K) whose rows are sorted by expert.
 
     weight_of: an expert's weight (N, K), or its codes; asked for experts that have rows. ends: for each expert, the row
     after its last; the last of them is S. n: N. random: the state of the experts' random numbers, where backward draws;
-    each expert advances it by one. rank: among those with other tokens.
+    each expert advances it by one. rank: among those with other tokens. scales_of: the scales that an expert's weight
+    holds, where experts go on from packed ones (`aoquant.unpack_`), whose codes scales made anew would not give.
 
     Raises:
         ValueError: as `quantized_linear`.
@@ -216,6 +218,7 @@ def grouped_linear(
     outputs, start = list[Tensor](), 0
     for expert, end in enumerate(ends):
         if end > start:
-            outputs.append(quantized_linear(x_SK[start:end], weight_of(expert), None, recipe, random=random, rank=rank))
+            rows, w, held = x_SK[start:end], weight_of(expert), None if scales_of is None else scales_of(expert)
+            outputs.append(quantized_linear(rows, w, None, recipe, w_held=held, random=random, rank=rank))
         start = end
     return torch.cat(outputs) if outputs else cast(x_SK).new_empty(0, n)

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from aoquant.formats import Scales
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
-from aoquant.layers.grouped_held import grouped_held_linear
 from aoquant.layers.linear import LinearRecipe, quantized_linear
 
 
@@ -128,10 +127,7 @@ class Stack:
             ends: list[int] = offsets.tolist()
             rest = ends, self.w.shape[2 if self.transposed else 1], recipe, self.product.random, self.product.rank
             x_SK, behind = x_SK[: ends[-1]], len(x_SK) - ends[-1]
-            if scales_of is None:
-                y = grouped_linear(x_SK, self._matrix, *rest)
-            else:
-                y = grouped_held_linear(x_SK, self._matrix, scales_of, *rest)
+            y = grouped_linear(x_SK, self._matrix, *rest, scales_of=scales_of)
         except ValueError as error:
             raise ValueError(f"{self.product.fqn}: {error}") from None
         return F.pad(y, (0, 0, 0, behind))

@@ -9,7 +9,6 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,12 +32,7 @@ SMALL: dict[str, Any] = {
 MOE = SMALL | {"arch": "moe", "experts": 4, "top_k": 2}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
