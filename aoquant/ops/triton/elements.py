@@ -125,6 +125,23 @@ def e8m0_inverse(byte, RULE: tl.constexpr):
 
 
 @triton.jit
+def te_factor(outer, LARGEST: tl.constexpr):
+    """What TransformerEngine multiplies x by before it rounds: 2688 / outer, 1 for zeros."""
+    one = tl.full([], 1.0, tl.float32)
+    return tl.where(outer == 0.0, one, least(tl.div_rn(one * 2688.0, outer), LARGEST))
+
+
+@triton.jit
+def te_scale(amax_bits, factor, SIXTH: tl.constexpr, LARGEST: tl.constexpr):
+    """amax of each block, or tile -> (e4m3 scale, what x is multiplied by)."""
+    top = bits_float(tl.where(amax_bits == INF_BITS, NAN_BITS, amax_bits))
+    scale = least(top * (factor * SIXTH), 448.0).to(tl.float8e4nv)
+    step = scale.to(tl.float32)
+    back = tl.div_rn(tl.full([], 1.0, tl.float32), factor)
+    return scale, least(tl.div_rn(tl.zeros_like(step) + 1.0, step * back), LARGEST)
+
+
+@triton.jit
 def pack4(codes, NB: tl.constexpr, B: tl.constexpr):
     """(NB, B) int32 codes, 0..15 in their lowest four bits, the others 0 -> (NB, B / 2) int32, low nibble = even k."""
     low, high = tl.split(tl.reshape(codes, (NB, B // 2, 2)))
