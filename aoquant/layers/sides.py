@@ -227,6 +227,8 @@ def gradients(
     """`weight.dgrad` and `input.wgrad` of quantised operands, from what was kept."""
     if isinstance(x, Tensor):
         x = x.reshape(-1, x.shape[-1])
+    assert weight.grad_as is not None and weight.backward is not None
+    assert input.grad_as is not None and input.backward is not None
     of_w = w, weight.forward, w_held, measured, weight.keeps == "square", weight.grad_as, weight.backward
     of_x = x, input.forward, x_held, input.keeps, input.grad_as, input.backward
     return ops.gradients(grad_MN, *of_w, *of_x, random)

@@ -16,7 +16,6 @@ from aoquant.formats import Encoded, Operand, Scales
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 
 from . import backward, codec
-from .backward import contraction
 from .call import Call
 from .define import op
 from .encoding import encode

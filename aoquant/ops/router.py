@@ -6,9 +6,9 @@ backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either ru
 falls back silently.
 
 Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, operands, sides, transpose,
-transform, fitted, rotate, saturate; see `codec`). A forced name rules every role that has a backend of that name, or the one role
-that is named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing
-"quantize" forces "encode" too: both make codes of values.
+transform, fitted, rotate, saturate; see `codec`). A forced name rules every role that has a backend of that name, or
+the one role that is named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference.
+Forcing "quantize" forces "encode" too: both make codes of values.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Backend:
 
     run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
     reads_codes: whether a GEMM multiplies W's codes and scales, so that W's values are never made.
-    multiply: (x (M, K), alpha_x, w (N, K), alpha_w) -> y (M, N), the bits of `run` without a bias, for a GEMM that needs
-    no codes of either; x and w may lie in memory as their transposes do. Or None.
+    multiply: (x (M, K), alpha_x, w (N, K), alpha_w) -> y (M, N), the bits of `run` without a bias, for a GEMM that
+    needs no codes of either; x and w may lie in memory as their transposes do. Or None.
     bind: (request, W) -> the product alone, (x (M, K) as the contract reads it, alpha_x, bias) -> y (M, N) with the
     bits of `run`, with all about W looked up once and nothing of it copied; or None, for a W that it would have to
     copy.
