@@ -1,6 +1,6 @@
 """What one process does: the runs of one row under one loss.
 
-    PTQ, once -> short runs that search the learning rate on validation pages -> a run of the whole budget for every seed
+    PTQ, once -> short runs that search the learning rate on validation pages -> a whole run for every seed
 
 A short run ends with the loss on validation pages of the prepared model and is not scored. Every other run ends with
 that number, the word perplexity of the prepared model, and that of the converted one. Where torchao's converted layer
