@@ -1,8 +1,9 @@
-// The operator over decode_experts.cuh: y[s] = x[s] W_e^T * alpha_x[s] * alpha_w[e], rounded once, e the expert of row s.
+// The operator over decode_experts.cuh and expert_tiles.cuh: y[s] = x[s] W_e^T * alpha_x[s] * alpha_w[e], rounded once, e the expert of row s.
 // Rows are sorted by expert, and which rows an expert has stays on the device: a CUDA graph takes any routing.
 #include "common.cuh"
 #include "decode_experts.cuh"
 #include "decode_op.cuh"
+#include "expert_tiles.cuh"
 
 namespace aoquant {
 
@@ -10,18 +11,15 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-cudaError_t run(int format, const DecodeArgs& stack, const Groups& groups, cudaStream_t stream) {
-  if (format == INT4) return decode::run_experts<INT4, bf16>(stack, groups, stream);
-  if (format == NVFP4) return decode::run_experts<NVFP4, bf16>(stack, groups, stream);
-  if (format == MXFP4) return decode::run_experts<MXFP4, bf16>(stack, groups, stream);
-  if (format == GRIDFLIP) return decode::run_experts<GRIDFLIP, bf16>(stack, groups, stream);
-  return cudaErrorInvalidValue;
+template <int F>
+cudaError_t run(bool many, const DecodeArgs& stack, const Groups& groups, cudaStream_t stream) {
+  return many ? decode::run_expert_tiles<F, bf16>(stack, groups, stream) : decode::run_experts<F, bf16>(stack, groups, stream);
 }
 
 // x (s, k) bfloat16; ends (experts,) int32; codes (experts * n, k / 2) and what else a packed W has, of all experts;
-// alpha_x (s, 1), alpha_w (experts * n, 1). -> y (s, n), zero behind the last expert's rows.
+// alpha_x (s, 1), alpha_w (experts * n, 1); many: rows of an expert, so that wgmma pays. -> y (s, n), zero behind the last expert's rows.
 Tensor experts_mm(const Tensor& x, const Tensor& ends, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero,
-                  const std::optional<Tensor>& alpha_x, const std::optional<Tensor>& alpha_w, int64_t packed_plan) {
+                  const std::optional<Tensor>& alpha_x, const std::optional<Tensor>& alpha_w, int64_t packed_plan, bool many) {
   const LinearPlan plan(packed_plan);
   const int64_t s = x.size(0), k = x.size(1), experts = ends.numel(), rows = codes.size(0);
   STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && x.scalar_type() == ScalarType::BFloat16 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
@@ -46,7 +44,12 @@ Tensor experts_mm(const Tensor& x, const Tensor& ends, const Tensor& codes, cons
   stack.alpha_x = alpha_x ? static_cast<const float*>(alpha_x->data_ptr()) : nullptr;
   stack.alpha_x_stride = 1, stack.alpha_w_stride = 1;
   const Groups groups = {static_cast<const int*>(ends.data_ptr()), int(experts), int(s)};
-  const cudaError_t error = run(plan.format, stack, groups, current_stream(x));
+  const cudaStream_t stream = current_stream(x);
+  cudaError_t error = cudaErrorInvalidValue;
+  if (plan.format == INT4) error = run<INT4>(many, stack, groups, stream);
+  if (plan.format == NVFP4) error = run<NVFP4>(many, stack, groups, stream);
+  if (plan.format == MXFP4) error = run<MXFP4>(many, stack, groups, stream);
+  if (plan.format == GRIDFLIP) error = run<GRIDFLIP>(many, stack, groups, stream);
   STD_TORCH_CHECK(error == cudaSuccess, "the experts' CUDA launch failed: ", cudaGetErrorString(error));
   return y;
 }
@@ -54,7 +57,9 @@ Tensor experts_mm(const Tensor& x, const Tensor& ends, const Tensor& codes, cons
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) {
-  m.def("experts_mm(Tensor x, Tensor ends, Tensor codes, Tensor scale, Tensor? zero, Tensor? alpha_x, Tensor? alpha_w, int plan) -> Tensor");
+  m.def(
+      "experts_mm(Tensor x, Tensor ends, Tensor codes, Tensor scale, Tensor? zero, Tensor? alpha_x, Tensor? alpha_w, int plan, bool many) -> "
+      "Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CUDA, m) { m.impl("experts_mm", TORCH_BOX(&experts_mm)); }
 

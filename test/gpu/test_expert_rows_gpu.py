@@ -1,4 +1,5 @@
-"""Few rows of each expert against packed experts in one launch: operands to the bit, a row's bits whatever its company.
+"""Rows of experts against packed experts in one launch: operands to the bit, a row's bits whatever its company, and for
+many rows the bits of a product of W's values.
 
 The large shapes are Qwen3-30B-A3B's, gpt-oss-20b's and Mixtral's, with fewer experts.
 """
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from aoquant import ops
 from aoquant.formats import Encoded, Operand, get_operand
 from aoquant.ops import expert_rows, native, stacks
 
@@ -35,7 +37,7 @@ ROUTINGS = {
 def kernel(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernel multiplies."""
     if request.param == "triton":
-        monkeypatch.setattr(expert_rows, "_by_csrc", lambda *args: False)
+        monkeypatch.setattr(expert_rows, "_takes", lambda *args: False)
     else:
         needs_csrc()
     return str(request.param)
@@ -174,3 +176,48 @@ def test_a_graph_takes_any_routing(kernel: str) -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(y, product(operand, w, x, ends_of(sizes)))
+
+
+@pytest.mark.parametrize("sizes", [(700, 0, 129, 1, 0, 511), (64, 65, 33, 40, 20, 60), (0, 0, 0, 0, 0, 300)], ids=str)
+@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (5760, 2880), (272, 160), (208, 544)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows_have_the_bits_of_a_product_of_values(
+    name: str, shape: tuple[int, int], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of 64 and of 128 rows; outer scales of rows; rows of no expert."""
+    needs_csrc()
+    if shape[1] % (get_operand(name).format.block or 1):
+        pytest.skip("K has no whole blocks")
+    operand, w = stack(name, len(sizes), *shape)
+    s = sum(sizes) + 5
+    column = torch.randint(0, shape[1], (s,), device=CUDA)
+    eye = torch.nn.functional.one_hot(column, shape[1]).to(BF16)
+    for x in (eye, torch.randn(s, shape[1], device=CUDA).to(BF16)):
+        y = ops.grouped_mm(x, None, None, ends_of(sizes), w, None, operand, False, BF16)
+        with monkeypatch.context() as m:
+            m.setattr(expert_rows, "_takes", lambda *args: False)
+            want = ops.grouped_mm(x, None, None, ends_of(sizes), w, None, operand, False, BF16)
+        assert torch.equal(y, want)
+    alpha_x = torch.rand(s, 1, device=CUDA) + 0.5
+    scaled = expert_rows.by_csrc(operand.format, w, eye, ends_of(sizes), alpha_x, many=True)
+    unscaled = expert_rows.by_csrc(operand.format, w, eye, ends_of(sizes), None, many=True)
+    if operand.format.alpha(w) is None:
+        assert torch.equal(scaled, (unscaled.float() * alpha_x).to(BF16))
+
+
+def test_many_rows_in_a_graph() -> None:
+    """Captured with one routing, replayed with another."""
+    needs_csrc()
+    operand, w = stack("mxfp4", 6, 1536, 2048)
+    x, ends = torch.randn(1000, 2048, device=CUDA).to(BF16), ends_of((1000, 0, 0, 0, 0, 0))
+    expert_rows.by_csrc(operand.format, w, x, ends, None, many=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = expert_rows.by_csrc(operand.format, w, x, ends, None, many=True)
+    for sizes in ((0, 0, 0, 0, 0, 900), (1, 700, 0, 128, 1, 170), (0, 0, 0, 0, 0, 0)):
+        ends.copy_(ends_of(sizes))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, expert_rows.by_csrc(operand.format, w, x, ends_of(sizes), None, many=True))
+        assert torch.count_nonzero(y[sum(sizes) :]) == 0
