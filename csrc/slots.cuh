@@ -5,8 +5,6 @@
 // `ends` (experts,) holds for each expert the row behind its last.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
 namespace aoquant {
@@ -27,12 +25,10 @@ inline int64_t most_slots(int64_t rows, int64_t experts, int64_t height) {
   return hit + (rows - hit) / height;
 }
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(AOQUANT_HOST_WARP)  // a host's program may say what a warp is
 // Volatile, so that it stays behind the wait for the kernel that wrote it.
 __device__ __forceinline__ int load_end(const Groups& groups, int expert) {
-  int end;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(end) : "l"(groups.ends + expert));
-  return end;
+  return *static_cast<const volatile int*>(groups.ends + expert);
 }
 
 // Slot `index`, found by every warp for itself: a lane takes four experts, so one wait suffices up to 128 of them.
