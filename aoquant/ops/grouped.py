@@ -7,10 +7,11 @@ it. `ends` (E,) int32 holds for each expert the row behind its last; it stays on
 it. Rows behind the last expert's are zero. x may have a row for each token instead, and `token` (S,) says which one row
 s reads: it is encoded once, however many experts it goes to.
 
-On a GPU three kernels run, chosen by shapes alone. Few rows are multiplied by 4-bit codes as they lie
-(triton/grouped_rows.py). Others meet the operand in bf16, of a weight that is whole already all at once, of codes 64 MB
-at a time, both in the same kernel (triton/grouped.py). The GEMMs of a backward in high precision have no outer scales,
-and one rounding, so `torch._grouped_mm` computes them. Elsewhere an expert at a time is a product like any other.
+On a GPU three kernels run, chosen by shapes alone. Few rows are multiplied by 4-bit codes as they lie, on Hopper many
+are, too (expert_rows.py). Others meet the operand in bf16, of a weight that is whole already all at once, of codes 64
+MB at a time, both in the same kernel (triton/grouped.py), whose bits are those of codes. The GEMMs of a backward in
+high precision have no outer scales, and one rounding, so `torch._grouped_mm` computes them. Elsewhere an expert at a
+time is a product like any other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Operand
 
-from . import codec, stacks, tiles
+from . import codec, expert_rows, stacks, tiles
 from .call import Call, scale_dtype
 from .define import op
 from .gemm import few_rows
@@ -187,22 +188,12 @@ def _multiplied(
     """y (S, N), on a GPU. A weight and its codes meet the same kernel."""
     experts, (s, k) = ends.shape[0], x_SK.shape
     format, how = operand.format, few_rows.kind(operand.format)
-    if how not in (None, "fp8") and s <= FEW * experts and _reads(w, operand, k, x_SK.dtype):
-        from .triton import grouped_rows, launch
-
-        e = w if isinstance(w, Encoded) else stacks.encode(operand, w, transposed)
-        with launch.on(x_SK):
-            return grouped_rows.decode_mm(
-                format,
-                how,
-                few_rows.shifts(format),
-                e,
-                x_SK,
-                ends,
-                alpha_x,
-                format.alpha(e),
-                2 * _programs(x_SK.device),
-            )
+    if how not in (None, "fp8") and _reads(w, operand, k, x_SK.dtype):
+        if s <= FEW * experts:
+            e = w if isinstance(w, Encoded) else stacks.encode(operand, w, transposed)
+            return expert_rows.multiply(format, e, x_SK, ends, alpha_x)
+        if isinstance(w, Encoded) and expert_rows.takes(format, w, x_SK, ends):
+            return expert_rows.by_csrc(format, w, x_SK, ends, alpha_x, many=True)
     n = w.codes.shape[0] // experts if isinstance(w, Encoded) else w.shape[2 if transposed else 1]
     y_SN, kernels, programs = x_SK.new_empty(s, n), _kernels(), _programs(x_SK.device)
     if isinstance(w, Tensor):
