@@ -51,13 +51,17 @@ PASS = 512  # rows that a program of the first pass reads
 
 @triton.jit
 def _places(n, k, B: tl.constexpr, C: tl.constexpr):
-    """Of a program's B x C values: (where they are; whether they are there; row of the stack (E * N, K) of each column;
-    whether it is there).
-    """
-    expert = tl.program_id(2).to(tl.int64)
+    """Of a program's B x C values: (where they are; whether they are there)."""
     row, column = tl.program_id(1) * B + tl.arange(0, B), tl.program_id(0) * C + tl.arange(0, C)
-    at = expert * k * n + row.to(tl.int64)[:, None] * n + column[None, :]
-    return at, (row < k)[:, None] & (column < n)[None, :], expert * n + column, column < n
+    at = tl.program_id(2).to(tl.int64) * k * n + row.to(tl.int64)[:, None] * n + column[None, :]
+    return at, (row < k)[:, None] & (column < n)[None, :]
+
+
+@triton.jit
+def _lines(n, C: tl.constexpr):
+    """Of a program's columns: (rows of the stack (E * N, K); whether they are there)."""
+    column = tl.program_id(0) * C + tl.arange(0, C)
+    return tl.program_id(2) * n + column, column < n
 
 
 @triton.jit
@@ -69,7 +73,7 @@ def _blocks(
     """MX, or NVFP4 under one outer scale for each expert, which RULE "" says. DECODE: the outer scale is multiplied
     in.
     """
-    at, inside, *_ = _places(n, k, B, C)
+    at, inside = _places(n, k, B, C)
     x = float_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
     magnitude = x & 0x7FFFFFFF
     amax = tl.max(magnitude, axis=0)
@@ -96,7 +100,7 @@ def _int4(
     EPS: tl.constexpr, RECIPROCAL: tl.constexpr, FUSED: tl.constexpr, DTYPE: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """DTYPE: of scales and zero points."""
-    at, inside, *_ = _places(n, k, B, C)
+    at, inside = _places(n, k, B, C)
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     low, high = tl.reduce(x, 0, least), tl.reduce(x, 0, most)
     scale, zero = int4_scales(low, high, EPS, RECIPROCAL)
@@ -109,15 +113,16 @@ def _int4(
 @triton.jit
 def _absmax(x_ptr, amax_ptr, n, k, STEPS: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
     """Bits of the largest magnitude of each row of K values, (E * N,) int32, zero at first; B * STEPS of them here."""
-    expert = tl.program_id(2).to(tl.int64)
+    expert = tl.program_id(2).to(tl.int64) * k * n
     column = tl.program_id(0) * C + tl.arange(0, C)
     largest = tl.zeros([B, C], tl.int32)
     for step in range(STEPS):
         row = (tl.program_id(1) * STEPS + step) * B + tl.arange(0, B)
-        at = expert * k * n + row.to(tl.int64)[:, None] * n + column[None, :]
+        at = expert + row.to(tl.int64)[:, None] * n + column[None, :]
         x = tl.load(x_ptr + at, mask=(row < k)[:, None] & (column < n)[None, :], other=0.0).to(tl.float32)
         largest = tl.maximum(largest, float_bits(x) & 0x7FFFFFFF)
-    tl.atomic_max(amax_ptr + expert * n + column, tl.max(largest, axis=0), mask=column < n)
+    line, there = _lines(n, C)
+    tl.atomic_max(amax_ptr + line, tl.max(largest, axis=0), mask=there, sem="relaxed")
 
 
 @triton.jit
@@ -127,7 +132,8 @@ def _float8(
     B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A scale for each row of K values. DTYPE: of x. DECODE: it is multiplied in."""
-    at, inside, line, there = _places(n, k, B, C)
+    at, inside = _places(n, k, B, C)
+    line, there = _lines(n, C)
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     scale = _scale(tl.load(amax_ptr + line, mask=there, other=0), RECIPROCAL, DTYPE)
     tl.store(scale_ptr + line, scale, mask=there & (tl.program_id(1) == 0))
