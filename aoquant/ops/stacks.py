@@ -67,11 +67,10 @@ def values(operand: Operand, w: Tensor, transposed: bool, dtype: torch.dtype, *,
     or decoded values. No codes are kept.
     """
     if transposed and _where_it_lies(operand, w):
-        from .triton import launch, stacked
+        from .triton import stacked
 
         outer = _outer(w) if isinstance(operand.format, NVFP4) else None
-        with launch.on(w):
-            made_EKN, alpha = stacked.values(operand.format, w, outer, dtype, alpha_apart)
+        made_EKN, alpha = stacked.values(operand.format, w, outer, dtype, alpha_apart)
         return Values(made_EKN.transpose(1, 2), alpha)
     parts = list(_parts(w, transposed))
     experts, n, k = len(w), parts[0].shape[1], parts[0].shape[2]
