@@ -106,8 +106,8 @@ def test_prepared_is_converted(config: Any, family: str) -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_one_graph_for_a_compiler() -> None:
-    for config in (CONFIGS["int4"], CONFIGS["nvfp4"]):
-        model, (x, index, weights) = made("mixtral"), routed()
+    for family, config in (("mixtral", CONFIGS["int4"]), ("gpt-oss", CONFIGS["nvfp4"])):
+        model, (x, index, weights) = made(family), routed()
         quantize_(model, QATConfig(config, step="prepare"))
         found = []
         torch.compiler.reset()
