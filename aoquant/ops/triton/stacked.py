@@ -45,8 +45,8 @@ from .launch import PLANS, Launch
 
 COLUMNS = 64  # of a tile: 128 bytes of bfloat16
 A_WARP = 2048  # values
-ROWS = 32  # of a tile of a format without blocks along K
-PASS = 512  # rows that a program of the first pass reads
+ROWS = 16  # of a tile of a format without blocks along K
+PASS_ROWS, PASS_STEPS = 32, 16  # of a tile of the first pass; tiles of a program
 
 
 @triton.jit
@@ -196,9 +196,8 @@ def _int4_encoder(format: Int4, experts: int, k: int, n: int, source: torch.dtyp
 
 @lru_cache(PLANS)
 def _finder(experts: int, k: int, n: int) -> Launch:
-    grid, common = _tiles(experts, k, n, ROWS)
-    steps = PASS // ROWS
-    return Launch(_absmax, (grid[0], triton.cdiv(k, PASS), experts), STEPS=steps, **common)
+    grid, common = _tiles(experts, k, n, PASS_ROWS)
+    return Launch(_absmax, (grid[0], triton.cdiv(grid[1], PASS_STEPS), experts), STEPS=PASS_STEPS, **common)
 
 
 @lru_cache(PLANS)
