@@ -86,7 +86,7 @@ def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand |
     """dx (S, K) = dy W^ in dy's dtype; w (E, N, K), or (E, K, N) when `transposed`, is encoded here, or
     multiplied as it is without w_operand.
     """
-    experts, k = w.shape[0], w.shape[1 if transposed else 2]
+    k = w.shape[1 if transposed else 2]
     if not grad_SN.shape[0]:
         return grad_SN.new_empty(0, k)
     if not grad_SN.is_cuda:
@@ -95,8 +95,9 @@ def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand |
             dx_SK[rows] = dgrad.body(grad_SN[rows], _matrix(w, e, transposed), w_operand)
         return dx_SK
     if w_operand is not None:
-        made = stacks.values(w_operand, w, transposed, grad_SN.dtype, alpha_apart=False)
-        w = cast(Tensor, made.values).view(experts, -1, k)
+        w = stacks.values(w_operand, w, transposed, grad_SN.dtype, alpha_apart=False).values
+    elif transposed:
+        w = w.transpose(1, 2)
     dx_SK = torch._grouped_mm(grad_SN.contiguous(), w, offs=ends)
     _kernels().zero_behind(dx_SK, ends)
     return dx_SK
@@ -197,8 +198,7 @@ def _multiplied(
     n = w.codes.shape[0] // experts if isinstance(w, Encoded) else w.shape[2 if transposed else 1]
     y_SN, kernels, programs = x_SK.new_empty(s, n), _kernels(), _programs(x_SK.device)
     if isinstance(w, Tensor):
-        made = stacks.values(operand, w, transposed, x_SK.dtype, alpha_apart=True)
-        w_ENK, alpha_w = cast(Tensor, made.values).view(experts, n, k), made.alpha
+        w_ENK, alpha_w = stacks.values(operand, w, transposed, x_SK.dtype, alpha_apart=True)
         at = kernels.slots(ends, s, 0, experts)
         kernels.matmul(x_SK, w_ENK, alpha_x, None if alpha_w is None else alpha_w.contiguous(), at, y_SN, programs)
     else:
