@@ -4,6 +4,7 @@
     encoding.py   codes of values, and back
     linear.py     the three GEMMs of a linear layer  gradients.py  both of backward
     grouped.py    the GEMMs of stacked experts  stacks.py   all experts as one matrix
+    grouped_bias.py  their biases
     lookup.py     an embedding
     codec/        how one matrix is encoded and decoded, by which kernels
     call.py       a GEMM with its data          gemm/       the kernels that run it
@@ -26,6 +27,7 @@ from .encoding import decode, encode, encode_with_values, pull_back, saturated, 
 from .gemm import BACKENDS
 from .gradients import Gradients, gradients
 from .grouped import gathered_sum, grouped_dgrad, grouped_mm, grouped_wgrad
+from .grouped_bias import grouped_bgrad, grouped_bias
 from .linear import (
     Columns,
     bgrad,
@@ -72,6 +74,8 @@ __all__ = [
     "gathered_sum",
     "gemm_request",
     "gradients",
+    "grouped_bgrad",
+    "grouped_bias",
     "grouped_dgrad",
     "grouped_mm",
     "grouped_wgrad",
