@@ -68,10 +68,9 @@ def why_not(x_MK: Tensor, w_NK: Tensor) -> str | None:
         return "the bulk tensor copy engine needs compute capability 9.0"
     if x_MK.shape[1] % 8 or w_NK.shape[0] % 8:
         return f"K and N have to be multiples of 8, got {x_MK.shape[1]} and {w_NK.shape[0]}"
-    if not (x_MK.is_contiguous() or _is_across(x_MK)) or not (w_NK.is_contiguous() or _is_across(w_NK)):
-        return "operands, or their transposes, have to be contiguous, in rows of a multiple of 8"
-    if x_MK.data_ptr() % 16 or w_NK.data_ptr() % 16:
-        return "operands have to start at addresses that are multiples of 16"
+    lie = all(t.is_contiguous() or _is_across(t) for t in (x_MK, w_NK))
+    if not lie or x_MK.data_ptr() % 16 or w_NK.data_ptr() % 16:
+        return "operands have to be contiguous, from addresses that are multiples of 16"
     return None
 
 
