@@ -7,13 +7,11 @@ What the operators compute is test_csrc_grids.py's and test/gpu/test_grids.py's.
 from __future__ import annotations
 
 import inspect
-import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.csrc import schemas
 from support.grid_inputs import name_arguments
 from torch import Tensor
 
@@ -21,19 +19,6 @@ from aoquant import get_format
 from aoquant.formats import as_operand
 from aoquant.ops import CodecRequest, native
 from aoquant.ops.codec import cuda, triton
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "csrc"))
-import builder
-
-
-def schemas() -> dict[str, Any]:
-    """Operator -> its schema, as the sources define it."""
-    found = {}
-    for source in builder.sources():
-        for literals in re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', source.read_text()):
-            text = "".join(re.findall(r'"([^"]*)"', literals))
-            found[text.split("(")[0]] = torch._C.parse_schema(f"aoquant_native::{text}")
-    return found
 
 
 @pytest.mark.parametrize(
