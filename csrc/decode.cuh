@@ -117,6 +117,19 @@ struct Scale {
   uint32_t s[2], z[2];
 };
 
+// Whether W holds `bytes` of codes at p, and whether scale i is one of its scales, those of 32 values as one (int4: of a
+// group). For DEVICE_ASSERT.
+__device__ __forceinline__ bool holds_codes(const DecodeArgs& a, const uint8_t* p, int bytes) {
+  return p >= a.codes && p + bytes <= a.codes + int64_t(a.n) * (a.k / 2);
+}
+template <int F>
+__device__ __forceinline__ bool holds_scale(const DecodeArgs& a, uint32_t i) {
+  return i < ((uint32_t(a.n - 1) >> a.tile_log2) + 1) * (F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32);
+}
+__device__ __forceinline__ bool holds_x(const DecodeArgs& a, int token, int at, int values) {
+  return token >= 0 && token < a.m && at >= 0 && at + values <= a.k;
+}
+
 // A number of 1 or 2 bytes, or 0. Predicated, because a selection after the load would wait for it; volatile, so that
 // it stays behind the wait for the kernel that wrote what it reads.
 template <int BYTES>
@@ -134,6 +147,7 @@ template <int F>
 __device__ __forceinline__ RawScale load_scale(const DecodeArgs& a, uint32_t row, int at, bool inside) {
   RawScale r;
   const uint32_t i = row + (F == INT4 ? uint32_t(at) >> a.group_log2 : uint32_t(at) / 32);
+  DEVICE_ASSERT(!inside || holds_scale<F>(a, i));
   r.s = load_if<F == MXFP4 ? 1 : 2>(static_cast<const uint8_t*>(a.scale) + uint64_t(i) * (F == MXFP4 ? 1 : 2), inside);
   r.z = F == INT4 ? load_if<2>(static_cast<const uint8_t*>(a.zero) + uint64_t(i) * 2, inside) : 0;
   return r;
@@ -207,6 +221,7 @@ constexpr int64_t PREFETCHED = 1 << 22;  // values of W
 template <int F, int ROWS>
 __device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first) {
   if (int64_t(a.n) * a.k > PREFETCHED) return;
+  DEVICE_ASSERT(first < a.n);
   const int rows = min(ROWS, a.n - first), width = F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16);
   if (threadIdx.x == 0)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a.codes + int64_t(first) * (a.k / 2)), "r"(rows * (a.k / 2)) : "memory");
@@ -246,6 +261,7 @@ __device__ __forceinline__ float finished(const DecodeArgs& a, float v, int m, i
 
 template <typename T>
 __device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n) {
+  DEVICE_ASSERT(m >= 0 && m < a.m && n >= 0);
   if (n < a.n) static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(finished<T>(a, v, m, n));
 }
 
@@ -303,6 +319,7 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
       for (int r = 0; r < RT; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+          DEVICE_ASSERT(holds_codes(a, rows[r][h] + at / 2, 16));
           codes[stage][r][h] = load_codes(rows[r][h] + at / 2);
           raw[stage][r][h] = load_scale<F>(a, scales[r][h], at, lane_start < a.k);
         }
@@ -311,6 +328,7 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
       for (int u = 0; u < (TOKENS + 1) / 2; ++u)
         if (TOKENS % 2 == 0 || helped + 2 * u < TOKENS) {
           const bool there = inside && helped + 2 * u < tokens;  // zero where there is none
+          DEVICE_ASSERT(!there || holds_x(a, helped + 2 * u, start + chunk * 8, 8));
           copy_async(to + (stage * TOKENS + 2 * u) * 256, there ? from + int64_t(2 * u) * a.k + start : from, there);
         }
     }

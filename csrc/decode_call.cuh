@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "check.cuh"
+
 namespace aoquant {
 
 enum Format { INT4 = 0, NVFP4 = 1, MXFP4 = 2, GRIDFLIP = 3, FP8 = 4 };

@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const DecodeArgs a) {
   auto fetch = [&](int stage, int i) {  // stage is a constant
     const int at = (warp + i * WARPS) * 64;
     const bool inside = i < mine && at + 16 * t < a.k;
+    DEVICE_ASSERT(!inside || at + 16 * t + 16 <= a.k);
 #pragma unroll
     for (int h = 0; h < 2; ++h) codes[stage][h] = inside ? load_codes(rows[h] + at) : make_uint4(0, 0, 0, 0);
 #pragma unroll

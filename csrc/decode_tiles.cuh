@@ -92,6 +92,7 @@ struct Columns {
     }
   }
   __device__ __forceinline__ void store(const DecodeArgs& a, float4 v, int m, int n) const {
+    DEVICE_ASSERT(m >= 0 && m < a.m && n >= 0);
     const float alpha_x = alpha_x_of(a, m);
     T y[4];
 #pragma unroll
@@ -184,6 +185,7 @@ __device__ __forceinline__ void multiply_tiles(const DecodeArgs& a, uint8_t* rin
 #pragma unroll
     for (int i = 0; i < TN / 2; ++i) {
       const int token = r * TN + i / 4 * 8 + 2 * t + i % 2;
+      DEVICE_ASSERT(turn < KG && token < TM && row + 8 * (i / 2 % 2) < ROWS);
       partial[(turn * TM + token) * Layout::PITCH + row + 8 * (i / 2 % 2)] = acc[r][i];
     }
   if constexpr (CK > 1) cluster_sync();
@@ -267,6 +269,7 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
 #pragma unroll 1
         for (; i < end; ++i, turn.next()) {
           wait(empty + 8 * turn.at, turn.parity);
+          DEVICE_ASSERT(turn.at < D && first + 8 * (U - 1) < ROWS && from + i < steps);
           if (copies) {
             if (i >= D) copy_w(i, turn.at);
             copy_bytes(source + int64_t(i) * X, base + turn.at * PLACE, X, full + 8 * turn.at);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "block_scales.cuh"
+#include "check.cuh"
 #include "common.cuh"
 
 namespace aoquant {
@@ -95,6 +96,7 @@ __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T
   wait_for_inputs();
   // Of more rows the blocks still have their multiprocessors when the product's come, which may then share one.
   if (gridDim.x <= 4) let_next_begin();
+  DEVICE_ASSERT(k % 16 == 0 && blockDim.x % 32 == 0);
   const int blocks = k / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t start = int64_t(blockIdx.x) * k;
   float v[16];
