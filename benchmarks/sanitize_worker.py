@@ -149,7 +149,7 @@ def of_weights(types: Sequence[str]) -> Iterator[Case]:
         for m in ROWS:
             yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
     for encodes, of in ((1, "nvfp4"), (2, "fp8-row"), (1, "int4-g128")):
-        for (n, k), m in product(((200, 512), (2100, 2048), (8500, 256)), (1, 2, 4, 16, 40)):
+        for (n, k), m in product(((200, 512), (2100, 2048), (8500, 256)), (1, 2, 4, 8, 16, 40)):
             for name, weight in weights(types, (of,), n, k):
                 if multiplies(weight, m):
                     yield Case(f"linear {name} m={m}, encoded", partial(linear, weight, m, encodes))

@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "decode_call.cuh"
+#include "encode_here.cuh"
 
 // The library may hold code for other architectures too; these kernels are empty there, and are never launched.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -255,14 +256,18 @@ __device__ __forceinline__ float bias_of(const DecodeArgs& a, int n) {
 
 // One output, scaled and biased, before its rounding.
 template <typename T>
-__device__ __forceinline__ float finished(const DecodeArgs& a, float v, int m, int n) {
-  return v * a.times * alpha_x_of(a, m) * alpha_w_of(a, n) + bias_of<T>(a, n);
+__device__ __forceinline__ float finished(const DecodeArgs& a, float v, float alpha_x, int n) {
+  return v * a.times * alpha_x * alpha_w_of(a, n) + bias_of<T>(a, n);
 }
 
 template <typename T>
-__device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n) {
+__device__ __forceinline__ void store(const DecodeArgs& a, float v, float alpha_x, int m, int n) {
   DEVICE_ASSERT(m >= 0 && m < a.m && n >= 0);
-  if (n < a.n) static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(finished<T>(a, v, m, n));
+  if (n < a.n) static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(finished<T>(a, v, alpha_x, n));
+}
+template <typename T>
+__device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n) {
+  store<T>(a, v, alpha_x_of(a, m), m, n);
 }
 
 // W's that share a launch, of one shape, each with rows of blocks of its own.
@@ -272,8 +277,8 @@ struct Several {
 };
 
 // TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a block. WARPS: of a
-// block, along K. D: steps in flight a warp.
-template <int F, typename T, int TOKENS, int RT, int WARPS, int D, int COUNT>
+// block, along K. D: steps in flight a warp. ENCODES: x is encoded here, all of it.
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D, int COUNT, bool ENCODES>
 __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
   const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
@@ -295,11 +300,11 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
       scales[r][h] = (row >> a.tile_log2) * (F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32);
     }
 
-  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the warp that multiplies it. Chunk c of a
-  // token holds k = 8 c ...; lane t wants chunks 4 t + j, and at 4 j + t what a warp reads at once is contiguous.
+  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the warp that multiplies it. Where the block
+  // encodes x, all steps lie there instead.
   uint8_t* ring = shared + warp * D * TOKENS * 256;
   const int chunk = lane % 16, helped = lane / 16;
-  const uint32_t to = uint32_t(__cvta_generic_to_shared(ring)) + helped * 256 + (((chunk % 4) * 4 + chunk / 4) ^ ((helped & 1) * 4)) * 16;
+  const uint32_t to = uint32_t(__cvta_generic_to_shared(ring)) + helped * 256 + chunk_place(chunk, helped);
   const T* from = static_cast<const T*>(a.x) + (helped < tokens ? int64_t(helped) * a.k : 0) + chunk * 8;
 
   uint4 codes[D][RT][2];
@@ -325,27 +330,38 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
         }
       const bool inside = start + chunk * 8 < a.k;
 #pragma unroll
-      for (int u = 0; u < (TOKENS + 1) / 2; ++u)
+      for (int u = 0; u < (ENCODES ? 0 : (TOKENS + 1) / 2); ++u)
         if (TOKENS % 2 == 0 || helped + 2 * u < TOKENS) {
           const bool there = inside && helped + 2 * u < tokens;  // zero where there is none
           DEVICE_ASSERT(!there || holds_x(a, helped + 2 * u, start + chunk * 8, 8));
           copy_async(to + (stage * TOKENS + 2 * u) * 256, there ? from + int64_t(2 * u) * a.k + start : from, there);
         }
     }
-    asm volatile("cp.async.commit_group;");
+    if constexpr (!ENCODES) asm volatile("cp.async.commit_group;");
   };
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
   prefetch_rows<F, ROWS>(a, first_row);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
+  auto fetch_first = [&] {
 #pragma unroll
-  for (int d = 0; d < D - 1; ++d) fetch(d, d);
+    for (int d = 0; d < D - 1; ++d) fetch(d, d);
+  };
+  __shared__ float alpha_here[TOKENS];
+  __shared__ uint32_t most_here[TOKENS];
+  if constexpr (ENCODES) {
+    EncodedHere<T, THREADS> x(a, tokens);
+    fetch_first();
+    x.encode(shared, alpha_here, most_here);
+  } else {
+    fetch_first();
+  }
   for (int base = 0; base < mine; base += D) {
 #pragma unroll
     for (int d = 0; d < D; ++d) {
       const int i = base + d;
       if (i >= mine) break;
-      asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
+      if constexpr (!ENCODES) asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
       // every lane's copies of this step are there, and no lane still reads the stage that is filled next
       __syncwarp();
       fetch((d + D - 1) % D, i + D - 1);
@@ -366,7 +382,10 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
           uint4 v = make_uint4(0, 0, 0, 0);
-          if (TOKENS >= 8 || g < TOKENS)
+          if (ENCODES) {  // a lane without a token reads another lane's; its sums are not stored
+            const int token = min(8 * m + g, tokens - 1);
+            v = *reinterpret_cast<const uint4*>(shared + ((warp + i * WARPS) * tokens + token) * 256 + ((4 * j + t) ^ ((token & 1) * 4)) * 16);
+          } else if (TOKENS >= 8 || g < TOKENS)
             v = *reinterpret_cast<const uint4*>(ring + (d * TOKENS + 8 * m + g) * 256 + ((4 * j + t) ^ ((g & 1) * 4)) * 16);
           const uint32_t x0 = __byte_perm(v.x, v.z, 0x5410), x1 = __byte_perm(v.x, v.z, 0x7632);
           const uint32_t x2 = __byte_perm(v.y, v.w, 0x5410), x3 = __byte_perm(v.y, v.w, 0x7632);
@@ -403,7 +422,7 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
     float v = partial[token * PITCH + row];
 #pragma unroll
     for (int w = 1; w < WARPS; ++w) v += partial[(w * TOKENS + token) * PITCH + row];
-    store<T>(a, v, token, first_row + row);
+    store<T>(a, v, ENCODES ? alpha_here[token] : alpha_x_of(a, token), token, first_row + row);
   }
 #endif
 }
@@ -430,19 +449,33 @@ cudaError_t launch_kernel(K* kernel, dim3 blocks, int threads, int bytes, cudaSt
   return cudaLaunchKernelEx(&config, kernel, a...);
 }
 
-template <int F, typename T, int TOKENS, int RT, int WARPS, int D>
-cudaError_t launch(const DecodeArgs& a, cudaStream_t stream) {
-  constexpr int ROWS = 16 * RT, ring = WARPS * D * TOKENS * 256, partial = WARPS * TOKENS * (ROWS + 4) * 4, bytes = ring > partial ? ring : partial;
-  static_assert(D >= 2);
-  const unsigned blocks = (a.n + ROWS - 1) / ROWS;
-  if (!a.sibling) return launch_kernel<1>(kernel<F, T, TOKENS, RT, WARPS, D, 1>, blocks, 32 * WARPS, bytes, stream, Several<1>{a});
+// The kernel of one W, or that of several, with a row of blocks for each.
+template <typename One, typename Many>
+cudaError_t launch_siblings(One* one, Many* many, const DecodeArgs& a, int blocks, int threads, int bytes, cudaStream_t stream) {
+  if (!a.sibling) return launch_kernel<1>(one, blocks, threads, bytes, stream, Several<1>{a});
   Several<SIBLINGS> several;
   unsigned count = 0;
-  for (const DecodeArgs* one = &a; one && count < SIBLINGS; one = one->sibling) {
-    several.of[count] = *one;
+  for (const DecodeArgs* w = &a; w && count < SIBLINGS; w = w->sibling) {
+    several.of[count] = *w;
     several.of[count++].times = a.times;
   }
-  return launch_kernel<1>(kernel<F, T, TOKENS, RT, WARPS, D, SIBLINGS>, dim3(blocks, count), 32 * WARPS, bytes, stream, several);
+  return launch_kernel<1>(many, dim3(blocks, count), threads, bytes, stream, several);
+}
+
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D, bool ENCODES>
+cudaError_t launch_as(const DecodeArgs& a, cudaStream_t stream) {
+  constexpr int ROWS = 16 * RT, ring = WARPS * D * TOKENS * 256, partial = WARPS * TOKENS * (ROWS + 4) * 4;
+  static_assert(D >= 2);
+  const int x = ENCODES ? (a.k + 127) / 128 * a.m * 256 : ring, bytes = x > partial ? x : partial;
+  return launch_siblings(kernel<F, T, TOKENS, RT, WARPS, D, 1, ENCODES>, kernel<F, T, TOKENS, RT, WARPS, D, SIBLINGS, ENCODES>, a,
+                         (a.n + ROWS - 1) / ROWS, 32 * WARPS, bytes, stream);
+}
+
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D>
+cudaError_t launch(const DecodeArgs& a, cudaStream_t stream) {
+  if constexpr (F == NVFP4)
+    if (a.encodes) return launch_as<F, T, TOKENS, RT, WARPS, D, true>(a, stream);
+  return launch_as<F, T, TOKENS, RT, WARPS, D, false>(a, stream);
 }
 
 }  // namespace decode

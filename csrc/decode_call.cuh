@@ -30,6 +30,7 @@ struct DecodeArgs {
   // On the host: another W of the same shape and format that multiplies the same x in the same launch, or null. Where
   // `decode_takes_siblings`.
   const DecodeArgs* sibling;
+  bool encodes;  // on the host: x is as the model has it, and the product encodes it by rows of NVFP4; `decode_encodes`
 };
 constexpr int SIBLINGS = 3;  // that a launch takes, at most: q, k and v
 
@@ -52,9 +53,17 @@ inline bool decode_reorders(int64_t m) { return m > 32; }
 // Whether decode_rows.cuh takes a W, for few rows of x.
 inline bool decode_is_large(int64_t n, int64_t k) { return n > 2048 && n * k >= (1 << 25); }
 
-// Whether W's of this shape may be siblings in one launch: decode.cuh's own kernel multiplies them.
+// Whether W's of this shape may be siblings in one launch: decode.cuh's own kernel multiplies them, or decode_fp8.cu's.
 inline bool decode_takes_siblings(int format, int64_t m, int64_t n, int64_t k) {
-  return format != FP8 && decode_is_few(m) && !decode_is_large(n, k);
+  return decode_is_few(m) && (format == FP8 || !decode_is_large(n, k));
+}
+
+// Whether the product of few rows of x with an NVFP4 W may encode x itself, by rows of NVFP4, in place of a launch that
+// does so before it. Every block then encodes all of x, so that it pays for little x and few blocks on a multiprocessor.
+inline bool decode_encodes(int format, int64_t m, int64_t n, int64_t k) {
+  if (format != NVFP4 || !decode_is_few(m) || decode_is_large(n, k)) return false;
+  const int64_t rows = n <= 2048 || (m <= 4 && n > 132 * 32 && n <= 6144) ? 16 : 32, blocks = (n + rows - 1) / rows;
+  return m * k * ((blocks + 131) / 132) <= 24 * 1024;
 }
 
 // Instantiated by decode_*.cu, one source a format.

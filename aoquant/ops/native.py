@@ -18,7 +18,7 @@ from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("_native.so")
 PARTIALS = 528  # as csrc/amax.cu
-ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/encode_rows.cuh
+ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/row_blocks.cuh
 
 
 def why_not(operator: str) -> str | None:
