@@ -174,6 +174,7 @@ def of_blocks(types: Sequence[str]) -> Iterator[Case]:
         for effort, (metric, tile) in product(range(4), ((0, 1), (1, 1), (2, 16))):
             how = effort, metric, tile, OUTS[("none", t)[effort % 2]]
             yield Case(f"encode_grids {how} {name}", partial(grids, x, *how))
+        yield Case(f"outer_scale {name}", partial(call, "outer_scale", x, 0.5, 1.0))
         for outer in (torch.ones(1, 1), torch.empty(0)):
             yield Case(f"encode_search {name}", partial(call, "encode_search", x, outer.cuda(), OUTS[t], True))
     # the last is more than blocks of threads keep in shared memory
