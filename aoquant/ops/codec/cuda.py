@@ -2,8 +2,8 @@
 codec's backend "cuda", for the roles that encode.
 
 Four-over-six and GridFlip take two launches, the largest finite magnitude and the encoder, or one where the format's
-amax is constant; NVFP4's search takes three, since its outer scale is NaN where x has one. Decoding is Triton's: it is bound by
-memory, and there is nothing that CUDA could do better.
+amax is constant; NVFP4's search takes three, since its outer scale is NaN where x has one. Decoding is Triton's: it is
+bound by memory, and there is nothing that CUDA could do better.
 
 Formats with one scale for a whole tensor are `whole.py`'s. "nvfp4-row" and "fp8-row" become operands in one launch,
 which costs the host less than Triton's.
