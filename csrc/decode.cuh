@@ -350,9 +350,9 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
   __shared__ float alpha_here[TOKENS];
   __shared__ uint32_t most_here[TOKENS];
   if constexpr (ENCODES) {
-    EncodedHere<T, THREADS> x(a, tokens);
+    EncodedHere<T, THREADS, NVFP4_ROW> x(a, tokens);
     fetch_first();
-    x.encode(shared, alpha_here, most_here);
+    encode_steps(x, shared, alpha_here, most_here);
   } else {
     fetch_first();
   }

@@ -22,9 +22,12 @@ struct Fp8Layout {
   static_assert(UNITS >= 2 && BYTES <= 227 * 1024);
 };
 
+// Bytes from a row of x that is encoded here to the next: 16 behind it, for the banks.
+__host__ __device__ inline int x_pitch(int k) { return 2 * k + 16; }
+
 // TOKENS: rows of x at most, 8 or 16. RT: units of 16 rows of W a block; n is at least 16 RT where RT > 1. WARPS: of a block,
-// along K. S: steps in flight a warp.
-template <typename T, int TOKENS, int RT, int WARPS, int S, int COUNT>
+// along K. S: steps in flight a warp. ENCODES: x is encoded here, into shared memory behind the ring, a row's bytes and a pad.
+template <typename T, int TOKENS, int RT, int WARPS, int S, int COUNT, bool ENCODES>
 __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
   const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
@@ -56,6 +59,8 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const __grid_constant__
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
+  uint8_t* const encoded = shared + Layout::BYTES;
+  const int pitch = x_pitch(a.k);
   uint4 next_x[MT][2];
   auto fetch_x = [&](int i) {
     const int at = (warp + i * WARPS) * 64;
@@ -64,7 +69,9 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const __grid_constant__
     for (int m = 0; m < MT; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        next_x[m][h] = inside && 8 * m + g < a.m ? reinterpret_cast<const uint4*>(tokens[m] + at)[h] : make_uint4(0, 0, 0, 0);
+        if (!inside || 8 * m + g >= a.m) next_x[m][h] = make_uint4(0, 0, 0, 0);
+        else if (ENCODES) next_x[m][h] = reinterpret_cast<const uint4*>(encoded + (8 * m + g) * pitch + 2 * (at + 16 * t))[h];
+        else next_x[m][h] = reinterpret_cast<const uint4*>(tokens[m] + at)[h];
   };
   uint4 next_codes[2];  // the next unit, from shared memory into registers, while this one is multiplied
   auto take = [&](int place) {
@@ -74,9 +81,22 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const __grid_constant__
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-  fetch_x(0);
+  auto fetch_first = [&] {
 #pragma unroll
-  for (int place = 0; place < UNITS; ++place) fetch(place, place / RT);
+    for (int place = 0; place < UNITS; ++place) fetch(place, place / RT);
+  };
+  __shared__ float alpha_here[TOKENS];
+  __shared__ uint32_t most_here[TOKENS];
+  if constexpr (ENCODES) {
+    EncodedHere<T, 32 * WARPS, FP8_ROW> rows(a, min(a.m, TOKENS));
+    fetch_first();
+    rows.encode([&](int token, int b, int h) { return encoded + token * pitch + 32 * b + 16 * h; }, alpha_here, most_here);
+    __syncthreads();
+    fetch_x(0);
+  } else {
+    fetch_x(0);
+    fetch_first();
+  }
   float acc[RT][MT][4] = {};
   asm volatile("cp.async.wait_group %0;" ::"n"(UNITS - 1) : "memory");
   take(0);
@@ -122,27 +142,32 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const __grid_constant__
     float v = partial[token * PITCH + row];
 #pragma unroll
     for (int w = 1; w < WARPS; ++w) v += partial[(w * TOKENS + token) * PITCH + row];
-    store<T>(a, v, token, first_row + row);
+    store<T>(a, v, ENCODES ? alpha_here[token] : alpha_x_of(a, token), token, first_row + row);
   }
 #endif
 }
 
+template <typename T, int TOKENS, int RT, int WARPS, int S, bool ENCODES>
+cudaError_t launch_fp8_as(const DecodeArgs& a, cudaStream_t stream) {
+  constexpr int ROWS = 16 * RT;
+  return launch_siblings(fp8_kernel<T, TOKENS, RT, WARPS, S, 1, ENCODES>, fp8_kernel<T, TOKENS, RT, WARPS, S, SIBLINGS, ENCODES>, a,
+                         (a.n + ROWS - 1) / ROWS, 32 * WARPS, Fp8Layout<TOKENS, RT, WARPS, S>::BYTES + (ENCODES ? a.m * x_pitch(a.k) : 0), stream);
+}
+
 template <typename T, int TOKENS, int RT, int WARPS, int S>
 cudaError_t launch_fp8(const DecodeArgs& a, cudaStream_t stream) {
-  constexpr int ROWS = 16 * RT;
-  return launch_siblings(fp8_kernel<T, TOKENS, RT, WARPS, S, 1>, fp8_kernel<T, TOKENS, RT, WARPS, S, SIBLINGS>, a, (a.n + ROWS - 1) / ROWS, 32 * WARPS,
-                         Fp8Layout<TOKENS, RT, WARPS, S>::BYTES, stream);
+  return a.encodes ? launch_fp8_as<T, TOKENS, RT, WARPS, S, true>(a, stream) : launch_fp8_as<T, TOKENS, RT, WARPS, S, false>(a, stream);
 }
 
 // The number of warps, and so the order of additions, is a function of n alone.
 template <typename T, int TOKENS>
 cudaError_t launch_fp8_of(const DecodeArgs& a, cudaStream_t stream) {
-  constexpr int MULTIPROCESSORS = 132;
-  if (a.n <= 16 * MULTIPROCESSORS) return launch_fp8<T, TOKENS, 1, 16, 6>(a, stream);
-  // units of rows of the busiest multiprocessor
-  auto units = [&](int rt) { return ((a.n + 16 * rt - 1) / (16 * rt) + MULTIPROCESSORS - 1) / MULTIPROCESSORS * rt; };
-  if (units(7) <= units(4) && units(7) <= units(2)) return launch_fp8<T, TOKENS, 7, 8, 1>(a, stream);
-  return units(4) <= units(2) ? launch_fp8<T, TOKENS, 4, 8, 2>(a, stream) : launch_fp8<T, TOKENS, 2, 8, 4>(a, stream);
+  switch (decode_fp8_units(a.n)) {
+    case 1: return launch_fp8<T, TOKENS, 1, 16, 6>(a, stream);
+    case 2: return launch_fp8<T, TOKENS, 2, 8, 4>(a, stream);
+    case 4: return launch_fp8<T, TOKENS, 4, 8, 2>(a, stream);
+    default: return launch_fp8<T, TOKENS, 7, 8, 1>(a, stream);
+  }
 }
 
 template <typename T>

@@ -53,8 +53,11 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
     products.push_back({ys.back(), layers[i].w, layers[i].plan.packing()});
   }
   const int encodes = layers[0].plan.encodes;
-  bool encoded_there = encodes == NVFP4_ROW;
-  for (int64_t i = 0; i < count; ++i) encoded_there = encoded_there && decode_encodes(layers[i].plan.format, m, layers[i].w.codes.size(0), k);
+  bool encoded_there = true;
+  for (int64_t i = 0; i < count; ++i) {
+    const int format = layers[i].plan.format, own = format == NVFP4 ? NVFP4_ROW : format == FP8 ? FP8_ROW : 0;
+    encoded_there = encoded_there && encodes == own && decode_encodes(format, m, layers[i].w.codes.size(0), k);
+  }
   if (encoded_there) {
     decode_into(products.data(), count, x, x.data_ptr(), m, k, {nullptr, false}, true);
     return ys;
