@@ -127,6 +127,15 @@ def siblings(weight: Weight, m: int, encodes: int) -> None:
     call("siblings", weight.x(m), *([part] * 3 for part in parts))
 
 
+def experts(weight: Weight, count: int, rows: int, many: bool) -> None:
+    """A stack of `count` experts, one of them without rows, and a row behind the last one's."""
+    f, w, _ = weight
+    ends = torch.tensor([(rows - 1) * i // count for i in range(count)], dtype=torch.int32)
+    alpha_w = None if alpha_of(f, w) is None else torch.ones(w.codes.shape[0], 1).cuda()
+    given = torch.ones(rows, 1).cuda(), alpha_w, weight.plan(0), many
+    call("experts_mm", weight.x(rows), ends.cuda(), w.codes, w.scale, w.zero, *given)
+
+
 def decode_values(weight: Weight) -> None:
     call("decode_values", weight.w.codes, weight.w.scale, weight.w.zero, weight.plan(0))
 
@@ -157,6 +166,17 @@ def of_weights(types: Sequence[str]) -> Iterator[Case]:
     for n, k in ((3, 96), (2100, SHORT)):
         for name, weight in weights(types, ("int4-g32", "nvfp4", "mxfp4", "gridflip-16x16", "fp8-row"), n, k):
             yield Case(f"decode_values {name}", partial(decode_values, weight))
+
+
+def of_experts() -> Iterator[Case]:
+    """Few rows of each expert, of small and large weights, and many."""
+    for (count, n, k), rows in product(((5, 200, SHORT), (2, 2100, 16032), (2, 8300, 4064)), (5, 40)):
+        for name, weight in weights(("bf16",), ("int4-g32", "nvfp4", "mxfp4", "gridflip"), count * n, k):
+            yield Case(f"experts_mm {name} rows={rows}", partial(experts, weight, count, rows, False))
+            if k == SHORT:
+                yield Case(
+                    f"experts_mm {name} rows={10 * rows}, many", partial(experts, weight, count, 10 * rows, True)
+                )
 
 
 def of_rows(types: Sequence[str]) -> Iterator[Case]:
@@ -204,6 +224,7 @@ def cases(types: Sequence[str]) -> Iterator[Case]:
     torch.manual_seed(0)
     for part in (of_rows, of_blocks, of_transforms, of_weights):
         yield from part(types)
+    yield from of_experts()
 
 
 def main() -> None:

@@ -276,16 +276,14 @@ struct Several {
   DecodeArgs of[COUNT];
 };
 
-// TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a block. WARPS: of a
-// block, along K. D: steps in flight a warp. ENCODES: x is encoded here, all of it.
-template <int F, typename T, int TOKENS, int RT, int WARPS, int D, int COUNT, bool ENCODES>
-__global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
-  const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
-  extern __shared__ __align__(128) uint8_t shared[];
+// A block's rows of y, from first_row of W on. TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16
+// rows of W a block. WARPS: of a block, along K. D: steps in flight a warp. ENCODES: x is encoded here, all of it. shared:
+// `shared_bytes` of it, or `encoded_bytes` if that is more.
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D, bool ENCODES = false>
+__device__ __forceinline__ void multiply(const DecodeArgs& a, const int first_row, uint8_t* shared) {
   constexpr int THREADS = 32 * WARPS, ROWS = 16 * RT, MT = (TOKENS + 7) / 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int first_row = blockIdx.x * ROWS;
   const int steps = (a.k + 127) / 128, mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS : 0;
   const int tokens = min(a.m, TOKENS);
 
@@ -340,7 +338,6 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
     if constexpr (!ENCODES) asm volatile("cp.async.commit_group;");
   };
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
-  prefetch_rows<F, ROWS>(a, first_row);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   auto fetch_first = [&] {
@@ -424,6 +421,25 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
     for (int w = 1; w < WARPS; ++w) v += partial[(w * TOKENS + token) * PITCH + row];
     store<T>(a, v, ENCODES ? alpha_here[token] : alpha_x_of(a, token), token, first_row + row);
   }
+}
+#endif
+
+template <int TOKENS, int RT, int WARPS, int D>
+constexpr int shared_bytes() {
+  constexpr int ring = WARPS * D * TOKENS * 256, partial = WARPS * TOKENS * (16 * RT + 4) * 4;
+  return ring > partial ? ring : partial;
+}
+
+// Shared memory for x of m rows that is encoded here.
+inline int encoded_bytes(const DecodeArgs& a) { return (a.k + 127) / 128 * a.m * 256; }
+
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D, int COUNT, bool ENCODES>
+__global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Several<COUNT> several) {
+#ifdef AOQUANT_HOPPER
+  const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
+  extern __shared__ __align__(128) uint8_t shared[];
+  prefetch_rows<F, 16 * RT>(a, blockIdx.x * 16 * RT);
+  multiply<F, T, TOKENS, RT, WARPS, D, ENCODES>(a, blockIdx.x * 16 * RT, shared);
 #endif
 }
 
@@ -464,9 +480,9 @@ cudaError_t launch_siblings(One* one, Many* many, const DecodeArgs& a, int block
 
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D, bool ENCODES>
 cudaError_t launch_as(const DecodeArgs& a, cudaStream_t stream) {
-  constexpr int ROWS = 16 * RT, ring = WARPS * D * TOKENS * 256, partial = WARPS * TOKENS * (ROWS + 4) * 4;
+  constexpr int ROWS = 16 * RT, least = shared_bytes<TOKENS, RT, WARPS, D>();
   static_assert(D >= 2);
-  const int x = ENCODES ? (a.k + 127) / 128 * a.m * 256 : ring, bytes = x > partial ? x : partial;
+  const int x = ENCODES ? encoded_bytes(a) : 0, bytes = x > least ? x : least;
   return launch_siblings(kernel<F, T, TOKENS, RT, WARPS, D, 1, ENCODES>, kernel<F, T, TOKENS, RT, WARPS, D, SIBLINGS, ENCODES>, a,
                          (a.n + ROWS - 1) / ROWS, 32 * WARPS, bytes, stream);
 }

@@ -85,17 +85,16 @@ struct RowsLayout {
   static bool fits(const DecodeArgs& a) { return a.n >= ROWS && bytes(a, TOKENS) <= 227 * 1024; }  // whatever m is
 };
 
-// TOKENS: rows of x, at most, 8 or 16. RT: units of 16 rows of W a block. WARPS, CK: warps of a block, blocks of a
-// cluster, along K. S: steps ahead.
-template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
-__global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
+// A block's rows of y. TOKENS: rows of x, at most, 8 or 16. RT: units of 16 rows of W a block. WARPS, CK: warps of a block,
+// blocks of a cluster, along K. S: steps ahead. block: which of the W's, of a cluster too.
+template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
+__device__ __forceinline__ void multiply_large(const DecodeArgs& a, const int block, uint8_t* shared) {
   using Layout = RowsLayout<F, TOKENS, RT, WARPS, S, CK>;
-  extern __shared__ __align__(128) uint8_t shared[];
   constexpr int THREADS = 32 * WARPS, SLICES = CK * WARPS, MT = TOKENS / 8, UNITS = S * RT;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int rank = CK > 1 ? blockIdx.x % CK : 0, slice = rank * WARPS + warp, tokens = min(a.m, TOKENS), x_stage = Layout::x_stage(tokens);
-  const int first_row = min(int(blockIdx.x / CK) * Layout::ROWS, a.n - Layout::ROWS);
+  const int rank = CK > 1 ? block % CK : 0, slice = rank * WARPS + warp, tokens = min(a.m, TOKENS), x_stage = Layout::x_stage(tokens);
+  const int first_row = min(block / CK * Layout::ROWS, a.n - Layout::ROWS);
   const int steps = (a.k + 127) / 128, mine = steps > slice ? (steps - slice + SLICES - 1) / SLICES : 0;
   const bool tail = a.k % 128 != 0;  // then a step has lanes outside K: x is zero there, W the row's end, scales zero
   const int pitch = scale_pitch<F>(a), zeros = Layout::scales(a);
@@ -264,6 +263,14 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
       store<T>(a, v, token, first_row + at);
     }
   }
+}
+#endif
+
+template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
+__global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a) {
+#ifdef AOQUANT_HOPPER
+  extern __shared__ __align__(128) uint8_t shared[];
+  multiply_large<F, T, TOKENS, RT, WARPS, S, CK>(a, blockIdx.x, shared);
 #endif
 }
 

@@ -4,6 +4,7 @@
     encoding.py   codes of values, and back
     linear.py     the three GEMMs of a linear layer
     grouped.py    the GEMMs of stacked experts  stacks.py   all experts as one matrix
+    grouped_bias.py  their biases
     lookup.py     an embedding
     codec/        how one matrix is encoded and decoded, by which kernels
     call.py       a GEMM with its data          gemm/       the kernels that run it
@@ -25,6 +26,7 @@ from .delayed import absmax, advance
 from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
 from .grouped import gathered_sum, grouped_dgrad, grouped_mm, grouped_wgrad
+from .grouped_bias import grouped_bgrad, grouped_bias
 from .linear import (
     Columns,
     bgrad,
@@ -69,6 +71,8 @@ __all__ = [
     "finds_outer",
     "gathered_sum",
     "gemm_request",
+    "grouped_bgrad",
+    "grouped_bias",
     "grouped_dgrad",
     "grouped_mm",
     "grouped_wgrad",

@@ -148,6 +148,10 @@ def _decode_values(codes: Tensor, scale: Tensor, zero: Tensor | None, plan: int)
     return codes.new_empty(codes.shape[0], k, dtype=torch.float16 if plan >> 19 & 1 else torch.bfloat16)
 
 
+def _experts_mm(x: Tensor, ends: Tensor, codes: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0] // ends.shape[0])
+
+
 def _siblings(x: Tensor, codes: list[Tensor], *rest: Any) -> list[Tensor]:
     return [x.new_empty(*x.shape[:-1], w.shape[0]) for w in codes]
 
@@ -169,4 +173,5 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "siblings": _siblings,
     "encode_rows": _encode_rows,
     "decode_values": _decode_values,
+    "experts_mm": _experts_mm,
 }

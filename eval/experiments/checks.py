@@ -1,4 +1,5 @@
-"""What is checked of a row once, on its last seed: is the deployed model the trained one, wherever it is made and read?
+"""What is checked of a row once, on the first model trained on the whole budget: is the deployed model the trained one,
+wherever it is made and read?
 
 - every layer of the converted model equals the prepared one's, bit for bit (`aoquant.verify`);
 - the trained weights converted on a CPU have the same codes and scales, and the first documents score within `BOUND`

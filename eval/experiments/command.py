@@ -1,15 +1,17 @@
 """Every recipe of configs/ fine-tuned on one budget, scored by lm-eval's wikitext, beside torchao: one table.
 
-    python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --jobs 4 --limit 500
+    python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --jobs 8 --limit 500
+    python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --tokenise  # the text alone, no GPU
     python eval/experiments --model DIR --wikitext DIR --out OUT --cost     # the cost columns, one row at a time
     python eval/experiments --model DIR --wikitext DIR --out OUT --table    # the files again, nothing is run
 
 --model: a Hugging Face folder with its tokenizer. --wikitext: WikiText-2 as test.jsonl and validation.jsonl. Learning
-rates are chosen on validation pages; test pages are scored for every run and chosen from in none.
+rates are chosen on validation pages; test pages are scored for every run of the whole budget and chosen from in none.
 
-A process takes one row under one loss; `--jobs` of them share the device. Headline rows with the first loss come
-first, then the other rows, then the second loss. A result is appended to OUT/runs.jsonl the moment it is known. After
-`--limit` seconds processes save what they are training and stop; the same command goes on from there, and skips what is
+A process takes one row under one loss; `--jobs` of them run at once, spread over the GPUs that are visible. Headline
+rows with the first loss come first, then the other rows, then the second loss. Rows of the float model have a loss of
+their own, whatever `--losses` says. A result is appended to OUT/runs.jsonl the moment it is known. `--limit` seconds
+after the start processes save what they are training and stop; the same command goes on from there, and skips what is
 done. Carried to another machine without OUT/state, only the runs that were being trained begin again.
 """
 
@@ -20,6 +22,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,10 @@ import torch
 from provenance import provenance
 
 from experiments import cost, table, worker
+from experiments.processes import Processes
 from experiments.records import Run
 from experiments.rows import Row, load_all
-from experiments.setting import setting_of
+from experiments.setting import Setting, setting_of
 
 GRACE = 60.0  # seconds after the limit until a process that has not stopped is ended
 
@@ -49,13 +53,17 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=1024, help="tokens a block")
     parser.add_argument("--documents", type=int, help="score the first test pages only")
     parser.add_argument("--score-batch", type=int, default=32, help="windows scored at once")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once, on one device; 0: in this one")
+    parser.add_argument("--search", type=float, default=0.2, help="share of the tokens that tries a learning rate")
+    parser.add_argument("--seeds", type=int, help="of a row at most")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once, over all GPUs; 0: in this one")
     parser.add_argument("--limit", type=float, help="seconds after which processes save and stop")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--configs", type=Path, help="another folder of rows")
     parser.add_argument("--cost", action="store_true", help="measure the cost columns and nothing else")
     parser.add_argument("--table", action="store_true", help="write the table and nothing else")
+    parser.add_argument("--tokenise", action="store_true", help="write the token ids and nothing else")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
+    parser.add_argument("--no-graph", action="store_true", help="no CUDA graphs")
     parser.add_argument("--worker", nargs=2, metavar=("ROW", "LOSS"), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -67,60 +75,59 @@ def chosen(o: argparse.Namespace) -> dict[str, Row]:
     if unknown := set(o.rows or ()) - rows.keys():
         raise ValueError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
     there = {"dense": o.model, "moe": o.moe_model}
-    return {n: r for n, r in rows.items() if there[r.model] is not None and (o.rows is None or n in o.rows)}
+    found = {n: r for n, r in rows.items() if there[r.model] is not None and (o.rows is None or n in o.rows)}
+    return {n: replace(r, seeds=min(r.seeds, o.seeds or r.seeds)) for n, r in found.items()}
 
 
 def tasks(o: argparse.Namespace, rows: dict[str, Row]) -> list[tuple[Row, str]]:
     """What is left to do, in order."""
-    ordered = [(r, loss) for loss in o.losses for r in rows.values() if loss in r.losses]
+    ordered = [(r, loss) for r in rows.values() for loss in r.losses if loss in o.losses or r.kind == "float"]
     ordered.sort(key=lambda task: (task[0].losses.index(task[1]), task[0].kind != "float", not task[0].headline))
-    settings = {
-        model: setting_of(o, next(r for r in rows.values() if r.model == model))
-        for model in {r.model for r in rows.values()}
-    }
-    for setting in settings.values():
-        setting.tokenise()  # here, before several processes ask
+    settings = tokenised(o, rows)
     return [(row, loss) for row, loss in ordered if worker.missing(settings[row.model], row, loss)]
 
 
-def run_all(o: argparse.Namespace, rows: dict[str, Row]) -> list[str]:
+def tokenised(o: argparse.Namespace, rows: dict[str, Row]) -> dict[str, Setting]:
+    """The setting of each model, its text encoded here, before several processes ask."""
+    o.out.mkdir(parents=True, exist_ok=True)
+    settings = {row.model: setting_of(o, row) for row in rows.values()}
+    for setting in settings.values():
+        setting.tokenise()
+    return settings
+
+
+def run_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> list[str]:
     """Run what is left, `o.jobs` processes at once; the rows that failed."""
-    until = time.time() + (o.limit or math.inf)
-    waiting, running, failed = tasks(o, rows), dict[str, subprocess.Popen[bytes]](), list[str]()
+    waiting, processes, failed = tasks(o, rows), Processes(o), list[str]()
     (o.out / "logs").mkdir(parents=True, exist_ok=True)
     written = time.time()
     try:
-        while running or (waiting and time.time() < until):
-            while waiting and len(running) < max(1, o.jobs) and time.time() < until:
+        while processes.running or (waiting and time.time() < until):
+            while waiting and len(processes.running) < max(1, o.jobs) and time.time() < until:
                 row, loss = waiting.pop(0)
                 if not o.jobs:
                     worker.work(o, row, loss, until)
                     continue
-                command = [sys.executable, *sys.argv, "--worker", row.name, loss, "--until", str(until)]
-                with (o.out / "logs" / f"{row.name}-{loss}.log").open("a") as log:
-                    running[f"{row.name}, {loss}"] = subprocess.Popen(command, stdout=log, stderr=log)
-            for name in [name for name, process in running.items() if process.poll() is not None]:
-                status = running.pop(name).returncode
+                processes.begin(row, loss, until)
+            for name, status in processes.ended().items():
                 if status not in (0, worker.UNFINISHED):
                     failed.append(name)
                     print(f"{name} failed; see {o.out / 'logs'}", file=sys.stderr, flush=True)
             if time.time() > until + GRACE:
-                print(f"ended: {', '.join(running)}", file=sys.stderr)
+                print(f"ended: {', '.join(processes.running)}", file=sys.stderr)
                 break
             if time.time() > written + 30:
                 show(o, rows)
                 written = time.time()
             time.sleep(0.2)
     finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
+        processes.kill()
     return failed
 
 
-def measure_all(o: argparse.Namespace, rows: dict[str, Row]) -> list[str]:
+def measure_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> list[str]:
     """The cost of every row that lacks it, a process each, one after the other."""
-    failed, until = [], time.time() + (o.limit or math.inf)
+    failed = []
     for row in rows.values():
         if time.time() > until or Run(row.name, "cost") in setting_of(o, row).records.read():
             continue
@@ -133,32 +140,34 @@ def show(o: argparse.Namespace, rows: dict[str, Row]) -> tuple[str, list[str]]:
     """Write the table of what there is; returns it, and the rows that break the contract."""
     found: dict[Run, dict[str, Any]] = {}
     facts: dict[str, Any] = provenance(o.device)
-    for model in sorted({row.model for row in rows.values()}):
-        setting = setting_of(o, next(row for row in rows.values() if row.model == model))
+    for model, setting in sorted({row.model: setting_of(o, row) for row in rows.values()}.items()):
         found |= setting.records.read()
         facts |= {f"{model} model": setting.settings, f"{model} tokens a run": setting.budget.tokens}
     return table.write(o.out, rows, found, facts), table.broken(rows, found)
 
 
-def main(o: argparse.Namespace) -> None:
-    rows = chosen(o)
+def main(o: argparse.Namespace, began: float | None = None) -> None:
+    """began: the time that --limit counts from; now by default."""
+    rows, until = chosen(o), (began or time.time()) + (o.limit or math.inf)
     if o.worker:
         row, what = rows[o.worker[0]], o.worker[1]
         if what == "cost":
             cost.measure(o, row)
             return
         sys.exit(worker.work(o, row, what, o.until))
-    o.out.mkdir(parents=True, exist_ok=True)
-    failed = [] if o.table else measure_all(o, rows) if o.cost else run_all(o, rows)
+    if o.tokenise:
+        tokenised(o, rows)
+        return
+    failed = [] if o.table else measure_all(o, rows, until) if o.cost else run_all(o, rows, until)
     text, broken = show(o, rows)
     print(text)
     if failed or broken:
         sys.exit(f"failed: {'; '.join([*failed, *broken])}")
 
 
-def start() -> None:
+def start(began: float) -> None:
     """What a user can mend is one line."""
     try:
-        main(options())
+        main(options(), began)
     except ValueError as error:
         sys.exit(f"experiments: {error}")

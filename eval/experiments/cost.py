@@ -19,6 +19,7 @@ from experiments.rows import Row
 from experiments.setting import setting_of
 from experiments.students import Student
 from experiments.tuning import FineTune
+from experiments.worker import how_to_step
 
 STEPS, NEW_TOKENS = 20, 128
 
@@ -30,7 +31,7 @@ def measure(o: argparse.Namespace, row: Row) -> None:
     student = Student(row, float_model, setting.corpus["train"])
     cuda = torch.device(o.device).type == "cuda"
     _reset_peak(cuda)
-    how = {"compile": cuda and row.compile and not o.eager, "graph": cuda and row.graph and not o.eager}
+    how = how_to_step(o, row)
     tuning = FineTune(student.prepared(0), None, setting.corpus["train"], setting.budget, **how)
     batch = tuning.blocks_BT[: o.batch]
     for _ in range(3):

@@ -15,10 +15,14 @@ from typing import Any
 
 from experiments.rows import Row
 
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # learning rates, where a row's own are not enough
+
 
 @dataclass(frozen=True)
 class Run:
-    """What a line is about. stage: "float", "ptq", "qat" or "cost". loss, rate, seed: of "qat" alone."""
+    """What a line is about. stage: "float", "ptq", "search", "qat", "checks" or "cost". loss, rate, seed: of "search"
+    and "qat" alone.
+    """
 
     row: str
     stage: str
@@ -27,7 +31,7 @@ class Run:
     seed: int = 0
 
     def __str__(self) -> str:
-        how = f" {self.loss} {self.rate:g} seed {self.seed}" if self.stage == "qat" else ""
+        how = f" {self.loss} {self.rate:g} seed {self.seed}" if self.stage in ("search", "qat") else ""
         return f"{self.row} {self.stage}{how}"
 
 
@@ -61,9 +65,36 @@ class Records:
             file.write(json.dumps(content) + "\n")
 
 
-def chosen_rate(found: Mapping[Run, Mapping[str, Any]], row: str, loss: str, rates: tuple[float, ...]) -> float | None:
-    """The learning rate whose run of seed 0 has the lowest loss on validation pages; None while one is missing."""
-    runs = {rate: found.get(Run(row, "qat", loss, rate, 0)) for rate in rates}
-    if any(result is None for result in runs.values()):
+def searched(found: Mapping[Run, Mapping[str, Any]], row: str, loss: str) -> dict[float, float]:
+    """Loss on validation pages of every learning rate that a short run tried, by rate in ascending order."""
+    tried = {
+        run.rate: float(result["validation_loss"])
+        for run, result in found.items()
+        if (run.row, run.stage, run.loss) == (row, "search", loss)
+    }
+    return dict(sorted(tried.items()))
+
+
+def next_rate(tried: Mapping[float, float], rates: tuple[float, ...]) -> float | None:
+    """The learning rate to try next; None when the search is over.
+
+    tried: as `searched` returns them. The row's own rates come first. While the best one tried is the lowest or the
+    highest, the next of `LADDER` in that direction follows. A row with one rate has no search.
+    """
+    if len(rates) == 1:
         return None
-    return min(rates, key=lambda rate: runs[rate]["validation_loss"])  # type: ignore[index]
+    if left := [rate for rate in rates if rate not in tried]:
+        return left[0]
+    best, among = min(tried, key=lambda rate: tried[rate]), list(tried)
+    lower, higher = [r for r in LADDER if r < best], [r for r in LADDER if r > best]
+    if best == among[0] and lower:
+        return lower[-1]
+    return higher[0] if best == among[-1] and higher else None
+
+
+def chosen_rate(found: Mapping[Run, Mapping[str, Any]], row: str, loss: str, rates: tuple[float, ...]) -> float | None:
+    """The learning rate whose short run has the lowest loss on validation pages; None while the search goes on."""
+    tried = searched(found, row, loss)
+    if next_rate(tried, rates) is not None:
+        return None
+    return min(tried, key=lambda rate: tried[rate]) if len(rates) > 1 else rates[0]

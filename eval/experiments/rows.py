@@ -24,13 +24,15 @@ from experiments.tricks import TRICKS
 
 CONFIGS = Path(__file__).parent / "configs"
 KINDS = ("float", "aoquant", "torchao", "lora")
+RATES = {"kl": (1e-4, 3e-4, 1e-3), "ce": (3e-5, 1e-4, 3e-4)}
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of the table.
 
-    losses: in the order of their runs. learning_rates: one is chosen on validation pages, by seed 0. model: which of
+    losses: in the order of their runs. learning_rates: one is chosen on validation pages, by short runs, from these and
+    their neighbours; empty: `RATES` of the loss; a single one is taken as it is. model: which of
     the two models it quantises. compile: decoder layers by torch.compile in training (scores are always eager). graph:
     a training step is one CUDA graph. trick: of `tricks.py`. export: the converted model fits compressed-tensors, and
     is scored from there by transformers alone.
@@ -43,13 +45,17 @@ class Row:
     headline: bool = False
     against: str | None = None
     losses: tuple[str, ...] = ("kl", "ce")
-    learning_rates: tuple[float, ...] = (3e-5, 1e-4, 3e-4)
+    learning_rates: tuple[float, ...] = ()
     seeds: int = 0
     model: str = "dense"
     compile: bool = True
     graph: bool = True
     trick: str = ""
     export: bool = False
+
+    def rates(self, loss: str) -> tuple[float, ...]:
+        """Where the search for this loss's learning rate begins, ascending."""
+        return self.learning_rates or RATES[loss]
 
 
 def load(path: Path) -> Row:
@@ -63,8 +69,10 @@ def load(path: Path) -> Row:
     for key, choices in (("kind", KINDS), ("model", ("dense", "moe")), ("trick", TRICKS)):
         if getattr(row, key) not in choices:
             raise ValueError(f"{path}: {key} must be one of {', '.join(choices)}, got {getattr(row, key)!r}")
-    if not row.losses or set(row.losses) - set(LOSSES) or not row.learning_rates or row.seeds < 1:
-        raise ValueError(f"{path}: needs losses of {', '.join(LOSSES)}, learning rates, and a seed or more")
+    if not row.losses or set(row.losses) - set(LOSSES) or row.seeds < 1:
+        raise ValueError(f"{path}: needs losses of {', '.join(LOSSES)}, and a seed or more")
+    if list(row.learning_rates) != sorted({*row.learning_rates}):
+        raise ValueError(f"{path}: learning_rates must ascend, got {list(row.learning_rates)}")
     if row.kind in ("aoquant", "lora"):
         get_recipe(row.recipe)
     if row.kind == "torchao":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from aoquant.integrations.job.models import load_float
 from aoquant.integrations.lm_eval import Perplexity, evaluate
@@ -51,10 +52,12 @@ class Setting:
                 raise ValueError(f"--wikitext must be a folder with {name}.jsonl, got {str(o.wikitext)!r}")
         steps = max(1, round(o.tokens / (o.batch * o.block)))
         self.budget = Budget(steps, o.batch, o.block)
+        self.search_steps = max(1, round(o.search * steps))
         self.settings = {
             "model": digest(self.folder, "*.safetensors"),
             "text": digest(o.wikitext, "test.jsonl"),
             "steps": steps,
+            "search_steps": self.search_steps,
             "batch": o.batch,
             "block": o.block,
             "documents": o.documents,
@@ -91,7 +94,7 @@ class Setting:
     def _tokenised(self) -> dict[str, Tensor]:
         if not self.o.text:
             raise ValueError(f"--text is needed: {self.o.out} holds no tokens of an earlier call")
-        tokenizer, _ = self.loaded
+        tokenizer = AutoTokenizer.from_pretrained(str(self.folder))
         documents = [d for path in self.o.text for d in load_documents(path)]
         random.Random(0).shuffle(documents)
         count, size = 0, 0
@@ -101,7 +104,8 @@ class Setting:
         pages = read_jsonl(self.o.wikitext / "validation.jsonl", ("page",))
         detokenised = [wikitext_detokenizer({"page": page}) for page in pages]
         validation = token_blocks(detokenised, tokenizer, self.o.block, progress=False)
-        return {"train": train[: self.budget.steps * self.o.batch].int(), "validation": validation.int()}
+        dtype = torch.uint16 if len(tokenizer) <= 2**16 else torch.int32
+        return {"train": train[: self.budget.steps * self.o.batch].to(dtype), "validation": validation.to(dtype)}
 
     @torch.no_grad()
     def validation_loss(self, model: Any) -> float:

@@ -50,7 +50,7 @@ class Line:
 
 
 def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
-    """Every row and loss that has a score: of seed 0 alone while learning rates are still being tried."""
+    """Every row and loss that has a score: of PTQ alone while learning rates are still being tried."""
     made = []
     for row in rows.values():
         whole = found.get(float_run(row))
@@ -58,7 +58,7 @@ def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
             continue
         ptq = (found.get(Run(row.name, "ptq")) or {}).get("word_perplexity")
         for loss in row.losses:
-            rate = chosen_rate(found, row.name, loss, row.learning_rates)
+            rate = chosen_rate(found, row.name, loss, row.rates(loss))
             runs = {} if rate is None else _seeds(found, row.name, loss, rate)
             scores = {seed: r["word_perplexity"] for seed, r in runs.items()}
             if scores or ptq is not None or row.kind == "float":
@@ -115,7 +115,7 @@ def broken(rows: Mapping[str, Row], found: Found) -> list[str]:
 
 def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]:
     """One row of results.csv and results.md, by head."""
-    last = {k: v for run in line.runs for k, v in run.items()}
+    last = {k: v for run in line.runs for k, v in run.items()} | dict(found.get(Run(line.row.name, "checks"), {}))
     other = [x for x in all_lines if x.row.name == line.row.against and x.loss == line.loss]
     cost = found.get(Run(line.row.name, "cost"), {})
     bf16 = found.get(Run(float_run(line.row).row, "cost"), {})

@@ -162,12 +162,21 @@ class FineTune:
                     mine[name] = moment
 
     def run(
-        self, weights: dict[str, Tensor], seed: int, rate: float, *, kept: Path | None = None, until: float = math.inf
+        self,
+        weights: dict[str, Tensor],
+        seed: int,
+        rate: float,
+        *,
+        steps: int | None = None,
+        kept: Path | None = None,
+        until: float = math.inf,
     ) -> list[float] | None:
         """Train from `weights`; the loss of every step, in nats a token. None when `until` (of time.time()) came
         first: the checkpoint `kept` holds what is done, and the same call goes on from it.
+
+        steps: the whole of the run, schedule included; the budget's by default.
         """
-        device, steps = self.blocks_BT.device, self.budget.steps
+        device, steps = self.blocks_BT.device, steps or self.budget.steps
         self._begin(weights)
         losses, first = torch.zeros(steps, device=device), 0
         if kept is not None and kept.exists():

@@ -1,12 +1,15 @@
 """What one process does: the runs of one row under one loss.
 
-    PTQ, once -> a run for each learning rate with seed 0 -> the other seeds at the rate that validation pages chose
+    PTQ, once -> short runs that search the learning rate on validation pages -> a whole run for every seed
 
-Every run ends with three numbers: the loss on validation pages and the word perplexity of the prepared model, and the
-word perplexity of the converted one. Where torchao's converted layer needs a kernel that is not installed here, its
-prepared model is scored in its place, and the table says so. For aoquant's rows the two perplexities must be the same
-number; the run is recorded in any case, and the command fails naming rows where they are not. The last seed of a row's
-first loss is checked further (`checks.py`).
+A short run ends with the loss on validation pages of the prepared model and is not scored. Every other run ends with
+that number, the word perplexity of the prepared model, and that of the converted one. Where torchao's converted layer
+needs a kernel that is not installed here, its prepared model is scored in its place, and the table says so. For
+aoquant's rows the two perplexities must be the same number; the run is recorded in any case, and the command fails
+naming rows where they are not. One trained model of every row of aoquant's is checked further (`checks.py`).
+
+A run that cannot end before the deadline, by the pace of those before it, is not begun: the device is left to the
+processes whose runs can.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 
 from aoquant.tools.doctor import MISSING_KERNEL
 from experiments.checks import checks
-from experiments.records import Run, chosen_rate, float_run
+from experiments.records import Run, chosen_rate, float_run, next_rate, searched
 from experiments.rows import Row
 from experiments.setting import Setting, scored, setting_of
 from experiments.students import Student, weight_bits
@@ -31,76 +34,94 @@ from experiments.tuning import FineTune
 UNFINISHED = 3  # exit status of a worker that met its deadline
 
 
-def runs_of(row: Row, loss: str, rate: float) -> list[Run]:
-    """At the chosen rate, a run for every seed."""
-    return [Run(row.name, "qat", loss, rate, seed) for seed in range(row.seeds)]
+def next_run(setting: Setting, row: Row, loss: str) -> Run | None:
+    """The next fine-tune: of the search for a learning rate, then of the seeds; None when all are done."""
+    found = setting.records.read()
+    if (rate := next_rate(searched(found, row.name, loss), row.rates(loss))) is not None:
+        return Run(row.name, "search", loss, rate)
+    rate = chosen_rate(found, row.name, loss, row.rates(loss))
+    assert rate is not None
+    runs = [Run(row.name, "qat", loss, rate, seed) for seed in range(row.seeds)]
+    return next((run for run in runs if run not in found), None)
 
 
 def missing(setting: Setting, row: Row, loss: str) -> bool:
     """Whether anything of a row under a loss is left to do."""
-    found = setting.records.read()
-    rate = chosen_rate(found, row.name, loss, row.learning_rates)
     before = float_run(row) if row.kind == "float" else Run(row.name, "ptq")
-    return rate is None or before not in found or any(run not in found for run in runs_of(row, loss, rate))
+    return before not in setting.records.read() or next_run(setting, row, loss) is not None
+
+
+class Pace:
+    """Seconds that a step takes, and what follows the last step, as the runs of this process took them."""
+
+    def __init__(self) -> None:
+        self.a_step, self.after = 0.0, 0.0
+
+    def expected(self, steps: int) -> float:
+        return steps * self.a_step + self.after
+
+    def took(self, steps: int, training: float, after: float) -> None:
+        self.a_step, self.after = training / steps, max(self.after, after)
 
 
 def work(o: argparse.Namespace, row: Row, loss: str, until: float) -> int:
     """Do what is missing; returns the exit status."""
-    setting = setting_of(o, row)
+    setting, pace = setting_of(o, row), Pace()
     _, float_model = setting.loaded
     student = Student(row, float_model, setting.corpus["train"])
     untrained(setting, row, student)
     tuning: FineTune | None = None
-    while (run := _next(setting, row, loss)) is not None:
+    while (run := next_run(setting, row, loss)) is not None:
+        steps = setting.search_steps if run.stage == "search" else setting.budget.steps
+        kept: Path = o.out / "state" / f"{str(run).replace(' ', '_').replace('/', '+')}.pt"
+        if time.time() >= until or (not kept.exists() and time.time() + pace.expected(steps) > until):
+            return UNFINISHED
         weights = student.prepared(run.seed).state_dict()
         if tuning is None:
             tuning = _fine_tune(o, row, loss, student, float_model, setting)
         began = time.perf_counter()
-        kept: Path = o.out / "state" / f"{str(run).replace(' ', '_').replace('/', '+')}.pt"
-        losses = tuning.run(weights, run.seed, run.rate, kept=kept, until=until)
+        losses = tuning.run(weights, run.seed, run.rate, steps=steps, kept=kept, until=until)
         if losses is None:
             return UNFINISHED
-        seconds = time.perf_counter() - began
+        trained_at = time.perf_counter()
+        share = max(1, len(losses) // 20)
+        notes = {"first_loss": sum(losses[:share]) / share, "last_loss": sum(losses[-share:]) / share, **tuning.how}
+        notes["train_seconds"] = round(trained_at - began, 1)
         prepared = student.prepared(run.seed)
         prepared.load_state_dict(tuning.student.state_dict())
-        result = trained(setting, row, student, prepared.eval(), last=_is_last(run, row, loss))
-        share = max(1, len(losses) // 20)
-        ends = {"first_loss": sum(losses[:share]) / share, "last_loss": sum(losses[-share:]) / share}
-        setting.records.add(run, {**result, **ends, "train_seconds": round(seconds, 1), **tuning.how})
-        print(run, {k: v for k, v in result.items() if "perplexity" in k or "loss" in k}, flush=True)
-        if time.time() >= until:
-            return UNFINISHED if _next(setting, row, loss) is not None else 0
+        prepared.eval()
+        if run.stage == "search":
+            result, converted = {"validation_loss": setting.validation_loss(prepared)}, None
+        else:
+            result, converted = trained(setting, row, student, prepared)
+        pace.took(steps, trained_at - began, time.perf_counter() - trained_at)
+        notes["score_seconds"] = round(time.perf_counter() - trained_at, 1)
+        setting.records.add(run, {**result, **notes})
+        print(run, result, notes, flush=True)
+        checked = Run(row.name, "checks")
+        if row.kind == "aoquant" and converted is not None and checked not in setting.records.read():
+            setting.records.add(checked, checks(setting, row, prepared, converted))
     return 0
-
-
-def _next(setting: Setting, row: Row, loss: str) -> Run | None:
-    found = setting.records.read()
-    for rate in row.learning_rates:
-        if (run := Run(row.name, "qat", loss, rate, 0)) not in found:
-            return run
-    rate = chosen_rate(found, row.name, loss, row.learning_rates)
-    assert rate is not None
-    return next((run for run in runs_of(row, loss, rate) if run not in found), None)
-
-
-def _is_last(run: Run, row: Row, loss: str) -> bool:
-    return loss == row.losses[0] and run.seed == row.seeds - 1 and row.seeds > 1
 
 
 def _fine_tune(
     o: argparse.Namespace, row: Row, loss: str, student: Student, float_model: Any, setting: Setting
 ) -> FineTune:
     """With a graph where the row has one; where the capture fails, this process starts again without."""
-    cuda = torch.device(o.device).type == "cuda"
-    teacher = float_model if loss == "kl" else None
-    how = {"compile": cuda and row.compile and not o.eager, "graph": cuda and row.graph and not o.eager}
+    teacher, how = float_model if loss == "kl" else None, how_to_step(o, row)
     try:
         return FineTune(student.prepared(0), teacher, setting.corpus["train"], setting.budget, **how, trick=row.trick)
     except Exception as error:  # whatever a library's step does that a graph cannot hold; without one it is raised
         if not how["graph"]:
             raise
         print(f"{row.name}: no graph ({_first_line(error)}); again without", file=sys.stderr, flush=True)
-        os.execv(sys.executable, [sys.executable, *sys.argv, "--eager"])
+        os.execv(sys.executable, [sys.executable, *sys.argv, "--no-graph"])
+
+
+def how_to_step(o: argparse.Namespace, row: Row) -> dict[str, bool]:
+    """FineTune's compile and graph."""
+    fast = torch.device(o.device).type == "cuda" and not o.eager
+    return {"compile": fast and row.compile, "graph": fast and row.graph and not o.no_graph}
 
 
 def untrained(setting: Setting, row: Row, student: Student) -> None:
@@ -125,26 +146,24 @@ def untrained(setting: Setting, row: Row, student: Student) -> None:
     setting.records.add(ptq, result)
 
 
-def trained(setting: Setting, row: Row, student: Student, prepared: Any, *, last: bool) -> dict[str, Any]:
-    """The numbers of a trained model, before and after convert."""
+def trained(setting: Setting, row: Row, student: Student, prepared: Any) -> tuple[dict[str, Any], Any | None]:
+    """The numbers of a trained model, before and after convert, and the converted model where there is one."""
     before = setting.score(prepared)
     result: dict[str, Any] = {"validation_loss": setting.validation_loss(prepared), **scored(before)}
     result["prepared_word_perplexity"] = before.word_perplexity
     if row.kind == "float":
-        return result
+        return result, None
     try:
         converted = student.converted(prepared)
         after = setting.score(converted)
     except MISSING_KERNEL as error:
         if row.kind != "torchao":
             raise
-        return {**result, "as_prepared": _first_line(error)}
+        return {**result, "as_prepared": _first_line(error)}, None
     result |= scored(after)
     result["weight_bits"] = weight_bits(converted, student.float_model)
     result["same_per_document"] = before.loglikelihoods == after.loglikelihoods
-    if last and row.kind == "aoquant":
-        result |= checks(setting, row, prepared, converted)
-    return result
+    return result, converted
 
 
 def _first_line(error: BaseException) -> str:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = {
     "bf16": 'about = "float"\nkind = "float"\nlosses = ["ce"]\nlearning_rates = [1e-3]\nseeds = 1',
     "int4": 'about = "ours"\nkind = "aoquant"\nrecipe = "intx4-g32/"\nheadline = true\nseeds = 2\nlosses = ["kl"]\n'
-    'learning_rates = [1e-3]\nagainst = "theirs"',
+    'learning_rates = [1e-3, 3e-3]\nagainst = "theirs"',
     "exported": 'about = "ours"\nkind = "aoquant"\nrecipe = "vllm-w4a16-g32"\nseeds = 2\nlosses = ["kl"]\n'
     "learning_rates = [1e-3]\nexport = true",
     "theirs": 'about = "torchao"\nkind = "torchao"\nrecipe = "intx4-g32"\nseeds = 1\nlosses = ["kl"]\nlearning_rates = [1e-3]',
@@ -92,17 +92,18 @@ def test_a_table_from_end_to_end(modules: ModuleType, inputs: Path, tmp_path: Pa
     call(modules, inputs, out, "--rows", "bf16", "int4", "theirs")
     found = runs(out)
     kinds = [(r["run"]["row"], r["run"]["stage"]) for r in found]
-    assert {k: kinds.count(k) for k in set(kinds)} == {
-        ("bf16", "float"): 1, ("bf16", "qat"): 1, ("int4", "ptq"): 1, ("int4", "qat"): 2, ("theirs", "ptq"): 1,
-        ("theirs", "qat"): 1,
+    assert {k: kinds.count(k) for k in set(kinds) if k[1] != "search"} == {
+        ("bf16", "float"): 1, ("bf16", "qat"): 1, ("int4", "ptq"): 1, ("int4", "qat"): 2, ("int4", "checks"): 1,
+        ("theirs", "ptq"): 1, ("theirs", "qat"): 1,
     }  # fmt: skip
+    assert kinds.count(("int4", "search")) >= 2 and {row for row, stage in kinds if stage == "search"} == {"int4"}
     ours = [r["result"] for r in found if (r["run"]["row"], r["run"]["stage"]) == ("int4", "qat")]
     for result in ours:
         assert result["prepared_word_perplexity"] == result["word_perplexity"] and result["same_per_document"]
     (tuned,) = [r["result"] for r in found if (r["run"]["row"], r["run"]["stage"]) == ("bf16", "qat")]
     assert tuned["last_loss"] < tuned["first_loss"]
-    (last,) = [r for r in ours if "min_sqnr_db" in r]
-    assert last["min_sqnr_db"] == "inf"
+    (checked,) = [r["result"] for r in found if r["run"]["stage"] == "checks"]
+    assert checked["min_sqnr_db"] == "inf"
     with (out / "results.csv").open() as file:
         rows = {row["row"]: row for row in csv.DictReader(file)}
     assert rows["int4"]["before and after convert"] == "equal" and rows["int4"]["bits"] == "4.5"
@@ -126,10 +127,10 @@ def test_processes_an_export_lora_and_costs(modules: ModuleType, inputs: Path, t
         assert done.returncode == 0, done.stderr + logs
 
     process("--rows", "exported", "lora", "--jobs", "2")
-    found = {r["run"]["row"]: r["result"] for r in runs(out) if r["run"]["stage"] == "qat"}
+    found = {r["run"]["row"]: r["result"] for r in reversed(runs(out)) if r["run"]["stage"] == "qat"}
+    (checked,) = [r["result"] for r in runs(out) if r["run"]["stage"] == "checks"]
     assert found["lora"]["prepared_word_perplexity"] == found["lora"]["word_perplexity"]
-    exported = found["exported"]
-    assert math.isclose(exported["transformers_word_perplexity"], exported["word_perplexity"], rel_tol=2e-3)
+    assert math.isclose(checked["transformers_word_perplexity"], found["exported"]["word_perplexity"], rel_tol=2e-3)
     process("--rows", "exported", "--cost")
     (cost,) = [r["result"] for r in runs(out) if r["run"]["stage"] == "cost"]
     assert cost["train_tokens_s"] > 0 and cost["model_bytes"] > 0 and cost["generate_tokens_s"] > 0
@@ -198,6 +199,9 @@ def test_the_order_visits_every_block_before_any_twice() -> None:
     assert sorted(order[:7]) == list(range(7)) and len(set(order[7:])) == 3
 
 
+SEARCH = {3e-4: 2.6, 1e-3: 2.0, 3e-3: 3.0}  # loss on validation pages
+
+
 def test_rates_are_chosen_on_validation_pages_and_shares_are_of_log_perplexity(modules: ModuleType) -> None:
     records, table, rows = (importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows"))
     run = records.Run
@@ -208,21 +212,67 @@ def test_rates_are_chosen_on_validation_pages_and_shares_are_of_log_perplexity(m
     found = {
         run("bf16", "float"): {"word_perplexity": 10.0},
         run("a", "ptq"): {"word_perplexity": 40.0},
-        run("a", "qat", "kl", 1e-3, 0): result(2.0, 20.0),  # the best on validation, not on test
-        run("a", "qat", "kl", 1e-2, 0): result(3.0, 11.0),
+        **{run("a", "search", "kl", rate): {"validation_loss": v} for rate, v in SEARCH.items()},
+        run("a", "qat", "kl", 1e-3, 0): result(2.0, 20.0),
         run("a", "qat", "kl", 1e-3, 1): result(2.5, 10.0),
     }
-    row = rows.Row("a", "", "aoquant", "nvfp4", losses=("kl",), learning_rates=(1e-3, 1e-2), seeds=2)
+    row = rows.Row("a", "", "aoquant", "nvfp4", losses=("kl",), learning_rates=(3e-4, 1e-3, 3e-3), seeds=2)
     (line,) = table.lines({"a": row}, found)
     assert line.rate == 1e-3 and line.perplexities == {0: 20.0, 1: 10.0}
     assert line.recovered() == pytest.approx([0.5, 1.0])
     assert table.before_is_after(line) == "equal" and table.broken({"a": row}, found) == []
     found[run("a", "qat", "kl", 1e-3, 1)]["prepared_word_perplexity"] = 10.0001
     assert table.broken({"a": row}, found) == ["a, kl: before and after convert differ by 1.0e-05"]
-    assert records.chosen_rate(found, "a", "ce", (1e-3,)) is None
+    assert records.chosen_rate(found, "a", "ce", (1e-3, 3e-3)) is None
+    assert records.chosen_rate({}, "a", "kl", (3e-4,)) == 3e-4  # a single one is not searched
     # pairs: the common factor of a seed drops out
     assert table.difference({0: 11.0, 1: 22.0, 2: 5.51}, {0: 10.0, 1: 20.0, 2: 5.0}).endswith("3 seeds: worse")
     assert table.difference({0: 11.0, 1: 18.0}, {0: 10.0, 1: 20.0}).endswith("2 seeds: within noise")
+
+
+def test_the_search_for_a_rate_goes_on_while_the_best_lies_at_an_end(modules: ModuleType) -> None:
+    records = importlib.import_module("experiments.records")
+    next_rate, rates = records.next_rate, (1e-4, 3e-4, 1e-3)
+    assert next_rate({}, rates) == 1e-4 and next_rate({1e-4: 2.0, 3e-4: 1.0}, rates) == 1e-3
+    assert next_rate({1e-4: 2.0, 3e-4: 1.0, 1e-3: 3.0}, rates) is None
+    assert next_rate({1e-4: 2.0, 3e-4: 1.5, 1e-3: 1.0}, rates) == 3e-3
+    assert next_rate({1e-4: 2.0, 3e-4: 1.5, 1e-3: 1.0, 3e-3: 1.1}, rates) is None
+    assert next_rate({1e-4: 1.0, 3e-4: 1.5, 1e-3: 2.0}, rates) == 3e-5
+    assert next_rate(dict.fromkeys(records.LADDER, 1.0), rates) is None  # no rate is left
+    run = records.Run("a", "search", "kl", 1e-3)
+    assert records.searched({run: {"validation_loss": 2.0}}, "a", "kl") == {1e-3: 2.0}
+    assert records.searched({run: {"validation_loss": 2.0}}, "a", "ce") == {}
+
+
+def test_a_run_that_cannot_end_in_time_is_not_begun(modules: ModuleType) -> None:
+    pace = importlib.import_module("experiments.worker").Pace()
+    assert pace.expected(100) == 0.0  # the first run is always begun
+    pace.took(10, training=5.0, after=2.0)
+    assert pace.expected(100) == 52.0
+
+
+def test_processes_take_the_gpus_in_turn(modules: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, processes, rows = (importlib.import_module(f"experiments.{n}") for n in ("command", "processes", "rows"))
+    taken: list[str] = []
+
+    class Fake:
+        def __init__(self, command: list[str], *, env: dict[str, str], **_: Any) -> None:
+            taken.append(env["CUDA_VISIBLE_DEVICES"])
+
+        def poll(self) -> int | None:
+            return 0 if len(taken) == 3 else None
+
+        returncode = 0
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr(processes.subprocess, "Popen", Fake)
+    (tmp_path / "logs").mkdir()
+    paths = ["--wikitext", str(tmp_path), "--out", str(tmp_path), "--device", "cuda"]
+    workers = processes.Processes(command.options([*paths, "--jobs", "4"]))
+    for name in ("a", "b", "c"):
+        workers.begin(rows.Row(name, "", "float"), "ce", 0.0)
+    assert taken == ["4", "6", "4"]
+    assert workers.ended() == {"a, ce": 0, "b, ce": 0, "c, ce": 0} and not workers.running
 
 
 def test_the_rows_of_the_table_can_be_made(modules: ModuleType) -> None:

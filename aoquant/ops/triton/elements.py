@@ -75,6 +75,13 @@ def through(v, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def float8_code(y, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
+    """float32 -> float8, saturated; NaN stays."""
+    y = least(most(y, -LIMIT), LIMIT)
+    return y.to(tl.float8e4nv) if ELEMENT == "e4m3" else y.to(tl.float8e5)
+
+
+@triton.jit
 def e2m1_rounded(v):
     """v >= 0 -> 2^23 + index of the nearest e2m1 magnitude; saturating. Wrong for NaN: its block masks it."""
     low = tl.minimum(tl.fma(v, 2.0, ROUND), v + (ROUND + 2.0))
