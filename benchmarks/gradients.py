@@ -58,11 +58,7 @@ def main() -> int:
         prepared = copy.deepcopy(model)
         quantize_(prepared, get_recipe(recipe).prepare())
         for row in report(model, prepared, batch, gradients=True).layers:
-            figures = {
-                "dx_dB": row.input_gradient_sqnr_db,
-                "dW_dB": row.weight_gradient_sqnr_db,
-                "output_dB": row.output_sqnr_db,
-            }
+            figures = {"dx_dB": row.input_gradient_sqnr_db, "dW_dB": row.weight_gradient_sqnr_db, "output_dB": row.output_sqnr_db}
             table.add({"recipe": recipe, "tokens": wanted, "layer": row.fqn, **figures})
     return 0
 
