@@ -52,6 +52,7 @@ __device__ __forceinline__ void stage_by(const ScaleRows& s, uint32_t to, int ro
     const bool there = at < s.bytes;
     const uint8_t* source = s.from + uint64_t(uint32_t(min(s.first + r, s.last)) >> s.tile_log2) * s.bytes + (there ? at : 0);
     const uint32_t place = to + r * s.pitch + at;
+    DEVICE_ASSERT(at + UNIT <= s.pitch && (!there || at + UNIT <= s.bytes));
     if constexpr (UNIT == 1) asm volatile("st.shared.u8 [%0], %1;" ::"r"(place), "r"(there ? uint32_t(*source) : 0) : "memory");
     else if constexpr (UNIT == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(source) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(place), "l"(source), "n"(UNIT), "r"(there ? UNIT : 0) : "memory");
@@ -108,6 +109,8 @@ __device__ __forceinline__ void multiply_large(const DecodeArgs& a, const int bl
     const uint8_t* from = tail && ahead > end ? end : ahead;
     const uint8_t *low = from + uint64_t(eight_rows) * (2 * (place % RT)), *high = from + uint64_t(eight_rows) * (2 * (place % RT) + 1);
     const uint32_t to = codes_to + place * Layout::UNIT;
+    DEVICE_ASSERT(!there || (holds_codes(a, low, 16) && holds_codes(a, high, 16)));
+    DEVICE_ASSERT(place >= 0 && place < UNITS);
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n"
         "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n@p cp.async.cg.shared.global.L2::128B [%2], [%3], 16;\n}\n"
@@ -127,7 +130,10 @@ __device__ __forceinline__ void multiply_large(const DecodeArgs& a, const int bl
       const bool inside = x_at < a.k;
       const T* from = inside ? x_from : static_cast<const T*>(a.x);
       uint32_t to = x_to + s * x_stage;
-      for (int token = helped; token < tokens; token += 2, to += 2 * Layout::TOKEN, from += two_tokens) copy_async(to, from, inside);
+      for (int token = helped; token < tokens; token += 2, to += 2 * Layout::TOKEN, from += two_tokens) {
+        DEVICE_ASSERT(!inside || holds_x(a, token, x_at, 8));
+        copy_async(to, from, inside);
+      }
     }
     x_at += 128 * SLICES, x_from += 128 * SLICES;
   };
@@ -231,6 +237,7 @@ __device__ __forceinline__ void multiply_large(const DecodeArgs& a, const int bl
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = 16 * r + g + 8 * (i / 2), token = 8 * m + 2 * t + i % 2;
+        DEVICE_ASSERT(at < Layout::ROWS);
         if (token < tokens) partial[(warp * tokens + token) * Layout::PITCH + at] = acc[r][m][i];
       }
   if constexpr (CK > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the first block runs

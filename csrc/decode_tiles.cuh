@@ -92,6 +92,7 @@ struct Columns {
     }
   }
   __device__ __forceinline__ void store(const DecodeArgs& a, float4 v, int m, int n) const {
+    DEVICE_ASSERT(m >= 0 && m < a.m && n >= 0);
     const float alpha_x = alpha_x_of(a, m);
     T y[4];
 #pragma unroll
@@ -136,6 +137,7 @@ __device__ __forceinline__ void write_tiles(const DecodeArgs& a, uint8_t* ring, 
 #pragma unroll
     for (int i = 0; i < TN / 2; ++i) {
       const int token = r * TN + i / 4 * 8 + 2 * t + i % 2;
+      DEVICE_ASSERT(turn < KG && token < TM && row + 8 * (i / 2 % 2) < ROWS);
       partial[(turn * TM + token) * Layout::PITCH + row + 8 * (i / 2 % 2)] = acc[r][i];
     }
   if constexpr (CK > 1) cluster_sync();
@@ -249,6 +251,7 @@ __device__ __forceinline__ void fill_ring(const DecodeArgs& a, uint8_t* ring, ui
 #pragma unroll 1
       for (; i < end; ++i, turn.next()) {
         wait(empty + 8 * turn.at, turn.parity);
+        DEVICE_ASSERT(turn.at < D && first + 8 * (U - 1) < Layout::ROWS);
         if (copies) bring(i, turn.at);
         uint32_t* to = reinterpret_cast<uint32_t*>(ring + turn.at * PLACE + X + W) + first * 4 + t;
         const int holder = (lane & 28) | (((4 * (from + i) + t) >> log2_steps) & 3);

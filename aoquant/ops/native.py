@@ -18,7 +18,7 @@ from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("_native.so")
 PARTIALS = 528  # as csrc/amax.cu
-ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/encode_rows.cuh
+ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/row_blocks.cuh
 
 
 def why_not(operator: str) -> str | None:
@@ -74,6 +74,10 @@ def operator(name: str) -> Callable[..., Any]:
 
 def _finite_absmax(x: Tensor) -> Tensor:
     return x.new_empty(PARTIALS, dtype=torch.int32)
+
+
+def _outer_scale(x: Tensor, times: float, least: float) -> Tensor:
+    return x.new_empty(1, 1, dtype=torch.float32)
 
 
 def _encode_grids(
@@ -158,6 +162,7 @@ def _encode_rows(x: Tensor, format: int, decoded: bool) -> tuple[Tensor, Tensor]
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "finite_absmax": _finite_absmax,
+    "outer_scale": _outer_scale,
     "encode_grids": _encode_grids,
     "encode_search": _encode_search,
     "encode_tensor": _encode_tensor,
