@@ -91,6 +91,7 @@ void launch(DecodeCall& call, int64_t format, const Tensor& like) {
   if (format == MXFP4 && type == ScalarType::BFloat16) error = run<MXFP4, __nv_bfloat16>(call);
   if (format == GRIDFLIP) error = run_as<GRIDFLIP>(call, type);
   if (format == FP8) error = run_as<FP8>(call, type);
+  if (error != cudaSuccess) cudaGetLastError();  // reported here, and not by the next call of another library too
   STD_TORCH_CHECK(error == cudaSuccess, "the product's CUDA launch failed: ", cudaGetErrorString(error));
 }
 

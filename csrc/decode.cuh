@@ -223,9 +223,11 @@ template <int F, int ROWS>
 __device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first) {
   if (int64_t(a.n) * a.k > PREFETCHED) return;
   DEVICE_ASSERT(first < a.n);
-  const int rows = min(ROWS, a.n - first), width = F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16);
+  const int rows = min(ROWS, a.n - first), row = F == FP8 ? a.k : a.k / 2;
+  const int width = F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16);
   if (threadIdx.x == 0)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a.codes + int64_t(first) * (a.k / 2)), "r"(rows * (a.k / 2)) : "memory");
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a.codes + int64_t(first) * row), "r"(rows * row) : "memory");
+  if constexpr (F == FP8) return;  // its scales are factors of sums
   const int top = first >> a.tile_log2, bytes = (((first + rows - 1) >> a.tile_log2) - top + 1) * width;
   for (int at = int(threadIdx.x) * 128; at < bytes; at += int(blockDim.x) * 128) {
     const int64_t place = int64_t(top) * width + at;
@@ -443,10 +445,13 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
 #endif
 }
 
+// Bytes of dynamic shared memory that every launch may have: 48 KB less what a kernel declares itself, scales of 16 rows.
+constexpr int WITHOUT_ASKING = 47 * 1024;
+
 // Blocks of a kernel that may start before the one before it has ended, in clusters of CK.
 template <int CK, typename K, typename... A>
 cudaError_t launch_kernel(K* kernel, dim3 blocks, int threads, int bytes, cudaStream_t stream, const A&... a) {
-  if (bytes > 48 * 1024) {
+  if (bytes > WITHOUT_ASKING) {
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
@@ -489,7 +494,7 @@ cudaError_t launch_as(const DecodeArgs& a, cudaStream_t stream) {
 
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D>
 cudaError_t launch(const DecodeArgs& a, cudaStream_t stream) {
-  if constexpr (F == NVFP4)
+  if constexpr (F == NVFP4 && TOKENS == 1)
     if (a.encodes) return launch_as<F, T, TOKENS, RT, WARPS, D, true>(a, stream);
   return launch_as<F, T, TOKENS, RT, WARPS, D, false>(a, stream);
 }

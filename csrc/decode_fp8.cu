@@ -28,11 +28,16 @@ __host__ __device__ inline int x_pitch(int k) { return 2 * k + 16; }
 // TOKENS: rows of x at most, 8 or 16. RT: units of 16 rows of W a block; n is at least 16 RT where RT > 1. WARPS: of a block,
 // along K. S: steps in flight a warp. ENCODES: x is encoded here, into shared memory behind the ring, a row's bytes and a pad.
 template <typename T, int TOKENS, int RT, int WARPS, int S, int COUNT, bool ENCODES>
-__global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const __grid_constant__ Several<COUNT> several) {
+__global__ void __launch_bounds__(32 * WARPS, RT == 1 && ENCODES ? 2 : 1) fp8_kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
   const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
+  prefetch_rows<FP8, 16 * RT>(a, int(blockIdx.x) * 16 * RT);
   using Layout = Fp8Layout<TOKENS, RT, WARPS, S>;
   constexpr int MT = TOKENS / 8, ROWS = Layout::ROWS, PITCH = Layout::PITCH, UNITS = Layout::UNITS;
+  constexpr bool NAN_APART = std::is_same_v<T, __nv_bfloat16>;  // float16's conversion makes a NaN of a NaN
+  // steps that x is asked for ahead, for which a register file of 16 warps has room too; more hide more of L2's latency
+  constexpr int AHEAD = ENCODES ? 1 : S > 4 ? S / (MT + 1) : MT == 1 ? S : (S + 1) / 2;
+  static_assert(S % AHEAD == 0);
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   // the last block's rows may be the one's before it too; both write equal bits
@@ -61,17 +66,17 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const __grid_constant__
   };
   uint8_t* const encoded = shared + Layout::BYTES;
   const int pitch = x_pitch(a.k);
-  uint4 next_x[MT][2];
-  auto fetch_x = [&](int i) {
+  uint4 next_x[AHEAD][MT][2];
+  auto fetch_x = [&](int place, int i) {  // place is a constant
     const int at = (warp + i * WARPS) * 64;
     const bool inside = i < mine && at + 16 * t < a.k;
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        if (!inside || 8 * m + g >= a.m) next_x[m][h] = make_uint4(0, 0, 0, 0);
-        else if (ENCODES) next_x[m][h] = reinterpret_cast<const uint4*>(encoded + (8 * m + g) * pitch + 2 * (at + 16 * t))[h];
-        else next_x[m][h] = reinterpret_cast<const uint4*>(tokens[m] + at)[h];
+        if (!inside || 8 * m + g >= a.m) next_x[place][m][h] = make_uint4(0, 0, 0, 0);
+        else if (ENCODES) next_x[place][m][h] = reinterpret_cast<const uint4*>(encoded + (8 * m + g) * pitch + 2 * (at + 16 * t))[h];
+        else next_x[place][m][h] = reinterpret_cast<const uint4*>(tokens[m] + at)[h];
   };
   uint4 next_codes[2];  // the next unit, from shared memory into registers, while this one is multiplied
   auto take = [&](int place) {
@@ -92,9 +97,10 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const __grid_constant__
     fetch_first();
     rows.encode([&](int token, int b, int h) { return encoded + token * pitch + 32 * b + 16 * h; }, alpha_here, most_here);
     __syncthreads();
-    fetch_x(0);
+    fetch_x(0, 0);
   } else {
-    fetch_x(0);
+#pragma unroll
+    for (int place = 0; place < AHEAD; ++place) fetch_x(place, place);
     fetch_first();
   }
   float acc[RT][MT][4] = {};
@@ -107,22 +113,31 @@ __global__ void __launch_bounds__(32 * WARPS) fp8_kernel(const __grid_constant__
       if (i >= mine) break;
       uint4 x[MT][2];
 #pragma unroll
-      for (int m = 0; m < MT; ++m) x[m][0] = next_x[m][0], x[m][1] = next_x[m][1];
-      fetch_x(i + 1);
+      for (int m = 0; m < MT; ++m) x[m][0] = next_x[s % AHEAD][m][0], x[m][1] = next_x[s % AHEAD][m][1];
+      fetch_x(s % AHEAD, i + AHEAD);
 #pragma unroll
       for (int r = 0; r < RT; ++r) {
         const uint4 codes[2] = {next_codes[0], next_codes[1]};
         asm volatile("cp.async.wait_group %0;" ::"n"(UNITS - 2) : "memory");
         take((s * RT + r + 1) % UNITS);
+        uint32_t nan = 0;
+        if (NAN_APART)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t lower[2], upper[2];
-          pairs(lower, (&codes[0].x)[j], T());
-          pairs(upper, (&codes[1].x)[j], T());
-          const uint32_t w[4] = {lower[0], upper[0], lower[1], upper[1]};
+          for (int j = 0; j < 4; ++j) nan |= nan_bits((&codes[0].x)[j]) | nan_bits((&codes[1].x)[j]);
+        auto multiply = [&](auto pairs) {
 #pragma unroll
-          for (int m = 0; m < MT; ++m) Pair<T>::mma(acc[r][m], w, (&x[m][j / 2].x)[2 * (j % 2)], (&x[m][j / 2].x)[2 * (j % 2) + 1]);
-        }
+          for (int j = 0; j < 4; ++j) {
+            uint32_t lower[2], upper[2];
+            pairs(lower, (&codes[0].x)[j]);
+            pairs(upper, (&codes[1].x)[j]);
+            const uint32_t w[4] = {lower[0], upper[0], lower[1], upper[1]};
+#pragma unroll
+            for (int m = 0; m < MT; ++m) Pair<T>::mma(acc[r][m], w, (&x[m][j / 2].x)[2 * (j % 2)], (&x[m][j / 2].x)[2 * (j % 2) + 1]);
+          }
+        };
+        // one branch a unit: with one for each word, no word's conversion would begin before the last one's has ended
+        if (NAN_APART && __any_sync(0xFFFFFFFFu, nan)) multiply([](uint32_t (&out)[2], uint32_t w) { pairs(out, w, T()); });
+        else multiply([](uint32_t (&out)[2], uint32_t w) { pairs_of_numbers(out, w, T()); });
         fetch(s * RT + r, i + S);
       }
     }
@@ -156,7 +171,9 @@ cudaError_t launch_fp8_as(const DecodeArgs& a, cudaStream_t stream) {
 
 template <typename T, int TOKENS, int RT, int WARPS, int S>
 cudaError_t launch_fp8(const DecodeArgs& a, cudaStream_t stream) {
-  return a.encodes ? launch_fp8_as<T, TOKENS, RT, WARPS, S, true>(a, stream) : launch_fp8_as<T, TOKENS, RT, WARPS, S, false>(a, stream);
+  if constexpr (TOKENS == 8)
+    if (a.encodes) return launch_fp8_as<T, TOKENS, RT, WARPS, S, true>(a, stream);
+  return launch_fp8_as<T, TOKENS, RT, WARPS, S, false>(a, stream);
 }
 
 // The number of warps, and so the order of additions, is a function of n alone.

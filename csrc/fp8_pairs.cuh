@@ -12,14 +12,22 @@ __device__ __forceinline__ void pairs(uint32_t (&out)[2], uint32_t w, __half) {
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}" : "=r"(out[0]), "=r"(out[1]) : "r"(w));
 }
 
-// The sign and the seven other bits in the places that they have in bfloat16, 2^120 too small; codes without a magnitude
-// that is a number become NaN.
-__device__ __forceinline__ void pairs(uint32_t (&out)[2], uint32_t w, __nv_bfloat16) {
+// Not 0 where one of four codes has no magnitude that is a number.
+__device__ __forceinline__ uint32_t nan_bits(uint32_t w) { return ((w & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u; }
+
+// Of four codes that are numbers: the sign and the seven other bits in the places that they have in bfloat16, 2^120 too
+// small.
+__device__ __forceinline__ void pairs_of_numbers(uint32_t (&out)[2], uint32_t w, __nv_bfloat16) {
   constexpr uint32_t UNIT = 0x7B807B80u;  // 2^120
   const uint32_t first = __byte_perm(w, 0, 0x1404), second = __byte_perm(w, 0, 0x3424);  // codes in the high bytes of halves
   out[0] = mul<__nv_bfloat16>((first & 0x80008000u) | ((first >> 4) & 0x07F007F0u), UNIT);
   out[1] = mul<__nv_bfloat16>((second & 0x80008000u) | ((second >> 4) & 0x07F007F0u), UNIT);
-  const uint32_t nan = ((w & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u;
+}
+__device__ __forceinline__ void pairs_of_numbers(uint32_t (&out)[2], uint32_t w, __half) { pairs(out, w, __half()); }
+
+__device__ __forceinline__ void pairs(uint32_t (&out)[2], uint32_t w, __nv_bfloat16) {
+  pairs_of_numbers(out, w, __nv_bfloat16());
+  const uint32_t nan = nan_bits(w);
   if (nan) {
     const uint32_t bytes = (nan >> 7) * 0xFFu;
     out[0] |= __byte_perm(bytes, 0, 0x1100);
