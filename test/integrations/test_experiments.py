@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant.formats import get_format
 from aoquant.integrations.schedule import order_of_blocks
+from aoquant.tools import choosing
 
 ROOT = Path(__file__).parents[2]
 ROWS = {
@@ -273,6 +275,47 @@ def test_processes_take_the_gpus_in_turn(modules: ModuleType, tmp_path: Path, mo
         workers.begin(rows.Row(name, "", "float"), "ce", 0.0)
     assert taken == ["4", "6", "4"]
     assert workers.ended() == {"a, ce": 0, "b, ce": 0, "c, ce": 0} and not workers.running
+
+
+def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path) -> None:
+    records, table, rows, publish = (
+        importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
+    )
+    out, root, every = tmp_path / "out", tmp_path / "root", rows.load_all()
+    names = ("README.md", "docs/choosing.md", "docs/figures/draw.py", "aoquant/tools/measured.csv")
+    for name in (*names, "benchmarks/results/recover_h200.csv"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, root / name)
+    found = {records.Run("bf16", "float"): {"word_perplexity": 50.0}}
+    kept = {name: every[name] for name in ("bf16", "nvfp4", "nvfp4-average", "int4-g128", "torchao-int4-g128")}
+    for row in list(kept.values())[1:]:
+        found[records.Run(row.name, "ptq")] = {"word_perplexity": 70.0}
+        qat = {"int4-g128": 53.0, "torchao-int4-g128": 57.0, "nvfp4-average": 52.0}.get(row.name, 55.0)
+        for rate, loss in ((1e-4, 2.0), (3e-4, 1.0), (1e-3, 3.0)):
+            found[records.Run(row.name, "search", "kl", rate)] = {"validation_loss": loss}
+        for seed in range(2):
+            result = {"validation_loss": 1.0, "word_perplexity": qat + seed, "prepared_word_perplexity": qat + seed}
+            found[records.Run(row.name, "qat", "kl", 3e-4, seed)] = {**result, "weight_bits": 4.25}
+    out.mkdir()
+    (out / "runs.jsonl").write_text("")
+    facts = {"device": "a GPU", "date": "2026-01-02T03", "dense parameters": 2e7, "dense tokens a run": 1e7}
+    table.write(out, kept, found, facts)
+    publish.publish(out, root)
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert "| `int4-g128` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 80 ± 4 | 57.50 ± 0.71 | 58 ± 4 |" in readme
+    assert "20.0 M parameters" in readme and "a GPU, 2026-01-02" in readme and "experiments.md" in readme
+    assert "nvfp4-average" not in readme and readme.count("docs/figures/bits.svg") == 1
+    assert len(readme.splitlines()) < 130 and max(map(len, readme.splitlines())) < 400
+    numbers = choosing.measured(root / "aoquant" / "tools" / "measured.csv")
+    assert {name: m.qat for name, m in numbers.items()} == {
+        "nvfp4": 55.5,
+        "int4-g128": 53.5,
+    }  # no trick's, no torchao's
+    page = (root / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert choosing.markdown(numbers) in page and "| 4.25 | 1.40 | 1.07 |" in page
+    assert "int4-g128 53.5" in (root / "docs" / "figures" / "bits.svg").read_text(encoding="utf-8")
+    publish.publish(out, root)
+    assert (root / "README.md").read_text(encoding="utf-8") == readme  # a second time changes nothing
 
 
 def test_the_rows_of_the_table_can_be_made(modules: ModuleType) -> None:
