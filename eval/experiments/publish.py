@@ -32,6 +32,10 @@ def publish(out: Path, root: Path = ROOT) -> None:
     """
     if not (out / "results.csv").is_file():
         raise ValueError(f"--out must hold results.csv, got {str(out)!r}: run with --table first")
+    with (out / "results.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not headlines(rows):
+        raise ValueError(f"{out / 'results.csv'} has no headline row that is trained by kl: nothing to publish")
     results = root / "benchmarks" / "results"
     for source, target in (
         ("results.csv", results / "experiments.csv"),
@@ -40,8 +44,6 @@ def publish(out: Path, root: Path = ROOT) -> None:
         ("measured.csv", root / "aoquant" / "tools" / "measured.csv"),
     ):
         shutil.copyfile(out / source, target)
-    with (out / "results.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
     source = choosing.source(root / "aoquant" / "tools" / "measured.csv")
     between(root / "README.md", f"\n{readme(rows)}\n\n{note(source)}\n")
     page = root / "docs" / "choosing.md"
@@ -62,11 +64,15 @@ def between(page: Path, content: str) -> None:
     page.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}", encoding="utf-8")
 
 
+def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """aoquant's headline rows that are trained by distillation."""
+    return [r for r in rows if r["headline"] == "True" and r["kind"] == "aoquant" and r["loss"] == "kl" and r["QAT"]]
+
+
 def readme(rows: Sequence[Mapping[str, str]]) -> str:
     """Distilled headline rows, and the torchao row that each is compared with."""
-    ours = [r for r in rows if r["headline"] == "True" and r["kind"] == "aoquant" and r["loss"] == "kl" and r["QAT"]]
     lines = [HEADS, ("---",) * len(HEADS)]
-    for row in ours:
+    for row in headlines(rows):
         other = next(
             (r for r in rows if r["row"] == row["against"] and r["kind"] == "torchao" and r["loss"] == "kl"), {}
         )

@@ -15,7 +15,18 @@ from typing import Any
 
 from experiments.rows import Row
 
-LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # learning rates, where a row's own are not enough
+LADDER = (
+    1e-6,
+    3e-6,
+    1e-5,
+    3e-5,
+    1e-4,
+    3e-4,
+    1e-3,
+    3e-3,
+    1e-2,
+    3e-2,
+)  # learning rates, where a row's own are not enough
 
 
 @dataclass(frozen=True)

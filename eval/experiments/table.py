@@ -61,7 +61,8 @@ def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
             rate = chosen_rate(found, row.name, loss, row.rates(loss))
             runs = {} if rate is None else _seeds(found, row.name, loss, rate)
             scores = {seed: r["word_perplexity"] for seed, r in runs.items()}
-            if scores or ptq is not None or row.kind == "float":
+            shown = loss == row.losses[0] and (ptq is not None or row.kind == "float")
+            if scores or shown:
                 made.append(Line(row, loss, rate, whole["word_perplexity"], ptq, scores, list(runs.values())))
     return made
 

@@ -354,6 +354,7 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
         importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
     )
     out, root, every = tmp_path / "out", tmp_path / "root", rows.load_all()
+    facts = {"device": "a GPU", "date": "2026-01-02T03", "dense parameters": 2e7, "dense tokens a run": 1e7}
     names = ("README.md", "docs/choosing.md", "docs/figures/draw.py", "aoquant/tools/measured.csv")
     for name in (*names, "benchmarks/results/recover_h200.csv"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -363,14 +364,18 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     for row in list(kept.values())[1:]:
         found[records.Run(row.name, "ptq")] = {"word_perplexity": 70.0}
         qat = {"int4-g128": 53.0, "torchao-int4-g128": 57.0, "nvfp4-average": 52.0}.get(row.name, 55.0)
-        for rate, loss in ((1e-4, 2.0), (3e-4, 1.0), (1e-3, 3.0)):
+        for rate, loss in ((3e-5, 3.0), (1e-4, 2.0), (3e-4, 1.0), (1e-3, 3.0)):
             found[records.Run(row.name, "search", "kl", rate)] = {"validation_loss": loss}
         for seed in range(2):
             result = {"validation_loss": 1.0, "word_perplexity": qat + seed, "prepared_word_perplexity": qat + seed}
             found[records.Run(row.name, "qat", "kl", 3e-4, seed)] = {**result, "weight_bits": 4.25}
     out.mkdir()
     (out / "runs.jsonl").write_text("")
-    facts = {"device": "a GPU", "date": "2026-01-02T03", "dense parameters": 2e7, "dense tokens a run": 1e7}
+    before = (root / "README.md").read_text(encoding="utf-8")
+    table.write(out, {"bf16": every["bf16"]}, found, facts)
+    with pytest.raises(ValueError, match="no headline row"):
+        publish.publish(out, root)
+    assert (root / "README.md").read_text(encoding="utf-8") == before
     table.write(out, kept, found, facts)
     publish.publish(out, root)
     readme = (root / "README.md").read_text(encoding="utf-8")
