@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
 
 from experiments import cost, table, worker
 from experiments.processes import Processes
@@ -141,9 +140,10 @@ def measure_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> li
 def show(o: argparse.Namespace, rows: dict[str, Row]) -> tuple[str, list[str]]:
     """Write the table of what there is; returns it, and the rows that break the contract."""
     found: dict[Run, dict[str, Any]] = {}
-    facts: dict[str, Any] = provenance(o.device)
+    facts: dict[str, Any] = {}
     for model, setting in sorted({row.model: setting_of(o, row) for row in rows.values()}.items()):
         found |= setting.records.read()
+        facts |= setting.records.made()
         facts |= {f"{model} model": setting.settings, f"{model} parameters": setting.parameters()}
         facts |= {f"{model} tokens a run": setting.budget.tokens}
     return table.write(o.out, rows, found, facts), table.broken(rows, found)

@@ -63,7 +63,7 @@ class Setting:
             "block": o.block,
             "documents": o.documents,
         }
-        self.records = Records(o.out / "runs.jsonl", self.settings)
+        self.records = Records(o.out / "runs.jsonl", self.settings, o.device)
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
