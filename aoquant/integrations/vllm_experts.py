@@ -4,7 +4,8 @@ vLLM keeps gate and up projections of all experts as `w13_weight` (E, 2 I, H) an
 (E, H, I). Here they are placeholders of packed codes; vLLM's own loader then selects an expert, narrows to this rank's
 rows or columns, and copies, as it does with float weights, so tensor and expert parallelism are its business. The
 forward sorts rows by expert, multiplies, gates and multiplies again with the grouped products of converted experts, and
-adds up each token's experts in transformers' order: the bits of the converted layer. Routing is vLLM's own.
+adds up each token's experts in transformers' order: the bits of the converted layer. Routing is vLLM's own; its weights
+are rounded where the trained model rounds them.
 
 A config names experts as transformers does, and vLLM as checkpoint files do (Mixtral's "mlp.experts" is
 "block_sparse_moe.experts" there), so a model without values is asked for both names.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -37,7 +39,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-_OWNERS = "_aoquant_owners"
+_OUTLINE = "_aoquant_outline"
 
 
 def method_in_vllm(config: Any, layer: Any, prefix: str) -> Any:
@@ -47,20 +49,43 @@ def method_in_vllm(config: Any, layer: Any, prefix: str) -> Any:
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-    if (owners := getattr(config, _OWNERS, None)) is None:
-        owners = owners_in_files(get_current_vllm_config().model_config.hf_config)
-        setattr(config, _OWNERS, owners)
-    return method_for(config.torchao_config, layer, prefix, owners, FusedMoEMethodBase)
+    if (outline := getattr(config, _OUTLINE, None)) is None:
+        outline = Outline(get_current_vllm_config().model_config.hf_config)
+        setattr(config, _OUTLINE, outline)
+    return method_for(config.torchao_config, layer, prefix, outline, FusedMoEMethodBase)
 
 
-def owners_in_files(config: Any) -> dict[str, str]:
-    """The experts' modules of a transformers config: name in checkpoint files to name in the model."""
-    config = copy.copy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {owner_in_files(model, name): name for name in experts_of(model)}
+class Outline:
+    """A transformers model without values, of a config. owners: its modules of experts, by their names in files."""
+
+    def __init__(self, config: Any) -> None:
+        config = copy.copy(config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        self.owners = {owner_in_files(self.model, name): name for name in experts_of(self.model)}
+
+    def rounds_routing(self, name: str) -> bool:
+        """Whether the model rounds the weights of each token's experts to its own dtype, as Qwen3-MoE does; Mixtral
+        keeps float32. The block of the experts is run without values up to them.
+        """
+        found: list[torch.dtype] = []
+
+        def stop(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            _, _, weights = (*given, *named.values())
+            found.append(weights.dtype)
+            raise _Reached
+
+        block = self.model.get_submodule(name.rpartition(".")[0])
+        x = torch.empty(1, 1, self.model.config.get_text_config().hidden_size, dtype=torch.bfloat16, device="meta")
+        with self.model.get_submodule(name).register_forward_pre_hook(stop, with_kwargs=True), suppress(_Reached):
+            block(x)
+        return found[0] == torch.bfloat16
+
+
+class _Reached(Exception):
+    """The experts were called."""
 
 
 def owner_in_files(model: Any, name: str) -> str:
@@ -72,16 +97,16 @@ def owner_in_files(model: Any, name: str) -> str:
     return stored_name(model, down).rpartition(".")[0]
 
 
-def method_for(config: Any, layer: Any, prefix: str, owners: Mapping[str, str], base: type) -> Any:
+def method_for(config: Any, layer: Any, prefix: str, outline: Outline, base: type) -> Any:
     """The quantisation method of vLLM's experts `layer`, which it calls `prefix`; None where they stay float.
 
-    config: an `FqnToConfig`, which names experts that are quantised. owners: as `owners_in_files` gives them. base:
-    vLLM's FusedMoEMethodBase.
+    config: an `FqnToConfig`, which names experts that are quantised. outline: of the model that is served. base: vLLM's
+    FusedMoEMethodBase.
 
     Raises:
         ValueError: the experts are quantised and are computed in a way that packed experts have no form for.
     """
-    by_name, name = getattr(config, "fqn_to_config", {}), owners.get(prefix, prefix)
+    by_name, name = getattr(config, "fqn_to_config", {}), outline.owners.get(prefix, prefix)
     keys = {weight: key_of(by_name, name, default=False, parameter=stack) for weight, stack in STACKS.items()}
     configs = {weight: None if key is None else by_name[key] for weight, key in keys.items()}
     if all(c is None for c in configs.values()):
@@ -99,17 +124,20 @@ def method_for(config: Any, layer: Any, prefix: str, owners: Mapping[str, str], 
                 f"{name}: packed experts are not served with {what}: leave the experts out of quantize_, or serve what "
                 "aoquant.export writes"
             )
-    return _class(base)(moe, configs, _GATES[layer.activation.value])
+    return _class(base)(moe, configs, _GATES[layer.activation.value], outline.rounds_routing(name))
 
 
 class ExpertsMethod:
-    """The part of a vLLM quantisation method that is ours; its base class is vLLM's FusedMoEMethodBase."""
+    """The part of a vLLM quantisation method that is ours; its base class is vLLM's FusedMoEMethodBase.
+
+    configs: of `w13_weight` and `w2_weight`, None for float. act: of the gate. rounds: `Outline.rounds_routing`.
+    """
 
     moe: Any
 
-    def __init__(self, moe: Any, configs: Mapping[str, Any], act: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, moe: Any, configs: Mapping[str, Any], act: Callable[[Tensor], Tensor], rounds: bool) -> None:
         super().__init__(moe)  # type: ignore[call-arg]
-        self.configs, self.act = configs, act
+        self.configs, self.act, self.rounds = configs, act, rounds
 
     def create_weights(
         self,
@@ -143,6 +171,7 @@ class ExpertsMethod:
         if layer.expert_map is not None:  # this rank has some experts; -1 is another's
             topk_ids = layer.expert_map[topk_ids]
             topk_ids = topk_ids.masked_fill(topk_ids < 0, layer.w2_weight.shape[0])
+        topk_weights = topk_weights.to(x.dtype) if self.rounds else topk_weights  # vLLM's are float32
         return multiplied(x, topk_ids, topk_weights, layer.w13_weight, layer.w2_weight, self.act)
 
 

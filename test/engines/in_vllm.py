@@ -3,10 +3,11 @@
     python in_vllm.py FOLDER REQUEST
 
 REQUEST is a file of torch.save with `layers` {name of Hugging Face: (input, output)}, `ids` (windows, tokens), and
-where wanted `experts` {name in files: (input, experts of each token, their weights, output)}, `task`, a folder with lm-eval's task, its `window` and `limit`; `tensor_parallel`; `lora`, a peft folder,
-with which next tokens are asked; `sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow
-before anything is measured. Written to REQUEST.found: the outputs of every fused layer, log-probabilities, perplexity,
-and whether aoquant was imported.
+where wanted `experts` {name in files: (input, experts of each token, their weights, output)}, `task`, a folder with
+lm-eval's task, its `window` and `limit`; `tensor_parallel`; `expert_parallel`; `lora`, a peft folder, with which next
+tokens are asked; `sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow before anything is measured.
+Written to REQUEST.found: the outputs of every fused layer and of experts, log-probabilities, perplexity, and whether
+aoquant was imported.
 """
 
 from __future__ import annotations
@@ -56,10 +57,14 @@ def outputs(model: torch.nn.Module, layers: dict[str, Any]) -> dict[str, Any]:
 
 def experts_outputs(model: torch.nn.Module, experts: dict[str, Any]) -> dict[str, Any]:
     """Of every layer of experts: its weights' classes, its method's, and its output for the input and routing given."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
     found = {}
     for name, (x, ids, weights, y) in experts.items():
         layer = model.get_submodule(name).routed_experts
         got = layer.forward_modular(x.clone(), weights.float(), ids.int())
+        if layer.moe_config.tp_size > 1 or layer.use_ep:  # parts of a sum
+            got = tensor_model_parallel_all_reduce(got)
         kinds = type(layer.w13_weight).__name__, type(layer.w2_weight).__name__
         found[name] = {"got": got, "expected": y, "weights": kinds, "method": type(layer.quant_method).__name__}
     return found
@@ -139,6 +144,7 @@ def main(folder: str, request: Path) -> None:
         max_num_seqs=4,
         enable_prefix_caching=False,
         tensor_parallel_size=asked.get("tensor_parallel", 1),
+        enable_expert_parallel=asked.get("expert_parallel", False),
         enable_lora=lora is not None,
     )
     found: dict[str, Any] = {}

@@ -14,7 +14,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.engines import demo, engine_python, heldout, log_probabilities, request, serve
-from torch import nn
 from torchao.quantization import FqnToConfig
 
 import aoquant

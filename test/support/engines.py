@@ -42,9 +42,7 @@ def run_in(python: Path, script: str, *arguments: Any, **environment: str) -> st
 
 
 def request(model: PreTrainedModel, ids: torch.Tensor, **more: Any) -> dict[str, Any]:
-    """Inputs and outputs of every linear layer but the head, and of experts under their names in files; and what else is
-    asked.
-    """
+    """Inputs and outputs of every linear layer but the head and of experts (names in files), and what else is asked."""
     layers: dict[str, Any] = {}
     experts: dict[str, Any] = {}
     hooks = []
