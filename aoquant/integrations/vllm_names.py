@@ -23,12 +23,14 @@ from aoquant.integrations.safetensors_file import header
 
 
 def patch_loader(loader: Any) -> None:
-    """Patch vLLM's DefaultModelLoader: it reads folders of aoquant whose model has experts as `weights_in` does."""
+    """Patch vLLM's DefaultModelLoader for folders of aoquant: models with experts are read as `weights_in` does, and on a
+    CPU float layers keep their weights, which vLLM would pack away where `sync_vllm` does not reach them.
+    """
     stock = loader.get_all_weights
 
     @functools.wraps(stock)
     def all_weights(self: Any, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        if model_config.quantization == "torchao" and any(hasattr(m, "moe_config") for m in model.modules()):
+        if model_config.quantization == "torchao":
             found = self._prepare_weights(
                 model_name_or_path=model_config.model,
                 subfolder=None,
@@ -37,8 +39,12 @@ def patch_loader(loader: Any) -> None:
                 allow_patterns_overrides=None,
             )
             if is_ours(folder := Path(found[0])):
-                self.counter_before_loading_weights = time.perf_counter()  # vLLM logs how long it takes
-                return weights_in(folder)
+                for module in model.modules():
+                    if hasattr(module, "quant_method"):
+                        module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+                if any(hasattr(m, "moe_config") for m in model.modules()):
+                    self.counter_before_loading_weights = time.perf_counter()  # vLLM logs how long it takes
+                    return weights_in(folder)
         every: Iterator[tuple[str, Tensor]] = stock(self, model_config, model)
         return every
 

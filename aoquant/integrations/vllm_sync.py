@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from aoquant.export.experts import Weight, as_stored
 from aoquant.integrations.vllm_experts import STACKS, owner_in_files
@@ -75,6 +76,9 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
         own = {name for name, _ in model.named_parameters()}
         if loaded is not None and (missed := sorted(own - set(loaded))):
             raise ValueError(f"sync_vllm: vLLM's model has parameters that the model in training lacks: {missed[:5]}")
+        for module in model.modules():
+            if hasattr(module, "cpu_linear"):  # on a CPU vLLM's head multiplies by a packed copy of its weight
+                module.cpu_linear = F.linear  # type: ignore[assignment]
 
     llm.apply_model(load)
     llm.reset_prefix_cache()

@@ -5,9 +5,9 @@
 REQUEST is a file of torch.save with `layers` {name of Hugging Face: (input, output)}, `ids` (windows, tokens), and
 where wanted `experts` {name in files: (input, experts of each token, their weights, output)}, `task`, a folder with
 lm-eval's task, its `window` and `limit`; `tensor_parallel`; `expert_parallel`; `lora`, a peft folder, with which next
-tokens are asked; `sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow before anything is measured.
-Written to REQUEST.found: the outputs of every fused layer and of experts, log-probabilities, perplexity, and whether
-aoquant was imported.
+tokens are asked; `sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow before anything
+is measured. Written to REQUEST.found: the outputs of every fused layer and of experts, log-probabilities, perplexity,
+and whether aoquant was imported.
 """
 
 from __future__ import annotations

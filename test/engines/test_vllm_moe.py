@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import demo, engine_python, heldout, request, serve
+from support.engines import added, demo, engine_python, heldout, request, serve
 from support.moe_demo import FAMILIES, moe_demo
 from torch.nn import functional as F
 from torchao.quantization import FqnToConfig
@@ -110,7 +110,7 @@ def test_two_ranks_share_experts(parallel: str, tmp_path: Path) -> None:
             )
             mine = torch.where(experts // 4 == rank, experts, 8) if whole else experts
             parts.append(multiplied(x, mine, weights, w13, w2, F.silu))
-        asked["experts"][name] = (x, experts, weights, parts[0] + parts[1])
+        asked["experts"][name] = (x, experts, weights, added(*parts))
     aoquant.save_pretrained(model, tmp_path / "out", tokenizer)
     ranks = serve(tmp_path / "out", asked)["experts"]
     assert len(ranks) == 2

@@ -264,3 +264,9 @@ def test_other_folders_are_read_as_vllm_does(tmp_path: Path) -> None:
         asked = SimpleNamespace(model=str(tmp_path / folder), revision=None, quantization=method)
         first = next(iter(Loader().get_all_weights(asked, model)))[0]
         assert (first != "stock") == ours
+    floats = nn.Linear(1, 1)
+    floats.quant_method = None
+    Loader().get_all_weights(
+        SimpleNamespace(model=str(tmp_path / "ours"), revision=None, quantization="torchao"), floats
+    )
+    assert floats._cpu_skip_gemm_dispatch  # vLLM keeps its weight, which sync_vllm copies into

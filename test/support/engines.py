@@ -20,6 +20,8 @@ from aoquant.layers.experts import is_experts
 
 ROOT = Path(__file__).parents[2]
 IDS_SHAPE = (8, 256)
+# a CPU without bfloat16 instructions: vLLM's own kernels cut float32 off there instead of rounding it
+CUTS = "avx512_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
 
 
 def engine_python(name: str) -> Path:
@@ -72,6 +74,16 @@ def serve(folder: Path, asked: dict[str, Any], **environment: str) -> dict[str, 
     run_in(python, "in_vllm.py", folder, path, **environment)
     found: dict[str, Any] = torch.load(f"{path}.found", weights_only=False)
     return found
+
+
+def cut(values: torch.Tensor) -> torch.Tensor:
+    """float32 to bfloat16 by leaving out the low bits."""
+    return (values.float().contiguous().view(torch.int32) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def added(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The sum of two ranks' parts, as vLLM's CPU build makes it."""
+    return cut(a.float() + b.float()) if CUTS else a + b
 
 
 def demo(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
