@@ -185,7 +185,7 @@ def placeholder(config: Any, experts: int, n: int, k: int, dtype: torch.dtype) -
     if config is None:
         return torch.zeros(experts, n, k, dtype=dtype)
     one = nn.Sequential(nn.Linear(k, n, bias=False, dtype=dtype))
-    nn.init.zeros_(one[0].weight)
+    nn.init.zeros_(next(one.parameters()))
     quantize_(one, config)
     w: Any = one[0].weight.data
     assert isinstance(w, PackedTensor)

@@ -23,8 +23,8 @@ from aoquant.integrations.safetensors_file import header
 
 
 def patch_loader(loader: Any) -> None:
-    """Patch vLLM's DefaultModelLoader for folders of aoquant: models with experts are read as `weights_in` does, and on a
-    CPU float layers keep their weights, which vLLM would pack away where `sync_vllm` does not reach them.
+    """Patch vLLM's DefaultModelLoader for folders of aoquant: models with experts are read as `weights_in` does, and
+    float layers keep their weights on a CPU, where vLLM would pack them away from `sync_vllm`.
     """
     stock = loader.get_all_weights
 

@@ -152,7 +152,7 @@ def _float(tensor: Tensor, codes: bool) -> Tensor:
 
 
 def _unread(codes: bool) -> Tensor:
-    raise AssertionError("experts are read one by one")
+    raise AssertionError  # experts are read one by one
 
 
 def _check(

@@ -6,6 +6,7 @@ model, in vLLM's CPU build; compressed-tensors folders without aoquant, aoquant'
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,16 @@ from torchao.quantization import FqnToConfig
 import aoquant
 from aoquant import Hadamard, Int8WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.integrations.lm_eval import evaluate, write_task
-from aoquant.integrations.text import assets
+from aoquant.integrations.text import assets, load_documents
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 DOCUMENTS, WINDOW = 2, 256
 FUSED = {f"model.layers.{i}.{name}" for i in range(4) for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")}
 SINGLE = {f"model.layers.{i}.{name}" for i in range(4) for name in ("self_attn.o_proj", "mlp.down_proj")}
-# weights and activations of a compressed-tensors folder; the least share of a layer's outputs that are the same bits
+# weights and activations of a compressed-tensors folder; the least share of a layer's outputs that are the same bits.
+# With bfloat16 instructions the int4 kernel does not round (q - zp) * s; 99.99 % of outputs were equal on one such CPU.
 STOCK = {
-    "intx4-g128": (PackedWeightConfig("intx4-g128"), 0.999),  # its CPU kernel does not round (q - zp) * s
+    "intx4-g128": (PackedWeightConfig("intx4-g128"), 1.0 if CUTS else 0.999),
     "fp8": (PackedWeightConfig("fp8-row", "fp8-row-vllm-reciprocal"), 1.0),
     "int8": (PackedWeightConfig("int8-row", "int8-row-vllm-reciprocal"), 1.0),
 }
@@ -87,12 +89,27 @@ def scored(tmp_path: Path, tokenizer: Any) -> dict[str, Any]:
     return {"task": str(tmp_path / "task"), "window": WINDOW, "limit": DOCUMENTS, "prefix": tokenizer.eos_token_id}
 
 
+def of_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of every token but the first of each window."""
+    return torch.from_numpy(log_probabilities(model, ids))
+
+
+def unbiased(differences: torch.Tensor) -> float:
+    """Their standard deviation. Two engines whose layers are equal round attention, norms and the head in another way:
+    log-probabilities differ by chance, so their mean difference is zero but for its own standard error.
+    """
+    deviation, mean = differences.std().item(), differences.mean().item()
+    assert abs(mean) <= 4 * deviation / math.sqrt(len(differences)), f"mean {mean:.4f}, deviation {deviation:.4f}"
+    return deviation
+
+
 @pytest.mark.parametrize("name", STOCK)
 def test_compressed_tensors_without_aoquant(name: str, tmp_path: Path) -> None:
     config, least = STOCK[name]
     model, tokenizer, ids = prepared(config)
     asked = request(model, ids, **scored(tmp_path, tokenizer))
-    here = evaluate(model, tokenizer, window=WINDOW, limit=DOCUMENTS, progress=False).word_perplexity
+    here = evaluate(model, tokenizer, window=WINDOW, limit=DOCUMENTS, progress=False)
+    scores = of_tokens(model, ids)
     aoquant.quantize_(model, QATConfig(step="convert"))
     if CUTS and name != "fp8":
         layers = asked["layers"].items()
@@ -100,9 +117,16 @@ def test_compressed_tensors_without_aoquant(name: str, tmp_path: Path) -> None:
     folder = aoquant.export(model, tmp_path / "out", tokenizer=tokenizer)
     found = serve(folder, asked, VLLM_PLUGINS="lora_filesystem_resolver")
     assert not found["aoquant"]
-    print(f"{name}: equal outputs {share(found):.6f}; perplexity {here:.4f} here, {found['perplexity']:.4f} in vLLM")
+    noise = unbiased(found["log_probabilities"] - scores)
+    print(
+        f"{name}: equal outputs {share(found):.6f}; perplexity {here.word_perplexity:.4f} here, "
+        f"{found['perplexity']:.4f} in vLLM; log-probabilities {noise:.4f} apart"
+    )
     assert share(found) >= least
-    assert found["perplexity"] == pytest.approx(here, rel=0.01)
+    # lm-eval's score of all tokens, within four standard errors of so many differences
+    tokens = sum(len(tokenizer(page)["input_ids"]) for page in load_documents(assets() / "heldout.jsonl")[:DOCUMENTS])
+    apart = abs(math.log(found["perplexity"] / here.word_perplexity)) * sum(here.words)
+    assert apart <= 4 * noise * math.sqrt(tokens)
 
 
 @pytest.mark.parametrize("name", PLUGIN)
@@ -119,11 +143,6 @@ def test_any_format_by_the_plugin(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(v["got"], v["expected"]) for v in packed.values())
 
 
-def of_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of every token but the first of each window."""
-    return torch.from_numpy(log_probabilities(model, ids))
-
-
 def test_an_engine_follows_training(tmp_path: Path) -> None:
     """sync_vllm: outputs are those of the model after a step, in the tensors that the engine had."""
     model, tokenizer, ids = prepared("int4-g32")
@@ -137,15 +156,11 @@ def test_an_engine_follows_training(tmp_path: Path) -> None:
     sync = {"model": str(assets()), "recipe": "int4-g32", "weights": model.state_dict()}
     found = serve(tmp_path / "out", request(model, ids, sync=sync))
     assert share(found) == 1.0
-    # attention, norms and the head are vLLM's own, in bfloat16
     now, old = of_tokens(model, ids), of_tokens(converted, ids)
-    apart, before, moved = (
-        (a - b).abs().mean().item() for a, b in ((found["log_probabilities"], now), (found["before"], old), (now, old))
-    )
-    print(
-        f"log-probabilities: {apart:.4f} apart after a step, {before:.4f} before it; the step moved them by {moved:.4f}"
-    )
-    assert apart < moved / 4
+    after, before = unbiased(found["log_probabilities"] - now), unbiased(found["before"] - old)
+    print(f"log-probabilities: {after:.4f} apart after a step, {before:.4f} before it, in standard deviations")
+    # the same engine, the same layers' bits: as far apart as before, within four standard errors of two deviations
+    assert after - before <= 4 * math.hypot(after, before) / math.sqrt(2 * len(now))
 
 
 def test_two_ranks_share_the_weights(tmp_path: Path) -> None:
@@ -181,10 +196,13 @@ def test_adapters_run_beside_packed_weights(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "lora")
     windows = ids[:, :96].reshape(-1, 12)
     found = serve(tmp_path / "out", {"layers": {}, "ids": windows, "lora": str(tmp_path / "lora")})
+    apart = {}
     for name, context in (("adapted", nullcontext()), ("base", adapted.disable_adapter())):
         with context, torch.no_grad():
             rows = adapted(windows).logits[:, -1].double().log_softmax(-1)
-        apart = max(abs(row[token].item() - p) for row, (token, p) in zip(rows, found[name], strict=True))
-        print(f"{name}: log-probabilities of next tokens at most {apart:.4f} apart")
-        assert apart < 0.3
+        assert rows.argmax(-1).tolist() == [token for token, _ in found[name]]  # 16 texts
+        apart[name] = max(abs(row[token].item() - p) for row, (token, p) in zip(rows, found[name], strict=True))
+        print(f"{name}: log-probabilities of next tokens at most {apart[name]:.4f} apart")
     assert [t for t, _ in found["adapted"]] != [t for t, _ in found["base"]]
+    # a layer with an adapter is rounded three times to bfloat16, A x, B A x and the sum, where one without is once
+    assert apart["adapted"] <= 4 * apart["base"]
