@@ -55,13 +55,21 @@ PLUGIN = {
 
 
 def cutting(weight: aoquant.PackedTensor, x: torch.Tensor) -> torch.Tensor:
-    """The product of vLLM's integer kernels on a CPU without bfloat16 instructions: every rounding to bfloat16 cuts."""
+    """The product of vLLM's integer kernels on a CPU without bfloat16 instructions: every rounding to bfloat16 cuts.
+
+    int4: code * scale is cut, and sums are float32 in K's order. int8: sums are exact, the weight's scale comes first.
+    """
+    assert weight.scale is not None
+    scale = weight.scale.float()
     if weight.recipe.fprop_input is None:
-        values = cut(weight.dequantize(torch.float32))
-        return cut((x.double() @ values.double().t()).float())
+        values = cut(weight._with([weight.qdata, scale, None, None, None]).dequantize(torch.float32)).float()
+        y = torch.zeros(len(x), len(weight))
+        for x_k, w_k in zip(x.float().unbind(1), values.unbind(1), strict=True):
+            y += torch.outer(x_k, w_k)
+        return cut(y)
     e = weight.recipe.fprop_input.encode(x)
-    assert e.scale is not None and weight.scale is not None
-    return cut((e.codes.double() @ weight.qdata.double().t()).float() * e.scale * weight.scale.float().t())
+    assert e.scale is not None
+    return cut((e.codes.double() @ weight.qdata.double().t()).float() * scale.t() * e.scale)
 
 
 def share(found: dict[str, Any]) -> float:

@@ -20,8 +20,10 @@ from aoquant.layers.experts import is_experts
 
 ROOT = Path(__file__).parents[2]
 IDS_SHAPE = (8, 256)
-# a CPU without bfloat16 instructions: vLLM's own kernels cut float32 off there instead of rounding it
-CUTS = "avx512_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+CPU = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+CUTS = (
+    "avx512_bf16" not in CPU
+)  # without bfloat16 instructions vLLM's own kernels cut float32 off instead of rounding it
 
 
 def engine_python(name: str) -> Path:
