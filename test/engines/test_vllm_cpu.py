@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.engines import CUTS, added, cut, demo, engine_python, heldout, log_probabilities, request, serve
+from support.engines import CUTS, added, cut, demo, engine_python, heldout, log_probabilities, request, serve, unbiased
 from torch.nn import functional as F
 from torchao.quantization import FqnToConfig
 
@@ -100,15 +100,6 @@ def scored(tmp_path: Path, tokenizer: Any) -> dict[str, Any]:
 def of_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of every token but the first of each window."""
     return torch.from_numpy(log_probabilities(model, ids))
-
-
-def unbiased(differences: torch.Tensor) -> float:
-    """Their standard deviation. Two engines whose layers are equal round attention, norms and the head in another way:
-    log-probabilities differ by chance, so their mean difference is zero but for its own standard error.
-    """
-    deviation, mean = differences.std().item(), differences.mean().item()
-    assert abs(mean) <= 4 * deviation / math.sqrt(len(differences)), f"mean {mean:.4f}, deviation {deviation:.4f}"
-    return deviation
 
 
 @pytest.mark.parametrize("name", STOCK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from functools import partial
@@ -105,3 +106,13 @@ def log_probabilities(model: PreTrainedModel, ids: torch.Tensor) -> np.ndarray:
     """Of every token but the first of each window."""
     rows = [model(window[None]).logits[0, :-1].double().log_softmax(-1) for window in ids]
     return torch.cat([r.gather(1, w[1:, None])[:, 0] for r, w in zip(rows, ids, strict=True)]).numpy()
+
+
+def unbiased(differences: torch.Tensor) -> float:
+    """The standard deviation of log-probabilities' differences between two engines whose layers are equal, and which
+    round attention, norms and the head otherwise: they differ by chance, so the mean is within four standard errors of
+    zero.
+    """
+    deviation, mean = differences.std().item(), differences.mean().item()
+    assert abs(mean) <= 4 * deviation / math.sqrt(len(differences)), f"mean {mean:.4f}, deviation {deviation:.4f}"
+    return deviation
