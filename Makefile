@@ -15,7 +15,7 @@ STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup kernels cpu-kernels demo test gpu-test gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
+.PHONY: setup kernels cpu-kernels demo test gpu-test sanitize gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,10 @@ test: setup
 # tests run where there are two devices. Without a device this fails instead of skipping everything.
 gpu-test: setup
 	AOQUANT_REQUIRE_GPU=1 $(PYTEST) -n $(GPU_WORKERS) --dist loadgroup --durations 10 -m "$(GPU_MARKS)"
+
+# compute-sanitizer over every CUDA kernel; needs it on the path, Hopper and `make kernels`.
+sanitize: setup
+	$(BIN)/python benchmarks/sanitize.py
 
 # What benchmarks/results holds of a GPU, about five minutes.
 gpu-bench: setup

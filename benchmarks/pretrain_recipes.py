@@ -44,6 +44,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "quartet2, nearest": {"recipe": "quartet2", "backward": "rht128+nvfp4"},
     "nvfp4": {"recipe": "nvfp4"},
     "gridflip": {"recipe": "gridflip"},
+    # formats by GEMM direction (docs/hybrid.md)
+    "fp8-hybrid": {"recipe": "fp8-hybrid"},
+    "mxfp8-hp": {"recipe": "mxfp8-hp"},
+    "nvfp4-hp": {"recipe": "nvfp4-hp"},
+    "mxfp8-nvfp4": {"recipe": "mxfp8-nvfp4"},
+    "nvfp4-mxfp8": {"recipe": "nvfp4-mxfp8"},
+    "nvfp4-training": {"recipe": "nvfp4-training"},
 }
 # What the recipes promise, as differences.
 PAIRS = [
@@ -51,6 +58,10 @@ PAIRS = [
     ("quartet", "quartet2"),
     ("quartet, nearest", "quartet"),
     ("quartet2, nearest", "quartet2"),
+    ("fp8-hybrid", "bf16"),
+    ("mxfp8-nvfp4", "mxfp8-hp"),  # an NVFP4 backward under the same forward
+    ("nvfp4-mxfp8", "nvfp4-hp"),
+    ("nvfp4-training", "nvfp4-hp"),
 ]
 MODEL = {"vocab": 4096, "hidden": 256, "intermediate": 768, "layers": 6, "heads": 4, "kv_heads": 2, "window": 256}
 TRAINING = {"batch": 32, "lr": 1e-3, "decay_fraction": 1.0, "anneal_fraction": 0.0, "log_every": 50}

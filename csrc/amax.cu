@@ -1,10 +1,10 @@
-// Largest finite magnitude of a tensor, as partial maxima that the next kernel finishes: no atomics, no cleared buffer,
-// no sync.
+// Largest magnitude of a tensor, as partial maxima that the next kernel finishes: no atomics, no cleared buffer, no sync.
 //
-// Magnitudes are compared as the integers that their bits are, in x's own dtype, which sort like the values. NaN and
-// Inf count as 0: plus one more in the exponent's last place they are negative, and no finite value is. Two values of
-// 16 bits in a word are compared at once.
+// Magnitudes are compared as the integers that their bits are, in x's own dtype, which sort like the values, NaN on top.
+// Where only finite ones count, NaN and Inf count as 0: plus one more in the exponent's last place they are negative, and
+// no finite value is. Two values of 16 bits in a word are compared at once.
 #include "common.cuh"
+#include "grids.cuh"
 
 namespace aoquant {
 namespace {
@@ -12,11 +12,11 @@ namespace {
 // blocks on each multiprocessor of an H200: 64 KB in flight there
 constexpr int PARTIALS = 528, THREADS = 256, UNROLL = 4, RESIDENT = 4;
 
-// The values of a word: which bits are magnitudes, and one in the exponent's last place of each.
-template <typename T>
+// The values of a word: which bits are magnitudes, and one in the exponent's last place of each, or 0 where all count.
+template <typename T, bool FINITE>
 struct Word {
   static constexpr uint32_t MAGNITUDE = sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu;
-  static constexpr uint32_t ONE = sizeof(T) == 4 ? 0x00800000u : std::is_same_v<T, __half> ? 0x04000400u : 0x00800080u;
+  static constexpr uint32_t ONE = !FINITE ? 0 : sizeof(T) == 4 ? 0x00800000u : std::is_same_v<T, __half> ? 0x04000400u : 0x00800080u;
 
   static __device__ __forceinline__ uint32_t shifted(uint32_t w) { return (w & MAGNITUDE) + ONE; }
   static __device__ __forceinline__ uint32_t most(uint32_t a, uint32_t b, uint32_t c) {
@@ -29,7 +29,7 @@ struct Word {
     if constexpr (sizeof(T) == 4) return w;
     else if constexpr (std::is_same_v<T, __half>) {
       float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
-      return max(__float_as_uint(v.x), __float_as_uint(v.y));
+      return max(__float_as_uint(v.x) & 0x7FFFFFFFu, __float_as_uint(v.y) & 0x7FFFFFFFu);
     } else return max(w << 16, w & 0xFFFF0000u);
   }
 };
@@ -46,9 +46,9 @@ __device__ __forceinline__ uint4 load_if(const uint4* p, bool there) {
 }
 
 // n is a count of 16-byte vectors.
-template <typename T>
-__global__ void __launch_bounds__(THREADS, RESIDENT) finite_absmax_kernel(const uint4* __restrict__ x, int32_t* __restrict__ partials, int64_t n) {
-  using W = Word<T>;
+template <typename T, bool FINITE>
+__global__ void __launch_bounds__(THREADS, RESIDENT) absmax_kernel(const uint4* __restrict__ x, int32_t* __restrict__ partials, int64_t n) {
+  using W = Word<T, FINITE>;
   let_next_begin();
   wait_for_inputs();
   uint32_t most = W::ONE;
@@ -74,8 +74,26 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) finite_absmax_kernel(const 
   }
 }
 
+// *outer = max(the largest magnitude * times, least), NaN if there is one.
+__global__ void __launch_bounds__(THREADS) outer_kernel(const int32_t* partials, float* outer, float times, float least) {
+  __shared__ uint32_t warps[THREADS / 32];
+  let_next_begin();
+  wait_for_inputs();
+  uint32_t most = 0;
+  for (int i = threadIdx.x; i < PARTIALS; i += THREADS) most = max(most, uint32_t(partials[i]));
+  most = __reduce_max_sync(0xFFFFFFFFu, most);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int j = 0; j < THREADS / 32; ++j) most = max(most, warps[j]);
+    *outer = max_nan(__fmul_rn(__uint_as_float(most), times), least);
+  }
+}
+
 // (PARTIALS,) int32: bits of float32. x is contiguous, starts on 16 bytes and holds a multiple of 16 bytes.
-Tensor finite_absmax(const Tensor& x) {
+template <bool FINITE>
+Tensor absmax(const Tensor& x) {
   check_floats(x);
   auto type = x.scalar_type();
   int64_t bytes = x.numel() * (type == ScalarType::Float ? 4 : 2);
@@ -87,16 +105,34 @@ Tensor finite_absmax(const Tensor& x) {
     launch_early(kernel, PARTIALS, THREADS, current_stream(x), static_cast<const uint4*>(x.data_ptr()), static_cast<int32_t*>(partials.data_ptr()),
                  bytes / 16);
   };
-  if (type == ScalarType::BFloat16) launch(finite_absmax_kernel<__nv_bfloat16>);
-  else if (type == ScalarType::Half) launch(finite_absmax_kernel<__half>);
-  else launch(finite_absmax_kernel<float>);
+  if (type == ScalarType::BFloat16) launch(absmax_kernel<__nv_bfloat16, FINITE>);
+  else if (type == ScalarType::Half) launch(absmax_kernel<__half, FINITE>);
+  else launch(absmax_kernel<float, FINITE>);
   check_launch();
   return partials;
 }
 
+// (1, 1) float32: NVFP4's outer scale of a tensor, formats/blockscaled.py's `measure`.
+Tensor outer_scale(const Tensor& x, double times, double least) {
+  const Tensor partials = absmax<false>(x);
+  DeviceGuard guard(x.get_device_index());
+  int64_t size[] = {1, 1};
+  Tensor outer = torch::stable::new_empty(x, {size, 2}, ScalarType::Float);
+  launch_early(outer_kernel, 1, THREADS, current_stream(x), static_cast<const int32_t*>(partials.data_ptr()), static_cast<float*>(outer.data_ptr()),
+               float(times), float(least));
+  check_launch();
+  return outer;
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) { m.def("finite_absmax(Tensor x) -> Tensor"); }
-STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CUDA, m) { m.impl("finite_absmax", TORCH_BOX(&finite_absmax)); }
+STABLE_TORCH_LIBRARY_FRAGMENT(aoquant_native, m) {
+  m.def("finite_absmax(Tensor x) -> Tensor");
+  m.def("outer_scale(Tensor x, float times, float least) -> Tensor");
+}
+STABLE_TORCH_LIBRARY_IMPL(aoquant_native, CUDA, m) {
+  m.impl("finite_absmax", TORCH_BOX(&absmax<true>));
+  m.impl("outer_scale", TORCH_BOX(&outer_scale));
+}
 
 }  // namespace aoquant

@@ -9,6 +9,8 @@ Building is an offer, never a condition: without nvcc or without a CUDA torch th
 says why. AOQUANT_BUILD_CSRC=1 makes that an error, =0 leaves the kernels out. TORCH_CUDA_ARCH_LIST chooses
 architectures as it does for other extensions; without it, those of the devices at hand, or every architecture known
 here. What is older than the sources can be compiled for is left out, and said.
+
+AOQUANT_ASSERT=1 builds a slower library for debugging, in which kernels check their bounds (check.cuh).
 """
 
 from __future__ import annotations
@@ -133,12 +135,24 @@ def gencode(architecture: str) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{digits},code=compute_{digits}"] if plus else flags
 
 
+def assertions() -> list[str]:
+    """nvcc's flags for AOQUANT_ASSERT.
+
+    Raises:
+        SystemExit: it is neither 0, 1 nor unset.
+    """
+    asked = os.environ.get("AOQUANT_ASSERT", "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"AOQUANT_ASSERT must be 1 (kernels check their bounds), 0 or unset, got {asked!r}")
+    return ["-DAOQUANT_ASSERT"] if asked == "1" else []
+
+
 def compile_command(nvcc: str, torch_root: Path, source: Path, target: Path, archs: Sequence[str]) -> list[str]:
     """nvcc's arguments that make an object of one source."""
     return [
         nvcc, "-c", str(source), "-o", str(target), "-std=c++17", "-O3", "-fmad=false", "-lineinfo",
         "-Xcompiler", "-fPIC,-fvisibility=hidden", f"-I{FOLDER}", "-isystem", str(torch_root / "include"),
-        "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION=0x{TORCH_ABI:016x}ull",
+        "-DUSE_CUDA", *assertions(), f"-DTORCH_TARGET_VERSION=0x{TORCH_ABI:016x}ull",
         *(flag for a in archs for flag in gencode(a)),
     ]  # fmt: skip
 

@@ -6,6 +6,7 @@
 // decide. The bytes are the format's either way.
 #pragma once
 
+#include "check.cuh"
 #include "grids.cuh"
 
 namespace aoquant {
@@ -131,6 +132,7 @@ __device__ __forceinline__ void encode_block(
   constexpr int N = COUNT<EFFORT>;
   constexpr uint32_t ALL = (1u << N) - 1;
   constexpr bool FLIPS = EFFORT > FOUR_OVER_SIX;
+  DEVICE_ASSERT(block >= 0 && block < p.rows * p.groups);
   float x[16], a = in.amax(), pos = 0.0f, neg = 0.0f, c = 0.0f;
   in.unpack(x);
   bool finite = a < INFINITY;
@@ -236,6 +238,7 @@ __device__ __forceinline__ void encode_tile(const Args& p, const Outer& o, const
   const T* from = static_cast<const T*>(p.x);
   int64_t row = tile / p.groups * p.tile, group = tile % p.groups;
   int height = int(min(int64_t(p.tile), p.rows - row));
+  DEVICE_ASSERT(row < p.rows && height > 0);
   float x[16], a = 0.0f, pos = 0.0f, neg = 0.0f;
   bool finite = true;
   auto load = [&](int r) {

@@ -101,7 +101,8 @@ bool alike(const DecodeProduct& a, const DecodeProduct& b) {
 
 }  // namespace
 
-void decode_into(const DecodeProduct* products, int64_t count, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x) {
+void decode_into(const DecodeProduct* products, int64_t count, const Tensor& like, const void* x, int64_t m, int64_t k, const Alpha& alpha_x,
+                 bool encodes) {
   int64_t next = 0;
   while (next < count) {
     DecodeArgs args[SIBLINGS];
@@ -120,6 +121,7 @@ void decode_into(const DecodeProduct* products, int64_t count, const Tensor& lik
       a.alpha_x_stride = alpha_x.rows;
       a.y = p.y.data_ptr();
       a.m = int(m);
+      a.encodes = encodes;
       if (taken > 0) args[taken - 1].sibling = &a;
       ++taken;
     }

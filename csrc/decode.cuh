@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "decode_call.cuh"
+#include "encode_here.cuh"
 
 // The library may hold code for other architectures too; these kernels are empty there, and are never launched.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -117,6 +118,19 @@ struct Scale {
   uint32_t s[2], z[2];
 };
 
+// Whether W holds `bytes` of codes at p, and whether scale i is one of its scales, those of 32 values as one (int4: of a
+// group). For DEVICE_ASSERT.
+__device__ __forceinline__ bool holds_codes(const DecodeArgs& a, const uint8_t* p, int bytes) {
+  return p >= a.codes && p + bytes <= a.codes + int64_t(a.n) * (a.k / 2);
+}
+template <int F>
+__device__ __forceinline__ bool holds_scale(const DecodeArgs& a, uint32_t i) {
+  return i < ((uint32_t(a.n - 1) >> a.tile_log2) + 1) * (F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32);
+}
+__device__ __forceinline__ bool holds_x(const DecodeArgs& a, int token, int at, int values) {
+  return token >= 0 && token < a.m && at >= 0 && at + values <= a.k;
+}
+
 // A number of 1 or 2 bytes, or 0. Predicated, because a selection after the load would wait for it; volatile, so that
 // it stays behind the wait for the kernel that wrote what it reads.
 template <int BYTES>
@@ -134,6 +148,7 @@ template <int F>
 __device__ __forceinline__ RawScale load_scale(const DecodeArgs& a, uint32_t row, int at, bool inside) {
   RawScale r;
   const uint32_t i = row + (F == INT4 ? uint32_t(at) >> a.group_log2 : uint32_t(at) / 32);
+  DEVICE_ASSERT(!inside || holds_scale<F>(a, i));
   r.s = load_if<F == MXFP4 ? 1 : 2>(static_cast<const uint8_t*>(a.scale) + uint64_t(i) * (F == MXFP4 ? 1 : 2), inside);
   r.z = F == INT4 ? load_if<2>(static_cast<const uint8_t*>(a.zero) + uint64_t(i) * 2, inside) : 0;
   return r;
@@ -207,6 +222,7 @@ constexpr int64_t PREFETCHED = 1 << 22;  // values of W
 template <int F, int ROWS>
 __device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first) {
   if (int64_t(a.n) * a.k > PREFETCHED) return;
+  DEVICE_ASSERT(first < a.n);
   const int rows = min(ROWS, a.n - first), width = F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16);
   if (threadIdx.x == 0)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a.codes + int64_t(first) * (a.k / 2)), "r"(rows * (a.k / 2)) : "memory");
@@ -240,13 +256,18 @@ __device__ __forceinline__ float bias_of(const DecodeArgs& a, int n) {
 
 // One output, scaled and biased, before its rounding.
 template <typename T>
-__device__ __forceinline__ float finished(const DecodeArgs& a, float v, int m, int n) {
-  return v * a.times * alpha_x_of(a, m) * alpha_w_of(a, n) + bias_of<T>(a, n);
+__device__ __forceinline__ float finished(const DecodeArgs& a, float v, float alpha_x, int n) {
+  return v * a.times * alpha_x * alpha_w_of(a, n) + bias_of<T>(a, n);
 }
 
 template <typename T>
+__device__ __forceinline__ void store(const DecodeArgs& a, float v, float alpha_x, int m, int n) {
+  DEVICE_ASSERT(m >= 0 && m < a.m && n >= 0);
+  if (n < a.n) static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(finished<T>(a, v, alpha_x, n));
+}
+template <typename T>
 __device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n) {
-  if (n < a.n) static_cast<T*>(a.y)[int64_t(m) * a.n + n] = T(finished<T>(a, v, m, n));
+  store<T>(a, v, alpha_x_of(a, m), m, n);
 }
 
 // W's that share a launch, of one shape, each with rows of blocks of its own.
@@ -255,16 +276,14 @@ struct Several {
   DecodeArgs of[COUNT];
 };
 
-// TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16 rows of W a block. WARPS: of a
-// block, along K. D: steps in flight a warp.
-template <int F, typename T, int TOKENS, int RT, int WARPS, int D, int COUNT>
-__global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
-  const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
-  extern __shared__ __align__(128) uint8_t shared[];
+// A block's rows of y, from first_row of W on. TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16
+// rows of W a block. WARPS: of a block, along K. D: steps in flight a warp. ENCODES: x is encoded here, all of it. shared:
+// `shared_bytes` of it, or `encoded_bytes` if that is more.
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D, bool ENCODES = false>
+__device__ __forceinline__ void multiply(const DecodeArgs& a, const int first_row, uint8_t* shared) {
   constexpr int THREADS = 32 * WARPS, ROWS = 16 * RT, MT = (TOKENS + 7) / 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int first_row = blockIdx.x * ROWS;
   const int steps = (a.k + 127) / 128, mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS : 0;
   const int tokens = min(a.m, TOKENS);
 
@@ -279,11 +298,11 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
       scales[r][h] = (row >> a.tile_log2) * (F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32);
     }
 
-  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the warp that multiplies it. Chunk c of a
-  // token holds k = 8 c ...; lane t wants chunks 4 t + j, and at 4 j + t what a warp reads at once is contiguous.
+  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the warp that multiplies it. Where the block
+  // encodes x, all steps lie there instead.
   uint8_t* ring = shared + warp * D * TOKENS * 256;
   const int chunk = lane % 16, helped = lane / 16;
-  const uint32_t to = uint32_t(__cvta_generic_to_shared(ring)) + helped * 256 + (((chunk % 4) * 4 + chunk / 4) ^ ((helped & 1) * 4)) * 16;
+  const uint32_t to = uint32_t(__cvta_generic_to_shared(ring)) + helped * 256 + chunk_place(chunk, helped);
   const T* from = static_cast<const T*>(a.x) + (helped < tokens ? int64_t(helped) * a.k : 0) + chunk * 8;
 
   uint4 codes[D][RT][2];
@@ -303,31 +322,43 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
       for (int r = 0; r < RT; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+          DEVICE_ASSERT(holds_codes(a, rows[r][h] + at / 2, 16));
           codes[stage][r][h] = load_codes(rows[r][h] + at / 2);
           raw[stage][r][h] = load_scale<F>(a, scales[r][h], at, lane_start < a.k);
         }
       const bool inside = start + chunk * 8 < a.k;
 #pragma unroll
-      for (int u = 0; u < (TOKENS + 1) / 2; ++u)
+      for (int u = 0; u < (ENCODES ? 0 : (TOKENS + 1) / 2); ++u)
         if (TOKENS % 2 == 0 || helped + 2 * u < TOKENS) {
           const bool there = inside && helped + 2 * u < tokens;  // zero where there is none
+          DEVICE_ASSERT(!there || holds_x(a, helped + 2 * u, start + chunk * 8, 8));
           copy_async(to + (stage * TOKENS + 2 * u) * 256, there ? from + int64_t(2 * u) * a.k + start : from, there);
         }
     }
-    asm volatile("cp.async.commit_group;");
+    if constexpr (!ENCODES) asm volatile("cp.async.commit_group;");
   };
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
-  prefetch_rows<F, ROWS>(a, first_row);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
+  auto fetch_first = [&] {
 #pragma unroll
-  for (int d = 0; d < D - 1; ++d) fetch(d, d);
+    for (int d = 0; d < D - 1; ++d) fetch(d, d);
+  };
+  __shared__ float alpha_here[TOKENS];
+  __shared__ uint32_t most_here[TOKENS];
+  if constexpr (ENCODES) {
+    EncodedHere<T, THREADS, NVFP4_ROW> x(a, tokens);
+    fetch_first();
+    encode_steps(x, shared, alpha_here, most_here);
+  } else {
+    fetch_first();
+  }
   for (int base = 0; base < mine; base += D) {
 #pragma unroll
     for (int d = 0; d < D; ++d) {
       const int i = base + d;
       if (i >= mine) break;
-      asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
+      if constexpr (!ENCODES) asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
       // every lane's copies of this step are there, and no lane still reads the stage that is filled next
       __syncwarp();
       fetch((d + D - 1) % D, i + D - 1);
@@ -348,7 +379,10 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
           uint4 v = make_uint4(0, 0, 0, 0);
-          if (TOKENS >= 8 || g < TOKENS)
+          if (ENCODES) {  // a lane without a token reads another lane's; its sums are not stored
+            const int token = min(8 * m + g, tokens - 1);
+            v = *reinterpret_cast<const uint4*>(shared + ((warp + i * WARPS) * tokens + token) * 256 + ((4 * j + t) ^ ((token & 1) * 4)) * 16);
+          } else if (TOKENS >= 8 || g < TOKENS)
             v = *reinterpret_cast<const uint4*>(ring + (d * TOKENS + 8 * m + g) * 256 + ((4 * j + t) ^ ((g & 1) * 4)) * 16);
           const uint32_t x0 = __byte_perm(v.x, v.z, 0x5410), x1 = __byte_perm(v.x, v.z, 0x7632);
           const uint32_t x2 = __byte_perm(v.y, v.w, 0x5410), x3 = __byte_perm(v.y, v.w, 0x7632);
@@ -385,8 +419,27 @@ __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Sev
     float v = partial[token * PITCH + row];
 #pragma unroll
     for (int w = 1; w < WARPS; ++w) v += partial[(w * TOKENS + token) * PITCH + row];
-    store<T>(a, v, token, first_row + row);
+    store<T>(a, v, ENCODES ? alpha_here[token] : alpha_x_of(a, token), token, first_row + row);
   }
+}
+#endif
+
+template <int TOKENS, int RT, int WARPS, int D>
+constexpr int shared_bytes() {
+  constexpr int ring = WARPS * D * TOKENS * 256, partial = WARPS * TOKENS * (16 * RT + 4) * 4;
+  return ring > partial ? ring : partial;
+}
+
+// Shared memory for x of m rows that is encoded here.
+inline int encoded_bytes(const DecodeArgs& a) { return (a.k + 127) / 128 * a.m * 256; }
+
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D, int COUNT, bool ENCODES>
+__global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Several<COUNT> several) {
+#ifdef AOQUANT_HOPPER
+  const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
+  extern __shared__ __align__(128) uint8_t shared[];
+  prefetch_rows<F, 16 * RT>(a, blockIdx.x * 16 * RT);
+  multiply<F, T, TOKENS, RT, WARPS, D, ENCODES>(a, blockIdx.x * 16 * RT, shared);
 #endif
 }
 
@@ -412,19 +465,33 @@ cudaError_t launch_kernel(K* kernel, dim3 blocks, int threads, int bytes, cudaSt
   return cudaLaunchKernelEx(&config, kernel, a...);
 }
 
-template <int F, typename T, int TOKENS, int RT, int WARPS, int D>
-cudaError_t launch(const DecodeArgs& a, cudaStream_t stream) {
-  constexpr int ROWS = 16 * RT, ring = WARPS * D * TOKENS * 256, partial = WARPS * TOKENS * (ROWS + 4) * 4, bytes = ring > partial ? ring : partial;
-  static_assert(D >= 2);
-  const unsigned blocks = (a.n + ROWS - 1) / ROWS;
-  if (!a.sibling) return launch_kernel<1>(kernel<F, T, TOKENS, RT, WARPS, D, 1>, blocks, 32 * WARPS, bytes, stream, Several<1>{a});
+// The kernel of one W, or that of several, with a row of blocks for each.
+template <typename One, typename Many>
+cudaError_t launch_siblings(One* one, Many* many, const DecodeArgs& a, int blocks, int threads, int bytes, cudaStream_t stream) {
+  if (!a.sibling) return launch_kernel<1>(one, blocks, threads, bytes, stream, Several<1>{a});
   Several<SIBLINGS> several;
   unsigned count = 0;
-  for (const DecodeArgs* one = &a; one && count < SIBLINGS; one = one->sibling) {
-    several.of[count] = *one;
+  for (const DecodeArgs* w = &a; w && count < SIBLINGS; w = w->sibling) {
+    several.of[count] = *w;
     several.of[count++].times = a.times;
   }
-  return launch_kernel<1>(kernel<F, T, TOKENS, RT, WARPS, D, SIBLINGS>, dim3(blocks, count), 32 * WARPS, bytes, stream, several);
+  return launch_kernel<1>(many, dim3(blocks, count), threads, bytes, stream, several);
+}
+
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D, bool ENCODES>
+cudaError_t launch_as(const DecodeArgs& a, cudaStream_t stream) {
+  constexpr int ROWS = 16 * RT, least = shared_bytes<TOKENS, RT, WARPS, D>();
+  static_assert(D >= 2);
+  const int x = ENCODES ? encoded_bytes(a) : 0, bytes = x > least ? x : least;
+  return launch_siblings(kernel<F, T, TOKENS, RT, WARPS, D, 1, ENCODES>, kernel<F, T, TOKENS, RT, WARPS, D, SIBLINGS, ENCODES>, a,
+                         (a.n + ROWS - 1) / ROWS, 32 * WARPS, bytes, stream);
+}
+
+template <int F, typename T, int TOKENS, int RT, int WARPS, int D>
+cudaError_t launch(const DecodeArgs& a, cudaStream_t stream) {
+  if constexpr (F == NVFP4)
+    if (a.encodes) return launch_as<F, T, TOKENS, RT, WARPS, D, true>(a, stream);
+  return launch_as<F, T, TOKENS, RT, WARPS, D, false>(a, stream);
 }
 
 }  // namespace decode

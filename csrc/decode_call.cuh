@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "check.cuh"
+
 namespace aoquant {
 
 enum Format { INT4 = 0, NVFP4 = 1, MXFP4 = 2, GRIDFLIP = 3, FP8 = 4 };
@@ -28,6 +30,7 @@ struct DecodeArgs {
   // On the host: another W of the same shape and format that multiplies the same x in the same launch, or null. Where
   // `decode_takes_siblings`.
   const DecodeArgs* sibling;
+  bool encodes;  // on the host: x is as the model has it, and the product encodes it by rows; `decode_encodes`
 };
 constexpr int SIBLINGS = 3;  // that a launch takes, at most: q, k and v
 
@@ -50,9 +53,27 @@ inline bool decode_reorders(int64_t m) { return m > 32; }
 // Whether decode_rows.cuh takes a W, for few rows of x.
 inline bool decode_is_large(int64_t n, int64_t k) { return n > 2048 && n * k >= (1 << 25); }
 
-// Whether W's of this shape may be siblings in one launch: decode.cuh's own kernel multiplies them.
+// Whether W's of this shape may be siblings in one launch: decode.cuh's own kernel multiplies them, or decode_fp8.cu's.
 inline bool decode_takes_siblings(int format, int64_t m, int64_t n, int64_t k) {
-  return format != FP8 && decode_is_few(m) && !decode_is_large(n, k);
+  return decode_is_few(m) && (format == FP8 || !decode_is_large(n, k));
+}
+
+// Units of 16 rows of W that a block of decode_fp8.cu has: such that the busiest of 132 multiprocessors has few.
+inline int decode_fp8_units(int64_t n) {
+  auto busiest = [&](int units) { return ((n + 16 * units - 1) / (16 * units) + 131) / 132 * units; };
+  if (n <= 16 * 132) return 1;
+  if (busiest(7) <= busiest(4) && busiest(7) <= busiest(2)) return 7;
+  return busiest(4) <= busiest(2) ? 4 : 2;
+}
+
+// Whether the product of few rows of x with an NVFP4 W may encode x itself, by rows of NVFP4, in place of a launch that
+// does so before it; and that with an fp8 W, by rows of fp8. Every block then encodes all of x, so that it pays for little
+// x and few blocks on a multiprocessor.
+inline bool decode_encodes(int format, int64_t m, int64_t n, int64_t k) {
+  if (!decode_is_few(m) || (format == NVFP4 ? decode_is_large(n, k) : format != FP8)) return false;
+  const int64_t narrow = n <= 2048 || (m <= 4 && n > 132 * 32 && n <= 6144), rows = format == FP8 ? 16 * decode_fp8_units(n) : narrow ? 16 : 32;
+  const int64_t blocks = (n + rows - 1) / rows;
+  return m * k * ((blocks + 131) / 132) <= 24 * 1024;
 }
 
 // Instantiated by decode_*.cu, one source a format.

@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(OnceLayout<RG, KG, D>::THREADS, 1) tiles_once(
       for (int q = 0; q < 4; ++q) {
         const bool there = i < mine && token < a.m && start + 32 * q + 8 * j < a.k;
         to.x[q] = make_uint4(0, 0, 0, 0);
+        DEVICE_ASSERT(!there || holds_x(a, token, start + 32 * q + 8 * j, 8));
         if (there) to.x[q] = __ldg(reinterpret_cast<const uint4*>(x + start + 32 * q));
       }
 #pragma unroll
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(OnceLayout<RG, KG, D>::THREADS, 1) tiles_once(
           copy_box(codes_map, base + turn.at * PLACE + X, (from + i) * 64, first_row, full + 8 * turn.at);
         }
         uint8_t* place = ring + turn.at * PLACE;
+        DEVICE_ASSERT(turn.at < D && first + 8 * (U - 1) < ROWS && from + i < steps);
         uint32_t* to = reinterpret_cast<uint32_t*>(place + X + W) + first * 4 + t;
 #pragma unroll
         for (int u = 0; u < U; ++u) to[32 * u] = F == INT4 ? ahead[p].scale[u].s | ahead[p].scale[u].z << 16 : ahead[p].scale[u].s;

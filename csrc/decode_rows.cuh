@@ -52,6 +52,7 @@ __device__ __forceinline__ void stage_by(const ScaleRows& s, uint32_t to, int ro
     const bool there = at < s.bytes;
     const uint8_t* source = s.from + uint64_t(uint32_t(min(s.first + r, s.last)) >> s.tile_log2) * s.bytes + (there ? at : 0);
     const uint32_t place = to + r * s.pitch + at;
+    DEVICE_ASSERT(at + UNIT <= s.pitch && (!there || at + UNIT <= s.bytes));
     if constexpr (UNIT == 1) asm volatile("st.shared.u8 [%0], %1;" ::"r"(place), "r"(there ? uint32_t(*source) : 0) : "memory");
     else if constexpr (UNIT == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(source) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(place), "l"(source), "n"(UNIT), "r"(there ? UNIT : 0) : "memory");
@@ -84,17 +85,16 @@ struct RowsLayout {
   static bool fits(const DecodeArgs& a) { return a.n >= ROWS && bytes(a, TOKENS) <= 227 * 1024; }  // whatever m is
 };
 
-// TOKENS: rows of x, at most, 8 or 16. RT: units of 16 rows of W a block. WARPS, CK: warps of a block, blocks of a
-// cluster, along K. S: steps ahead.
-template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
-__global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
+// A block's rows of y. TOKENS: rows of x, at most, 8 or 16. RT: units of 16 rows of W a block. WARPS, CK: warps of a block,
+// blocks of a cluster, along K. S: steps ahead. block: which of the W's, of a cluster too.
+template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
+__device__ __forceinline__ void multiply_large(const DecodeArgs& a, const int block, uint8_t* shared) {
   using Layout = RowsLayout<F, TOKENS, RT, WARPS, S, CK>;
-  extern __shared__ __align__(128) uint8_t shared[];
   constexpr int THREADS = 32 * WARPS, SLICES = CK * WARPS, MT = TOKENS / 8, UNITS = S * RT;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int rank = CK > 1 ? blockIdx.x % CK : 0, slice = rank * WARPS + warp, tokens = min(a.m, TOKENS), x_stage = Layout::x_stage(tokens);
-  const int first_row = min(int(blockIdx.x / CK) * Layout::ROWS, a.n - Layout::ROWS);
+  const int rank = CK > 1 ? block % CK : 0, slice = rank * WARPS + warp, tokens = min(a.m, TOKENS), x_stage = Layout::x_stage(tokens);
+  const int first_row = min(block / CK * Layout::ROWS, a.n - Layout::ROWS);
   const int steps = (a.k + 127) / 128, mine = steps > slice ? (steps - slice + SLICES - 1) / SLICES : 0;
   const bool tail = a.k % 128 != 0;  // then a step has lanes outside K: x is zero there, W the row's end, scales zero
   const int pitch = scale_pitch<F>(a), zeros = Layout::scales(a);
@@ -109,6 +109,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
     const uint8_t* from = tail && ahead > end ? end : ahead;
     const uint8_t *low = from + uint64_t(eight_rows) * (2 * (place % RT)), *high = from + uint64_t(eight_rows) * (2 * (place % RT) + 1);
     const uint32_t to = codes_to + place * Layout::UNIT;
+    DEVICE_ASSERT(!there || (holds_codes(a, low, 16) && holds_codes(a, high, 16)));
+    DEVICE_ASSERT(place >= 0 && place < UNITS);
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n"
         "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n@p cp.async.cg.shared.global.L2::128B [%2], [%3], 16;\n}\n"
@@ -128,7 +130,10 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
       const bool inside = x_at < a.k;
       const T* from = inside ? x_from : static_cast<const T*>(a.x);
       uint32_t to = x_to + s * x_stage;
-      for (int token = helped; token < tokens; token += 2, to += 2 * Layout::TOKEN, from += two_tokens) copy_async(to, from, inside);
+      for (int token = helped; token < tokens; token += 2, to += 2 * Layout::TOKEN, from += two_tokens) {
+        DEVICE_ASSERT(!inside || holds_x(a, token, x_at, 8));
+        copy_async(to, from, inside);
+      }
     }
     x_at += 128 * SLICES, x_from += 128 * SLICES;
   };
@@ -232,6 +237,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = 16 * r + g + 8 * (i / 2), token = 8 * m + 2 * t + i % 2;
+        DEVICE_ASSERT(at < Layout::ROWS);
         if (token < tokens) partial[(warp * tokens + token) * Layout::PITCH + at] = acc[r][m][i];
       }
   if constexpr (CK > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the first block runs
@@ -257,6 +263,14 @@ __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a)
       store<T>(a, v, token, first_row + at);
     }
   }
+}
+#endif
+
+template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
+__global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a) {
+#ifdef AOQUANT_HOPPER
+  extern __shared__ __align__(128) uint8_t shared[];
+  multiply_large<F, T, TOKENS, RT, WARPS, S, CK>(a, blockIdx.x, shared);
 #endif
 }
 

@@ -92,6 +92,7 @@ struct Columns {
     }
   }
   __device__ __forceinline__ void store(const DecodeArgs& a, float4 v, int m, int n) const {
+    DEVICE_ASSERT(m >= 0 && m < a.m && n >= 0);
     const float alpha_x = alpha_x_of(a, m);
     T y[4];
 #pragma unroll
@@ -121,12 +122,48 @@ struct TileLayout {
 };
 
 #ifdef AOQUANT_HOPPER
+// What the warps that multiply end with: their sums, added over groups and blocks, and written. thread: one of
+// Layout::MULTIPLY; row: of acc's first value; turn: the thread's group along K.
+template <typename T, typename Layout, int KG, int TM, int TN, int CK>
+__device__ __forceinline__ void write_tiles(const DecodeArgs& a, uint8_t* ring, const float (&acc)[TM / TN][TN / 2], uint32_t thread, int row, int turn,
+                                            int rank, int first_row, int first_token) {
+  constexpr int ROWS = Layout::ROWS;
+  const int t = thread % 4;
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");  // all products are made, and the ring is free
+  float* partial = reinterpret_cast<float*>(ring);
+#pragma unroll
+  for (int r = 0; r < TM / TN; ++r)
+#pragma unroll
+    for (int i = 0; i < TN / 2; ++i) {
+      const int token = r * TN + i / 4 * 8 + 2 * t + i % 2;
+      DEVICE_ASSERT(turn < KG && token < TM && row + 8 * (i / 2 % 2) < ROWS);
+      partial[(turn * TM + token) * Layout::PITCH + row + 8 * (i / 2 % 2)] = acc[r][i];
+    }
+  if constexpr (CK > 1) cluster_sync();
+  else asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");
+  constexpr int QUADS = ROWS / 4, EACH = Layout::MULTIPLY / QUADS, STRIDE = EACH * CK, ALL = TM / STRIDE, BATCH = ALL < 8 / CK / KG ? ALL : 8 / CK / KG;
+  const int column = thread % QUADS * 4, tokens = min(TM, a.m - first_token);
+  const Columns<T> columns(a, first_row + column);
+#pragma unroll 1
+  for (int token = rank * EACH + thread / QUADS; token < tokens; token += STRIDE * BATCH) {
+    float4 v[BATCH];  // several sums at once, because each waits for shared memory
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) v[b] = cluster_sum4<CK, KG>(partial + (token + b * STRIDE) * Layout::PITCH + column, TM * Layout::PITCH);
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b)
+      if (token + b * STRIDE < tokens) columns.store(a, v[b], first_token + token + b * STRIDE, first_row + column);
+  }
+  if constexpr (CK > 1)  // no block leaves while others read its shared memory
+    asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // What the warps that multiply do: sums of their steps out of the ring, added over groups and blocks, and written. base,
 // full, empty: addresses of the ring and of its barriers; thread: one of Layout::MULTIPLY.
 template <int F, typename T, typename Layout, int RG, int KG, int TM, int CK, int D>
 __device__ __forceinline__ void multiply_tiles(const DecodeArgs& a, uint8_t* ring, uint32_t base, uint32_t full, uint32_t empty, uint32_t thread,
                                                int warp, int rank, int first_row, int first_token, int mine) {
-  constexpr int ROWS = Layout::ROWS, PLACE = Layout::PLACE, X = Layout::X, W = Layout::W;
+  constexpr int PLACE = Layout::PLACE, X = Layout::X, W = Layout::W;
   const int lane = thread % 32;
   constexpr int TN = TM < 128 ? TM : 128;  // tokens of one wgmma
   const int g = lane / 4, t = lane % 4, row = warp % (4 * RG) * 16 + g, turn = warp / (4 * RG);
@@ -176,32 +213,55 @@ __device__ __forceinline__ void multiply_tiles(const DecodeArgs& a, uint8_t* rin
         if (j == 0 && (d > 0 || i0 > turn) && lane == 0) arrive(my_empty + 8 * (d > 0 ? d - KG : D - KG));
       }
     }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");  // all products are made, and the ring is free
-  float* partial = reinterpret_cast<float*>(ring);
+  write_tiles<T, Layout, KG, TM, TN, CK>(a, ring, acc, thread, row, turn, rank, first_row, first_token);
+}
+
+// What the four warps that fill the ring do: scales, through registers, and what `bring(step, place)` copies, which one
+// thread calls. warp: of the four; from, mine: the first step and how many.
+template <int F, typename Layout, int RG, int D, typename Bring>
+__device__ __forceinline__ void fill_ring(const DecodeArgs& a, uint8_t* ring, uint32_t full, uint32_t empty, int warp, bool copies, int first_row, int from,
+                                          int mine, Bring bring) {
+  constexpr int PLACE = Layout::PLACE, X = Layout::X, W = Layout::W;
+  constexpr int AHEAD = 2, U = 2 * RG;
+  const int lane = threadIdx.x % 32, first = warp * 16 * RG + lane / 4, t = lane % 4;
+  const int log2_steps = F == INT4 ? a.group_log2 - 5 : 0;  // steps that four scales of a row last for
+  // of a row, those of 32 values as one
+  const uint32_t scales = F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32;
+  uint32_t rows[U];
 #pragma unroll
-  for (int r = 0; r < TM / TN; ++r)
+  for (int u = 0; u < U; ++u) rows[u] = (uint32_t(min(first_row + first + 8 * u, a.n - 1)) >> a.tile_log2) * scales;
+  RawScale raw[AHEAD][U];
+  const int first_four = from >> log2_steps, last_four = (from + mine - 1) >> log2_steps;
+  auto fetch = [&](int four, RawScale (&to)[U]) {
 #pragma unroll
-    for (int i = 0; i < TN / 2; ++i) {
-      const int token = r * TN + i / 4 * 8 + 2 * t + i % 2;
-      partial[(turn * TM + token) * Layout::PITCH + row + 8 * (i / 2 % 2)] = acc[r][i];
-    }
-  if constexpr (CK > 1) cluster_sync();
-  else asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");
-  constexpr int QUADS = ROWS / 4, EACH = Layout::MULTIPLY / QUADS, STRIDE = EACH * CK, ALL = TM / STRIDE, BATCH = ALL < 8 / CK / KG ? ALL : 8 / CK / KG;
-  const int column = thread % QUADS * 4, tokens = min(TM, a.m - first_token);
-  const Columns<T> columns(a, first_row + column);
+    for (int u = 0; u < U; ++u) to[u] = load_scale<F>(a, rows[u] + 4 * four + t, 0, four <= last_four && 4 * four + t < scales);
+  };
+#pragma unroll
+  for (int p = 0; p < AHEAD; ++p) fetch(first_four + p, raw[p]);
+  // for x; all else is older than the kernel that makes it
+  if (copies) asm volatile("griddepcontrol.wait;" ::: "memory");
+  Turn<D> turn;
+  turn.parity = 1;  // the first time a place is free
+  int i = 0;
 #pragma unroll 1
-  for (int token = rank * EACH + thread / QUADS; token < tokens; token += STRIDE * BATCH) {
-    float4 v[BATCH];  // several sums at once, because each waits for shared memory
+  for (int four0 = first_four; four0 <= last_four; four0 += AHEAD)
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b) v[b] = cluster_sum4<CK, KG>(partial + (token + b * STRIDE) * Layout::PITCH + column, TM * Layout::PITCH);
+    for (int p = 0; p < AHEAD; ++p) {
+      const int end = min(mine, ((four0 + p + 1) << log2_steps) - from);
+#pragma unroll 1
+      for (; i < end; ++i, turn.next()) {
+        wait(empty + 8 * turn.at, turn.parity);
+        DEVICE_ASSERT(turn.at < D && first + 8 * (U - 1) < Layout::ROWS);
+        if (copies) bring(i, turn.at);
+        uint32_t* to = reinterpret_cast<uint32_t*>(ring + turn.at * PLACE + X + W) + first * 4 + t;
+        const int holder = (lane & 28) | (((4 * (from + i) + t) >> log2_steps) & 3);
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b)
-      if (token + b * STRIDE < tokens) columns.store(a, v[b], first_token + token + b * STRIDE, first_row + column);
-  }
-  if constexpr (CK > 1)  // no block leaves while others read its shared memory
-    asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+        for (int u = 0; u < U; ++u) to[32 * u] = F == INT4 ? __shfl_sync(~0u, raw[p][u].s | raw[p][u].z << 16, holder) : raw[p][u].s;
+        __syncwarp();
+        if (lane == 0) arrive(full + 8 * turn.at);
+      }
+      fetch(four0 + p + AHEAD, raw[p]);
+    }
 }
 #endif
 
@@ -216,7 +276,7 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
   // what it cannot see through, the compiler does not make again inside the loop
   asm volatile("" : "+r"(base), "+r"(thread));
   const uint32_t full = base + Layout::BARRIERS, empty = full + 8 * D;
-  const int lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
+  const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int rank = CK > 1 ? blockIdx.x % CK : 0, first_row = blockIdx.x / CK * ROWS, first_token = blockIdx.y * TM;
   const int steps = (a.k + 127) / 128, from = steps * rank / CK, mine = steps * (rank + 1) / CK - from;
   const bool copies = thread == Layout::MULTIPLY;
@@ -237,49 +297,11 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
 
   if (warp >= WARPS) {  // the ring
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Layout::FILLS));
-    constexpr int AHEAD = 2, U = 2 * RG;
-    const int first = (warp - WARPS) * 16 * RG + lane / 4, t = lane % 4;
-    const int log2_steps = F == INT4 ? a.group_log2 - 5 : 0;  // steps that four scales of a row last for
-    // of a row, those of 32 values as one
-    const uint32_t scales = F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32;
-    uint32_t rows[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) rows[u] = (uint32_t(min(first_row + first + 8 * u, a.n - 1)) >> a.tile_log2) * scales;
-    RawScale raw[AHEAD][U];
-    const int first_four = from >> log2_steps, last_four = (from + mine - 1) >> log2_steps;
-    auto fetch = [&](int four, RawScale (&to)[U]) {
-#pragma unroll
-      for (int u = 0; u < U; ++u) to[u] = load_scale<F>(a, rows[u] + 4 * four + t, 0, four <= last_four && 4 * four + t < scales);
-    };
-#pragma unroll
-    for (int p = 0; p < AHEAD; ++p) fetch(first_four + p, raw[p]);
     const uint8_t* source = image + (int64_t(blockIdx.y) * steps + from) * X;
-    // for `image`; all else is older than the kernel that makes it
-    if (copies) asm volatile("griddepcontrol.wait;" ::: "memory");
-    Turn<D> turn;
-    turn.parity = 1;  // the first time a place is free
-    int i = 0;
-#pragma unroll 1
-    for (int four0 = first_four; four0 <= last_four; four0 += AHEAD)
-#pragma unroll
-      for (int p = 0; p < AHEAD; ++p) {
-        const int end = min(mine, ((four0 + p + 1) << log2_steps) - from);
-#pragma unroll 1
-        for (; i < end; ++i, turn.next()) {
-          wait(empty + 8 * turn.at, turn.parity);
-          if (copies) {
-            if (i >= D) copy_w(i, turn.at);
-            copy_bytes(source + int64_t(i) * X, base + turn.at * PLACE, X, full + 8 * turn.at);
-          }
-          uint32_t* to = reinterpret_cast<uint32_t*>(ring + turn.at * PLACE + X + W) + first * 4 + t;
-          const int holder = (lane & 28) | (((4 * (from + i) + t) >> log2_steps) & 3);
-#pragma unroll
-          for (int u = 0; u < U; ++u) to[32 * u] = F == INT4 ? __shfl_sync(~0u, raw[p][u].s | raw[p][u].z << 16, holder) : raw[p][u].s;
-          __syncwarp();
-          if (lane == 0) arrive(full + 8 * turn.at);
-        }
-        fetch(four0 + p + AHEAD, raw[p]);
-      }
+    fill_ring<F, Layout, RG, D>(a, ring, full, empty, warp - WARPS, copies, first_row, from, mine, [&](int i, int place) {
+      if (i >= D) copy_w(i, place);
+      copy_bytes(source + int64_t(i) * X, base + place * PLACE, X, full + 8 * place);
+    });
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Layout::MULTIPLIES));
     multiply_tiles<F, T, Layout, RG, KG, TM, CK, D>(a, ring, base, full, empty, thread, warp, rank, first_row, first_token, mine);

@@ -11,6 +11,7 @@
 #include <cooperative_groups.h>
 
 #include "block_scales.cuh"
+#include "check.cuh"
 #include "common.cuh"
 #include "copy_engine.cuh"
 
@@ -109,6 +110,7 @@ __device__ __forceinline__ void encode_fp8(const Call& p, const Whole& w, const 
 
 template <typename T, int KIND>
 __device__ __forceinline__ void encode(const Call& p, const Whole& w, const Packed<T>& in, int64_t block) {
+  DEVICE_ASSERT(block >= 0 && block < p.blocks);
   if constexpr (KIND == OF_NVFP4) encode_nvfp4(p, w, in, block);
   else encode_fp8(p, w, in, block);
 }
@@ -150,6 +152,7 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const Call p) {
     for (int u = 0; u < UNROLL; ++u) most = max(most, bits_of(v[u]));
   }
   auto load_kept = [&](Packed<T>& v, int i) {
+    DEVICE_ASSERT(i < KEEP);
     const uint4* from = reinterpret_cast<const uint4*>(kept + i * CHUNK + thread * 16 * int(sizeof(T)));
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) v.v[j] = from[j];

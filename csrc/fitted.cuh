@@ -12,6 +12,7 @@
 #pragma once
 
 #include "block_scales.cuh"
+#include "check.cuh"
 
 namespace aoquant::fitted {
 
@@ -145,6 +146,7 @@ __device__ __forceinline__ void encode(const Call& p, const float* stage, int64_
     const uint2 codes = fp4_codes(v, scale);
     if (first_row + row >= p.rows || column + at >= p.k) continue;
     const int64_t value = (first_row + row) * p.k + column + at;
+    DEVICE_ASSERT(value >= 0 && value + 16 <= p.rows * p.k);
     *reinterpret_cast<uint2*>(p.codes + value / 2) = codes;
     if constexpr (RESULT == AS_NVFP4) p.scale[value / 16] = uint8_t(scale.byte);
     else if (at % 32 == 0) p.scale[value / 32] = uint8_t(scale.byte);
@@ -221,6 +223,7 @@ __global__ void __launch_bounds__(Layout<T, G>::THREADS, Layout<T, G>::RESIDENT)
             } else if constexpr (RESULT == VALUES) {
               if (row + g + 8 * h < p.rows && column + at < p.k) {
                 const int64_t to = (row + g + 8 * h) * p.k + column + at;
+                DEVICE_ASSERT(to + 2 <= p.rows * p.k);
                 if (p.out == AS_F32) store_pair<float>(p.y, to, low, high);
                 else if (p.out == AS_BF16) store_pair<__nv_bfloat16>(p.y, to, low, high);
                 else store_pair<__half>(p.y, to, low, high);

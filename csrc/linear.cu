@@ -2,7 +2,8 @@
 // a packed W, plus bias. An eager model waits for the host in every layer, so what surrounds the launches is here and not
 // in Python: the shape of y, the operand and its scales, and the choice of the kernels.
 //
-// The launches are those of encode_rows.cuh and of decode.cu, so the bits are too.
+// The launches are those of encode_rows.cuh and of decode.cu, so the bits are too; where it pays, the product encodes x itself
+// (encode_here.cuh), and there is one launch.
 #include <array>
 #include <vector>
 
@@ -52,6 +53,15 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
     products.push_back({ys.back(), layers[i].w, layers[i].plan.packing()});
   }
   const int encodes = layers[0].plan.encodes;
+  bool encoded_there = true;
+  for (int64_t i = 0; i < count; ++i) {
+    const int format = layers[i].plan.format, own = format == NVFP4 ? NVFP4_ROW : format == FP8 ? FP8_ROW : 0;
+    encoded_there = encoded_there && encodes == own && decode_encodes(format, m, layers[i].w.codes.size(0), k);
+  }
+  if (encoded_there) {
+    decode_into(products.data(), count, x, x.data_ptr(), m, k, {nullptr, false}, true);
+    return ys;
+  }
   if (!encodes) {
     decode_into(products.data(), count, x, x.data_ptr(), m, k, {nullptr, false});
     return ys;

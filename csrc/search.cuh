@@ -6,6 +6,7 @@
 // / s of each of the 119 scales is made once, in a table.
 #pragma once
 
+#include "check.cuh"
 #include "grids.cuh"
 
 namespace aoquant {
@@ -59,6 +60,7 @@ __device__ __forceinline__ void search_block(const SearchArgs& p, float t, float
     if (i < 0 || total < least) least = total, best = code;
   }
 
+  DEVICE_ASSERT(block >= 0 && block < p.blocks && best >= LOWEST && best < 128);
   SearchEntry entry = table[best];
   uint2 packed = encode16<false, true>(x, entry.inverse, 1.0f, 0.0f);
   p.scale[block] = uint8_t(best);

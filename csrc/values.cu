@@ -17,6 +17,7 @@ constexpr int THREADS = 256, AHEAD = 4;
 template <int F, typename T>
 __device__ __forceinline__ uint4 eight(const DecodeArgs& a, int64_t row, int at) {
   using namespace decode;
+  DEVICE_ASSERT(row < a.n && at + 8 <= a.k);
   if constexpr (F == FP8) {
     const uint2 w = *reinterpret_cast<const uint2*>(a.codes + row * a.k + at);
     uint32_t low[2], high[2];

@@ -32,7 +32,7 @@ from aoquant import ops
 from aoquant.formats import Encoded, Scales
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
-from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
+from aoquant.layers.grouped import Rows, grouped_at_once, grouped_bias, grouped_linear, why_not_at_once
 from aoquant.layers.qat import Prepared, PreparedModule
 from aoquant.layers.read_stacks import Product, Stack, reading_of
 from aoquant.parallel import experts as sharded
@@ -220,7 +220,7 @@ class QATExperts(PreparedModule):
             except ValueError as error:
                 raise ValueError(f"{prepared.fqn}: {error}") from None
         bias: Tensor | None = getattr(self, f"{name}_bias") if self.has_bias else None
-        return y if bias is None else y + bias[ids]
+        return y if bias is None else grouped_bias(y, bias, ids, rows.ends)
 
     @torch.compiler.disable
     def _forward_in_a_loop(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

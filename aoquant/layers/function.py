@@ -4,7 +4,8 @@ forward:   1. encode the input, or take the codes of a layer that was given the 
            2. multiply; W is encoded on the way
            3. keep for backward what the gradients that are asked for will read (sides.py)
 backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
-           dy is encoded once where its two sides have the same codes (a square tile, or one scale for the tensor)
+           dy is encoded once where its two sides have the same codes (a square tile, or one scale for the tensor), and
+           read once, for both, where a GPU multiplies quantised operands
 
 Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to
 nothing. Behind a transform both GEMMs multiply in the transformed domain, where the codes are. Clipped values are
@@ -32,7 +33,7 @@ from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
-from aoquant.layers.sides import SharedGrad
+from aoquant.layers.sides import SharedGrad, gradients
 from aoquant.parallel import amax as reduced
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
@@ -122,10 +123,17 @@ class QuantizedLinear(torch.autograd.Function):
         both = (needs.x or needs.x_scale) and (needs.w or needs.w_scale)
         grad_q = _shared_grad(grad_MN, recipe, ctx.delayed, both and ctx.parts is None)
 
+        columns: Any = None
         if needs.x or needs.x_scale:
-            side = recipe.weight_side
             columns = w if ctx.w_columns else _fixed_columns(ctx.fixed, recipe, w, w_held, grad.dtype)
-            dx = side.dgrad(grad_MN, w, w_held, saved.measured, random, grad_q, columns, ctx.parts)
+        if both and recipe.reads_grad_once and one_pass(grad) and columns is grad_q is ctx.parts is None:
+            sides = recipe.weight_side, recipe.input_side
+            dx, dw = gradients(*sides, grad_MN, w, w_held, saved.measured, x, x_held, random)
+
+        if needs.x or needs.x_scale:
+            if dx is None:
+                how = saved.measured, random, grad_q, columns, ctx.parts
+                dx = recipe.weight_side.dgrad(grad_MN, w, w_held, *how)
             clipped = saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
@@ -133,7 +141,8 @@ class QuantizedLinear(torch.autograd.Function):
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
         if needs.w or needs.w_scale:
-            dw = recipe.input_side.wgrad(grad_MN, x, x_held, random, grad_q, ctx.parts)
+            if dw is None:
+                dw = recipe.input_side.wgrad(grad_MN, x, x_held, random, grad_q, ctx.parts)
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
             if needs.w:

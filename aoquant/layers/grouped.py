@@ -12,6 +12,8 @@ that row, on its expert's weight, and on the range of S that chooses the kernel.
 `grouped_linear` is a loop: each expert that has rows is one quantised linear layer, with the forward, backward, checks
 and kernels of `linear.quantized_linear`. It needs to know the rows of each expert on the host. An expert without rows
 costs nothing and gets no gradient from here.
+
+`grouped_bias` adds a bias of each expert to rows that were multiplied at once.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from aoquant.layers.linear import (
 from aoquant.layers.recipe import recipe_of
 from aoquant.ops import grouped, stacks
 
-__all__ = ["Rows", "grouped_at_once", "grouped_linear", "why_not_at_once"]
+__all__ = ["Rows", "grouped_at_once", "grouped_bias", "grouped_linear", "why_not_at_once"]
 
 
 class Rows(NamedTuple):
@@ -193,6 +195,34 @@ def _applied(
     """`GroupedLinear`, one call to a compiler, as `linear._applied` is."""
     y: Tensor = GroupedLinear.apply(x, w, ends, token, place, given)  # type: ignore[no-untyped-call]
     return y
+
+
+class GroupedBias(torch.autograd.Function):
+    """y (S, N) and the bias (E, N) of each row's expert."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return ops.grouped_bias(y, bias, expert)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        (ends,) = ctx.saved_tensors
+        return grad, ops.grouped_bgrad(grad, ends) if ctx.needs_input_grad[1] else None, None, None
+
+
+@torch.compiler.allow_in_graph
+def grouped_bias(y: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+    """(S, N): y plus the bias (E, N) of each row's expert, differentiable in both.
+
+    expert: (S,) int64, sorted. ends: (E,) int32, for each expert the row behind its last; rows behind all of them add
+    nothing to a gradient.
+    """
+    if bias.dtype is not y.dtype:  # autocast leaves biases as they are, and PyTorch promotes
+        return y + bias[expert]
+    added: Tensor = GroupedBias.apply(y, bias, expert, ends)  # type: ignore[no-untyped-call]
+    return added
 
 
 def grouped_linear(

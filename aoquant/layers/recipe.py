@@ -262,6 +262,12 @@ class LinearRecipe:
             return False
         return dgrad.format.square and not dgrad.draws
 
+    @cached_property
+    def reads_grad_once(self) -> bool:
+        """Whether one op computes both backward GEMMs, and encodes dy for both."""
+        quantised = self.dgrad_grad_output is not None and self.wgrad_grad_output is not None
+        return quantised and self.weight_side.contract == self.input_side.contract == "aoquant"
+
     @property
     def input_name(self) -> str:
         """Name of the input's operand, "" for high precision."""

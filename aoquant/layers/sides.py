@@ -213,6 +213,27 @@ class Side:
         return ops.product(grad, other, self.grad_as, self.backward, self.contract, dtype)
 
 
+def gradients(
+    weight: Side,
+    input: Side,
+    grad_MN: Tensor,
+    w: Tensor | Encoded,
+    w_held: Scales | None,
+    measured: Tensor | None,
+    x: Tensor | Encoded,
+    x_held: Scales | None,
+    random: Tensor | None,
+) -> ops.Gradients:
+    """`weight.dgrad` and `input.wgrad` of quantised operands, from what was kept."""
+    if isinstance(x, Tensor):
+        x = x.reshape(-1, x.shape[-1])
+    assert weight.grad_as is not None and weight.backward is not None
+    assert input.grad_as is not None and input.backward is not None
+    of_w = w, weight.forward, w_held, measured, weight.keeps == "square", weight.grad_as, weight.backward
+    of_x = x, input.forward, x_held, input.keeps, input.grad_as, input.backward
+    return ops.gradients(grad_MN, *of_w, *of_x, random)
+
+
 def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:
     """Whether the column side has the transposed codes of the row side."""
     if (

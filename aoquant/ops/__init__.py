@@ -2,8 +2,9 @@
 
     define.py     the boundary between typed Python and PyTorch's dispatcher
     encoding.py   codes of values, and back
-    linear.py     the three GEMMs of a linear layer
+    linear.py     the three GEMMs of a linear layer  gradients.py  both of backward
     grouped.py    the GEMMs of stacked experts  stacks.py   all experts as one matrix
+    grouped_bias.py  their biases
     lookup.py     an embedding
     codec/        how one matrix is encoded and decoded, by which kernels
     call.py       a GEMM with its data          gemm/       the kernels that run it
@@ -24,7 +25,9 @@ from .define import schemas
 from .delayed import absmax, advance
 from .encoding import decode, encode, encode_with_values, pull_back, saturated, scale_grad
 from .gemm import BACKENDS
+from .gradients import Gradients, gradients
 from .grouped import gathered_sum, grouped_dgrad, grouped_mm, grouped_wgrad
+from .grouped_bias import grouped_bgrad, grouped_bias
 from .linear import (
     Columns,
     bgrad,
@@ -47,6 +50,7 @@ __all__ = [
     "Call",
     "CodecRequest",
     "Columns",
+    "Gradients",
     "Request",
     "absmax",
     "advance",
@@ -69,6 +73,9 @@ __all__ = [
     "finds_outer",
     "gathered_sum",
     "gemm_request",
+    "gradients",
+    "grouped_bgrad",
+    "grouped_bias",
     "grouped_dgrad",
     "grouped_mm",
     "grouped_wgrad",

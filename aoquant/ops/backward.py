@@ -6,6 +6,9 @@ backward differentiates the function that forward computed, as Quartet and Quart
 loses less. Square tiles and a scale of the whole tensor are the exception: there the other axis has the transposed
 codes, and nothing is encoded again. Both operands are padded with zeros, which are inert, to what their formats and
 their kernel take together. The product itself is a forward's: a contract, on whatever backend keeps it.
+
+A backend that needs no codes multiplies operands that were never encoded, where x lies: an operand of x^T stays in x's
+memory, and dy's two operands, for dgrad and for wgrad, come of one pass over dy (`both`).
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from aoquant.formats import Encoded, Operand, Random, Randomized, Scales
-from aoquant.formats.random import Place
+from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT, Place
 
 from . import codec
-from .call import Call
-from .router import CodesAndValues
+from .call import Call, scale_dtype
+from .router import CodesAndValues, Multiplier, Operands, Request, routed
 
 
 class Part(NamedTuple):
@@ -53,27 +56,68 @@ def contraction(a_as: Operand, b_as: Operand, contract: str) -> int:
     return lcm(a_as.period, b_as.period, 1 if contract == "aoquant" else 16)
 
 
+class Turned(NamedTuple):
+    """x^T, by the codes of x in a `square` format."""
+
+    encoded: Encoded
+
+
+class Pair(NamedTuple):
+    """A backward GEMM of a (R, C) and b (columns, C): how both are made."""
+
+    a_as: Operand
+    b_as: Operand
+    columns: int
+    contract: str = "aoquant"
+
+    @property
+    def multiple(self) -> int:
+        return contraction(self.a_as, self.b_as, self.contract)
+
+    def padded(self, c: int) -> int:
+        """The length of the contracted axis, with zeros."""
+        return padded_rows(c, self.multiple)
+
+    def multiplier(self, a_RC: Tensor, b: Tensor | Encoded) -> Multiplier | None:
+        """The product of two operands without codes, on the backend of this GEMM; None where that reads codes."""
+        rows, c = a_RC.shape
+        if self.contract != "aoquant" or not a_RC.is_cuda or not rows or not c or not self.columns:
+            return None
+        formats, sizes = (self.a_as.format, self.b_as.format), (rows, self.columns, self.padded(c))
+        request = self.contract, *formats, a_RC.device, a_RC.dtype, *sizes, scale_dtype(self.b_as, b)
+        return routed(Request, *request).multiply
+
+
 def product(
     a_RC: Tensor,
-    b_SC: Tensor | Encoded,
+    b_SC: Tensor | Encoded | Turned,
     a_as: Operand,
     b_as: Operand,
     state: Tensor | None,
     side: int,
     contract: str = "aoquant",
     parts: Parts | None = None,
+    made: CodesAndValues | None = None,
 ) -> Tensor:
     """(R, S) = a b^T in a's dtype, both operands quantised along C, R and S rows of any number.
 
     b_SC: encoded here, or encoded already, padded along C. state: of the random numbers, where an operand draws; side:
-        of a, b's is the next. parts: of which a and b are this rank's.
+        of a, b's is the next. parts: of which a and b are this rank's. made: the operand of a_RC, by `both`.
     """
-    rows, columns = a_RC.shape[0], (b_SC.codes if isinstance(b_SC, Encoded) else b_SC).shape[0]
-    multiple = contraction(a_as, b_as, contract)
+    rows, columns = a_RC.shape[0], _rows(b_SC)
+    pair = Pair(a_as, b_as, columns, contract)
+    like = b_SC.encoded if isinstance(b_SC, Turned) else b_SC
+    if parts is None and (multiply := pair.multiplier(a_RC, like)) is not None:
+        padded, dtype = pair.padded(a_RC.shape[1]), a_RC.dtype
+        made = made or operand(a_RC, a_as, padded, dtype, state, side)
+        other = operand(b_SC, b_as, padded, dtype, state, side + 1)
+        return multiply(made.values, made.alpha, other.values, other.alpha)
+    if isinstance(b_SC, Turned):
+        b_SC = transposed(b_SC.encoded, b_as, pair.multiple)
     part_a, part_b = parts or (None, None)
     # the ranks measure together, so before one leaves that has nothing
-    a_from = _Source.of(a_RC, a_as, multiple, state, side, part_a)
-    b_from = None if isinstance(b_SC, Encoded) else _Source.of(b_SC, b_as, multiple, state, side + 1, part_b)
+    a_from = _Source.of(a_RC, a_as, pair.multiple, state, side, part_a)
+    b_from = None if isinstance(b_SC, Encoded) else _Source.of(b_SC, b_as, pair.multiple, state, side + 1, part_b)
     if not a_RC.numel() or not columns:
         return a_RC.new_zeros(rows, columns)
     if contract != "aoquant":  # codes are what its kernel reads
@@ -82,13 +126,57 @@ def product(
     a = a_from.encoded(a_RC.dtype)
     if b_from is None:
         assert isinstance(b_SC, Encoded)
-        values = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
-        b = CodesAndValues(b_SC, values, b_as.format.alpha(b_SC))
+        decoded = codec.decode(b_as.format, b_SC, a_RC.dtype, operand=True)
+        b = CodesAndValues(b_SC, decoded, b_as.format.alpha(b_SC))
     else:
         b = b_from.encoded(a_RC.dtype)
     assert a.encoded is not None and b.encoded is not None
-    made = a.values, b.values, a.alpha, b.alpha
-    return Call(contract, a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, *made).run()
+    values = a.values, b.values, a.alpha, b.alpha
+    return Call(contract, a.encoded, a_as, b.encoded, b_as, None, [rows], a_RC.dtype, None, *values).run()
+
+
+def _rows(x_RC: Tensor | Encoded | Turned) -> int:
+    if isinstance(x_RC, Turned):
+        return x_RC.encoded.k
+    return (x_RC.codes if isinstance(x_RC, Encoded) else x_RC).shape[0]
+
+
+def operand(
+    x_RC: Tensor | Encoded | Turned, as_: Operand, padded: int, dtype: torch.dtype, state: Tensor | None, side: int
+) -> CodesAndValues:
+    """What a GEMM multiplies of x in `dtype`, with zeros behind C, without codes."""
+    if isinstance(x_RC, Encoded | Turned):
+        e = x_RC.encoded if isinstance(x_RC, Turned) else x_RC
+        values = codec.decode(as_.format, e, dtype, operand=True)
+        if isinstance(x_RC, Turned):
+            missing = padded - values.shape[0]
+            values = (pad(values, (0, 0, 0, missing)) if missing else values).t()
+        return CodesAndValues(None, values, as_.format.alpha(e))
+    random = _random(as_, state, side)
+    if x_RC.stride(0) == 1 and x_RC.t().is_contiguous():
+        made = codec.operands(x_RC.t(), None, as_, padded, x_RC.shape[0], dtype, None, random).columns
+    else:
+        made = codec.operands(x_RC, as_, None, x_RC.shape[0], padded, dtype, random, None).rows
+    assert made is not None
+    return made
+
+
+def both(grad_MN: Tensor, dgrad: Pair, wgrad: Pair, state: Tensor | None) -> Operands | None:
+    """dy's operands for both GEMMs, in one pass over dy; None where one of them reads codes."""
+    m, n = grad_MN.shape
+    if dgrad.multiplier(grad_MN, grad_MN) is None or wgrad.multiplier(grad_MN.t(), grad_MN) is None:
+        return None
+    return codec.operands(
+        grad_MN, dgrad.a_as, wgrad.a_as, wgrad.padded(m), dgrad.padded(n), grad_MN.dtype,
+        _random(dgrad.a_as, state, DGRAD_GRAD_OUTPUT), _random(wgrad.a_as, state, WGRAD_GRAD_OUTPUT),
+    )  # fmt: skip
+
+
+def _random(operand: Operand, state: Tensor | None, side: int) -> Random | None:
+    if not operand.draws:
+        return None
+    assert state is not None
+    return Random(state, side, None)
 
 
 def of_codes(a: Encoded, b: Encoded, a_as: Operand, b_as: Operand, contract: str, dtype: torch.dtype) -> Tensor:

@@ -7,10 +7,11 @@ it. `ends` (E,) int32 holds for each expert the row behind its last; it stays on
 it. Rows behind the last expert's are zero. x may have a row for each token instead, and `token` (S,) says which one row
 s reads: it is encoded once, however many experts it goes to.
 
-On a GPU three kernels run, chosen by shapes alone. Few rows are multiplied by 4-bit codes as they lie
-(triton/grouped_rows.py). Others meet the operand in bf16, of a weight that is whole already all at once, of codes 64 MB
-at a time, both in the same kernel (triton/grouped.py). The GEMMs of a backward in high precision have no outer scales,
-and one rounding, so `torch._grouped_mm` computes them. Elsewhere an expert at a time is a product like any other.
+On a GPU three kernels run, chosen by shapes alone. Few rows are multiplied by 4-bit codes as they lie, on Hopper many
+are, too (expert_rows.py). Others meet the operand in bf16, of a weight that is whole already all at once, of codes 64
+MB at a time, both in the same kernel (triton/grouped.py), whose bits are those of codes. The GEMMs of a backward in
+high precision have no outer scales, and one rounding, so `torch._grouped_mm` computes them. Elsewhere an expert at a
+time is a product like any other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Operand
 
-from . import codec, stacks, tiles
+from . import codec, expert_rows, stacks, tiles
 from .call import Call, scale_dtype
 from .define import op
 from .gemm import few_rows
@@ -85,7 +86,7 @@ def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand |
     """dx (S, K) = dy W^ in dy's dtype; w (E, N, K), or (E, K, N) when `transposed`, is encoded here, or
     multiplied as it is without w_operand.
     """
-    experts, k = w.shape[0], w.shape[1 if transposed else 2]
+    k = w.shape[1 if transposed else 2]
     if not grad_SN.shape[0]:
         return grad_SN.new_empty(0, k)
     if not grad_SN.is_cuda:
@@ -94,8 +95,9 @@ def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand |
             dx_SK[rows] = dgrad.body(grad_SN[rows], _matrix(w, e, transposed), w_operand)
         return dx_SK
     if w_operand is not None:
-        made = stacks.values(w_operand, w, transposed, grad_SN.dtype, alpha_apart=False)
-        w = cast(Tensor, made.values).view(experts, -1, k)
+        w = stacks.values(w_operand, w, transposed, grad_SN.dtype, alpha_apart=False).values
+    elif transposed:
+        w = w.transpose(1, 2)
     dx_SK = torch._grouped_mm(grad_SN.contiguous(), w, offs=ends)
     _kernels().zero_behind(dx_SK, ends)
     return dx_SK
@@ -187,27 +189,16 @@ def _multiplied(
     """y (S, N), on a GPU. A weight and its codes meet the same kernel."""
     experts, (s, k) = ends.shape[0], x_SK.shape
     format, how = operand.format, few_rows.kind(operand.format)
-    if how not in (None, "fp8") and s <= FEW * experts and _reads(w, operand, k, x_SK.dtype):
-        from .triton import grouped_rows, launch
-
-        e = w if isinstance(w, Encoded) else stacks.encode(operand, w, transposed)
-        with launch.on(x_SK):
-            return grouped_rows.decode_mm(
-                format,
-                how,
-                few_rows.shifts(format),
-                e,
-                x_SK,
-                ends,
-                alpha_x,
-                format.alpha(e),
-                2 * _programs(x_SK.device),
-            )
+    if how not in (None, "fp8") and _reads(w, operand, k, x_SK.dtype):
+        if s <= FEW * experts:
+            e = w if isinstance(w, Encoded) else stacks.encode(operand, w, transposed)
+            return expert_rows.multiply(format, e, x_SK, ends, alpha_x)
+        if isinstance(w, Encoded) and expert_rows.takes(format, w, x_SK, ends):
+            return expert_rows.by_csrc(format, w, x_SK, ends, alpha_x, many=True)
     n = w.codes.shape[0] // experts if isinstance(w, Encoded) else w.shape[2 if transposed else 1]
     y_SN, kernels, programs = x_SK.new_empty(s, n), _kernels(), _programs(x_SK.device)
     if isinstance(w, Tensor):
-        made = stacks.values(operand, w, transposed, x_SK.dtype, alpha_apart=True)
-        w_ENK, alpha_w = cast(Tensor, made.values).view(experts, n, k), made.alpha
+        w_ENK, alpha_w = stacks.values(operand, w, transposed, x_SK.dtype, alpha_apart=True)
         at = kernels.slots(ends, s, 0, experts)
         kernels.matmul(x_SK, w_ENK, alpha_x, None if alpha_w is None else alpha_w.contiguous(), at, y_SN, programs)
     else:

@@ -16,10 +16,10 @@ from aoquant.formats import Encoded, Operand, Scales
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 
 from . import backward, codec
-from .backward import contraction
 from .call import Call
 from .define import op
 from .encoding import encode
+from .router import CodesAndValues
 
 
 class Product(NamedTuple):
@@ -109,13 +109,14 @@ def dgrad_of_parts(
     transposes: bool,
     contract: str,
     parts: backward.Parts | None,
+    made: CodesAndValues | None = None,
 ) -> Tensor:
-    """`dgrad` of one rank; parts: of dy (M, N) and W^T (K, N). No op: the ranks communicate."""
+    """`dgrad` of one rank; parts: of dy (M, N) and W^T (K, N). No op: the ranks communicate. made: dy's operand."""
     dtype = grad_MN.dtype
     if transposes:
         assert isinstance(w, Encoded) and grad_as is not None and w_as is not None
-        w_KN = backward.transposed(w, w_as, contraction(grad_as, w_as, contract))
-        return backward.product(grad_MN, w_KN, grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract, parts)
+        w_KN = backward.Turned(w)
+        return backward.product(grad_MN, w_KN, grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract, parts, made)
     if w_operand is None:
         assert isinstance(w, Tensor)
         w_NK = w if w_as is not None else w.to(dtype)
@@ -126,7 +127,7 @@ def dgrad_of_parts(
         w_NK = codec.decode(w_operand.format, e, dtype)
     if grad_as is None or w_as is None:
         return grad_MN @ w_NK
-    return backward.product(grad_MN, w_NK.t(), grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract, parts)
+    return backward.product(grad_MN, w_NK.t(), grad_as, w_as, random, DGRAD_GRAD_OUTPUT, contract, parts, made)
 
 
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], a.x.k if isinstance(a.x, Encoded) else a.x.shape[1]))
@@ -160,12 +161,13 @@ def wgrad_of_parts(
     transposes: bool,
     contract: str,
     parts: backward.Parts | None,
+    made: CodesAndValues | None = None,
 ) -> Tensor:
-    """`wgrad` of one rank; parts: of dy^T (N, M) and x^T (K, M)."""
+    """`wgrad` of one rank; parts: of dy^T (N, M) and x^T (K, M). made: dy^T's operand."""
     if transposes:
         assert isinstance(x, Encoded) and grad_as is not None and x_as is not None
-        x_KM = backward.transposed(x, x_as, contraction(grad_as, x_as, contract))
-        return backward.product(grad_MN.t(), x_KM, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts)
+        x_KM = backward.Turned(x)
+        return backward.product(grad_MN.t(), x_KM, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts, made)
     if x_operand is None:
         assert isinstance(x, Tensor)
         x_MK = x.to(grad_MN.dtype)
@@ -174,7 +176,7 @@ def wgrad_of_parts(
         x_MK = codec.decode(x_operand.format, e, grad_MN.dtype)
     if grad_as is None or x_as is None:
         return grad_MN.t() @ x_MK
-    return backward.product(grad_MN.t(), x_MK.t(), grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts)
+    return backward.product(grad_MN.t(), x_MK.t(), grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts, made)
 
 
 class Columns(NamedTuple):
@@ -290,9 +292,10 @@ def wgrad_of_column_parts(
     random: Tensor | None,
     contract: str,
     parts: backward.Parts | None,
+    made: CodesAndValues | None = None,
 ) -> Tensor:
-    """`wgrad_of_columns` of one rank; parts: of dy^T (N, M) and x^T (K, M)."""
-    return backward.product(grad_MN.t(), x, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts)
+    """`wgrad_of_columns` of one rank; parts: of dy^T (N, M) and x^T (K, M). made: dy^T's operand."""
+    return backward.product(grad_MN.t(), x, grad_as, x_as, random, WGRAD_GRAD_OUTPUT, contract, parts, made)
 
 
 @op(lambda a: a.grad_MN.new_empty(a.grad_MN.shape[1], dtype=a.dtype))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("_native.so")
 PARTIALS = 528  # as csrc/amax.cu
-ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/encode_rows.cuh
+ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/row_blocks.cuh
 
 
 def why_not(operator: str) -> str | None:
@@ -74,6 +74,10 @@ def operator(name: str) -> Callable[..., Any]:
 
 def _finite_absmax(x: Tensor) -> Tensor:
     return x.new_empty(PARTIALS, dtype=torch.int32)
+
+
+def _outer_scale(x: Tensor, times: float, least: float) -> Tensor:
+    return x.new_empty(1, 1, dtype=torch.float32)
 
 
 def _encode_grids(
@@ -144,6 +148,10 @@ def _decode_values(codes: Tensor, scale: Tensor, zero: Tensor | None, plan: int)
     return codes.new_empty(codes.shape[0], k, dtype=torch.float16 if plan >> 19 & 1 else torch.bfloat16)
 
 
+def _experts_mm(x: Tensor, ends: Tensor, codes: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0] // ends.shape[0])
+
+
 def _siblings(x: Tensor, codes: list[Tensor], *rest: Any) -> list[Tensor]:
     return [x.new_empty(*x.shape[:-1], w.shape[0]) for w in codes]
 
@@ -154,6 +162,7 @@ def _encode_rows(x: Tensor, format: int, decoded: bool) -> tuple[Tensor, Tensor]
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "finite_absmax": _finite_absmax,
+    "outer_scale": _outer_scale,
     "encode_grids": _encode_grids,
     "encode_search": _encode_search,
     "encode_tensor": _encode_tensor,
@@ -164,4 +173,5 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "siblings": _siblings,
     "encode_rows": _encode_rows,
     "decode_values": _decode_values,
+    "experts_mm": _experts_mm,
 }

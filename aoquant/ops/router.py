@@ -5,10 +5,10 @@ reason why not. The router takes the willing backend of highest priority; the re
 backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing
 falls back silently.
 
-Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, sides, transpose, transform,
-fitted, rotate, saturate; see `codec`). A forced name rules every role that has a backend of that name, or the one role
-that is named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference. Forcing
-"quantize" forces "encode" too: both make codes of values.
+Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, operands, sides, transpose,
+transform, fitted, rotate, saturate; see `codec`). A forced name rules every role that has a backend of that name, or
+the one role that is named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference.
+Forcing "quantize" forces "encode" too: both make codes of values.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ _ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
 Multiply = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
+# (x (M, K), alpha_x, w (N, K), alpha_w) -> y (M, N)
+Multiplier = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], Tensor]
+
+
 class CodesAndValues(NamedTuple):
     """The result of the codec's role "quantize": encoded, if it was to be kept; values (R, K); alpha, (R, 1) or (1, 1)
     float32, by which an operand's accumulator is multiplied, or None.
@@ -50,12 +54,22 @@ class CodesAndValues(NamedTuple):
     alpha: Tensor | None
 
 
+class Operands(NamedTuple):
+    """The result of the codec's role "operands": of x, and of x^T, whose values may lie in memory as x does. None: not
+    asked for.
+    """
+
+    rows: CodesAndValues | None
+    columns: CodesAndValues | None
+
+
 @dataclass(frozen=True)
 class CodecRequest:
     """A request to the codec: a role of a (rows, k) matrix.
 
     role: as above. operand: a `Format` stands for itself without a transform. dtype: of the values that are read, or of
-    those that "decode" makes. codes: whether "quantize" has to keep them.
+    those that "decode" makes. codes: whether "quantize" has to keep them. columns: of "operands", how x^T is made,
+    and `operand` stands for both where x itself is not.
     """
 
     role: str
@@ -65,6 +79,7 @@ class CodecRequest:
     rows: int
     k: int
     codes: bool = True
+    columns: Operand | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "operand", as_operand(self.operand))
@@ -108,6 +123,8 @@ class Backend:
 
     run: takes a `Call` and returns y, when the role is "gemm"; `codec` says what its roles take.
     reads_codes: whether a GEMM multiplies W's codes and scales, so that W's values are never made.
+    multiply: (x (M, K), alpha_x, w (N, K), alpha_w) -> y (M, N), the bits of `run` without a bias, for a GEMM that
+    needs no codes of either; x and w may lie in memory as their transposes do. Or None.
     bind: (request, W) -> the product alone, (x (M, K) as the contract reads it, alpha_x, bias) -> y (M, N) with the
     bits of `run`, with all about W looked up once and nothing of it copied; or None, for a W that it would have to
     copy.
@@ -119,6 +136,7 @@ class Backend:
     run: Callable[..., Any] = field(repr=False)
     role: str = "gemm"
     reads_codes: bool = False
+    multiply: Multiplier | None = field(default=None, repr=False)
     bind: Callable[[Request, Encoded], Multiply | None] | None = field(default=None, repr=False)
 
 

@@ -2,18 +2,21 @@
 
 Most formats make a row's codes of that row, so a stack is encoded in one launch. A format with one scale for the tensor
 has one for each expert here: NVFP4's kernel takes the experts' outer scales together, other formats are encoded expert
-by expert. A stack that is stored transposed, (E, K, N), is turned some experts at a time, because encoders read rows.
+by expert. A stack that is stored transposed, (E, K, N), becomes a GEMM's operand where it lies (triton/stacked.py), for
+GEMMs take either order. For its codes, and in formats without such a kernel, it is turned some experts at a time,
+because encoders read rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from math import gcd
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from aoquant.formats import NVFP4, Encoded, Operand
+from aoquant.formats import MX, NVFP4, Encoded, Float8, Format, Int4, Operand
 from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import divide
 
@@ -21,6 +24,8 @@ from . import codec, tiles
 from .router import CodecRequest, routed
 
 TURNED = 1 << 25  # bytes of a transposed stack that are turned at a time: what an L2 cache holds
+_LONGEST = 256  # values of a block that is encoded where it lies
+_PARTS = 256  # of an expert, at most, whose largest magnitudes are found side by side
 
 
 class Made(NamedTuple):
@@ -28,6 +33,15 @@ class Made(NamedTuple):
 
     encoded: Encoded | None
     values: Tensor | None
+    alpha: Tensor | None
+
+
+class Values(NamedTuple):
+    """Of a stack: values (E, N, K), in the order of the stack's memory or row by row; alpha of the operand (E * N, 1),
+    or None for 1.
+    """
+
+    values: Tensor
     alpha: Tensor | None
 
 
@@ -48,14 +62,21 @@ def encode(operand: Operand, w: Tensor, transposed: bool) -> Encoded:
     return _join([_made(operand, part, None, True, True) for part in _parts(w, transposed)])
 
 
-def values(operand: Operand, w: Tensor, transposed: bool, dtype: torch.dtype, *, alpha_apart: bool) -> Made:
+def values(operand: Operand, w: Tensor, transposed: bool, dtype: torch.dtype, *, alpha_apart: bool) -> Values:
     """Of a stack (E, N, K), or (E, K, N) when `transposed`: the GEMM's operand in `dtype` and its alpha (alpha_apart),
     or decoded values. No codes are kept.
     """
+    if transposed and _where_it_lies(operand, w):
+        from .triton import stacked
+
+        outer = _outer(w) if isinstance(operand.format, NVFP4) else None
+        made_EKN, alpha = stacked.values(operand.format, w, outer, dtype, alpha_apart)
+        return Values(made_EKN.transpose(1, 2), alpha)
     parts = list(_parts(w, transposed))
+    experts, n, k = len(w), parts[0].shape[1], parts[0].shape[2]
     if len(parts) == 1:
-        return _made(operand, parts[0], dtype, alpha_apart, False)
-    experts, k, n = w.shape
+        made = _made(operand, parts[0], dtype, alpha_apart, False)
+        return Values(cast(Tensor, made.values).view(experts, n, k), made.alpha)
     whole, alphas, start = w.new_empty(experts * n, k, dtype=dtype), list[Tensor](), 0
     for part in parts:  # `parts` are views; what is made of one is gone before the next
         made = _made(operand, part, dtype, alpha_apart, False)
@@ -63,7 +84,40 @@ def values(operand: Operand, w: Tensor, transposed: bool, dtype: torch.dtype, *,
         whole[start : start + len(made.values)] = made.values
         start += len(made.values)
         alphas += [] if made.alpha is None else [made.alpha]
-    return Made(None, whole, torch.cat(alphas) if alphas else None)
+    return Values(whole.view(experts, n, k), torch.cat(alphas) if alphas else None)
+
+
+def why_turned(operand: Operand, k: int) -> str | None:
+    """Why values of a transposed stack are made of a turned copy; None when the stack is encoded where it lies."""
+    format: Format = operand.format
+    kind = type(format)
+    if operand.transform is not None:
+        return f"transforms rows: {operand.name}"
+    if isinstance(format, Float8) and kind is Float8:
+        by_row = format.per == "row" and not format.fixed and format.low is format.high is None
+        return None if by_row else f"has no kernel for {format.name}"
+    if kind not in (MX, Int4) and not (isinstance(format, NVFP4) and kind is NVFP4 and format.outer == "dynamic"):
+        return f"has no kernel for {format.name}"
+    block = cast(int, format.block)
+    if block & (block - 1) or not 16 <= block <= _LONGEST or k % block:
+        return f"takes blocks of a power of two from 16 to {_LONGEST} that divide K = {k}, not {format.name}"
+    return None
+
+
+def _where_it_lies(operand: Operand, w_EKN: Tensor) -> bool:
+    """Whether a transposed stack is encoded without a turned copy."""
+    experts, k, n = w_EKN.shape
+    if why_turned(operand, k) is not None or not w_EKN.is_contiguous():
+        return False
+    return _kernels_run(operand, w_EKN.device, w_EKN.dtype, experts * n, k)
+
+
+def _kernels_run(operand: Operand, device: torch.device, dtype: torch.dtype, rows: int, k: int) -> bool:
+    """Whether the values of such a matrix come from kernels, and not from the reference: these give the same bits, so
+    a kernel for the whole stack stands in for them.
+    """
+    found = routed(CodecRequest, "quantize", operand, device, dtype, rows, k, False)
+    return found.name != "reference" and codec.has_triton(device)
 
 
 def _parts(w: Tensor, transposed: bool) -> Iterator[Tensor]:
@@ -106,17 +160,19 @@ def _one(operand: Operand, w_NK: Tensor, dtype: torch.dtype | None, alpha_apart:
 
 
 def _takes_outer(operand: Operand, w_RK: Tensor) -> bool:
-    """Whether the kernel that runs takes an outer scale for each expert."""
+    """Whether a kernel takes an outer scale for each expert: csrc's, which is faster for one matrix, does not."""
     if type(operand.format) is not NVFP4 or operand.transform is not None:
         return False
-    return routed(CodecRequest, "quantize", operand, w_RK.device, w_RK.dtype, *w_RK.shape, False).name == "triton"
+    return _kernels_run(operand, w_RK.device, w_RK.dtype, *w_RK.shape)
 
 
-def _outer(w_RK: Tensor, experts: int) -> Tensor:
-    """(E, 1) NVFP4's outer scales, of one pass over all experts."""
+def _outer(w: Tensor, experts: int | None = None) -> Tensor:
+    """(E, 1) NVFP4's outer scales of E experts that lie behind each other, in one pass over all of them."""
     from .triton.amax import row_absmax
 
-    bits = row_absmax(w_RK.contiguous()).view(experts, -1).amax(1, keepdim=True)
+    experts = experts or len(w)
+    parts = gcd(w.numel() // experts, _PARTS)
+    bits = row_absmax(w.contiguous().view(experts * parts, -1)).view(experts, parts).amax(1, keepdim=True)
     return divide(bits.view(torch.float32), NVFP4.top).clamp(min=PTS_FLOOR)
 
 

@@ -1,10 +1,11 @@
 """The drawn figures of the documentation, as SVG text: `python docs/figures/draw.py` writes them beside this file.
 
 recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. bits.svg is one of
-benchmarks/results/experiments.csv, perplexity by bits a weight, once that file is there. tiers.svg shows the
-package's tiers, operands.svg the six operands of a linear layer. Each has its own background, and colours for light
-and for dark, so it can be read on any page. Text is drawn as text, so a reader can search and select it. The test suite
-compares the files with what this script draws.
+benchmarks/results/experiments.csv, perplexity by bits a weight, once that file is there. gradients.svg is one of
+benchmarks/results/gradients.csv: what a backward costs each layer. tiers.svg shows the package's tiers, operands.svg
+the six operands of a linear layer. Each has its own background, and colours for light and for dark, so it can be read
+on any page. Text is drawn as text, so a reader can search and select it. The test suite compares the files with what
+this script draws.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
-RUNS, EXPERIMENTS = RESULTS / "recover_h200.csv", RESULTS / "experiments.csv"
+RUNS, EXPERIMENTS, GRADIENTS = (RESULTS / f"{name}.csv" for name in ("recover_h200", "experiments", "gradients"))
 STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #1f2430 }
 .small { font-size: 12px; fill: #566 } .head { font-size: 15px; font-weight: 600 } .code { font-family: ui-monospace, monospace }
 .code.small { font-size: 11.5px }
 .middle { text-anchor: middle } .end { text-anchor: end }
 .page { fill: #fdfdfd; stroke: #d5d8de } .box { fill: #eef1f6; stroke: #aab2c0 } .warm { fill: #fbeedd; stroke: #d3a566 }
-.cool { fill: #e3effa; stroke: #74a3cf } .line { stroke: #566; fill: none } .grid { stroke: #e1e4ea }
+.cool { fill: #e3effa; stroke: #74a3cf } .line { stroke: #566; fill: none } .curve { fill: none; stroke-width: 1.6 }
+.c0 { stroke: #3173b8 } .c1 { stroke: #2f9e77 } .c2 { stroke: #d98841 } .c3 { stroke: #b0508f } .c4 { stroke: #7a6bd0 } .c5 { stroke: #c2483d }
+.line { stroke: #566; fill: none } .grid { stroke: #e1e4ea }
 .float { fill: #9aa3b2 } .ptq { fill: #d98841 } .qat { fill: #3173b8 } .tip { fill: #566 }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6e8ee } .small { fill: #a9b0bd } .page { fill: #1c1f27; stroke: #3a3f4b }
@@ -157,6 +160,36 @@ def bits_of(rows: list[dict[str, str]]) -> str:
     return svg(740, bottom + 64, "Perplexity by bits a weight", parts)
 
 
+def gradients() -> str:
+    """dx and dW of each layer under each mix, in dB against float: a panel each, layers in the model's order."""
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    with GRADIENTS.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            found[row["recipe"]].append(row)
+    top, bottom, width, highest = 64, 300, 310, 60.0
+    parts = [text(20, 30, "Gradients of a trained Llama's layers, SQNR against float in dB (higher is better)", "head")]
+    for panel, (key, name) in enumerate((("dx_dB", "dx"), ("dW_dB", "dW"))):
+        left = 50 + panel * 350
+        for tick in range(0, 61, 10):
+            y = bottom - tick / highest * (bottom - top)
+            parts += [line(left, y, left + width, y, "grid"), text(left - 6, y + 4, str(tick), "small end")]
+        for i, rows in enumerate(found.values()):
+            step = width / (len(rows) - 1)
+            points = " ".join(
+                f"{left + j * step:.1f},{bottom - float(r[key]) / highest * (bottom - top):.1f}"
+                for j, r in enumerate(rows)
+            )
+            parts.append(f'<polyline points="{points}" class="curve c{i}"/>')
+        parts.append(
+            text(left + width / 2, bottom + 20, f"{name}, layers from the first block to the last", "small middle")
+        )
+    for i, recipe in enumerate(found):
+        x = 50 + i % 3 * 220
+        y = bottom + 44 + i // 3 * 20
+        parts += [line(x, y - 4, x + 24, y - 4, f"curve c{i}"), text(x + 32, y, recipe, "code small")]
+    return svg(740, 380, "SQNR of dx and dW, layer by layer", parts)
+
+
 def tiers() -> str:
     rows = [
         ("4", "Edges", "cli   integrations/   export/", "Hugging Face, peft, lm-eval, engines, the command line", "warm"),
@@ -215,7 +248,7 @@ def operands() -> str:
     return svg(740, 388, "The six operands of a linear layer", parts)
 
 
-FIGURES = {"recover.svg": recover, "tiers.svg": tiers, "operands.svg": operands}
+FIGURES = {"recover.svg": recover, "tiers.svg": tiers, "operands.svg": operands, "gradients.svg": gradients}
 if EXPERIMENTS.exists():
     FIGURES["bits.svg"] = bits
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from aoquant import backend, explain, get_format
 from aoquant.formats import Encoded, Format
 from aoquant.ops import CodecRequest, codec, native
+from aoquant.ops.codec import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -225,6 +226,7 @@ def test_operators_by_themselves() -> None:
     arguments = (x, native.operator("finite_absmax")(x), 0.0, 1, 0, 1, 0.25, False, 1, True)
     torch.library.opcheck(torch.ops.aoquant_native.finite_absmax.default, (x,))
     torch.library.opcheck(torch.ops.aoquant_native.encode_grids.default, arguments)
+    torch.library.opcheck(torch.ops.aoquant_native.outer_scale.default, (x, 0.5, 1.0))
     searched = (x, torch.ones(1, 1, device=CUDA), 2, False)
     torch.library.opcheck(torch.ops.aoquant_native.encode_search.default, searched)
     with pytest.raises(RuntimeError, match="K a multiple of 16"):
@@ -234,3 +236,18 @@ def test_operators_by_themselves() -> None:
     x[3, 5], x[0, 0] = float("nan"), float("-inf")
     finite = torch.where(x.isfinite(), x, 0.0)
     assert native.operator("finite_absmax")(x).view(torch.float32).max() == finite.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("odd", [None, 0.0, float("inf"), float("-inf"), float("nan")], ids=str)
+def test_the_outer_scale_of_the_search_is_the_formats(odd: float | None, dtype: torch.dtype) -> None:
+    need("cuda")
+    f = get_format("nvfp4-search")
+    for shape in ((1, 16), (33, 176), (3000, 4096)):
+        x = torch.randn(shape, device=CUDA).to(dtype) if odd != 0.0 else torch.zeros(shape, device=CUDA, dtype=dtype)
+        if odd:
+            x[-1, -1] = odd
+        want = f.measure(x).outer
+        got = cuda._outer(f, x)
+        assert got is not None and want is not None and got.shape == want.shape
+        assert torch.equal(got, want) or (bool(got.isnan()) and bool(want.isnan()))

@@ -18,6 +18,7 @@ from aoquant import Cast, HybridConfig, QATConfig, backend, explain, get_format,
 from aoquant.formats import Encoded, as_operand
 from aoquant.layers.qat import RANDOM
 from aoquant.ops import CodecRequest, Request, backward, codec
+from aoquant.ops.triton import matmul
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu
@@ -104,22 +105,77 @@ def test_a_transposed_view_is_encoded_where_it_lies(name: str, dtype: torch.dtyp
         assert torch.cuda.max_memory_allocated() - before < 1.2 * view.numel()
 
 
+PAIRS = [("te-nvfp4", "te-nvfp4"), ("mxfp8", "mxfp8"), ("mxfp8-e5m2", "mxfp4"), ("mxfp4", "te-nvfp4")]
+PAIRS += [("te-nvfp4", "mxfp8"), (None, "te-nvfp4"), ("mxfp8", None), (None, "mxfp8")]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(("rows", "columns"), PAIRS)
+def test_operands_of_both_sides_are_the_references(rows: str | None, columns: str | None, dtype: torch.dtype) -> None:
+    """Where strips fill the matrix and where they do not, with zeros behind it, and for values of every kind."""
+    of_x, of_t = (None if name is None else as_operand(get_format(name)) for name in (rows, columns))
+    shapes = {"filled": (128, 1024), "ragged": (33, 1080), "narrow": (300, 48)}
+    cases = {kind: torch.randn(*shape, dtype=dtype) for kind, shape in shapes.items()} | inputs(dtype)
+    for kind, cpu in cases.items():
+        x, (m, n) = cpu.to(CUDA), cpu.shape
+        lengths = -(-m // (of_t.block if of_t else 1)) * (of_t.block if of_t else 1), -(-n // 32) * 32
+        how = x, of_x, of_t, *lengths, BF16
+        assert dict(explain(CodecRequest("operands", of_x or of_t, CUDA, dtype, m, n, False, of_t)))["triton"] == "runs"
+        got = codec.operands(*how)
+        with backend("reference"):
+            want = codec.operands(*how)
+        for side, a, b in zip(("rows", "columns"), got, want, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert differing(a.values.contiguous(), b.values) == 0, (kind, side)
+                assert (a.alpha is None and b.alpha is None) or differing(a.alpha, b.alpha) == 0, (kind, side)
+
+
+def test_gemms_read_operands_that_lie_as_their_transposes() -> None:
+    """The bits of the GEMM do not depend on where its operands lie."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    m, n, k = 1024, 4096, 512
+    a, b = (torch.randn(rows, k, dtype=BF16, device=CUDA, generator=generator) for rows in (m, n))
+    alpha = torch.full((1, 1), 0.37, dtype=F32, device=CUDA)
+    want = matmul.matmul(a, b, alpha, alpha, None)
+    turned = [t.t().contiguous().t() for t in (a, b)]
+    for x, w in ((turned[0], b), (a, turned[1]), turned):
+        assert matmul.why_not(x, w) is None
+        assert torch.equal(matmul.matmul(x, w, alpha, alpha, None), want)
+
+
 @pytest.fixture
-def operands(monkeypatch: pytest.MonkeyPatch) -> list[Encoded]:
-    """Codes of both operands of every backward GEMM."""
-    seen: list[Encoded] = []
-    real = backward.Call
+def operands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None] | Encoded]:
+    """Both operands of every backward GEMM, and their alphas; codes where the GEMM reads these."""
+    seen: list[tuple[Tensor, Tensor | None] | Encoded] = []
+    call, multiplier, of_codes = backward.Call, backward.Pair.multiplier, backward.of_codes
 
-    def call(contract: str, a: Encoded, a_as: Any, b: Encoded, b_as: Any, *rest: Any) -> Any:
+    def called(*given: Any) -> Any:
+        if len(given) > 8:  # with values
+            seen.extend(((given[9], given[11]), (given[10], given[12])))
+        return call(*given)
+
+    def multiplied(pair: Any, *given: Any) -> Any:
+        real = multiplier(pair, *given)
+
+        def multiply(a: Tensor, alpha_a: Tensor | None, b: Tensor, alpha_b: Tensor | None) -> Tensor:
+            seen.extend(((a, alpha_a), (b, alpha_b)))
+            return real(a, alpha_a, b, alpha_b)
+
+        return None if real is None else multiply
+
+    def codes(a: Encoded, b: Encoded, *rest: Any) -> Tensor:
         seen.extend((a, b))
-        return real(contract, a, a_as, b, b_as, *rest)
+        return of_codes(a, b, *rest)
 
-    monkeypatch.setattr(backward, "Call", call)
+    monkeypatch.setattr(backward, "Call", called)
+    monkeypatch.setattr(backward.Pair, "multiplier", multiplied)
+    monkeypatch.setattr(backward, "of_codes", codes)
     return seen
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_operands_of_backward_are_the_references(name: str, operands: list[Encoded]) -> None:
+def test_operands_of_backward_are_the_references(name: str, operands: list[Any]) -> None:
     linear, (x, g) = layer(get_recipe(name).prepare()), data()
     step(linear, x, g)
     kernels = list(operands)
@@ -128,7 +184,11 @@ def test_operands_of_backward_are_the_references(name: str, operands: list[Encod
         step(linear, x, g)
     assert len(kernels) == len(operands) == (0 if name.endswith("-hp") else 4)
     for i, (got, want) in enumerate(zip(kernels, operands, strict=True)):
-        compare(got, want, f"{name}, operand {i}")
+        assert type(got) is type(want)
+        if isinstance(got, Encoded):
+            compare(got, want, f"{name}, operand {i}")
+        else:
+            assert differing(got[0].contiguous(), want[0]) == 0 and (want[1] is None or differing(got[1], want[1]) == 0)
 
 
 @pytest.mark.parametrize("name", MIXES)

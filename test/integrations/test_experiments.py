@@ -356,7 +356,8 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     out, root, every = tmp_path / "out", tmp_path / "root", rows.load_all()
     facts = {"device": "a GPU", "date": "2026-01-02T03", "dense parameters": 2e7, "dense tokens a run": 1e7}
     names = ("README.md", "docs/choosing.md", "docs/figures/draw.py", "aoquant/tools/measured.csv")
-    for name in (*names, "benchmarks/results/recover_h200.csv"):
+    figures = (f"benchmarks/results/{name}.csv" for name in ("recover_h200", "gradients"))
+    for name in (*names, *figures):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, root / name)
     found = {records.Run("bf16", "float"): {"word_perplexity": 50.0}}

@@ -72,6 +72,15 @@ def test_layers_of_one_input_are_one_operator() -> None:
     assert torch.equal(y, block(*given))
 
 
+def test_an_input_is_encoded_once_for_all() -> None:
+    def block(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.cat((call(x, q, ENCODED), call(x, k, ENCODED)), -1)
+
+    given = torch.randn(3, 8), *weights(8, 4)
+    names, y = joined(block, *given)
+    assert names == ["siblings"] and torch.equal(y, block(*given))
+
+
 def test_inputs_that_are_encoded_otherwise_stay_apart() -> None:
     def block(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return call(x, a, ENCODED) + call(x, b, PLAIN)

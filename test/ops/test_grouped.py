@@ -126,6 +126,8 @@ def test_ops_say_what_they_return() -> None:
         (ops.grouped_dgrad, (grad, ends, w, operand, False)),
         (ops.grouped_wgrad, (grad, ends, x_q, token, row, True)),
         (ops.gathered_sum, (grad[:12], torch.arange(12).view(6, 2))),
+        (ops.grouped_bias, (grad, torch.randn(E, N).bfloat16(), torch.arange(17) % E)),
+        (ops.grouped_bgrad, (grad, ends)),
     ):
         torch.library.opcheck(op.overload, tuple(op.flat(*args)))  # type: ignore[attr-defined]
 
@@ -149,6 +151,40 @@ def test_gathered_sum_is_the_gradient_of_a_gather() -> None:
     x[token].backward(grad)
     place = token.argsort(stable=True).view(4, 2)
     torch.testing.assert_close(ops.gathered_sum(grad, place), x.grad, rtol=0, atol=1e-6)
+
+
+def test_gradients_of_biases_are_sums_of_an_experts_rows_rounded_once() -> None:
+    ends, hit = rows_of_experts()
+    grad = torch.randn(sum(SIZES) + 2, N).bfloat16()  # two rows of no expert
+    made = ops.grouped_bgrad(grad, ends)
+    wanted = torch.zeros(E, N, dtype=torch.bfloat16)
+    for e, rows in hit:
+        wanted[e] = grad[rows].double().sum(0)
+    torch.testing.assert_close(made, wanted, rtol=2.0**-8, atol=0)
+    assert torch.count_nonzero(made[0]) == 0
+    bias, expert = torch.randn(E, N).bfloat16(), torch.arange(len(grad)) % E
+    assert torch.equal(ops.grouped_bias(grad, bias, expert), grad + bias[expert])
+
+
+TURNED = {  # for K = 2880
+    "mxfp4": None,
+    "mxfp8": None,
+    "nvfp4": None,
+    "int4-g32": None,
+    "int4-g64": None,
+    "fp8-row": None,
+    "int4-g128": "divide K = 2880",
+    "nvfp4-row": "no kernel",
+    "gridflip": "no kernel",
+    "fp8-1x128": "no kernel",
+    "hadamard32+mxfp4": "transforms rows",
+}
+
+
+@pytest.mark.parametrize(("name", "reason"), TURNED.items(), ids=TURNED)
+def test_transposed_stacks_that_are_turned_say_why(name: str, reason: str | None) -> None:
+    said = stacks.why_turned(get_operand(name), 2880)
+    assert said is None if reason is None else reason in str(said)
 
 
 def test_encoded_is_still_a_matrix_of_experts_rows() -> None:

@@ -129,6 +129,19 @@ def test_architectures_that_the_kernels_cannot_have(fake_nvcc: Path, monkeypatch
     assert "has Hopper: give numbers" in (builder.why_not(CUDA_TORCH, nvcc) or "")
 
 
+def test_a_build_that_asserts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> list[str]:
+        return builder.compile_command("nvcc", Path("torch"), Path("a.cu"), Path("a.o"), ["9.0a"])
+
+    monkeypatch.delenv("AOQUANT_ASSERT", raising=False)
+    assert "-DAOQUANT_ASSERT" not in command()
+    monkeypatch.setenv("AOQUANT_ASSERT", "1")
+    assert "-DAOQUANT_ASSERT" in command()
+    monkeypatch.setenv("AOQUANT_ASSERT", "on")
+    with pytest.raises(SystemExit, match="got 'on'"):
+        command()
+
+
 def make_wheel(folder: Path, **environment: str) -> tuple[str, list[str], str]:
     """(file name, names inside, what was said) of the wheel that a copy of the sources makes."""
     folder.mkdir()

@@ -72,7 +72,7 @@ def test_fields(
 
 
 def test_formats_are_numbered_as_in_the_sources() -> None:
-    text = (CSRC / "decode_call.cuh").read_text() + (CSRC / "encode_rows.cuh").read_text()
+    text = (CSRC / "decode_call.cuh").read_text() + (CSRC / "row_blocks.cuh").read_text()
     found = {name: int(value) for name, value in re.findall(r"([A-Z0-9_]+) = (\d+)[,\s}]", text)}
     for how, name in {"int4": "INT4", "e4m3": "NVFP4", "e8m0": "MXFP4", "gridflip": "GRIDFLIP", "fp8": "FP8"}.items():
         assert few_rows.CUDA_FORMATS[how] == found[name]

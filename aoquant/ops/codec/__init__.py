@@ -8,6 +8,7 @@
     rotate    x -> x after a rotation by drawn signs
     saturate  x -> which of its values are clipped, a bit each
     transpose codes of x -> codes of x^T, in a square format
+    operands  x -> the operands of x and of x^T without their codes: both in one pass over x
     sides     x -> codes of x, and codes of x^T, in a square format: both in one pass over x
 
 A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
@@ -23,7 +24,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_operand
 from aoquant.transforms import RoundedHadamard
 
-from ..router import CodecRequest, CodesAndValues, register, routed
+from ..router import CodecRequest, CodesAndValues, Operands, register, routed
 from . import cpu, cuda, fitted, reference, triton
 from .reference import masked
 from .triton import finds_outer, has_triton, lacks_triton
@@ -37,6 +38,7 @@ __all__ = [
     "has_triton",
     "lacks_triton",
     "masked",
+    "operands",
     "saturated",
     "sides",
     "transform",
@@ -128,6 +130,29 @@ def saturated(operand: Operand | Format, x_RK: Tensor, matrix: Tensor | None = N
     """
     operand, (rows, k) = as_operand(operand), x_RK.shape
     return routed(CodecRequest, "saturate", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, matrix)
+
+
+def operands(
+    x_MN: Tensor,
+    rows: Operand | None,
+    columns: Operand | None,
+    m_padded: int,
+    n_padded: int,
+    dtype: torch.dtype,
+    row_random: Random | None = None,
+    column_random: Random | None = None,
+) -> Operands:
+    """What GEMMs multiply in `dtype` of x along N, encoded as `rows`, and of x^T along M, as `columns`; None: not that
+    one.
+
+    m_padded, n_padded: the lengths of the contracted axes, with zeros. row_random, column_random: where the numbers
+        come from, for operands that draw.
+    """
+    operand = rows or columns
+    assert operand is not None
+    request = CodecRequest, "operands", operand, x_MN.device, x_MN.dtype, *x_MN.shape, False, columns
+    made: Operands = routed(*request).run(x_MN, rows, columns, m_padded, n_padded, dtype, row_random, column_random)
+    return made
 
 
 def transposed(operand: Operand, codes: Tensor, k: int, padded: int) -> Tensor:

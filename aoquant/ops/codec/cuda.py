@@ -2,8 +2,8 @@
 codec's backend "cuda", for the roles that encode.
 
 Four-over-six and GridFlip take two launches, the largest finite magnitude and the encoder, or one where the format's
-amax is constant; NVFP4's search takes the outer scale that the format measures. Decoding is Triton's: it is bound by
-memory, and there is nothing that CUDA could do better.
+amax is constant; NVFP4's search takes three, since its outer scale is NaN where x has one. Decoding is Triton's: it is
+bound by memory, and there is nothing that CUDA could do better.
 
 Formats with one scale for a whole tensor are `whole.py`'s. "nvfp4-row" and "fp8-row" become operands in one launch,
 which costs the host less than Triton's.
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, FourOverSix, GridFlip, NVFP4Search, Operand, Random
+from aoquant.formats.blockscaled import PTS_FLOOR
+from aoquant.formats.scales import reciprocal
 
 from .. import native
 from ..router import Backend, CodecRequest, CodesAndValues
@@ -26,7 +28,7 @@ _METRICS = {"mse": 0, "mae": 1, "absmax": 2}
 _OPERATORS: dict[type[Format], tuple[str, ...]] = {
     FourOverSix: ("encode_grids", "finite_absmax"),
     GridFlip: ("encode_grids", "finite_absmax"),
-    NVFP4Search: ("encode_search",),
+    NVFP4Search: ("encode_search", "outer_scale"),
 }
 VALUES = 1 << 24  # of formats that scale rows
 _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -123,7 +125,7 @@ def _run(
 ) -> tuple[Encoded, Tensor]:
     x = _aligned(x_RK)
     if isinstance(format, NVFP4Search):
-        outer = format.measure(x).outer if measured is None else measured
+        outer = _outer(format, x) if measured is None else measured
         given = x.new_empty(0, dtype=torch.float32) if outer is None else outer
         codes, scale, values = native.operator("encode_search")(x, given, _DTYPES[dtype], operand)
         return Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1]), values
@@ -136,6 +138,14 @@ def _run(
         flips.c if flips else 0.25, bool(flips and flips.alternating), _DTYPES[dtype], operand,
     )  # fmt: skip
     return Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1]), values
+
+
+def _outer(format: NVFP4Search, x: Tensor) -> Tensor | None:
+    """`format.measure(x).outer`."""
+    if format.outer != "dynamic":
+        return format.measure(x).outer
+    outer: Tensor = native.operator("outer_scale")(x, reciprocal(format.top), PTS_FLOOR)
+    return outer
 
 
 BACKENDS = (

@@ -38,6 +38,7 @@ from aoquant.formats import (
     MXSquare,
     NVFP4Dialect,
     NVFP4Search,
+    Operand,
     TEFloat8,
 )
 from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
@@ -163,6 +164,15 @@ FAMILIES = (
     ),
     Family("stochastic", (MXStochastic, NVFP4Stochastic, MSEden), why_not=_why_not_random, draws=True),
 )
+
+
+def in_strips(o: Operand) -> bool:
+    """Whether `operands.py` makes this operand, of x or of x^T."""
+    f = o.format
+    te = type(f) is NVFP4Dialect and f.dialect == "te" and f.tile == 1 and not f.fixed
+    return o.transform is None and (te or type(f) is MX)
+
+
 _OF = {kind: family for family in FAMILIES for kind in (*family.formats, *family.decodes)}
 
 

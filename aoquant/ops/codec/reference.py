@@ -8,7 +8,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format, Operand, Random, Scales, layout
 
 from .. import tiles
-from ..router import Backend, CodesAndValues
+from ..router import Backend, CodesAndValues, Operands
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
@@ -86,6 +86,30 @@ def sides(operand: Operand, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]
     return e, fastest_transposed(operand, e.codes.view(torch.uint8), e.k, padded)
 
 
+def operands(
+    x_MN: Tensor,
+    rows: Operand | None,
+    columns: Operand | None,
+    m_padded: int,
+    n_padded: int,
+    dtype: torch.dtype,
+    row_random: Random | None,
+    column_random: Random | None,
+) -> Operands:
+    """The operands of x and of x^T, each by itself."""
+    from . import encode_with_values as fastest
+
+    x_NM, (m, n) = x_MN.t(), x_MN.shape
+    if rows is not None and n < n_padded:
+        x_MN = torch.nn.functional.pad(x_MN, (0, n_padded - n))
+    if columns is not None and m < m_padded:
+        x_NM = torch.nn.functional.pad(x_NM, (0, m_padded - m))
+    return Operands(
+        None if rows is None else fastest(rows, x_MN, dtype, operand=True, random=row_random),
+        None if columns is None else fastest(columns, x_NM, dtype, operand=True, random=column_random),
+    )
+
+
 def _always(request: object) -> None:
     """No request is refused."""
 
@@ -102,5 +126,6 @@ BACKENDS = tuple(
         ("saturate", saturated),
         ("transpose", transposed),
         ("sides", sides),
+        ("operands", operands),
     )
 )

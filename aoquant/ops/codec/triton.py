@@ -18,8 +18,8 @@ from torch import Tensor
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random
 from aoquant.transforms import Hadamard
 
-from ..router import Backend, CodecRequest, CodesAndValues
-from . import families
+from ..router import Backend, CodecRequest, CodesAndValues, Operands
+from . import families, reference
 from .families import family_of, imported
 
 _Made = tuple[Encoded | None, Tensor | None, Tensor | None]
@@ -207,6 +207,24 @@ def sides(operand: Operand, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]
     return made
 
 
+def operands(
+    x_MN: Tensor,
+    rows: Operand | None,
+    columns: Operand | None,
+    m_padded: int,
+    n_padded: int,
+    dtype: torch.dtype,
+    row_random: Random | None,
+    column_random: Random | None,
+) -> Operands:
+    """The operands of x and of x^T: in one pass over x where the kernel knows both, else each by itself."""
+    if not all(o is None or families.in_strips(o) for o in (rows, columns)):
+        return reference.operands(x_MN, rows, columns, m_padded, n_padded, dtype, row_random, column_random)
+    formats = (None if o is None else o.format for o in (rows, columns))
+    made: Operands = imported("operands").operands(x_MN.contiguous(), *formats, m_padded, n_padded, dtype)
+    return made
+
+
 def _on(x: Tensor) -> Any:
     """The context in which x's device is the current one."""
     return imported("launch").on(x)
@@ -223,5 +241,6 @@ BACKENDS = tuple(
         ("saturate", _why_not_saturate, saturated),
         ("transpose", _why_not_transpose, transposed),
         ("sides", _why_not_sides, sides),
+        ("operands", why_not_read, operands),
     )
 )

@@ -87,6 +87,11 @@ def decodes(r: Request) -> bool:
     return _why_not_csrc(r, "decode_values") is None
 
 
+def multiplies_experts(r: Request) -> bool:
+    """Whether csrc multiplies few rows of each expert by a stack of such W's."""
+    return _why_not_csrc(r, "experts_mm") is None
+
+
 def _why_not_csrc(r: Request, operator: str) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
@@ -149,7 +154,7 @@ def _too_many(r: Request, most: int) -> str | None:
 
 def _cuda(c: Call) -> Tensor:
     x_MK = c.x_matrix()
-    return c.shaped(_cuda_product(c.w_format, c.w)(_aligned(x_MK), c.alpha_x, c.bias))
+    return c.shaped(_cuda_product(c.w_format, c.w)(aligned(x_MK), c.alpha_x, c.bias))
 
 
 def _cuda_product(f: Format, w: Encoded) -> Multiply:
@@ -157,8 +162,8 @@ def _cuda_product(f: Format, w: Encoded) -> Multiply:
     how = kind(f)
     assert w.scale is not None and how is not None
     multiply, constants = native.operator("decode_mm"), (CUDA_FORMATS[how], f.block or 1, f.tile_rows, *shifts(f))
-    codes, scale = _aligned(w.codes), _aligned(w.scale)
-    zero = None if w.zero is None else _aligned(w.zero)
+    codes, scale = aligned(w.codes), aligned(w.scale)
+    zero = None if w.zero is None else aligned(w.zero)
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         if bias is not None:
@@ -174,7 +179,7 @@ def _bind_cuda(r: Request, w: Encoded) -> Multiply | None:
     if not all(t is None or is_aligned(t) for t in (w.codes, w.scale, w.zero)):
         return None  # it would multiply a copy, which codes written in place do not reach
     product = _cuda_product(r.w_format, w)
-    return lambda x_MK, alpha_x, bias: product(_aligned(x_MK), alpha_x, bias)
+    return lambda x_MK, alpha_x, bias: product(aligned(x_MK), alpha_x, bias)
 
 
 def is_aligned(t: Tensor) -> bool:
@@ -182,7 +187,7 @@ def is_aligned(t: Tensor) -> bool:
     return t.is_contiguous() and t.data_ptr() % 16 == 0
 
 
-def _aligned(t: Tensor) -> Tensor:
+def aligned(t: Tensor) -> Tensor:
     """Contiguous, from an address that is a multiple of 16: itself, but for some views."""
     return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
 

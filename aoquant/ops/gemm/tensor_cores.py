@@ -67,6 +67,11 @@ def _run(c: Call) -> Tensor:
     return c.shaped(_multiplied(x_MK, n, parts, c.alpha_x, c.alpha_w, c.bias))
 
 
+def _multiply(x_MK: Tensor, alpha_x: Tensor | None, w_NK: Tensor, alpha_w: Tensor | None) -> Tensor:
+    """y (M, N) of two operands that are there."""
+    return _block(x_MK, w_NK, w_NK.shape[0], alpha_x, alpha_w, None)
+
+
 def _bind(r: Request, w: Encoded) -> Multiply | None:
     """x (M, K) -> y (M, N) with W decoded anew in each call, by csrc where it can: a launch of Triton's takes the host
     as long as the GEMM of a small layer takes the GPU.
@@ -143,4 +148,4 @@ def accumulate(x_MK: Tensor, w_NK: Tensor, rounded: bool) -> Tensor:
     return torch.mm(x_MK, w_NK.t()) if rounded else torch.mm(x_MK, w_NK.t(), out_dtype=torch.float32)
 
 
-BACKENDS = (Backend("tensor-cores", 5, _why_not, _run, bind=_bind),)
+BACKENDS = (Backend("tensor-cores", 5, _why_not, _run, multiply=_multiply, bind=_bind),)

@@ -35,6 +35,7 @@ from .elements import (
     e8m0_byte,
     e8m0_inverse,
     e8m0_value,
+    float8_code,
     float_bits,
     least,
     most,
@@ -189,8 +190,7 @@ def _encode(
             if VALUES != "":
                 value = e2m1_value(float_bits(rounded), x ^ magnitude)
         else:
-            y = least(most(bits_float(x) * inverse[:, None], -LIMIT), LIMIT)
-            code = y.to(tl.float8e4nv) if ELEMENT == "e4m3" else y.to(tl.float8e5)
+            code = float8_code(bits_float(x) * inverse[:, None], LIMIT, ELEMENT)
             if CODES:
                 tl.store(codes_ptr + at, code.to(tl.uint8, bitcast=True), mask=inside)
             if VALUES != "":

@@ -39,6 +39,8 @@ from .elements import (
     least,
     most,
     pack_e2m1,
+    te_factor,
+    te_scale,
     unpack4,
 )
 from .hadamard import ENCODE_WARPS, WARP
@@ -101,7 +103,7 @@ def _encode(
         if DIALECT == "qutlass":
             encode = tl.div_rn(one, outer)
         elif DIALECT == "te":
-            encode = tl.where(outer == 0.0, one, least(tl.div_rn(one * 2688.0, outer), LARGEST))
+            encode = te_factor(outer, LARGEST)
 
     n_tiles = tl.cdiv(rows, ACROSS) * tl.cdiv(k, NB * B // ACROSS) if ACROSS else tl.cdiv(n_blocks, NB)
     for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
@@ -126,23 +128,20 @@ def _encode(
                 bit = tl.reshape((y >= 6.0).to(tl.int32), (NB, B // 8, 8)) << tl.arange(0, 8)[None, None, :]
                 eighth = within(tile, block, NB, B // 8, ACROSS)
                 tl.store(clipped_ptr + eighth, tl.sum(bit, axis=2).to(tl.uint8), mask=inside)
+        elif DIALECT == "te":
+            scale, inverse = te_scale(amax, encode, SIXTH, LARGEST)
+            step = scale.to(tl.float32)
+            y = bits_float(magnitude) * inverse[:, None]
+            stored = scale.to(tl.uint8, bitcast=True)
         else:
             top = bits_float(tl.where(amax == INF_BITS, NAN_BITS, amax))
-            if DIALECT == "xx":
-                ratio = tl.div_rn(top, ones * (outer * 6.0))
-            elif DIALECT == "qutlass":
-                ratio = encode * (top * SIXTH)
-            else:
-                ratio = top * (encode * SIXTH)
+            ratio = tl.div_rn(top, ones * (outer * 6.0)) if DIALECT == "xx" else encode * (top * SIXTH)
             scale = least(ratio, 448.0).to(tl.float8e4nv)
             step = scale.to(tl.float32)
             if DIALECT == "xx":
                 y = tl.div_rn(bits_float(magnitude), (step * outer)[:, None] + tl.zeros([NB, B], tl.float32))
             else:
-                inverse = tl.div_rn(ones, step * tl.div_rn(one, encode))
-                if DIALECT == "te":
-                    inverse = least(inverse, LARGEST)
-                y = bits_float(magnitude) * inverse[:, None]
+                y = bits_float(magnitude) * tl.div_rn(ones, step * tl.div_rn(one, encode))[:, None]
             stored = scale.to(tl.uint8, bitcast=True)
         if CODES:
             tl.store(scale_ptr + block, stored, mask=there)

@@ -75,6 +75,13 @@ def through(v, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def float8_code(y, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
+    """float32 -> float8, saturated; NaN stays."""
+    y = least(most(y, -LIMIT), LIMIT)
+    return y.to(tl.float8e4nv) if ELEMENT == "e4m3" else y.to(tl.float8e5)
+
+
+@triton.jit
 def e2m1_rounded(v):
     """v >= 0 -> 2^23 + index of the nearest e2m1 magnitude; saturating. Wrong for NaN: its block masks it."""
     low = tl.minimum(tl.fma(v, 2.0, ROUND), v + (ROUND + 2.0))
@@ -122,6 +129,23 @@ def e8m0_inverse(byte, RULE: tl.constexpr):
     bits = tl.where(byte == 254, 1 << 22, (254 - byte) << 23)
     bits = tl.where(byte == 0, (127 if RULE == "rceil" else 253) << 23, bits)
     return bits_float(tl.where(byte == 255, NAN_BITS, bits))
+
+
+@triton.jit
+def te_factor(outer, LARGEST: tl.constexpr):
+    """What TransformerEngine multiplies x by before it rounds: 2688 / outer, 1 for zeros."""
+    one = tl.full([], 1.0, tl.float32)
+    return tl.where(outer == 0.0, one, least(tl.div_rn(one * 2688.0, outer), LARGEST))
+
+
+@triton.jit
+def te_scale(amax_bits, factor, SIXTH: tl.constexpr, LARGEST: tl.constexpr):
+    """amax of each block, or tile -> (e4m3 scale, what x is multiplied by)."""
+    top = bits_float(tl.where(amax_bits == INF_BITS, NAN_BITS, amax_bits))
+    scale = least(top * (factor * SIXTH), 448.0).to(tl.float8e4nv)
+    step = scale.to(tl.float32)
+    back = tl.div_rn(tl.full([], 1.0, tl.float32), factor)
+    return scale, least(tl.div_rn(tl.zeros_like(step) + 1.0, step * back), LARGEST)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from aoquant.formats.mslk import ROW_FLOOR
 from aoquant.formats.scales import reciprocal
 
 from .amax import PARTIALS, absmax_partials
-from .elements import bits_float, float_bits, least, most, quotient, through
+from .elements import bits_float, float8_code, float_bits, most, quotient, through
 from .launch import PLANS, Launch
 
 NO_FUSION = {"enable_fp_fusion": False}
@@ -54,8 +54,18 @@ def _code(x, scale, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
     else:
         y = tl.div_rn(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
         y = tl.where(scale == 0, 0.0, y)
-    y = least(most(y, -LIMIT), LIMIT)
-    return y.to(tl.float8e4nv) if ELEMENT == "e4m3" else y.to(tl.float8e5)
+    return float8_code(y, LIMIT, ELEMENT)
+
+
+@triton.jit
+def divided(x, s, fits):
+    """x / s, 0 where s is 0; s: of rows, (R, 1), or of columns, (1, C); fits: whether all of s is in [2^-60, 2^60]."""
+    if fits:
+        y = quotient(x, s, tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s))
+    else:
+        y = tl.div_rn(x, tl.where(s == 0, 1.0, s) + tl.zeros_like(x))
+        y = tl.where(s == 0, 0.0, y)
+    return y
 
 
 @triton.jit
@@ -132,13 +142,7 @@ def _encode_blocks(
     tl.store(scale_ptr + index + tl.zeros_like(line), scale, mask=(line == 0) if TALL else (row < rows))
     s = scale[:, None]
     fits = (scale > 2.0**-60) & (scale < 2.0**60)
-    if tl.min(fits.to(tl.int32), axis=0) == 1:
-        y = quotient(x, s, tl.div_rn(tl.full([R, 1], 1.0, tl.float32), s))
-    else:
-        y = tl.div_rn(x, tl.where(s == 0, 1.0, s) + tl.zeros_like(x))
-        y = tl.where(s == 0, 0.0, y)
-    y = least(most(y, -LIMIT), LIMIT)
-    code = y.to(tl.float8e4nv) if ELEMENT == "e4m3" else y.to(tl.float8e5)
+    code = float8_code(divided(x, s, tl.min(fits.to(tl.int32), axis=0) == 1), LIMIT, ELEMENT)
     if CODES:
         tl.store(codes_ptr + at, code.to(tl.uint8, bitcast=True), mask=inside)
     if VALUES != "":

@@ -7,7 +7,9 @@ W come through the bulk tensor copy engine. A slot's last rows may be the next e
 stored. K is summed in order, so a row of y depends on that row and on its expert's W alone. The epilogue is the
 contract "aoquant" without a bias.
 
-W may be a range of the experts, or a range of columns of one: what is decoded at a time.
+W may be a range of the experts, or a range of columns of one: what is decoded at a time. Its memory is (E, N, K) or
+(E, K, N): the tensor core reads a tile from shared memory in either order, and adds up the same products in the same
+order.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ def _slots(
 @triton.jit
 def _matmul(
     x_desc, w_desc, y_ptr, alpha_x_ptr, alpha_w_ptr, expert_ptr, row_ptr, end_ptr, count_ptr, n, k, y_row,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BY_K: tl.constexpr,
 ):  # fmt: skip
-    """y_row: from a row of y to the next; n: columns of W that are there."""
+    """y_row: from a row of y to the next; n: columns of W that are there. BY_K: W's memory is (E, K, N)."""
     slots, columns, steps = tl.load(count_ptr), tl.cdiv(n, BN), tl.cdiv(k, BK)
     for tile in tl.range(tl.program_id(0), slots * columns, PROGRAMS, flatten=True):
         first = tile // (GROUP * columns) * GROUP
@@ -72,8 +74,10 @@ def _matmul(
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(steps):
             x = x_desc.load([row, step * BK])
-            w = tl.reshape(w_desc.load([expert, column, step * BK]), (BN, BK))
-            acc = tl.dot(x, w.T, acc)
+            if BY_K:
+                acc = tl.dot(x, tl.reshape(w_desc.load([expert, step * BK, column]), (BK, BN)), acc)
+            else:
+                acc = tl.dot(x, tl.reshape(w_desc.load([expert, column, step * BK]), (BN, BK)).T, acc)
         at_m, at_n = row + tl.arange(0, BM), column + tl.arange(0, BN)
         in_m, in_n = at_m < end, at_n < n
         if alpha_x_ptr is not None:
@@ -146,18 +150,22 @@ def matmul(
 ) -> None:
     """Write the rows that `at` names into y_SN, bfloat16; y_SN may be some columns of a matrix.
 
+    w_ENK: contiguous, or the transpose of a contiguous (E, K, N).
     alpha_x: (S, 1), alpha_w: (E * N, 1), float32 and contiguous, or None. programs: how many run at once.
     """
     n, k = w_ENK.shape[1:]
-    x_desc, w_desc = described(x_SK, TILE_M, TILE_K), described(w_ENK, 1, TILE_N, TILE_K)
-    _matmul_of(n, k, y_SN.stride(0), programs)(x_desc, w_desc, y_SN, alpha_x, alpha_w, *at)
+    by_k = not w_ENK.is_contiguous()
+    w_desc = described(w_ENK.transpose(1, 2), 1, TILE_K, TILE_N) if by_k else described(w_ENK, 1, TILE_N, TILE_K)
+    _matmul_of(n, k, y_SN.stride(0), programs, by_k)(
+        described(x_SK, TILE_M, TILE_K), w_desc, y_SN, alpha_x, alpha_w, *at
+    )
 
 
 @lru_cache(PLANS)
-def _matmul_of(n: int, k: int, y_row: int, programs: int) -> Launch:
+def _matmul_of(n: int, k: int, y_row: int, programs: int, by_k: bool) -> Launch:
     return Launch(
         _matmul, (programs,), n=n, k=k, y_row=y_row, BM=TILE_M, BN=TILE_N, BK=TILE_K, GROUP=8, PROGRAMS=programs,
-        num_warps=8, num_stages=3, enable_fp_fusion=False,
+        BY_K=by_k, num_warps=8, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -45,6 +45,26 @@ def _int4_values(q, s, z, FUSED: tl.constexpr, OUT: tl.constexpr):
 
 
 @triton.jit
+def int4_scales(low, high, EPS: tl.constexpr, RECIPROCAL: tl.constexpr):
+    """Least and largest value of a group -> (scale, zero point), float32."""
+    scale = most(high - low, EPS) * RECIPROCAL
+    return scale, low + 8.0 * scale
+
+
+@triton.jit
+def int4_shifted(d, s, fits):
+    """d: x less the least value of its group; s: scales beside it, (R, 1) or (1, C); fits: whether all are below 2^60,
+    and they are at least EPS / 15 -> 2^23 + 8 + code, code -8..7.
+    """
+    if fits:
+        q = quotient(d, s, tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s))
+    else:
+        q = tl.div_rn(d, s + tl.zeros_like(d))
+    # above 15 there is nothing, for the range of a group is 15 scales; NaN is code 0
+    return tl.where(q == q, q + ROUND, ROUND + 8.0)
+
+
+@triton.jit
 def _encode(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, zero_ptr, values_ptr, n_blocks, block, n,
     INT4: tl.constexpr, TENSOR: tl.constexpr, ASYMMETRIC: tl.constexpr, FLOAT32_SCALE: tl.constexpr,
@@ -70,17 +90,9 @@ def _encode(
         high = tl.reduce(tl.where(column < block, x, float("-inf")), 1, most)
 
     if INT4:
-        scale = most(high - low, EPS) * RECIPROCAL
-        zero = low + 8.0 * scale
-        d, s = x - low[:, None], scale[:, None]
-        if tl.max(scale, axis=0) < 2.0**60:  # and at least EPS / 15
-            q = quotient(d, s, tl.div_rn(tl.full([NB, 1], 1.0, tl.float32), s))
-        else:
-            q = tl.div_rn(d, s + tl.zeros_like(d))
-        # above 15 there is nothing, for the range of a group is 15 scales; NaN is code 0
-        q = tl.where(q == q, q + ROUND, ROUND + 8.0)
-        code = float_bits(q) ^ 8
-        q = q - (ROUND + 8.0)
+        scale, zero = int4_scales(low, high, EPS, RECIPROCAL)
+        shifted = int4_shifted(x - low[:, None], scale[:, None], tl.max(scale, axis=0) < 2.0**60)
+        code, q = float_bits(shifted) ^ 8, shifted - (ROUND + 8.0)
         scale, zero = through(scale, DTYPE), through(zero, DTYPE)
     else:
         low, high = least(low, 0.0), most(high, 0.0)

@@ -22,8 +22,6 @@ from aoquant.formats.scales import reciprocal
 
 from .amax import PARTIALS, absmax_partials
 from .elements import (
-    INF_BITS,
-    NAN_BITS,
     bits_float,
     e2m1_rounded,
     e2m1_value,
@@ -34,6 +32,8 @@ from .elements import (
     least,
     most,
     pack_e2m1,
+    te_factor,
+    te_scale,
     unpack4,
 )
 from .launch import PLANS, Launch
@@ -78,16 +78,12 @@ def _encode(
     amax = _of_tiles(tl.max(magnitude, axis=1), T, N)
     first = inside & (tl.arange(0, T * N) < N)  # a scale is written once, by the tile's first row
     if ELEMENT == "e2m1":
-        one = tl.full([], 1.0, tl.float32)
         outer = bits_float(tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0))
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(outer_ptr, outer)
             tl.store(alpha_ptr, outer * POST)
-        encode = tl.where(outer == 0.0, one, least(tl.div_rn(one * 2688.0, outer), LARGEST))
-        top = bits_float(tl.where(amax == INF_BITS, NAN_BITS, amax))
-        scale = least(top * (encode * RECIPROCAL), 448.0).to(tl.float8e4nv)
+        scale, inverse = te_scale(amax, te_factor(outer, LARGEST), RECIPROCAL, LARGEST)
         step = scale.to(tl.float32)
-        inverse = least(tl.div_rn(tl.full([T * N], 1.0, tl.float32), step * tl.div_rn(one, encode)), LARGEST)
         if CODES:
             tl.store(scale_ptr + tile, scale.to(tl.uint8, bitcast=True), mask=first)
         y = bits_float(magnitude) * inverse[:, None]

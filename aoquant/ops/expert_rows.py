@@ -1,0 +1,70 @@
+"""Rows of x, sorted by expert, times packed 4-bit experts, codes multiplied as they lie: one launch over all that are
+hit.
+
+On Hopper csrc does it. For few rows of each expert (csrc/decode_experts.cuh) a row's sums depend on that row, its
+expert, N and K alone. For many (csrc/expert_tiles.cuh) they are those of `triton/grouped.py` over W's values, to the
+bit, so a prepared layer, whose values are made anyway, may multiply by that. Elsewhere, and for an aoquant without its
+CUDA library, Triton multiplies few rows (triton/grouped_rows.py), and many meet values that are made 64 MB at a time.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Format
+
+from . import native
+from .gemm import few_rows
+from .router import Request
+
+
+def multiply(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Tensor | None) -> Tensor:
+    """y (S, N) in x's dtype, bfloat16, of few rows of each expert. w: experts' rows under each other, E * N; x_SK:
+    sorted by expert; ends: (E,) int32; alpha_x: (S, 1) float32, or None.
+    """
+    if takes(format, w, x_SK, ends):
+        return by_csrc(format, w, x_SK, ends, alpha_x, many=False)
+    from .triton import grouped_rows, launch
+
+    how = few_rows.kind(format)
+    assert how is not None
+    with launch.on(x_SK):
+        programs = 2 * torch.cuda.get_device_properties(x_SK.device).multi_processor_count
+        shifts, alpha_w = few_rows.shifts(format), format.alpha(w)
+        return grouped_rows.decode_mm(format, how, shifts, w, x_SK, ends, alpha_x, alpha_w, programs)
+
+
+def by_csrc(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor, alpha_x: Tensor | None, *, many: bool) -> Tensor:
+    """`multiply`, where csrc takes it, for few or many rows of each expert."""
+    assert w.scale is not None
+    alpha_w = format.alpha(w)
+    y_SN: Tensor = native.operator("experts_mm")(
+        few_rows.aligned(x_SK),
+        ends.contiguous(),
+        few_rows.aligned(w.codes),
+        few_rows.aligned(w.scale),
+        None if w.zero is None else few_rows.aligned(w.zero),
+        alpha_x,
+        None if alpha_w is None else alpha_w.contiguous(),
+        few_rows.plan_of(format, w, x_SK.dtype),
+        many,
+    )
+    return y_SN
+
+
+def takes(format: Format, w: Encoded, x_SK: Tensor, ends: Tensor) -> bool:
+    """Whether csrc multiplies these experts here."""
+    assert w.scale is not None
+    scales = w.scale.dtype if few_rows.kind(format) == "int4" else None
+    return _takes(format, scales, w.codes.shape[0] // ends.numel(), w.k, x_SK.dtype, x_SK.device)
+
+
+@cache
+def _takes(
+    format: Format, scales: torch.dtype | None, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """scales: int4's."""
+    return few_rows.multiplies_experts(Request("aoquant", None, format, device, dtype, 1, n, k, scales))

@@ -1,0 +1,250 @@
+"""The process that benchmarks/sanitize.py starts under compute-sanitizer: every kernel of csrc, on small tensors.
+
+    python benchmarks/sanitize_worker.py [--types bf16 f16] [--trace FILE]
+
+Cases call csrc's operators themselves. Shapes reach every branch of the launchers: each range of rows of x, N on each
+side of the bounds in csrc/decode_plan.cuh, K that steps of 128 divide and that they do not, rings of shared memory that
+are filled once and many times, W's that are siblings, and tensors that end in the middle of a block. Codes and scales
+of packed weights are random bytes: a sanitizer looks at addresses.
+
+Each case is a line of output before it runs, so the last line names the case that a kernel died in. `--trace` writes
+the names of all kernels that were launched, by torch's profiler, as JSON; it is for a run without a sanitizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aoquant import get_format
+from aoquant.formats import Encoded, Format
+from aoquant.ops import native
+from aoquant.ops.gemm.few_rows import CUDA_FORMATS, CUDA_FP8_ROWS, alpha_of, kind, plan_of, shifts
+
+TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+DTYPES = TYPES | {"f32": torch.float32}
+OUTS = {"none": 0, "bf16": 1, "f16": 2, "f32": 3}  # `Out` of csrc/grids.cuh
+ROWS = (1, 3, 4, 5, 16, 17, 32, 33, 64, 65, 128, 200, 256)
+SHORT, LONG = 160, 4128
+# (N, K, rows of x): both sides of each bound of N
+SHAPES: tuple[tuple[int, int, Sequence[int]], ...] = (
+    (200, LONG, ROWS),
+    (2100, LONG, ROWS[::2]),
+    (2100, SHORT, ROWS),
+    (5000, SHORT, ROWS),
+    (8500, SHORT, ROWS),
+    # of decode_rows.cuh, up to 16 rows
+    (2100, 16032, (1, 2, 9, 16)),
+    (8300, 4064, (1, 8, 9, 16)),
+    (14336, 2368, (1, 8, 9, 16)),
+)
+SMALL = ((1, 16), (3, 48), (33, 176), (64, 512))  # matrices to encode
+
+
+class Case(NamedTuple):
+    """A call of an operator, and its name."""
+
+    name: str
+    run: Callable[[], Any]
+
+
+class Weight(NamedTuple):
+    """A packed weight, and the dtype of the x that it is multiplied with."""
+
+    format: Format
+    w: Encoded
+    dtype: torch.dtype
+
+    def x(self, m: int) -> Tensor:
+        return matrix(m, self.w.k, self.dtype)
+
+    def plan(self, encodes: int) -> int:
+        return plan_of(self.format, self.w, self.dtype) | encodes << 4
+
+
+def call(name: str, *arguments: Any) -> Any:
+    return native.operator(name)(*arguments)
+
+
+def matrix(rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, k).to(dtype).cuda()
+
+
+def packed(name: str, n: int, k: int, dtype: torch.dtype) -> Weight:
+    """A weight (n, k) of random codes and positive scales."""
+    f = get_format(name)
+    how, blocks = kind(f), (-(-n // f.tile_rows), k // (f.block or 1))
+    codes = torch.randint(0, 126, (n, k if how == "fp8" else k // 2), dtype=torch.uint8).cuda()
+    scale, outer = torch.randint(40, 70, blocks, dtype=torch.uint8).cuda(), torch.ones(1, 1).cuda()
+    made = {
+        "fp8": lambda: Encoded(codes.view(torch.float8_e4m3fn), torch.ones(n, 1).cuda(), None, None, k),
+        "int4": lambda: Encoded(codes, scale.to(dtype), scale.to(dtype), None, k),
+        "e8m0": lambda: Encoded(codes, scale.view(torch.float8_e8m0fnu), None, None, k),
+    }.get(str(how), lambda: Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k))
+    return Weight(f, made(), dtype)
+
+
+def weights(types: Sequence[str], names: Sequence[str], n: int, k: int) -> Iterator[tuple[str, Weight]]:
+    """With e8m0 scales csrc multiplies bfloat16 alone."""
+    for t, name in product(types, names):
+        if (name, t) != ("mxfp4", "f16"):
+            yield f"{name} {t} {n}x{k}", packed(name, n, k, TYPES[t])
+
+
+def multiplies(weight: Weight, m: int) -> bool:
+    return m <= CUDA_FP8_ROWS or kind(weight.format) != "fp8"
+
+
+def multiply(weight: Weight, m: int) -> None:
+    """decode_mm, with one alpha for all rows of x or one for each, and each kind of bias."""
+    f, w, dtype = weight
+    how, n = kind(f), w.codes.shape[0]
+    assert how is not None
+    alpha_x = torch.ones(m if m % 2 else 1, 1).cuda()
+    bias = [None, torch.zeros(n), torch.zeros(n, dtype=dtype)][m % 3]
+    constants = CUDA_FORMATS[how], f.block or 1, f.tile_rows, *shifts(f)
+    given = None if bias is None else bias.cuda()
+    call("decode_mm", weight.x(m), w.codes, w.scale, w.zero, alpha_x, alpha_of(f, w), given, *constants)
+
+
+def linear(weight: Weight, m: int, encodes: int) -> None:
+    f, w, _ = weight
+    call("linear", weight.x(m), w.codes, w.scale, w.zero, alpha_of(f, w), None, weight.plan(encodes))
+
+
+def siblings(weight: Weight, m: int, encodes: int) -> None:
+    f, w, _ = weight
+    parts = (w.codes, w.scale, w.zero, alpha_of(f, w), None, weight.plan(encodes))
+    call("siblings", weight.x(m), *([part] * 3 for part in parts))
+
+
+def experts(weight: Weight, count: int, rows: int, many: bool) -> None:
+    """A stack of `count` experts, one of them without rows, and a row behind the last one's."""
+    f, w, _ = weight
+    ends = torch.tensor([(rows - 1) * i // count for i in range(count)], dtype=torch.int32)
+    alpha_w = None if alpha_of(f, w) is None else torch.ones(w.codes.shape[0], 1).cuda()
+    given = torch.ones(rows, 1).cuda(), alpha_w, weight.plan(0), many
+    call("experts_mm", weight.x(rows), ends.cuda(), w.codes, w.scale, w.zero, *given)
+
+
+def decode_values(weight: Weight) -> None:
+    call("decode_values", weight.w.codes, weight.w.scale, weight.w.zero, weight.plan(0))
+
+
+def grids(x: Tensor, effort: int, metric: int, tile: int, out: int) -> None:
+    amax = call("finite_absmax", x)
+    call("encode_grids", x, amax, 0.0, effort, metric, tile, 0.25, True, out, False)
+
+
+def of_weights(types: Sequence[str]) -> Iterator[Case]:
+    """Products of few rows, by themselves, with their encoding, and several at once; W's values."""
+    for n, k, rows in SHAPES:
+        for name, weight in weights(types, ("int4-g32", "nvfp4", "mxfp4", "gridflip", "fp8-row"), n, k):
+            for m in rows:
+                if multiplies(weight, m):
+                    yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
+                if k == SHORT and m in (1, 4, 16):
+                    yield Case(f"siblings {name} m={m}", partial(siblings, weight, m, 0))
+    for name, weight in weights(types[:1], ("gridflip-16x16", "int4-g128"), 200, 512):
+        for m in ROWS:
+            yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
+    for encodes, of in ((1, "nvfp4"), (2, "fp8-row"), (1, "int4-g128")):
+        for (n, k), m in product(((200, 512), (2100, 2048), (8500, 256)), (1, 2, 4, 8, 16, 40)):
+            for name, weight in weights(types, (of,), n, k):
+                if multiplies(weight, m):
+                    yield Case(f"linear {name} m={m}, encoded", partial(linear, weight, m, encodes))
+                    yield Case(f"siblings {name} m={m}, encoded", partial(siblings, weight, m, encodes))
+    for n, k in ((3, 96), (2100, SHORT)):
+        for name, weight in weights(types, ("int4-g32", "nvfp4", "mxfp4", "gridflip-16x16", "fp8-row"), n, k):
+            yield Case(f"decode_values {name}", partial(decode_values, weight))
+
+
+def of_experts() -> Iterator[Case]:
+    """Few rows of each expert, of small and large weights, and many."""
+    for (count, n, k), rows in product(((5, 200, SHORT), (2, 2100, 16032), (2, 8300, 4064)), (5, 40)):
+        for name, weight in weights(("bf16",), ("int4-g32", "nvfp4", "mxfp4", "gridflip"), count * n, k):
+            yield Case(f"experts_mm {name} rows={rows}", partial(experts, weight, count, rows, False))
+            if k == SHORT:
+                yield Case(
+                    f"experts_mm {name} rows={10 * rows}, many", partial(experts, weight, count, 10 * rows, True)
+                )
+
+
+def of_rows(types: Sequence[str]) -> Iterator[Case]:
+    """Operands of formats that scale each row."""
+    for t, (m, k) in product(types, ((1, 16), (1, 2048), (3, 160), (5, 20000), (300, 48))):
+        x = matrix(m, k, TYPES[t])
+        for format, decoded in product(native.ROW_FORMATS.values(), (False, True)):
+            yield Case(f"encode_rows {format} {decoded} {t} {m}x{k}", partial(call, "encode_rows", x, format, decoded))
+
+
+def of_blocks(types: Sequence[str]) -> Iterator[Case]:
+    """Contests of scales, the search, and one scale for a whole tensor."""
+    for t, (rows, k) in product([*types, "f32"], SMALL):
+        x, name = matrix(rows, k, DTYPES[t]), f"{t} {rows}x{k}"
+        for effort, (metric, tile) in product(range(4), ((0, 1), (1, 1), (2, 16))):
+            how = effort, metric, tile, OUTS[("none", t)[effort % 2]]
+            yield Case(f"encode_grids {how} {name}", partial(grids, x, *how))
+        yield Case(f"outer_scale {name}", partial(call, "outer_scale", x, 0.5, 1.0))
+        for outer in (torch.ones(1, 1), torch.empty(0)):
+            yield Case(f"encode_search {name}", partial(call, "encode_search", x, outer.cuda(), OUTS[t], True))
+    # the last is more than blocks of threads keep in shared memory
+    for t in [*types, "f32"]:
+        for rows, k in (*SMALL, (450 if t == "f32" else 900, 16384)):
+            x = matrix(rows, k, DTYPES[t])
+            for of in (0, 1):  # `Kind` of csrc/encode_tensor.cuh
+                run = partial(call, "encode_tensor", x, of, True, OUTS[t], False)
+                yield Case(f"encode_tensor {of} {t} {rows}x{k}", run)
+
+
+def of_transforms(types: Sequence[str]) -> Iterator[Case]:
+    """Fitted transforms of blocks, and codes of what they make."""
+    for (size, k), t, rows in product(((16, 176), (32, 96), (64, 192), (128, 256)), [*types, "f32"], (3, 40)):
+        x, w, name = matrix(rows, k, DTYPES[t]), torch.randn(k // size, size, size).cuda(), f"{size} {t} {rows}x{k}"
+        for back in (False, True):
+            run = partial(call, "transform_fitted", x, w, back, OUTS[t])
+            yield Case(f"transform_fitted {back} {name}", run)
+        for block, known in ((16, -1.0), (16, 0.0), (16, 0.5), (32, 0.0)):
+            if k % block == 0:
+                run = partial(call, "encode_fitted", x, w, block, known)
+                yield Case(f"encode_fitted {block} {known} {name}", run)
+
+
+def cases(types: Sequence[str]) -> Iterator[Case]:
+    """Every case; its tensors are made when its turn comes."""
+    torch.manual_seed(0)
+    for part in (of_rows, of_blocks, of_transforms, of_weights):
+        yield from part(types)
+    yield from of_experts()
+
+
+def main() -> None:
+    """Run them all, or trace them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=["bf16"])
+    parser.add_argument("--trace", type=Path)
+    args = parser.parse_args()
+    profiler: Any = (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if args.trace else nullcontext()
+    )
+    with profiler:
+        for case in cases(args.types):
+            print(case.name, flush=True)
+            case.run()
+            torch.cuda.synchronize()
+    if args.trace:
+        args.trace.write_text(json.dumps([e.name for e in profiler.events() if "aoquant" in e.name]))
+    print("finished", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+// y = x W^T for many rows of x of each expert and a stack of packed 4-bit W's, in one launch: W is decoded into registers
+// on the way to wgmma, so its values are nowhere in memory.
+//
+// The ring and the groups of warps are decode_tiles.cuh's. But x comes as it lies in memory, by the copy engine, because
+// which rows make a tile is known on the device alone. So here W is what is put into order: wgmma's product of 16 values
+// of K takes k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of lane t, the byte t of two words of codes. K's 16 values are summed
+// in K's order, in one chain, which is the order of any wgmma kernel that does not cut K: its bits are those of a GEMM of
+// W's values (triton/grouped.py), and prepared experts may be multiplied by that.
+//
+// A block has a slot of up to TM rows (slots.cuh) and 128 rows of its expert's W. Blocks come in groups of slots x rows of
+// W, so that those that run at once share both in the L2 cache.
+#pragma once
+
+#include "decode_experts.cuh"
+#include "decode_tiles.cuh"
+
+namespace aoquant::decode {
+
+constexpr int EXPERT_GROUP = 8;  // slots of a group of blocks
+
+#ifdef AOQUANT_HOPPER
+// Byte t of each of four words: the codes of lane t for two products of 16 values, as `operands` pairs nibbles.
+__device__ __forceinline__ uint32_t codes_of_lane(const uint4& words, uint32_t select) {
+  return __byte_perm(__byte_perm(words.x, words.y, select), __byte_perm(words.z, words.w, select), 0x5410);
+}
+
+// 32 values of a row, of which lane t has eight: operands of two products, [product][first or second eight of K].
+template <int F, typename T>
+__device__ __forceinline__ void operands_in_order(uint32_t (&out)[2][2], const uint4& words, uint32_t select, uint32_t raw, const DecodeArgs& a) {
+  const Scale<T> scale = scale_pairs<F, T>(RawScale{raw, raw >> 16}, a);
+  uint32_t v[4];  // a pair has a value of the first product and one of the second
+  operands<F, T>(v, codes_of_lane(words, select), __byte_perm(scale.s[0], scale.s[1], 0x7610), __byte_perm(scale.z[0], scale.z[1], 0x7610));
+  out[0][0] = __byte_perm(v[0], v[1], 0x5410), out[0][1] = __byte_perm(v[2], v[3], 0x5410);
+  out[1][0] = __byte_perm(v[0], v[1], 0x7632), out[1][1] = __byte_perm(v[2], v[3], 0x7632);
+}
+
+// `multiply_tiles` with K in order.
+template <int F, typename T, typename Layout, int RG, int TM, int D>
+__device__ __forceinline__ void multiply_in_order(const DecodeArgs& a, uint8_t* ring, uint32_t base, uint32_t full, uint32_t empty, uint32_t thread, int warp,
+                                                  int first_row, int mine) {
+  constexpr int PLACE = Layout::PLACE, X = Layout::X, W = Layout::W;
+  const int lane = thread % 32, g = lane / 4, t = lane % 4, row = warp * 16 + g;
+  float acc[1][TM / 2];
+#pragma unroll
+  for (int i = 0; i < TM / 2; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[0][i]));
+  const uint8_t* codes_at = ring + X + row * 64;
+  const uint8_t* scales_at = ring + X + W + row * 16;
+  asm volatile("" : "+l"(codes_at), "+l"(scales_at));
+  const uint32_t select = t | (4 + t) << 4, swizzle = g / 2 % 4;  // pieces of 16 bytes of rows 2 r and 2 r + 1 change places alike
+  int parity = 0;
+#pragma unroll 1
+  for (int i0 = 0; i0 < mine; i0 += D, parity ^= 1)
+#pragma unroll
+    for (int d = 0; d < D; ++d) {
+      if (i0 + d >= mine) break;
+      wait(full + 8 * d, parity);
+      const uint4 scales[2] = {*reinterpret_cast<const uint4*>(scales_at + d * PLACE), *reinterpret_cast<const uint4*>(scales_at + d * PLACE + 8 * 16)};
+      const uint64_t tile = ((base + d * PLACE) >> 4 & 0x3FFF) | uint64_t(0x40000040) << 32 | 1 << 16;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint8_t* from = codes_at + d * PLACE + (j ^ swizzle) * 16;
+        uint32_t lower[2][2], upper[2][2];
+        operands_in_order<F, T>(lower, *reinterpret_cast<const uint4*>(from), select, (&scales[0].x)[j], a);
+        operands_in_order<F, T>(upper, *reinterpret_cast<const uint4*>(from + 8 * 64), select, (&scales[1].x)[j], a);
+        const uint32_t first[4] = {lower[0][0], upper[0][0], lower[0][1], upper[0][1]}, second[4] = {lower[1][0], upper[1][0], lower[1][1], upper[1][1]};
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int product = 2 * j + h;
+          Wgmma<TM>::template run<T>(acc[0], h ? second : first, tile + (product / 4 * TM * 128 + product % 4 * 32) / 16);
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        if (j == 0 && (d > 0 || i0 > 0) && lane == 0) arrive(empty + 8 * (d > 0 ? d - 1 : D - 1));
+      }
+    }
+  write_tiles<T, Layout, 1, TM, TM, 1>(a, ring, acc, thread, row, 0, 0, first_row, 0);
+}
+#endif
+
+template <int F, typename T, int RG, int TM, int D>
+__global__ void __launch_bounds__(TileLayout<RG, 1, TM, D>::THREADS, 1)
+    expert_tiles(const __grid_constant__ CUtensorMap codes_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ DecodeArgs stack,
+                 const __grid_constant__ Groups groups, const int blocks_n) {
+#ifdef AOQUANT_HOPPER
+  extern __shared__ __align__(1024) uint8_t ring[];
+  using Layout = TileLayout<RG, 1, TM, D>;
+  constexpr int ROWS = Layout::ROWS, PLACE = Layout::PLACE, X = Layout::X, W = Layout::W, WARPS = Layout::MULTIPLY / 32;
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // all that is read may be what the kernel before this one wrote
+  asm volatile("griddepcontrol.launch_dependents;");
+  const int in_group = blockIdx.x % (EXPERT_GROUP * blocks_n), first_row = in_group / EXPERT_GROUP * ROWS;
+  const int index = blockIdx.x / (EXPERT_GROUP * blocks_n) * EXPERT_GROUP + in_group % EXPERT_GROUP;
+  if (index == 0) zero_behind<T, ROWS>(stack, groups, first_row);
+  const Slot slot = find_slot<TM>(groups, index);
+  if (slot.expert < 0) return;
+  const DecodeArgs a = of_slot<F, T>(stack, slot);
+  uint32_t base = uint32_t(__cvta_generic_to_shared(ring)), thread = threadIdx.x;
+  asm volatile("" : "+r"(base), "+r"(thread));
+  const uint32_t full = base + Layout::BARRIERS, empty = full + 8 * D;
+  const int warp = __shfl_sync(~0u, thread / 32, 0), steps = (a.k + 127) / 128;
+  const bool copies = thread == Layout::MULTIPLY;
+  if (copies) {
+    for (int d = 0; d < D; ++d) {
+      init_barrier(full + 8 * d, 1 + 4);  // the copies, and the warps that bring scales
+      init_barrier(empty + 8 * d, 4 * RG);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+
+  if (warp >= WARPS) {  // the ring
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Layout::FILLS));
+    const int codes_row = slot.expert * a.n + first_row;
+    fill_ring<F, Layout, RG, D>(a, ring, full, empty, warp - WARPS, copies, first_row, 0, steps, [&](int i, int place) {
+      const uint32_t to = base + place * PLACE, barrier = full + 8 * place;
+      expect(barrier, X + W);
+      copy_box(codes_map, to + X, i * 64, codes_row, barrier);
+      copy_box(x_map, to, i * 256, slot.first, barrier);
+      copy_box(x_map, to + X / 2, i * 256 + 128, slot.first, barrier);
+    });
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Layout::MULTIPLIES));
+    multiply_in_order<F, T, Layout, RG, TM, D>(a, ring, base, full, empty, thread, warp, first_row, steps);
+  }
+#endif
+}
+
+template <int F, typename T, int RG, int TM, int D>
+cudaError_t launch_expert_tiles(const DecodeArgs& stack, const Groups& groups, cudaStream_t stream) {
+  using Layout = TileLayout<RG, 1, TM, D>;
+  CUtensorMap codes, x;
+  cudaError_t error = map_bytes(&codes, stack.codes, stack.n * groups.experts, stack.k / 2, Layout::ROWS, 64, CU_TENSOR_MAP_SWIZZLE_64B);
+  if (error != cudaSuccess) return error;
+  error = map_bytes(&x, static_cast<const uint8_t*>(stack.x), groups.rows, stack.k * 2, TM, 128, CU_TENSOR_MAP_SWIZZLE_128B);
+  if (error != cudaSuccess) return error;
+  const int64_t slots = most_slots(groups.rows, groups.experts, TM), blocks_n = (stack.n + Layout::ROWS - 1) / Layout::ROWS;
+  const int64_t blocks = (slots + EXPERT_GROUP - 1) / EXPERT_GROUP * EXPERT_GROUP * blocks_n;
+  return launch_kernel<1>(expert_tiles<F, T, RG, TM, D>, dim3(unsigned(blocks)), Layout::THREADS, Layout::BYTES, stream, codes, x, stack, groups,
+                          int(blocks_n));
+}
+
+// Slots are of 64 rows where an expert has no more on average, else of 128.
+template <int F, typename T>
+cudaError_t run_expert_tiles(DecodeArgs stack, const Groups& groups, cudaStream_t stream) {
+  stack.times = Folded<F, T>::TIMES;
+  if (groups.rows <= 48 * int64_t(groups.experts)) return launch_expert_tiles<F, T, 2, 64, 6>(stack, groups, stream);
+  return launch_expert_tiles<F, T, 2, 128, 5>(stack, groups, stream);
+}
+
+}  // namespace aoquant::decode

@@ -1,0 +1,223 @@
+"""Rows of experts against packed experts in one launch: operands to the bit, a row's bits whatever its company, and for
+many rows the bits of a product of W's values.
+
+The large shapes are Qwen3-30B-A3B's, gpt-oss-20b's and Mixtral's, with fewer experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aoquant import ops
+from aoquant.formats import Encoded, Operand, get_operand
+from aoquant.ops import expert_rows, native, stacks
+
+pytestmark = pytest.mark.gpu
+
+BF16, CUDA = torch.bfloat16, torch.device("cuda")
+FORMATS = ("int4-g128", "int4-g32", "nvfp4", "mxfp4", "fouroversix", "gridflip", "gridflip-16x16", "te-nvfp4-16x16")
+SHAPES = ((1536, 2048), (2048, 768), (272, 512), (48, 128), (4096, 14336), (9216, 4096))  # N, K
+RAGGED = ((5760, 2880), (2880, 2880), (208, 160), (12048, 4128))  # steps of 128 do not divide K
+ROUTINGS = {
+    "one row": (0, 0, 0, 1, 0, 0),
+    "one each": (1, 1, 1, 1, 1, 1),
+    "a few": (0, 3, 1, 0, 7, 2),
+    "full slots": (8, 0, 16, 17, 9, 1),
+    "all to one": (0, 0, 90, 0, 0, 0),
+    "none": (0, 0, 0, 0, 0, 0),
+    "the most": (32, 1, 60, 0, 66, 33),
+}
+
+
+@pytest.fixture(params=["csrc", "triton"])
+def kernel(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernel multiplies."""
+    if request.param == "triton":
+        monkeypatch.setattr(expert_rows, "_takes", lambda *args: False)
+    else:
+        needs_csrc()
+    return str(request.param)
+
+
+def needs_csrc() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("csrc multiplies experts on Hopper")
+    if reason := native.why_not("experts_mm"):
+        pytest.skip(reason)
+
+
+def stack(name: str, experts: int, n: int, k: int) -> tuple[Operand, Encoded]:
+    """Each expert larger than the one before."""
+    torch.manual_seed(n + k)
+    w = torch.randn(experts, n, k, device=CUDA) * torch.arange(1, experts + 1, device=CUDA).view(-1, 1, 1) * 0.02
+    operand = get_operand(name)
+    return operand, stacks.encode(operand, w.to(BF16), False)
+
+
+def ends_of(sizes: tuple[int, ...]) -> Tensor:
+    return torch.tensor(sizes, device=CUDA).cumsum(0).to(torch.int32)
+
+
+def product(operand: Operand, w: Encoded, x: Tensor, ends: Tensor, alpha_x: Tensor | None = None) -> Tensor:
+    return expert_rows.multiply(operand.format, w, x, ends, alpha_x)
+
+
+def check(operand: Operand, w: Encoded, sizes: tuple[int, ...], behind: int) -> None:
+    """One-hot rows give the operand to the bit, random rows lie within the bound of dense products (test_decode.py),
+    rows of no expert are zero.
+    """
+    experts, s, k = len(sizes), sum(sizes) + behind, w.k
+    column = torch.randint(0, k, (s,), device=CUDA)
+    eye = torch.nn.functional.one_hot(column, k).to(BF16)
+    x = torch.randn(s, k, device=CUDA).to(BF16)
+    y_eye, y = (product(operand, w, rows, ends_of(sizes)) for rows in (eye, x))
+    start = 0
+    for e, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        start += size
+        if not size:
+            continue
+        part = stacks.expert(operand, w, e, experts)
+        values, alpha = operand.format.operand(part, BF16), operand.format.alpha(part)
+        by = torch.ones(1, 1, device=CUDA) if alpha is None else alpha.t()
+        assert torch.equal(y_eye[rows], (values[:, column[rows]].t().float() * by).to(BF16))
+        exact = x[rows].double() @ values.double().t() * by
+        magnitude = x[rows].double().abs() @ values.double().abs().t() * by.abs()
+        slack = magnitude * (k / 16 + 24) * 2.0**-23 + exact.abs() * 2.0**-8
+        assert ((y[rows].double() - exact).abs() <= slack).all()
+    assert torch.count_nonzero(y[start:]) == torch.count_nonzero(y_eye[start:]) == 0
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_operands_and_sums(name: str, sizes: tuple[int, ...], kernel: str) -> None:
+    operand, w = stack(name, len(sizes), 272, 512)
+    check(operand, w, sizes, behind=3)
+
+
+@pytest.mark.parametrize("shape", SHAPES + RAGGED, ids=str)
+@pytest.mark.parametrize("name", ["int4-g32", "mxfp4", "nvfp4"])
+def test_shapes(name: str, shape: tuple[int, int], kernel: str) -> None:
+    operand, w = stack(name, 3, *shape)
+    for sizes in ((0, 1, 0), (5, 0, 4), (2, 21, 17), (96, 0, 0)):
+        check(operand, w, sizes, behind=0)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, RAGGED[0], RAGGED[3]], ids=str)
+@pytest.mark.parametrize("name", ["int4-g32", "mxfp4", "nvfp4", "gridflip"])
+def test_a_row_is_what_it_is_alone(name: str, shape: tuple[int, int]) -> None:
+    """Whatever other rows there are and how many: no bit differs from a stack of its expert, multiplied by it alone."""
+    needs_csrc()
+    operand, w = stack(name, 3, *shape)
+    for sizes in ((3, 0, 1), (4, 9, 20), (40, 2, 50)):
+        x = torch.randn(sum(sizes), shape[1], device=CUDA).to(BF16)
+        y, row = product(operand, w, x, ends_of(sizes)), 0
+        for e, size in enumerate(sizes):
+            part = stacks.expert(operand, w, e, 3)
+            for i in range(row, row + size, 3):
+                assert torch.equal(product(operand, part, x[i : i + 1], ends_of((1,))), y[i : i + 1])
+            row += size
+
+
+@pytest.mark.parametrize("experts", [1, 31, 128, 129, 300])
+def test_slots_of_many_experts(experts: int) -> None:
+    """Slots are found wherever they are: each row is its expert's."""
+    needs_csrc()
+    operand, w = stack("mxfp4", experts, 48, 128)
+    for most in (1, 3, 40):
+        sizes = torch.randint(0, most + 1, (experts,)) * (torch.rand(experts) < 0.4)
+        total = int(sizes.sum())
+        x = torch.randn(total + 2, 128, device=CUDA).to(BF16)
+        y = product(operand, w, x, ends_of(tuple(sizes.tolist())))
+        expert = torch.repeat_interleave(torch.arange(experts), sizes)
+        for row, e in enumerate(expert.tolist()):
+            part = stacks.expert(operand, w, e, experts)
+            assert torch.equal(product(operand, part, x[row : row + 1], ends_of((1,))), y[row : row + 1])
+        assert torch.count_nonzero(y[total:]) == 0
+
+
+def test_scales_of_rows_multiply_sums(kernel: str) -> None:
+    """By powers of two, so that the rounding is the same."""
+    for name in ("int4-g32", "nvfp4"):
+        operand, w = stack(name, 6, 272, 512)
+        x = torch.randn(20, 512, device=CUDA).to(BF16)
+        sizes = (0, 11, 1, 0, 7, 1)
+        alpha_x = torch.exp2(torch.randint(-3, 4, (20, 1), device=CUDA).float())
+        y = product(operand, w, x, ends_of(sizes), alpha_x)
+        assert torch.equal(y, (product(operand, w, x, ends_of(sizes)).float() * alpha_x).to(BF16))
+
+
+def test_a_graph_takes_any_routing(kernel: str) -> None:
+    """Captured with one routing, replayed with others, without a wait."""
+    operand, w = stack("int4-g32", 6, 1536, 2048)
+    for s in (6, 40, 100):
+        x, ends = torch.randn(s, 2048, device=CUDA).to(BF16), ends_of((s, 0, 0, 0, 0, 0))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            product(operand, w, x, ends)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            product(operand, w, x, ends)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = product(operand, w, x, ends)
+        for sizes in ((0, 0, 0, 0, 0, s), (1, s - 3, 0, 1, 1, 0), (0, 0, 0, 0, 0, 0)):
+            ends.copy_(ends_of(sizes))
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(y, product(operand, w, x, ends_of(sizes)))
+
+
+@pytest.mark.parametrize("sizes", [(700, 0, 129, 1, 0, 511), (64, 65, 33, 40, 20, 60), (0, 0, 0, 0, 0, 300)], ids=str)
+@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (5760, 2880), (272, 160), (208, 544)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows_have_the_bits_of_a_product_of_values(
+    name: str, shape: tuple[int, int], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of 64 and of 128 rows; outer scales of rows; rows of no expert."""
+    needs_csrc()
+    if shape[1] % (get_operand(name).format.block or 1):
+        pytest.skip("K has no whole blocks")
+    operand, w = stack(name, len(sizes), *shape)
+    s = sum(sizes) + 5
+    column = torch.randint(0, shape[1], (s,), device=CUDA)
+    eye = torch.nn.functional.one_hot(column, shape[1]).to(BF16)
+    for x in (eye, torch.randn(s, shape[1], device=CUDA).to(BF16)):
+        y = ops.grouped_mm(x, None, None, ends_of(sizes), w, None, operand, False, BF16)
+        with monkeypatch.context() as m:
+            m.setattr(expert_rows, "_takes", lambda *args: False)
+            want = ops.grouped_mm(x, None, None, ends_of(sizes), w, None, operand, False, BF16)
+        assert torch.equal(y, want)
+    alpha_x = torch.rand(s, 1, device=CUDA) + 0.5
+    scaled = expert_rows.by_csrc(operand.format, w, eye, ends_of(sizes), alpha_x, many=True)
+    unscaled = expert_rows.by_csrc(operand.format, w, eye, ends_of(sizes), None, many=True)
+    if operand.format.alpha(w) is None:
+        assert torch.equal(scaled, (unscaled.float() * alpha_x).to(BF16))
+
+
+def test_many_rows_in_a_graph() -> None:
+    """Captured with one routing, replayed with another."""
+    needs_csrc()
+    operand, w = stack("mxfp4", 6, 1536, 2048)
+    x, ends = torch.randn(1000, 2048, device=CUDA).to(BF16), ends_of((1000, 0, 0, 0, 0, 0))
+    expert_rows.by_csrc(operand.format, w, x, ends, None, many=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = expert_rows.by_csrc(operand.format, w, x, ends, None, many=True)
+    for sizes in ((0, 0, 0, 0, 0, 900), (1, 700, 0, 128, 1, 170), (0, 0, 0, 0, 0, 0)):
+        ends.copy_(ends_of(sizes))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, expert_rows.by_csrc(operand.format, w, x, ends_of(sizes), None, many=True))
+        assert torch.count_nonzero(y[sum(sizes) :]) == 0

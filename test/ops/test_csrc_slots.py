@@ -1,0 +1,61 @@
+"""The slots of csrc/slots.cuh, into which rows of experts are cut, on a CPU: 32 threads play a warp. Needs g++."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+HEIGHT = 8
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    library = tmp_path_factory.mktemp("csrc") / "slots.so"
+    source = str(ROOT / "test/support/slots_host.cpp")
+    flags = ["-O2", "-std=c++20", "-pthread", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([compiler, *flags, source, "-o", str(library)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.find_slots.restype = ctypes.c_int64
+    return loaded
+
+
+def found(library: ctypes.CDLL, sizes: list[int], behind: int) -> list[list[int]]:
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    given = ctypes.c_void_p(ends.data_ptr()), len(sizes), sum(sizes) + behind
+    slots = torch.full((library.find_slots(*given, None), 3), -2, dtype=torch.int32)
+    library.find_slots(*given, ctypes.c_void_p(slots.data_ptr()))
+    return slots.tolist()
+
+
+def wanted(sizes: list[int]) -> list[list[int]]:
+    slots, start = [], 0
+    for expert, size in enumerate(sizes):
+        slots += [[expert, start + at, min(HEIGHT, size - at)] for at in range(0, size, HEIGHT)]
+        start += size
+    return slots
+
+
+@pytest.mark.parametrize("experts", [1, 3, 31, 128, 129, 300])
+@pytest.mark.parametrize("most", [1, 8, 20])
+def test_slots(library: ctypes.CDLL, experts: int, most: int) -> None:
+    """Each expert's rows in order; what is left of as many slots as there could be has no expert."""
+    g = torch.Generator().manual_seed(experts + most)
+    sizes = (torch.randint(0, most + 1, (experts,), generator=g) * (torch.rand(experts, generator=g) < 0.5)).tolist()
+    slots, want = found(library, sizes, 2), wanted(sizes)
+    assert slots[: len(want)] == want
+    assert all(slot[0] == -1 for slot in slots[len(want) :])
+
+
+def test_as_many_slots_as_rows_can_make(library: ctypes.CDLL) -> None:
+    """Every expert has a row more than fills its slots: there are exactly as many as were said."""
+    for sizes in ([1] * 5, [9] * 40, [1, 17, 1]):
+        assert found(library, sizes, 0) == wanted(sizes)

@@ -1,0 +1,116 @@
+"""benchmarks/sanitize.py, as far as it goes without a GPU: it names every kernel of csrc, its cases call every operator
+as the sources define it, and it reads what the tools write.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.csrc import schemas
+
+from aoquant.ops import native
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import sanitize  # noqa: E402
+import sanitize_worker  # noqa: E402
+
+TYPES = {"Tensor": torch.Tensor, "int": int, "float": float, "bool": bool}
+
+
+def test_every_kernel_of_the_sources_is_in_the_table() -> None:
+    sources = [*sanitize.CSRC.glob("*.cu"), *sanitize.CSRC.glob("*.cuh")]
+    assert len(sanitize.defined()) == sum(len(re.findall("__global__ void", s.read_text())) for s in sources)
+    assert {"decode::tiles", "encode_kernel", "rows::encode_kernel", "whole::kernel"} <= sanitize.defined()
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        (
+            "void aoquant::decode::kernel<1, __nv_bfloat16, 1, 2, 8, 3, 1>(aoquant::decode::Several<1>)",
+            "decode::kernel",
+        ),
+        ("at void aoquant::(anonymous namespace)::encode_kernel<float, (int)2>(aoquant::Args)+0x40", "encode_kernel"),
+        ("void at::native::vectorized_elementwise_kernel<4>(int)", None),
+    ],
+)
+def test_names_of_kernels(written: str, name: str | None) -> None:
+    assert sanitize.named(written) == name
+
+
+MEMCHECK = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 16 bytes
+=========     at void aoquant::decode::rows_kernel<(int)1>(aoquant::DecodeArgs)+0x1230 in decode_rows.cuh:132
+=========     by thread (1,0,0) in block (0,0,0)
+=========         Host Frame: launch in _native.so
+=========
+========= Program hit unspecified launch failure
+=========     Saved host backtrace up to driver entry point
+========= Target application returned an error
+========= ERROR SUMMARY: 2 errors
+"""
+RACECHECK = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at void aoquant::decode::tiles<(int)1>(CUtensorMap)+0x12
+=========     and Read access at void aoquant::decode::tiles<(int)1>(CUtensorMap)+0x13 [16 hazards]
+=========
+========= Warning: Race reported between Write access at void aoquant::fitted::kernel<float, (int)16>(p)+0x1
+=========     and Write access at void aoquant::fitted::kernel<float, (int)16>(p)+0x2 [1 hazards]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
+"""
+
+
+def test_reports_are_counted_by_kernel() -> None:
+    assert sanitize.reports(MEMCHECK) == Counter({"decode::rows_kernel": 1, sanitize.ELSEWHERE: 1})
+    assert sanitize.reports(RACECHECK) == Counter({"decode::tiles": 1, "fitted::kernel": 1})
+    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    assert not sanitize.reports(clean) and not sanitize.reports("")
+
+
+def test_cases_call_every_operator_as_it_is_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of x from each range, W's on each side of the bounds of the launchers."""
+    called: Counter[str] = Counter()
+    products: set[tuple[int, int, int]] = set()
+
+    def fits(given: Any, wanted: str) -> bool:
+        if wanted.endswith("[]"):
+            return type(given) is list and all(fits(v, wanted[:-2]) for v in given)
+        if wanted.startswith("Optional["):
+            return given is None or fits(given, wanted[len("Optional[") : -1])
+        if wanted.startswith("List["):
+            return type(given) is list and all(fits(v, wanted[len("List[") : -1]) for v in given)
+        return type(given) is TYPES[wanted]
+
+    def operator(name: str) -> Any:
+        def run(*given: Any) -> Any:
+            arguments = schemas()[name].arguments
+            assert len(given) == len(arguments), name
+            for value, argument in zip(given, arguments, strict=True):
+                assert fits(value, str(argument.type)), (name, argument.name, value)
+            called[name] += 1
+            if name == "decode_mm":
+                products.add((given[0].shape[0], given[1].shape[0], given[-5]))
+            return native._FAKES[name](*given) if name == "finite_absmax" else None
+
+        return run
+
+    small = [(n, sanitize_worker.SHORT, rows) for n, _, rows in sanitize_worker.SHAPES]
+    monkeypatch.setattr(sanitize_worker, "SHAPES", small)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda t: t)
+    monkeypatch.setattr(native, "operator", operator)
+    for case in sanitize_worker.cases(["bf16", "f16"]):
+        case.run()
+    assert called.keys() == schemas().keys()
+    for format in range(5):
+        for n in (200, 2100, 5000, 8500, 14336):
+            rows = {m for m, of, how in products if (of, how) == (n, format)}
+            assert {1, 9, 16} <= rows or {1, 4, 5, 16} <= rows, (format, n)
+            if format < 4 and n < 8300:
+                assert {17, 32, 33, 64, 65, 128, 256} <= rows, (format, n)
