@@ -200,10 +200,10 @@ def test_a_weight_that_hops_to_and_fro_is_frozen_where_it_was_longer(modules: Mo
     tricks = importlib.import_module("experiments.tricks")
     never, soon = torch.tensor(math.inf), torch.tensor(0.05)
     hops = tricks.Hops(torch.tensor([0.0, 0.0, 0.0], dtype=torch.bfloat16))
-    for step in range(300):  # the first hops, mostly at 1; the second climbs; the third stays
-        hops.see(torch.tensor([float(step % 3 > 0), step / 4, 0.0], dtype=torch.bfloat16), never)
+    for step in range(300):  # the first hops, mostly at 1; the second climbs; the third's scale alone goes to and fro
+        hops.see(torch.tensor([float(step % 3 > 0), 2.0 ** (step // 8), 1 + step % 2 / 8], dtype=torch.bfloat16), never)
     assert not hops.frozen.any()
-    hops.see(torch.tensor([0.0, 80.0, 0.0], dtype=torch.bfloat16), soon)
+    hops.see(torch.tensor([0.0, 2.0**38, 1.0], dtype=torch.bfloat16), soon)
     assert hops.frozen.tolist() == [True, False, False] and hops.at[0] == 1.0
     hops.begin(torch.zeros(3, dtype=torch.bfloat16))
     assert not hops.frozen.any() and not hops.often.any()
