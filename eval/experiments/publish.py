@@ -45,7 +45,7 @@ def publish(out: Path, root: Path = ROOT) -> None:
     ):
         shutil.copyfile(out / source, target)
     source = choosing.source(root / "aoquant" / "tools" / "measured.csv")
-    between(root / "README.md", f"\n{readme(rows)}\n\n{note(source)}\n")
+    between(root / "README.md", f"\n{readme(rows)}\n\n{note(rows, source)}\n")
     page = root / "docs" / "choosing.md"
     lines = page.read_text(encoding="utf-8").split("\n")
     first = lines.index(next(line for line in lines if line.startswith(f"| {choosing.HEADS[0]} |")))
@@ -90,18 +90,20 @@ def recovery(row: Mapping[str, str]) -> tuple[str, str]:
         if not row[name]:
             return ""
         error = row[f"{name} sd"]
-        return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else "")
+        return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else " (one seed)")
 
     return cell("QAT", ".2f"), cell("recovered %", ".0f")
 
 
-def note(source: str) -> str:
+def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
     """What stands below the README's table, wrapped as its other text is."""
     import textwrap
 
+    floats = [row for row in rows if row["row"] == "bf16" and row["QAT"]]
+    tuned = f"The float model itself, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}. " if floats else ""
     words = (
-        f"WikiText-2 word perplexity of the converted model, mean ± deviation over seeds. {source} Recovered: (PTQ - QAT) / (PTQ - float) "
-        "in log perplexity. torchao: the same budget, prepared and converted by its own `QATConfig`. "
+        f"{source} Scored is the converted model; ± is the deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) in log perplexity. "
+        f"{tuned}torchao: the same budget, prepared and converted by its own `QATConfig`. Prepared equals converted in every run of aoquant's. "
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"

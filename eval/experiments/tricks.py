@@ -31,6 +31,7 @@ DECAY = 0.99
 PULL = 0.05  # share of the way to the rounded value that a step at the end of training goes
 FEATURES = 1.0  # weight of the layers' error beside the KL divergence, in nats
 MEMORY = 0.02  # of the frequency of hops and of the mean code: about fifty steps
+HOP = 0.2  # of a value: FP4's codes lie a quarter apart or more; a smaller change is that of a block's scale
 OFTEN, SELDOM = 0.1, 0.01  # hops a step that freeze a weight, at the middle of training and at its end
 SOFT = 0.2  # share of the steps in which a layer becomes the quantised one
 
@@ -123,7 +124,8 @@ class Hops:
 
     def see(self, value: Tensor, threshold: Tensor) -> None:
         """The rounded values after a step; freezes elements that turn back more often than `threshold` a step."""
-        went = torch.sign(value.float() - self.last.float()).to(torch.int8)
+        by, size = value.float() - self.last.float(), torch.maximum(value.abs(), self.last.abs()).float()
+        went = torch.where(by.abs() > HOP * size, torch.sign(by), 0.0).to(torch.int8)
         self.often.lerp_(((went * self.direction) == -1).float(), MEMORY)
         self.mean.lerp_(value.float(), MEMORY)
         before_is_nearer = (self.last.float() - self.mean).abs() < (value.float() - self.mean).abs()
