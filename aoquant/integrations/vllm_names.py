@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from aoquant.export import source
-from aoquant.integrations import checkpoint, checksums
+from aoquant.integrations import checksums
 from aoquant.integrations.safetensors_file import header
 
 
@@ -31,29 +31,29 @@ def patch_loader(loader: Any) -> None:
     @functools.wraps(stock)
     def all_weights(self: Any, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if model_config.quantization == "torchao":
-            found = self._prepare_weights(
+            folder, files, safetensors, _ = self._prepare_weights(
                 model_name_or_path=model_config.model,
                 subfolder=None,
                 revision=model_config.revision,
-                fall_back_to_pt=False,
+                fall_back_to_pt=True,
                 allow_patterns_overrides=None,
             )
-            if is_ours(folder := Path(found[0])):
+            if safetensors and is_ours(files):
                 for module in model.modules():
                     if hasattr(module, "quant_method"):
                         module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
                 if any(hasattr(m, "moe_config") for m in model.modules()):
                     self.counter_before_loading_weights = time.perf_counter()  # vLLM logs how long it takes
-                    return weights_in(folder)
+                    return weights_in(Path(folder))
         every: Iterator[tuple[str, Tensor]] = stock(self, model_config, model)
         return every
 
     loader.get_all_weights = all_weights
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether aoquant wrote a checkpoint folder."""
-    return all(checksums.KEY in header(path)[0] for path in checkpoint.files(folder))
+def is_ours(files: Sequence[str]) -> bool:
+    """Whether aoquant wrote a checkpoint's safetensors files."""
+    return all(checksums.KEY in header(Path(file))[0] for file in files)
 
 
 def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -150,7 +150,6 @@ def made(family: str, recipe: str) -> tuple[Any, Any, Any]:
 def test_a_folder_is_served_with_the_bits_of_the_converted_layer(family: str, recipe: str, tmp_path: Path) -> None:
     prepared, converted, config = made(family, recipe)
     aoquant.save_pretrained(converted, tmp_path)
-    assert vllm_names.is_ours(tmp_path)
     model = Model(prepared, family, config)
     model.load_weights(vllm_names.weights_in(tmp_path))
     assert f"model.layers.0.{NAMES[family][0]}.gate.weight" in model.found
@@ -244,8 +243,10 @@ def test_other_folders_are_read_as_vllm_does(tmp_path: Path) -> None:
     class Loader:
         counter_before_loading_weights = 0.0
 
-        def _prepare_weights(self, **given: Any) -> tuple[str]:
-            return (given["model_name_or_path"],)
+        def _prepare_weights(self, **given: Any) -> tuple[str, list[str], bool, str]:
+            folder = Path(given["model_name_or_path"])
+            files = [str(path) for path in folder.glob("*.safetensors")]
+            return str(folder), files, bool(files), "model.safetensors.index.json"
 
         def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
             return iter([("stock", torch.zeros(1))])
@@ -254,10 +255,12 @@ def test_other_folders_are_read_as_vllm_does(tmp_path: Path) -> None:
     _, converted, config = made("qwen3-moe", "int4-g32")
     aoquant.save_pretrained(converted, tmp_path / "ours")
     model_of("qwen3-moe").save_pretrained(tmp_path / "floats")
+    (tmp_path / "pickled").mkdir()
     experts = Layer(config, "qwen3-moe", "model.layers.0.mlp.experts")
     for folder, method, model, ours in (
         ("ours", "torchao", experts, True),
         ("floats", "torchao", experts, False),
+        ("pickled", "torchao", experts, False),
         ("ours", "torchao", nn.Linear(1, 1), False),
         ("ours", None, experts, False),
     ):
