@@ -247,7 +247,8 @@ def doctor(arguments: list[str]) -> Callable[..., None]:
 def _print_table(rows: list[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
     from tabulate import tabulate
 
-    print(tabulate(rows, heads, tablefmt="github"))
+    texts = [i for i in range(len(heads)) if all(isinstance(row[i], str) for row in rows)]  # "1.00" stays "1.00"
+    print(tabulate(rows, heads, tablefmt="github", disable_numparse=texts))
 
 
 def export(arguments: list[str]) -> Callable[..., None]:

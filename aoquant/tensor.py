@@ -13,6 +13,7 @@ copy fused q/k/v shards row by row and a 0-d scale would be overwritten by the l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -198,7 +199,10 @@ class PackedTensor(TorchAOBaseTensor):
         assert qdata is not None
         names = self.format, self.activation, self.contract
         named: Any = more | dict(zip(PackedTensor.optional_tensor_data_names, parts, strict=True))
-        return cls(qdata, *names, self.k if k is None else k, dtype or self.dtype, **named)
+        # under inference_mode a view of an ordinary tensor is an ordinary tensor; torch insists on it for subclasses
+        view = torch.is_inference_mode_enabled() and not self.is_inference()
+        with torch.inference_mode(False) if view else nullcontext():
+            return cls(qdata, *names, self.k if k is None else k, dtype or self.dtype, **named)
 
 
 @torch.compiler.assume_constant_result

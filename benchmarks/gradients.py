@@ -28,9 +28,9 @@ MIXES = ("fp8-hybrid", "mxfp8-hp", "nvfp4-hp", "mxfp8-nvfp4", "nvfp4-mxfp8", "nv
 
 def text_of(path: Path, characters: int) -> str:
     """The beginning of a text, unpacked if it ends in .xz."""
-    opened = lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8")
-    with opened as file:
-        return file.read(characters)
+    unpack = lzma.open if path.suffix == ".xz" else open
+    with unpack(path, "rt", encoding="utf-8") as file:
+        return str(file.read(characters))
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ from model_train import OPTIMIZERS, Training, step_of
 
 PARTS = ("train", "generate", "prefill", "convert")
 RECIPES = {
-    "train": ("int4-g128", "nvfp4", "mxfp4", "mxfp8", "torchao-fp8"),
+    "train": ("int4-g128", "nvfp4", "mxfp4", "mxfp8", "fp8", "fp8-hybrid", "torchao-fp8"),
     "serve": ("int4-g128", "nvfp4-weight", "nvfp4", "fp8"),
 }
 PEERS = {

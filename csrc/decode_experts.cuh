@@ -4,6 +4,11 @@
 // A block finds its slot (slots.cuh), moves its pointers to that expert and to those rows of x, and is then a block of
 // the dense kernel. Slots are next to each other in launch order, so where an expert has several, the codes that one has
 // read are in the L2 cache for the others. K is cut by (n, k) alone, never by how many rows there are.
+//
+// Of a small expert a block has few units to multiply, and most of its time passes before the first (its slot, the first
+// bytes) and after the last (sums). Where there are many blocks, they have 64 rows in place of 32, by decode_rows.cuh's
+// asynchronous copies: as many warps and bytes in flight as decode.cuh's, whose 64 rows would take too many registers. Both
+// add in one order.
 #pragma once
 
 #include "decode.cuh"
@@ -11,6 +16,9 @@
 #include "slots.cuh"
 
 namespace aoquant::decode {
+
+constexpr int SMALL_BLOCKS = 4;            // of four warps, on a multiprocessor
+constexpr int64_t SMALL_EXPERT = 1 << 22;  // values of W
 
 // The product of one slot. a: of the stack, n rows an expert.
 template <int F, typename T>
@@ -57,7 +65,7 @@ __global__ void __launch_bounds__(32 * WARPS) experts_kernel(const __grid_consta
 }
 
 template <int F, typename T, int TOKENS, int RT, int WARPS, int S>
-__global__ void __launch_bounds__(32 * WARPS, 1) experts_large_kernel(const __grid_constant__ DecodeArgs stack, const __grid_constant__ Groups groups) {
+__global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? SMALL_BLOCKS : 1) experts_large_kernel(const __grid_constant__ DecodeArgs stack, const __grid_constant__ Groups groups) {
 #ifdef AOQUANT_HOPPER
   extern __shared__ __align__(128) uint8_t shared[];
   const Slot slot = slot_of_block<T, TOKENS, 16 * RT>(stack, groups);
@@ -92,6 +100,12 @@ cudaError_t run_experts_in(const DecodeArgs& stack, const Groups& groups, cudaSt
     if (stack.n > 8192 && RowsLayout<F, TOKENS, 7, 8, 1, 1>::fits(stack)) return launch_experts_large<F, T, TOKENS, 7, 8, 1>(stack, groups, stream);
     if (RowsLayout<F, TOKENS, 4, 8, 1, 1>::fits(stack)) return launch_experts_large<F, T, TOKENS, 4, 8, 1>(stack, groups, stream);
     return launch_experts<F, T, TOKENS, 2, 8, 2>(stack, groups, stream);
+  }
+  if constexpr (TOKENS == 8) {
+    using Layout = RowsLayout<F, TOKENS, 4, 4, 1, 1>;
+    const dim3 blocks = blocks_of<TOKENS, Layout::ROWS>(stack, groups);  // some of them empty, so four times as many as run at once
+    const bool enough = int64_t(blocks.x) * blocks.y >= 4 * SMALL_BLOCKS * 132;
+    if (enough && int64_t(stack.n) * stack.k <= SMALL_EXPERT && Layout::fits(stack)) return launch_experts_large<F, T, TOKENS, 4, 4, 1>(stack, groups, stream);
   }
   return launch_experts<F, T, TOKENS, 2, 4, 3>(stack, groups, stream);
 }

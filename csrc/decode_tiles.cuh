@@ -108,38 +108,43 @@ struct Columns {
   }
 };
 
-// D: steps in flight, a multiple of KG. A place of the ring: x, W, scales.
-template <int RG, int KG, int TM, int D>
+// D: steps in flight, a multiple of KG. A place of the ring: x, W, scales. R: tiles of 64 rows that a group multiplies.
+template <int RG, int KG, int TM, int D, int R = 1>
 struct TileLayout {
-  static constexpr int ROWS = 64 * RG, MULTIPLY = 128 * RG * KG, THREADS = MULTIPLY + 128;
+  static constexpr int ROWS = 64 * RG * R, MULTIPLY = 128 * RG * KG, THREADS = MULTIPLY + 128;
   static constexpr int X = TM * 256, W = ROWS * 64, S = ROWS * 16, PLACE = X + W + S, PITCH = ROWS + 4, PARTIAL = TM * PITCH * 4;
   static constexpr int BARRIERS = D * PLACE > KG * PARTIAL ? D * PLACE : KG * PARTIAL, BYTES = BARRIERS + 16 * D;
   // Registers: an even share, and, traded between groups of four warps, those of the group that fills the ring and of
   //     those that multiply.
-  static constexpr int EVEN = 65536 / THREADS / 8 * 8, FILLS = 56, MULTIPLIES = (EVEN * THREADS - FILLS * 128) / MULTIPLY / 8 * 8;
+  static constexpr int EVEN = 65536 / THREADS / 8 * 8, FILLS = R == 1 ? 56 : 80, MULTIPLIES = (EVEN * THREADS - FILLS * 128) / MULTIPLY / 8 * 8;
   static_assert(D % KG == 0 && PLACE % 1024 == 0);
   static_assert(BYTES >= MORE_THAN_HALF && BYTES <= 227 * 1024);
 };
 
 #ifdef AOQUANT_HOPPER
-// What the warps that multiply end with: their sums, added over groups and blocks, and written. thread: one of
-// Layout::MULTIPLY; row: of acc's first value; turn: the thread's group along K.
-template <typename T, typename Layout, int KG, int TM, int TN, int CK>
-__device__ __forceinline__ void write_tiles(const DecodeArgs& a, uint8_t* ring, const float (&acc)[TM / TN][TN / 2], uint32_t thread, int row, int turn,
-                                            int rank, int first_row, int first_token) {
-  constexpr int ROWS = Layout::ROWS;
-  const int t = thread % 4;
+// The warps that multiply have made all products, and the ring is free.
+template <typename Layout>
+__device__ __forceinline__ void end_products() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");  // all products are made, and the ring is free
-  float* partial = reinterpret_cast<float*>(ring);
+  asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");
+}
+
+// The sums of one wgmma, of tokens from first_token on, to their places, token by token. row: of acc's first value.
+template <typename Layout, int COUNT>
+__device__ __forceinline__ void put_sums(uint8_t* ring, const float (&acc)[COUNT], uint32_t thread, int row, int first_token) {
 #pragma unroll
-  for (int r = 0; r < TM / TN; ++r)
-#pragma unroll
-    for (int i = 0; i < TN / 2; ++i) {
-      const int token = r * TN + i / 4 * 8 + 2 * t + i % 2;
-      DEVICE_ASSERT(turn < KG && token < TM && row + 8 * (i / 2 % 2) < ROWS);
-      partial[(turn * TM + token) * Layout::PITCH + row + 8 * (i / 2 % 2)] = acc[r][i];
-    }
+  for (int i = 0; i < COUNT; ++i) {
+    const int token = first_token + i / 4 * 8 + 2 * (thread % 4) + i % 2, at = row + 8 * (i / 2 % 2);
+    DEVICE_ASSERT(at < Layout::ROWS);
+    reinterpret_cast<float*>(ring)[token * Layout::PITCH + at] = acc[i];
+  }
+}
+
+// Sums that were put, added over groups and blocks, and written. thread: one of Layout::MULTIPLY.
+template <typename T, typename Layout, int KG, int TM, int CK>
+__device__ __forceinline__ void write_sums(const DecodeArgs& a, uint8_t* ring, uint32_t thread, int rank, int first_row, int first_token) {
+  constexpr int ROWS = Layout::ROWS;
+  const float* partial = reinterpret_cast<const float*>(ring);
   if constexpr (CK > 1) cluster_sync();
   else asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");
   constexpr int QUADS = ROWS / 4, EACH = Layout::MULTIPLY / QUADS, STRIDE = EACH * CK, ALL = TM / STRIDE, BATCH = ALL < 8 / CK / KG ? ALL : 8 / CK / KG;
@@ -156,6 +161,16 @@ __device__ __forceinline__ void write_tiles(const DecodeArgs& a, uint8_t* ring, 
   }
   if constexpr (CK > 1)  // no block leaves while others read its shared memory
     asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// What the warps that multiply end with. row: of acc's first value; turn: the thread's group along K.
+template <typename T, typename Layout, int KG, int TM, int TN, int CK>
+__device__ __forceinline__ void write_tiles(const DecodeArgs& a, uint8_t* ring, const float (&acc)[TM / TN][TN / 2], uint32_t thread, int row, int turn,
+                                            int rank, int first_row, int first_token) {
+  end_products<Layout>();
+#pragma unroll
+  for (int r = 0; r < TM / TN; ++r) put_sums<Layout>(ring, acc[r], thread, row, turn * TM + r * TN);
+  write_sums<T, Layout, KG, TM, CK>(a, ring, thread, rank, first_row, first_token);
 }
 
 // What the warps that multiply do: sums of their steps out of the ring, added over groups and blocks, and written. base,

@@ -41,6 +41,7 @@ from aoquant.formats import (
 )
 from aoquant.tensor import PackedTensor
 
+VLLM_INT8 = ("int8-row-vllm", "int8-row-vllm-reciprocal")  # on a GPU, on a CPU
 VLLM_FP8 = ("fp8-row-mslk", "fp8-row-vllm-reciprocal")  # what its CUDA kernel and its compiled path compute
 _E8M0 = {"scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
 _E4M3 = {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
@@ -144,9 +145,7 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
     notes: tuple[str, ...] = ()
     if isinstance(format, Affine) and (format.width, format.per) == (8, "row"):
         args |= {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": format.mapping == "symmetric"}
-        notes = (
-            () if name == "int8-row-vllm" else (f"vLLM rounds int8 activations as int8-row-vllm, trained as {name}",)
-        )
+        notes = () if name in VLLM_INT8 else (f"vLLM rounds int8 activations as int8-row-vllm, trained as {name}",)
     elif isinstance(format, Float8) and (format.element, format.per, format.fixed) == ("e4m3", "row", ()):
         args |= {"num_bits": 8, "type": "float", "strategy": "token"}
         notes = () if name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {name}",)

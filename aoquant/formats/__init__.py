@@ -36,7 +36,7 @@ from .stochastic import Randomized
 from .stretched import Stretched
 from .te_float8 import TEFloat8
 from .tinygemm import TinyGemm
-from .vllm import VLLM, Float8Vllm, Int8Vllm, NVFP4PowerOfTwo
+from .vllm import VLLM, Float8Vllm, Int8Vllm, Int8VllmReciprocal, NVFP4PowerOfTwo
 
 __all__ = [
     "COMPOSED",
@@ -58,6 +58,7 @@ __all__ = [
     "Int4Float8",
     "Int4Float8Row",
     "Int8Vllm",
+    "Int8VllmReciprocal",
     "MXFP4Dialect",
     "MXSquare",
     "NVFP4Dialect",
@@ -147,7 +148,8 @@ COMPOSED = {
     "q4_0": "llama.cpp's blocks of 32 with float16 scales, rounded as llama-quantize does; also q4_1 and q8_0",
     "q8_0-x86": "activations as llama.cpp quantises them on a CPU, beside any of its weights",
     "fp8-row-vllm-reciprocal": "fp8 activations of vLLM on a CPU or compiled; fp8-row-vllm, which is fp8-row-mslk, of its CUDA kernel",
-    "int8-row-vllm": "int8 activations as vLLM quantises them",
+    "int8-row-vllm": "int8 activations as vLLM quantises them on a GPU",
+    "int8-row-vllm-reciprocal": "int8 activations as vLLM quantises them on a CPU",
     "nvfp4-pow2": "NVFP4 with an outer scale that is a power of two, which engines can fuse and store either way round",
 }
 

@@ -3,7 +3,8 @@
     fp8-row-vllm             s = max(amax / 448, 1 / (448 * 512));  q = e4m3(x / s): its CUDA kernel. The numbers
                              are MSLK's (mslk.py), so this is another name of fp8-row-mslk
     fp8-row-vllm-reciprocal  the same s;  q = e4m3(x * (1 / s)): its compiled path, and its CPU
-    int8-row-vllm            s = amax / 127;  q = rn(x * (127 / amax))
+    int8-row-vllm            s = amax / 127;  q = rn(x * (127 / amax)): its CUDA kernel
+    int8-row-vllm-reciprocal the same s;  q = rn(x * (1 / s)): its CPU
     nvfp4-pow2               NVFP4 whose outer scale is the power of two at or above absmax / 2688
 
 vLLM computes q, k, v, and gate, up, as one layer with one outer scale, and compressed-tensors stores an outer scale as
@@ -62,15 +63,32 @@ class Int8Vllm(Affine):
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None
         x_RK = x_RK.contiguous()
+        codes = (x_RK.float() * self._inverse(x_RK, s.scale)).round_().clamp_(-128, 127).nan_to_num_(0.0)
+        return Encoded(codes.to(torch.int8), s.scale, None, None, x_RK.shape[1])
+
+    def _inverse(self, x_RK: Tensor, scale: Tensor) -> Tensor:
         amax = absmax(x_RK).unsqueeze(-1).float()
-        inverse = torch.where(amax == 0, 0.0, torch.full_like(amax, 127.0) / amax)
-        codes = (x_RK.float() * inverse).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8)
-        return Encoded(codes, s.scale, None, None, x_RK.shape[1])
+        return torch.where(amax == 0, 0.0, torch.full_like(amax, 127.0) / amax)
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
         raise ValueError(
             "int8-row-vllm makes its codes from each row's largest value: it takes no held scales; use int8-row"
         )
+
+
+@dataclass(frozen=True)
+class Int8VllmReciprocal(Int8Vllm):
+    """The same scales; codes are made with 1 / scale."""
+
+    @property
+    def name(self) -> str:
+        return "int8-row-vllm-reciprocal"
+
+    def _inverse(self, x_RK: Tensor, scale: Tensor) -> Tensor:
+        return scale.reciprocal()
+
+    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
+        return self.quantize(x_RK, s)
 
 
 @dataclass(frozen=True)
@@ -94,4 +112,4 @@ def at_or_above(t: Tensor) -> Tensor:
     return torch.where(t.isfinite(), power, t)
 
 
-VLLM: tuple[Format, ...] = (Float8Vllm(), Int8Vllm(), NVFP4PowerOfTwo())
+VLLM: tuple[Format, ...] = (Float8Vllm(), Int8Vllm(), Int8VllmReciprocal(), NVFP4PowerOfTwo())

@@ -7,7 +7,8 @@ plugin changes three things for a `PackedTensor`, where vLLM starts a process (e
   first.
 - A config names q_proj and k_proj, in its recipes and among the layers that stay float, and vLLM asks for qkv_proj.
   The fused layer gets what all of its parts have, and parts that differ are refused by name: one GEMM has one recipe.
-- The loader leaves stacked experts in floats: packed ones are refused by name.
+- The loader leaves stacked experts in floats: packed ones get a quantisation method of ours (vllm_experts.py), and
+  their folders are read by the names that vLLM splits (vllm_names.py).
 
 Weights fused by rows need an outer scale a row, which is how PackedTensor stores it, so any format is served: GridFlip,
 four-over-six and transforms too. vLLM's loaders cut rows and columns for tensor parallelism, and a `PackedTensor`
@@ -18,11 +19,12 @@ stand-in, and in vLLM's CPU build (test/engines).
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
+from aoquant.integrations import vllm_experts, vllm_names
 from aoquant.planning.choose import key_of
 
 _MARK = "_aoquant"
@@ -34,13 +36,17 @@ def register() -> None:
 
     try:
         from vllm.model_executor.layers.quantization import torchao
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     except ImportError:
         return
-    patch(torchao)
+    patch(torchao, DefaultModelLoader)
 
 
-def patch(torchao: Any) -> None:
-    """Patch the module that holds `torchao_quantize_param_data` and `TorchAOConfig`."""
+def patch(torchao: Any, loader: Any, experts: Callable[[Any, Any, str], Any] = vllm_experts.method_in_vllm) -> None:
+    """Patch the module that holds `torchao_quantize_param_data` and `TorchAOConfig`, and the class that reads files.
+
+    experts: (config, layer, prefix) to the quantisation method of experts, or None for float.
+    """
     if getattr(torchao, _MARK, False):
         return
     setattr(torchao, _MARK, True)
@@ -53,7 +59,8 @@ def patch(torchao: Any) -> None:
 
     @functools.wraps(method)
     def fused(self: Any, layer: Any, prefix: str) -> Any:
-        refuse_experts(self.torchao_config, prefix)
+        if hasattr(layer, "moe_config"):
+            return experts(self, layer, prefix)
         parent, _, own = prefix.rpartition(".")
         mapping = getattr(self, "packed_modules_mapping", {})
         if parts := [f"{parent}.{part}" for part in mapping.get(own, ())]:
@@ -64,16 +71,7 @@ def patch(torchao: Any) -> None:
 
     torchao.torchao_quantize_param_data = zeroed
     torchao.TorchAOConfig.get_quant_method = fused
-
-
-def refuse_experts(config: Any, prefix: str) -> None:
-    """Raise ValueError where vLLM asks for stacked experts that `config`, an `FqnToConfig`, quantises."""
-    names = [name for name in getattr(config, "fqn_to_config", {}) if name.startswith(f"{prefix}.")]
-    if stacks := [name for name in names if not name.endswith(".weight")]:
-        raise ValueError(
-            f"{stacks[0]}: vLLM's torchao loader leaves experts in floats, and these are packed: serve what aoquant.export writes of the "
-            "checkpoint, or leave the experts out of quantize_"
-        )
+    vllm_names.patch_loader(loader)
 
 
 def resolve_fused(config: Any, left_out: Collection[str], prefix: str, parts: Sequence[str]) -> Any:

@@ -1,10 +1,10 @@
 """A vLLM engine that follows a model in training: rollouts by vLLM, with the codes that training has now.
 
-`sync_vllm` gives the engine's model what a checkpoint of the model in training would hold: for every prepared layer a
-packed weight, encoded when its turn comes, and every float as it is. vLLM's own `load_weights` takes them, so names,
-fused layers and shards of tensor parallelism are its business, and its loaders copy into the tensors that the engine
-has: no tensor is replaced, CUDA graphs stay valid, and extra memory is one layer's codes. Keys and values that the
-engine has cached belong to the old policy, and are dropped.
+`sync_vllm` gives the engine's model what a checkpoint of the model in training would hold: for every prepared layer and
+every expert a packed weight, encoded when its turn comes, and every float as it is. vLLM's own `load_weights` takes
+them, so fused layers and shards of tensor and expert parallelism are its business, and its loaders copy into the
+tensors that the engine has: no tensor is replaced, CUDA graphs stay valid, and extra memory is one layer's codes. Keys
+and values that the engine has cached belong to the old policy, and are dropped.
 
 The engine serves a folder of `aoquant.save_pretrained`, by the plugin (vllm.py). Source: vLLM 0.32, `v1/engine` and
 `model_executor/model_loader/reload`.
@@ -13,13 +13,18 @@ The engine serves a folder of `aoquant.save_pretrained`, by the plugin (vllm.py)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
+from aoquant.export.experts import Weight, as_stored
+from aoquant.integrations.vllm_experts import STACKS, owner_in_files
 from aoquant.layers.experts import QATExperts
+from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLayer
 from aoquant.refresh import deployed_recipe, encoded_now
 from aoquant.tensor import PackedTensor
@@ -30,7 +35,7 @@ _RELOADS = "_do_torchao_reload"  # vLLM's mark on a model: load_weights takes fl
 @torch.no_grad()
 def sync_vllm(llm: Any, prepared: nn.Module) -> int:
     """Give the model inside a running vLLM engine the codes, scales and floats that `prepared` has now; returns the
-    layers encoded.
+    layers encoded, and stacks of experts.
 
     llm: a `vllm.LLM` in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) that serves a converted copy of `prepared`,
         saved by `aoquant.save_pretrained`. One GPU, or tensor parallelism with
@@ -56,57 +61,103 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
             "sync_vllm: the engine's model is in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, and use "
             "one GPU or distributed_executor_backend='external_launcher'"
         )
-    layers = _layers(prepared)
+    layers, stacks = _layers(prepared), _stacks(prepared)
+    if not layers and not stacks:
+        raise ValueError("sync_vllm: the second model has no prepared layer; give (engine, model in training)")
 
     def load(model: nn.Module) -> None:
-        dtype = _check(model, layers)
+        dtype = _check(model, prepared, layers, stacks)
         reloads = getattr(model, _RELOADS, False)
         setattr(model, _RELOADS, False)
         try:
-            loaded = model.load_weights(_weights(prepared, layers, dtype))  # type: ignore[operator]
+            loaded = model.load_weights(_weights(prepared, layers, stacks, dtype))  # type: ignore[operator]
         finally:
             setattr(model, _RELOADS, reloads)
         own = {name for name, _ in model.named_parameters()}
         if loaded is not None and (missed := sorted(own - set(loaded))):
             raise ValueError(f"sync_vllm: vLLM's model has parameters that the model in training lacks: {missed[:5]}")
+        for module in model.modules():
+            if hasattr(module, "cpu_linear"):  # on a CPU vLLM's head multiplies by a packed copy of its weight
+                module.cpu_linear = F.linear  # type: ignore[assignment]
 
     llm.apply_model(load)
     llm.reset_prefix_cache()
-    return len(layers)
+    return len(layers) + len(stacks)
 
 
 def _layers(prepared: nn.Module) -> dict[str, QATLayer]:
-    """The prepared layers, by name. Raises ValueError for stacked experts, sharded weights, or none."""
-    if experts := [name for name, m in prepared.named_modules() if isinstance(m, QATExperts)]:
-        raise ValueError(f"sync_vllm: {experts[0]}: the plugin serves no packed experts: leave them out of quantize_")
+    """The prepared layers, by name. Raises ValueError for sharded weights."""
     layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
-    if not layers:
-        raise ValueError("sync_vllm: the second model has no prepared layer; give (engine, model in training)")
     for name, layer in layers.items():
-        if isinstance(layer.weight, DTensor):
-            raise ValueError(f"sync_vllm: {name} is sharded over ranks: gather it first")
+        _refuse_sharded(name, layer.weight)
     return layers
 
 
-def _weights(prepared: nn.Module, layers: Mapping[str, QATLayer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What a converted checkpoint of `dtype` holds, by its names, each tensor made when it is asked for."""
-    tied = set[int]()
+def _stacks(prepared: nn.Module) -> dict[str, QATExperts]:
+    """The experts' modules, by the names of their prepared parameters. Raises ValueError for sharded ones."""
+    found = dict[str, QATExperts]()
+    for name, module in prepared.named_modules():
+        for stack in module.stacks if isinstance(module, QATExperts) else ():
+            _refuse_sharded(f"{name}.{stack}", module.get_parameter(stack))
+            found[f"{name}.{stack}"] = module
+    return found
+
+
+def _refuse_sharded(name: str, weight: Any) -> None:
+    if isinstance(weight, DTensor):
+        raise ValueError(f"sync_vllm: {name} is sharded over ranks: gather it first")
+
+
+def _weights(
+    prepared: nn.Module, layers: Mapping[str, QATLayer], stacks: Mapping[str, QATExperts], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """What a converted checkpoint of `dtype` holds, by the names in its files, each tensor made when it is asked
+    for.
+    """
+    tied, weights = set[int](), dict[str, Weight]()
     for name, tensor in prepared.state_dict(keep_vars=True).items():
         module, _, own = name.rpartition(".")
-        if module in layers and own not in ("weight", "bias"):  # held scales and random states stay with training
-            continue
-        if id(tensor) in tied:
+        if _is_state(prepared.get_submodule(module), own) or id(tensor) in tied:
             continue
         tied.add(id(tensor))
-        layer = layers.get(module)
-        if layer is None or own == "bias":
-            yield name, tensor.detach()
-            continue
-        e, matrix = encoded_now(layer, dtype)
-        yield name, PackedTensor.from_encoded(e, deployed_recipe(layer), dtype, matrix)
+        if name in stacks:
+            weights[name] = Weight(name, "PackedExperts", _unread, partial(_expert, stacks[name], own, dtype))
+        elif module in layers and own == "weight":
+            weights[name] = Weight(name, "PackedTensor", partial(_packed, layers[module], dtype))
+        else:
+            weights[name] = Weight(name, "Tensor", partial(_float, tensor))
+    for weight in as_stored(prepared, weights).values():
+        yield weight.name, weight.read(True)
 
 
-def _check(model: nn.Module, layers: Mapping[str, QATLayer]) -> torch.dtype:
+def _is_state(owner: nn.Module, own: str) -> bool:
+    """Whether a tensor of a module belongs to training alone: held scales and the states of random numbers."""
+    if isinstance(owner, QATExperts):
+        return own in owner.states()
+    return isinstance(owner, QATLayer) and own not in ("weight", "bias")
+
+
+def _packed(layer: QATLayer, dtype: torch.dtype, codes: bool) -> Tensor:
+    e, matrix = encoded_now(layer, dtype)
+    return PackedTensor.from_encoded(e, deployed_recipe(layer), dtype, matrix)
+
+
+def _expert(module: QATExperts, stack: str, dtype: torch.dtype, expert: int, codes: bool) -> PackedTensor:
+    e, recipe = module.encode_expert(stack, expert, dtype), module.stacks[stack].recipe.deployed
+    return PackedTensor.from_encoded(e, recipe, dtype)
+
+
+def _float(tensor: Tensor, codes: bool) -> Tensor:
+    return tensor.detach()
+
+
+def _unread(codes: bool) -> Tensor:
+    raise AssertionError  # experts are read one by one
+
+
+def _check(
+    model: nn.Module, prepared: nn.Module, layers: Mapping[str, QATLayer], stacks: Mapping[str, QATExperts]
+) -> torch.dtype:
     """The dtype that the engine's packed weights stand for.
 
     Raises ValueError where the engine's layer of a prepared layer's name holds another recipe. Layers that the engine's
@@ -118,21 +169,30 @@ def _check(model: nn.Module, layers: Mapping[str, QATLayer]) -> torch.dtype:
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
         module = modules.get(name) or modules.get(f"{parent}.{fused.get(own, own)}")
-        if module is None:
-            continue
-        weight, recipe = getattr(module, "weight", None), deployed_recipe(layer)
-        wanted = (recipe.fprop_weight.name, recipe.input_name, recipe.contract)
-        if not isinstance(weight, PackedTensor):
-            raise ValueError(
-                f"sync_vllm: {name} is prepared, and in vLLM its weight is {type(weight).__name__}: serve a folder that "
-                "aoquant.save_pretrained wrote of a converted copy"
-            )
-        if (got := (weight.format, weight.activation, weight.contract)) != wanted:
-            raise ValueError(
-                f"sync_vllm: {name} is prepared as {wanted}, and vLLM serves {got}: save a converted copy anew, and "
-                "freeze input scales while rollouts run"
-            )
+        if module is not None:
+            _check_recipe(name, deployed_recipe(layer), getattr(module, "weight", None))
+    for name, experts in stacks.items():
+        owner, _, own = name.rpartition(".")
+        module = modules.get(f"{owner_in_files(prepared, owner)}.routed_experts")
+        if module is not None:
+            weight = next((getattr(module, w, None) for w, stack in STACKS.items() if stack == own), None)
+            _check_recipe(name, experts.stacks[own].recipe.deployed, weight)
     dtypes = {w.dtype for w in model.parameters() if isinstance(w, PackedTensor)}
     if len(dtypes) != 1:
         raise ValueError(f"sync_vllm: vLLM's model holds no packed weights of one dtype, got {dtypes or 'none'}")
     return dtypes.pop()
+
+
+def _check_recipe(name: str, recipe: LinearRecipe, weight: Any) -> None:
+    """Raise ValueError where an engine's weight is not what a prepared one of `recipe` becomes."""
+    wanted = (recipe.fprop_weight.name, recipe.input_name, recipe.contract)
+    if not isinstance(weight, PackedTensor):
+        raise ValueError(
+            f"sync_vllm: {name} is prepared, and in vLLM its weight is {type(weight).__name__}: serve a folder that "
+            "aoquant.save_pretrained wrote of a converted copy"
+        )
+    if (got := (weight.format, weight.activation, weight.contract)) != wanted:
+        raise ValueError(
+            f"sync_vllm: {name} is prepared as {wanted}, and vLLM serves {got}: save a converted copy anew, and "
+            "freeze input scales while rollouts run"
+        )

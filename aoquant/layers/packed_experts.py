@@ -136,6 +136,16 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
     return experts[0]._like(PackedExperts, [*stacked, None], None, None, transposed=transposed)
 
 
+@PackedTensor.implements([aten.unsqueeze.default])
+def _unsqueeze(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedExperts:
+    """One weight (N, K) as a stack of one expert, views: vLLM's loader gives experts so."""
+    packed, dim = args
+    if dim != 0 or packed.act_pre_scale is not None:
+        raise ValueError(f"{packed!r}: becomes a stack of one expert, unsqueeze(0), where it has no fitted transform")
+    parts = (packed.qdata, packed.scale, packed.zero_point, packed.per_tensor_scale)
+    return packed._like(PackedExperts, [*(None if t is None else t.unsqueeze(0) for t in parts), None], None, None)
+
+
 @PackedExperts.implements([aten.select.int])
 def _select(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packed, dim, index = args

@@ -139,36 +139,42 @@ class Measured:
 
 
 @cache
-def measured() -> dict[str, Measured]:
-    """By recipe."""
-    with MEASURED.open(encoding="utf-8", newline="") as file:
+def measured(path: Path = MEASURED) -> dict[str, Measured]:
+    """The lines of a file, by recipe."""
+    with path.open(encoding="utf-8", newline="") as file:
         lines = [line for line in file if not line.startswith("#")]
     numbers = ("bits", "float", "ptq", "qat")
     return {row["recipe"]: Measured(*(float(row[name]) for name in numbers)) for row in csv.DictReader(lines)}
 
 
-def source() -> str:
+def source(path: Path = MEASURED) -> str:
     """The model, budget, device and date of measured.csv: its comment lines."""
-    lines = MEASURED.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
-def rows(choices: list[Choice] | tuple[Choice, ...] = CHOICES, *, code: bool = True) -> list[tuple[str, ...]]:
-    """Cells under `HEADS`; recipe and config as markdown's code where `code`."""
+def rows(
+    choices: list[Choice] | tuple[Choice, ...] = CHOICES,
+    *,
+    code: bool = True,
+    numbers: Mapping[str, Measured] | None = None,
+) -> list[tuple[str, ...]]:
+    """Cells under `HEADS`; recipe and config as markdown's code where `code`. numbers: measured.csv's by default."""
+    found = measured() if numbers is None else numbers
     mark = "`" if code else ""
     made: list[tuple[str, ...]] = []
     for c in choices:
-        m = measured().get(c.recipe)
-        numbers = (
+        m = found.get(c.recipe)
+        cells = (
             ("", "", "")
             if m is None
             else (f"{m.bits:.2f}", f"{m.ptq / m.float_model:.2f}", f"{m.qat / m.float_model:.2f}")
         )
-        made.append((c.where, c.want, f"{mark}{c.recipe}{mark}", f"{mark}{c.config}{mark}", *numbers))
+        made.append((c.where, c.want, f"{mark}{c.recipe}{mark}", f"{mark}{c.config}{mark}", *cells))
     return made
 
 
-def markdown() -> str:
+def markdown(numbers: Mapping[str, Measured] | None = None) -> str:
     """The table of docs/choosing.md."""
-    lines = [HEADS, ("---",) * len(HEADS), *rows()]
+    lines = [HEADS, ("---",) * len(HEADS), *rows(numbers=numbers)]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)

@@ -1,10 +1,11 @@
 """The drawn figures of the documentation, as SVG text: `python docs/figures/draw.py` writes them beside this file.
 
 recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. bits.svg is one of
-benchmarks/results/experiments.csv, perplexity against bits a weight, once that file is there. tiers.svg shows the
-package's tiers, operands.svg the six operands of a linear layer. Each has its own background, and colours for light
-and for dark, so it can be read on any page. Text is drawn as text, so a reader can search and select it. The test suite
-compares the files with what this script draws.
+benchmarks/results/experiments.csv, perplexity by bits a weight, once that file is there. gradients.svg is one of
+benchmarks/results/gradients.csv: what a backward costs each layer. tiers.svg shows the package's tiers, operands.svg
+the six operands of a linear layer. Each has its own background, and colours for light and for dark, so it can be read
+on any page. Text is drawn as text, so a reader can search and select it. The test suite compares the files with what
+this script draws.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
-RUNS, EXPERIMENTS = RESULTS / "recover_h200.csv", RESULTS / "experiments.csv"
+RUNS, EXPERIMENTS, GRADIENTS = (RESULTS / f"{name}.csv" for name in ("recover_h200", "experiments", "gradients"))
 STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #1f2430 }
 .small { font-size: 12px; fill: #566 } .head { font-size: 15px; font-weight: 600 } .code { font-family: ui-monospace, monospace }
 .code.small { font-size: 11.5px }
 .middle { text-anchor: middle } .end { text-anchor: end }
 .page { fill: #fdfdfd; stroke: #d5d8de } .box { fill: #eef1f6; stroke: #aab2c0 } .warm { fill: #fbeedd; stroke: #d3a566 }
-.cool { fill: #e3effa; stroke: #74a3cf } .line { stroke: #566; fill: none } .grid { stroke: #e1e4ea }
+.cool { fill: #e3effa; stroke: #74a3cf } .line { stroke: #566; fill: none } .curve { fill: none; stroke-width: 1.6 }
+.c0 { stroke: #3173b8 } .c1 { stroke: #2f9e77 } .c2 { stroke: #d98841 } .c3 { stroke: #b0508f } .c4 { stroke: #7a6bd0 } .c5 { stroke: #c2483d }
+.line { stroke: #566; fill: none } .grid { stroke: #e1e4ea }
 .float { fill: #9aa3b2 } .ptq { fill: #d98841 } .qat { fill: #3173b8 } .tip { fill: #566 }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6e8ee } .small { fill: #a9b0bd } .page { fill: #1c1f27; stroke: #3a3f4b }
@@ -118,37 +121,73 @@ def bits() -> str:
 
 
 def bits_of(rows: list[dict[str, str]]) -> str:
-    """Headline rows, distilled: a line from PTQ to QAT at their bits a weight, torchao's beside ours."""
-    found = [r for r in rows if r["headline"] == "True" and r["loss"] == "kl" and r["bits"] and r["PTQ"] and r["QAT"]]
-    base, left, right, top, bottom = float(found[0]["float"]), 70, 700, 64, 320
-    values = [base, *(float(r[stage]) for r in found for stage in ("PTQ", "QAT"))]
-    low, high = math.log(min(values)), math.log(max(values))
-    widths = [float(r["bits"]) for r in found]
-    first, last = min(widths) - 0.3, max(widths) + 0.7
+    """A line for each of our headline rows, distilled, fewest bits first: PTQ, QAT, and the QAT of torchao that it
+    is compared with, along one axis of perplexity.
+    """
+    distilled = {r["row"]: r for r in rows if r["loss"] == "kl" and r["QAT"]}
+    ours = [r for r in distilled.values() if r["headline"] == "True" and r["kind"] == "aoquant" and r["PTQ"]]
+    ours.sort(key=lambda r: (float(r["bits"]), r["row"]))
+    base, left, right, top = float(ours[0]["float"]), 200, 690, 84
+    bottom = top + 34 * len(ours)
+    theirs = [distilled.get(r["against"]) for r in ours]
+    torchao = [float(r["QAT"]) if r and r["kind"] == "torchao" else None for r in theirs]
+    high = math.log(max(float(r[stage]) for r in ours for stage in ("PTQ", "QAT")) / base) * 1.04
 
-    def x(width: float) -> float:
-        return left + (width - first) / (last - first) * (right - left)
+    def x(perplexity: float) -> float:
+        return left + math.log(perplexity / base) / high * (right - left)
 
-    def y(perplexity: float) -> float:
-        return bottom - (math.log(perplexity) - low) / max(high - low, 1e-9) * (bottom - top)
-
-    parts = [text(20, 30, "WikiText-2 word perplexity against bits a weight (lower is better)", "head")]
-    parts += [line(left, y(base), right, y(base), "grid"), text(right, y(base) - 6, f"float {base:.1f}", "small end")]
-    for tick in range(math.ceil(first), math.floor(last) + 1):
-        parts.append(text(x(tick), bottom + 22, str(tick), "small middle"))
-    for r in found:
-        ours, width = r["kind"] != "torchao", float(r["bits"])
-        style = "qat" if ours else "float"
-        here, before, after = x(width), y(float(r["PTQ"])), y(float(r["QAT"]))
-        parts += [line(here, before, here, after), f'<circle cx="{here:.1f}" cy="{before:.1f}" r="4" class="ptq"/>']
-        parts += [f'<circle cx="{here:.1f}" cy="{after:.1f}" r="5" class="{style}"/>']
-        parts.append(text(here + 8, after + 4, f"{r['row']} {float(r['QAT']):.1f}", "code small"))
-    for i, (style, label) in enumerate((("ptq", "PTQ"), ("qat", "QAT, aoquant"), ("float", "QAT, torchao"))):
+    parts = [text(20, 30, "WikiText-2 word perplexity after quantisation, by bits a weight (lower is better)", "head")]
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100) if base * (math.exp(high) - 1) / s <= 8)
+    for tick in range(math.ceil(base / step) * step, math.floor(base * math.exp(high)) + 1, step):
         parts += [
-            f'<circle cx="{80 + i * 140}" cy="{bottom + 46}" r="5" class="{style}"/>',
-            text(92 + i * 140, bottom + 50, label, "small"),
+            line(x(tick), top - 16, x(tick), bottom, "grid"),
+            text(x(tick), bottom + 18, str(tick), "small middle"),
         ]
-    return svg(740, 392, "Perplexity against bits a weight", parts)
+    parts += [line(left, top - 16, left, bottom), text(left, top - 22, f"float {base:.1f}", "small middle")]
+    for i, (r, other) in enumerate(zip(ours, torchao, strict=True)):
+        y, before, after = top + 34 * i + 8, x(float(r["PTQ"])), x(float(r["QAT"]))
+        parts += [text(20, y + 4, r["row"], "code small"), text(184, y + 4, f"{float(r['bits']):.2f}", "small end")]
+        parts += [line(before, y, after, y), f'<circle cx="{before:.1f}" cy="{y}" r="4" class="ptq"/>']
+        if other is not None:
+            parts.append(f'<rect x="{x(other) - 3:.1f}" y="{y - 9}" width="6" height="18" class="float"/>')
+        parts.append(f'<circle cx="{after:.1f}" cy="{y}" r="5" class="qat"/>')
+        parts.append(text(after, y - 9, f"{float(r['QAT']):.1f}", "small middle"))
+    for i, (style, label) in enumerate((("ptq", "PTQ"), ("qat", "QAT, aoquant"))):
+        parts.append(f'<circle cx="{left + i * 110}" cy="{bottom + 42}" r="5" class="{style}"/>')
+        parts.append(text(left + 12 + i * 110, bottom + 46, label, "small"))
+    parts.append(f'<rect x="{left + 250}" y="{bottom + 33}" width="6" height="18" class="float"/>')
+    parts.append(text(left + 264, bottom + 46, "QAT, torchao, at the same budget", "small"))
+    return svg(740, bottom + 64, "Perplexity by bits a weight", parts)
+
+
+def gradients() -> str:
+    """dx and dW of each layer under each mix, in dB against float: a panel each, layers in the model's order."""
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    with GRADIENTS.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            found[row["recipe"]].append(row)
+    top, bottom, width, highest = 64, 300, 310, 60.0
+    parts = [text(20, 30, "Gradients of a trained Llama's layers, SQNR against float in dB (higher is better)", "head")]
+    for panel, (key, name) in enumerate((("dx_dB", "dx"), ("dW_dB", "dW"))):
+        left = 50 + panel * 350
+        for tick in range(0, 61, 10):
+            y = bottom - tick / highest * (bottom - top)
+            parts += [line(left, y, left + width, y, "grid"), text(left - 6, y + 4, str(tick), "small end")]
+        for i, rows in enumerate(found.values()):
+            step = width / (len(rows) - 1)
+            points = " ".join(
+                f"{left + j * step:.1f},{bottom - float(r[key]) / highest * (bottom - top):.1f}"
+                for j, r in enumerate(rows)
+            )
+            parts.append(f'<polyline points="{points}" class="curve c{i}"/>')
+        parts.append(
+            text(left + width / 2, bottom + 20, f"{name}, layers from the first block to the last", "small middle")
+        )
+    for i, recipe in enumerate(found):
+        x = 50 + i % 3 * 220
+        y = bottom + 44 + i // 3 * 20
+        parts += [line(x, y - 4, x + 24, y - 4, f"curve c{i}"), text(x + 32, y, recipe, "code small")]
+    return svg(740, 380, "SQNR of dx and dW, layer by layer", parts)
 
 
 def tiers() -> str:
@@ -209,7 +248,7 @@ def operands() -> str:
     return svg(740, 388, "The six operands of a linear layer", parts)
 
 
-FIGURES = {"recover.svg": recover, "tiers.svg": tiers, "operands.svg": operands}
+FIGURES = {"recover.svg": recover, "tiers.svg": tiers, "operands.svg": operands, "gradients.svg": gradients}
 if EXPERIMENTS.exists():
     FIGURES["bits.svg"] = bits
 

@@ -29,11 +29,13 @@ from experiments.rows import Row
 from experiments.setting import Setting
 
 CPU_DOCUMENTS = 1
-BOUND = 0.01  # nats a word between a CPU and a GPU: bf16 activations rounded after sums in another order
+# Nats a word between a CPU and a GPU, whose sums run in another order: below .001 with bf16 activations, up to .011
+# where activations are rounded to four bits and one of them may fall on the other side.
+BOUND = 0.02
 
 
 def checks(setting: Setting, row: Row, prepared: Any, converted: Any) -> dict[str, Any]:
-    """The results by name; a check that fails is a value in the table, not a stop."""
+    """The results by name; a check that fails, or lacks a package, is a value in the table, not a stop."""
     result: dict[str, Any] = {}
     batch = {"input_ids": setting.corpus["train"][:4].to(setting.o.device)}
     try:
@@ -79,7 +81,10 @@ def _by_transformers_alone(setting: Setting, converted: Any) -> float | str:
         folder, tasks = Path(scratch) / "exported", Path(scratch) / "tasks"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an engine whose activations differ is not what scores here
-            export(converted, folder, "compressed-tensors", tokenizer)
+            try:
+                export(converted, folder, "compressed-tensors", tokenizer)
+            except ImportError as error:
+                return str(error)
         write_task(tasks, wikitext=str(o.wikitext))
         window = model.config.max_position_embeddings
         arguments = f"pretrained={folder},max_length={window},softmax_dtype=float32,dtype=bfloat16"

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
 
 from experiments import cost, table, worker
 from experiments.processes import Processes
+from experiments.publish import publish
 from experiments.records import Run
 from experiments.rows import Row, load_all
 from experiments.setting import Setting, setting_of
@@ -61,6 +61,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--configs", type=Path, help="another folder of rows")
     parser.add_argument("--cost", action="store_true", help="measure the cost columns and nothing else")
     parser.add_argument("--table", action="store_true", help="write the table and nothing else")
+    parser.add_argument("--publish", action="store_true", help="write the table, the README's and the pages' from it")
     parser.add_argument("--tokenise", action="store_true", help="write the token ids and nothing else")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--no-graph", action="store_true", help="no CUDA graphs")
@@ -139,10 +140,12 @@ def measure_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> li
 def show(o: argparse.Namespace, rows: dict[str, Row]) -> tuple[str, list[str]]:
     """Write the table of what there is; returns it, and the rows that break the contract."""
     found: dict[Run, dict[str, Any]] = {}
-    facts: dict[str, Any] = provenance(o.device)
+    facts: dict[str, Any] = {}
     for model, setting in sorted({row.model: setting_of(o, row) for row in rows.values()}.items()):
         found |= setting.records.read()
-        facts |= {f"{model} model": setting.settings, f"{model} tokens a run": setting.budget.tokens}
+        facts |= setting.records.made()
+        facts |= {f"{model} model": setting.settings, f"{model} parameters": setting.parameters()}
+        facts |= {f"{model} tokens a run": setting.budget.tokens}
     return table.write(o.out, rows, found, facts), table.broken(rows, found)
 
 
@@ -158,9 +161,12 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
     if o.tokenise:
         tokenised(o, rows)
         return
-    failed = [] if o.table else measure_all(o, rows, until) if o.cost else run_all(o, rows, until)
+    nothing = o.table or o.publish
+    failed = [] if nothing else measure_all(o, rows, until) if o.cost else run_all(o, rows, until)
     text, broken = show(o, rows)
     print(text)
+    if o.publish:
+        publish(o.out)
     if failed or broken:
         sys.exit(f"failed: {'; '.join([*failed, *broken])}")
 

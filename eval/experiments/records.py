@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from provenance import provenance
+
 from experiments.rows import Row
 
-LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # learning rates, where a row's own are not enough
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # where a row's own rates are not enough
 
 
 @dataclass(frozen=True)
@@ -41,24 +43,39 @@ def float_run(row: Row) -> Run:
 
 
 class Records:
-    """The lines of a file that have these settings. settings: by name, in JSON's types."""
+    """The lines of a file that have these settings. settings: by name, in JSON's types. device: where runs are made."""
 
-    def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
-        self.file, self.settings = file, dict(settings)
+    def __init__(self, file: Path, settings: Mapping[str, Any], device: str) -> None:
+        self.file, self.settings, self.device = file, dict(settings), device
 
     def read(self) -> dict[Run, dict[str, Any]]:
         """All results, by run; the first line of a run counts."""
         found: dict[Run, dict[str, Any]] = {}
-        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
-        for line in lines:
-            content = json.loads(line)
-            if content["settings"] == self.settings:
-                found.setdefault(Run(**content["run"]), content["result"])
+        for content in self._lines():
+            found.setdefault(Run(**content["run"]), content["result"])
         return found
+
+    def made(self) -> dict[str, str]:
+        """Devices, versions and the last date of the runs."""
+        found: dict[str, list[str]] = {}
+        for content in self._lines():
+            for key, value in content["made"].items():
+                found.setdefault(key, []).append(value)
+        dates = found.pop("date", [])
+        return {key: ", ".join(dict.fromkeys(values)) for key, values in found.items()} | {
+            "date": max(dates, default="")
+        }
+
+    def _lines(self) -> list[dict[str, Any]]:
+        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        contents = [json.loads(line) for line in lines]
+        return [content for content in contents if content["settings"] == self.settings]
 
     def add(self, run: Run, result: Mapping[str, Any]) -> None:
         """Append a result; processes may do so at the same time."""
-        content = {"run": vars(run), "settings": self.settings, "result": dict(result)}
+        about = provenance(self.device)
+        made = {"device": about["device"], "date": about["date"], "torch": about["versions"]["torch"]}
+        content = {"run": vars(run), "settings": self.settings, "made": made, "result": dict(result)}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -24,7 +24,7 @@ from experiments.tricks import TRICKS
 
 CONFIGS = Path(__file__).parent / "configs"
 KINDS = ("float", "aoquant", "torchao", "lora")
-RATES = {"kl": (1e-4, 3e-4, 1e-3), "ce": (3e-5, 1e-4, 3e-4)}
+RATES = {"kl": (3e-5, 1e-4, 3e-4), "ce": (1e-5, 3e-5, 1e-4)}
 
 
 @dataclass(frozen=True)

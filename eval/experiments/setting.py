@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -62,7 +63,7 @@ class Setting:
             "block": o.block,
             "documents": o.documents,
         }
-        self.records = Records(o.out / "runs.jsonl", self.settings)
+        self.records = Records(o.out / "runs.jsonl", self.settings, o.device)
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
@@ -70,6 +71,15 @@ class Setting:
         tokenizer, model = load_float(str(self.folder), "bfloat16", self.o.device)
         model.set_attn_implementation(ATTENTION)
         return tokenizer, model
+
+    def parameters(self) -> int:
+        """Of the model's files; tied ones once."""
+        assert self.folder is not None
+        sizes = []
+        for path in self.folder.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                sizes += [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+        return sum(sizes)
 
     def tokenise(self) -> None:
         """Make the token ids, once for all processes."""

@@ -75,7 +75,8 @@ class Student:
             made = {type(m).__module__.partition(".")[0] for m in _linears(model).values()}
             assert made == {"torchao"}, made  # torchao's simulation, not ours
         elif row.kind != "float":
-            prepare(model, get_recipe(row.recipe).prepare(seed=seed), self.blocks_BT, batch_size=8)
+            options = {"scales": "learned"} if row.trick == "scales" else {}
+            prepare(model, get_recipe(row.recipe).prepare(seed=seed, **options), self.blocks_BT, batch_size=8)
         if row.kind == "lora":
             torch.manual_seed(seed)
             model = get_peft_model(model, LoraConfig(**LORA))

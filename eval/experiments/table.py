@@ -61,7 +61,8 @@ def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
             rate = chosen_rate(found, row.name, loss, row.rates(loss))
             runs = {} if rate is None else _seeds(found, row.name, loss, rate)
             scores = {seed: r["word_perplexity"] for seed, r in runs.items()}
-            if scores or ptq is not None or row.kind == "float":
+            shown = loss == row.losses[0] and (ptq is not None or row.kind == "float")
+            if scores or shown:
                 made.append(Line(row, loss, rate, whole["word_perplexity"], ptq, scores, list(runs.values())))
     return made
 
@@ -152,7 +153,8 @@ def numbers(line: Line) -> dict[str, Any]:
     qat, shares = list(line.perplexities.values()), [100 * share for share in line.recovered()]
     bits = [run["weight_bits"] for run in line.runs if "weight_bits" in run]
     columns: dict[str, Any] = {"row": line.row.name, "kind": line.row.kind, "recipe": line.row.recipe}
-    columns |= {"headline": line.row.headline, "loss": line.loss, "rate": line.rate, "seeds": len(qat)}
+    columns |= {"headline": line.row.headline, "against": line.row.against, "loss": line.loss, "rate": line.rate}
+    columns |= {"seeds": len(qat)}
     columns |= {"bits": bits[-1] if bits else "", "float": line.float_model, "PTQ": line.ptq}
     for name, values in (("QAT", qat), ("recovered %", shares)):
         columns |= {name: mean(values) if values else "", f"{name} sd": stdev(values) if len(values) > 1 else ""}
@@ -182,15 +184,21 @@ def write(out: Path, rows: Mapping[str, Row], found: Found, facts: Mapping[str, 
 
 
 def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -> None:
-    """What `aoquant recipes --for` and docs/choosing.md read: rows of aoquant's recipes, distilled."""
-    tokens = next((v for k, v in facts.items() if k.endswith("tokens a run")), "?")
-    words = f"QAT by distillation on {tokens} tokens, mean over seeds; lm-eval's wikitext. {facts.get('device')}, {facts.get('date')}."
+    """What `aoquant recipes --for` and docs/choosing.md read: aoquant's recipes distilled, of the dense model, as they
+    are without a trick.
+    """
+    model, tokens = facts["dense parameters"] / 1e6, facts["dense tokens a run"] / 1e6
+    words = (
+        f"Word perplexity by lm-eval's wikitext of a Llama with {model:.1f} M parameters; QAT by distillation, "
+        f"{tokens:.1f} M tokens, mean over seeds. {facts['device']}, {str(facts['date'])[:10]}."
+    )
     with path.open("w", newline="", encoding="utf-8") as file:
         file.write(f"# {words}\n")
         writer = csv.writer(file)
         writer.writerow(["recipe", "bits", "float", "ptq", "qat", "seeds"])
         for line in made:
-            if line.row.kind == "aoquant" and line.loss == "kl" and line.perplexities and line.ptq is not None:
+            plain = line.row.kind == "aoquant" and line.row.model == "dense" and not line.row.trick
+            if plain and line.loss == "kl" and line.perplexities and line.ptq is not None:
                 scores = list(line.perplexities.values())
                 numbers = (line.runs[-1]["weight_bits"], line.float_model, line.ptq, mean(scores))
                 writer.writerow([line.row.recipe, *(f"{n:.3f}" for n in numbers), len(scores)])

@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 from aoquant.integrations.finetune import distillation_loss, master_adamw
 from aoquant.integrations.schedule import order_of_blocks, rate_at
-from experiments.tricks import FEATURES, Average, Dampen, feature_loss
+from experiments.tricks import FEATURES, MADE, feature_loss
 
 ATTENTION = "experiments_causal"
 LOOK = 20  # steps between two looks at the clock
@@ -93,8 +93,7 @@ class FineTune:
         (group,) = self.optimizer.param_groups
         self.group, self.trained = group, [p for p in student.parameters() if p.requires_grad]
         self.progress = torch.zeros((), device=device)
-        self.average = Average(group["params"]) if trick == "average" else None
-        dampen = Dampen(student, self.trained, group["params"], self.progress) if trick == "dampen" else None
+        self.trick = MADE[trick](student, self.trained, group["params"], self.progress)
         distil: Callable[..., Tensor] = distillation_loss
         predict: Callable[..., Tensor] = next_token_loss
         if compile:
@@ -118,10 +117,7 @@ class FineTune:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             student.zero_grad(set_to_none=True)
-            if self.average is not None:
-                self.average.step()
-            if dampen is not None:
-                dampen.step()
+            self.trick.step()
             return loss.detach()
 
         self.step: Callable[[Tensor], Tensor] = step
@@ -136,22 +132,20 @@ class FineTune:
             master.copy_(p)
             for value in self.optimizer.state.get(master, {}).values():
                 value.zero_()
-        if self.average is not None:
-            self.average.begin()
+        self.trick.begin()
 
     def _state(self) -> dict[str, Any]:
         masters = self.group["params"]
         moments = [dict(self.optimizer.state[master]) for master in masters]
-        means = [] if self.average is None else self.average.means
-        state = {"masters": [m.data for m in masters], "moments": moments, "means": means}
+        state = {"masters": [m.data for m in masters], "moments": moments, "trick": self.trick.state()}
         return {"model": self.student.state_dict(), **state}
 
     @torch.no_grad()
     def _take(self, saved: dict[str, Any]) -> None:
         """Every tensor in place, as a captured graph wants it."""
         self.student.load_state_dict(saved["model"])
-        for mean, value in zip([] if self.average is None else self.average.means, saved["means"], strict=True):
-            mean.copy_(value)
+        for mine_now, value in zip(self.trick.state(), saved["trick"], strict=True):
+            mine_now.copy_(value)
         for master, value, moments in zip(self.group["params"], saved["masters"], saved["moments"], strict=True):
             master.copy_(value)
             mine = self.optimizer.state[master]
@@ -198,8 +192,7 @@ class FineTune:
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     torch.save({**self._state(), "losses": losses, "step": step + 1}, kept)
                     return None
-        if self.average is not None:
-            self.average.deploy(self.trained)
+        self.trick.deploy()
         found: list[float] = losses.tolist()
         if kept is not None:
             kept.unlink(missing_ok=True)

@@ -3,9 +3,10 @@
     python in_vllm.py FOLDER REQUEST
 
 REQUEST is a file of torch.save with `layers` {name of Hugging Face: (input, output)}, `ids` (windows, tokens), and
-where wanted `task`, a folder with lm-eval's task, its `window` and `limit`; `tensor_parallel`; `lora`, a peft folder,
-with which next tokens are asked; `sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow
-before anything is measured. Written to REQUEST.found: the outputs of every fused layer, log-probabilities, perplexity,
+where wanted `experts` {name in files: (input, experts of each token, their weights, output)}, `task`, a folder with
+lm-eval's task, its `window` and `limit`; `tensor_parallel`; `expert_parallel`; `lora`, a peft folder, with which next
+tokens are asked; `sync` {"model", "recipe", "weights"}, a prepared model that the engine has to follow before anything
+is measured. Written to REQUEST.found: the outputs of every fused layer and of experts, log-probabilities, perplexity,
 and whether aoquant was imported.
 """
 
@@ -51,6 +52,21 @@ def outputs(model: torch.nn.Module, layers: dict[str, Any]) -> dict[str, Any]:
         given["got"] = y[0] if isinstance(y, tuple) else y
         given["expected"] = torch.cat(given["expected"], -1)
         given["weight"] = type(getattr(module, "weight", None)).__name__
+    return found
+
+
+def experts_outputs(model: torch.nn.Module, experts: dict[str, Any]) -> dict[str, Any]:
+    """Of every layer of experts: its weights' classes, its method's, and its output for the input and routing given."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    found = {}
+    for name, (x, ids, weights, y) in experts.items():
+        layer = model.get_submodule(name).routed_experts
+        got = layer.forward_modular(x.clone(), weights.float(), ids.int())
+        if layer.moe_config.tp_size > 1 or layer.use_ep:  # parts of a sum
+            got = tensor_model_parallel_all_reduce(got)
+        kinds = type(layer.w13_weight).__name__, type(layer.w2_weight).__name__
+        found[name] = {"got": got, "expected": y, "weights": kinds, "method": type(layer.quant_method).__name__}
     return found
 
 
@@ -128,6 +144,7 @@ def main(folder: str, request: Path) -> None:
         max_num_seqs=4,
         enable_prefix_caching=False,
         tensor_parallel_size=asked.get("tensor_parallel", 1),
+        enable_expert_parallel=asked.get("expert_parallel", False),
         enable_lora=lora is not None,
     )
     found: dict[str, Any] = {}
@@ -136,6 +153,7 @@ def main(folder: str, request: Path) -> None:
         sync(llm, asked["sync"])
     layers = asked["layers"]
     found["layers"] = llm.apply_model(functools.partial(outputs, layers=layers))
+    found["experts"] = llm.apply_model(functools.partial(experts_outputs, experts=asked.get("experts", {})))
     if lora is not None:  # scores of a prompt's tokens fail with adapters on vLLM's CPU
         found["adapted"], found["base"] = (likeliest(llm, asked["ids"], which) for which in (lora, None))
     elif "ids" in asked:

@@ -72,13 +72,18 @@ def test_vllms_fp8_rows() -> None:
 
 
 def test_vllms_int8_rows() -> None:
+    """Both of its formulas."""
     x = values(torch.bfloat16)
-    e = get_format("int8-row-vllm").encode(x)
+    on_gpu, on_cpu = (get_format(n).encode(x) for n in ("int8-row-vllm", "int8-row-vllm-reciprocal"))
     amax = x.float().abs().amax(1, keepdim=True).numpy()
+    scale = amax / np.float32(127)
     with np.errstate(divide="ignore"):
-        inverse = np.where(amax == 0, np.float32(0), np.float32(127) / amax)
-    assert np.array_equal(e.codes.numpy(), np.rint(x.float().numpy() * inverse).astype(np.int8))
-    assert e.scale is not None and np.array_equal(e.scale.numpy(), amax / np.float32(127))
+        inverses = np.float32(127) / amax, np.float32(1) / scale
+    for e, inverse in zip((on_gpu, on_cpu), inverses, strict=True):
+        codes = np.rint(x.float().numpy() * np.where(amax == 0, np.float32(0), inverse))
+        assert np.array_equal(e.codes.numpy(), codes.astype(np.int8))
+        assert e.scale is not None and np.array_equal(e.scale.numpy(), scale)
+    assert not torch.equal(on_gpu.codes, on_cpu.codes)  # so both are needed
 
 
 def test_power_of_two_outer_scales() -> None:
@@ -91,7 +96,9 @@ def test_power_of_two_outer_scales() -> None:
     assert get_format("nvfp4-pow2").encode(exact[:1]).outer == 4.0  # type: ignore[comparison-overlap]
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q8_0-x86", "fp8-row-vllm-reciprocal", "int8-row-vllm"])
+@pytest.mark.parametrize(
+    "name", ["q4_0", "q4_1", "q8_0", "q8_0-x86", "fp8-row-vllm-reciprocal", "int8-row-vllm", "int8-row-vllm-reciprocal"]
+)
 def test_nan_stays_visible_and_zeros_stay_zeros(name: str) -> None:
     format, x = get_format(name), values()
     x[0, 0] = torch.nan
@@ -100,7 +107,9 @@ def test_nan_stays_visible_and_zeros_stay_zeros(name: str) -> None:
     assert format.name == name and get_format(format.name) == format
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q8_0-x86", "fp8-row-vllm-reciprocal", "int8-row-vllm"])
+@pytest.mark.parametrize(
+    "name", ["q4_0", "q4_1", "q8_0", "q8_0-x86", "fp8-row-vllm-reciprocal", "int8-row-vllm", "int8-row-vllm-reciprocal"]
+)
 def test_a_batch_without_rows(name: str) -> None:
     e, one = (get_format(name).encode(torch.empty(rows, 128)) for rows in (0, 1))
     for part, of_one in zip(e[:4], one[:4], strict=True):

@@ -140,6 +140,28 @@ def test_slots_of_many_experts(experts: int) -> None:
         assert torch.count_nonzero(y[total:]) == 0
 
 
+@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (1104, 160), (1104, 544)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_blocks_of_small_experts(name: str, shape: tuple[int, int]) -> None:
+    """Blocks of 64 rows of W, which many experts have: operands, and the bits of a row alone, in a block of 32."""
+    needs_csrc()
+    if shape[1] % (get_operand(name).format.block or 1):
+        pytest.skip("K has no whole blocks")
+    experts = 128
+    operand, w = stack(name, experts, *shape)
+    sizes = [(0, 2, 1, 0, 3, 1, 0, 1)[e % 8] for e in range(experts)]
+    sizes[5], sizes[9] = 9, 20  # several slots
+    check(operand, w, tuple(sizes), behind=2)
+    x, row = torch.randn(sum(sizes), shape[1], device=CUDA).to(BF16), 0
+    y = product(operand, w, x, ends_of(tuple(sizes)))
+    for e, size in enumerate(sizes):
+        if size and e % 7 < 3:
+            part = stacks.expert(operand, w, e, experts)
+            for i in range(row, row + size):
+                assert torch.equal(product(operand, part, x[i : i + 1], ends_of((1,))), y[i : i + 1])
+        row += size
+
+
 def test_scales_of_rows_multiply_sums(kernel: str) -> None:
     """By powers of two, so that the rounding is the same."""
     for name in ("int4-g32", "nvfp4"):

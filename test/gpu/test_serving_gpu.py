@@ -11,7 +11,17 @@ from support.export_cases import IDS, llama
 from aoquant import PackedWeightConfig, QATConfig, get_format, quantize_, refresh_
 
 pytestmark = pytest.mark.gpu
-FORMATS = ["q4_0", "q4_1", "q8_0", "q8_0-x86", "fp8-row-vllm", "fp8-row-vllm-reciprocal", "int8-row-vllm", "nvfp4-pow2"]
+FORMATS = [
+    "q4_0",
+    "q4_1",
+    "q8_0",
+    "q8_0-x86",
+    "fp8-row-vllm",
+    "fp8-row-vllm-reciprocal",
+    "int8-row-vllm",
+    "int8-row-vllm-reciprocal",
+    "nvfp4-pow2",
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

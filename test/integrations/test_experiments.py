@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant.formats import get_format
 from aoquant.integrations.schedule import order_of_blocks
+from aoquant.tools import choosing
 
 ROOT = Path(__file__).parents[2]
 ROWS = {
@@ -163,7 +165,7 @@ def test_a_run_that_met_its_deadline_goes_on_with_the_same_bits(
     assert stopped.run(weights, 8, 1e-2) != losses  # another order of the text
 
 
-@pytest.mark.parametrize("trick", ["average", "dampen", "features"])
+@pytest.mark.parametrize("trick", ["average", "dampen", "features", "freeze", "soft", "scales"])
 def test_a_trick_changes_the_weights_and_goes_on_after_a_stop(
     modules: ModuleType, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trick: str
 ) -> None:
@@ -171,7 +173,8 @@ def test_a_trick_changes_the_weights_and_goes_on_after_a_stop(
     monkeypatch.setattr(tuning, "LOOK", 2)
     blocks = torch.arange(12 * 8).view(12, 8) % 31
     float_model = LlamaForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16)
-    student = students.Student(rows.Row("r", "", "aoquant", "mxfp4"), float_model, blocks)
+    recipe = "intx4-g32/" if trick == "scales" else "mxfp4"
+    student = students.Student(rows.Row("r", "", "aoquant", recipe, trick=trick), float_model, blocks)
     weights, kept = student.prepared(0).state_dict(), tmp_path / "kept.pt"
 
     def made(trick: str, until: float = math.inf) -> Any:
@@ -183,10 +186,81 @@ def test_a_trick_changes_the_weights_and_goes_on_after_a_stop(
             until = math.inf
         return tune.student.model.layers[0].mlp.up_proj.weight.detach()
 
-    plain, straight, stopped = made(""), made(trick), made(trick, until=0.0)
-    assert not torch.equal(plain, straight) and torch.equal(straight, stopped)
+    straight, stopped = made(trick), made(trick, until=0.0)
+    assert torch.equal(straight, stopped)
+    if trick in ("scales", "freeze"):  # below: on their own
+        return
+    plain = made("")
+    assert not torch.equal(plain, straight)
     rounding = [(w - rounded(w)).float().norm() for w in (plain, straight)]
     assert trick != "dampen" or rounding[1] < rounding[0]
+
+
+def test_a_weight_that_hops_to_and_fro_is_frozen_where_it_was_longer(modules: ModuleType) -> None:
+    tricks = importlib.import_module("experiments.tricks")
+    never, soon = torch.tensor(math.inf), torch.tensor(0.05)
+    hops = tricks.Hops(torch.tensor([0.0, 0.0, 0.0], dtype=torch.bfloat16))
+    for step in range(300):  # the first hops, mostly at 1; the second climbs; the third's scale alone goes to and fro
+        hops.see(torch.tensor([float(step % 3 > 0), 2.0 ** (step // 8), 1 + step % 2 / 8], dtype=torch.bfloat16), never)
+    assert not hops.frozen.any()
+    hops.see(torch.tensor([0.0, 2.0**38, 1.0], dtype=torch.bfloat16), soon)
+    assert hops.frozen.tolist() == [True, False, False] and hops.at[0] == 1.0
+    hops.begin(torch.zeros(3, dtype=torch.bfloat16))
+    assert not hops.frozen.any() and not hops.often.any()
+
+
+def test_frozen_weights_stay(modules: ModuleType, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tricks, students, rows = (importlib.import_module(f"experiments.{n}") for n in ("tricks", "students", "rows"))
+    float_model = LlamaForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16)
+    model = students.Student(rows.Row("r", "", "aoquant", "mxfp4"), float_model, torch.zeros(1, 8).long()).prepared(0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    masters, progress = [p.detach().float().clone() for p in trained], torch.tensor(1.0)
+    freeze = tricks.Freeze(model, trained, masters, progress)
+    hops, (layer, master) = freeze.hops[0], freeze.pairs[0]
+    hops.often[0, 0] = 1.0
+    kept = hops.last[0, 0].item()
+    freeze.step()
+    assert hops.frozen.sum() == 1 and master[0, 0] == layer.weight[0, 0] == kept
+    master += 0.5
+    freeze.step()
+    assert master[0, 0] == kept and master[0, 1] != kept  # the optimizer moves the others alone
+
+
+def test_a_soft_layer_goes_over_from_float_to_quantised(modules: ModuleType, inputs: Path) -> None:
+    tricks, students, rows = (importlib.import_module(f"experiments.{n}") for n in ("tricks", "students", "rows"))
+    float_model = LlamaForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16)
+    student = students.Student(rows.Row("r", "", "aoquant", "mxfp4"), float_model, torch.zeros(1, 8).long())
+    model, ids = student.prepared(0).eval(), torch.arange(8)[None]
+    trained, progress = [p for p in model.parameters() if p.requires_grad], torch.tensor(0.0)
+    quantised = model(ids).logits
+    soft = tricks.Soft(model, trained, trained, progress)
+    soft.begin()
+    assert torch.equal(model(ids).logits, float_model.eval()(ids).logits)
+    progress.fill_(tricks.SOFT / 2)
+    soft.step()
+    between = model(ids).logits
+    assert not torch.equal(between, quantised) and not torch.equal(between, float_model(ids).logits)
+    progress.fill_(tricks.SOFT)
+    soft.step()
+    assert torch.equal(model(ids).logits, quantised)
+
+
+def test_learned_scales_move_relative_to_their_size(modules: ModuleType, inputs: Path) -> None:
+    tricks, students, rows = (importlib.import_module(f"experiments.{n}") for n in ("tricks", "students", "rows"))
+    float_model = LlamaForCausalLM.from_pretrained(inputs / "model", dtype=torch.bfloat16)
+    row = rows.Row("r", "", "aoquant", "intx4-g32/", trick="scales")
+    model = students.Student(row, float_model, torch.zeros(1, 8).long()).prepared(0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    masters = [p.detach().float().clone() for p in trained]
+    scales = tricks.Scales(model, trained, masters, torch.tensor(0.0))
+    scales.begin()
+    p, master = scales.pairs[0]
+    before, size = master.clone(), master.abs().mean()
+    master += 0.01  # AdamW's step at a rate of .01
+    scales.step()
+    assert torch.allclose(master, before + 0.01 * size) and torch.equal(p, master.to(p.dtype))
+    with pytest.raises(ValueError, match="scales needs a row"):
+        tricks.Scales(float_model, [], [], torch.tensor(0.0))
 
 
 def rounded(w: torch.Tensor) -> torch.Tensor:
@@ -273,6 +347,54 @@ def test_processes_take_the_gpus_in_turn(modules: ModuleType, tmp_path: Path, mo
         workers.begin(rows.Row(name, "", "float"), "ce", 0.0)
     assert taken == ["4", "6", "4"]
     assert workers.ended() == {"a, ce": 0, "b, ce": 0, "c, ce": 0} and not workers.running
+
+
+def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path) -> None:
+    records, table, rows, publish = (
+        importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
+    )
+    out, root, every = tmp_path / "out", tmp_path / "root", rows.load_all()
+    facts = {"device": "a GPU", "date": "2026-01-02T03", "dense parameters": 2e7, "dense tokens a run": 1e7}
+    names = ("README.md", "docs/choosing.md", "docs/figures/draw.py", "aoquant/tools/measured.csv")
+    figures = (f"benchmarks/results/{name}.csv" for name in ("recover_h200", "gradients"))
+    for name in (*names, *figures):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, root / name)
+    found = {records.Run("bf16", "float"): {"word_perplexity": 50.0}}
+    kept = {name: every[name] for name in ("bf16", "nvfp4", "nvfp4-average", "int4-g128", "torchao-int4-g128")}
+    for row in list(kept.values())[1:]:
+        found[records.Run(row.name, "ptq")] = {"word_perplexity": 70.0}
+        qat = {"int4-g128": 53.0, "torchao-int4-g128": 57.0, "nvfp4-average": 52.0}.get(row.name, 55.0)
+        for rate, loss in ((3e-5, 3.0), (1e-4, 2.0), (3e-4, 1.0), (1e-3, 3.0)):
+            found[records.Run(row.name, "search", "kl", rate)] = {"validation_loss": loss}
+        for seed in range(2):
+            result = {"validation_loss": 1.0, "word_perplexity": qat + seed, "prepared_word_perplexity": qat + seed}
+            found[records.Run(row.name, "qat", "kl", 3e-4, seed)] = {**result, "weight_bits": 4.25}
+    out.mkdir()
+    (out / "runs.jsonl").write_text("")
+    before = (root / "README.md").read_text(encoding="utf-8")
+    table.write(out, {"bf16": every["bf16"]}, found, facts)
+    with pytest.raises(ValueError, match="no headline row"):
+        publish.publish(out, root)
+    assert (root / "README.md").read_text(encoding="utf-8") == before
+    table.write(out, kept, found, facts)
+    publish.publish(out, root)
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert "| `int4-g128` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 80 ± 4 | 57.50 ± 0.71 | 58 ± 4 |" in readme
+    assert "20.0 M parameters" in readme and "a GPU, 2026-01-02" in readme and "experiments.md" in readme
+    assert "nvfp4-average" not in readme and readme.count("docs/figures/bits.svg") == 1
+    assert len(readme.splitlines()) < 130 and max(map(len, readme.splitlines())) < 400
+    numbers = choosing.measured(root / "aoquant" / "tools" / "measured.csv")
+    assert {name: m.qat for name, m in numbers.items()} == {
+        "nvfp4": 55.5,
+        "int4-g128": 53.5,
+    }  # no trick's, no torchao's
+    page = (root / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert choosing.markdown(numbers) in page and "| 4.25 | 1.40 | 1.07 |" in page
+    figure = (root / "docs" / "figures" / "bits.svg").read_text(encoding="utf-8")
+    assert ">int4-g128<" in figure and ">53.5<" in figure and ">4.25<" in figure
+    publish.publish(out, root)
+    assert (root / "README.md").read_text(encoding="utf-8") == readme  # a second time changes nothing
 
 
 def test_the_rows_of_the_table_can_be_made(modules: ModuleType) -> None:

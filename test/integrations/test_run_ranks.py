@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -100,14 +102,18 @@ def stop_and_go_on(ranks: Ranks) -> tuple[list[float], list[float], int, bool]:
     return losses, again, step, same
 
 
+def inputs(path: Path) -> None:
+    """A model and text in `path`."""
+    llama(None, 8192).save_pretrained(path / "model")
+    AutoTokenizer.from_pretrained(ROOT / "eval" / "assets").save_pretrained(path / "model")
+    pages = [" ".join(f"word {i * j % 7}" for i in range(20 + j)) for j in range(5)]
+    (path / "text.txt").write_text("\n<|endoftext|>\n".join(pages))
+    (path / "test.jsonl").write_text("\n".join(json.dumps({"page": page}) for page in pages))
+
+
 def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AOQUANT_TEST_FOLDER", str(tmp_path))
-    llama(None, 8192).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(ROOT / "eval" / "assets").save_pretrained(tmp_path / "model")
-    pages = [" ".join(f"word {i * j % 7}" for i in range(20 + j)) for j in range(5)]
-    (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(pages))
-    (tmp_path / "test.jsonl").write_text("\n".join(json.dumps({"page": page}) for page in pages))
-
+    inputs(tmp_path)
     first, second = sorted(on_two_ranks(worker))
     assert first[1:] == second[1:]
     _, (losses, again, step, same), scores_are_equal, perplexities, sqnr = first
@@ -125,6 +131,22 @@ def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pyt
         alone = tune(llama("quartet"), tmp_path / "for one rank")
     assert alone[:step] == losses[:step]
     assert alone[step:] == pytest.approx(losses[step:], rel=0.1) and alone[step:] != alone[:step]
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_same_job(tmp_path: Path) -> None:
+    inputs(tmp_path)
+    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "--module"]
+    arguments = ["--model", tmp_path / "model", "--recipe", "int8-weight", "--train-text", tmp_path / "text.txt"]
+    arguments += ["--wikitext", tmp_path, "--out", tmp_path / "out", "--device", "cpu", "--steps", 2]
+    arguments += ["--batch-size", 2, "--block", 16]
+    command = [sys.executable, "-m", *launcher, "aoquant", "run", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads((tmp_path / "out" / job.RESULTS).read_text())
+    assert record["ranks"] == 2 and record["reload"] == "logits bit-equal"
 
 
 def test_without_a_launcher_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,20 +48,27 @@ def stand_in() -> Any:
     return SimpleNamespace(torchao_quantize_param_data=quantise, TorchAOConfig=Config, should_skip=should_skip)
 
 
+class Loader:
+    """vLLM's DefaultModelLoader in small."""
+
+    def get_all_weights(self, model_config: Any, model: Any) -> list[Any]:
+        return []
+
+
 def test_placeholders_of_uninitialised_memory_load() -> None:
     module = stand_in()
     garbage = torch.full((32, 64), torch.nan, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="NaN or Inf"):
         module.torchao_quantize_param_data(garbage.clone(), GridFlipFP4WeightConfig())
-    vllm.patch(module)
-    vllm.patch(module)  # vLLM may call a plugin twice
+    vllm.patch(module, Loader)
+    vllm.patch(module, Loader)  # vLLM may call a plugin twice
     weight = module.torchao_quantize_param_data(garbage, GridFlipFP4WeightConfig())
     assert isinstance(weight.data, PackedTensor) or isinstance(weight, PackedTensor)
 
 
 def test_fused_layers_get_the_recipe_of_their_parts() -> None:
     module = stand_in()
-    vllm.patch(module)
+    vllm.patch(module, Loader)
     one, other = IntxWeightConfig(4, 32), IntxWeightConfig(8, 32)
     names = {f"model.layers.0.self_attn.{n}": one for n in MAPPING["qkv_proj"]}
     config = module.TorchAOConfig(FqnToConfig(dict(names)))
@@ -77,7 +84,7 @@ def test_fused_layers_get_the_recipe_of_their_parts() -> None:
 
 def test_fused_layers_of_float_parts_stay_float() -> None:
     module = stand_in()
-    vllm.patch(module)
+    vllm.patch(module, Loader)
     config, attention = IntxWeightConfig(4, 32), "model.layers.1.self_attn."
     floats = [attention + part for part in MAPPING["qkv_proj"]]
     found = module.TorchAOConfig(config, [*floats, "lm_head"])
@@ -90,14 +97,14 @@ def test_fused_layers_of_float_parts_stay_float() -> None:
         some.get_quant_method(None, f"{attention}qkv_proj")
 
 
-def test_packed_experts_are_refused() -> None:
-    module = stand_in()
-    vllm.patch(module)
-    experts = {f"model.layers.0.mlp.experts.{name}": IntxWeightConfig(4, 32) for name in ("gate_up_proj", "down_proj")}
-    config = module.TorchAOConfig(FqnToConfig({**experts, "model.layers.0.mlp.gate.weight": IntxWeightConfig(4, 32)}))
-    assert config.get_quant_method(None, "model.layers.0.mlp.gate") is None
-    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: vLLM's torchao loader leaves experts in floats"):
-        config.get_quant_method(None, "model.layers.0.mlp.experts")
+def test_experts_get_a_method_of_ours() -> None:
+    """A layer with a moe_config is vLLM's experts; others are never asked about."""
+    module, asked = stand_in(), []
+    vllm.patch(module, Loader, lambda config, layer, prefix: asked.append((config, layer, prefix)))
+    config, layer = module.TorchAOConfig(IntxWeightConfig(4, 32)), SimpleNamespace(moe_config=None)
+    assert config.get_quant_method(layer, "model.layers.0.mlp.experts") is None
+    assert asked == [(config, layer, "model.layers.0.mlp.experts")]
+    assert config.get_quant_method(None, "model.layers.0.mlp.gate") == IntxWeightConfig(4, 32) and len(asked) == 1
 
 
 def test_the_entry_point_is_declared() -> None:

@@ -32,6 +32,7 @@ class Engine(nn.Module):
         super().__init__()
         self.rank, self.ranks, self.parts = rank, ranks, {}
         self._do_torchao_reload = True  # vLLM's mark: load_weights would quantise float weights
+        self.cpu_linear = None  # on a CPU the head multiplies by a packed copy of its weight
         converted = llama()
         for name, module in converted.named_modules():
             parent, _, own = name.rpartition(".")
@@ -127,6 +128,7 @@ def test_fused_layers_compute_what_the_model_in_training_does(name: str) -> None
     served, before = Served(engine), places(engine)
     assert aoquant.sync_vllm(served, prepared) == 14
     assert places(engine) == before and engine._do_torchao_reload and not served.cached
+    assert engine.cpu_linear is F.linear
     with torch.no_grad():
         for i in (0, 1):
             theirs, ours = engine.get_submodule(f"model.layers.{i}"), prepared.model.layers[i]

@@ -149,6 +149,8 @@ def test_prepared_is_converted(config: Any, family: str, implementation: str) ->
     w = {name: model.experts.quantised_weight(name) for name in ("gate_up_proj", "down_proj")}
     quantize_(model, QATConfig(step="convert"))
     assert torch.equal(model(*batch), y)
+    with torch.inference_mode():
+        assert torch.equal(model(*batch), y)
     for name, values in w.items():
         packed = getattr(model.experts, name)
         assert isinstance(packed.data, PackedExperts)
@@ -372,6 +374,7 @@ def test_packed_experts_are_selected_cut_turned_and_copied() -> None:
         assert turned.shape == (E, 64, 32)
         assert torch.equal(turned.dequantize(), values.transpose(-2, -1))
         assert torch.equal(packed[1:3].dequantize(), values[1:3])
+        assert torch.equal(packed[1].unsqueeze(0).dequantize(), values[1:2])
         assert torch.equal(packed[:, 16:].dequantize(), values[:, 16:])
         assert torch.equal(packed[:, :, 32:].dequantize(), values[:, :, 32:])
         assert torch.equal(turned[:, 32:].dequantize(), values.transpose(-2, -1)[:, 32:])
@@ -408,6 +411,8 @@ def test_what_packed_experts_cannot_do_is_refused() -> None:
         turned[2][:32]
     with pytest.raises(ValueError, match="last two dimensions"):
         packed.transpose(0, 1)
+    with pytest.raises(ValueError, match=r"becomes a stack of one expert, unsqueeze\(0\)"):
+        packed[1].unsqueeze(1)
     for a, b in ((x, turned), (turned[2], x), (packed[1], turned[2])):
         with pytest.raises(ValueError, match=r"one transposed expert on the right|packed|codes"):
             torch.matmul(a, b)

@@ -1,0 +1,110 @@
+"""From OUT to the pages: the files that are committed, and the places that are written from them.
+
+    benchmarks/results/experiments{.csv,.md,_runs.jsonl}    every row, the same to read, every run
+    aoquant/tools/measured.csv                              `aoquant recipes --for`, and the table of docs/choosing.md
+    docs/figures/bits.svg                                   perplexity against bits a weight
+    README.md, between its two marks                        the headline rows beside torchao's, and the figure
+
+Nothing is typed by hand, so that a page has the numbers of the runs; a later table replaces an earlier one.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from aoquant.tools import choosing
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- experiments -->", "<!-- end of experiments -->"
+HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "torchao's QAT", "recovered, %")
+
+
+def publish(out: Path, root: Path = ROOT) -> None:
+    """Write all of it from a table in `out`.
+
+    Raises:
+        ValueError: there is no table, or the README has no place for it.
+    """
+    if not (out / "results.csv").is_file():
+        raise ValueError(f"--out must hold results.csv, got {str(out)!r}: run with --table first")
+    with (out / "results.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not headlines(rows):
+        raise ValueError(f"{out / 'results.csv'} has no headline row that is trained by kl: nothing to publish")
+    results = root / "benchmarks" / "results"
+    for source, target in (
+        ("results.csv", results / "experiments.csv"),
+        ("results.md", results / "experiments.md"),
+        ("runs.jsonl", results / "experiments_runs.jsonl"),
+        ("measured.csv", root / "aoquant" / "tools" / "measured.csv"),
+    ):
+        shutil.copyfile(out / source, target)
+    source = choosing.source(root / "aoquant" / "tools" / "measured.csv")
+    between(root / "README.md", f"\n{readme(rows)}\n\n{note(rows, source)}\n")
+    page = root / "docs" / "choosing.md"
+    lines = page.read_text(encoding="utf-8").split("\n")
+    first = lines.index(next(line for line in lines if line.startswith(f"| {choosing.HEADS[0]} |")))
+    last = lines.index("", first)
+    lines[first:last] = choosing.markdown(choosing.measured(root / "aoquant" / "tools" / "measured.csv")).split("\n")
+    page.write_text("\n".join(lines), encoding="utf-8")
+    subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
+
+
+def between(page: Path, content: str) -> None:
+    """Replace what stands between the marks of a page."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} must have the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}", encoding="utf-8")
+
+
+def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """aoquant's headline rows that are trained by distillation."""
+    return [r for r in rows if r["headline"] == "True" and r["kind"] == "aoquant" and r["loss"] == "kl" and r["QAT"]]
+
+
+def readme(rows: Sequence[Mapping[str, str]]) -> str:
+    """Distilled headline rows, and the torchao row that each is compared with."""
+    lines = [HEADS, ("---",) * len(HEADS)]
+    for row in headlines(rows):
+        other = next(
+            (r for r in rows if r["row"] == row["against"] and r["kind"] == "torchao" and r["loss"] == "kl"), {}
+        )
+        bits, numbers = f"{float(row['bits']):.2f}", [f"{float(row[name]):.2f}" for name in ("float", "PTQ")]
+        lines.append((f"`{row['recipe']}`", bits, *numbers, *recovery(row), *recovery(other)))
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+
+
+def recovery(row: Mapping[str, str]) -> tuple[str, str]:
+    """Perplexity and recovered share of a row, mean and spread over seeds."""
+    if not row.get("QAT"):
+        return "", ""
+
+    def cell(name: str, form: str) -> str:
+        if not row[name]:
+            return ""
+        error = row[f"{name} sd"]
+        return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else " (one seed)")
+
+    return cell("QAT", ".2f"), cell("recovered %", ".0f")
+
+
+def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
+    """What stands below the README's table, wrapped as its other text is."""
+    import textwrap
+
+    floats = [row for row in rows if row["row"] == "bf16" and row["QAT"]]
+    tuned = f"The float model itself, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}. " if floats else ""
+    words = (
+        f"{source} Scored is the converted model; ± is the deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) in log perplexity. "
+        f"{tuned}torchao: the same budget, prepared and converted by its own `QATConfig`. Prepared equals converted in every run of aoquant's. "
+        "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
+    )
+    picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"
+    return "\n".join(textwrap.wrap(words, 120, break_long_words=False, break_on_hyphens=False)) + f"\n\n{picture}"
