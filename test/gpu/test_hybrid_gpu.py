@@ -106,15 +106,17 @@ def test_a_transposed_view_is_encoded_where_it_lies(name: str, dtype: torch.dtyp
 
 
 PAIRS = [("te-nvfp4", "te-nvfp4"), ("mxfp8", "mxfp8"), ("mxfp8-e5m2", "mxfp4"), ("mxfp4", "te-nvfp4")]
-PAIRS += [("te-nvfp4", "mxfp8"), (None, "te-nvfp4"), ("mxfp8", None), (None, "mxfp8")]
+PAIRS += [("te-nvfp4", "mxfp8"), (None, "te-nvfp4"), ("te-nvfp4", None), ("mxfp8", None), (None, "mxfp8")]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 @pytest.mark.parametrize(("rows", "columns"), PAIRS)
 def test_operands_of_both_sides_are_the_references(rows: str | None, columns: str | None, dtype: torch.dtype) -> None:
-    """Where strips fill the matrix and where they do not, with zeros behind it, and for values of every kind."""
+    """Where strips fill the matrix and where they do not, with zeros behind it, where a program has several strips, and
+    for values of every kind.
+    """
     of_x, of_t = (None if name is None else as_operand(get_format(name)) for name in (rows, columns))
-    shapes = {"filled": (128, 1024), "ragged": (33, 1080), "narrow": (300, 48)}
+    shapes = {"filled": (128, 1024), "ragged": (33, 1080), "narrow": (300, 48), "many": (2064, 4096)}
     cases = {kind: torch.randn(*shape, dtype=dtype) for kind, shape in shapes.items()} | inputs(dtype)
     for kind, cpu in cases.items():
         x, (m, n) = cpu.to(CUDA), cpu.shape

@@ -48,21 +48,19 @@ from .launch import PLANS, Launch
 
 TILE = 1024  # values a program holds at once: one warp of them, so that nothing waits at a barrier
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
-ACROSS, LONG, ACROSS_WARPS = 64, 128, 8  # rows and values of each in a tile that is read across memory; its warps
 
 
 @triton.jit
 def blocks_of(tile, n_blocks, rows, k, NB: tl.constexpr, B: tl.constexpr, ACROSS: tl.constexpr):
     """(NB,) blocks of a tile, counted in the whole matrix, and whether each is there.
 
-    ACROSS: rows of a tile whose blocks lie across memory, or 0: then a tile's blocks follow each other.
+    ACROSS: rows of a tile whose blocks lie across memory, one of each, or 0: then a tile's blocks follow each other.
     """
     b = tl.arange(0, NB)
     if ACROSS:
-        GROUPS: tl.constexpr = NB // ACROSS
         wide = tl.cdiv(rows, ACROSS)
-        row, group = (tile % wide) * ACROSS + b // GROUPS, (tile // wide) * GROUPS + b % GROUPS
-        return row * (k // B) + group, (row < rows) & (group < k // B)
+        row = (tile % wide) * ACROSS + b
+        return row * (k // B) + tile // wide, row < rows
     else:
         return tile * NB + b, tile * NB + b < n_blocks
 
@@ -85,13 +83,11 @@ def load_blocks(
     behind the last block. ACROSS: the memory of x is that of its transpose, (k, rows).
     """
     if ACROSS:
-        C: tl.constexpr = NB * B // ACROSS
         wide = tl.cdiv(rows, ACROSS)
         row = (tile % wide) * ACROSS + tl.arange(0, ACROSS)
-        column = (tile // wide) * C + tl.arange(0, C)
-        there = (column < k)[:, None] & (row < rows)[None, :]
-        x = tl.load(x_ptr + column[:, None] * rows + row[None, :], mask=there, other=0.0)
-        return float_bits(tl.reshape(tl.trans(x), (NB, B)).to(tl.float32))
+        column = (tile // wide) * B + tl.arange(0, B)
+        x = tl.load(x_ptr + column[None, :] * rows + row[:, None], mask=(row < rows)[:, None], other=0.0)
+        return float_bits(x.to(tl.float32))
     elif G:
         T: tl.constexpr = NB * B // G
         whole = (tile * T + tl.arange(0, T) < tl.cast(n_blocks, tl.int64) * B // G)[:, None]
@@ -126,7 +122,8 @@ def masked_codes(rounded, x, inverse, NB: tl.constexpr, B: tl.constexpr):
     return (pack_e2m1(float_bits(rounded), x, NB, B) & keep[:, None]).to(tl.uint8)
 
 
-@triton.jit
+# `rows` unspecialised: across memory a lane reads its own blocks' values, and not eight of neighbours' at once
+@triton.jit(do_not_specialize=["rows"])
 def _encode(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, rows, k, outer_blocks, pts,
     OUTER: tl.constexpr, RULE: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr,
@@ -153,7 +150,7 @@ def _encode(
     if OUTER == "dynamic" or OUTER == "static":
         tl.store(outer_ptr, outer, mask=tl.program_id(0) == 0)
 
-    n_tiles = tl.cdiv(rows, ACROSS) * tl.cdiv(k, NB * B // ACROSS) if ACROSS else tl.cdiv(n_blocks, NB)
+    n_tiles = tl.cdiv(rows, ACROSS) * (k // B) if ACROSS else tl.cdiv(n_blocks, NB)
     for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         tile = tl.cast(n_tiles - 1 - i, tl.int64)
         block, there = blocks_of(tile, n_blocks, rows, k, NB, B, ACROSS)
@@ -240,9 +237,8 @@ def _encoder(
 ) -> Launch:
     warps = 1 if transform is None else ENCODE_WARPS[transform.size]
     tile = TILE if transform is None else WARP * warps * transform.size  # a block of the transform for each lane
-    programs = triton.cdiv(rows * k, tile)
-    if across:
-        programs, tile, warps = triton.cdiv(rows, ACROSS) * triton.cdiv(k, LONG), ACROSS * LONG, ACROSS_WARPS
+    high = TILE // format.block if across else 0
+    programs = triton.cdiv(rows, high) * (k // format.block) if across else triton.cdiv(rows * k, tile)
     mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
     if transform is not None:
         mixing = {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
@@ -250,7 +246,7 @@ def _encoder(
     max_pow2, largest, mantissa = ELEMENTS[element]
     return Launch(
         _encode, (programs,),
-        n_blocks=rows * k // format.block, rows=rows, k=k, ACROSS=ACROSS if across else 0, outer_blocks=rows // outers * k // format.block,
+        n_blocks=rows * k // format.block, rows=rows, k=k, ACROSS=high, outer_blocks=rows // outers * k // format.block,
         pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
         OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=max_pow2, RECIPROCAL=reciprocal(largest),
         MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,

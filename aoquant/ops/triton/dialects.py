@@ -27,7 +27,7 @@ from aoquant.transforms import Hadamard
 
 from . import tiles
 from .amax import PARTIALS, absmax_partials
-from .blockscaled import ACROSS, ACROSS_WARPS, LAUNCH, LONG, TILE, blocks_of, load_blocks, memory, mixing, within
+from .blockscaled import LAUNCH, TILE, blocks_of, load_blocks, memory, mixing, within
 from .elements import (
     INF_BITS,
     NAN_BITS,
@@ -71,7 +71,8 @@ def _deviation(x, amax_bits, NB: tl.constexpr):
     return tl.sqrt_rn(most(square - mean * mean, 0.0)) * tl.where(huge, 2.0**96, 1.0)
 
 
-@triton.jit
+# `rows` unspecialised: across memory a lane reads its own blocks' values, and not eight of neighbours' at once
+@triton.jit(do_not_specialize=["rows"])
 def _encode(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, alpha_ptr, values_ptr, clipped_ptr, n_blocks, rows, k, fixed,
     DIALECT: tl.constexpr, DYNAMIC: tl.constexpr, GAIN: tl.constexpr, TINY: tl.constexpr, POST: tl.constexpr,
@@ -105,7 +106,7 @@ def _encode(
         elif DIALECT == "te":
             encode = te_factor(outer, LARGEST)
 
-    n_tiles = tl.cdiv(rows, ACROSS) * tl.cdiv(k, NB * B // ACROSS) if ACROSS else tl.cdiv(n_blocks, NB)
+    n_tiles = tl.cdiv(rows, ACROSS) * (k // B) if ACROSS else tl.cdiv(n_blocks, NB)
     for i in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         tile = tl.cast(n_tiles - 1 - i, tl.int64)
         block, there = blocks_of(tile, n_blocks, rows, k, NB, B, ACROSS)
@@ -257,11 +258,10 @@ def _encoder(
         kind |= {"G": transform.size, "SIGNS": transform.signs, "MIX": transform.factor(inverse)}
         warps = ENCODE_WARPS[transform.size]
         tile = WARP * warps * transform.size  # a block of the transform for each lane
-    programs = triton.cdiv(rows * k, tile)
-    if across:
-        programs, tile, warps = triton.cdiv(rows, ACROSS) * triton.cdiv(k, LONG), ACROSS * LONG, ACROSS_WARPS
+    high = TILE // format.block if across else 0
+    programs = triton.cdiv(rows, high) * (k // format.block) if across else triton.cdiv(rows * k, tile)
     return Launch(
-        _encode, (programs,), n_blocks=rows * k // format.block, rows=rows, k=k, fixed=fixed, ACROSS=ACROSS if across else 0,
+        _encode, (programs,), n_blocks=rows * k // format.block, rows=rows, k=k, fixed=fixed, ACROSS=high,
         POST=_post(format), SIXTH=reciprocal(6.0), PTS_RECIPROCAL=reciprocal(NVFP4_TOP), SMALLEST_PTS=PTS_FLOOR, LARGEST=FLOAT32_MAX,
         FACTOR=QUEST, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
         **kind, **LAUNCH | {"num_warps": warps},

@@ -19,6 +19,7 @@ import triton.language as tl
 ROUND = tl.constexpr(8388608.0)  # 2^23: floats above it are integers
 ROUND_SIGNED = tl.constexpr(12582912.0)  # 1.5 * 2^23, for values of either sign below 2^22
 E2M1_UNIT = tl.constexpr(2.0**126)
+E2M1_ROUND = tl.constexpr(4194304.0)  # 2^22: floats from it to 2^23 are multiples of 1/2
 NAN_BITS = tl.constexpr(0x7FC00000)
 INF_BITS = tl.constexpr(0x7F800000)
 
@@ -86,6 +87,17 @@ def e2m1_rounded(v):
     """v >= 0 -> 2^23 + index of the nearest e2m1 magnitude; saturating. Wrong for NaN: its block masks it."""
     low = tl.minimum(tl.fma(v, 2.0, ROUND), v + (ROUND + 2.0))
     return tl.minimum(tl.minimum(low, tl.fma(v, 0.5, ROUND + 4.0)), ROUND + 7.0)
+
+
+@triton.jit
+def e2m1_nearest(v):
+    """v >= 0 -> the nearest e2m1 magnitude, as a value; saturating. Wrong for NaN: its block masks it.
+
+    v + 2^22 p, p the power of two in max(v, 1), has no bits left below p / 2, the step of e2m1 there.
+    """
+    v = tl.minimum(v, 6.0)
+    p = bits_float(float_bits(tl.maximum(v, 1.0)) & INF_BITS)
+    return tl.fma(p, -E2M1_ROUND, tl.fma(p, E2M1_ROUND, v))
 
 
 @triton.jit

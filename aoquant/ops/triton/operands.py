@@ -28,8 +28,7 @@ from ..router import CodesAndValues, Operands
 from .amax import PARTIALS, absmax_partials
 from .elements import (
     bits_float,
-    e2m1_rounded,
-    e2m1_value,
+    e2m1_nearest,
     e8m0_byte,
     e8m0_inverse,
     e8m0_value,
@@ -42,7 +41,12 @@ from .elements import (
 from .launch import PLANS, Launch
 
 PROGRAMS = 2048
-VALUES = 128  # of a lane: a block of its columns, 16 or 32 high
+VALUES = 128  # of a lane: blocks of its columns, 16 or 32 high
+
+# e2m1 takes longer to compute, and 128 values of a lane would spill
+E2M1_PROGRAMS = 12 * 132  # all at once on an H100 or H200, which have 132 multiprocessors
+E2M1_VALUES = 64
+E2M1_REGISTERS = 168  # so that a multiprocessor holds 12 warps
 
 
 @triton.jit
@@ -57,16 +61,16 @@ def _rounded(
     amax = tl.max(magnitude, axis=AXIS, keep_dims=True)
     if RULE == "":
         scale, inverse = te_scale(amax, factor, RECIPROCAL, LARGEST)
-        y = bits_float(magnitude) * inverse
-        nan = y != y
-        index = float_bits(e2m1_rounded(tl.where(nan, 0.0, y)))
-        return e2m1_value(index, tl.where(nan, 0, x) & -0x80000000) * scale.to(tl.float32)
+        known = inverse == inverse  # else the block is +0, or NaN by its scale
+        inverse, sign = tl.where(known, inverse, 0.0), tl.where(known, -0x80000000, 0)
+        rounded = e2m1_nearest(bits_float(magnitude) * inverse)
+        return bits_float(float_bits(rounded) | (x & sign)) * scale.to(tl.float32)
     else:
         byte = e8m0_byte(amax, RULE, MAX_POW2, RECIPROCAL, MANTISSA)
         inverse, scale = e8m0_inverse(byte, RULE), e8m0_value(byte)
         if ELEMENT == "e2m1":
-            rounded = e2m1_rounded(bits_float(magnitude) * inverse)
-            return e2m1_value(float_bits(rounded), x ^ magnitude) * scale
+            rounded = e2m1_nearest(bits_float(magnitude) * inverse)
+            return bits_float(float_bits(rounded) | (x & -0x80000000)) * scale
         else:
             y = least(most(bits_float(x) * inverse, -LIMIT), LIMIT)
             code = y.to(tl.float8e4nv) if ELEMENT == "e4m3" else y.to(tl.float8e5)
@@ -135,12 +139,15 @@ def _side(name: str, format: Format | None) -> dict[str, Any]:
 @lru_cache(PLANS)
 def _launch(rows: Format | None, columns: Format | None, m: int, n: int, m_padded: int, n_padded: int) -> Launch:
     high = 16 if columns is None else columns.block or 16
-    t = 32 * VALUES // high
-    strips = triton.cdiv(n_padded, t) * triton.cdiv(m_padded, high)
+    sides = _side("ROW", rows) | _side("COLUMN", columns)
+    e2m1 = "e2m1" in (sides["ROW_ELEMENT"], sides["COLUMN_ELEMENT"])
+    t = 32 * (E2M1_VALUES if e2m1 else VALUES) // high
+    programs = min(triton.cdiv(n_padded, t) * triton.cdiv(m_padded, high), E2M1_PROGRAMS if e2m1 else PROGRAMS)
     return Launch(
-        _operands, (min(strips, PROGRAMS),), m=m, n=n, m_padded=m_padded, n_padded=n_padded, **_side("ROW", rows),
-        **_side("COLUMN", columns), ROW_BLOCK=16 if rows is None else rows.block, LARGEST=FLOAT32_MAX,
-        POST=reciprocal(NVFP4_TOP), N_PARTIALS=PARTIALS, T=t, R=high, enable_fp_fusion=False, num_warps=1,
+        _operands, (programs,), m=m, n=n, m_padded=m_padded, n_padded=n_padded, **sides,
+        ROW_BLOCK=16 if rows is None else rows.block, LARGEST=FLOAT32_MAX, POST=reciprocal(NVFP4_TOP),
+        N_PARTIALS=PARTIALS, T=t, R=high, enable_fp_fusion=False, num_warps=1,
+        **({"maxnreg": E2M1_REGISTERS} if e2m1 else {}),
     )  # fmt: skip
 
 
