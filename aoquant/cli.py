@@ -223,6 +223,10 @@ def recipes(arguments: list[str]) -> Callable[..., None]:
         _print_table(
             [(r.name, type(r.make()).__name__, r.about) for r in list_recipes()], ("recipe", "config", "leaves")
         )
+        print(
+            "\nFP4 in vLLM: on Hopper activations stay in bfloat16 (train vllm-nvfp4-weight or mxfp4-weight there); on"
+        )
+        print("Blackwell they are quantised, of weight-only MXFP4 too.")
 
     command.__annotations__["asked"] = Annotated[str | None, tyro.conf.arg(name="for")]
     return command

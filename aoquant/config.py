@@ -329,7 +329,7 @@ class QATConfig(AOBaseConfig):
     """Prepare a model for quantisation-aware training, or convert it afterwards. Takes torchao's arguments.
 
     base_config: a PTQ config of torchao's or ours, or the name of a recipe, which brings its training options
-        (backward, straight_through) unless they are given. activation_config, weight_config: instead of a base,
+        (backward, straight_through, scales) unless they are given. activation_config, weight_config: instead of a base,
         fake-quantisation configs of torchao's, formats, or names of formats; such layers convert to aoquant's packed
         tensor. An activation_config alone leaves the weight in high precision.
     step: "prepare" or "convert". Convert takes the base that prepare was given, or none, which means the same.
@@ -373,7 +373,7 @@ class QATConfig(AOBaseConfig):
         *,
         step: str = "prepare",
         straight_through: str | None = None,
-        scales: str = "dynamic",
+        scales: str | None = None,
         backward: str | HybridConfig | None = None,
         seed: int | None = None,
         engine: str | None = None,
@@ -386,6 +386,7 @@ class QATConfig(AOBaseConfig):
             training = get_recipe(base_config).training
             backward = training.get("backward") if backward is None else backward
             straight_through = training.get("straight_through") if straight_through is None else straight_through
+            scales = training.get("scales") if scales is None else scales
         base_config = named(base_config)
         if straight_through is None:
             straight_through = "clipped" if backward == "quartet" else "identity"
@@ -393,6 +394,7 @@ class QATConfig(AOBaseConfig):
         self.straight_through = straight_through
         if seed is None:
             seed = backward.seed if isinstance(backward, HybridConfig) else 0
+        scales = "dynamic" if scales is None else scales
         self.scales, self.backward, self.seed = scales, backward, seed
         self.engine, self.gpu = engine, gpu
         parts = activation_config is not None or weight_config is not None

@@ -228,6 +228,12 @@ _RECIPES = (
         {"scales": "static"},
     ),
     Recipe(
+        "vllm-nvfp4-weight",
+        lambda: Packed4WeightConfig("nvfp4-pow2", contract="dequantize"),
+        "for vLLM on Hopper, which leaves activations in bfloat16: the same weights, high-precision activations",
+        {"scales": "static"},
+    ),
+    Recipe(
         "vllm-mxfp4",
         lambda: Packed4WeightConfig("mxfp4-even", "mxfp4-even"),
         "for vLLM: MXFP4 weights and activations by the rule of its kernels",

@@ -19,7 +19,7 @@ def check(engine: str, gpu: str | None) -> None:
     """Raise ValueError for an engine or a GPU that nothing is known about."""
     if engine not in ENGINES:
         raise ValueError(f"engine is one of {', '.join(ENGINES)}, got {engine!r}")
-    if gpu is not None and gpu not in ENGINES[engine]:
+    if gpu is not None and gpu.lower() not in ENGINES[engine]:
         raise ValueError(f"gpu is one of {', '.join(ENGINES[engine])} with engine={engine!r}, got {gpu!r}")
 
 
@@ -30,15 +30,30 @@ def differences(recipe: LinearRecipe, engine: str, gpu: str | None = None) -> li
         ValueError: an engine or a GPU that nothing is known about.
     """
     check(engine, gpu)
+    gpu = gpu and gpu.lower()
     return _vllm(recipe, gpu) if engine == "vllm" else _llama_cpp(recipe, gpu)
+
+
+def note(recipe: LinearRecipe) -> str:
+    """What the GPU changes when vLLM serves the recipe's format; "" for nothing that is known."""
+    weight = recipe.fprop_weight.name
+    if weight.startswith("nvfp4"):
+        return "vLLM: on Hopper activations stay in bfloat16; on Blackwell they are quantised where the recipe does"
+    if weight.startswith("mxfp4"):
+        return (
+            "vLLM: on Hopper activations stay in bfloat16; on Blackwell they are quantised, even of weight-only MXFP4"
+        )
+    return ""
 
 
 def _vllm(recipe: LinearRecipe, gpu: str | None) -> list[str]:
     weight, x = recipe.fprop_weight.name, recipe.input_name
     found = []
+    if weight in ("q4_0", "q4_1", "q8_0"):
+        found.append(f"vLLM's formats cannot hold {weight}: train vllm-w4a16-g32, or serve it with aoquant's plugin")
     if weight.startswith("nvfp4") and x and gpu in _HOPPER:
         found.append(
-            f"vLLM on {gpu} leaves NVFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train with activation=None"
+            f"vLLM on {gpu} leaves NVFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train the recipe vllm-nvfp4-weight"
         )
     if weight.startswith("mxfp4") and x and gpu in _HOPPER:
         found.append(

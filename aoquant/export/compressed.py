@@ -33,6 +33,7 @@ from aoquant.formats import (
     Float8,
     Format,
     FourOverSix,
+    Ggml,
     GridFlip,
     Int4,
     Operand,
@@ -88,7 +89,7 @@ def _weight(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor
         return {name: e.codes, "weight_scale": e.scale.view(torch.uint8)}, args
     if (isinstance(format, NVFP4 | FourOverSix) and not isinstance(format, GridFlip)) and format.tile_rows == 1:
         return _nvfp4(format, p)
-    raise Unfit(f"no scheme holds {format.name}", _instead(format))
+    raise Unfit(f"no scheme holds {format.name}", _instead(format, p))
 
 
 def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
@@ -130,7 +131,7 @@ def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor]
     if not power_of_two(outer[:1]):
         raise Unfit(
             f"its outer scale {outer[0].item():.6g} is no power of two, and readers divide by a rounded reciprocal",
-            "train the recipe vllm-nvfp4, whose outer scales are powers of two, or export with format='modelopt'",
+            f"{_nvfp4_recipe(p)}, whose outer scales are powers of two",
         )
     args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, **_E4M3)
     return {"weight_packed": p.qdata, "weight_scale": p.scale, "weight_global_scale": 1.0 / outer[:1]}, args
@@ -198,14 +199,20 @@ def _empty(rows: int, k: int, bits: int) -> Tensor:
     return torch.empty(rows, math.ceil(k * bits / 32), dtype=torch.int32, device="meta")
 
 
-def _instead(format: Format | Operand) -> str:
+def _nvfp4_recipe(p: PackedTensor) -> str:
+    return f"train the recipe vllm-nvfp4{'' if p.activation else '-weight'}"
+
+
+def _instead(format: Format | Operand, p: PackedTensor) -> str:
     """The nearest format that a folder can hold, as advice."""
     if isinstance(format, Int4 | TinyGemm) and format.block:
         return f"train intx4-g{format.block}-asym: integer zero points"
+    if isinstance(format, Ggml):
+        return f"train intx{format.bits}-g{format.block}" + ("-asym" if format.kind == "q4_1" else "")
     if isinstance(format, Float8 | MX):
         return "train its e4m3 form: " + format.name.replace("-e5m2", "")
     if format.bits == 4 and format.block == 16:
-        return "train the recipe vllm-nvfp4"
+        return _nvfp4_recipe(p)
     if format.bits == 4 and format.block == 32:
         return "train mxfp4-even"
     if isinstance(format, Operand):

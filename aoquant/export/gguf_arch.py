@@ -65,9 +65,7 @@ def find(config: Mapping[str, Any]) -> Architecture:
     """
     name = (config.get("architectures") or ["none"])[0]
     if name not in ARCHITECTURES:
-        raise ValueError(
-            f"gguf: no architecture is known for {name}; there are {', '.join(ARCHITECTURES)}: use format='compressed-tensors'"
-        )
+        raise ValueError(f"gguf: no architecture is known for {name}; there are {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from aoquant.export import gguf_arch, gguf_tokenizer
+from aoquant.export.advice import advice, takers
 from aoquant.export.ggml_types import store
 from aoquant.export.gguf_arch import Architecture
 from aoquant.export.plan import Plan, plan, values
@@ -68,7 +69,7 @@ def write(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")
-    architecture = gguf_arch.find(source.config)
+    architecture = _architecture(source)
     decided = plan(source, store, skip, "gguf")
     entries = _entries(source, decided, architecture)
     out.mkdir(parents=True, exist_ok=True)
@@ -98,6 +99,15 @@ def write(
         out.rmdir()
         raise
     return path
+
+
+def _architecture(source: Source) -> Architecture:
+    """The model's; where none is known, the error advises another format that takes every layer."""
+    try:
+        return gguf_arch.find(source.config)
+    except ValueError as error:
+        others = takers(source, [w for w in source.weights.values() if w.kind != "Tensor"], "gguf")
+        raise ValueError(f"{error}{advice(others)}") from None
 
 
 def _entries(source: Source, decided: Plan, architecture: Architecture) -> list[_Entry]:

@@ -11,7 +11,7 @@ NVFP4's bytes hold two codes, even k in the low nibble.
 
 The outer scale multiplies, so any value is stored exactly; compressed-tensors stores a divisor instead. One algorithm
 for the whole model. vLLM fuses q, k, v and gate, up under one outer scale: siblings with different ones are refused
-here (train the recipe vllm-nvfp4). Source: docs/features/quantization/modelopt.md of vLLM; modelopt's export of a
+here (train the recipe vllm-nvfp4 or vllm-nvfp4-weight). Source: docs/features/quantization/modelopt.md of vLLM; modelopt's export of a
 unified Hugging Face checkpoint.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aoquant.export.advice import advice, takers
 from aoquant.export.compressed import VLLM_FP8
 from aoquant.export.fused import check_fused
 from aoquant.export.plan import Plan
@@ -44,7 +45,7 @@ def store(p: PackedTensor) -> Stored:
         return _float8(format, p, x)
     raise Unfit(
         f"this layout holds nvfp4 and fp8, not {format.name}",
-        "use format='compressed-tensors', or train vllm-nvfp4 or vllm-fp8",
+        "train the recipe vllm-nvfp4 or vllm-fp8" if p.activation else "train the recipe vllm-nvfp4-weight",
     )
 
 
@@ -78,7 +79,7 @@ def _float8(format: Float8, p: PackedTensor, x: Format | Operand | None) -> Stor
         return Stored({"weight": p.qdata, **scales}, "FP8")
     raise Unfit(
         f"the layout holds fp8-row with fp8-row activations, or fp8-tensor with fp8-tensor-static ones, not {p.recipe}",
-        "use format='compressed-tensors', or train the recipe vllm-fp8",
+        "train the recipe vllm-fp8",
     )
 
 
@@ -93,9 +94,8 @@ def describe(source: Source, plan: Plan) -> Description:
         algorithms.setdefault(stored.scheme, module)
     if len(algorithms) > 1:
         found = ", ".join(f"{algorithm} ({module})" for algorithm, module in algorithms.items())
-        raise ValueError(
-            f"modelopt: one algorithm for the whole model, got {found}: use format='compressed-tensors', or skip some layers"
-        )
+        others = advice(takers(source, [w for w in source.weights.values() if w.module in plan.layers], "modelopt"))
+        raise ValueError(f"modelopt: one algorithm for the whole model, got {found}: skip some layers{others}")
     algorithm = next(iter(algorithms))
     check_fused({m: s.tensors["weight_scale_2"] for m, s in plan.layers.items() if "weight_scale_2" in s.tensors})
     left = [module for module in (*source.linears(), *source.routers) if module not in plan.layers]

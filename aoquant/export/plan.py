@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from aoquant.export.advice import advice, asker
 from aoquant.export.experts import Weight
 from aoquant.export.source import Source
 from aoquant.export.targets import Stored, Unfit
@@ -43,6 +44,7 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
     left = _matching(skip, quantised)
     embeddings = source.embeddings()
     layers: dict[str, Stored] = {}
+    others_of = asker(source, target)
     problems, notes = [], dict[str, list[str]]()
     for module, weight in quantised.items():
         if module in left:
@@ -64,7 +66,8 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
             assert isinstance(packed, PackedTensor)
             layers[module] = store(packed)
         except Unfit as error:
-            problems.append(f"  {module}: {error.reason}. Instead: {error.instead}")
+            others = [] if module in embeddings else others_of([weight])
+            problems.append(f"  {module}: {error.reason}. Instead: {error.instead}{advice(others)}")
             continue
         for note in layers[module].notes:
             notes.setdefault(note, []).append(module)

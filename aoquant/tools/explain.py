@@ -95,9 +95,17 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     assert isinstance(weight, torch.Tensor)
     n, k = weight.shape
     rows = "a token's codes are its own" if recipe.batch_invariant else "a token's codes depend on its batch"
-    served = () if engine is None else tuple(serving.differences(recipe, engine, gpu))
+    served = _served(recipe, engine, gpu)
     title = f"{n} x {k} {kind} layer, {recipe}; {rows}"
     return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind), served)
+
+
+def _served(recipe: LinearRecipe, engine: str | None, gpu: str | None) -> tuple[str, ...]:
+    """What the engine computes otherwise; without an engine, what a GPU changes."""
+    if engine is not None:
+        return tuple(serving.differences(recipe, engine, gpu))
+    note = serving.note(recipe)
+    return (note,) if note else ()
 
 
 def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | None, gpu: str | None) -> Routes:
@@ -121,7 +129,7 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
             dataclasses.replace(r, step=f"{name}: {r.step}")
             for r in _routes(recipe, weight, dtype or weight.dtype, kind)
         ]
-        served += [] if engine is None else serving.differences(recipe, engine, gpu)
+        served += _served(recipe, engine, gpu)
     if not titles:
         raise ValueError("explain takes prepared or converted experts, got float ones: quantize_ them first")
     return Routes("\n".join(titles), tuple(routes), tuple(served))

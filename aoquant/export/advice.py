@@ -1,0 +1,67 @@
+"""Which other formats of export hold a layer that one refuses: each is asked by its own check, nothing is assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module
+
+from aoquant.export.experts import Weight
+from aoquant.export.fused import unequal
+from aoquant.export.source import Source
+from aoquant.export.targets import Unfit
+from aoquant.tensor import PackedTensor
+
+CHECKS = {"compressed-tensors": "compressed", "modelopt": "modelopt", "gguf": "ggml_types"}
+
+
+def takers(source: Source, weights: Iterable[Weight], target: str) -> list[str]:
+    """The formats besides `target` that hold all of these layers of the model as they are; none where there are none.
+
+    For several questions about one model: `asker`.
+    """
+    return asker(source, target)(weights)
+
+
+def asker(source: Source, target: str) -> Callable[[Iterable[Weight]], list[str]]:
+    """`takers` of one model, whose outer scales are read once."""
+    apart = cache(lambda: _fused_apart(source))
+
+    def ask(weights: Iterable[Weight]) -> list[str]:
+        asked = list(weights)
+        held = [f for f in CHECKS if f != target and asked and _takes(source, asked, f)]
+        return [f for f in held if f == "gguf" or not apart()]
+
+    return ask
+
+
+def advice(formats: list[str]) -> str:
+    """The end of an advice: ", or export with format=..."; "" for none."""
+    if not formats:
+        return ""
+    return f", or export with {' or '.join(f'format={f!r}' for f in formats)}, which holds it as it is"
+
+
+def _takes(source: Source, weights: list[Weight], format: str) -> bool:
+    try:
+        store = import_module(f"aoquant.export.{CHECKS[format]}").store
+        if format == "gguf":
+            import_module("aoquant.export.gguf_arch").find(source.config)
+        for weight in weights:
+            packed = weight.read(False)
+            if not isinstance(packed, PackedTensor):
+                return False
+            store(packed)
+        return True
+    except (Unfit, ValueError, ImportError):  # ImportError: the format's library is not installed
+        return False
+
+
+def _fused_apart(source: Source) -> bool:
+    """Whether layers that engines fuse have different outer scales."""
+    outer = {}
+    for weight in source.weights.values():
+        packed = weight.read(False) if weight.kind == "PackedTensor" else None
+        if isinstance(packed, PackedTensor) and packed.per_tensor_scale is not None:
+            outer[weight.module] = packed.per_tensor_scale
+    return bool(unequal(outer))

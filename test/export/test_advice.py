@@ -1,0 +1,106 @@
+"""What a refusal of export advises: formats that take the layer, asked and not assumed, and trainings that export."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.export_cases import byte_level, converted, llama
+
+from aoquant import PackedWeightConfig, QATConfig, cli, explain, export, quantize_
+from aoquant.export import FORMATS, gguf_arch
+from aoquant.recipes import get_recipe
+
+CASES = [
+    ("q4_0", "compressed-tensors", "intx4-g32", {"gguf"}),
+    ("q4_1", "compressed-tensors", "intx4-g32-asym", {"gguf"}),
+    ("q8_0", "compressed-tensors", "intx8-g32", {"gguf"}),
+    ("nvfp4-4over6", "compressed-tensors", "vllm-nvfp4-weight", {"gguf"}),
+    ("int4-g32", "modelopt", "vllm-nvfp4-weight", set()),
+    ("gridflip", "modelopt", "vllm-nvfp4-weight", set()),
+    ("q4_0", "modelopt", "vllm-nvfp4-weight", {"gguf"}),
+    ("fp8-row", "gguf", "q8_0", {"compressed-tensors"}),
+]
+
+
+def config(name: str) -> Any:
+    """Of a weight format, or a recipe's weight."""
+    recipe = get_recipe(name) if name.startswith(("vllm", "nvfp4-4over6")) else None
+    weight = name if recipe is None else recipe.make().recipe().fprop_weight.name
+    return PackedWeightConfig(weight, contract="dequantize")
+
+
+def refusal(model: Any, format: str, out: Path) -> str:
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        export(model, out, format, byte_level())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("weight", "format", "train", "others"), CASES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_advised_formats_take_the_layer_and_advised_trainings_fit(
+    weight: str, format: str, train: str, others: set[str], tmp_path: Path
+) -> None:
+    model = converted(config(weight))
+    said = refusal(model, format, tmp_path / "out")
+    assert set(re.findall(r"format='([\w-]+)'", said)) == others
+    for other in others:
+        export(model, tmp_path / other, other, byte_level())
+    assert f"train {train}" in said or f"train the recipe {train}" in said
+    if train.startswith("vllm"):
+        advised = llama()
+        quantize_(advised, get_recipe(train).prepare())
+        quantize_(advised, QATConfig(step="convert"))
+    else:
+        advised = converted(config(train))
+    export(advised, tmp_path / "trained", format, byte_level())
+
+
+def test_no_format_is_advised_that_knows_no_such_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_arch, "ARCHITECTURES", {})
+    assert "format=" not in refusal(converted("q4_0"), "compressed-tensors", tmp_path / "out")
+    with pytest.raises(ValueError, match="no architecture is known for LlamaForCausalLM") as caught:
+        export(converted("q4_0"), tmp_path / "out", "gguf", byte_level())
+    assert "format=" not in str(caught.value)
+    with pytest.raises(ValueError, match="format='compressed-tensors'"):
+        export(converted("intx4-g32"), tmp_path / "out", "gguf", byte_level())
+    assert set(FORMATS) == {"compressed-tensors", "modelopt", "gguf"}
+
+
+def test_every_group_with_different_outer_scales_is_listed(tmp_path: Path) -> None:
+    model = converted("nvfp4-pow2")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.per_tensor_scale.mul_(64)
+    with pytest.raises(ValueError, match=r"(?s)layers\.0\.self_attn: .*layers\.1\.self_attn: .*vllm-nvfp4-weight"):
+        export(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("gpu", ["h100", "H200"])
+def test_the_route_that_is_advised_on_hopper_exports(gpu: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="leaves NVFP4 layers' activations in bfloat16.*the recipe vllm-nvfp4-weight"):
+        QATConfig("vllm-nvfp4", engine="vllm", gpu=gpu)
+    model = llama()
+    with warnings.catch_warnings(action="error"):
+        quantize_(model, QATConfig("vllm-nvfp4-weight", engine="vllm", gpu=gpu))
+    quantize_(model, QATConfig(step="convert"))
+    for format in ("compressed-tensors", "modelopt"):
+        export(model, tmp_path / format, format)
+
+
+def test_a_recipe_by_name_brings_its_scales() -> None:
+    assert QATConfig("vllm-nvfp4").scales == "static"
+    assert QATConfig("vllm-nvfp4", scales="dynamic").scales == "dynamic" and QATConfig("nvfp4").scales == "dynamic"
+
+
+def test_the_hardware_note(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(128, 128, dtype=torch.bfloat16))
+    quantize_(layer, get_recipe("mxfp4-weight").prepare())
+    assert "on Hopper activations stay in bfloat16" in str(explain(layer[0]))
+    cli.main(["recipes"])
+    assert "on Hopper activations stay in bfloat16" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="vLLM's formats cannot hold q4_0"):
+        QATConfig("gguf-q4_0", engine="vllm")
