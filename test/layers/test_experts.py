@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from support.moe_models import model_of
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig, Int8DynamicActivationInt8WeightConfig
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
@@ -477,3 +479,15 @@ def linear_of(w: Tensor, recipe: str) -> nn.Linear:
     layer = model[0]
     assert isinstance(layer, nn.Linear)
     return layer
+
+
+@pytest.mark.parametrize("end", ["up_proj", "0", "0.w1"])
+def test_a_key_within_stacked_experts_is_told_what_there_is(end: str) -> None:
+    key = f"model.layers.0.mlp.experts.{end}"
+    for others in ({}, {"_default": Int4WeightConfig(32)}):
+        said = rf"{re.escape(key)}' names nothing in model\.layers\.0\.mlp\.experts \(MixtralExperts\).*A single expert cannot be named"
+        with pytest.raises(ValueError, match=said) as error:
+            quantize_(model_of("mixtral"), FqnToConfig({key: Int4WeightConfig(32), **others}))
+        assert all(f"experts.{name}" in str(error.value) for name in ("gate_up_proj", "down_proj"))
+    with pytest.raises(ValueError, match=r"no stacked experts of MixtralForCausalLM have the name re:.*gate_up_proj"):
+        quantize_(model_of("mixtral"), FqnToConfig({r"re:.*experts\.up_proj": Int4WeightConfig(32)}))
