@@ -13,7 +13,6 @@ from torch import nn
 
 from aoquant.layers.experts import stacks_of
 
-
 READ_LINEARS = {"LongcatFlashTopkRouter": "classifier"}  # class of the router: its linear layer
 
 

@@ -39,8 +39,8 @@ class Choice:
 
     layers: (all names of a layer, the layer, its config). left_alone: names and classes of chosen layers that are
     subclasses of a layer that is supported. left_out: ids of modules without support that the filter or the names do
-    not pick. picked: ids of those that they do. stacks: stacked experts, parameter by parameter. missed: ids of stacked experts
-    that a recipe for all experts does not find, because they go by another name.
+    not pick. picked: ids of those that they do. stacks: stacked experts, parameter by parameter. missed: ids of
+    stacked experts that a recipe for all experts does not find, because they go by another name.
     """
 
     layers: list[tuple[str, Any, Any]] = field(default_factory=list)

@@ -188,7 +188,10 @@ def inventory(
         tensor = tensors[key]
         state, about = _state(model, tensor, owners, planned.get(key), left_out, skipped)
         if state == "left out" and any(id(module) in missed for _, _, module in owners):
-            state, about = "unsupported", "the recipe for experts finds none by this name: name their module in FqnToConfig"
+            state, about = (
+                "unsupported",
+                "the recipe for experts finds none by this name: name their module in FqnToConfig",
+            )
         labels = tuple(f"{fqn}.{name}" if fqn else name for fqn, name, _ in owners)
         asked = any(id(module) in picked for _, _, module in owners)
         row = Weight(labels, tuple(tensor.shape), tensor.numel(), stored_bytes(tensor), state, about, asked)

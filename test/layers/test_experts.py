@@ -491,3 +491,21 @@ def test_a_key_within_stacked_experts_is_told_what_there_is(end: str) -> None:
         assert all(f"experts.{name}" in str(error.value) for name in ("gate_up_proj", "down_proj"))
     with pytest.raises(ValueError, match=r"no stacked experts of MixtralForCausalLM have the name re:.*gate_up_proj"):
         quantize_(model_of("mixtral"), FqnToConfig({r"re:.*experts\.up_proj": Int4WeightConfig(32)}))
+
+
+def test_the_loop_of_packed_experts_in_a_compiled_model() -> None:
+    """Under "eager" it runs outside the graph; under "grouped_mm" the error says what is not compiled."""
+    model, batch = made("mixtral", "eager"), routed(16, "random")
+    quantize_(model, QATConfig(CONFIGS["int4"], step="prepare"))
+    with torch.no_grad():
+        y = model(*batch)
+        quantize_(model, QATConfig(step="convert"))
+        torch.compiler.reset()
+        assert torch.equal(torch.compile(model, backend="aot_eager")(*batch), y)
+        grouped = made("mixtral", "grouped_mm")
+        quantize_(grouped, CONFIGS["int4"])
+        torch.compiler.reset()
+        with pytest.raises(
+            NotImplementedError, match=r"packed experts \(.*their loop, which is not compiled: run the model eagerly"
+        ):
+            torch.compile(grouped, backend="aot_eager")(*batch)
