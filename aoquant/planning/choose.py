@@ -245,8 +245,8 @@ def _unsupported_experts(model: nn.Module, key: str, module: nn.Module) -> str:
     names = [f"{name} {tuple(p.shape)}" for name, p in found.items()]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
-        f"{key!r} names {', '.join(names[:3])}{more}, {share:.1%} of the model: {why_unsupported(module)}. Leave the key out, or "
-        "give it None, which leaves them in high precision"
+        f"{key!r} names the parameter {', '.join(names[:3])}{more}, {share:.1%} of the model, which aoquant cannot quantise: "
+        f"{why_unsupported(module)}. Leave the key out, or give it None, which leaves them in high precision"
     )
 
 
