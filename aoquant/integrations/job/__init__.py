@@ -67,8 +67,8 @@ def run(o: Options) -> Result:
     documents are shared out, rank 0 verifies and writes, and all ranks return the result.
 
     Raises:
-        ValueError: bad options, layers that cannot take the recipe or that o.export cannot hold, another run in o.out, or
-            prepared and converted differ.
+        ValueError: bad options, layers that cannot take the recipe or that o.export cannot hold, another run in o.out,
+            or prepared and converted differ.
     """
     with joined(o.device) as ranks:
         ranks.share(o.check)
