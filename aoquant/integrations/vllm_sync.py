@@ -55,6 +55,8 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
                 sync_vllm(llm, model)
                 rollouts = llm.generate(batch)
     """
+    if not hasattr(llm, "llm_engine"):
+        raise ValueError(f"sync_vllm: the first argument is a vllm.LLM, got {type(llm).__name__}")
     executor = getattr(llm.llm_engine, "model_executor", None)
     if getattr(executor, "driver_worker", None) is None:
         raise ValueError(
