@@ -43,6 +43,8 @@ STEPS = ("prepare", "convert")
 BACKWARD = {"quartet": "rht32+mxfp4-sr", "quartet2": "rht128+ms-eden"}  # named methods; any format's name will do
 SCHEMA = 1  # of checkpoints: raise it when older versions could not read what is written
 MX_RULES = ("rceil", "floor", "ceil", "even")  # torchao's
+# every expert, stacked or a list of layers, but a router that lies among them (JetMoe's attention)
+ALL_EXPERTS = r"re:(.*\.)?experts(\.(?!(.*\.)?router(\.|$)).*)?"
 
 
 @dataclass

@@ -31,6 +31,7 @@ from torchao.quantization import (
 from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant.config import (
+    ALL_EXPERTS,
     FP8WeightConfig,
     GridFlipFP4WeightConfig,
     Int4WeightConfig,
@@ -92,7 +93,7 @@ def _experts_only(config: AOBaseConfig) -> AOBaseConfig:
     """`config` for experts, stacked or a list of layers, and nothing else; shared experts are no experts here, nor is a
     router that lies among experts (JetMoE's attention).
     """
-    return FqnToConfig({r"re:(.*\.)?experts(\.(?!(.*\.)?router(\.|$)).*)?": config})
+    return FqnToConfig({ALL_EXPERTS: config})
 
 
 _RECIPES = (

@@ -27,14 +27,15 @@ from aoquant.tensor import PackedTensor
 
 @torch.no_grad()
 def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
-    """Give `packed`, a converted copy of `prepared`, the codes, scales and floats that `prepared` has now; returns the
-    layers encoded.
+    """Give `packed`, a converted copy of `prepared`, the codes, scales and floats that `prepared` has now.
+
+    Returns how many packed weights were encoded: a tied one counts once, and so does a stack of experts.
 
     Log-probabilities of the two are then equal on one device. Both may be on different devices.
 
     Raises:
-        ValueError: the two do not belong together: names, shapes, formats, or constant activation scales, which are
-            part of the copy's compiled code. Nothing is changed then.
+        ValueError: the two do not belong together: layers that one of them lacks, shapes, formats, or
+            constant activation scales, which are part of the copy's compiled code. Nothing is changed then.
     """
     layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
     experts = {name: m for name, m in prepared.named_modules() if isinstance(m, QATExperts)}
@@ -43,6 +44,7 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
     targets: dict[str, PackedTensor] = {_at(name, "weight"): _target(name, m, packed) for name, m in layers.items()}
     for name, m in experts.items():
         targets |= {_at(name, stack): _stack_target(name, m, stack, packed) for stack in m.stacks}
+    _check_all(packed, targets)
     floats = _floats(packed, prepared, targets)
     done: set[int] = set()
     for name, target in targets.items():
@@ -58,7 +60,20 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
                 _write(target.expert(expert), experts[owner].encode_expert(parameter, expert, target.dtype))
     for mine, theirs in floats:
         mine.copy_(theirs)
-    return len(targets)
+    return len(done)
+
+
+def _check_all(packed: nn.Module, targets: dict[str, PackedTensor]) -> None:
+    """Raise ValueError for packed weights that no prepared layer would renew."""
+    renewed = {id(target) for target in targets.values()}
+    weights = packed.named_parameters(remove_duplicate=False)
+    if left := [name for name, p in weights if isinstance(p, PackedTensor) and id(p) not in renewed]:
+        names = [name.removesuffix(".weight") for name in left]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ValueError(
+            f"refresh_: {len(names)} converted layer(s) have no prepared one and would stay as they are: {', '.join(names[:5])}{more}: "
+            "convert a copy of this model"
+        )
 
 
 def _at(owner: str, name: str) -> str:

@@ -34,6 +34,12 @@ P = TypeVar("P", bound="PackedTensor")
 _BOUND, _FLAT = "_bound", "_flattened"  # what a tensor remembers of itself: made when asked for, never copied or stored
 
 
+@torch.compiler.disable
+def _bound_outside(w: PackedTensor) -> BoundWeight:
+    """`bound`, outside a compiler's graph."""
+    return w.bound
+
+
 class PackedTensor(TorchAOBaseTensor):
     """A quantised (N, K) weight.
 
@@ -109,6 +115,8 @@ class PackedTensor(TorchAOBaseTensor):
     @property
     def bound(self) -> BoundWeight:
         """How a call without gradients multiplies by this weight."""
+        if torch.compiler.is_dynamo_compiling():  # one expert, w[e], in a loop: Dynamo cannot read its __dict__
+            return _bound_outside(self)
         found: BoundWeight | None = self.__dict__.get(_BOUND)
         if found is None:
             found = self.__dict__[_BOUND] = BoundWeight(self.encoded, self.recipe, self.dtype, self.act_pre_scale)
@@ -128,6 +136,12 @@ class PackedTensor(TorchAOBaseTensor):
         table: Any = cls._ATEN_OP_TABLE.get(cls, {})
         if func not in table:
             w = next((a for a in args if isinstance(a, PackedTensor)), None)
+            if w is not None and w.dim() == 3:
+                raise NotImplementedError(
+                    f"packed experts {tuple(w.shape)} ({w.format}): {func} of them is not supported. Under torch.compile this is their loop, "
+                    "which is not compiled: run the model eagerly, call model.set_experts_implementation('eager'), or compile "
+                    "around the experts, with torch.compiler.disable on their module"
+                )
             what = "a quantised weight" if w is None else f"a quantised weight {tuple(w.shape)} ({w.format})"
             raise NotImplementedError(
                 f"{func} of {what}: only F.linear and F.embedding take codes. If a model reads a layer's weight directly, leave that layer "

@@ -48,17 +48,38 @@ def export(
             nothing is written then. Or the model is not converted, `directory` is in use, or the disk is too small.
         ImportError: the format's library is missing.
     """
+    _check_format(format)
+    from aoquant.export import source
+
+    found = source.of_model(model) if isinstance(model, nn.Module) else source.of_checkpoint(Path(model))
+    writer: Callable[..., Path] = _writer(format)
+    return writer(found, Path(directory), tokenizer=tokenizer, skip=tuple(skip), max_shard_size=max_shard_size)
+
+
+def check(model: nn.Module, format: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Raise what `export` of a converted model would raise for its numbers and its tokenizer; nothing is written."""
+    _check_format(format)
+    from aoquant.export import source
+
+    found = source.of_model(model)
+    if format == "gguf":
+        from aoquant.export import gguf_file
+
+        gguf_file.check(found, tokenizer)
+        return
+    from aoquant.export import hf_folder
+
+    store, describe = (import_module(f"aoquant.export.{name}") for name in _PARTS[format])
+    hf_folder.decide(found, store=store.store, describe=describe.describe, target=format, skip=())
+
+
+def _check_format(format: str) -> None:
     if format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}, got {format!r}")
     try:
         import_module(FORMATS[format])
     except ImportError as error:
         raise ImportError(f"format={format!r} needs {error.name}: pip install 'aoquant[export]'") from None
-    from aoquant.export import source
-
-    found = source.of_model(model) if isinstance(model, nn.Module) else source.of_checkpoint(Path(model))
-    writer: Callable[..., Path] = _writer(format)
-    return writer(found, Path(directory), tokenizer=tokenizer, skip=tuple(skip), max_shard_size=max_shard_size)
 
 
 def _writer(format: str) -> Callable[..., Any]:

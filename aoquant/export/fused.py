@@ -1,12 +1,17 @@
-"""The check at export that layers which engines fuse share their outer scale (`planning/fused.py` says why)."""
+"""The checks at export of layers that engines fuse: they share their outer scale (`planning/fused.py` says why), and
+one scheme, because the engine makes one layer of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from aoquant.integrations.checkpoint import some
 from aoquant.planning.fused import siblings
 
 
@@ -30,7 +35,22 @@ def check_fused(outer: Mapping[str, Tensor]) -> None:
             f"{group[0].rpartition('.')[0]}: an engine fuses these layers under one outer scale, and theirs differ ({scales})"
         )
     raise ValueError(
-        "{}\ntrain the recipe vllm-nvfp4, or vllm-nvfp4-weight without activations, whose layers share it; nothing was written".format(
-            "\n".join(lines)
-        )
+        "\n".join(lines) + "\n"
+        "train the recipe vllm-nvfp4, or vllm-nvfp4-weight without activations, whose layers share it; "
+        "nothing was written"
     )
+
+
+def warn_mixed(linears: Iterable[str], schemes: Mapping[str, Any]) -> None:
+    """Warn of siblings with different schemes. linears: every one, by name. schemes: of the quantised ones."""
+    mixed = []
+    for group in siblings(dict.fromkeys((*linears, *schemes))):
+        if len({str(schemes.get(name)) for name in group}) > 1:
+            parent = group[0].rpartition(".")[0]
+            mixed.append(f"{parent}.{{{', '.join(name.rpartition('.')[2] for name in group)}}}")
+    if mixed:
+        warnings.warn(
+            f"vLLM fuses q, k, v and gate, up into one layer each, and refuses different schemes in one, as in {some(mixed)}: quantise "
+            "them alike, or skip all of them; transformers reads the folder",
+            stacklevel=4,
+        )

@@ -69,21 +69,10 @@ def write(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")
-    architecture = _architecture(source)
-    decided = plan(source, store, skip, "gguf")
-    entries = _entries(source, decided, architecture)
-    out.mkdir(parents=True, exist_ok=True)
     path, partial = out / "model.gguf", out / ".model.gguf.partial"
-    writer = gguf.GGUFWriter(partial, architecture.name)
+    architecture, decided, entries, writer = _decide(source, tokenizer, skip, partial)
+    out.mkdir(parents=True, exist_ok=True)
     try:
-        gguf_arch.add_metadata(writer, architecture, source.config)
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        writer.add_file_type(_file_type(entries))
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made) if source.folder is None else source.folder
-            if source.folder is None and tokenizer is not None:
-                tokenizer.save_pretrained(made)
-            gguf_tokenizer.add(writer, folder, source.config["vocab_size"])
         for entry in entries:
             raw = None if entry.type == GGMLQuantizationType.F32 else entry.type
             writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=raw)
@@ -99,6 +88,33 @@ def write(
         out.rmdir()
         raise
     return path
+
+
+def check(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raise ValueError for what `write` would refuse, nothing written."""
+    _decide(source, tokenizer, (), Path("model.gguf"))
+
+
+def _decide(
+    source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str], path: Path
+) -> tuple[Architecture, Plan, list[_Entry], gguf.GGUFWriter]:
+    """The plan, the file's tensors, and a writer for `path` that has the metadata and no file yet."""
+    architecture = _architecture(source)
+    decided = plan(source, store, skip, "gguf")
+    entries = _entries(source, decided, architecture)
+    writer = gguf.GGUFWriter(path, architecture.name)
+    gguf_arch.add_metadata(writer, architecture, source.config)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_file_type(_file_type(entries))
+    if source.folder is not None:
+        gguf_tokenizer.add(writer, source.folder, source.config["vocab_size"], str(source.folder))
+        return architecture, decided, entries, writer
+    with tempfile.TemporaryDirectory() as made:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(made)
+        name = "the model in memory" if tokenizer is None else type(tokenizer).__name__
+        gguf_tokenizer.add(writer, Path(made), source.config["vocab_size"], name)
+    return architecture, decided, entries, writer
 
 
 def _architecture(source: Source) -> Architecture:

@@ -25,10 +25,10 @@ _SPLITS = (
 )
 
 
-def add(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
+def add(writer: GGUFWriter, folder: Path, vocab_size: int, owner: str) -> None:
     """Write the tokenizer of `folder` (tokenizer.json, tokenizer_config.json) into the metadata.
 
-    vocab_size: rows of the embedding; rows without a token become unused ones.
+    vocab_size: rows of the embedding; rows without a token become unused ones. owner: of the tokenizer, for messages.
 
     Raises:
         ValueError: the folder has no tokenizer.json, or llama.cpp knows no tokenizer like it.
@@ -36,7 +36,7 @@ def add(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(
-            f"gguf: {folder} has no tokenizer.json, and llama.cpp needs a tokenizer: give tokenizer=, a fast one"
+            f"gguf: {owner} has no tokenizer.json, and llama.cpp needs a tokenizer: give tokenizer=, a fast one"
         )
     content = json.loads(path.read_text(encoding="utf-8"))
     model = content["model"]

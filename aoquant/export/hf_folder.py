@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from aoquant.export.folder import Folder
+from aoquant.export.fused import warn_mixed
 from aoquant.export.plan import Plan, Store, plan, values
 from aoquant.export.source import Source
 from aoquant.export.targets import Description
@@ -40,8 +41,7 @@ def write(
     `describe` does.
     """
     folder = Folder(out, _identity(source, target, skip, max_shard_size))
-    decided = plan(source, store, skip, target)
-    description = describe(source, decided)
+    decided, description = decide(source, store=store, describe=describe, target=target, skip=skip)
     tensors = {f"{m}.{part}": t for m, stored in decided.layers.items() for part, t in stored.tensors.items()}
     groups: dict[str, list[str]] = {m: [f"{m}.{part}" for part in s.tensors] for m, s in decided.layers.items()}
     for name, weight in decided.floats.items():
@@ -70,6 +70,16 @@ def write(
     (folder.path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     folder.finish()
     return out
+
+
+def decide(
+    source: Source, *, store: Store, describe: Callable[[Source, Plan], Description], target: str, skip: Sequence[str]
+) -> tuple[Plan, Description]:
+    """The plan of the folder and its description, nothing written. ValueError: what the target cannot hold."""
+    decided = plan(source, store, skip, target)
+    description = describe(source, decided)
+    warn_mixed(source.linears(), {module: stored.scheme for module, stored in decided.layers.items()})
+    return decided, description
 
 
 def _identity(source: Source, target: str, skip: Sequence[str], size: int | str) -> list[Any] | None:

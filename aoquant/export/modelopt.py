@@ -11,8 +11,8 @@ NVFP4's bytes hold two codes, even k in the low nibble.
 
 The outer scale multiplies, so any value is stored exactly; compressed-tensors stores a divisor instead. One algorithm
 for the whole model. vLLM fuses q, k, v and gate, up under one outer scale: siblings with different ones are refused
-here (train the recipe vllm-nvfp4 or vllm-nvfp4-weight). Source: docs/features/quantization/modelopt.md of vLLM; modelopt's export of a
-unified Hugging Face checkpoint.
+here (train the recipe vllm-nvfp4 or vllm-nvfp4-weight). Source: docs/features/quantization/modelopt.md of vLLM;
+modelopt's export of a unified Hugging Face checkpoint.
 """
 
 from __future__ import annotations

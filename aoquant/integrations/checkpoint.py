@@ -109,6 +109,8 @@ def some(names: list[str]) -> str:
 def _check_config(directory: Path) -> None:
     """config.json names torchao as the quantisation method, and configs that this version knows."""
     if not (directory / "config.json").is_file():
+        if (directory / "checkpoint" / "config.json").is_file():
+            raise ValueError(f"{directory} holds the results of aoquant run: use {directory / 'checkpoint'}")
         raise ValueError(
             f"{directory}: not a checkpoint folder, it has no config.json; give the folder that save_pretrained wrote"
         )
@@ -117,6 +119,11 @@ def _check_config(directory: Path) -> None:
         raise ValueError(
             f"{directory}: a float checkpoint (config.json has no quantization_config): load it with transformers, "
             "quantise it, and write it with aoquant.save_pretrained"
+        )
+    if quantization.get("quant_method") == "modelopt":
+        raise ValueError(
+            f"{directory}: ModelOpt's layout is for vLLM, SGLang and TensorRT-LLM; transformers would read wrong weights. aoquant reads "
+            "compressed-tensors folders and its own checkpoints"
         )
     if quantization.get("quant_method") != "torchao":
         raise ValueError(

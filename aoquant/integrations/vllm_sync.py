@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from aoquant.export.experts import Weight, as_stored
 from aoquant.integrations.vllm_experts import STACKS, owner_in_files
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.linear import LinearRecipe
@@ -55,6 +54,8 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
                 sync_vllm(llm, model)
                 rollouts = llm.generate(batch)
     """
+    if not hasattr(llm, "llm_engine"):
+        raise ValueError(f"sync_vllm: the first argument is a vllm.LLM, got {type(llm).__name__}")
     executor = getattr(llm.llm_engine, "model_executor", None)
     if getattr(executor, "driver_worker", None) is None:
         raise ValueError(
@@ -114,6 +115,8 @@ def _weights(
     """What a converted checkpoint of `dtype` holds, by the names in its files, each tensor made when it is asked
     for.
     """
+    from aoquant.export.experts import Weight, as_stored  # needs transformers
+
     tied, weights = set[int](), dict[str, Weight]()
     for name, tensor in prepared.state_dict(keep_vars=True).items():
         module, _, own = name.rpartition(".")

@@ -22,12 +22,13 @@ from typing import Any
 from torch import nn
 from torchao.quantization import FqnToConfig
 
-from aoquant.config import QATConfig
+from aoquant.config import ALL_EXPERTS, QATConfig
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, kind_of
 from aoquant.layers.qat import QATLayer
+from aoquant.layers.routers import experts_of, is_read_by_router
 from aoquant.planning import owners, tied
-from aoquant.planning.experts import ChosenStack
+from aoquant.planning.experts import ChosenStack, why_unsupported
 
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 
@@ -38,7 +39,8 @@ class Choice:
 
     layers: (all names of a layer, the layer, its config). left_alone: names and classes of chosen layers that are
     subclasses of a layer that is supported. left_out: ids of modules without support that the filter or the names do
-    not pick. picked: ids of those that they do. stacks: stacked experts, parameter by parameter.
+    not pick. picked: ids of those that they do. stacks: stacked experts, parameter by parameter. missed: ids of
+    stacked experts that a recipe for all experts does not find, because they go by another name.
     """
 
     layers: list[tuple[str, Any, Any]] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Choice:
     left_out: set[int] = field(default_factory=set)
     picked: set[int] = field(default_factory=set)
     stacks: list[ChosenStack] = field(default_factory=list)
+    missed: set[int] = field(default_factory=set)
 
 
 def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
@@ -102,12 +105,13 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
             chosen_stacks = [_stack(module, names, s, [config_for_stack(module, n, s) for n in names]) for s in stacks]
             found.stacks += [s for s in chosen_stacks if s.config is not None]
             if all(s.config is None for s in chosen_stacks):
-                found.left_out.add(id(module))
+                (found.missed if set(by_name or ()) == {ALL_EXPERTS} else found.left_out).add(id(module))
         elif any(p is not None and p.dim() > 1 for p in module._parameters.values()):
             picked = _picks(module, names, by_name, filter_fn)
             if picked is not None:
                 (found.picked if picked else found.left_out).add(id(module))
     unmet = [k for k in by_name or () if k not in used and k != "_default"]
+    _refuse_within_experts(model, [k for k in unmet if (by_name or {})[k] is not None])
     unmet = [k for k in unmet if not _is_float_parameter(model, k, (by_name or {})[k])]
     if not _for_experts_alone(unmet) or set(unmet) != set(by_name or ()):  # `nothing_chosen` says it better
         _warn_of_unmet(unmet, every, filter_fn)
@@ -147,8 +151,8 @@ def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool, parameter: st
 
 
 def is_usual(model: nn.Module, module: nn.Module, fqn: str) -> bool:
-    """Whether a layer is quantised by default: every linear layer is but the output head."""
-    return is_linear(module) and not is_head(model, module, fqn)
+    """Whether a layer is quantised by default: every linear layer is but the output head and what a router reads."""
+    return is_linear(module) and not is_head(model, module, fqn) and not is_read_by_router(model, fqn)
 
 
 def is_head(model: nn.Module, module: nn.Module, fqn: str) -> bool:
@@ -195,6 +199,19 @@ def _picks(
         return False
 
 
+def _refuse_within_experts(model: nn.Module, keys: Collection[str]) -> None:
+    """Raise ValueError for a key that names what stacked experts do not have, such as one expert."""
+    for key in keys:
+        for fqn, module in experts_of(model).items():
+            if key.startswith(_join(fqn, "")):
+                names = [_join(fqn, parameter) for parameter in stacks_of(module)]
+                near = difflib.get_close_matches(key, names, len(names), 0.0)
+                raise ValueError(
+                    f"{key!r} names nothing in {fqn or 'the model'} ({type(module).__name__}), whose experts are stacked in {', '.join(near)}: "
+                    "name one of these, or the module. A single expert cannot be named"
+                )
+
+
 def _is_float_parameter(model: nn.Module, key: str, config: Any) -> bool:
     """Whether `key` names parameters, or modules without support, that its config (None) leaves as they are.
 
@@ -206,6 +223,8 @@ def _is_float_parameter(model: nn.Module, key: str, config: Any) -> bool:
             if parameter is None or not _means(key, _join(fqn, name), exactly=True):
                 continue
             if config is not None:
+                if "expert" in f"{fqn} {type(module).__name__}".lower() and parameter.dim() > 1:
+                    raise ValueError(_unsupported_experts(model, key, module))
                 raise ValueError(
                     f"{key!r} names the parameter {_join(fqn, name)} {tuple(parameter.shape)} of a {type(module).__name__}, which aoquant "
                     "cannot quantise: it takes the weights of nn.Linear, nn.Embedding, transformers' Conv1D, and of experts with transformers' "
@@ -216,6 +235,19 @@ def _is_float_parameter(model: nn.Module, key: str, config: Any) -> bool:
         if config is None and fqn and _means(key, fqn, exactly=True):
             return True
     return False
+
+
+def _unsupported_experts(model: nn.Module, key: str, module: nn.Module) -> str:
+    """Why experts that `key` names are not quantised, with all of their class and its share of the model."""
+    alike = [(fqn, m) for fqn, m in model.named_modules() if type(m) is type(module)]
+    found = {_join(fqn, n): p for fqn, m in alike for n, p in m._parameters.items() if p is not None and p.dim() > 1}
+    share = sum(p.numel() for p in found.values()) / sum(p.numel() for p in model.parameters())
+    names = [f"{name} {tuple(p.shape)}" for name, p in found.items()]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{key!r} names the parameter {', '.join(names[:3])}{more}, {share:.1%} of the model, which aoquant cannot quantise: "
+        f"{why_unsupported(module)}. Leave the key out, or give it None, which leaves them in high precision"
+    )
 
 
 def _warn_of_unmet(unmet: list[str], every: list[str], filter_fn: Filter | None) -> None:
@@ -251,6 +283,13 @@ def _for_experts_alone(keys: Collection[str]) -> bool:
 
 def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = ()) -> str:
     """Why no layer was chosen. converts: the step is "convert". keys: names and patterns that choose."""
+    if _for_experts_alone(keys) and (experts := experts_of(model)):
+        names = [_join(fqn, parameter) for fqn, module in experts.items() for parameter in stacks_of(module)]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return (
+            f"nothing to quantise: no stacked experts of {type(model).__name__} have the name {', '.join(keys)}: they are "
+            f"{', '.join(names[:4])}{more}. Name these or their modules; a single expert cannot be named"
+        )
     if _for_experts_alone(keys):
         return (
             f"nothing to quantise: the recipe or config is for experts alone ({', '.join(keys)}), and {type(model).__name__} has no experts: "

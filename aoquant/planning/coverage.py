@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
+from aoquant.layers.routers import is_read_by_router
 from aoquant.planning.choose import is_head
 from aoquant.planning.experts import why_unsupported
 from aoquant.planning.sizes import stored_bytes
@@ -156,7 +157,7 @@ def after(model: nn.Module, plan: Plan) -> Coverage:
     formats: dict[Hashable, str] = {identity(s.module.weight): s.target.recipe.fprop_weight.name for s in plan.steps}
     formats |= {identity(s.weight): s.target.recipe.fprop_weight.name for s in plan.experts}
     skipped = {id(m): plan.skipped[fqn] for fqn, m, _ in plan.choice.layers if fqn in plan.skipped}
-    return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped)
+    return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped, plan.choice.missed)
 
 
 def inventory(
@@ -165,12 +166,13 @@ def inventory(
     left_out: Collection[int] = (),
     picked: Collection[int] = (),
     skipped: dict[int, str] | None = None,
+    missed: Collection[int] = (),
 ) -> Coverage:
     """The coverage of a model, as it will be after a plan.
 
     planned: format by the identity of each weight that will be quantised. left_out: ids of modules that the user
     chose to leave out. picked: ids of modules without support that the user chose. skipped: by the id of each layer
-    that cannot take its config, why.
+    that cannot take its config, why. missed: ids of stacked experts that a recipe for all experts does not find.
     """
     planned, skipped = planned or {}, skipped or {}
     users: dict[Hashable, list[tuple[str, str, nn.Module]]] = {}
@@ -185,6 +187,11 @@ def inventory(
     for key, owners in users.items():
         tensor = tensors[key]
         state, about = _state(model, tensor, owners, planned.get(key), left_out, skipped)
+        if state == "left out" and any(id(module) in missed for _, _, module in owners):
+            state, about = (
+                "unsupported",
+                "the recipe for experts finds none by this name: name their module in FqnToConfig",
+            )
         labels = tuple(f"{fqn}.{name}" if fqn else name for fqn, name, _ in owners)
         asked = any(id(module) in picked for _, _, module in owners)
         row = Weight(labels, tuple(tensor.shape), tensor.numel(), stored_bytes(tensor), state, about, asked)
@@ -254,6 +261,8 @@ def _state(
         return "default", "the output head: left out unless it is named"
     if isinstance(module, nn.Embedding):
         return "default", "an embedding: left out unless it is named"
+    if all(is_read_by_router(model, f) for f, _, _ in owners):
+        return "default", "a router, which decides what experts a token meets: stays float"
     if kind_of(module) is not None and name == "weight":
         return "left out", "no config was given to this layer"
     if name in stacks_of(module):
@@ -271,7 +280,8 @@ def _why_unsupported(module: nn.Module, fqn: str, tensor: Tensor) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.modules.conv._ConvNd):
         return f"{kind} is a convolution"
-    if tensor.dim() > 2 and re.search("expert|moe", f"{fqn} {kind}", re.IGNORECASE):
+    named = "expert" in kind.lower()  # DBRX's are stacked into two dimensions
+    if named or (tensor.dim() > 2 and re.search("expert|moe", f"{fqn} {kind}", re.IGNORECASE)):
         return why_unsupported(module)
     return f"a parameter of {kind}, and only weights of nn.Linear, nn.Embedding and Conv1D are quantised"
 

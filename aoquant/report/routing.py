@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aoquant.layers.routers import experts_of
+from aoquant.layers.routers import experts_of, routers_of
 from aoquant.report.measure import run, undisturbed
 
 _INDEX = ("top_k_index", "router_indices")  # the name of a forward's second argument
@@ -47,7 +47,8 @@ def router_drift(model_a: nn.Module, model_b: nn.Module, batch: Any) -> tuple[Ro
     as they are.
 
     Raises:
-        ValueError: the models have no stacked experts of the same names, or do not run them equally often.
+        ValueError: the models have no stacked experts of the same names, or do not run them equally often; or their
+            class is not called with each token's experts (Llama 4, Aria, JetMoE).
 
     Example:
 
@@ -62,7 +63,7 @@ def routes(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     """The experts (T, top k) of each token in each call of a layer of stacked experts, by the layer's name.
 
     Raises:
-        ValueError: the model has no stacked experts.
+        ValueError: the model has no stacked experts, or their class is not called with each token's experts.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     experts = experts_of(model)
@@ -72,8 +73,10 @@ def routes(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
 
     def noting(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            index = args[1] if len(args) > 1 else next(kwargs[n] for n in _INDEX if n in kwargs)
-            chosen[name].append(index.detach().clone())
+            given = args[1] if len(args) > 1 else next((kwargs[n] for n in _INDEX if n in kwargs), None)
+            if not isinstance(given, Tensor) or given.dim() != 2 or given.is_floating_point():
+                raise ValueError(_no_index(name, module, list(routers_of(model))))
+            chosen[name].append(given.detach().clone())
 
         return note
 
@@ -82,6 +85,16 @@ def routes(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
             stack.callback(module.register_forward_pre_hook(noting(name), with_kwargs=True).remove)
         run(model, batch)
     return chosen
+
+
+def _no_index(name: str, module: nn.Module, routers: list[str]) -> str:
+    """Why the tokens of a class that sorts them elsewhere are not compared. routers: names in the model."""
+    near = [r for r in routers if name.startswith(f"{r.rpartition('.')[0]}.")]
+    return (
+        f"router_drift: {name} ({type(module).__name__}) is not called with the experts of each token, an integer tensor "
+        f"(tokens, top k), so its drift is not counted: compare the outputs of its router, {', '.join(near) or 'a module above it'}, "
+        "by forward hooks of your own, and leave router_drift and report's routing off for this model"
+    )
 
 
 def drift(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> tuple[RouterDrift, ...]:

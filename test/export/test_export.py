@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 import importlib
+import warnings
 import weakref
 from pathlib import Path
 
@@ -182,3 +183,37 @@ def test_what_is_no_converted_model_is_refused(saved: Path, tmp_path: Path) -> N
     for format in ("compressed-tensors", "gguf"):
         with pytest.raises(ValueError, match="exists and is not an empty folder"):
             export(saved, out, format)
+
+
+def test_fused_layers_of_several_schemes_are_named(tmp_path: Path) -> None:
+    model = llama()
+    fp8, int4 = PackedWeightConfig("fp8-row", "fp8-row-vllm"), PackedWeightConfig("intx4-g32", contract="dequantize")
+    quantize_(model, FqnToConfig({"re:.*q_proj": fp8, "_default": int4}))
+    with pytest.warns(
+        UserWarning, match=r"vLLM fuses.*refuses.*layers\.0\.self_attn\.\{q_proj, k_proj, v_proj\}.*layers\.1"
+    ):
+        export(model, tmp_path / "mixed")
+    with pytest.warns(UserWarning, match=r"vLLM fuses.*up_proj"):
+        export(converted("intx4-g128"), tmp_path / "skipped", skip=["*.up_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export(converted("intx4-g128"), tmp_path / "alike", skip=["*.down_proj"])
+
+
+def test_the_folder_of_a_run_is_told_from_its_checkpoint(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"run holds the results of aoquant run: use .*run/checkpoint"):
+        export(tmp_path / "run", tmp_path / "out")
+
+
+def test_a_missing_tokenizer_names_the_folder_of_the_user(saved: Path, tmp_path: Path) -> None:
+    model = converted(PackedWeightConfig("q4_0"))
+    with pytest.raises(ValueError, match=r"^gguf: the model in memory has no tokenizer\.json"):
+        export(model, tmp_path / "out", "gguf")
+
+
+def test_modelopt_folders_are_for_engines(tmp_path: Path) -> None:
+    out = export(converted(PackedWeightConfig("fp8-row", "fp8-row-vllm")), tmp_path / "out", "modelopt")
+    with pytest.raises(ValueError, match=r"ModelOpt's layout is for vLLM, SGLang and TensorRT-LLM.*compressed-tensors"):
+        load_pretrained(out)

@@ -18,7 +18,6 @@ from aoquant import Cast, HybridConfig, QATConfig, backend, explain, get_format,
 from aoquant.formats import Encoded, as_operand
 from aoquant.layers.qat import RANDOM
 from aoquant.ops import CodecRequest, Request, backward, codec
-from aoquant.ops.triton import matmul
 from aoquant.recipes import get_recipe
 
 pytestmark = pytest.mark.gpu
@@ -135,6 +134,8 @@ def test_operands_of_both_sides_are_the_references(rows: str | None, columns: st
 
 def test_gemms_read_operands_that_lie_as_their_transposes() -> None:
     """The bits of the GEMM do not depend on where its operands lie."""
+    from aoquant.ops.triton import matmul
+
     generator = torch.Generator("cuda").manual_seed(2)
     m, n, k = 1024, 4096, 512
     a, b = (torch.randn(rows, k, dtype=BF16, device=CUDA, generator=generator) for rows in (m, n))

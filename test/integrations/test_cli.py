@@ -349,3 +349,40 @@ def test_the_window_is_checked_before_the_first_stage(tmp_path: Path, capsys: py
         job.run(job.Options(recipe="int4-g32", out=tmp_path / "out", device="cpu", window=10**6))
     assert "begins" not in capsys.readouterr().err
     assert not (tmp_path / "out" / "stages").exists()
+
+
+@pytest.mark.parametrize(("recipe", "refused"), [("int4-g128", True), ("nvfp4", True), ("gguf-q4_0", False)])
+def test_an_export_that_does_not_fit_is_found_before_the_first_stage(
+    recipe: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluated(*_: object, **__: object) -> None:
+        raise AssertionError("a model was scored")
+
+    monkeypatch.setattr(job, "evaluate", evaluated)
+    o = job.Options(recipe=recipe, out=tmp_path / "run", export=tmp_path / "served", device="cpu")
+    if refused:
+        with pytest.raises(
+            ValueError, match=r"do not fit compressed-tensors without rounding, and nothing was written"
+        ):
+            job.run(o)
+    else:
+        with pytest.raises(AssertionError, match="a model was scored"):
+            job.run(o)
+    assert not (tmp_path / "served").exists()
+    assert not list((tmp_path / "run").rglob("*.json")) or not refused
+
+
+def test_the_summary_names_the_exported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = job.Result("gguf-q4_0", tmp_path / "run", [], "", 0.0, 0, "", "", "")
+    asked: list[object] = []
+
+    def exported(*arguments: object) -> Path:
+        asked.extend(arguments)
+        return tmp_path / "served" / "model.gguf"
+
+    monkeypatch.setattr(job.Folder, "finished", lambda self: done)
+    monkeypatch.setattr(job, "export", exported)
+    o = job.Options(recipe="gguf-q4_0", out=tmp_path / "run", export=tmp_path / "served", device="cpu")
+    assert f"written for the engine: {tmp_path}/served/model.gguf" in job.run(o).where_to_look()
+    assert asked == [tmp_path / "run" / "checkpoint", tmp_path / "served", "gguf"]
+    assert "engine" not in done.where_to_look()

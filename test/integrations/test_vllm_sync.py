@@ -188,3 +188,9 @@ def test_engines_that_do_not_follow_are_refused() -> None:
         aoquant.sync_vllm(Served(more), prepared)
     with pytest.raises(ValueError, match="no prepared layer"):
         aoquant.sync_vllm(Served(engine), llama())
+
+
+def test_something_that_is_no_engine_is_refused() -> None:
+    for engine in (None, "served"):
+        with pytest.raises(ValueError, match=r"sync_vllm: the first argument is a vllm.LLM, got (NoneType|str)"):
+            aoquant.sync_vllm(engine, nn.Linear(1, 1))

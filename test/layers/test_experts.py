@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from support.moe_models import model_of
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig, Int8DynamicActivationInt8WeightConfig
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
@@ -477,3 +479,33 @@ def linear_of(w: Tensor, recipe: str) -> nn.Linear:
     layer = model[0]
     assert isinstance(layer, nn.Linear)
     return layer
+
+
+@pytest.mark.parametrize("end", ["up_proj", "0", "0.w1"])
+def test_a_key_within_stacked_experts_is_told_what_there_is(end: str) -> None:
+    key = f"model.layers.0.mlp.experts.{end}"
+    for others in ({}, {"_default": Int4WeightConfig(32)}):
+        said = rf"{re.escape(key)}' names nothing in model\.layers\.0\.mlp\.experts \(MixtralExperts\).*A single expert cannot be named"
+        with pytest.raises(ValueError, match=said) as error:
+            quantize_(model_of("mixtral"), FqnToConfig({key: Int4WeightConfig(32), **others}))
+        assert all(f"experts.{name}" in str(error.value) for name in ("gate_up_proj", "down_proj"))
+    with pytest.raises(ValueError, match=r"no stacked experts of MixtralForCausalLM have the name re:.*gate_up_proj"):
+        quantize_(model_of("mixtral"), FqnToConfig({r"re:.*experts\.up_proj": Int4WeightConfig(32)}))
+
+
+def test_the_loop_of_packed_experts_in_a_compiled_model() -> None:
+    """Under "eager" it runs outside the graph; under "grouped_mm" the error says what is not compiled."""
+    model, batch = made("mixtral", "eager"), routed(16, "random")
+    quantize_(model, QATConfig(CONFIGS["int4"], step="prepare"))
+    with torch.no_grad():
+        y = model(*batch)
+        quantize_(model, QATConfig(step="convert"))
+        torch.compiler.reset()
+        assert torch.equal(torch.compile(model, backend="aot_eager")(*batch), y)
+        grouped = made("mixtral", "grouped_mm")
+        quantize_(grouped, CONFIGS["int4"])
+        torch.compiler.reset()
+        with pytest.raises(
+            NotImplementedError, match=r"packed experts \(.*their loop, which is not compiled: run the model eagerly"
+        ):
+            torch.compile(grouped, backend="aot_eager")(*batch)

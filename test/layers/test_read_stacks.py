@@ -224,6 +224,24 @@ def test_dbrx_is_named_with_its_share() -> None:
         quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"), strict=True)
 
 
+def test_dbrx_experts_that_a_recipe_names_are_refused_with_their_share() -> None:
+    model = Holder(DbrxExperts(DbrxFFNConfig(hidden_size=H, ffn_hidden_size=WIDTH, moe_num_experts=E)))
+    said = r"experts\.mlp\.w1 \(384, 64\), .*w2 \(384, 64\), 100\.0% of the model, which .*: experts stacked .* DbrxExpertGLU"
+    with pytest.raises(ValueError, match=said):
+        quantize_(model, QATConfig("int4-g32-experts", step="prepare"))
+
+
+def test_experts_that_the_recipe_for_experts_does_not_find_are_named() -> None:
+    def model() -> Any:
+        return JetMoeForCausalLM(WHOLE["jetmoe"][1])
+
+    said = r"mlp\.input_linear\.weight .*mlp\.output_linear\.weight .*: the recipe for experts finds none by this name"
+    with pytest.raises(ValueError, match=f"strict: 2 matrix.*{said}"):
+        quantize_(model(), QATConfig("int4-g32-experts", step="prepare"), strict=True)
+    with pytest.warns(UserWarning, match=rf"and \d+\.\d% are matrices without support.*{said}"):
+        quantize_(model(), QATConfig("int4-g32-experts", step="prepare"))
+
+
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "num_local_experts": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 64}
 WHOLE: dict[str, tuple[Any, Any]] = {

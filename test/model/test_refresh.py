@@ -69,6 +69,28 @@ def test_log_probabilities_are_equal_after_a_step(name: str) -> None:
     assert tensors == [t.data_ptr() for w in packed(converted).values() for t in (w.qdata, w.scale) if t is not None]
 
 
+def test_layers_of_the_copy_without_a_prepared_one_are_refused() -> None:
+    converted, prepared = pair(CONFIGS["int4"])
+    before = [w.qdata.clone() for w in packed(converted).values()]
+    step(prepared)
+    short = copy.deepcopy(prepared)
+    del short.model.layers[1]
+    with pytest.raises(ValueError, match=r"7 converted layer.*have no prepared one.*layers\.1\.self_attn\.q_proj"):
+        refresh_(converted, short)
+    part = llama()
+    mlp = FqnToConfig({r"re:.*mlp\..*": QATConfig(CONFIGS["int4"], step="prepare")})
+    quantize_(part, mlp)
+    with pytest.raises(ValueError, match=r"8 converted layer.*have no prepared one.*layers\.0\.self_attn\.q_proj"):
+        refresh_(converted, part)
+    assert all(torch.equal(a, w.qdata) for a, w in zip(before, packed(converted).values(), strict=True))
+    assert refresh_(converted, prepared) == 14
+
+
+def test_tied_weights_are_counted_once() -> None:
+    converted, prepared = pair(CONFIGS["embedding and tied head"], tied=True)
+    assert refresh_(converted, prepared) == 15
+
+
 def test_compiled_code_of_the_copy_stays_valid() -> None:
     converted, prepared = pair(CONFIGS["intx4"])
     layer, source = converted.model.layers[0].mlp.up_proj, prepared.model.layers[0].mlp.up_proj

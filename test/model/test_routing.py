@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.moe_models import IDS, MODELS, model_of
+from support.moe_models import IDS, MODELS, RANKS, model_of
 from torch import nn
-from transformers import Gemma4ForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    Gemma4ForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    Llama4ForCausalLM,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.models.aria.configuration_aria import AriaTextConfig
+from transformers.models.aria.modeling_aria import AriaTextForCausalLM
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 
-from aoquant import IntxWeightConfig, QATConfig, freeze_routers, quantize_, report, router_drift
+from aoquant import IntxWeightConfig, QATConfig, coverage, freeze_routers, quantize_, report, router_drift
 from aoquant.integrations.trainer import DRIFT, QATCallback
 from aoquant.report.routing import changed_share, drift
 
@@ -107,3 +120,65 @@ def test_frozen_routers_stay_as_they_are(family: str) -> None:
 def test_a_model_without_routers_is_told_so() -> None:
     with pytest.raises(ValueError, match="no router beside stacked experts in Linear"):
         freeze_routers(nn.Linear(2, 2))
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 4}
+JETMOE = {k: v for k, v in SMALL.items() if k != "num_attention_heads"}
+LONGCAT: dict[str, Any] = {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "num_layers": 1, "n_routed_experts": 4}
+SORTED: dict[str, tuple[Any, Any, str]] = {
+    "llama-4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=16, intermediate_size_mlp=64, num_local_experts=4),
+        "feed_forward.experts (Llama4TextExperts)",
+    ),
+    "aria": (
+        AriaTextForCausalLM,
+        AriaTextConfig(**SMALL, num_key_value_heads=2, moe_num_experts=4, moe_topk=2, pad_token_id=0),
+        "mlp.experts.fc1 (AriaGroupedExpertsGemm)",
+    ),
+    "jetmoe": (
+        JetMoeForCausalLM,
+        JetMoeConfig(**JETMOE, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
+        "self_attention.experts.input_linear (JetMoeParallelExperts)",
+    ),
+}
+
+
+def sorted_model(family: str) -> Any:
+    torch.manual_seed(0)
+    model_class, config, _ = SORTED[family]
+    model = model_class._from_config(config, dtype=torch.bfloat16)
+    for p in model.parameters():
+        p.data.normal_(0, 0.02)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", SORTED)
+def test_experts_that_are_not_given_the_tokens_choices_are_refused_by_name(family: str) -> None:
+    model = sorted_model(family)
+    with pytest.raises(ValueError, match=rf"{re.escape(SORTED[family][2])} is not called with .* its router, model\."):
+        router_drift(model, model, BATCH)
+
+
+def test_arias_router_is_frozen() -> None:
+    model = sorted_model("aria")
+    assert freeze_routers(model) == ["model.layers.0.mlp.router"]
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["model.layers.0.mlp.router.weight"]
+
+
+def test_a_linear_layer_that_its_router_reads_stays_float() -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "zero_expert_num": 1, "moe_topk": 2}
+    sizes = {"hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 2, **RANKS, **heads}
+    torch.manual_seed(0)
+    config = LongcatFlashConfig(**sizes, **LONGCAT)
+    model: Any = LongcatFlashForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    for p in model.parameters():
+        p.data.normal_(0, 0.05)
+    quantize_(model, QATConfig("int4-g32", step="prepare"), strict=True)
+    (weight,) = [w for w in coverage(model).float_weights if "router" in w.names[0]]
+    assert weight.names == ("model.layers.0.mlp.router.classifier.weight",)
+    assert weight.state == "default" and "a router" in weight.about
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    assert [layer.changed for layer in router_drift(model, converted, BATCH)] == [0]
+    assert torch.equal(model(**BATCH).logits, converted(**BATCH).logits)

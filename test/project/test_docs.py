@@ -141,17 +141,18 @@ def test_a_figure_is_what_its_script_draws(name: str) -> None:
 
 
 def test_bits_are_drawn_with_torchao_beside_ours() -> None:
-    row = {"headline": "True", "loss": "kl", "float": "30", "PTQ": "40"}
+    row = {"headline": "True", "loss": "kl", "float": "30", "PTQ": "40", "bits": "4.25", "against": ""}
     rows = [
-        {**row, "row": name, "kind": name, "bits": "4.25", "QAT": q} for name, q in (("torchao", "34"), ("ours", "32"))
+        {**row, "row": "theirs", "kind": "torchao", "QAT": "34"},
+        {**row, "row": "ours", "kind": "aoquant", "QAT": "32", "against": "theirs"},
     ]
-    drawn = DRAW["bits_of"]([*rows, {**rows[0], "loss": "ce", "row": "not distilled"}])
-    assert ">torchao 34.0<" in drawn and ">ours 32.0<" in drawn and "not distilled" not in drawn
-    at = {
-        style: float(re.search(f'cy="([0-9.]+)" r="[45]" class="{style}"', drawn)[1])
-        for style in ("ptq", "qat", "float")
-    }
-    assert at["ptq"] < at["float"] < at["qat"]  # SVG counts downwards
+    drawn = DRAW["bits_of"]([*rows, {**rows[1], "loss": "ce", "row": "not distilled"}])
+    assert ">ours<" in drawn and ">32.0<" in drawn and "not distilled" not in drawn
+    (ptq,), (qat,) = (
+        re.findall(rf'cx="([0-9.]+)" cy="92" r="[45]" class="{style}"', drawn) for style in ("ptq", "qat")
+    )
+    torchao = float(re.findall(r'<rect x="([0-9.]+)" y="83" width="6" height="18" class="float"', drawn)[0]) + 3
+    assert float(qat) < torchao < float(ptq)  # lower perplexity lies to the left
 
 
 def test_the_pages_name_every_torchao_config() -> None:

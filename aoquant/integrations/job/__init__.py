@@ -16,11 +16,11 @@ fine-tunes keep checkpoints, so the same command goes on where an interrupt or a
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from aoquant import __version__
 from aoquant.config import WeightConfig
+from aoquant.export import check as check_export
 from aoquant.export import export
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.hf import save_pretrained
@@ -66,14 +67,22 @@ def run(o: Options) -> Result:
     documents are shared out, rank 0 verifies and writes, and all ranks return the result.
 
     Raises:
-        ValueError: bad options, layers that cannot take the recipe, another run in o.out, or prepared and converted
-            differ.
+        ValueError: bad options, layers that cannot take the recipe or that o.export cannot hold, another run in o.out,
+            or prepared and converted differ.
     """
     with joined(o.device) as ranks:
         ranks.share(o.check)
         folder = Folder(o, ranks)
         done = folder.finished()
-        return done if done is not None else _stages(o, folder, ranks)
+        result = done if done is not None else _stages(o, folder, ranks)
+        if (target := o.export) is None:
+            return result
+        written = ranks.share(lambda: export(o.out / "checkpoint", target, _engine_format(o)))
+        return dataclasses.replace(result, exported=written)
+
+
+def _engine_format(o: Options) -> str:
+    return "gguf" if o.recipe.startswith("gguf-") else "compressed-tensors"
 
 
 def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
@@ -82,7 +91,6 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     config, skipped = ranks.share(lambda: chosen_layers(float_model, o))
     for reason in folded(skipped.values()) if ranks.first else ():
         print(f"left out: {reason}", file=sys.stderr)
-    folder.begin()
     documents = [d for path in o.train_text or [assets() / "train.jsonl"] for d in load_documents(path)]
     blocks = token_blocks(documents, tokenizer, o.block, progress=ranks.first)
     tuning: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
@@ -101,6 +109,12 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
         tune(tuned, blocks, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED), **tuning)
         return Stage(TUNED, score(tuned), model_bytes(tuned))
 
+    if o.export is not None and not folder.has(FLOAT):
+        untrained = prepared_copy()
+        convert(untrained)
+        ranks.share(lambda: check_export(untrained, _engine_format(o), tokenizer))
+        del untrained
+    folder.begin()
     stages = [folder.stage(FLOAT, lambda: Stage(FLOAT, score(float_model), model_bytes(float_model)))]
     stages.append(folder.stage(TUNED, tuned_stage))
     folder.forget(TUNED)
@@ -127,9 +141,6 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     end = _End(o, stages, tokenizer, (float_model, prepared, converted), blocks, skipped, ranks.size)
     result = ranks.share(end.write)
     folder.forget(PREPARED)
-    if o.export is not None:
-        target = "gguf" if o.recipe.startswith("gguf-") else "compressed-tensors"
-        ranks.share(lambda: str(export(o.out / "checkpoint", cast(Path, o.export), target)))
     return result
 
 

@@ -38,6 +38,8 @@ class Result:
     """The result of a run. min_sqnr_db, rows: of prepared against converted. skipped: layers left out, and why, by
     name.
 
+    exported: the folder or file for an engine.
+
     coverage: the share of parameters in quantised layers, a sentence. stay_float: matrices that stay in high precision,
         and why.
     """
@@ -52,6 +54,7 @@ class Result:
     coverage: str
     stay_float: str
     skipped: Mapping[str, str] = field(default_factory=dict)
+    exported: Path | None = None
 
     def sqnr(self) -> str:
         """The verdict over all layers, for people."""
@@ -95,7 +98,8 @@ class Result:
         """The files that a run left, and which of them to open first."""
         out = self.out
         return (
-            f"written to {out}/: report.md (all of this), {RESULTS}, report.csv and .json, checkpoint/\n"
+            (f"written for the engine: {self.exported}\n" if self.exported else "")
+            + f"written to {out}/: report.md (all of this), {RESULTS}, report.csv and .json, checkpoint/\n"
             f"what quantisation costs each layer: {out}/{QUANTISATION_ERROR}/report.png\n"
             f"({out}/report.png compares training with what is deployed: its title says whether they are equal)"
         )
