@@ -99,7 +99,6 @@ __all__ = [
     "report",
     "router_drift",
     "set_fake_quant",
-    "sync_vllm",
     "unpack_",
     "unprepare",
     "verify",
@@ -114,7 +113,7 @@ def _installed(package: str) -> bool:
 
 
 if TYPE_CHECKING or _installed("transformers"):  # `from aoquant import *` asks for every name
-    __all__ += ["convert_checkpoint", "load_pretrained", "save_pretrained"]
+    __all__ += ["convert_checkpoint", "load_pretrained", "save_pretrained", "sync_vllm"]
 
 
 _HOMES = {

@@ -330,7 +330,7 @@ def test_what_was_silently_something_else_is_refused() -> None:
         aoquant.packed_linear(e.codes, e.scale, e.outer, format="nvfp4", transform=torch.eye(16).int())
     with pytest.raises(
         ValueError,
-        match="no role 'matmul'; roles are decode, encode, fitted, gemm, quantize, rotate, saturate, sides, transform",
+        match="there is no role 'matmul'; roles are decode, encode, fitted, gemm, operands, quantize, rotate, saturate",
     ):
         aoquant.backend("reference", role="matmul").__enter__()
     with pytest.raises(ValueError, match="backward is quartet, quartet2, or a format for gradients"):
