@@ -53,7 +53,10 @@ class PackedLinear(nn.Linear):
             if weight is not vars(self).get(_OF):
                 _remember(self)
             if type(weight) is PackedTensor:
-                y = weight.bound.product(input, self._parameters.get("bias"))
+                parameters = self._parameters
+                # pruned, parametrised or a buffer, it is no parameter
+                bias = parameters["bias"] if "bias" in parameters else self.bias
+                y = weight.bound.product(input, bias)
                 if y is not None:
                     return y
         return F.linear(input, self.weight, self.bias)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
 
 import aoquant
 from aoquant import WUSH, NVFP4WeightConfig, QATConfig, backend, explain, get_format, quantize_
@@ -72,6 +73,44 @@ def test_every_shape_equals_the_general_path_and_the_prepared_layer(name: str, b
         with torch.no_grad():
             assert_equal(module(x), qat(x), what)
         assert_equal(module(x).detach(), general(module, x).detach(), what)
+
+
+class Doubled(nn.Module):
+    def forward(self, b: Tensor) -> Tensor:
+        return b * 2
+
+
+def make_buffer(module: nn.Module, name: str) -> None:
+    value = getattr(module, name).detach()
+    delattr(module, name)
+    module.register_buffer(name, value)
+
+
+BIASES = {
+    "pruned": prune.identity,
+    "parametrised": lambda module, name: parametrize.register_parametrization(module, name, Doubled()),
+    "a buffer": make_buffer,
+}
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4-act"])
+@pytest.mark.parametrize("how", BIASES)
+@pytest.mark.parametrize("kind", ["packed", "prepared"])
+def test_a_bias_that_is_no_parameter_is_added(name: str, how: str, kind: str) -> None:
+    """In the second call too: the first one is watched, and takes the general path."""
+    case = BY_NAME[name]
+    module = packed(name) if kind == "packed" else prepared(case, layer(case, BF16)).requires_grad_(False)
+    x = data("normal", 3, case.k, BF16)
+    with torch.no_grad():
+        module.bias.fill_(100.0)
+        BIASES[how](module, "bias")
+        assert "bias" not in module._parameters
+        want = F.linear(x, module.weight, module.bias) if kind == "packed" else module(x)
+        for _ in range(2):
+            assert_equal(module(x), want)
+        assert want.float().mean() > (150 if how == "parametrised" else 90)
+        if kind == "packed":
+            assert_equal(torch.compile(module, backend="eager")(x), want)
 
 
 @cases
