@@ -32,7 +32,7 @@ from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path
 from aoquant.layers.experts import QATExperts
-from aoquant.layers.packed import adopt
+from aoquant.layers.packed import adopt, name_families
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
@@ -101,6 +101,7 @@ def quantize_(
     _remember(planned)
     _warn_of_kernels(planned, device)
     fast_path.sync(model)
+    name_families(model)
     kinds = {s.kind for s in planned.steps} | {s.kind for s in planned.experts}
     direct_reads.watch(model)
     if kinds != {"convert"} and problem is not None:

@@ -96,10 +96,14 @@ class PackedTensor(TorchAOBaseTensor):
         self.format, self.activation, self.contract, self.k = format, activation, contract, k
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Setting a part or an attribute makes the tensor forget what it remembers of itself."""
-        self.__dict__.pop(_BOUND, None)
+        """Setting a part or an attribute makes the tensor forget what it remembers of itself, and layers what they hold
+        of it. `swap_tensors` sets `__class__` and `__dict__`.
+        """
+        bound: BoundWeight | None = self.__dict__.pop(_BOUND, None)
         self.__dict__.pop(_FLAT, None)
         super().__setattr__(name, value)
+        if bound is not None:
+            bound.end()
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes to copy and store."""

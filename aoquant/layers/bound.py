@@ -5,6 +5,8 @@ wants of the codes, and the backend for each number of rows are looked up once, 
 layer asks, and kept beside the codes. A bound weight holds views and never copies: codes that are written in place
 (`load_state_dict`, `refresh_`) are seen.
 
+A bound weight ends when a part of its weight is replaced. The layers that hold views of these parts are told so.
+
 It answers ordinary calls alone: a plain tensor of the weight's dtype, on its device, without autocast, modes or a
 forced backend. For any other call it returns None, and the caller takes the general path, with its checks and errors.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,7 +31,7 @@ from torch.autograd import forward_ad
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.recipe import LinearRecipe
-from aoquant.layers.shared_operands import shared
+from aoquant.layers.shared_operands import Family, shared
 from aoquant.ops import codec, gemm_request, input_error, reads, router
 from aoquant.ops.gemm import one_call
 
@@ -40,10 +43,15 @@ Step = Callable[[Tensor, Tensor | None], Tensor]
 class BoundWeight:
     """How one packed weight (N, K) of `dtype` is multiplied, by the number of rows of x.
 
-    ordinary: whether its kernel takes inputs of `dtype`, and it holds values.
+    ordinary: whether its kernel takes inputs of `dtype`, and it holds values. family: the layers that it shares encoded
+    inputs with. readers: the layers that hold views of its parts.
     """
 
-    __slots__ = ("_device", "_dtype", "_generation", "_given", "_k", "_recipe", "_steps", "_w", "ordinary")
+    # fmt: off
+    __slots__ = (
+        "_device", "_dtype", "_generation", "_given", "_k", "_recipe", "_steps", "_w", "family", "ordinary", "readers",
+    )
+    # fmt: on
 
     def __init__(self, w: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None) -> None:
         self._w, self._recipe, self._dtype, self._device, self._k = w, recipe, dtype, w.codes.device, w.k
@@ -52,6 +60,13 @@ class BoundWeight:
         self._given = Given(recipe.key, w, None if matrix is None else Scales(transform=matrix))
         self._steps: dict[int, Step] = {}
         self._generation = router.generation()
+        self.family: Family | None = None
+        self.readers: WeakSet[Any] = WeakSet()
+
+    def end(self) -> None:
+        """Have the layers that read it forget what they hold of it."""
+        for reader in list(self.readers):
+            reader.forget(self)
 
     @property
     def one_call(self) -> str:
@@ -129,12 +144,13 @@ class BoundWeight:
         def operands(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
             how = partial(codec.encode_with_values, x_as, x.reshape(m, k), dtype, operand=True)
-            made = shared(x, (x_as.name, dtype), id(self), how)
+            made = shared(x, (x_as.name, dtype), id(self), self.family, how)
             return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
 
         def codes(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
-            made = shared(x, (x_as.name, "codes"), id(self), partial(codec.encode, x_as, x.reshape(m, k)))
+            how = partial(codec.encode, x_as, x.reshape(m, k))
+            made = shared(x, (x_as.name, "codes"), id(self), self.family, how)
             return bound(made.codes, made.scale, bias).view(*x.shape[:-1], -1)
 
         if x_as is None:

@@ -6,8 +6,10 @@ call what torch does with a tensor subclass: eager forwards go straight to the w
 the weight's parts as plain tensors, because Dynamo guards on a subclass and flattens it in every step.
 
 Those plain tensors are views of the weight's storage, kept in the module's `__dict__` and made anew whenever a weight
-is set, moved, cast or unpickled. Codes that are written in place are seen by everything. A float weight makes the
-module an nn.Linear again. A weight that is written into `_parameters` by hand, as `functional_call` does, is seen by
+is set, moved, cast or unpickled. Codes that are written in place are seen by everything. When the weight's parts are
+replaced (`weight.qdata = ...`, `swap_tensors`), it tells the module to forget them: compiled code then takes the
+general path, with the new parts, until an eager forward makes the views anew. A float weight makes the module an
+nn.Linear again. A weight that is written into `_parameters` by hand, as `functional_call` does, is seen by
 eager forwards, and by code that is compiled after one; code that was compiled before keeps the weight that it had.
 """
 
@@ -21,15 +23,18 @@ from torch.nn import functional as F
 
 from aoquant.formats import Encoded, Scales
 from aoquant.layers import siblings
+from aoquant.layers.bound import BoundWeight
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.qat import rebind
+from aoquant.layers.shared_operands import Family
 from aoquant.ops import router
 from aoquant.ops.gemm import one_call
 from aoquant.parallel.fsdp import layer_class, swap_class
 from aoquant.tensor import PackedTensor
 
 _PARTS = ("_codes", "_scale", "_zero", "_outer", "_transform")  # views of the weight, of one name each
-_OF = "_parts_of"  # the weight itself
+_OF = "_parts_of"  # the weight's `bound`, or None
+_FAMILY = "_family"  # a `Family`, which copies of a model keep apart
 _NAMES = (*_PARTS, "_recipe_key", "_one_call", "_dtype", _OF)
 
 
@@ -49,16 +54,18 @@ class PackedLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return self._traced(input)
         if not torch.is_grad_enabled():
-            weight = self._parameters.get("weight")
-            if weight is not vars(self).get(_OF):
-                _remember(self)
+            parameters = self._parameters
+            weight = parameters.get("weight")
             if type(weight) is PackedTensor:
-                parameters = self._parameters
+                bound = weight.bound
+                if vars(self).get(_OF) is not bound:
+                    _remember(self)
                 # pruned, parametrised or a buffer, it is no parameter
-                bias = parameters["bias"] if "bias" in parameters else self.bias
-                y = weight.bound.product(input, bias)
+                y = bound.product(input, parameters["bias"] if "bias" in parameters else self.bias)
                 if y is not None:
                     return y
+            elif vars(self).get(_OF) is not None:
+                _forget(self)
         return F.linear(input, self.weight, self.bias)
 
     def _traced(self, input: Tensor) -> Tensor:
@@ -115,6 +122,16 @@ class PackedLinear(nn.Linear):
                 swap_class(self, nn.Linear)
                 rebind(self)
 
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name == "weight":
+            _forget(self)
+
+    def forget(self, bound: BoundWeight) -> None:
+        """Drop the views of a weight whose parts were replaced, if these are its views."""
+        if vars(self).get(_OF) is bound:
+            _forget(self)
+
     def __getstate__(self) -> dict[str, Any]:
         """The attributes to copy and pickle, without the views: each would become a tensor of its own."""
         return {name: value for name, value in vars(self).items() if name not in _NAMES}
@@ -138,21 +155,37 @@ def adopt(module: nn.Module) -> None:
         siblings.install()
 
 
+def name_families(model: nn.Module) -> None:
+    """Make the packed layers that are attributes of one module a family (shared_operands.py), an adapter's in the place
+    of the adapter. A container's are none: its layers may be blocks, or heads of which one runs.
+    """
+    found: dict[str, Family] = {}
+    for fqn, layer in model.named_modules():
+        if not isinstance(layer, PackedLinear) or not fqn:
+            continue
+        parent = fqn.removesuffix(".base_layer").rpartition(".")[0]
+        if not isinstance(model.get_submodule(parent), (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            vars(layer)[_FAMILY] = found.setdefault(parent, Family())
+            _remember(layer)
+
+
 def _remember(module: nn.Module) -> None:
     """Views of the weight's parts, made anew; none of a float weight."""
     _forget(module)
     attributes = vars(module)
     weight = module._parameters.get("weight")
-    attributes[_OF] = weight
     if type(weight) is not PackedTensor:
         return
+    bound = attributes[_OF] = weight.bound
+    bound.readers.add(module)
+    bound.family = attributes.get(_FAMILY)
     parts = (weight.qdata, weight.scale, weight.zero_point, weight.per_tensor_scale, weight.act_pre_scale)
     for name, part in zip(_PARTS, parts, strict=True):
         attributes[name] = None if part is None else _static(part)
     attributes["_dtype"] = weight.dtype
-    if weight.bound.ordinary:
+    if bound.ordinary:
         attributes["_recipe_key"] = weight.recipe.key
-        attributes["_one_call"] = weight.bound.one_call
+        attributes["_one_call"] = bound.one_call
 
 
 def _forget(module: nn.Module) -> None:

@@ -2,8 +2,18 @@
 
 Without gradients autograd keeps nothing, so what one layer made of its input is held here until the input is gone or
 another one is encoded in the same thread. The same input means the same tensor object at the same version, on the same
-stream. A write that moves no version counter (a kernel of one's own into a buffer that is used again) is covered by the
-rule of shared_inputs.py: a layer never takes an encoding that it took or made before.
+stream.
+
+Some writes move no version counter: those through NumPy, `.data` or a raw pointer. Without gradients they are legal, so
+a layer takes codes only where such a write would be strange:
+
+- of a layer of its own family, which is the layers that are attributes of one module, as q, k and v are. A buffer that
+  feeds two models, the blocks of one, or a list of heads, is encoded for each of them.
+- of an input whose memory NumPy and other processes cannot write: torch marks such a storage as not resizable.
+- never what it took or made before, as in shared_inputs.py.
+
+What is left is a forward that writes its input through `.data`, or by a kernel of its own, between calls of two of its
+own layers: the second has the codes of the input from before.
 
 Nothing is shared under inference mode, whose tensors have no version, and nothing is taken while a CUDA graph is
 captured.
@@ -22,10 +32,15 @@ from torch import Tensor
 T = TypeVar("T")
 
 
+class Family:
+    """The layers that are attributes of one module; each of them holds it."""
+
+
 class _Latest(threading.local):
-    """What the thread encoded last. layers: the identities of those that have it."""
+    """What the thread encoded last. layers: the identities of those that have it, all of `family`."""
 
     x: weakref.ref[Tensor] | None = None
+    family: Family | None = None
     key: tuple[Any, ...] = ()
     made: Any = None
     layers: set[int]
@@ -34,15 +49,20 @@ class _Latest(threading.local):
 _latest = _Latest()
 
 
-def shared(x: Tensor, how: tuple[Any, ...], layer: int, encode: Callable[[], T]) -> T:
-    """encode(), or what another layer made of x in the same way. how: the operand and dtype. layer: an identity."""
-    if x.is_inference():
+def shared(
+    x: Tensor, how: tuple[Any, ...], layer: int, family: Family | None, encode: Callable[[], T]
+) -> T:
+    """encode(), or what another layer of the family made of x in the same way; a layer without a family shares nothing.
+
+    how: the operand and dtype. layer: an identity.
+    """
+    if family is None or x.is_inference():
         return encode()
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
     key = (*how, x._version, stream)
     found = _latest.x
-    same = found is not None and found() is x and _latest.key == key and layer not in _latest.layers
-    if same and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    same = found is not None and found() is x and _latest.key == key
+    if same and _latest.family is family and layer not in _latest.layers and _is_written_by_torch(x):
         _latest.layers.add(layer)
         made: T = _latest.made
         return made
@@ -54,4 +74,10 @@ def shared(x: Tensor, how: tuple[Any, ...], layer: int, encode: Callable[[], T])
             local.update(x=None, made=None)
 
     _latest.x, _latest.key, _latest.made, _latest.layers = weakref.ref(x, forget), key, fresh, {layer}
+    _latest.family = family
     return fresh
+
+
+def _is_written_by_torch(x: Tensor) -> bool:
+    """Whether nothing but torch's own operations writes x, and now rather than when a CUDA graph is replayed."""
+    return x.untyped_storage().resizable() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())

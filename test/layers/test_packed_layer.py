@@ -316,6 +316,34 @@ def test_a_changed_part_is_seen() -> None:
         assert_equal(module(x), F.linear(x, other.weight, module.bias))
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "f16"])
+def test_compiled_code_sees_a_weight_whose_content_was_replaced(dtype: torch.dtype) -> None:
+    """By swap_tensors and part by part: before an eager forward, and after one, by the fast path again."""
+    module, other = packed("int4-g32"), packed("int4-g32", kind="constant")
+    x = data("normal", 3, BY_NAME["int4-g32"].k, BF16)
+    module.bias = None
+    other.bias = None
+    other.to(dtype)
+    with torch.no_grad():
+        compiled, theirs = torch.compile(module, backend="aot_eager"), torch.compile(other, backend="aot_eager")
+        mine, new = compiled(x), theirs(x.to(dtype))
+        torch.utils.swap_tensors(module.weight, other.weight)
+        assert_equal(compiled(x.to(dtype)), new)
+        assert_equal(theirs(x), mine)
+        assert module._recipe_key is None
+        assert_equal(module(x.to(dtype)), new)
+        assert module._recipe_key is not None
+        assert_equal(compiled(x.to(dtype)), new)
+        old, w = copy.deepcopy(other.weight), module.weight
+        compiled(x.to(dtype))
+        w.qdata, w.zero_point = old.qdata, old.zero_point
+        w.scale = old.scale
+        if dtype is BF16:
+            assert_equal(compiled(x), mine)
+            assert_equal(module(x), mine)
+            assert_equal(compiled(x), mine)
+
+
 def test_refreshed_codes_are_seen() -> None:
     case = BY_NAME["int4-g32"]
     training = nn.Sequential(layer(case, BF16))

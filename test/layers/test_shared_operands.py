@@ -5,23 +5,32 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
+import numpy as np
+import pytest
 import torch
-from torch import Tensor
+from support.cpu_library import with_library
+from torch import Tensor, nn
 
-from aoquant.layers.shared_operands import shared
+from aoquant import quantize_
+from aoquant.layers.shared_operands import Family, shared
+from aoquant.ops import codec
+
+FAMILY = Family()
+library = pytest.fixture(with_library)
 
 
 class Encoder:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, x: Tensor, layer: int, how: str = "nvfp4") -> Tensor:
+    def __call__(self, x: Tensor, layer: int, how: str = "nvfp4", family: Family | None = FAMILY) -> Tensor:
         def encode() -> Tensor:
             self.calls += 1
             return x.clone()
 
-        made = shared(x, (how, torch.float32), layer, encode)
+        made = shared(x, (how, torch.float32), layer, family, encode)
         assert torch.equal(made, x)
         return made
 
@@ -79,3 +88,84 @@ def test_threads_do_not_share() -> None:
     assert encode.calls == 2
     encode(x, 3)
     assert encode.calls == 2
+
+
+def test_strangers_and_inputs_that_others_write_are_encoded() -> None:
+    """None of these layers has seen the input, and no version counts the writes."""
+    encode, x = Encoder(), torch.zeros(3, 4)
+    for layer, family in ((1, FAMILY), (2, Family()), (3, None), (4, None), (5, FAMILY)):
+        encode(x, layer, family=family)
+        x.data.fill_(layer)
+    buffer = np.zeros((3, 4), np.float32)
+    x = torch.from_numpy(buffer)
+    for layer in (1, 2, 3):
+        encode(x, layer)
+        buffer[:] = layer
+    exported = torch.zeros(3, 4)
+    view = exported.numpy()
+    for layer in (1, 2, 3):
+        encode(exported, layer)
+        view[:] = layer
+    assert encode.calls == 11
+
+
+class Attention(nn.Module):
+    """q and k are one family; so are the layers of `inner`; those of the list and the sequence are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(64, 32), nn.Linear(64, 32)
+        self.heads = nn.ModuleList([nn.Linear(64, 32) for _ in range(2)])
+        self.inner = nn.Sequential(nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.q(x), self.k(x)]
+
+
+def to_zero(x: Tensor, buffer: np.ndarray | None) -> None:
+    """By a write that no version counts."""
+    if buffer is None:
+        x.data.zero_()
+    else:
+        buffer[:] = 0
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("recipe", ["int8", "int8-int4"])
+@pytest.mark.parametrize("numpy", [True, False], ids=["numpy", "data"])
+@pytest.mark.parametrize(
+    "pair",
+    [lambda a, b: (a.q, b.q), lambda a, b: (a.q, b.k), lambda a, _: a.heads, lambda a, _: (a.q, a.inner[0])],
+    ids=["two models", "two roles", "heads", "two modules"],
+)
+def test_a_layer_that_has_not_seen_the_input_sees_what_was_written(
+    pair: Callable[..., tuple[nn.Module, nn.Module]], numpy: bool, recipe: str
+) -> None:
+    models = [Attention().requires_grad_(False) for _ in range(2)]
+    for model in models:
+        quantize_(model, recipe)
+    first, second = pair(*models)
+    buffer = np.random.default_rng(0).standard_normal((3, 64), np.float32)
+    x = torch.from_numpy(buffer) if numpy else torch.tensor(buffer)
+    with torch.no_grad():
+        for layer in (first, second):
+            layer(x)
+        first(x)
+        to_zero(x, buffer if numpy else None)
+        assert torch.equal(second(x), second(torch.zeros(3, 64)))
+
+
+@pytest.mark.usefixtures("library")
+def test_layers_of_one_module_encode_their_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Attention().requires_grad_(False), torch.randn(3, 64)
+    quantize_(model, "int8")
+    with torch.no_grad():
+        want = [model.q(x.clone()), model.k(x.clone())]
+        calls: list[int] = []
+        real = codec.encode
+        monkeypatch.setattr(codec, "encode", lambda *a, **o: calls.append(1) or real(*a, **o))
+        values = codec.encode_with_values
+        monkeypatch.setattr(codec, "encode_with_values", lambda *a, **o: calls.append(1) or values(*a, **o))
+        for of in (model, torch.nn.Sequential(model)):
+            calls.clear()
+            assert all(torch.equal(y, w) for y, w in zip(of(x), want, strict=True)) and len(calls) == 1
