@@ -13,7 +13,7 @@ copy fused q/k/v shards row by row and a 0-d scale would be overwritten by the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -66,30 +66,36 @@ class PackedTensor(TorchAOBaseTensor):
     def __new__(
         cls,
         qdata: Tensor,
-        format: str,
-        activation: str,
-        contract: str,
-        k: int,
-        dtype: torch.dtype,
+        format: str = "",
+        activation: str = "",
+        contract: str = "",
+        k: int = 0,
+        dtype: torch.dtype = torch.float32,
         *parts: Tensor | None,
+        requires_grad: bool = False,
         **named_parts: Tensor | None,
     ) -> PackedTensor:
+        if isinstance(qdata, PackedTensor):  # so accelerate's offload makes a parameter of one that it moved
+            return qdata.detach()
         shape = (qdata.shape[0], k)
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device, requires_grad=False)
 
     def __init__(
         self,
         qdata: Tensor,
-        format: str,
-        activation: str,
-        contract: str,
-        k: int,
-        dtype: torch.dtype,
+        format: str = "",
+        activation: str = "",
+        contract: str = "",
+        k: int = 0,
+        dtype: torch.dtype = torch.float32,
         scale: Tensor | None = None,
         zero_point: Tensor | None = None,
         per_tensor_scale: Tensor | None = None,
         act_pre_scale: Tensor | None = None,
+        requires_grad: bool = False,
     ) -> None:
+        if isinstance(qdata, PackedTensor):
+            return
         super().__init__()
         self.qdata, self.scale, self.zero_point, self.per_tensor_scale = qdata, scale, zero_point, per_tensor_scale
         self.act_pre_scale = act_pre_scale
@@ -99,9 +105,16 @@ class PackedTensor(TorchAOBaseTensor):
         """Setting a part or an attribute makes the tensor forget what it remembers of itself, and layers what they hold
         of it. `swap_tensors` sets `__class__` and `__dict__`.
         """
+        if name == "data" and not isinstance(value, PackedTensor):
+            raise ValueError(
+                f"the data of a PackedTensor ({self.format}) can be replaced by another one's alone, got {type(value).__name__}: for float "
+                "values, assign a new parameter to the layer"
+            )
         bound: BoundWeight | None = self.__dict__.pop(_BOUND, None)
         self.__dict__.pop(_FLAT, None)
         super().__setattr__(name, value)
+        if name == "data":  # torch took its shape, dtype and device
+            self.__dict__.update({n: v for n, v in value.__dict__.items() if not n.startswith("_")})
         if bound is not None:
             bound.end()
 
@@ -209,6 +222,13 @@ class PackedTensor(TorchAOBaseTensor):
         """A tensor like this one with other parts, in `_tensors`' order."""
         return self._like(PackedTensor, tensors, k, dtype)
 
+    def _as_it_is(self) -> AbstractContextManager[object]:
+        """Under inference_mode a view of an ordinary tensor is an ordinary tensor, and torch insists on it for
+        subclasses.
+        """
+        view = torch.is_inference_mode_enabled() and not self.is_inference()
+        return torch.inference_mode(False) if view else nullcontext()
+
     def _like(
         self, cls: type[P], tensors: list[Tensor | None], k: int | None, dtype: torch.dtype | None, **more: Any
     ) -> P:
@@ -217,9 +237,7 @@ class PackedTensor(TorchAOBaseTensor):
         assert qdata is not None
         names = self.format, self.activation, self.contract
         named: Any = more | dict(zip(PackedTensor.optional_tensor_data_names, parts, strict=True))
-        # under inference_mode a view of an ordinary tensor is an ordinary tensor; torch insists on it for subclasses
-        view = torch.is_inference_mode_enabled() and not self.is_inference()
-        with torch.inference_mode(False) if view else nullcontext():
+        with self._as_it_is():
             return cls(qdata, *names, self.k if k is None else k, dtype or self.dtype, **named)
 
 
@@ -303,6 +321,21 @@ def _storage(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     )
 
 
+@PackedTensor.implements_torch_function([Tensor.share_memory_])
+def _share_memory_(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> PackedTensor:
+    """Its parts move; torch would follow the null pointer of a tensor that has no storage of its own."""
+    packed: PackedTensor = args[0]
+    for part in _tensors(packed):
+        if part is not None:
+            part.share_memory_()
+    return packed
+
+
+@PackedTensor.implements_torch_function([Tensor.is_shared])
+def _is_shared(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    return all(part is None or part.is_shared() for part in _tensors(args[0]))
+
+
 @PackedTensor.implements([aten.is_pinned.default])
 def _is_pinned(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return args[0].qdata.is_pinned()
@@ -316,8 +349,23 @@ def _to_copy(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"a PackedTensor stands for float32, bfloat16 or float16 weights, not {dtype}")
     target = {"device": kwargs.get("device") or packed.device, "non_blocking": kwargs.get("non_blocking", False)}
-    moved = [None if t is None else t.to(**target, copy=True) for t in _tensors(packed)]
+    with packed._as_it_is():  # of a model that is moved under inference_mode, and trained or loaded into later
+        moved = [None if t is None else t.to(**target, copy=True) for t in _tensors(packed)]
     return packed._with(moved, dtype=dtype)
+
+
+@PackedTensor.implements([aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other])
+def _to(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Under inference_mode these arrive whole."""
+    return func.decompose(*args, **kwargs)
+
+
+@PackedTensor.implements([aten.detach.default])
+def _detach(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedTensor:
+    packed: PackedTensor = args[0]
+    with packed._as_it_is():
+        parts = [None if t is None else t.detach() for t in _tensors(packed)]
+    return return_and_correct_aliasing(func, args, kwargs, packed._with(parts))
 
 
 @PackedTensor.implements([aten.copy_.default])

@@ -1,0 +1,123 @@
+"""A packed weight where PyTorch and accelerate move, share and count tensors: what nn.Linear's weight can do there."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from aoquant import quantize_
+from aoquant.layers.packed import PackedLinear
+from aoquant.tensor import PackedTensor, same_bits
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+X = torch.randn(3, 64, dtype=BF16)
+
+
+def packed(recipe: str = "int4-g32", seed: int = 0, dtype: torch.dtype = BF16) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 32, dtype=dtype)).requires_grad_(False)
+    quantize_(model, recipe)
+    assert type(model[0]) is PackedLinear
+    with torch.no_grad():
+        model(X.to(dtype))  # the first forward is watched
+    return model
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no gradients"])
+@pytest.mark.parametrize("recipe", ["int4-g32", "int8", "nvfp4", "hadamard16+nvfp4/hadamard16+nvfp4"])
+def test_a_model_on_meta_gives_shapes(recipe: str, grad: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 32, dtype=BF16), nn.Linear(32, 16, dtype=BF16))
+    quantize_(model, recipe)
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            y = model(X.to("meta"))
+            assert y.is_meta and y.shape == (3, 16) and y.dtype == BF16
+
+
+@pytest.mark.parametrize("how", [lambda m: m.float(), lambda m: m.to(F16), lambda m: m.to("meta"), lambda m: m.to("cpu"),
+                                 lambda m: m.to("meta", F32), lambda m: m.to(torch.empty(0, dtype=F16))],
+                         ids=["float", "dtype", "device", "its device", "both", "like another"])  # fmt: skip
+def test_a_model_is_moved_under_inference_mode(how: object) -> None:
+    assert callable(how)
+    model, want = packed(), how(packed())
+    with torch.inference_mode():
+        how(model)
+    w, other = model[0].weight, want[0].weight
+    assert type(w) is PackedTensor and (w.dtype, w.device) == (other.dtype, other.device)
+    assert not w.is_inference() and not w.qdata.is_inference()
+    if not w.is_meta:
+        assert same_bits(w, other) and torch.equal(model(X.to(w.dtype)), want(X.to(w.dtype)))
+        model.load_state_dict(how(packed(seed=1)).state_dict())  # in place
+
+
+def test_parts_lie_in_shared_memory() -> None:
+    """A child process writes the codes, and the layer, its views and its bound kernels see it."""
+    model = packed()
+    with torch.no_grad():
+        want = model(X)
+        assert not model[0].weight.is_shared()
+        assert model.share_memory() is model and model[0].weight.is_shared() and model[0].weight.qdata.is_shared()
+        assert torch.equal(model(X), want) and torch.equal(model[0]._traced(X), want)
+        child = os.fork()
+        if not child:
+            model[0].weight.qdata.zero_()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not model[0].weight.qdata.any() and not torch.equal(model(X), want)
+        assert torch.equal(model[0]._traced(X), model(X))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_data_takes_the_other_weights_codes(dtype: torch.dtype) -> None:
+    model, other = packed(), packed("int8", 1, dtype)
+    model[0].bias = other[0].bias = None
+    x = X.to(dtype)
+    with torch.no_grad():
+        compiled, want = torch.compile(model[0], backend="eager"), other(x)
+        compiled(X)
+        model[0].weight.data = other[0].weight
+        assert model[0].weight.dtype == dtype and torch.equal(compiled(x), want) and torch.equal(model(x), want)
+        other[0].weight.qdata.zero_()  # it is the other's memory, as of any tensor
+        assert torch.equal(model(x), other(x)) and not torch.equal(model(x), want)
+    with pytest.raises(ValueError, match=r"data of a PackedTensor \(int8-row\).*got Tensor: for float values, assign a"):
+        model[0].weight.data = torch.zeros(32, 64)
+
+
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64, bias=i > 0, dtype=BF16) for i in range(3))
+        self.k.weight = self.q.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.v(self.q(x) + self.k(x))
+        return y
+
+
+@pytest.mark.parametrize("recipe", ["int4-g32", "int8", "nvfp4"])
+def test_accelerate_offloads_packed_layers(recipe: str) -> None:
+    model = Projections().requires_grad_(False)
+    quantize_(model, recipe)
+    with torch.no_grad():
+        want = model(X)
+        cpu_offload(model, torch.device("cpu"))
+        for _ in range(3):
+            assert model.q.weight.is_meta and type(model.v.weight) is PackedTensor
+            assert torch.equal(model(X), want)
+
+
+@pytest.mark.parametrize("recipe", ["int4-g32", "int8"])
+@pytest.mark.parametrize("kind", ["packed", "float"])
+def test_products_are_counted(kind: str, recipe: str) -> None:
+    model = packed(recipe) if kind == "packed" else nn.Sequential(nn.Linear(64, 32, dtype=BF16))
+    for grad in (False, True):
+        with FlopCounterMode(display=False) as seen, torch.set_grad_enabled(grad):
+            model(X)
+            model(X.view(3, 1, 64))
+        assert seen.get_total_flops() == 2 * (2 * 3 * 64 * 32)
