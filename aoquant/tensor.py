@@ -110,6 +110,9 @@ class PackedTensor(TorchAOBaseTensor):
                 f"the data of a PackedTensor ({self.format}) can be replaced by another one's alone, got {type(value).__name__}: for float "
                 "values, assign a new parameter to the layer"
             )
+        if name.startswith("_") and name not in ("__class__", "__dict__"):  # a note of Dynamo's, for one
+            super().__setattr__(name, value)
+            return
         bound: BoundWeight | None = self.__dict__.pop(_BOUND, None)
         self.__dict__.pop(_FLAT, None)
         super().__setattr__(name, value)

@@ -72,6 +72,8 @@ def commands(torch: Any, compiler: str, target: Path, scratch: Path) -> tuple[li
     for level, flags in levels().items():
         source, made = str(FOLDER / "level.cpp"), str(scratch / f"{level}.o")
         compiled.append([compiler, "-c", source, "-o", made, "-std=c++20", *_FLAGS, f"-DAOQUANT_LEVEL={level}", *flags])
+    for command in compiled:  # messages name the source, wherever it was built
+        command.append(f"-ffile-prefix-map={FOLDER}=csrc/cpu")
     objects = [command[command.index("-o") + 1] for command in compiled]
     root = Path(torch.__file__).parent / "lib"
     return compiled, [compiler, "-shared", "-o", str(target), *objects, f"-L{root}", "-ltorch_cpu"]

@@ -14,6 +14,8 @@ namespace aoquant {
 
 namespace {
 
+constexpr int MOST_DIMENSIONS = 64;  // as many as torch's own loops over elements take
+
 Tensor aligned(const Tensor& x) {
   Tensor t = x.is_contiguous() ? x : torch::stable::contiguous(x);
   return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 ? torch::stable::clone(t) : t;
@@ -34,14 +36,14 @@ struct Layer {
 std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t count) {
   const auto lead = given.sizes();
   const int64_t dims = int64_t(lead.size());
-  STD_TORCH_CHECK(given.is_cuda() && dims > 0 && dims <= 8, "x must be on a CUDA device, of at most 8 dimensions");
+  STD_TORCH_CHECK(given.is_cuda() && dims > 0 && dims <= MOST_DIMENSIONS, "x must be on a CUDA device, of at most 64 dimensions");
   const auto type = given.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
   const int64_t k = lead[dims - 1], m = k ? given.numel() / k : 0;
   STD_TORCH_CHECK(m > 0 && k % 16 == 0, "x must have rows of a multiple of 16 values");
   DeviceGuard guard(given.get_device_index());
   const Tensor x = aligned(given);
-  std::array<int64_t, 8> size;
+  std::array<int64_t, MOST_DIMENSIONS> size;
   for (int64_t i = 0; i < dims - 1; ++i) size[i] = lead[i];
   std::vector<Tensor> ys;
   std::vector<DecodeProduct> products;

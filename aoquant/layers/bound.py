@@ -36,7 +36,7 @@ from aoquant.ops import codec, gemm_request, input_error, reads, router
 from aoquant.ops.gemm import one_call
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
-_MOST_ROWS = 1 << 12  # numbers of rows that are remembered: a bound for programs whose every batch has another
+_MOST_ROWS = 1 << 7  # numbers of rows that a weight remembers a step for, which takes about a kilobyte
 Step = Callable[[Tensor, Tensor | None], Tensor]
 
 
@@ -49,12 +49,14 @@ class BoundWeight:
 
     # fmt: off
     __slots__ = (
-        "_device", "_dtype", "_generation", "_given", "_k", "_recipe", "_steps", "_w", "family", "ordinary", "readers",
+        "_device", "_dtype", "_generation", "_given", "_k", "_n", "_recipe", "_steps", "_w",
+        "family", "ordinary", "readers",
     )
     # fmt: on
 
     def __init__(self, w: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None) -> None:
-        self._w, self._recipe, self._dtype, self._device, self._k = w, recipe, dtype, w.codes.device, w.k
+        self._w, self._recipe, self._dtype, self._device = w, recipe, dtype, w.codes.device
+        self._n, self._k = w.codes.shape[0], w.k
         stored = dtype if w.scale is None else w.scale.dtype
         self.ordinary = self._device.type in ("cpu", "cuda") and input_error(recipe.contract, dtype, stored) is None
         self._given = Given(recipe.key, w, None if matrix is None else Scales(transform=matrix))
@@ -93,7 +95,15 @@ class BoundWeight:
             or _len_torch_dispatch_stack()
             or _is_any_autocast_enabled()
             or _is_torch_function_mode_enabled()
-            or (bias is not None and (type(bias) not in _ORDINARY or bias.device != self._device))
+            or (
+                bias is not None
+                and (
+                    type(bias) not in _ORDINARY
+                    or bias.device != self._device
+                    or bias.numel() != self._n
+                    or not bias.is_contiguous()
+                )
+            )
             or router.forcing()
             or _are_functorch_transforms_active()
             or forward_ad._current_level >= 0

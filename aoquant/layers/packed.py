@@ -27,7 +27,7 @@ from aoquant.layers.bound import BoundWeight
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.qat import rebind
 from aoquant.layers.shared_operands import Family
-from aoquant.ops import router
+from aoquant.ops import flops, router
 from aoquant.ops.gemm import one_call
 from aoquant.parallel.fsdp import layer_class, swap_class
 from aoquant.tensor import PackedTensor
@@ -101,8 +101,8 @@ class PackedLinear(nn.Linear):
             or input.dim() == 0
             or input.shape[-1] != k
             or not 0 < input.numel() <= one_call.most_rows(number) * k
-            or router.open_blocks
-            or not (bias is None or bias.dtype in (input.dtype, torch.float32))
+            or router.any_open
+            or not (bias is None or _is_taken(bias, input.dtype, codes.shape[0]))
         ):
             return None
         scale = self._scale
@@ -153,6 +153,7 @@ def adopt(module: nn.Module) -> None:
         rebind(module)
         _remember(module)
         siblings.install()
+        flops.register()
 
 
 def name_families(model: nn.Module) -> None:
@@ -191,6 +192,11 @@ def _remember(module: nn.Module) -> None:
 def _forget(module: nn.Module) -> None:
     for name in _NAMES:
         vars(module).pop(name, None)
+
+
+def _is_taken(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
+    """Whether csrc's operator reads this bias."""
+    return bias.dtype in (dtype, torch.float32) and bias.numel() == n and bias.is_contiguous()
 
 
 def _static(part: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from aoquant.formats.random import fresh_state
 from aoquant.layers import held
 from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
+from aoquant.ops import flops
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
 
@@ -69,6 +70,7 @@ class QATLayer(PreparedModule):
         assert isinstance(layer, cls)
         layer.prepared, layer.fake_quant = prepared, True
         rebind(layer)
+        flops.register()
         return layer
 
     def unprepare(self) -> nn.Module:

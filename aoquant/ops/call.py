@@ -44,6 +44,19 @@ def gemm_request(
     return Request(contract, x_format, w.format, rows.device, dtype, m, rows.shape[0], k, scales)
 
 
+def _in_a_row(bias: Tensor, n: int) -> Tensor:
+    """The bias as kernels read it, N values side by side. F.linear takes a single one for all.
+
+    Raises:
+        ValueError: it has another number of values.
+    """
+    if bias.dim() > 1:
+        return bias
+    if bias.numel() not in (1, n):
+        raise ValueError(f"the layer's bias needs {n} values, one for each output, got shape {tuple(bias.shape)}")
+    return bias.expand(n).contiguous()
+
+
 @dataclass(eq=False)
 class Call:
     """y (*lead, N) in `dtype` = x W^T + bias under `contract`.
@@ -80,6 +93,8 @@ class Call:
             self.w_rows, self.k = w, w.shape[1]
         self.x_format: Any = None if self.x_operand is None else self.x_operand.format
         self.w_format: Any = self.w_operand.format
+        if self.bias is not None:
+            self.bias = _in_a_row(self.bias, self.w_rows.shape[0])
 
     @property
     def x_hp(self) -> Tensor:

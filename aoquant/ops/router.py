@@ -141,7 +141,8 @@ class Backend:
 
 
 _backends: list[Backend] = []
-open_blocks = 0  # of `backend`, in all threads: compiled code that calls an operator by itself guards on it
+_open_blocks = 0  # of `backend`, in all threads
+any_open = False  # whether there is one: compiled code that calls an operator by itself guards on it, so it is no count
 _opening = threading.Lock()
 _generation = 0  # how often the list has changed
 # what a process can run does not change while it runs, so the backend of a request is found once
@@ -205,9 +206,10 @@ def backend(name: str, role: str | None = None) -> Iterator[None]:
 
 
 def _opened(blocks: int) -> None:
-    global open_blocks
+    global _open_blocks, any_open
     with _opening:
-        open_blocks += blocks
+        _open_blocks += blocks
+        any_open = _open_blocks > 0
 
 
 def forced(role: str) -> tuple[str | None, bool]:

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from aoquant import backend, explain, get_format, quantize_
 from aoquant.formats import Operand, as_operand
-from aoquant.layers.packed import PackedLinear
+from aoquant.layers.packed import PackedLinear, name_families
 from aoquant.ops import codec, gemm_request, native, tiles
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows, one_call
@@ -242,8 +242,11 @@ def product(f: Any, e: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def test_siblings_encode_many_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """q, k and v do; another version of x, a new tensor, and the same layer again do not."""
-    layers = [layer("nvfp4") for _ in range(3)]
+    """q, k and v do; another version of x, a new tensor, the same layer again, and layers of two modules do not."""
+    block = nn.Module()
+    block.q, block.k, block.v = (layer("nvfp4") for _ in range(3))
+    name_families(block)
+    layers = [block.q, block.k, block.v]
     x = torch.randn(300, K, dtype=BF16, device=CUDA)
     with torch.no_grad():
         want = [q(x.clone()) for q in layers]
@@ -261,6 +264,11 @@ def test_siblings_encode_many_rows_once(monkeypatch: pytest.MonkeyPatch) -> None
             for q in layers:
                 q(other)
         assert len(calls) == 7
+        alone = layer("nvfp4")
+        x = torch.randn(300, K, dtype=BF16, device=CUDA)
+        block.q(x)
+        x.data.zero_()  # moves no version
+        assert torch.equal(alone(x), alone(torch.zeros_like(x))) and len(calls) == 10
 
 
 def test_operands_that_it_does_not_encode_are_left_to_others() -> None:

@@ -85,6 +85,26 @@ def test_captured_and_compiled_equal_eager(name: str, rows: int) -> None:
     torch._dynamo.reset()
 
 
+@recipes
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 256, 300])
+def test_odd_biases_and_shapes_equal_the_plain_ones(name: str, rows: int) -> None:
+    """A strided bias and a single value for all, and x of nine dimensions, eager and compiled."""
+    module, x = converted(prepared(name), name), batch(rows)
+    values = torch.randn(2 * N, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for odd in (values[::2], values[:1]):
+            module.bias = nn.Parameter(odd.expand(N).contiguous(), requires_grad=False)
+            want = module(x)
+            assert torch.equal(module(x.view(*[1] * 7, rows, K)), want.view(*[1] * 7, rows, N))
+            module.bias = nn.Parameter(odd, requires_grad=False)
+            torch._dynamo.reset()
+            compiled = torch.compile(module, fullgraph=True)
+            for run in (module, compiled):
+                assert torch.equal(run(x), want)
+                assert torch.equal(run(x.view(*[1] * 7, rows, K)), want.view(*[1] * 7, rows, N))
+    torch._dynamo.reset()
+
+
 def test_explain_names_what_runs() -> None:
     """One launch for the product, beside what this suite fills torch.empty with."""
     module, x = converted(prepared("int4-g128"), "int4-g128"), batch(4)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cpu_library import with_library
 from support.linear_cases import BF16, BY_NAME, assert_equal, counting, data, inputs, layer, prepared
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -27,6 +28,7 @@ from aoquant.ops.gemm import one_call
 from aoquant.ops.router import Backend
 from aoquant.tensor import PackedTensor
 
+library = pytest.fixture(with_library)
 CASES = ["int4-g32", "nvfp4-act", "nvfp4-h16", "fp8-row-act", "mxfp8-act"]
 cases = pytest.mark.parametrize("name", CASES)
 
@@ -111,6 +113,32 @@ def test_a_bias_that_is_no_parameter_is_added(name: str, how: str, kind: str) ->
         assert want.float().mean() > (150 if how == "parametrised" else 90)
         if kind == "packed":
             assert_equal(torch.compile(module, backend="eager")(x), want)
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4-act", "int8-act", "torchao-int8"])
+@pytest.mark.parametrize("kernels", [True, False], ids=["csrc", "no csrc"])
+def test_a_bias_is_read_as_nn_linear_reads_it(name: str, kernels: bool, request: pytest.FixtureRequest) -> None:
+    """One value for all, and values that do not lie side by side; another number of them is refused in words."""
+    if kernels:
+        request.getfixturevalue("library")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32, dtype=BF16)).requires_grad_(False)
+    recipe = {"nvfp4-act": "nvfp4", "int8-act": "int8"}.get(name, name)
+    quantize_(model, recipe)
+    module = model[0]
+    for rows in (1, 5, 100):
+        x = torch.randn(rows, 64, dtype=BF16)
+        with torch.no_grad():
+            for odd, plain in ((torch.tensor([3.0]), torch.full((32,), 3.0)), (torch.arange(64.0)[::2], torch.arange(0.0, 64, 2))):
+                module.bias = nn.Parameter(plain.to(BF16))
+                want = module(x)
+                module.bias = nn.Parameter(odd.to(BF16), requires_grad=False)
+                assert_equal(module(x), want)
+                assert_equal(F.linear(x, module.weight, module.bias), want)
+            if not name.startswith("torchao"):
+                module.bias = nn.Parameter(torch.zeros(5, dtype=BF16))
+                with pytest.raises(ValueError, match=r"bias needs 32 values, one for each output, got shape \(5,\)"):
+                    module(x)
 
 
 @cases
@@ -472,7 +500,16 @@ def test_a_compiler_sees_one_operator_where_csrc_has_it(
         assert "aoquant_native.linear.default" not in graphs[-1] and len(graphs) == 2
         with backend("reference"):
             assert_equal(run(few), want)
-        assert "aoquant.scaled_mm.default" in graphs[-1] and told == [number]
+        assert "aoquant.scaled_mm.default" in graphs[-1] and told == [number] and len(graphs) == 3
+        with backend("reference"), backend("reference", role="gemm"):  # the number of blocks is guarded on by nothing
+            assert_equal(run(few), want)
+        assert len(graphs) == 3
+        if bias:  # the operator reads N values side by side
+            for odd in (module.bias.detach().repeat_interleave(2)[::2], torch.full((1,), 3.0, dtype=BF16)):
+                module.bias = nn.Parameter(odd, requires_grad=False)
+                assert_equal(run(few), general(module, few))
+            assert told == [number] and "aoquant.scaled_mm.default" in graphs[-1]
+            want = general(module, few)
     monkeypatch.setattr(one_call, "number", lambda *a: None)
     module.weight = module.weight
     with torch.no_grad():
@@ -545,3 +582,14 @@ def test_what_a_product_of_codes_alone_cannot_do_takes_the_general_path(recorder
     with torch.no_grad():
         assert_equal(fitted(x), y)
     assert recorder.bound == 0
+
+
+def test_a_weight_remembers_a_bounded_number_of_rows() -> None:
+    """Of a program whose every batch has another number: a step takes a kilobyte, and a model has hundreds of layers."""
+    module, case = packed("int4-g32"), BY_NAME["int4-g32"]
+    with torch.no_grad():
+        for rows in range(1, 300):
+            x = data("normal", rows, case.k, BF16)
+            y = module(x)
+        assert_equal(y, general(module, x))
+    assert len(module.weight.bound._steps) <= 128

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from aoquant import quantize_
 from aoquant.layers.packed import PackedLinear
+from aoquant.recipes import get_recipe
 from aoquant.tensor import PackedTensor, same_bits
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -112,12 +113,21 @@ def test_accelerate_offloads_packed_layers(recipe: str) -> None:
             assert torch.equal(model(X), want)
 
 
-@pytest.mark.parametrize("recipe", ["int4-g32", "int8"])
-@pytest.mark.parametrize("kind", ["packed", "float"])
-def test_products_are_counted(kind: str, recipe: str) -> None:
-    model = packed(recipe) if kind == "packed" else nn.Sequential(nn.Linear(64, 32, dtype=BF16))
+@pytest.mark.parametrize("recipe", ["int4-g32", "int8", "nvfp4-weight"])
+def test_products_are_counted(recipe: str) -> None:
+    model, x = packed(recipe), X.view(3, 1, 64)
     for grad in (False, True):
         with FlopCounterMode(display=False) as seen, torch.set_grad_enabled(grad):
             model(X)
-            model(X.view(3, 1, 64))
+            model(x)
         assert seen.get_total_flops() == 2 * (2 * 3 * 64 * 32)
+
+
+@pytest.mark.parametrize("recipe", ["int4-g32", "mxfp8-hp", "quartet"])
+def test_products_of_a_training_step_are_counted(recipe: str) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 32, dtype=BF16)), X.repeat(32, 1).requires_grad_()
+    quantize_(model, get_recipe(recipe).prepare())
+    model(x)
+    with FlopCounterMode(display=False) as seen:
+        model(x).sum().backward()
+    assert seen.get_total_flops() == 3 * (2 * 96 * 64 * 32)

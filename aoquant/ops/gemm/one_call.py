@@ -51,13 +51,13 @@ def _encoded_here(x_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> bool
 
 
 def step(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Step) -> Step:
-    """(x (*lead, K), bias) -> y (*lead, N). general: for a bias that the operator does not take."""
+    """(x (*lead, K), contiguous bias) -> y (*lead, N). general: for a bias that the operator does not take."""
     how = kind(f)
     assert how is not None
     call, codes, scale, zero, alpha = native.operator("linear"), w.codes, w.scale, w.zero, alpha_of(f, w)
 
     def multiplied(x: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is not None and not _takes(bias, dtype):
+        if bias is not None and bias.dtype not in (dtype, torch.float32):
             return general(x, bias)
         y: Tensor = call(x, codes, scale, zero, alpha, bias, plan)
         return y
@@ -89,7 +89,3 @@ def dtype_of(number: int) -> torch.dtype:
 def most_rows(number: int) -> int:
     """For how many rows a number that 1 row has is made."""
     return CUDA_FP8_ROWS if is_fp8(number) else CUDA_ROWS
-
-
-def _takes(bias: Tensor, dtype: torch.dtype) -> bool:
-    return bias.dtype in (dtype, torch.float32) and bias.is_contiguous()

@@ -1,0 +1,46 @@
+"""What torch.utils.flop_counter.FlopCounterMode counts of this package's GEMMs: 2 M N K of each, as of aten's.
+
+The mode copies PyTorch's registry when it is made, so the formulas have to be there before: the first quantised layer
+registers them. Importing aoquant does not, because it would import the counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from . import grouped, linear
+
+
+def _forward(x: Sequence[int], _scale: Any, _zero: Any, _outer: Any, k: int | None, *rest: Any, out_shape: Any) -> int:
+    """y (..., N) of x (..., K), whose packed codes say K beside them; `scaled_mm` has a second result."""
+    y = out_shape if isinstance(out_shape[0], int) else out_shape[0]
+    return 2 * math.prod(y) * (x[-1] if k is None else k)
+
+
+def _dgrad(grad: Sequence[int], *rest: Any, out_shape: Sequence[int]) -> int:
+    """dx (M, K) of dy (M, N)."""
+    return 2 * math.prod(out_shape) * grad[1]
+
+
+def _wgrad(grad: Sequence[int], *rest: Any, out_shape: Sequence[int]) -> int:
+    """dW (N, K), or (E, N, K) of which a row of dy meets one expert's, of dy (M, N)."""
+    return 2 * math.prod(out_shape[-2:]) * grad[0]
+
+
+_FORMULAS: dict[Callable[..., int], tuple[Any, ...]] = {
+    _forward: (linear.scaled_mm, linear.product, grouped.grouped_mm),
+    _dgrad: (linear.dgrad, linear.dgrad_of_columns, grouped.grouped_dgrad),
+    _wgrad: (linear.wgrad, linear.wgrad_of_columns, grouped.grouped_wgrad),
+}
+
+
+@cache
+def register() -> None:
+    """Have modes that are made from now on count these GEMMs."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    for formula, ops in _FORMULAS.items():
+        register_flop_formula([op.overload.overloadpacket for op in ops])(formula)
