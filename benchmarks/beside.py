@@ -135,13 +135,12 @@ def reason(error: BaseException) -> str:
 
 def measured(cell: Cell, variants: Sequence[str], deadline: Deadline) -> Iterator[Row]:
     """A row for bf16 and for each variant; one that raises, or comes too late, has a note instead of numbers."""
-    if deadline.passed:
-        yield {**cell.named, "variant": BASE, **dict.fromkeys(TIMED, ""), "note": "not run: out of time"}
-        return
-    base, base_peak = warm(cell, BASE)
+    base: Run | None = None
+    if not deadline.passed:
+        base, base_peak = warm(cell, BASE)
     for variant in (BASE, *variants):
         row = {**cell.named, "variant": variant, **dict.fromkeys(TIMED, "")}
-        if deadline.passed:
+        if base is None or deadline.passed:
             yield row | {"note": "not run: out of time"}
             continue
         run: Run | None = None

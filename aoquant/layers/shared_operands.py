@@ -61,8 +61,8 @@ def shared(
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
     key = (*how, x._version, stream)
     found = _latest.x
-    same = found is not None and found() is x and _latest.key == key
-    if same and _latest.family is family and layer not in _latest.layers and _is_written_by_torch(x):
+    same = found is not None and found() is x and _latest.family is family and _latest.key == key
+    if same and layer not in _latest.layers and _is_written_by_torch(x):
         _latest.layers.add(layer)
         made: T = _latest.made
         return made

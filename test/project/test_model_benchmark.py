@@ -55,6 +55,27 @@ def test_rows_are_appended_and_a_limit_ends_the_run(tmp_path: Path) -> None:
     assert late and all(row["note"] == "not run: out of time" and not row["ms"] for row in late)
 
 
+def test_every_variant_has_a_row_when_time_ends(tmp_path: Path) -> None:
+    """Those of a size, or of a way, that was not begun too."""
+    arguments = ["generate", "--recipes", "int4-g128", "fp8", "--torchao", "int4", "--out", str(tmp_path)]
+    run = ran("model.py", *arguments, "--how", "eager", "reduce-overhead", "--batch", "1", "2", "--limit", "0.0001")
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    found = [(row["how"], row["batch"], row["variant"], row["note"]) for row in rows(tmp_path / "model_generate.csv")]
+    variants = ("bf16", "int4-g128", "fp8", "torchao:int4")
+    late = "not run: out of time"
+    assert found == [(h, b, v, late) for h in ("eager", "reduce-overhead") for b in "12" for v in variants]
+
+
+@pytest.mark.slow
+def test_the_users_own_compiler_is_measured(tmp_path: Path) -> None:
+    arguments = ["generate", "--recipes", "int4-g128", "--torchao", "--out", str(tmp_path), "--how", "reduce-overhead"]
+    run = ran("model.py", *arguments)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    found = rows(tmp_path / "model_generate.csv")
+    assert [(row["how"], row["variant"]) for row in found] == [("reduce-overhead", v) for v in VARIANTS[:2]]
+    assert all(float(row["ms"]) > 0 for row in found), found
+
+
 @pytest.mark.slow
 def test_an_unknown_variant_is_refused() -> None:
     run = ran("model.py", "--torchao", "int5")
