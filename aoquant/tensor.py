@@ -92,6 +92,7 @@ class PackedTensor(TorchAOBaseTensor):
         zero_point: Tensor | None = None,
         per_tensor_scale: Tensor | None = None,
         act_pre_scale: Tensor | None = None,
+        *,
         requires_grad: bool = False,
     ) -> None:
         if isinstance(qdata, PackedTensor):

@@ -2,8 +2,8 @@
 
 eager: `model.generate(ids)`, nothing else. static: `cache_implementation="static"`, for which transformers compiles the
 decoding step by itself, with CUDA graphs, on a GPU; on a CPU it does not. reduce-overhead: the same cache, and the
-user's own torch.compile(mode="reduce-overhead") of the model's forward, the prompt's too. graph: one step of decoding, compiled, in a
-CUDA graph made by hand: no host in it, so the bound for the other two.
+user's own torch.compile(mode="reduce-overhead") of the model's forward, the prompt's too. graph: one step of decoding,
+compiled, in a CUDA graph made by hand: no host in it, so the bound for the others.
 """
 
 from __future__ import annotations

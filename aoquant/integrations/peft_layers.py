@@ -135,9 +135,7 @@ class PackedLoraLinear(_LoraLinear):
             raise
 
     def restore(self, kept: Tensor) -> None:
-        self.get_base_layer().weight = nn.Parameter(
-            kept, requires_grad=False
-        )  # .data of a packed tensor keeps its old codes
+        self.get_base_layer().weight = nn.Parameter(kept, requires_grad=False)
 
 
 class QATLoraLinear(_LoraLinear):

@@ -60,8 +60,9 @@ class PackedLinear(nn.Linear):
                 bound = weight.bound
                 if vars(self).get(_OF) is not bound:
                     _remember(self)
-                # pruned, parametrised or a buffer, it is no parameter
-                y = bound.product(input, parameters["bias"] if "bias" in parameters else self.bias)
+                # pruned, parametrised or a buffer, it is no parameter; nn.Module takes a microsecond to find it
+                bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+                y = bound.product(input, bias)
                 if y is not None:
                     return y
             elif vars(self).get(_OF) is not None:

@@ -65,7 +65,8 @@ class PackedExperts(PackedTensor):
         transposed: bool = False,
         **tensors: Tensor | None,
     ) -> None:
-        super().__init__(qdata, format, activation, contract, k, dtype, **tensors)
+        parts = [tensors.get(name) for name in PackedTensor.optional_tensor_data_names]
+        super().__init__(qdata, format, activation, contract, k, dtype, *parts)
         self.transposed = transposed
 
     def expert(self, index: int) -> PackedTensor:

@@ -49,9 +49,7 @@ class _Latest(threading.local):
 _latest = _Latest()
 
 
-def shared(
-    x: Tensor, how: tuple[Any, ...], layer: int, family: Family | None, encode: Callable[[], T]
-) -> T:
+def shared(x: Tensor, how: tuple[Any, ...], layer: int, family: Family | None, encode: Callable[[], T]) -> T:
     """encode(), or what another layer of the family made of x in the same way; a layer without a family shares nothing.
 
     how: the operand and dtype. layer: an identity.

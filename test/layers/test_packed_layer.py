@@ -129,7 +129,10 @@ def test_a_bias_is_read_as_nn_linear_reads_it(name: str, kernels: bool, request:
     for rows in (1, 5, 100):
         x = torch.randn(rows, 64, dtype=BF16)
         with torch.no_grad():
-            for odd, plain in ((torch.tensor([3.0]), torch.full((32,), 3.0)), (torch.arange(64.0)[::2], torch.arange(0.0, 64, 2))):
+            for odd, plain in (
+                (torch.tensor([3.0]), torch.full((32,), 3.0)),
+                (torch.arange(64.0)[::2], torch.arange(0.0, 64, 2)),
+            ):
                 module.bias = nn.Parameter(plain.to(BF16))
                 want = module(x)
                 module.bias = nn.Parameter(odd.to(BF16), requires_grad=False)
@@ -585,7 +588,7 @@ def test_what_a_product_of_codes_alone_cannot_do_takes_the_general_path(recorder
 
 
 def test_a_weight_remembers_a_bounded_number_of_rows() -> None:
-    """Of a program whose every batch has another number: a step takes a kilobyte, and a model has hundreds of layers."""
+    """Where every batch has another number: a step takes a kilobyte, and a model has hundreds of layers."""
     module, case = packed("int4-g32"), BY_NAME["int4-g32"]
     with torch.no_grad():
         for rows in range(1, 300):

@@ -86,7 +86,9 @@ def test_data_takes_the_other_weights_codes(dtype: torch.dtype) -> None:
         assert model[0].weight.dtype == dtype and torch.equal(compiled(x), want) and torch.equal(model(x), want)
         other[0].weight.qdata.zero_()  # it is the other's memory, as of any tensor
         assert torch.equal(model(x), other(x)) and not torch.equal(model(x), want)
-    with pytest.raises(ValueError, match=r"data of a PackedTensor \(int8-row\).*got Tensor: for float values, assign a"):
+    with pytest.raises(
+        ValueError, match=r"data of a PackedTensor \(int8-row\).*got Tensor: for float values, assign a"
+    ):
         model[0].weight.data = torch.zeros(32, 64)
 
 
