@@ -8,8 +8,8 @@
 | mxfp4, mxfp8                | mxfp4-, mxfp8-...    | code * 2^e                                     |
 | nvfp4                       | nvfp4-pack-quantized | code * (s / g), g = 1 / outer                  |
 
-Codes and scales are repacked and never rounded. NVFP4's outer scale is stored as its reciprocal and applied by a
-division, so only powers of two survive. The names of the schemes are compressed-tensors' own inference from the
+Codes and scales are repacked and never rounded. NVFP4's outer scales are stored as reciprocals. A weight's is applied by
+a division, so only powers of two survive; an activation's must be the reciprocal of what is stored. The names of the schemes are compressed-tensors' own inference from the
 arguments; the arguments and the packing are its code. Source: compressed-tensors 0.20 `compressors/`, `quantization/`;
 vLLM 0.32 `compressed_tensors.py`.
 """
@@ -163,7 +163,13 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
             notes = (f"vLLM rounds MXFP4 activations by the rule 'even' (mxfp4-even), trained as {name}",)
     elif type(format) is NVFP4 and format.outer == "static":
         assert format.pts is not None
-        divisor = 1.0 / torch.tensor([format.pts])
+        outer = torch.tensor([format.pts])
+        divisor = outer.reciprocal()
+        if not torch.equal(divisor.reciprocal(), outer):
+            raise Unfit(
+                f"its activations' outer scale {format.pts:.6g} is stored as a reciprocal, whose reciprocal is another number",
+                "train the recipe vllm-nvfp4, which calibrates powers of two",
+            )
         args |= {
             "num_bits": 4,
             "type": "float",
@@ -176,7 +182,7 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
     elif type(format) is NVFP4:
         raise Unfit(
             f"its activations ({name}) make an outer scale in every call, and readers hold a calibrated one",
-            "train with activation='nvfp4-static' and aoquant.calibrate, or activation=None",
+            "train with activation='nvfp4-pow2-static' and aoquant.calibrate, or activation=None",
         )
     else:
         raise Unfit(f"no scheme holds {name} activations", "train with int8-row-vllm, fp8-row-vllm, mxfp4-even or none")

@@ -16,12 +16,11 @@ from aoquant.planning.fused import siblings
 
 
 def unequal(outer: Mapping[str, Tensor]) -> list[list[str]]:
-    """The groups of siblings whose outer scales, given by module, differ."""
-    return [
-        group
-        for group in siblings(outer)
-        if not all(torch.equal(outer[group[0]].reshape(-1), outer[name].reshape(-1)) for name in group)
-    ]
+    """The groups of siblings whose outer scales, given by module, differ. outer: one number each, for every row or
+    once.
+    """
+    first = {name: scale.flatten()[:1] for name, scale in outer.items()}
+    return [group for group in siblings(first) if not all(torch.equal(first[group[0]], first[n]) for n in group)]
 
 
 def check_fused(outer: Mapping[str, Tensor]) -> None:

@@ -75,7 +75,7 @@ CHOICES = (
            'PackedWeightConfig("fp8-row", "fp8-row-vllm")', ("vllm",), ("hopper", "ada", "blackwell"), True),
     Choice("vLLM on Ampere", "speed with many tokens", "vllm-int8", 'PackedWeightConfig("int8-row", "int8-row-vllm")',
            ("vllm",), ("ampere", "hopper", "ada"), True),
-    Choice("vLLM on Blackwell", "FP4 tensor cores", "vllm-nvfp4", 'Packed4WeightConfig("nvfp4-pow2", "nvfp4-static")',
+    Choice("vLLM on Blackwell", "FP4 tensor cores", "vllm-nvfp4", 'Packed4WeightConfig("nvfp4-pow2", "nvfp4-pow2-static")',
            ("vllm",), ("blackwell",)),
     Choice("vLLM on Blackwell", "MXFP4", "vllm-mxfp4", 'Packed4WeightConfig("mxfp4-even", "mxfp4-even")', ("vllm",), ("blackwell",)),
     Choice("llama.cpp on a CPU", "small weights", "gguf-q4_0", 'Packed4WeightConfig("q4_0", "q8_0-x86", "ggml")',

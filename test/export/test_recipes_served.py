@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
-from support.export_cases import IDS, byte_level, llama, load_elsewhere, packed, write_expected
+from safetensors.torch import load_file
+from support.export_cases import IDS, byte_level, converted, llama, load_elsewhere, packed, write_expected
 
-from aoquant import calibrate, explain, export, quantize_
+from aoquant import calibrate, explain, export, load_pretrained, quantize_
 from aoquant.config import PackedWeightConfig, QATConfig
 from aoquant.layers.qat import QATLinear
 from aoquant.planning.fused import share_outer_scales, siblings
@@ -55,6 +57,30 @@ def test_recipes_for_vllm(served: dict[str, dict[str, Any]], name: str) -> None:
     assert (served[name]["different"], served[name]["layers"]) == ([], 14)
     if "w4a16" in name:
         assert served[name]["logits"]
+
+
+def test_calibrated_outer_scales_of_activations_survive_the_export(tmp_path: Path) -> None:
+    """Calibrated on real inputs, whose extrema are no powers of two; both layouts, and plain nvfp4-static by one."""
+    model = trained("vllm-nvfp4")
+    again = load_pretrained(export(model, tmp_path / "out"))
+    before = {name: w.activation for name, w in packed(model).items()}
+    assert {name: w.activation for name, w in packed(again).items()} == before
+    outer = {name: float(a.removeprefix("nvfp4-static:")) for name, a in before.items()}
+    assert len(set(outer.values())) > 1 and all(math.frexp(t)[0] == 0.5 for t in outer.values())
+    export(model, tmp_path / "modelopt", "modelopt")
+    written = load_file(tmp_path / "modelopt" / "model.safetensors")
+    assert {name: written[f"{name}.input_scale"].item() for name in outer} == outer
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_an_outer_scale_that_its_stored_reciprocal_does_not_give_back_is_refused(tmp_path: Path) -> None:
+    lost, kept = 0.0002325148816453293, 0.00030517578125
+    model = converted(PackedWeightConfig("nvfp4-static:0.0009765625", f"nvfp4-static:{lost}"))
+    with pytest.raises(ValueError, match=r"outer scale 0\.000232515 is stored as a reciprocal.*format='modelopt'"):
+        export(model, tmp_path / "out")
+    export(model, tmp_path / "modelopt", "modelopt")
+    export(converted(PackedWeightConfig("nvfp4-static:0.0009765625", f"nvfp4-static:{kept}")), tmp_path / "kept")
 
 
 @pytest.mark.parametrize("name", GGUF)
