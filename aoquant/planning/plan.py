@@ -23,7 +23,7 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, backward_slots
-from aoquant.formats import HighPrecision, Operand
+from aoquant.formats import HighPrecision, Operand, Scales
 from aoquant.hybrid import HybridConfig
 from aoquant.layers import held
 from aoquant.layers.experts import QATExperts
@@ -47,7 +47,8 @@ class Step:
     """One layer's change: "prepare" swaps the class, "convert" and "quantize" replace the weight. fqn: all its names,
     joined by ", ".
 
-    dtype: that forward sees the weight in, which is what is encoded.
+    dtype: that forward sees the weight in, which is what is encoded. scales: that a layer quantised at once shares with
+    its siblings; None where they are made from its weight, or held by it.
     """
 
     fqn: str
@@ -57,6 +58,7 @@ class Step:
     config: Any
     target: Target
     dtype: torch.dtype
+    scales: Scales | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
             raise ValueError(f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name")
         if isinstance(chosen.weight, TorchAOBaseTensor):
             raise ValueError(f"is quantised already ({type(chosen.weight).__name__}); leave it out by name")
-        target = prepare_target(config) if isinstance(config, QATConfig) else resolve(config)
+        target = experts.with_own_scales(prepare_target(config)) if isinstance(config, QATConfig) else resolve(config)
     reason = experts.why_not(chosen, kind, target)
     if reason is None and (adapted := sharing.adapter_problem(model, module, chosen.fqn, kind)):
         reason = adapted.partition(": ")[2]
