@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,9 +30,7 @@ def describe(source: Source, plan: Plan) -> Description:
 
     A model of one scheme targets "Linear" and ignores what is left out; a model of several targets layers by name.
     """
-    check_fused(
-        {m: s.tensors["weight_global_scale"] for m, s in plan.layers.items() if "weight_global_scale" in s.tensors}
-    )
+    check_fused(plan.layers, source.modules)
     groups: dict[str, tuple[QuantizationScheme, list[str]]] = {}
     for module, stored in plan.layers.items():
         scheme: QuantizationScheme = stored.scheme
@@ -40,6 +39,7 @@ def describe(source: Source, plan: Plan) -> Description:
     _check_symmetric(groups.values())
     left = [weight.module for name, weight in plan.floats.items() if name.endswith(".weight")]
     _check_experts([*(modules for _, modules in groups.values()), left])
+    _warn_of_nvfp4_experts(groups.values())
     schemes = {
         f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(modules)})
         for i, (scheme, modules) in enumerate(groups.values())
@@ -75,6 +75,18 @@ def _check_symmetric(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> 
                 f"{expert}: vLLM runs experts of symmetric integers alone, and these have zero points: train a symmetric format, "
                 "such as intx4-g32; nothing was written"
             )
+
+
+def _warn_of_nvfp4_experts(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> None:
+    """Warn that transformers 5.17 reads NVFP4 experts without their outer scales (`DecompressExperts`)."""
+    for scheme, modules in groups:
+        if scheme.format == "nvfp4-pack-quantized" and (expert := next(filter(_EXPERT.match, modules), None)):
+            warnings.warn(
+                f"{expert}: transformers loads NVFP4 experts without their outer scales, so their values are others there: serve "
+                "the folder with vLLM",
+                stacklevel=5,
+            )
+            return
 
 
 def _check_experts(groups: Iterable[Iterable[str]]) -> None:

@@ -1,5 +1,10 @@
-"""The checks at export of layers that engines fuse: they share their outer scale (`planning/fused.py` says why), and
-one scheme, because the engine makes one layer of them.
+"""The checks at export of layers that engines fuse: they share what the engine has one of (`planning/fused.py` says
+why), and one scheme, because the engine makes one layer of them.
+
+vLLM keeps the largest of the siblings' stored numbers. Codes under another outer scale then mean other values; fp8
+codes under another scale of the tensor are rounded anew; activations are quantised under a scale that was not trained.
+Source: vLLM 0.32, `compressed_tensors_w4a4_nvfp4.py`, `compressed_tensors_w8a8_fp8.py`, `modelopt.py`,
+`requantize_with_max_scale`.
 """
 
 from __future__ import annotations
@@ -9,35 +14,54 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from aoquant.export.targets import Stored
 from aoquant.integrations.checkpoint import some
 from aoquant.planning.fused import siblings
 
+_OUTER = "outer scale"
+_WEIGHT = "weight scale"
+_ACTIVATION = "activation scale"
+_ONE = {  # what a fused layer has one of, by the names of tensors
+    "weight_global_scale": _OUTER,
+    "weight_scale_2": _OUTER,
+    "weight_scale": _WEIGHT,  # of fp8-tensor; others have more of them
+    "input_global_scale": _ACTIVATION,
+    "input_scale": _ACTIVATION,
+}
+_INSTEAD = {
+    _OUTER: "aoquant.quantize_ shares outer scales of nvfp4-pow2: train QATConfig('vllm-nvfp4'), or 'vllm-nvfp4-weight' without "
+    "activations, under their own scales='static', not 'dynamic'; or quantise with 'vllm-nvfp4-weight' without training",
+    _WEIGHT: "train weights with a scale for each row, such as fp8-row in the recipe vllm-fp8, or leave these layers out (skip)",
+    _ACTIVATION: "calibrate activation scales and leave them static, which is one scale for one input, or train activations with a "
+    "scale for each token, as the recipes vllm-fp8 and vllm-int8 do, or leave these layers out (skip)",
+}
 
-def unequal(outer: Mapping[str, Tensor]) -> list[list[str]]:
-    """The groups of siblings whose outer scales, given by module, differ. outer: one number each, for every row or
-    once.
+
+def unequal(numbers: Mapping[str, Tensor], modules: Mapping[str, nn.Module] | None = None) -> list[list[str]]:
+    """The groups of siblings whose numbers, given by module, differ. numbers: one each, for every row or once. modules:
+    of the model, which remember groups that were given by name.
     """
-    first = {name: scale.flatten()[:1] for name, scale in outer.items()}
-    return [group for group in siblings(first) if not all(torch.equal(first[group[0]], first[n]) for n in group)]
+    first = {name: number.flatten()[:1] for name, number in numbers.items()}
+    return [g for g in siblings(first, modules) if not all(torch.equal(first[g[0]], first[name]) for name in g)]
 
 
-def check_fused(outer: Mapping[str, Tensor]) -> None:
-    """Raise ValueError that lists the siblings with different outer scales, given by module."""
-    if not (groups := unequal(outer)):
-        return
-    lines = []
-    for group in groups:
-        scales = ", ".join(f"{name.rpartition('.')[2]} {outer[name].flatten()[0].item():.6g}" for name in group)
-        lines.append(
-            f"{group[0].rpartition('.')[0]}: an engine fuses these layers under one outer scale, and theirs differ ({scales})"
-        )
-    raise ValueError(
-        "\n".join(lines) + "\n"
-        "train the recipe vllm-nvfp4, or vllm-nvfp4-weight without activations, whose layers share it; "
-        "nothing was written"
-    )
+def check_fused(layers: Mapping[str, Stored], modules: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError that lists the siblings whose fused layer would have one number where they have several."""
+    lines, instead = list[str](), list[str]()
+    for part, kind in _ONE.items():
+        stored = ((name, s.tensors[part]) for name, s in layers.items() if part in s.tensors)
+        numbers = {name: t for name, t in stored if t.dim() < 2 and t.numel() == 1}  # those of blocks are 2-D
+        for group in unequal(numbers, modules):
+            scales = ", ".join(f"{name.rpartition('.')[2]} {numbers[name].item():.6g}" for name in group)
+            lines.append(
+                f"{group[0].rpartition('.')[0]}: an engine fuses these layers under one {kind}, and theirs differ ({scales})"
+            )
+            if _INSTEAD[kind] not in instead:
+                instead.append(_INSTEAD[kind])
+    if lines:
+        raise ValueError("\n".join([*lines, *instead]) + "; nothing was written")
 
 
 def warn_mixed(linears: Iterable[str], schemes: Mapping[str, Any]) -> None:
