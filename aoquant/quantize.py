@@ -297,7 +297,7 @@ def packed_config(weight: PackedTensor) -> Packed4WeightConfig | PackedWeightCon
 
 @torch.no_grad()
 def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    """The deployed tensor (N, K) of a layer's float weight, with the scales that the layer holds or its step has, if any.
+    """The deployed tensor (N, K) of a layer's float weight, under the scales that the layer holds or its step has.
 
     weight: as the layer stores it. device: where the tensor is made, by default where the weight is.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,21 +48,40 @@ def unequal(numbers: Mapping[str, Tensor], modules: Mapping[str, nn.Module] | No
     return [g for g in siblings(first, modules) if not all(torch.equal(first[g[0]], first[name]) for name in g)]
 
 
-def check_fused(layers: Mapping[str, Stored], modules: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError that lists the siblings whose fused layer would have one number where they have several."""
-    lines, instead = list[str](), list[str]()
+@dataclass(frozen=True)
+class Apart:
+    """Siblings whose fused layer would have one number where they have several. kind: of number; numbers: by module."""
+
+    kind: str
+    numbers: dict[str, float]
+
+    @property
+    def instead(self) -> str:
+        """What to train, as advice."""
+        return _INSTEAD[self.kind]
+
+
+def apart(layers: Mapping[str, Stored], modules: Mapping[str, nn.Module]) -> list[Apart]:
+    """Every group of siblings whose numbers differ, for each kind of them."""
+    found = []
     for part, kind in _ONE.items():
         stored = ((name, s.tensors[part]) for name, s in layers.items() if part in s.tensors)
         numbers = {name: t for name, t in stored if t.dim() < 2 and t.numel() == 1}  # those of blocks are 2-D
-        for group in unequal(numbers, modules):
-            scales = ", ".join(f"{name.rpartition('.')[2]} {numbers[name].item():.6g}" for name in group)
-            lines.append(
-                f"{group[0].rpartition('.')[0]}: an engine fuses these layers under one {kind}, and theirs differ ({scales})"
-            )
-            if _INSTEAD[kind] not in instead:
-                instead.append(_INSTEAD[kind])
+        found += [Apart(kind, {n: numbers[n].item() for n in group}) for group in unequal(numbers, modules)]
+    return found
+
+
+def check_fused(layers: Mapping[str, Stored], modules: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError that lists the siblings whose fused layer would have one number where they have several."""
+    lines = []
+    for group in (found := apart(layers, modules)):
+        scales = ", ".join(f"{name.rpartition('.')[2]} {number:.6g}" for name, number in group.numbers.items())
+        lines.append(
+            f"{next(iter(group.numbers)).rpartition('.')[0]}: an engine fuses these layers under one {group.kind}, and theirs differ ({scales})"
+        )
     if lines:
-        raise ValueError("\n".join([*lines, *instead]) + "; nothing was written")
+        rest = "\n".join([*lines, *dict.fromkeys(g.instead for g in found)])
+        raise ValueError(f"nothing was written, because vLLM would compute with other numbers:\n{rest}")
 
 
 def warn_mixed(linears: Iterable[str], schemes: Mapping[str, Any]) -> None:

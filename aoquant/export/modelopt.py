@@ -60,7 +60,7 @@ def _nvfp4(p: PackedTensor, x: Format | Operand | None) -> Stored:
     if not (type(x) is NVFP4 and x.outer == "static"):
         raise Unfit(
             f"its activations ({p.activation}) have no calibrated outer scale",
-            "train with activation='nvfp4-static' and aoquant.calibrate, or activation=None",
+            "train the recipe vllm-nvfp4, whose are calibrated, or vllm-nvfp4-weight without quantised activations",
         )
     assert x.pts is not None
     return Stored({**tensors, "input_scale": torch.tensor(x.pts)}, "NVFP4")

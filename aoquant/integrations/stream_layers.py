@@ -69,7 +69,7 @@ class Layer:
 
 
 def with_shared_scales(layers: Sequence[Layer | Stack], device: torch.device | str) -> list[Layer | Stack]:
-    """`layers`, with the outer scale that siblings share, found in a pass of its own that reads one weight at a time."""
+    """`layers` with the outer scales that siblings share, found in a pass of its own, one weight in memory."""
     own = {layer.step.fqn: layer for layer in layers if isinstance(layer, Layer)}
 
     def weight_of(step: Step) -> Tensor:

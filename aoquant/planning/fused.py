@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from aoquant.formats import NVFP4PowerOfTwo, Operand, Scales
 from aoquant.layers import held
+from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLinear
 from aoquant.planning.plan import Step
 
@@ -74,7 +75,7 @@ def share_outer_scales(model: nn.Module, groups: Sequence[Sequence[str]] | None 
         ValueError: a given name is no such layer's.
     """
     modules = dict(model.named_modules())
-    layers = {name: m for name, m in modules.items() if isinstance(m, QATLinear) and _shares(m)}
+    layers = {name: m for name, m in modules.items() if isinstance(m, QATLinear) and shares(m.prepared.recipe)}
     if groups is not None:
         if wrong := [n for group in groups for n in group if n not in layers]:
             raise ValueError(
@@ -99,8 +100,8 @@ def _share(layers: Sequence[QATLinear], side: str) -> None:
         held.write(layer, side, Scales(outer=largest.to(own.device)), own.dim())
 
 
-def _shares(layer: QATLinear) -> bool:
-    recipe = layer.prepared.recipe
+def shares(recipe: LinearRecipe) -> bool:
+    """Whether layers that train `recipe` share their weights' outer scale with siblings."""
     return _has_powers(recipe.fprop_weight) and recipe.weight_scales == "static"
 
 

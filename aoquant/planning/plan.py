@@ -343,11 +343,7 @@ def prepare_target(config: QATConfig) -> Target:
         _check_base(config.backward, target)
     slots: dict[str, Any] = dict(backward_slots(config.backward))
     recipe = dataclasses.replace(target.recipe, straight_through=config.straight_through, **slots)
-    if config.scales != "dynamic":
-        recipe = dataclasses.replace(recipe, weight_scales=config.scales)
-    if config.scales == "learned" and recipe.input_scales == "static":
-        recipe = dataclasses.replace(recipe, input_scales="learned")
-    return dataclasses.replace(target, recipe=recipe)
+    return dataclasses.replace(target, recipe=recipe.holding(config.scales))
 
 
 def _check_base(hybrid: HybridConfig, target: Target) -> None:

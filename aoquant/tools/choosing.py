@@ -77,6 +77,8 @@ CHOICES = (
            ("vllm",), ("ampere", "hopper", "ada"), True),
     Choice("vLLM on Blackwell", "FP4 tensor cores", "vllm-nvfp4", 'Packed4WeightConfig("nvfp4-pow2", "nvfp4-pow2-static")',
            ("vllm",), ("blackwell",)),
+    Choice("vLLM on Hopper", "FP4 weights, activations in bfloat16", "vllm-nvfp4-weight",
+           'Packed4WeightConfig("nvfp4-pow2", contract="dequantize")', ("vllm",), ("hopper",)),
     Choice("vLLM on Blackwell", "MXFP4", "vllm-mxfp4", 'Packed4WeightConfig("mxfp4-even", "mxfp4-even")', ("vllm",), ("blackwell",)),
     Choice("llama.cpp on a CPU", "small weights", "gguf-q4_0", 'Packed4WeightConfig("q4_0", "q8_0-x86", "ggml")',
            ("llama.cpp",), ("cpu",), True),
