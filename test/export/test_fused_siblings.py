@@ -204,9 +204,9 @@ def test_given_groups_stay_shared_and_are_checked(tmp_path: Path) -> None:
 
 def test_groups_that_overlap_are_one() -> None:
     model = llama()
-    quantize_(model, QATConfig("vllm-nvfp4-weight"))
     attention = model.model.layers[0].self_attn
-    attention.o_proj.weight_outer *= 64
+    attention.o_proj.weight.data *= 64
+    quantize_(model, QATConfig("vllm-nvfp4-weight"))
     share_outer_scales(attention, [["v_proj", "o_proj"]])  # names within the module that is given
     calibrate(model, [IDS])
     scales = {getattr(attention, f"{n}_proj").weight_outer.item() for n in "qkvo"}
