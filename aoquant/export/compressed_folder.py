@@ -24,11 +24,8 @@ from aoquant.export.source import Source
 from aoquant.export.targets import Description
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
-_IN_TRANSFORMERS = {  # 5.17: it asks for weight_packed, weight_scale and weight_shape, or for fp8's weight and weight_scale
-    "int-quantized": "cannot load",
-    "mxfp8-quantized": "cannot load",
-    "nvfp4-pack-quantized": "leaves out the outer scales of",
-}
+# transformers 5.17 asks for experts' weight_packed, weight_scale and weight_shape, or for fp8's weight and weight_scale
+_NOT_LOADED = ("int-quantized", "mxfp8-quantized")
 
 
 def describe(source: Source, plan: Plan) -> Description:
@@ -86,13 +83,13 @@ def _check_symmetric(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> 
 
 
 def _warn_transformers(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> None:
-    """Warn of experts that transformers' own reader does not read, or reads wrong."""
+    """Warn of experts that transformers' own reader of these folders cannot load."""
     for scheme, modules in groups:
         expert = next(filter(_EXPERT.match, modules), None)
         layout = CompressionFormat(scheme.format).value
-        if expert and (fact := _IN_TRANSFORMERS.get(layout)):
+        if expert and layout in _NOT_LOADED:
             warnings.warn(
-                f"transformers {fact} {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
+                f"transformers cannot load {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
                 "aoquant.load_pretrained; transformers reads experts of intx, fp8 and mxfp4",
                 stacklevel=5,
             )
