@@ -3,8 +3,8 @@
 llama.cpp knows an architecture's activation function, scale of attention, soft caps and YaRN's ramp by heart, and reads
 no key for them. A config that differs there is refused by field. Sliding windows are read for Gemma 2 and 3 alone;
 Mistral's and Qwen's layers attend to all tokens, which is the same while the context is no longer than the window.
-Source: llama.cpp `src/models/*.cpp`, `src/llama-context.cpp`; each case was run in llama-cpp-python 0.3.36 against
-transformers.
+Source: llama.cpp `src/models/*.cpp`, `src/llama-context.cpp`. Windows, YaRN and scales of attention were run in
+llama-cpp-python 0.3.36 against transformers; the rest was read.
 """
 
 from __future__ import annotations
