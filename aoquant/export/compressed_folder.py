@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import compressed_tensors
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 
 from aoquant.export.fused import check_fused
@@ -23,6 +24,8 @@ from aoquant.export.source import Source
 from aoquant.export.targets import Description
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
+# transformers 5.17 asks for experts' weight_packed, weight_scale and weight_shape, or for fp8's weight and weight_scale
+_NOT_LOADED = ("int-quantized", "mxfp8-quantized")
 
 
 def describe(source: Source, plan: Plan) -> Description:
@@ -37,9 +40,9 @@ def describe(source: Source, plan: Plan) -> Description:
         groups.setdefault(scheme.model_dump_json(), (scheme, []))[1].append(module)
     one = len(groups) == 1
     _check_symmetric(groups.values())
+    _warn_transformers(groups.values())
     left = [weight.module for name, weight in plan.floats.items() if name.endswith(".weight")]
     _check_experts([*(modules for _, modules in groups.values()), left])
-    _warn_of_nvfp4_experts(groups.values())
     schemes = {
         f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(modules)})
         for i, (scheme, modules) in enumerate(groups.values())
@@ -77,16 +80,17 @@ def _check_symmetric(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> 
             )
 
 
-def _warn_of_nvfp4_experts(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> None:
-    """Warn that transformers 5.17 reads NVFP4 experts without their outer scales (`DecompressExperts`)."""
+def _warn_transformers(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> None:
+    """Warn of experts that transformers' own reader of these folders cannot load."""
     for scheme, modules in groups:
-        if scheme.format == "nvfp4-pack-quantized" and (expert := next(filter(_EXPERT.match, modules), None)):
+        expert = next(filter(_EXPERT.match, modules), None)
+        layout = CompressionFormat(scheme.format).value
+        if expert and layout in _NOT_LOADED:
             warnings.warn(
-                f"{expert}: transformers loads NVFP4 experts without their outer scales, so their values are others there: serve "
-                "the folder with vLLM",
+                f"transformers cannot load {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
+                "aoquant.load_pretrained; transformers reads experts of intx, fp8 and mxfp4",
                 stacklevel=5,
             )
-            return
 
 
 def _check_experts(groups: Iterable[Iterable[str]]) -> None:
