@@ -50,7 +50,8 @@ class Masters(nn.Module):
         for name, p in model.named_parameters(remove_duplicate=False):
             _put(self, name, packed.get(id(p), p))
         for name, b in model.named_buffers(remove_duplicate=False):
-            _put(self, name, b)
+            path, _, last = name.rpartition(".")
+            _put(self, name, b, last not in model.get_submodule(path)._non_persistent_buffers_set)
         weights = {
             key: _packed(master, layer) for layer in layers for key, master in packed.items() if key == id(layer.weight)
         }
@@ -153,8 +154,8 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(packs)
 
 
-def _put(root: nn.Module, name: str, value: Tensor) -> None:
-    """Register a parameter or buffer under a name with dots."""
+def _put(root: nn.Module, name: str, value: Tensor, persistent: bool = True) -> None:
+    """Register a parameter or buffer under a name with dots. persistent: of a buffer."""
     *path, last = name.split(".")
     for part in path:
         if part not in root._modules:
@@ -163,7 +164,7 @@ def _put(root: nn.Module, name: str, value: Tensor) -> None:
     if isinstance(value, nn.Parameter):
         root.register_parameter(last, value)
     else:
-        root.register_buffer(last, value)
+        root.register_buffer(last, value, persistent)
 
 
 def _refreshed(masters: nn.Module, keys: Any) -> None:

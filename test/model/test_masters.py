@@ -76,6 +76,29 @@ def test_what_the_model_holds() -> None:
     assert all(p is q for p, q in zip(masters.parameters(), masters.masters(), strict=True))
 
 
+def test_states_of_masters_and_of_the_model_load_into_each_other() -> None:
+    """A model with a buffer that is in no checkpoint, and that a forward reads."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.arange(WIDTH) + 1.0, persistent=False)
+            self.register_buffer("steps", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.inv_freq
+
+    models = [nn.Sequential(Rotary(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    plain, packed = models
+    quantize_(plain, CONFIGS["fp8-hybrid"]())
+    masters = quantized_model_init(packed, CONFIGS["fp8-hybrid"]())
+    masters.load_state_dict(plain.state_dict())
+    assert "0.inv_freq" in dict(masters.named_buffers()) and "0.steps" in masters.state_dict()
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(packed(x), plain(x))
+    plain.load_state_dict(masters.state_dict())
+
+
 def test_tied_weights_have_one_master() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight
