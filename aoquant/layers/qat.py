@@ -24,6 +24,7 @@ from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
+from aoquant.parallel.gathered import PACKED, GatheredWeight
 
 DELAYED_STATE = ("amax_history", "amax_factor")  # buffers of a layer whose scales are delayed: the fields of `Delayed`
 RANDOM = "backward_random"  # buffer of a layer whose backward draws: seed, module, step
@@ -265,13 +266,16 @@ def unprepare(model: nn.Module) -> int:
     Weights, state_dict, hooks, attributes, mode and tying stay as they are; the weights keep their training.
 
     Raises:
-        ValueError: no layer is prepared, or one has an adapter.
+        ValueError: no layer is prepared, or one has an adapter, or is packed by `quantized_model_init`.
     """
     for name, module in model.named_modules():  # peft's tuner layers
         if isinstance(getattr(module, "base_layer", None), PreparedModule) and hasattr(module, "merged"):
             raise ValueError(
                 f"{name}.base_layer: is under an adapter that trains the merged weight: call merge_and_unload(), or unload(), first"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, QATLayer) and isinstance(module.weight, GatheredWeight):
+            raise ValueError(f"{name or 'linear'}: {PACKED}")
     layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
     if not layers:
         raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")

@@ -32,6 +32,7 @@ from aoquant.layers.linear import NOT_CALIBRATED
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.parallel import packed as sharded
 from aoquant.parallel.fsdp import GATHER, compute_dtypes
+from aoquant.parallel.gathered import PACKED, GatheredWeight
 from aoquant.parallel.linear import all_finite
 from aoquant.planning import experts, owners
 from aoquant.planning import tied as sharing
@@ -209,6 +210,8 @@ def plan_layer(
     assert layer is not None
     weight = layer.matrix(module.weight)
     label = f"{fqn or f'nn.{layer.plain.__name__}'} {tuple(weight.shape)}"
+    if isinstance(module.weight, GatheredWeight):
+        raise ValueError(f"{label}: {PACKED}")
     try:
         config = ours(config, module)
     except ValueError as error:
