@@ -9,13 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrid_cases import data, layer, step
+from support.hybrid_cases import assert_same, data, layer, step
 from torch import nn
 from torchao.core.config import config_from_dict, config_to_dict
 from torchao.quantization import FqnToConfig
 from torchao.quantization import quantize_ as torchao_quantize
 
-from aoquant import Cast, HybridConfig, MXFP8WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant import (
+    Cast,
+    HybridConfig,
+    MXFP4WeightConfig,
+    MXFP8WeightConfig,
+    NVFP4WeightConfig,
+    PackedTensor,
+    QATConfig,
+    fixed_weights,
+    quantize_,
+)
 from aoquant.layers.qat import RANDOM
 from aoquant.recipes import NVFP4_TRAINING, get_recipe
 
@@ -168,6 +178,47 @@ def test_25_the_random_state_stays() -> None:
     state = model["layer"].backward_random.clone()
     quantize_(model, NVFP4_TRAINING.replaced(save="hp"))
     assert torch.equal(model["layer"].backward_random, state) and state[0] == 5 and state[2] == 1
+
+
+def test_25_after_quartet_its_trust_mask_goes() -> None:
+    """Quest's scales clip, so that the mask shows."""
+    x, g = data()
+    base = MXFP4WeightConfig(rule="quest")
+    model = nn.ModuleDict({"layer": layer(QATConfig(base, backward="quartet"))})
+    quantize_(model, HybridConfig.bwd("mxfp8"))
+    wanted = layer(QATConfig(base, backward=HybridConfig.bwd("mxfp8")))
+    assert model["layer"].prepared.recipe == wanted.prepared.recipe
+    assert_same(step(model["layer"], x, g), step(wanted, x, g))
+    model = nn.ModuleDict({"layer": layer(QATConfig(base, backward="mxfp4", straight_through="clipped"))})
+    quantize_(model, HybridConfig.bwd("mxfp8"))
+    assert model["layer"].prepared.recipe.straight_through == "clipped", "which was asked for"
+
+
+def test_25_states_of_an_earlier_recipe_are_not_asked_for() -> None:
+    """A checkpoint of a model whose backward no longer draws, and one of a model that never did."""
+    changed = nn.ModuleDict({"layer": layer(get_recipe("nvfp4-training").prepare())})
+    step(changed["layer"], *data())
+    quantize_(changed, HybridConfig.bwd("te-nvfp4"))
+    assert RANDOM in changed["layer"]._buffers, "it goes on when the backward draws again"
+    fresh = nn.ModuleDict({"layer": layer(QATConfig("nvfp4-training", backward=HybridConfig.bwd("te-nvfp4")))})
+    state = fresh.state_dict()
+    fresh.load_state_dict(changed.state_dict())
+    assert_same(step(fresh["layer"], *data()), step(changed["layer"], *data()))
+    changed.load_state_dict(state)
+
+
+def test_25_inside_fixed_weights() -> None:
+    """The columns of the old recipe are not those of the new one."""
+    x, g = data()
+    start = HybridConfig.fwd_bwd("te-nvfp4", "te-nvfp4")
+    for new in (start.replaced(dgrad_weight=Cast("te-nvfp4")), HybridConfig.fwd_bwd("te-nvfp4", "mxfp8")):
+        model = nn.ModuleDict({"layer": layer(start)})
+        with fixed_weights(model):
+            step(model["layer"], x, g)
+            pending = model["layer"](x.detach().requires_grad_())
+            quantize_(model, new)
+            assert_same(step(model["layer"], x, g), step(layer(new), x, g))
+            pending.backward(g)  # by the recipe of its forward
 
 
 def test_25_compile_recompiles_once() -> None:
