@@ -65,6 +65,19 @@ MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "mxfp8-hp
         ({"save": "row"}, "save is one of col, hp"),
         ({"seed": -1}, "seed must be an integer"),
         ({"dgrad_weight": 8}, "dgrad_weight is a Cast, the name of a format or None, got 8"),
+        (
+            {"dgrad_grad_output": "nvfp4-sr", "dgrad_weight": "nvfp4-sr"},
+            "nvfp4-sr rounds at random.*; got grad_output nvfp4-sr and weight nvfp4-sr",
+        ),
+        (
+            {"fprop_input": "hadamard16+mxfp4", "fprop_weight": "hadamard16+mxfp4"},
+            "a backward whose casts have sources needs a forward without a transform",
+        ),
+        (
+            {"fprop_input": f"{RHT}+te-nvfp4", "fprop_weight": f"{RHT}+te-nvfp4"},
+            "te-hadamard stands before both operands of wgrad",
+        ),
+        ({"fprop_input": "mxfp8", "fprop_weight": "mxfp8", "amax_history": 16}, "delayed scaling is for te-fp8-tensor"),
     ],
 )
 def test_5_mismatches_are_refused_at_construction(casts: dict[str, Any], said: str) -> None:
@@ -149,6 +162,14 @@ def test_beside_a_base() -> None:
         layer(HybridConfig.bwd("mxfp8"))
     with pytest.raises(ValueError, match="without a transform"):
         layer(QATConfig("nvfp4-h16", backward=HybridConfig.bwd("mxfp8")))
+
+
+def test_5_where_a_hybrid_config_cannot_stand() -> None:
+    with pytest.raises(ValueError, match=r"give quantize_ the HybridConfig itself, or QATConfig\(base, backward="):
+        QATConfig(HybridConfig.fwd_bwd("mxfp8", "mxfp8"))
+    for wrong in ({}, 8, MXFP8WeightConfig()):
+        with pytest.raises(ValueError, match="backward is quartet, quartet2, the name of a format for gradients"):
+            QATConfig(MXFP8WeightConfig(), backward=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", MIXES)
