@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.hybrid_cases import assert_same, data, layer, step
+from test_hybrid_training import gradients, network
 from torch import nn
 from torchao.core.config import config_from_dict, config_to_dict
 from torchao.quantization import FqnToConfig
@@ -27,7 +28,7 @@ from aoquant import (
     quantize_,
 )
 from aoquant.layers.qat import RANDOM
-from aoquant.recipes import NVFP4_TRAINING, get_recipe
+from aoquant.recipes import FP8_HYBRID, NVFP4_TRAINING, get_recipe
 
 RHT = "te-hadamard16-sd7e8"
 MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
@@ -199,6 +200,28 @@ def test_25_the_random_state_stays() -> None:
     state = model["layer"].backward_random.clone()
     quantize_(model, NVFP4_TRAINING.replaced(save="hp"))
     assert torch.equal(model["layer"].backward_random, state) and state[0] == 5 and state[2] == 1
+
+
+DELAYED = FP8_HYBRID.replaced(amax_history=16)
+STARTS = {
+    "quartet": (QATConfig("mxfp8", backward="quartet"), HybridConfig.bwd("te-nvfp4")),
+    "drawing": (get_recipe("nvfp4-training").prepare(), HybridConfig.bwd("mxfp8")),
+    "delayed": (QATConfig("fp8-hybrid", backward=DELAYED), FP8_HYBRID),
+    "current": (get_recipe("fp8-hybrid").prepare(), DELAYED),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_25_a_model_of_two_layers_from_any_start(start: str) -> None:
+    """After a step of the old config, a step of the new one is a freshly prepared model's."""
+    first, new = STARTS[start]
+    model, fresh = network(first), network(dataclasses.replace(first, backward=new, straight_through="identity"))
+    gradients(model, model)
+    quantize_(model, new)
+    for name, wanted in fresh.named_modules():
+        if hasattr(wanted, "prepared"):
+            assert model.get_submodule(name).prepared.recipe == wanted.prepared.recipe
+    assert_same(gradients(model, model), gradients(fresh, fresh))
 
 
 def test_25_after_quartet_its_trust_mask_goes() -> None:

@@ -168,7 +168,7 @@ LOOPS = [*((family, None) for family in FAMILIES), ("mixtral", "quartet2"), ("gp
 
 
 @pytest.mark.parametrize(("family", "backward"), LOOPS)
-def test_prepared_is_a_loop_of_prepared_linear_layers(family: str, backward: str | None) -> None:
+def test_23_prepared_is_a_loop_of_prepared_linear_layers(family: str, backward: str | None) -> None:
     """Outputs and gradients; an expert without tokens has a zero gradient."""
     model, (x, index, weights) = made(family, "grouped_mm", torch.float32), routed(24, "random", torch.float32)
     plain = copy.deepcopy(model.experts)
@@ -477,9 +477,9 @@ def test_25_experts_take_another_backward() -> None:
         b.copy_(states[name])
     quantize_(model, drawn)
     assert states and all(torch.equal(b, states[name]) for name, b in model.named_buffers())
-    with pytest.raises(ValueError, match="experts.*is prepared for .* a HybridConfig replaces backward alone"):
+    with pytest.raises(ValueError, match=r"experts.*is prepared for .* a HybridConfig replaces backward alone"):
         quantize_(model, QATConfig("mxfp8-nvfp4"))
-    with pytest.raises(ValueError, match="experts.*leaves fprop to a base needs one"):
+    with pytest.raises(ValueError, match=r"experts.*leaves fprop to a base needs one"):
         quantize_(made("mixtral", "eager"), HybridConfig.bwd("mxfp8"))
 
 
