@@ -40,7 +40,8 @@ class Masters(nn.Module):
 
     Give its `parameters()` to the optimizer and to `clip_grad_norm_`, and its `state_dict()` to a checkpoint; loading
     one packs the weights again. `refresh()` does so after any other change of the masters; `restore()` gives the
-    model its weights back, before convert. A step of an optimizer that has the model's own parameters raises ValueError.
+    model its weights back, before convert. A step of an optimizer that has packed weights of the model itself raises
+    ValueError.
     """
 
     def __init__(self, model: nn.Module, layers: list[QATLinear]) -> None:

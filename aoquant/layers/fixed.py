@@ -8,7 +8,7 @@ Sides that are drawn at random are drawn anew each time.
 A weight that is written inside the block raises, by the version that PyTorch counts for each in-place operation. Fused
 optimizers do not move that version, nor does FSDP2 when it gathers a weight into the memory of the last one, so a step
 of an optimizer counts as a write of every weight of its that has a gradient. Other writes without a version (through
-`.data`, NumPy or a raw pointer) are not seen, as autograd does not see them.
+`.data`, NumPy or a raw pointer, or to FSDP2's shards) are not seen.
 """
 
 from __future__ import annotations
