@@ -16,8 +16,8 @@ from torchao.quantization import FqnToConfig
 
 import aoquant
 from aoquant import IntxWeightConfig, MXFP4WeightConfig, PackedWeightConfig, QATConfig
+from aoquant.export.joined import joined_rows
 from aoquant.integrations.vllm_experts import multiplied
-from aoquant.tensor import joined_rows
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 MIXED = FqnToConfig(
