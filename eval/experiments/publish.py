@@ -21,6 +21,7 @@ from aoquant.tools import choosing
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- experiments -->", "<!-- end of experiments -->"
+PREPARED = "†"  # marks what was scored as prepared
 HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "torchao's QAT", "recovered, %")
 
 
@@ -73,24 +74,29 @@ def readme(rows: Sequence[Mapping[str, str]]) -> str:
     """Distilled headline rows, and the torchao row that each is compared with."""
     lines = [HEADS, ("---",) * len(HEADS)]
     for row in headlines(rows):
-        other = next(
-            (r for r in rows if r["row"] == row["against"] and r["kind"] == "torchao" and r["loss"] == "kl"), {}
-        )
+        other = beside(rows, row)
         bits, numbers = f"{float(row['bits']):.2f}", [f"{float(row[name]):.2f}" for name in ("float", "PTQ")]
         lines.append((f"`{row['recipe']}`", bits, *numbers, *recovery(row), *recovery(other)))
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
 
 
+def beside(rows: Sequence[Mapping[str, str]], row: Mapping[str, str]) -> Mapping[str, str]:
+    """The torchao row that a row is compared with; empty where there is none."""
+    return next((r for r in rows if r["row"] == row["against"] and r["kind"] == "torchao" and r["loss"] == "kl"), {})
+
+
 def recovery(row: Mapping[str, str]) -> tuple[str, str]:
-    """Perplexity and recovered share of a row, mean and spread over seeds."""
+    """Perplexity and recovered share of a row, mean and spread over seeds, marked where they are not the converted
+    model's.
+    """
     if not row.get("QAT"):
         return "", ""
 
     def cell(name: str, form: str) -> str:
         if not row[name]:
             return ""
-        error = row[f"{name} sd"]
-        return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else " (one seed)")
+        error, mark = row[f"{name} sd"], f" {PREPARED}" if row["as prepared"] else ""
+        return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else " (one seed)") + mark
 
     return cell("QAT", ".2f"), cell("recovered %", ".0f")
 
@@ -101,9 +107,16 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
 
     floats = [row for row in rows if row["row"] == "bf16" and row["QAT"]]
     tuned = f"The float model itself, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}. " if floats else ""
+    reasons = {reason for row in headlines(rows) if (reason := beside(rows, row).get("as prepared"))}
+    marked = (
+        f"{PREPARED} PTQ and QAT are scores of torchao's prepared model, as its converted layers did not run where this was measured "
+        f"(\"{'; '.join(sorted(reasons))}\"). "
+        if reasons
+        else ""
+    )
     words = (
-        f"{source} Scored is the converted model; ± is the deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) in log perplexity. "
-        f"{tuned}torchao: the same budget, prepared and converted by its own `QATConfig`. Prepared equals converted in every run of aoquant's. "
+        f"{source} Scored is the converted model, but where marked; ± is the deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) "
+        f"in log perplexity. {tuned}torchao: the same budget, by its own `QATConfig`. {marked}Prepared equals converted in every run of aoquant's. "
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"

@@ -27,7 +27,9 @@ Found = Mapping[Run, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Line:
-    """A row under one loss. perplexities: of the converted model, by seed. None: not there, or not run."""
+    """A row under one loss. perplexities: of the converted model, by seed. None: not there, or not run. as_prepared: why
+    a prepared model was scored in place of a converted one, if one was.
+    """
 
     row: Row
     loss: str
@@ -36,6 +38,7 @@ class Line:
     ptq: float | None
     perplexities: dict[int, float]
     runs: list[Mapping[str, Any]]
+    as_prepared: str = ""
 
     def validation(self) -> dict[int, float]:
         """Perplexity a token on validation pages, by seed."""
@@ -56,14 +59,17 @@ def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
         whole = found.get(float_run(row))
         if whole is None:
             continue
-        ptq = (found.get(Run(row.name, "ptq")) or {}).get("word_perplexity")
+        untrained = found.get(Run(row.name, "ptq")) or {}
+        ptq = untrained.get("word_perplexity")
         for loss in row.losses:
             rate = chosen_rate(found, row.name, loss, row.rates(loss))
             runs = {} if rate is None else _seeds(found, row.name, loss, rate)
             scores = {seed: r["word_perplexity"] for seed, r in runs.items()}
             shown = loss == row.losses[0] and (ptq is not None or row.kind == "float")
             if scores or shown:
-                made.append(Line(row, loss, rate, whole["word_perplexity"], ptq, scores, list(runs.values())))
+                score, results = whole["word_perplexity"], list(runs.values())
+                reasons = [r["as_prepared"] for r in (untrained, *results) if "as_prepared" in r]
+                made.append(Line(row, loss, rate, score, ptq, scores, results, (reasons or [""])[0]))
     return made
 
 
@@ -95,11 +101,11 @@ def difference(mine: Mapping[int, float], other: Mapping[int, float]) -> str:
 
 def before_is_after(line: Line) -> str:
     """Whether the prepared and the converted model have the same perplexity, to every digit, in all runs."""
+    if line.as_prepared:
+        return f"scored as prepared: {line.as_prepared}"
     pairs = [(r.get("prepared_word_perplexity"), r["word_perplexity"]) for r in line.runs]
     if line.row.kind == "float" or not pairs:
         return ""
-    if any("as_prepared" in run for run in line.runs):
-        return "scored as prepared: its kernel is not here"
     off = max(abs(math.log(a / b)) for a, b in pairs)
     return "equal" if all(a == b for a, b in pairs) else f"differ by {off:.1e}"
 
@@ -154,7 +160,7 @@ def numbers(line: Line) -> dict[str, Any]:
     bits = [run["weight_bits"] for run in line.runs if "weight_bits" in run]
     columns: dict[str, Any] = {"row": line.row.name, "kind": line.row.kind, "recipe": line.row.recipe}
     columns |= {"headline": line.row.headline, "against": line.row.against, "loss": line.loss, "rate": line.rate}
-    columns |= {"seeds": len(qat)}
+    columns |= {"seeds": len(qat), "as prepared": line.as_prepared}
     columns |= {"bits": bits[-1] if bits else "", "float": line.float_model, "PTQ": line.ptq}
     for name, values in (("QAT", qat), ("recovered %", shares)):
         columns |= {name: mean(values) if values else "", f"{name} sd": stdev(values) if len(values) > 1 else ""}

@@ -369,7 +369,8 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
             found[records.Run(row.name, "search", "kl", rate)] = {"validation_loss": loss}
         for seed in range(2):
             result = {"validation_loss": 1.0, "word_perplexity": qat + seed, "prepared_word_perplexity": qat + seed}
-            found[records.Run(row.name, "qat", "kl", 3e-4, seed)] = {**result, "weight_bits": 4.25}
+            note = {"as_prepared": "Requires a kernel"} if row.kind == "torchao" else {}
+            found[records.Run(row.name, "qat", "kl", 3e-4, seed)] = {**result, "weight_bits": 4.25, **note}
     out.mkdir()
     (out / "runs.jsonl").write_text("")
     before = (root / "README.md").read_text(encoding="utf-8")
@@ -380,7 +381,9 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     table.write(out, kept, found, facts)
     publish.publish(out, root)
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert "| `int4-g128` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 80 ± 4 | 57.50 ± 0.71 | 58 ± 4 |" in readme
+    assert "| `int4-g128` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 80 ± 4 | 57.50 ± 0.71 † | 58 ± 4 † |" in readme
+    assert '† PTQ and QAT are scores of torchao\'s prepared model' in (said := readme.replace("\n", " "))
+    assert '("Requires a kernel")' in said and "converted by its own" not in said
     assert "20.0 M parameters" in readme and "a GPU, 2026-01-02" in readme and "experiments.md" in readme
     assert "nvfp4-average" not in readme and readme.count("docs/figures/bits.svg") == 1
     assert len(readme.splitlines()) < 130 and max(map(len, readme.splitlines())) < 400
@@ -392,6 +395,7 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     page = (root / "docs" / "choosing.md").read_text(encoding="utf-8")
     assert choosing.markdown(numbers) in page and "| 4.25 | 1.40 | 1.07 |" in page
     figure = (root / "docs" / "figures" / "bits.svg").read_text(encoding="utf-8")
+    assert 'class="hollow"' in figure and "scored as prepared" in figure
     assert ">int4-g128<" in figure and ">53.5<" in figure and ">4.25<" in figure
     publish.publish(out, root)
     assert (root / "README.md").read_text(encoding="utf-8") == readme  # a second time changes nothing

@@ -141,7 +141,7 @@ def test_a_figure_is_what_its_script_draws(name: str) -> None:
 
 
 def test_bits_are_drawn_with_torchao_beside_ours() -> None:
-    row = {"headline": "True", "loss": "kl", "float": "30", "PTQ": "40", "bits": "4.25", "against": ""}
+    row = {"headline": "True", "loss": "kl", "float": "30", "PTQ": "40", "bits": "4.25", "against": "", "as prepared": ""}
     rows = [
         {**row, "row": "theirs", "kind": "torchao", "QAT": "34"},
         {**row, "row": "ours", "kind": "aoquant", "QAT": "32", "against": "theirs"},
@@ -151,6 +151,7 @@ def test_bits_are_drawn_with_torchao_beside_ours() -> None:
     (ptq,), (qat,) = (
         re.findall(rf'cx="([0-9.]+)" cy="92" r="[45]" class="{style}"', drawn) for style in ("ptq", "qat")
     )
+    assert 'class="hollow"' not in drawn and 'class="hollow"' in DRAW["bits_of"]([{**rows[0], "as prepared": "x"}, rows[1]])
     torchao = float(re.findall(r'<rect x="([0-9.]+)" y="83" width="6" height="18" class="float"', drawn)[0]) + 3
     assert float(qat) < torchao < float(ptq)  # lower perplexity lies to the left
 
