@@ -22,7 +22,7 @@ from aoquant.tools import choosing
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- experiments -->", "<!-- end of experiments -->"
 PREPARED = "†"  # marks what was scored as prepared
-HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "torchao's QAT", "recovered, %")
+HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "seeds", "torchao's QAT", "recovered, %", "seeds")
 
 
 def publish(out: Path, root: Path = ROOT) -> None:
@@ -36,7 +36,7 @@ def publish(out: Path, root: Path = ROOT) -> None:
     with (out / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     if not headlines(rows):
-        raise ValueError(f"{out / 'results.csv'} has no headline row that is trained by kl: nothing to publish")
+        raise ValueError(f"{out / 'results.csv'} has no headline row that was trained: nothing to publish")
     results = root / "benchmarks" / "results"
     for source, target in (
         ("results.csv", results / "experiments.csv"),
@@ -66,12 +66,12 @@ def between(page: Path, content: str) -> None:
 
 
 def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """aoquant's headline rows that are trained by distillation."""
-    return [r for r in rows if r["headline"] == "True" and r["kind"] == "aoquant" and r["loss"] == "kl" and r["QAT"]]
+    """aoquant's headline rows, each under the loss that validation pages chose."""
+    return [r for r in rows if r["headline"] == r["published"] == "True" and r["kind"] == "aoquant"]
 
 
 def readme(rows: Sequence[Mapping[str, str]]) -> str:
-    """Distilled headline rows, and the torchao row that each is compared with."""
+    """Headline rows, and the torchao row that each is compared with."""
     lines = [HEADS, ("---",) * len(HEADS)]
     for row in headlines(rows):
         other = beside(rows, row)
@@ -82,23 +82,25 @@ def readme(rows: Sequence[Mapping[str, str]]) -> str:
 
 def beside(rows: Sequence[Mapping[str, str]], row: Mapping[str, str]) -> Mapping[str, str]:
     """The torchao row that a row is compared with; empty where there is none."""
-    return next((r for r in rows if r["row"] == row["against"] and r["kind"] == "torchao" and r["loss"] == "kl"), {})
+    return next(
+        (r for r in rows if r["row"] == row["against"] and r["kind"] == "torchao" and r["published"] == "True"), {}
+    )
 
 
-def recovery(row: Mapping[str, str]) -> tuple[str, str]:
+def recovery(row: Mapping[str, str]) -> tuple[str, str, str]:
     """Perplexity and recovered share of a row, mean and spread over seeds, marked where they are not the converted
-    model's.
+    model's; and the number of seeds.
     """
     if not row.get("QAT"):
-        return "", ""
+        return "", "", ""
 
     def cell(name: str, form: str) -> str:
         if not row[name]:
             return ""
         error, mark = row[f"{name} sd"], f" {PREPARED}" if row["as prepared"] else ""
-        return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else " (one seed)") + mark
+        return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else "") + mark
 
-    return cell("QAT", ".2f"), cell("recovered %", ".0f")
+    return cell("QAT", ".2f"), cell("recovered %", ".1f"), row["seeds"]
 
 
 def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
@@ -106,16 +108,19 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
     import textwrap
 
     floats = [row for row in rows if row["row"] == "bf16" and row["QAT"]]
-    tuned = f"The float model itself, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}. " if floats else ""
+    end = " (its rate is an end of the search)" if floats and floats[0]["rate at an end"] == "True" else ""
+    tuned = (
+        f"The float model itself, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}{end}. " if floats else ""
+    )
     reasons = {reason for row in headlines(rows) if (reason := beside(rows, row).get("as prepared"))}
     marked = (
         f"{PREPARED} PTQ and QAT are scores of torchao's prepared model, as its converted layers did not run where this was measured "
-        f"(\"{'; '.join(sorted(reasons))}\"). "
+        f'("{"; ".join(sorted(reasons))}"). '
         if reasons
         else ""
     )
     words = (
-        f"{source} Scored is the converted model, but where marked; ± is the deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) "
+        f"{source} Scored: the converted model, but where marked; ±: deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) "
         f"in log perplexity. {tuned}torchao: the same budget, by its own `QATConfig`. {marked}Prepared equals converted in every run of aoquant's. "
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
