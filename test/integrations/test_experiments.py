@@ -91,8 +91,15 @@ def runs(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
 
 
-def test_a_table_from_end_to_end(modules: ModuleType, inputs: Path, tmp_path: Path) -> None:
+def test_a_table_from_end_to_end(
+    modules: ModuleType, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
+    call(modules, inputs, out, "--rows", "bf16", "int4", "theirs", "--dry-run")
+    planned = capsys.readouterr().out
+    # 8 steps of 64 tokens, 2 in a search
+    assert "| int4   | kl     |                  2 |      2 |" in planned and "0.0 M tokens at least" in planned
+    assert not out.exists()
     call(modules, inputs, out, "--rows", "bf16", "int4", "theirs")
     found = runs(out)
     kinds = [(r["run"]["row"], r["run"]["stage"]) for r in found]
@@ -405,7 +412,7 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
         "int4-g128": 53.5,
     }  # no trick's, no torchao's
     page = (root / "docs" / "choosing.md").read_text(encoding="utf-8")
-    assert choosing.markdown(numbers) in page and "| 4.25 | 1.40 | 1.07 |" in page
+    assert choosing.markdown(numbers) in page and "| 4.25 | 1.400 | 1.070 | 2 |" in page
     figure = (root / "docs" / "figures" / "bits.svg").read_text(encoding="utf-8")
     assert 'class="hollow"' in figure and "scored as prepared" in figure
     assert ">int4-g128<" in figure and ">53.5<" in figure and ">4.25<" in figure
@@ -576,7 +583,7 @@ def test_an_end_by_signal_ends_the_workers_and_one_call_has_the_folder(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(command, "chosen", lambda o: {})
-    monkeypatch.setattr(command, "tasks", lambda o, rows_: [(rows.Row("a", "", "float"), "ce")])
+    monkeypatch.setattr(command, "tasks", lambda o, rows_, settings: [(rows.Row("a", "", "float"), "ce")])
     monkeypatch.setattr(processes.subprocess, "Popen", begin)
     monkeypatch.setattr(command.time, "sleep", stop)
     paths = ["--wikitext", str(tmp_path), "--out", str(tmp_path), "--device", "cpu", "--commit", "x"]
