@@ -2,6 +2,7 @@
 
     python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --jobs 8 --limit 500
     python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --tokenise  # the text alone, no GPU
+    python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --dry-run   # what would be trained
     python eval/experiments --model DIR --wikitext DIR --out OUT --cost     # the cost columns, one row at a time
     python eval/experiments --model DIR --wikitext DIR --out OUT --table    # the files again, nothing is run
 
@@ -38,7 +39,7 @@ from experiments.processes import Processes
 from experiments.publish import publish
 from experiments.records import Run
 from experiments.rows import Row, load_all
-from experiments.setting import settings_of
+from experiments.setting import Setting, settings_of
 
 GRACE = 60.0  # seconds after the limit until a process that has not stopped is ended
 
@@ -68,6 +69,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="write the table and nothing else")
     parser.add_argument("--publish", action="store_true", help="write the table, the README's and the pages' from it")
     parser.add_argument("--tokenise", action="store_true", help="write the token ids and nothing else")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and nothing else")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--no-graph", action="store_true", help="no CUDA graphs")
     parser.add_argument("--commit", help="of the code, kept with every result; git's by default")
@@ -113,19 +115,19 @@ def chosen(o: argparse.Namespace) -> dict[str, Row]:
     return {n: replace(r, seeds=min(r.seeds, o.seeds or r.seeds)) for n, r in found.items()}
 
 
-def tasks(o: argparse.Namespace, rows: dict[str, Row]) -> list[tuple[Row, str]]:
+def tasks(o: argparse.Namespace, rows: dict[str, Row], settings: dict[str, Setting]) -> list[tuple[Row, str]]:
     """What is left to do, in order."""
     ordered = [(r, loss) for r in rows.values() for loss in r.losses if loss in o.losses or r.kind == "float"]
     ordered.sort(key=lambda task: (task[0].losses.index(task[1]), task[0].kind != "float", not task[0].headline))
-    settings = settings_of(o, rows.values())
-    for setting in settings.values():  # here, before several processes ask
-        setting.tokenise()
     return [(row, loss) for row, loss in ordered if worker.missing(settings[row.model], row, loss)]
 
 
 def run_all(o: argparse.Namespace, rows: dict[str, Row], until: float, lock: TextIO) -> list[str]:
     """Run what is left, `o.jobs` processes at once; the rows that failed."""
-    waiting, processes, failed = tasks(o, rows), Processes(o, lock), list[str]()
+    settings = settings_of(o, rows.values())
+    for setting in settings.values():  # here, before several processes ask
+        setting.tokenise()
+    waiting, processes, failed = tasks(o, rows, settings), Processes(o, lock), list[str]()
     (o.out / "logs").mkdir(parents=True, exist_ok=True)
     written = time.time()
     try:
@@ -150,6 +152,21 @@ def run_all(o: argparse.Namespace, rows: dict[str, Row], until: float, lock: Tex
     finally:
         processes.kill()
     return failed
+
+
+def planned(o: argparse.Namespace, rows: dict[str, Row]) -> str:
+    """What a call would train, with its tokens; a search may go on for longer than is known."""
+    from tabulate import tabulate
+
+    settings, lines, total = settings_of(o, rows.values()), [], 0.0
+    for row, loss in tasks(o, rows, settings):
+        setting = settings[row.model]
+        short, whole = worker.left(setting, row, loss)
+        tokens = (short * setting.search_steps + whole * setting.budget.steps) * o.batch * o.block / 1e6
+        lines.append((row.name, loss, short, whole, f"{tokens:.1f}"))
+        total += tokens
+    heads = ("row", "loss", "search, at least", "runs", "M tokens, at least")
+    return f"{tabulate(lines, heads, tablefmt='github')}\n\n{total:.1f} M tokens at least"
 
 
 def measure_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> list[str]:
@@ -184,6 +201,9 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
             cost.measure(o, row)
             return
         sys.exit(worker.work(o, row, what, o.until))
+    if o.dry_run:
+        print(planned(o, rows))
+        return
     failed: list[str] = []
     if not (o.table or o.publish):
         with alone(o.out) as lock:

@@ -21,6 +21,7 @@ from aoquant.tools import choosing
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- experiments -->", "<!-- end of experiments -->"
+UNBROKEN = "\0"  # a space at which no line is wrapped: a part of a message may mean something to Markdown
 PREPARED = "†"  # marks what was scored as prepared
 HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "seeds", "torchao's QAT", "recovered, %", "seeds")
 
@@ -109,20 +110,19 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
 
     floats = [row for row in rows if row["row"] == "bf16" and row["QAT"]]
     end = " (its rate is an end of the search)" if floats and floats[0]["rate at an end"] == "True" else ""
-    tuned = (
-        f"The float model itself, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}{end}. " if floats else ""
-    )
+    tuned = f"Float, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}{end}. " if floats else ""
     reasons = {reason for row in headlines(rows) if (reason := beside(rows, row).get("as prepared"))}
     marked = (
-        f"{PREPARED} PTQ and QAT are scores of torchao's prepared model, as its converted layers did not run where this was measured "
-        f'("{"; ".join(sorted(reasons))}"). '
+        f"{PREPARED} PTQ and QAT are scores of torchao's prepared model: converted layers did not run there "
+        f'("{"; ".join(sorted(reasons)).replace(" ", UNBROKEN)}"). '
         if reasons
         else ""
     )
     words = (
-        f"{source} Scored: the converted model, but where marked; ±: deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) "
+        f"{source} Scored as converted, but where marked; ±: deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) "
         f"in log perplexity. {tuned}torchao: the same budget, by its own `QATConfig`. {marked}Prepared equals converted in every run of aoquant's. "
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"
-    return "\n".join(textwrap.wrap(words, 120, break_long_words=False, break_on_hyphens=False)) + f"\n\n{picture}"
+    lines = textwrap.wrap(words, 120, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace(UNBROKEN, " ") + f"\n\n{picture}"

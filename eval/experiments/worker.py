@@ -55,6 +55,16 @@ def missing(setting: Setting, row: Row, loss: str) -> bool:
     return before not in setting.records.read() or next_run(setting, row, loss) is not None
 
 
+def left(setting: Setting, row: Row, loss: str) -> tuple[int, int]:
+    """How many fine-tunes are left: (short ones of the search, as far as it is known; whole ones)."""
+    found, rates = setting.records.read(), row.rates(loss)
+    tried = searched(found, row.name, loss)
+    short = 0 if len(rates) == 1 else sum(rate not in tried for rate in rates)
+    short = short or int(next_rate(tried, rates) is not None)
+    rate = chosen_rate(found, row.name, loss, rates)
+    return short, sum(rate is None or Run(row.name, "qat", loss, rate, seed) not in found for seed in range(row.seeds))
+
+
 class Pace:
     """Seconds that a step takes, and what follows the last step, as the runs of this process took them."""
 
