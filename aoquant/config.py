@@ -319,6 +319,10 @@ def backward_slots(backward: str | HybridConfig | None) -> dict[str, Any]:
         return {}
     if isinstance(backward, HybridConfig):
         return backward.slots()
+    if not isinstance(backward, str):
+        raise ValueError(
+            f"backward is {', '.join(BACKWARD)}, the name of a format for gradients, a HybridConfig or None, got {backward!r}"
+        )
     try:
         operand = get_operand(BACKWARD.get(backward, backward))
     except ValueError as error:
@@ -413,6 +417,11 @@ class QATConfig(AOBaseConfig):
             raise ValueError(f"QATConfig: seed must be an integer of 0 to 2^32 - 1, got {seed!r}")
         if base_config is not None and parts:
             raise ValueError("QATConfig: give base_config, or weight_config and activation_config, not both")
+        if isinstance(base_config, HybridConfig):
+            raise ValueError(
+                "QATConfig: base_config says what is deployed, and a HybridConfig how it is trained: give quantize_ the HybridConfig "
+                "itself, or QATConfig(base, backward=HybridConfig.bwd(...))"
+            )
         if base_config is not None and not isinstance(base_config, AOBaseConfig):
             raise ValueError(
                 f"QATConfig: base_config must be a PTQ config, got {type(base_config).__name__}; "

@@ -20,9 +20,10 @@ from typing import Any
 
 from torchao.core.config import AOBaseConfig
 
-from aoquant.formats import Operand, get_operand
+from aoquant.formats import HighPrecision, Operand, get_operand
 from aoquant.formats.delayed import SELECTS
 from aoquant.layers import law
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.layers.sides import SAVES
 
 BASE = "base"  # the format of an operand of fprop that QATConfig's base_config names
@@ -152,9 +153,20 @@ class HybridConfig(AOBaseConfig):
             operands = [c.operand() for c in casts]
             for slot, c, operand in zip(pair, casts, operands, strict=True):
                 if reason := law.why_not_cast(gemm, slot.removeprefix(f"{gemm}_"), operand, c.source):
-                    return reason
+                    return f"{reason}; {law.got_of(gemm, operands[0], operands[1])}"
             if reason := law.why_not(gemm, operands[0], operands[1]):
                 return reason
+        return self._why_not_recipe()
+
+    def _why_not_recipe(self) -> str | None:
+        """Why no recipe has these casts; None when one has, or when fprop is left to a base, which decides it."""
+        named = self.forward()
+        if len(named) < 2:
+            return None
+        try:
+            LinearRecipe(named["fprop_input"], named["fprop_weight"] or HighPrecision(), **self.slots())
+        except ValueError as error:
+            return str(error)
         return None
 
     def replaced(self, **fields: Any) -> HybridConfig:

@@ -8,7 +8,8 @@ encoding gives, the codes and scales that its GEMMs read (`GatheredWeight`), and
     state_dict()        of the masters is that of the float32 model, names and values
 
 So training is that of the prepared float32 model, bit for bit. What it saves is the weights at rest in the model, and
-encoding them more than once a step when there are micro-batches; not the masters, which are as large as ever.
+encoding them more than once a step when there are micro-batches; not the masters, which are as large as ever. A model
+in bf16 stays one: its layers take and give bf16, and their codes are those of the float32 masters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torchao.quantization import FqnToConfig
 
 from aoquant.config import QATConfig
@@ -31,6 +32,7 @@ from aoquant.parallel.gathered import GatheredWeight
 from aoquant.quantize import quantize_
 
 _PACKS = "_aoquant_packs"  # attribute of a master: what writes its codes into the layers
+_LAYER = "_aoquant_layer"  # attribute of a packed weight: the name of its layer
 
 
 class Masters(nn.Module):
@@ -38,7 +40,8 @@ class Masters(nn.Module):
 
     Give its `parameters()` to the optimizer and to `clip_grad_norm_`, and its `state_dict()` to a checkpoint; loading
     one packs the weights again. `refresh()` does so after any other change of the masters; `restore()` gives the
-    model its weights back, before convert.
+    model its weights back, before convert. A step of an optimizer that has packed weights of the model itself raises
+    ValueError.
     """
 
     def __init__(self, model: nn.Module, layers: list[QATLinear]) -> None:
@@ -50,7 +53,8 @@ class Masters(nn.Module):
         for name, p in model.named_parameters(remove_duplicate=False):
             _put(self, name, packed.get(id(p), p))
         for name, b in model.named_buffers(remove_duplicate=False):
-            _put(self, name, b)
+            path, _, last = name.rpartition(".")
+            _put(self, name, b, last not in model.get_submodule(path)._non_persistent_buffers_set)
         weights = {
             key: _packed(master, layer) for layer in layers for key, master in packed.items() if key == id(layer.weight)
         }
@@ -118,8 +122,9 @@ def _packed(master: nn.Parameter, layer: QATLinear) -> nn.Parameter:
     with torch.no_grad():
         sides = encoded_sides(recipe, master.detach())
     assert sides is not None
-    data = GatheredWeight(master.shape, master.dtype, recipe.key, sides.rows, sides.columns)
+    data = GatheredWeight(master.shape, layer.weight.dtype, recipe.key, sides.rows, sides.columns)
     weight = nn.Parameter(data, requires_grad=master.requires_grad)
+    setattr(weight, _LAYER, layer.prepared.fqn)
     setattr(master, _PACKS, functools.partial(_repack, master=master, layer=layer, weight=weight))
     if master.requires_grad:
         weight.register_post_accumulate_grad_hook(functools.partial(_hand_over, master))
@@ -137,12 +142,24 @@ def _hand_over(master: Tensor, weight: Tensor) -> None:
     """The gradient of a packed weight becomes its master's."""
     grad, weight.grad = weight.grad, None
     assert grad is not None
+    grad = grad.to(master.dtype)
     master.grad = grad if master.grad is None else master.grad + grad
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """From now on, after a step of any optimizer, masters among its parameters are packed again."""
+    """From now on, after a step of any optimizer, masters among its parameters are packed again. Before it, packed
+    weights among them are refused: they would never move.
+    """
+
+    def refuses(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if isinstance(p, GatheredWeight) and p.requires_grad:
+                    raise ValueError(
+                        f"{getattr(p, _LAYER, '') or 'linear'}: its weight is packed by quantized_model_init, and a step of this optimizer "
+                        "would not move it: give the optimizer masters.parameters()"
+                    )
 
     def packs(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -150,11 +167,12 @@ def _watch_optimizers() -> None:
                 if (pack := getattr(p, _PACKS, None)) is not None:
                     pack()
 
+    register_optimizer_step_pre_hook(refuses)
     register_optimizer_step_post_hook(packs)
 
 
-def _put(root: nn.Module, name: str, value: Tensor) -> None:
-    """Register a parameter or buffer under a name with dots."""
+def _put(root: nn.Module, name: str, value: Tensor, persistent: bool = True) -> None:
+    """Register a parameter or buffer under a name with dots. persistent: of a buffer."""
     *path, last = name.split(".")
     for part in path:
         if part not in root._modules:
@@ -163,7 +181,7 @@ def _put(root: nn.Module, name: str, value: Tensor) -> None:
     if isinstance(value, nn.Parameter):
         root.register_parameter(last, value)
     else:
-        root.register_buffer(last, value)
+        root.register_buffer(last, value, persistent)
 
 
 def _refreshed(masters: nn.Module, keys: Any) -> None:

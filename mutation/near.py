@@ -54,7 +54,7 @@ _CODEC = _of(
 )  # fmt: skip
 _EXPERTS = _of(
     "layers/test_experts.py",
-    "prepared_is_a_loop_of_prepared_linear_layers", "packed_experts_are_selected_cut_turned_and_copied",
+    "23_prepared_is_a_loop_of_prepared_linear_layers", "packed_experts_are_selected_cut_turned_and_copied",
     "names_choose_a_module_or_one_parameter", "experts_that_are_not_whole_or_run_elsewhere_are_refused",
     "what_experts_cannot_take_is_refused_by_name", "what_packed_experts_cannot_do_is_refused",
     "a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero", "experts_without_a_gate",

@@ -39,6 +39,14 @@ def fresh(tensors: int, steps: int, device: torch.device | None = None) -> Delay
     return Delayed(history, torch.ones(tensors, dtype=torch.float32, device=device))
 
 
+def resized(d: Delayed, steps: int) -> Delayed:
+    """The same with a history of another length: the newest steps of it, and the factor. The oldest place is free."""
+    kept = min(d.history.shape[1], steps) - 1
+    history = d.history.new_zeros(d.history.shape[0], steps)
+    history[:, steps - kept :] = d.history[:, d.history.shape[1] - kept :]
+    return Delayed(history, d.factor)
+
+
 def advanced(d: Delayed, amax: Tensor, largest: Tensor, select: str) -> Delayed:
     """After a step whose absolute maxima were `amax` (tensors,). largest: (tensors,), of their elements."""
     history = torch.cat((amax.unsqueeze(1), d.history[:, 1:]), 1)

@@ -87,14 +87,16 @@ class QATExperts(PreparedModule):
 
     @classmethod
     def prepare_stack(cls, module: nn.Module, name: str, prepared: Prepared, scales: Scales | None = None) -> Self:
-        """Prepare the parameter called `name`, in place. scales: to hold, with experts in front (E, ...)."""
+        """Prepare the parameter called `name`, in place, or give it another recipe: a state of random numbers that is
+        there stays. scales: to hold, with experts in front (E, ...).
+        """
         if not isinstance(module, QATExperts):
             swap_class(module, prepared_class(layer_class(module)))
             assert isinstance(module, cls)
             module.stacks, module.fake_quant = {}, True
         assert isinstance(module, cls)
         module.stacks[name] = prepared
-        if prepared.recipe.draws:
+        if prepared.recipe.draws and _random(name) not in module._buffers:
             device = module._parameters[name].device  # type: ignore[union-attr]
             module.register_buffer(_random(name), fresh_state(prepared.config.seed, prepared.fqn, device))
             ranks.expect(module)
@@ -302,9 +304,11 @@ class QATExperts(PreparedModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, prepared in self.stacks.items():
-            if prepared.recipe.draws:  # a checkpoint from before this training knows no state: it begins at step 0
+            if _random(name) in self._buffers:  # a checkpoint from before this training knows no state: at step 0
                 fresh = fresh_state(prepared.config.seed, prepared.fqn)
                 state_dict.setdefault(prefix + _random(name), fresh)
+            else:  # of an earlier recipe, which drew
+                state_dict.pop(prefix + _random(name), None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

@@ -5,8 +5,10 @@ Between two optimizer steps the weights of a model stay what they are, and so do
 columns that the gradient of the input reads. Nothing else changes, so every result has the bits that it has without.
 Sides that are drawn at random are drawn anew each time.
 
-A weight that is written inside the block raises, by the version that PyTorch counts for each in-place operation. Writes
-that it does not count (through `.data`, NumPy or a raw pointer) are not seen, as autograd does not see them.
+A weight that is written inside the block raises, by the version that PyTorch counts for each in-place operation. Fused
+optimizers do not move that version, nor does FSDP2 when it gathers a weight into the memory of the last one, so a step
+of an optimizer counts as a write of every weight of its that has a gradient. Other writes without a version (through
+`.data`, NumPy or a raw pointer, or to FSDP2's shards) are not seen.
 """
 
 from __future__ import annotations
@@ -14,11 +16,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from aoquant.formats import Encoded
+from aoquant.parallel import fsdp
+
+if TYPE_CHECKING:
+    from aoquant.layers.qat import QATLinear  # which imports this module
 
 
 class FixedWeight:
@@ -46,6 +54,10 @@ class FixedWeight:
         elif self._weight is None or self._weight() is not whole or self._version != _version(whole):
             raise ValueError(_CHANGED)
         return self._rows
+
+    def written(self) -> None:
+        """The weight is another one from now on, whatever its version says."""
+        self._weight = None
 
     def columns(self, dtype: torch.dtype, encode: Callable[[], Encoded]) -> Encoded:
         """The codes that the gradient of the input reads, for gradients of `dtype`: `encode()`, the first time.
@@ -80,19 +92,38 @@ def fixed_weights(model: nn.Module) -> Iterator[None]:
                 loss(model, batch).backward()
         optimizer.step()
 
-    The codes live until the block ends: as much memory as the packed model, once for each side. Compiled layers and
-    layers that tensor parallelism shards encode as usual.
+    The codes live until the block ends: as much memory as the packed model, once for each side. Stacked experts,
+    compiled layers, and layers that tensor parallelism or FSDP1 shards encode as usual.
 
     Raises:
         ValueError: inside the block, where a weight has changed, naming the layer.
     """
-    from aoquant.layers.qat import QATLinear  # which imports this module
+    from aoquant.layers.qat import QATLinear
 
-    layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fixed is None]
+    layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fixed is None and not fsdp.is_flattened(m)]
     for layer in layers:
         layer.fixed = FixedWeight(layer.prepared.fqn)
+
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        written = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for layer, weight in _weights(model, layers):
+            if id(weight) in written and layer.fixed is not None:
+                layer.fixed.written()
+
+    steps = register_optimizer_step_post_hook(stepped)
     try:
         yield
     finally:
+        steps.remove()
         for layer in layers:
             layer.fixed = None
+
+
+def _weights(model: nn.Module, layers: list[QATLinear]) -> Iterator[tuple[QATLinear, Tensor]]:
+    """Each layer with its weight, and with the shard of it that an optimizer has under FSDP2."""
+    yield from ((layer, layer.weight) for layer in layers)
+    ids = {id(layer) for layer in layers}
+    for _, p in fsdp.sharded_parameters(model):
+        for module in (p._module_info.module, *p._module_info.shared_modules):
+            if id(module) in ids:
+                yield module, p.sharded_param

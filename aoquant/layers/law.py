@@ -38,7 +38,7 @@ def why_not(gemm: str, first: Operand | None, second: Operand | None) -> str | N
         if t is not None and (t.sided or t.fitted):
             assert operand is not None
             return f"{t} does not cancel in {gemm}'s product: use rht{t.size}+{operand.format.name}"
-    got = f"got grad_output {_name(first)} and {OTHER[gemm]} {_name(second)}"
+    got = got_of(gemm, first, second)
     if (first and first.transform) != (second and second.transform):
         return f"the two operands of {gemm} have one transform with the same signs, or none, {got}"
     if _family(first) != _family(second):
@@ -47,6 +47,11 @@ def why_not(gemm: str, first: Operand | None, second: Operand | None) -> str | N
             f"({FAMILIES}), {got}"
         )
     return None
+
+
+def got_of(gemm: str, first: Operand | None, second: Operand | None) -> str:
+    """Both operands of `gemm` by name, for errors."""
+    return f"got grad_output {_name(first)} and {OTHER[gemm]} {_name(second)}"
 
 
 def contract(first: Operand | None, second: Operand | None) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aoquant.formats import Encoded, Scales
-from aoquant.formats.delayed import Delayed, fresh
+from aoquant.formats.delayed import Delayed, fresh, resized
 from aoquant.formats.operand import SCALES
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
@@ -24,6 +24,7 @@ from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
+from aoquant.parallel.gathered import PACKED, GatheredWeight
 
 DELAYED_STATE = ("amax_history", "amax_factor")  # buffers of a layer whose scales are delayed: the fields of `Delayed`
 RANDOM = "backward_random"  # buffer of a layer whose backward draws: seed, module, step
@@ -151,12 +152,16 @@ class QATLinear(QATLayer, nn.Linear):
         return linear
 
     def replace(self, prepared: Prepared) -> None:
-        """Take another recipe with the same forward; a state of random numbers that is there stays, with its seed."""
-        steps, self.prepared = self.prepared.recipe.history, prepared
+        """Take another recipe with the same forward. A state of random numbers that is there stays, with its seed, and
+        so do delayed scales, with what fits into the new history.
+        """
+        state, steps, self.prepared = self.delayed, self.prepared.recipe.history, prepared
         if RANDOM not in self._buffers:
             self._register_random()
         if steps != prepared.recipe.history:
-            self._register_delayed()
+            self._register_delayed(state)
+        if self.fixed is not None:
+            self.fixed = FixedWeight(prepared.fqn)
 
     def _register_random(self) -> None:
         prepared = self.prepared
@@ -164,9 +169,13 @@ class QATLinear(QATLayer, nn.Linear):
             self.register_buffer(RANDOM, fresh_state(prepared.config.seed, prepared.fqn, self.weight.device))
             ranks.expect(self)
 
-    def _register_delayed(self) -> None:
-        if steps := self.prepared.recipe.history:
-            for name, value in zip(DELAYED_STATE, fresh(3, steps, self.weight.device), strict=True):
+    def _register_delayed(self, earlier: Delayed | None = None) -> None:
+        steps = self.prepared.recipe.history
+        for name in DELAYED_STATE:
+            self._buffers.pop(name, None)
+        if steps:
+            state = fresh(3, steps, self.weight.device) if earlier is None else resized(earlier, steps)
+            for name, value in zip(DELAYED_STATE, state, strict=True):
                 self.register_buffer(name, value)
 
     @property
@@ -241,11 +250,14 @@ class QATLinear(QATLayer, nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         held.take_shape(self, prefix, state_dict)
-        if self.prepared.recipe.draws:  # a checkpoint from before this training knows no state: it begins at step 0
+        if RANDOM in self._buffers:  # a checkpoint from before this training knows no state: it begins at step 0
             state_dict.setdefault(prefix + RANDOM, fresh_state(self.prepared.config.seed, self.prepared.fqn))
         if steps := self.prepared.recipe.history:
             for name, value in zip(DELAYED_STATE, fresh(3, steps), strict=True):
                 state_dict.setdefault(prefix + name, value)
+        for name in (RANDOM, *DELAYED_STATE):  # states that an earlier recipe left, and this one does not read
+            if name not in self._buffers:
+                state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if prefix + "weight" in state_dict:  # held scales that did not come along are those of another weight
             self.calibrated = all(prefix + n in state_dict for n in held.names(self)) and held.present(self)
@@ -265,13 +277,16 @@ def unprepare(model: nn.Module) -> int:
     Weights, state_dict, hooks, attributes, mode and tying stay as they are; the weights keep their training.
 
     Raises:
-        ValueError: no layer is prepared, or one has an adapter.
+        ValueError: no layer is prepared, or one has an adapter, or is packed by `quantized_model_init`.
     """
     for name, module in model.named_modules():  # peft's tuner layers
         if isinstance(getattr(module, "base_layer", None), PreparedModule) and hasattr(module, "merged"):
             raise ValueError(
                 f"{name}.base_layer: is under an adapter that trains the merged weight: call merge_and_unload(), or unload(), first"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, QATLayer) and isinstance(module.weight, GatheredWeight):
+            raise ValueError(f"{name or 'linear'}: {PACKED}")
     layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
     if not layers:
         raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")

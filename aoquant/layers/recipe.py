@@ -216,6 +216,7 @@ class LinearRecipe:
             input_source="forward",
             save="row",
             history=0,
+            select="max",
             weight_scales="dynamic",
             input_scales="dynamic" if self.input_scales in ("dynamic", DELAYED) else "static",
         )

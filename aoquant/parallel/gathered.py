@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Operand
 
+PACKED = "its weight is packed by quantized_model_init: call masters.restore() first"
 aten = torch.ops.aten
 
 
@@ -192,5 +193,6 @@ class GatheredWeight(Tensor):
             return torch.zeros(w.shape, dtype=w.dtype, device=w.device)
         raise NotImplementedError(
             f"{func} of a weight that is there as codes alone: only its prepared layer takes it. Leave layers whose weights are read "
-            "elsewhere, or whose fake quantisation is off, out of quantized_all_gather or quantized_model_init (filter_fn)"
+            "elsewhere, or whose fake quantisation is off, out of quantized_all_gather or quantized_model_init (filter_fn), or call "
+            "masters.restore() first"
         )

@@ -28,10 +28,11 @@ from aoquant.hybrid import HybridConfig
 from aoquant.layers import held
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.kinds import Kind, kind_of
-from aoquant.layers.linear import NOT_CALIBRATED
+from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.parallel import packed as sharded
 from aoquant.parallel.fsdp import GATHER, compute_dtypes
+from aoquant.parallel.gathered import PACKED, GatheredWeight
 from aoquant.parallel.linear import all_finite
 from aoquant.planning import experts, owners
 from aoquant.planning import tied as sharing
@@ -130,19 +131,22 @@ def _checked_stacks(model: nn.Module, choice: Choice) -> tuple[list[ExpertStep],
 
 def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> ExpertStep | None:
     """The step of one stacked parameter; None when an unprepared one meets convert, or a converted one does."""
-    config, module = ours(chosen.config), chosen.module
-    kind = config.step if isinstance(config, QATConfig) else "quantize"
+    module = chosen.module
     prepared = module.stacks.get(chosen.parameter) if isinstance(module, QATExperts) else None
+    config = ours(chosen.config, module, prepared)
+    kind = config.step if isinstance(config, QATConfig) else "quantize"
     if kind == "convert":
         if prepared is None:
             return None
         target = _deployed(prepared, config)
     else:
-        if prepared is not None:
+        if prepared is not None and not _replaces(config):
             raise ValueError(f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name")
         if isinstance(chosen.weight, TorchAOBaseTensor):
             raise ValueError(f"is quantised already ({type(chosen.weight).__name__}); leave it out by name")
         target = prepare_target(config) if isinstance(config, QATConfig) else resolve(config)
+        if prepared is not None:
+            _check_same_forward(prepared.recipe, target)
     reason = experts.why_not(chosen, kind, target)
     if reason is None and (adapted := sharing.adapter_problem(model, module, chosen.fqn, kind)):
         reason = adapted.partition(": ")[2]
@@ -209,8 +213,10 @@ def plan_layer(
     assert layer is not None
     weight = layer.matrix(module.weight)
     label = f"{fqn or f'nn.{layer.plain.__name__}'} {tuple(weight.shape)}"
+    if isinstance(module.weight, GatheredWeight):
+        raise ValueError(f"{label}: {PACKED}")
     try:
-        config = ours(config, module)
+        config = ours(config, module, module.prepared if isinstance(module, QATLayer) else None)
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from None
     if isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig):
@@ -235,7 +241,7 @@ def plan_layer(
             if isinstance(config, QATConfig):
                 target = prepare_target(config)
                 if isinstance(module, QATLayer):
-                    _check_same_forward(module, target)
+                    _check_same_forward(module.prepared.recipe, target, replaces=isinstance(module, QATLinear))
             else:
                 target = resolve(config)
         except ValueError as error:
@@ -269,14 +275,14 @@ def not_finite(weight: torch.Tensor) -> str | None:
     return "its weight holds NaN or Inf: restore a good checkpoint before quantising"
 
 
-def ours(config: Any, module: Any = None) -> Any:
+def ours(config: Any, module: Any = None, prepared: Prepared | None = None) -> Any:
     """torchao's QATConfig as ours, and so its PTQ configs with a step of their own, and a HybridConfig beside its base;
     everything else as it is.
 
-    module: the layer, whose base a HybridConfig without one takes, if the layer is prepared.
+    module: of the weight. prepared: as it is by now, if it is: a HybridConfig takes its base.
     """
     if isinstance(config, HybridConfig):
-        return _hybrid(config, module)
+        return _hybrid(config, module, prepared)
     if isinstance(config, TorchaoQATConfig):
         return QATConfig(config.base_config, config.activation_config, config.weight_config, step=config.step)
     if type(config).__name__ in supported() and getattr(config, "step", None) is not None:
@@ -284,11 +290,12 @@ def ours(config: Any, module: Any = None) -> Any:
     return config
 
 
-def _hybrid(config: HybridConfig, module: Any) -> QATConfig:
+def _hybrid(config: HybridConfig, module: Any, prepared: Prepared | None) -> QATConfig:
     """A HybridConfig as the backward of a QATConfig."""
-    if isinstance(module, QATLayer):
-        earlier = module.prepared.config
-        return dataclasses.replace(earlier, backward=config, seed=config.seed)
+    if prepared is not None:
+        earlier: QATConfig = prepared.config
+        through = "identity" if earlier.backward == "quartet" else earlier.straight_through  # quartet's trust mask
+        return dataclasses.replace(earlier, backward=config, seed=config.seed, straight_through=through)
     named = config.forward()
     if len(named) < 2:
         if module is None:  # asked for its step alone
@@ -307,11 +314,14 @@ def _replaces(config: Any) -> bool:
     return isinstance(config, QATConfig) and isinstance(config.backward, HybridConfig)
 
 
-def _check_same_forward(module: QATLayer, target: Target) -> None:
-    """Raise ValueError unless a prepared layer's forward stays what it is: state and scales belong to it."""
-    old = module.prepared.recipe
-    if not isinstance(module, QATLinear) or target.recipe.deployed != old.deployed or target.recipe.holds != old.holds:
-        raise ValueError(f"is prepared for ({old}), and a HybridConfig replaces backward alone, got ({target.recipe})")
+def _check_same_forward(old: LinearRecipe, target: Target, *, replaces: bool = True) -> None:
+    """Raise ValueError unless a prepared layer's forward stays what it is: state and scales belong to it. Delayed
+    scales are dynamic ones of earlier steps.
+    """
+    new = target.recipe
+    holds = [r.holds and not r.history for r in (old, new)]
+    if not replaces or new.deployed != old.deployed or holds[0] != holds[1]:
+        raise ValueError(f"is prepared for ({old}), and a HybridConfig replaces backward alone, got ({new})")
 
 
 def _not_calibrated(module: nn.Module, target: Target) -> str | None:

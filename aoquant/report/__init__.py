@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from aoquant.layers.experts import stacks_of
 from aoquant.parallel import fsdp
+from aoquant.parallel.gathered import PACKED, GatheredWeight
 from aoquant.planning import owners
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.planning.progress import track
@@ -157,8 +158,8 @@ def report(
     routing: also how many tokens go to other experts in model b than in model a; each model runs once more for it.
 
     Raises:
-        ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks, or a batch that
-            a model does not take.
+        ValueError: nothing to compare, layers that do not match, a model that is sharded over ranks or packed by
+            `quantized_model_init`, or a batch that a model does not take.
 
     Example:
 
@@ -177,6 +178,9 @@ def report(
             raise ValueError(
                 f"model_{side} is sharded over ranks, and its layers cannot be run one by one: {fsdp.GATHER}, and compare that"
             )
+        for fqn, module in model.named_modules():
+            if isinstance(module._parameters.get("weight"), GatheredWeight):
+                raise ValueError(f"model_{side}: {fqn}: {PACKED}")
     pairs = pairs_of(a, b)
     bar = iter(track(pairs, "outputs") if progress else pairs)
     with undisturbed(a, b):

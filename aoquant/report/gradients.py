@@ -9,19 +9,20 @@ so a layer's figures are its own: a poor gradient from above does not reappear b
 rounding does to a gradient, where backward starts from forward's values.
 
 What is differentiated is the loss that the model returns, or the mean square of its outputs where it returns none.
-Activations of one forward are in memory at a time, as in a training step. Gradients and random states of the model stay
-as they were.
+Activations of one forward are in memory at a time, as in a training step. Gradients and states of the model stay as
+they were: random numbers are put back, and delayed scales do not advance, so no rank waits for another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from aoquant.layers.qat import RANDOM, QATLinear
+from aoquant.layers.qat import DELAYED_STATE, RANDOM, QATLinear
 from aoquant.report.measure import decibels, energies, logits_of, run
 
 
@@ -33,16 +34,26 @@ class GradientSqnr(NamedTuple):
 
 
 def gradients(model: nn.Module, batch: Any) -> dict[int, GradientSqnr]:
-    """The figures of each prepared linear layer of `model` that runs, by the layer's id."""
+    """The figures of each prepared linear layer of `model` that runs, by the layer's id; stacked experts have none."""
     layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fake_quant and m.calibrated]
-    states = [(b, b.clone()) for m in layers if (b := m._buffers.get(RANDOM)) is not None]
+    with _untouched(layers), torch.enable_grad():
+        return _measured(_met(model, layers, batch))
+
+
+@contextmanager
+def _untouched(layers: list[QATLinear]) -> Iterator[None]:
+    """States of random numbers are as before afterwards; delayed scales have no history inside, and do not advance."""
+    random = [(b, b.clone()) for m in layers if (b := m._buffers.get(RANDOM)) is not None]
+    histories = [(m, b) for m in layers if (b := m._buffers.get(DELAYED_STATE[0])) is not None]
+    for layer, history in histories:
+        layer._buffers[DELAYED_STATE[0]] = history[:, :0]
     try:
-        with torch.enable_grad():
-            return _measured(_met(model, layers, batch))
+        yield
     finally:
-        with torch.no_grad():
-            for state, before in states:
-                state.copy_(before)
+        for layer, history in histories:
+            layer._buffers[DELAYED_STATE[0]] = history
+        for state, before in random:
+            state.copy_(before)
 
 
 class _Call(NamedTuple):

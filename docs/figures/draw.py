@@ -239,7 +239,7 @@ def operands() -> str:
     ]
     parts = [
         text(20, 30, "Six operands, each with a format of its own", "head"),
-        text(20, 50, "M tokens, N outputs, K inputs. x̂, Ŵ: by default the values that fprop multiplied, decoded from its codes.", "small"),
+        text(20, 50, "M tokens, N outputs, K inputs. x̂, Ŵ: the values that fprop multiplied, or the originals.", "small"),
     ]  # fmt: skip
     for i, (name, formula, first, second, out, axis, style) in enumerate(rows):
         y = 70 + i * 104

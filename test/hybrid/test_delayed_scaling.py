@@ -12,7 +12,7 @@ from support.hybrid_cases import BF16, assert_same, data, layer, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from aoquant import HybridConfig, PackedTensor, QATConfig, get_format, quantize_
+from aoquant import HybridConfig, PackedTensor, PackedWeightConfig, QATConfig, get_format, quantize_
 from aoquant.formats import Scales
 from aoquant.formats.delayed import Delayed, advanced, fresh
 from aoquant.ops.delayed import absmax
@@ -86,6 +86,47 @@ def test_a_maximum_is_forgotten_after_as_many_steps_as_the_history_holds(steps: 
         state = advanced(state, torch.tensor([amax]), torch.tensor([448.0]), "max")
         seen.append(448 / state.factor.item())
     assert seen == [7.0] * steps + [1.0]
+
+
+@pytest.mark.parametrize(("before", "after"), [(16, 1024), (1024, 16), (16, 2), (16, 1), (1, 16)])
+def test_25_a_new_length_keeps_what_fits_of_the_history(before: int, after: int) -> None:
+    """As if it had been so from the start, and the factors stay until the next step."""
+    model, wanted = (nn.ModuleDict({"layer": layer(config(n))}) for n in (before, after))
+    for m in (model, wanted):
+        trained(m["layer"], 4)
+    factor = model["layer"].amax_factor.clone()
+    quantize_(model, config(after))
+    assert torch.equal(model["layer"].amax_factor, factor)
+    if before > 1:
+        assert torch.equal(model["layer"].amax_history, wanted["layer"].amax_history)
+    again = trained(model["layer"], 2)
+    if min(before, after) >= 16:  # no factor forgot a step
+        assert_same(again[1], trained(wanted["layer"], 2)[1])
+
+
+def test_25_the_select_is_replaced_and_converted() -> None:
+    model = nn.ModuleDict({"layer": layer(config(16))})
+    trained(model["layer"], 3)
+    before = copy.deepcopy(model.state_dict())
+    quantize_(model, config(16, "most_recent"))
+    assert_same(dict(model.state_dict()), before)
+    trained(model["layer"], 1)
+    assert float(model["layer"].amax_factor[0]) == 448 / float(data()[0].abs().max()), "three times that came before"
+    quantize_(model, QATConfig(PackedWeightConfig(E4M3, E4M3), step="convert"))
+    assert model["layer"].weight.activation.startswith("te-fp8-tensor-static:")
+
+
+def test_25_from_scales_of_the_step_and_back() -> None:
+    """The forward's formats stay; a history begins empty."""
+    model = nn.ModuleDict({"layer": layer(config(0))})
+    plain = trained(model["layer"], 1)
+    quantize_(model, config(16))
+    assert_same(trained(model["layer"], 2)[1], trained(layer(config(16)), 2)[1])
+    kept = model.state_dict()
+    quantize_(model, config(0))
+    assert_same(trained(model["layer"], 1)[0], plain[0])
+    assert not any("amax" in key for key in model.state_dict())
+    model.load_state_dict(kept)
 
 
 def test_the_history_is_part_of_the_state_dict() -> None:

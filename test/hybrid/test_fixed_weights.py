@@ -111,6 +111,33 @@ def test_a_weight_that_changes_is_refused_by_name() -> None:
     model["layer"](x).backward(g)  # afterwards it is a weight like any other
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_of_an_optimizer_changes_a_weight(fused: bool) -> None:
+    """A fused one does not move the weight's version."""
+    model = nn.ModuleDict({n: layer(config("mxfp8-nvfp4"), n=N, k=K) for n in ("layer", "frozen")})
+    model["frozen"].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    x, g = data(m=M, n=N, k=K)
+    with aoquant.fixed_weights(model):
+        optimizer.step()  # without gradients, and before a weight is read
+        for m in model.values():
+            m(x.requires_grad_()).backward(g)
+        pending = model["layer"](x)
+        optimizer.step()
+        with pytest.raises(ValueError, match="layer: its weight changed inside"):
+            model["layer"](x)
+        with pytest.raises(ValueError, match="layer: its weight changed inside"):
+            pending.backward(g)
+        model["frozen"](x)  # no optimizer moved it
+    with aoquant.fixed_weights(model):
+        model["layer"](x).backward(g)
+        others = layer(config("mxfp8-nvfp4"), n=N, k=K)
+        others(x).backward(g)
+        torch.optim.AdamW(others.parameters(), fused=fused).step()
+        model["layer"](x).backward(g)
+    model["layer"](x)
+
+
 def test_another_parameter_is_a_changed_weight() -> None:
     linear, (x, _) = layer(config("fp8-hybrid"), n=N, k=K), data(m=M, n=N, k=K)
     with aoquant.fixed_weights(linear):

@@ -12,6 +12,7 @@ from torch import nn
 import aoquant
 from aoquant import Cast, HybridConfig, quantize_
 from aoquant.layers.qat import RANDOM
+from aoquant.parallel import amax
 from aoquant.recipes import get_recipe
 
 
@@ -71,6 +72,26 @@ def test_the_model_stays_as_it_is() -> None:
     assert all(r.weight_gradient_sqnr_db is not None for r in found.layers), "a frozen layer has a gradient too"
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and any(RANDOM in k for k in before)
     assert all(p.grad is None for p in model.parameters()) and not model[0].weight.requires_grad
+
+
+def test_delayed_scales_do_not_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither their state nor other ranks notice a report, and a second one finds the same."""
+    plain, x = network(), torch.randn(96, 64)
+    model = copy.deepcopy(plain)
+    quantize_(model, HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor", amax_history=16))
+    for scale in (1, 3):
+        (model(scale * x).square().sum()).backward()
+    model.zero_grad()
+    before = copy.deepcopy(model.state_dict())
+    assert model[0].amax_history.count_nonzero() == 6
+
+    def asked(*args: object) -> None:
+        raise AssertionError("a collective")
+
+    monkeypatch.setattr(amax, "largest", asked)
+    one, two = (aoquant.report(plain, model, x, gradients=True, progress=False).layers for _ in range(2))
+    assert one == two and all(r.input_gradient_sqnr_db is not None for r in one)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_nothing_is_measured_unless_it_is_asked_for() -> None:

@@ -9,15 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrid_cases import data, layer, step
+from support.hybrid_cases import assert_same, data, layer, step
+from test_hybrid_training import gradients, network
 from torch import nn
 from torchao.core.config import config_from_dict, config_to_dict
 from torchao.quantization import FqnToConfig
 from torchao.quantization import quantize_ as torchao_quantize
 
-from aoquant import Cast, HybridConfig, MXFP8WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
+from aoquant import (
+    Cast,
+    HybridConfig,
+    MXFP4WeightConfig,
+    MXFP8WeightConfig,
+    NVFP4WeightConfig,
+    PackedTensor,
+    QATConfig,
+    fixed_weights,
+    quantize_,
+)
 from aoquant.layers.qat import RANDOM
-from aoquant.recipes import NVFP4_TRAINING, get_recipe
+from aoquant.recipes import FP8_HYBRID, NVFP4_TRAINING, get_recipe
 
 RHT = "te-hadamard16-sd7e8"
 MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
@@ -55,6 +66,19 @@ MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "mxfp8-hp
         ({"save": "row"}, "save is one of col, hp"),
         ({"seed": -1}, "seed must be an integer"),
         ({"dgrad_weight": 8}, "dgrad_weight is a Cast, the name of a format or None, got 8"),
+        (
+            {"dgrad_grad_output": "nvfp4-sr", "dgrad_weight": "nvfp4-sr"},
+            "nvfp4-sr rounds at random.*; got grad_output nvfp4-sr and weight nvfp4-sr",
+        ),
+        (
+            {"fprop_input": "hadamard16+mxfp4", "fprop_weight": "hadamard16+mxfp4"},
+            "a backward whose casts have sources needs a forward without a transform",
+        ),
+        (
+            {"fprop_input": f"{RHT}+te-nvfp4", "fprop_weight": f"{RHT}+te-nvfp4"},
+            "te-hadamard stands before both operands of wgrad",
+        ),
+        ({"fprop_input": "mxfp8", "fprop_weight": "mxfp8", "amax_history": 16}, "delayed scaling is for te-fp8-tensor"),
     ],
 )
 def test_5_mismatches_are_refused_at_construction(casts: dict[str, Any], said: str) -> None:
@@ -141,6 +165,14 @@ def test_beside_a_base() -> None:
         layer(QATConfig("nvfp4-h16", backward=HybridConfig.bwd("mxfp8")))
 
 
+def test_5_where_a_hybrid_config_cannot_stand() -> None:
+    with pytest.raises(ValueError, match=r"give quantize_ the HybridConfig itself, or QATConfig\(base, backward="):
+        QATConfig(HybridConfig.fwd_bwd("mxfp8", "mxfp8"))
+    for wrong in ({}, 8, MXFP8WeightConfig()):
+        with pytest.raises(ValueError, match="backward is quartet, quartet2, the name of a format for gradients"):
+            QATConfig(MXFP8WeightConfig(), backward=wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", MIXES)
 def test_recipes(name: str) -> None:
     linear = layer(get_recipe(name).prepare())
@@ -168,6 +200,69 @@ def test_25_the_random_state_stays() -> None:
     state = model["layer"].backward_random.clone()
     quantize_(model, NVFP4_TRAINING.replaced(save="hp"))
     assert torch.equal(model["layer"].backward_random, state) and state[0] == 5 and state[2] == 1
+
+
+DELAYED = FP8_HYBRID.replaced(amax_history=16)
+STARTS = {
+    "quartet": (QATConfig("mxfp8", backward="quartet"), HybridConfig.bwd("te-nvfp4")),
+    "drawing": (get_recipe("nvfp4-training").prepare(), HybridConfig.bwd("mxfp8")),
+    "delayed": (QATConfig("fp8-hybrid", backward=DELAYED), FP8_HYBRID),
+    "current": (get_recipe("fp8-hybrid").prepare(), DELAYED),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_25_a_model_of_two_layers_from_any_start(start: str) -> None:
+    """After a step of the old config, a step of the new one is a freshly prepared model's."""
+    first, new = STARTS[start]
+    model, fresh = network(first), network(dataclasses.replace(first, backward=new, straight_through="identity"))
+    gradients(model, model)
+    quantize_(model, new)
+    for name, wanted in fresh.named_modules():
+        if hasattr(wanted, "prepared"):
+            assert model.get_submodule(name).prepared.recipe == wanted.prepared.recipe
+    assert_same(gradients(model, model), gradients(fresh, fresh))
+
+
+def test_25_after_quartet_its_trust_mask_goes() -> None:
+    """Quest's scales clip, so that the mask shows."""
+    x, g = data()
+    base = MXFP4WeightConfig(rule="quest")
+    model = nn.ModuleDict({"layer": layer(QATConfig(base, backward="quartet"))})
+    quantize_(model, HybridConfig.bwd("mxfp8"))
+    wanted = layer(QATConfig(base, backward=HybridConfig.bwd("mxfp8")))
+    assert model["layer"].prepared.recipe == wanted.prepared.recipe
+    assert_same(step(model["layer"], x, g), step(wanted, x, g))
+    model = nn.ModuleDict({"layer": layer(QATConfig(base, backward="mxfp4", straight_through="clipped"))})
+    quantize_(model, HybridConfig.bwd("mxfp8"))
+    assert model["layer"].prepared.recipe.straight_through == "clipped", "which was asked for"
+
+
+def test_25_states_of_an_earlier_recipe_are_not_asked_for() -> None:
+    """A checkpoint of a model whose backward no longer draws, and one of a model that never did."""
+    changed = nn.ModuleDict({"layer": layer(get_recipe("nvfp4-training").prepare())})
+    step(changed["layer"], *data())
+    quantize_(changed, HybridConfig.bwd("te-nvfp4"))
+    assert RANDOM in changed["layer"]._buffers, "it goes on when the backward draws again"
+    fresh = nn.ModuleDict({"layer": layer(QATConfig("nvfp4-training", backward=HybridConfig.bwd("te-nvfp4")))})
+    state = fresh.state_dict()
+    fresh.load_state_dict(changed.state_dict())
+    assert_same(step(fresh["layer"], *data()), step(changed["layer"], *data()))
+    changed.load_state_dict(state)
+
+
+def test_25_inside_fixed_weights() -> None:
+    """The columns of the old recipe are not those of the new one."""
+    x, g = data()
+    start = HybridConfig.fwd_bwd("te-nvfp4", "te-nvfp4")
+    for new in (start.replaced(dgrad_weight=Cast("te-nvfp4")), HybridConfig.fwd_bwd("te-nvfp4", "mxfp8")):
+        model = nn.ModuleDict({"layer": layer(start)})
+        with fixed_weights(model):
+            step(model["layer"], x, g)
+            pending = model["layer"](x.detach().requires_grad_())
+            quantize_(model, new)
+            assert_same(step(model["layer"], x, g), step(layer(new), x, g))
+            pending.backward(g)  # by the recipe of its forward
 
 
 def test_25_compile_recompiles_once() -> None:

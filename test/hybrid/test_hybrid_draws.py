@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from support.hybrid_cases import data, layer, step, values
+from support.hybrid_cases import data, layer, slope, step, values
 from torch import Tensor
 
 from aoquant import Cast, HybridConfig, get_format
@@ -23,10 +24,18 @@ def test_24_the_mean_of_dx_is_the_exact_one() -> None:
     exact = g @ values("te-nvfp4", linear.weight.detach().t()).t()
     error, spread = (draws.mean(0) - exact).abs(), draws.std(0) / 200**0.5
     assert (error <= 5 * spread + 1e-6).all() and not torch.equal(draws[0], draws[1])
+    assert abs(slope(draws.mean(0), exact) - 1) < 0.002
 
 
-def rounded(x: Tensor, side: int) -> Tensor:
-    f = get_format("nvfp4-sr")
+@pytest.mark.parametrize("name", ["nvfp4-sr", "mxfp4-sr", "ms-eden"])
+def test_24_values_neither_shrink_nor_grow(name: str) -> None:
+    """A million values: the slope's own noise is below .0002, and rounding to nearest has .99."""
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(3))
+    assert abs(slope(rounded(x, DGRAD_GRAD_OUTPUT, name), x) - 1) < 0.002
+
+
+def rounded(x: Tensor, side: int, name: str = "nvfp4-sr") -> Tensor:
+    f = get_format(name)
     return f.decode(f.encode(x, random=Random(fresh_state(3, "layer"), side)), torch.float32)
 
 

@@ -40,6 +40,28 @@ def test_13_a_dropped_side_does_not_come_back(name: str) -> None:
         y.backward(g)
 
 
+def kept(name: str, frozen: str = "") -> int:
+    """Bytes that forward keeps for backward. frozen: "x", "weight", or neither."""
+    linear, (x, _) = layer(get_recipe(name).prepare()), data()
+    linear.weight.requires_grad_(frozen != "weight")
+    found: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        linear(x.requires_grad_(frozen != "x"))
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("name", [*MIXES, "mxfp8-hp", "nvfp4-hp"])
+def test_13_each_gradient_keeps_its_own_side(name: str) -> None:
+    """Nothing of x for a frozen weight, nothing of the weight for an x without gradient."""
+    both, of_weight, of_x = kept(name), kept(name, frozen="weight"), kept(name, frozen="x")
+    assert min(of_weight, of_x) > 0 and of_weight + of_x == both
+
+
 @pytest.mark.parametrize("name", ["nvfp4-training"])
 def test_17_distributed_checkpoints_resume_in_a_new_process(name: str, tmp_path: Path) -> None:
     model = network(get_recipe(name).prepare(seed=3))

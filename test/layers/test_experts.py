@@ -30,6 +30,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import aoquant
 from aoquant import (
+    HybridConfig,
     Int4WeightConfig,
     Int8WeightConfig,
     IntxWeightConfig,
@@ -167,7 +168,7 @@ LOOPS = [*((family, None) for family in FAMILIES), ("mixtral", "quartet2"), ("gp
 
 
 @pytest.mark.parametrize(("family", "backward"), LOOPS)
-def test_prepared_is_a_loop_of_prepared_linear_layers(family: str, backward: str | None) -> None:
+def test_23_prepared_is_a_loop_of_prepared_linear_layers(family: str, backward: str | None) -> None:
     """Outputs and gradients; an expert without tokens has a zero gradient."""
     model, (x, index, weights) = made(family, "grouped_mm", torch.float32), routed(24, "random", torch.float32)
     plain = copy.deepcopy(model.experts)
@@ -451,6 +452,35 @@ def test_a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero() ->
         buffer[2:].add_(5)
     model.load_state_dict(plain)
     assert all(torch.equal(b, states[name]) for name, b in model.named_buffers())
+
+
+def test_25_experts_take_another_backward() -> None:
+    """At the next step, with the state of the random numbers that is there."""
+    batch = routed(24, "random")
+
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        model.zero_grad()
+        model(*batch).float().square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    base, drawn = NVFP4WeightConfig(), HybridConfig.bwd("te-nvfp4", seed=3).replaced(wgrad_grad_output="nvfp4-sr")
+    model, fresh = made("mixtral", "eager"), made("mixtral", "eager")
+    quantize_(model, QATConfig(base, backward=drawn))
+    quantize_(fresh, QATConfig(base, backward=HybridConfig.bwd("mxfp8")))
+    step(model)
+    states = {name: b.clone() for name, b in model.named_buffers()}
+    quantize_(model, HybridConfig.bwd("mxfp8"))
+    fresh.load_state_dict(model.state_dict())  # which has the states
+    got, wanted = step(model), step(fresh)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    for name, b in model.named_buffers():
+        b.copy_(states[name])
+    quantize_(model, drawn)
+    assert states and all(torch.equal(b, states[name]) for name, b in model.named_buffers())
+    with pytest.raises(ValueError, match=r"experts.*is prepared for .* a HybridConfig replaces backward alone"):
+        quantize_(model, QATConfig("mxfp8-nvfp4"))
+    with pytest.raises(ValueError, match=r"experts.*leaves fprop to a base needs one"):
+        quantize_(made("mixtral", "eager"), HybridConfig.bwd("mxfp8"))
 
 
 @pytest.mark.parametrize(("backward", "asked"), [(None, False), ("quartet2", True)])

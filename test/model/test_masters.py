@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from aoquant import Cast, HybridConfig, QATConfig, quantize_, quantized_model_init
+from aoquant import Cast, HybridConfig, QATConfig, quantize_, quantized_model_init, report, unprepare
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.recipes import get_recipe
 
@@ -76,6 +76,29 @@ def test_what_the_model_holds() -> None:
     assert all(p is q for p, q in zip(masters.parameters(), masters.masters(), strict=True))
 
 
+def test_states_of_masters_and_of_the_model_load_into_each_other() -> None:
+    """A model with a buffer that is in no checkpoint, and that a forward reads."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.arange(WIDTH) + 1.0, persistent=False)
+            self.register_buffer("steps", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.inv_freq
+
+    models = [nn.Sequential(Rotary(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    plain, packed = models
+    quantize_(plain, CONFIGS["fp8-hybrid"]())
+    masters = quantized_model_init(packed, CONFIGS["fp8-hybrid"]())
+    masters.load_state_dict(plain.state_dict())
+    assert "0.inv_freq" in dict(masters.named_buffers()) and "0.steps" in masters.state_dict()
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(packed(x), plain(x))
+    plain.load_state_dict(masters.state_dict())
+
+
 def test_tied_weights_have_one_master() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight
@@ -97,6 +120,59 @@ def test_restored_weights_are_converted() -> None:
         quantize_(m, QATConfig(step="convert"))
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
+
+
+def test_a_bf16_model_trains_without_autocast() -> None:
+    """On float32 masters, whose codes are deployed."""
+    model = network().to(torch.bfloat16)
+    masters = quantized_model_init(model, CONFIGS["nvfp4-training"]())
+    optimizer, before = adamw(masters), [m.detach().clone() for m in masters.masters()]
+    for i in range(2):
+        x = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(i)).bfloat16()
+        y = model(x)
+        y.float().square().mean().backward()
+        assert y.dtype == torch.bfloat16
+        assert all(m.dtype == torch.float32 and m.grad is not None for m in masters.masters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(torch.equal(m, b) for m, b in zip(masters.masters(), before, strict=True))
+    with torch.no_grad():
+        wanted = model(x)
+        masters.restore()
+        quantize_(model, QATConfig(step="convert"))
+        assert torch.equal(model.to(torch.bfloat16)(x), wanted)
+
+
+def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
+    model = network()
+    quantized_model_init(model, CONFIGS["fp8-hybrid"]())
+    optimizer, bias = adamw(model), model[0].bias.detach().clone()
+    model(torch.randn(4, WIDTH)).sum().backward()
+    with pytest.raises(ValueError, match=r"^0: its weight is packed.*give the optimizer masters.parameters\(\)"):
+        optimizer.step()
+    assert torch.equal(model[0].bias, bias), "nothing has moved"
+    for layer in (model[0], model[2]):
+        layer.weight.requires_grad_(False)
+    adamw(model).step()  # frozen ones need not move
+
+
+def test_what_needs_the_weights_says_to_restore_them() -> None:
+    model, plain = network(), network()
+    masters = quantized_model_init(model, CONFIGS["fp8-hybrid"]())
+    x = torch.randn(4, WIDTH)
+    for step in (
+        lambda: quantize_(model, QATConfig(step="convert")),
+        lambda: quantize_(model, HybridConfig.bwd("mxfp8")),
+        lambda: quantized_model_init(model, CONFIGS["fp8-hybrid"]()),
+        lambda: report(plain, model, x, progress=False),
+        lambda: unprepare(model),
+    ):
+        with pytest.raises(ValueError, match=r"0.*: its weight is packed.*masters.restore\(\)"):
+            step()
+    with pytest.raises(NotImplementedError, match=r"masters.restore\(\)"):
+        copy.deepcopy(model)
+    masters.restore()
+    report(plain, copy.deepcopy(model), x, progress=False)
 
 
 def test_what_reads_the_weight_itself_is_refused() -> None:

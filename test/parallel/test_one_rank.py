@@ -23,7 +23,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, load_pretrained, quantize_, save_pretrained
+from aoquant import (
+    Int4WeightConfig,
+    NVFP4WeightConfig,
+    QATConfig,
+    fixed_weights,
+    load_pretrained,
+    quantize_,
+    save_pretrained,
+)
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
 from aoquant.recipes import get_recipe
 
@@ -142,3 +150,20 @@ def test_compiled_blocks_under_fully_shard(mesh: DeviceMesh, codes: bool) -> Non
     outputs, made = run(True)
     assert all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
     assert made[0] >= 1 and made[1:] == [made[1]] * 3, "the second number of tokens makes it dynamic"
+
+
+def test_a_step_under_fsdp_changes_fixed_weights(mesh: DeviceMesh) -> None:
+    """FSDP2 gathers the new values into the memory, and under the version, of the old ones."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    quantize_(model, get_recipe("mxfp8-hp").prepare())
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.ones(4, 32)
+    with fixed_weights(model):
+        for _ in range(2):
+            model(x).sum().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match="0: its weight changed inside"):
+            model(x)
+    model(x)

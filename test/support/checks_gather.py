@@ -1,4 +1,7 @@
-"""FSDP2 that gathers codes: the whole weight's, the bytes that travel, and a training run that does not notice."""
+"""FSDP2 that gathers codes: the whole weight's, the bytes that travel, and a training run that does not notice.
+
+A check with a number in its name is that point of docs/hybrid.md's list.
+"""
 
 from __future__ import annotations
 
@@ -135,8 +138,16 @@ def options_of_fsdp_do_not_change_a_quantised_gather(c: Ranks, how: str) -> None
     same_training(c, *models)
 
 
+@check("nvfp4-original", "fp8-hybrid")
+def test_21_weights_that_stay_gathered_train_like_those_that_do_not(c: Ranks, name: str) -> None:
+    models = [sharded(c, net(c, name), reshard_after_forward=reshard) for reshard in (True, False)]
+    for m in models:
+        assert not any(s.startswith("bf16") for s in quantized_all_gather(m).values())
+    same_training(c, *models)
+
+
 @check("nvfp4", "fp8-hybrid", "int4")
-def rows_need_not_divide_the_ranks(c: Ranks, name: str) -> None:
+def test_20_rows_need_not_divide_the_ranks(c: Ranks, name: str) -> None:
     """33 rows on 2 ranks: 17 and 16."""
     models = []
     for _ in range(2):
@@ -149,7 +160,7 @@ def rows_need_not_divide_the_ranks(c: Ranks, name: str) -> None:
 
 
 @check("nvfp4-training", "fp8-hybrid", "mxfp8-32x32", "nvfp4-original")
-def what_is_gathered_is_the_whole_weights_encoding(c: Ranks, name: str) -> None:
+def test_19_what_is_gathered_is_the_whole_weights_encoding(c: Ranks, name: str) -> None:
     """Both sides, in memory that is used again, also after the weight has grown a hundredfold. 96 rows on each rank:
     multiples of 32 and not of 128.
     """
@@ -179,7 +190,7 @@ def same_codes(got: Encoded, want: Encoded) -> None:
 
 
 @check()
-def a_pass_sends_fewer_bytes_than_bf16(c: Ranks) -> None:
+def test_21_a_pass_sends_fewer_bytes_than_bf16(c: Ranks) -> None:
     """Counted where they are sent, in forward and in backward."""
     gather, seen = _fsdp_collectives.DefaultAllGather.__call__, list[int]()
 
@@ -216,16 +227,17 @@ def a_pass_sends_fewer_bytes_than_bf16(c: Ranks) -> None:
 
 
 @check()
-def a_split_tile_is_refused_before_any_collective(c: Ranks) -> None:
+def test_20_a_split_tile_is_refused_before_any_collective(c: Ranks) -> None:
     for name, hidden, words in (
         ("fp8-128x128", 384, ("te-fp8-128x128", "128", "each rank has 192", "N = 384")),
         ("mxfp8-32x32", 96, ("mxfp8-32x32", "32", "each rank has 48", "N = 96")),
         ("nvfp4-original", 48, ("te-nvfp4", "16", "each rank has 24", "N = 48")),
     ):
         model = sharded(c, net(c, name, hidden, width=256))
-        if c.rank == 0:  # alone: nothing is communicated before
-            raises(lambda m=model: quantized_all_gather(m), "up: ", *words)
-    dist.barrier()
+        for rank in range(WORLD):  # each alone: nothing is communicated before
+            if c.rank == rank:
+                raises(lambda m=model: quantized_all_gather(m), "up: ", *words)
+            dist.barrier()
 
 
 @check()

@@ -4,6 +4,7 @@ from support import (
     checks_backward,
     checks_checkpoints,
     checks_data_parallel,
+    checks_delayed,
     checks_gather,
     checks_tensor_parallel,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "WORLD",
     "checks_backward",
     "checks_data_parallel",
+    "checks_delayed",
     "checks_gather",
     "checks_tensor_parallel",
     "one_process_resumes",
