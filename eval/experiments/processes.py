@@ -43,7 +43,7 @@ class Processes:
         command = [sys.executable, *sys.argv, "--worker", row.name, loss, "--until", str(until)]
         environment = self.environment | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
         with (o.out / "logs" / f"{row.name}-{loss}.log").open("a") as log:
-            how = {"env": environment, "pass_fds": (self.lock.fileno(),), "start_new_session": True}
+            how = {"env": environment, "pass_fds": (self.lock.fileno(),), "process_group": 0}
             self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, **how)  # type: ignore[call-overload]
 
     def ended(self) -> dict[str, int]:
