@@ -436,8 +436,9 @@ class QATConfig(AOBaseConfig):
         if engine is not None:
             serving.check(engine, gpu)
             if self.step == "prepare" and isinstance(base_config, WeightConfig):
-                for difference in serving.differences(base_config.recipe(), engine, gpu):
-                    warnings.warn(difference, stacklevel=2)
+                recipe = base_config.recipe().holding(scales)
+                for said in (*serving.differences(recipe, engine, gpu), *serving.refused(recipe, engine)):
+                    warnings.warn(said, stacklevel=2)
 
 
 __all__ = [

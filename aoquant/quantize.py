@@ -15,6 +15,7 @@ A warning names matrices without support when they are much of the model
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -179,6 +180,8 @@ def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | Non
             f"device={str(device)!r}: {empty[0]} is on the meta device and holds no values to move; the model is unchanged. "
             "Load the weights first, or leave out device"
         )
+    shared = fused.shared_at_once(steps, _matrix)
+    steps = [dataclasses.replace(s, scales=shared[s.fqn]) if s.fqn in shared else s for s in steps]
     keep = [s for s in steps if s.kind == "prepare" or (not s.module.weight.is_cuda if undo is None else undo)]
     _try(steps, {id(s) for s in keep}, device)
     kept = [s.module for s in keep]
@@ -294,11 +297,11 @@ def packed_config(weight: PackedTensor) -> Packed4WeightConfig | PackedWeightCon
 
 @torch.no_grad()
 def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    """The deployed tensor (N, K) of a layer's float weight, with the scales that the layer holds, if any.
+    """The deployed tensor (N, K) of a layer's float weight, under the scales that the layer holds or its step has.
 
     weight: as the layer stores it. device: where the tensor is made, by default where the weight is.
     """
-    module, target, scales = step.module, step.target, None
+    module, target, scales = step.module, step.target, step.scales
     trained = step.layer.matrix(weight.detach()).to(dtype=step.dtype).contiguous()
     weight = trained.to(device)
     if isinstance(weight, DTensor):
@@ -307,10 +310,11 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
         if (input_scales := module.deployed_input_scales()) is not None:
             assert target.fix is not None
             target = target.fix(input_scales)
-        if (scales := module.held_scales("weight")) is not None:
-            device = weight.device if target.recipe.fprop_weight.portable else trained.device
-            scales = Scales(*(t if t is None else t.to(device) for t in scales))
+        scales = module.held_scales("weight")
     operand = target.recipe.fprop_weight
+    if scales is not None:
+        where = weight.device if operand.portable else trained.device
+        scales = Scales(*(t if t is None else t.to(where) for t in scales))
     if not operand.portable:  # another device would make other codes than the layer trained with
         made = operand.encode(trained, scales)
         codes, scale, zero, outer = (t if t is None else t.to(weight.device) for t in made.tensors)
@@ -323,6 +327,11 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack
         raise ValueError(f"{step.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
+
+
+def _matrix(step: Step) -> Tensor:
+    """The weight (N, K) of a step."""
+    return step.layer.matrix(step.module.weight.detach())
 
 
 def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> None:

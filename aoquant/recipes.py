@@ -224,7 +224,7 @@ _RECIPES = (
     ),
     Recipe(
         "vllm-nvfp4",
-        lambda: Packed4WeightConfig("nvfp4-pow2", "nvfp4-static"),
+        lambda: Packed4WeightConfig("nvfp4-pow2", "nvfp4-pow2-static"),
         "for vLLM: NVFP4 whose outer scales are powers of two that fused layers share; activations calibrated",
         {"scales": "static"},
     ),

@@ -8,11 +8,14 @@ know before it starts. Sources: vLLM 0.32, read and not run on these GPUs.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from aoquant.layers.linear import LinearRecipe
 
 ENGINES = {"vllm": ("h100", "h200", "b200"), "llama.cpp": ("cpu", "cuda")}
 _HOPPER = ("h100", "h200")
 _FP8 = ("fp8-row-mslk",)
+FP8_BLOCKS = "vLLM's CUDA kernel scales 128 activations by another formula (on an H200 13.8 % of scales and 98.4 % of codes are equal)"
 
 
 def check(engine: str, gpu: str | None) -> None:
@@ -34,6 +37,20 @@ def differences(recipe: LinearRecipe, engine: str, gpu: str | None = None) -> li
     return _vllm(recipe, gpu) if engine == "vllm" else _llama_cpp(recipe, gpu)
 
 
+def refused(recipe: LinearRecipe, engine: str) -> list[str]:
+    """Why layers that train `recipe` could not be exported to `engine`, by export's own checks; empty where they can,
+    or where the libraries of export are missing.
+    """
+    if engine != "vllm":  # `_llama_cpp` has the types of its file
+        return []
+    try:
+        reason = import_module("aoquant.export.foresee").refusal(recipe)  # a higher tier, with libraries of its own
+    except ImportError:
+        return []
+    held = f"vLLM's formats cannot hold {recipe.fprop_weight.name}{f' with {x} activations' if (x := recipe.input_name) else ''}"
+    return [f"{held}: {reason}; or serve it with aoquant's plugin"] if reason else []
+
+
 def note(recipe: LinearRecipe) -> str:
     """What the GPU changes when vLLM serves the recipe's format; "" for nothing that is known."""
     weight = recipe.fprop_weight.name
@@ -49,15 +66,13 @@ def note(recipe: LinearRecipe) -> str:
 def _vllm(recipe: LinearRecipe, gpu: str | None) -> list[str]:
     weight, x = recipe.fprop_weight.name, recipe.input_name
     found = []
-    if weight in ("q4_0", "q4_1", "q8_0"):
-        found.append(f"vLLM's formats cannot hold {weight}: train vllm-w4a16-g32, or serve it with aoquant's plugin")
     if weight.startswith("nvfp4") and x and gpu in _HOPPER:
         found.append(
             f"vLLM on {gpu} leaves NVFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train the recipe vllm-nvfp4-weight"
         )
     if weight.startswith("mxfp4") and x and gpu in _HOPPER:
         found.append(
-            f"vLLM on {gpu} leaves MXFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train with activation=None"
+            f"vLLM on {gpu} leaves MXFP4 layers' activations in bfloat16 (Marlin), trained as {x}: train the recipe mxfp4-weight"
         )
     if weight.startswith("mxfp4") and not x and gpu == "b200":
         found.append(
@@ -69,8 +84,8 @@ def _vllm(recipe: LinearRecipe, gpu: str | None) -> list[str]:
         found.append(f"vLLM's CUDA kernel quantises fp8 activations as fp8-row-vllm, trained as {x}")
     if x in ("int8-row", "int8-row-native", "int8-row-asym"):
         found.append(f"vLLM quantises int8 activations as int8-row-vllm, trained as {x}")
-    if x == "nvfp4" and recipe.input_scales == "dynamic":
-        found.append("vLLM needs NVFP4 activations with a calibrated outer scale: train with activation='nvfp4-static'")
+    if x == "fp8-1x128":
+        found.append(f"{FP8_BLOCKS}, trained as {x}")
     if weight.startswith("intx") and weight.endswith("-asym") and gpu in _HOPPER and not x:
         found.append(
             f"vLLM on {gpu} multiplies groups of 64 and 128 by Machete, which rounds scale * zero point: train a symmetric format"

@@ -58,10 +58,13 @@ def _takes(source: Source, weights: list[Weight], format: str) -> bool:
 
 
 def _fused_apart(source: Source) -> bool:
-    """Whether layers that engines fuse have different outer scales."""
-    outer = {}
+    """Whether layers that engines fuse have different outer scales, or scales of the whole weight."""
+    numbers = {}
     for weight in source.weights.values():
         packed = weight.read(False) if weight.kind == "PackedTensor" else None
         if isinstance(packed, PackedTensor) and packed.per_tensor_scale is not None:
-            outer[weight.module] = packed.per_tensor_scale
-    return bool(unequal(outer))
+            numbers[weight.module] = packed.per_tensor_scale
+        elif isinstance(packed, PackedTensor) and packed.weight_format.reach == "tensor":
+            assert packed.scale is not None
+            numbers[weight.module] = packed.scale
+    return bool(unequal(numbers, source.modules))

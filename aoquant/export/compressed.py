@@ -8,10 +8,10 @@
 | mxfp4, mxfp8                | mxfp4-, mxfp8-...    | code * 2^e                                     |
 | nvfp4                       | nvfp4-pack-quantized | code * (s / g), g = 1 / outer                  |
 
-Codes and scales are repacked and never rounded. NVFP4's outer scale is stored as its reciprocal and applied by a
-division, so only powers of two survive. The names of the schemes are compressed-tensors' own inference from the
-arguments; the arguments and the packing are its code. Source: compressed-tensors 0.20 `compressors/`, `quantization/`;
-vLLM 0.32 `compressed_tensors.py`.
+Codes and scales are repacked and never rounded. NVFP4's outer scales are stored as reciprocals. A weight's is applied
+by a division, so only powers of two survive; an activation's must be the reciprocal of what is stored. The names of the
+schemes are compressed-tensors' own inference from the arguments; the arguments and the packing are its code. Source:
+compressed-tensors 0.20 `compressors/`, `quantization/`; vLLM 0.32 `compressed_tensors.py`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from aoquant.formats import (
     TinyGemm,
     get_format,
 )
+from aoquant.serving import FP8_BLOCKS
 from aoquant.tensor import PackedTensor
 
 VLLM_INT8 = ("int8-row-vllm", "int8-row-vllm-reciprocal")  # on a GPU, on a CPU
@@ -134,7 +135,7 @@ def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor]
         raise Unfit(f"{format.name} has an outer scale for each row, and readers hold one", "train nvfp4")
     if not power_of_two(outer[:1]):
         raise Unfit(
-            f"its outer scale {outer[0].item():.6g} is no power of two, and readers divide by a rounded reciprocal",
+            "its outer scale is no power of two, and readers divide by a rounded reciprocal",
             f"{_nvfp4_recipe(p)}, whose outer scales are powers of two",
         )
     args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, **_E4M3)
@@ -156,6 +157,7 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
         notes = () if name in VLLM_FP8 else (f"vLLM rounds fp8 activations as fp8-row-vllm, trained as {name}",)
     elif isinstance(format, Float8) and (format.element, format.rows, format.cols) == ("e4m3", 1, 128):
         args |= {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128}
+        notes = (f"{FP8_BLOCKS}, trained as {name}",)
     elif isinstance(format, Affine | Float8) and format.per == "tensor" and len(format.fixed) == 1 and format.bits == 8:
         kind = "int" if isinstance(format, Affine) else "float"
         args |= {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": False}
@@ -167,7 +169,13 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
             notes = (f"vLLM rounds MXFP4 activations by the rule 'even' (mxfp4-even), trained as {name}",)
     elif type(format) is NVFP4 and format.outer == "static":
         assert format.pts is not None
-        divisor = 1.0 / torch.tensor([format.pts])
+        outer = torch.tensor([format.pts])
+        divisor = outer.reciprocal()
+        if not torch.equal(divisor.reciprocal(), outer):
+            raise Unfit(
+                f"its activations' outer scale {format.pts:.6g} is stored as a reciprocal, whose reciprocal is another number",
+                "train the recipe vllm-nvfp4, which calibrates powers of two",
+            )
         args |= {
             "num_bits": 4,
             "type": "float",
@@ -180,7 +188,7 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
     elif type(format) is NVFP4:
         raise Unfit(
             f"its activations ({name}) make an outer scale in every call, and readers hold a calibrated one",
-            "train with activation='nvfp4-static' and aoquant.calibrate, or activation=None",
+            "train the recipe vllm-nvfp4, whose are calibrated, or vllm-nvfp4-weight without quantised activations",
         )
     else:
         raise Unfit(f"no scheme holds {name} activations", "train with int8-row-vllm, fp8-row-vllm, mxfp4-even or none")

@@ -25,7 +25,11 @@ from aoquant.export.targets import Description
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 # transformers 5.17 asks for experts' weight_packed, weight_scale and weight_shape, or for fp8's weight and weight_scale
-_NOT_LOADED = ("int-quantized", "mxfp8-quantized")
+_IN_TRANSFORMERS = {
+    "int-quantized": "cannot load",
+    "mxfp8-quantized": "cannot load",
+    "nvfp4-pack-quantized": "leaves out the outer scales of",
+}
 
 
 def describe(source: Source, plan: Plan) -> Description:
@@ -33,9 +37,7 @@ def describe(source: Source, plan: Plan) -> Description:
 
     A model of one scheme targets "Linear" and ignores what is left out; a model of several targets layers by name.
     """
-    check_fused(
-        {m: s.tensors["weight_global_scale"] for m, s in plan.layers.items() if "weight_global_scale" in s.tensors}
-    )
+    check_fused(plan.layers, source.modules)
     groups: dict[str, tuple[QuantizationScheme, list[str]]] = {}
     for module, stored in plan.layers.items():
         scheme: QuantizationScheme = stored.scheme
@@ -83,13 +85,13 @@ def _check_symmetric(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> 
 
 
 def _warn_transformers(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> None:
-    """Warn of experts that transformers' own reader of these folders cannot load."""
+    """Warn of experts that transformers' own reader of these folders cannot load, or loads with other values."""
     for scheme, modules in groups:
         expert = next(filter(_EXPERT.match, modules), None)
         layout = CompressionFormat(scheme.format).value
-        if expert and layout in _NOT_LOADED:
+        if expert and (fact := _IN_TRANSFORMERS.get(layout)):
             warnings.warn(
-                f"transformers cannot load {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
+                f"transformers {fact} {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
                 "aoquant.load_pretrained; transformers reads experts of intx, fp8 and mxfp4",
                 stacklevel=5,
             )

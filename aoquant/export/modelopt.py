@@ -60,7 +60,7 @@ def _nvfp4(p: PackedTensor, x: Format | Operand | None) -> Stored:
     if not (type(x) is NVFP4 and x.outer == "static"):
         raise Unfit(
             f"its activations ({p.activation}) have no calibrated outer scale",
-            "train with activation='nvfp4-static' and aoquant.calibrate, or activation=None",
+            "train the recipe vllm-nvfp4, whose are calibrated, or vllm-nvfp4-weight without quantised activations",
         )
     assert x.pts is not None
     return Stored({**tensors, "input_scale": torch.tensor(x.pts)}, "NVFP4")
@@ -97,7 +97,7 @@ def describe(source: Source, plan: Plan) -> Description:
         others = advice(takers(source, [w for w in source.weights.values() if w.module in plan.layers], "modelopt"))
         raise ValueError(f"modelopt: one algorithm for the whole model, got {found}: skip some layers{others}")
     algorithm = next(iter(algorithms))
-    check_fused({m: s.tensors["weight_scale_2"] for m, s in plan.layers.items() if "weight_scale_2" in s.tensors})
+    check_fused(plan.layers, source.modules)
     left = [module for module in (*source.linears(), *source.routers) if module not in plan.layers]
     quantization: dict[str, Any] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": left}
     if "NVFP4" in algorithm:

@@ -93,11 +93,17 @@ class Int8VllmReciprocal(Int8Vllm):
 
 @dataclass(frozen=True)
 class NVFP4PowerOfTwo(NVFP4):
-    """NVFP4 with a dynamic outer scale that is a power of two: 2^ceil(log2(absmax / 2688))."""
+    """NVFP4 with a dynamic outer scale that is a power of two: 2^ceil(log2(absmax / 2688)).
+
+    Under a constant nothing is measured, so `fix` gives plain NVFP4 ("nvfp4-static:...").
+    """
 
     @property
     def name(self) -> str:
         return "nvfp4-pow2"
+
+    def fix(self, *numbers: float) -> Format:
+        return NVFP4().fix(*numbers)
 
     def measure(self, x_RK: Tensor) -> Scales:
         outer = super().measure(x_RK).outer

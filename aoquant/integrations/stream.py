@@ -12,6 +12,7 @@ process can leave one behind.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -31,7 +32,7 @@ from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.progress import progress
 from aoquant.integrations.safetensors_file import StoredTensor, flush, header, reading, replace_metadata, reserve
 from aoquant.integrations.skeleton import Skeleton, build
-from aoquant.integrations.stream_layers import Layer, Stack
+from aoquant.integrations.stream_layers import Layer, Stack, with_shared_scales
 from aoquant.planning.coverage import Coverage
 from aoquant.recipes import named
 from aoquant.tools.doctor import check_device
@@ -107,6 +108,7 @@ def convert_checkpoint(
     if torch.device(device).type == "meta":
         raise ValueError("device must hold values, got 'meta'")
     skeleton = build(source, stored, named(config), max_shard_size, dtype, skip_incompatible=skip_incompatible)
+    skeleton = dataclasses.replace(skeleton, layers=with_shared_scales(skeleton.layers, device))
     with _appearing(out, skeleton.size) as folder:
         places: dict[str, StoredTensor] = {}
         for file, tensors in skeleton.files.items():

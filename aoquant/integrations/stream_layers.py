@@ -7,7 +7,7 @@ for stacked experts they are one row of each part, the expert's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from aoquant.integrations.safetensors_file import StoredTensor
 from aoquant.layers.experts import is_transposed
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.planning.experts import ExpertStep, pack_expert
+from aoquant.planning.fused import shared_at_once
 from aoquant.planning.plan import Step, not_finite
 from aoquant.quantize import pack
 
@@ -55,12 +56,32 @@ class Layer:
     @torch.no_grad()
     def encode(self, unit: int | None, device: torch.device | str) -> dict[str, Tensor]:
         """The stored parts of the layer's deployed weight, by name. Raises ValueError: it holds NaN or Inf."""
+        packed = pack(self.step, self.read(), device)
+        parts: dict[str, Tensor] = flatten_tensor_state_dict(dict.fromkeys(self.names, packed))[0]
+        return parts
+
+    def read(self) -> Tensor:
+        """The float weight. Raises ValueError: it holds NaN or Inf."""
         weight = self.source.read().to(self.dtype)
         if reason := not_finite(weight):
             raise ValueError(f"{self.step.fqn} {tuple(weight.shape)}: {reason}")
-        packed = pack(self.step, weight, device)
-        parts: dict[str, Tensor] = flatten_tensor_state_dict(dict.fromkeys(self.names, packed))[0]
-        return parts
+        return weight
+
+
+def with_shared_scales(layers: Sequence[Layer | Stack], device: torch.device | str) -> list[Layer | Stack]:
+    """`layers` with the outer scales that siblings share, found in a pass of its own, one weight in memory."""
+    own = {layer.step.fqn: layer for layer in layers if isinstance(layer, Layer)}
+
+    def weight_of(step: Step) -> Tensor:
+        return step.layer.matrix(own[step.fqn].read().to(device))
+
+    shared = shared_at_once((layer.step for layer in own.values()), weight_of)
+    return [
+        replace(y, step=replace(y.step, scales=scales))
+        if isinstance(y, Layer) and (scales := shared.get(y.step.fqn))
+        else y
+        for y in layers
+    ]
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,13 @@ class LinearRecipe:
             input_scales="dynamic" if self.input_scales in ("dynamic", DELAYED) else "static",
         )
 
+    def holding(self, scales: str) -> LinearRecipe:
+        """The recipe with `QATConfig`'s scales: of weights, and learned ones of static activations too."""
+        if scales == "dynamic":
+            return self
+        learned = scales == "learned" and self.input_scales == "static"
+        return dataclasses.replace(self, weight_scales=scales, input_scales="learned" if learned else self.input_scales)
+
     @property
     def fitted(self) -> bool:
         """Whether the layer holds the matrices of a fitted transform."""

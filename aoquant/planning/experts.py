@@ -9,7 +9,7 @@ Conversion encodes one expert at a time, so that what is in memory beside the co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
-from aoquant.formats import Scales
+from aoquant.formats import NVFP4PowerOfTwo, Scales
 from aoquant.layers.experts import PROTOCOL, QATExperts, is_transposed, lacks
 from aoquant.layers.packed_experts import PackedExperts, packed_experts
 from aoquant.layers.qat import Prepared
@@ -67,6 +67,11 @@ def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
     n, k = (columns, rows) if is_transposed(chosen.module) else (rows, columns)
     if target.tensor != "PackedTensor":
         return f"stacked experts become aoquant's packed tensors, and the config makes {target.tensor}: use a config of aoquant's"
+    if kind != "convert" and not recipe.fitted and recipe.input_scales != "dynamic":
+        return (
+            f"stacked experts hold no calibrated activation scale, and the config has one ({recipe.input_name}-{recipe.input_scales}): "
+            "name them with a config of their own, such as the recipe vllm-nvfp4-weight beside vllm-nvfp4"
+        )
     if recipe.holds and kind != "convert":
         how = "a fitted transform" if recipe.fitted else "static or learned scales"
         return f"stacked experts hold no scales of their own, and the config has {how}: use scales that are dynamic"
@@ -83,6 +88,16 @@ def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
     if not weight.is_meta and not all_finite(weight):
         return "it holds NaN or Inf: restore a good checkpoint before quantising"
     return None
+
+
+def with_own_scales(target: Target) -> Target:
+    """`target`, where its weight scales are static for the sake of layers that share one, with dynamic ones: an engine
+    fuses gate and up, which are rows of one matrix of an expert.
+    """
+    recipe = target.recipe
+    if recipe.weight_scales != "static" or not isinstance(recipe.fprop_weight.format, NVFP4PowerOfTwo):
+        return target
+    return replace(target, recipe=replace(recipe, weight_scales="dynamic"))
 
 
 def why_unsupported(module: nn.Module) -> str:
@@ -152,4 +167,14 @@ def pack_expert(step: ExpertStep, w_NK: Tensor, device: torch.device | str | Non
     return built
 
 
-__all__ = ["PROTOCOL", "ChosenStack", "ExpertStep", "apply", "pack", "pack_expert", "why_not", "why_unsupported"]
+__all__ = [
+    "PROTOCOL",
+    "ChosenStack",
+    "ExpertStep",
+    "apply",
+    "pack",
+    "pack_expert",
+    "why_not",
+    "why_unsupported",
+    "with_own_scales",
+]

@@ -23,7 +23,7 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, backward_slots
-from aoquant.formats import HighPrecision, Operand
+from aoquant.formats import HighPrecision, Operand, Scales
 from aoquant.hybrid import HybridConfig
 from aoquant.layers import held
 from aoquant.layers.experts import QATExperts
@@ -48,7 +48,8 @@ class Step:
     """One layer's change: "prepare" swaps the class, "convert" and "quantize" replace the weight. fqn: all its names,
     joined by ", ".
 
-    dtype: that forward sees the weight in, which is what is encoded.
+    dtype: that forward sees the weight in, which is what is encoded. scales: that a layer quantised at once shares with
+    its siblings; None where they are made from its weight, or held by it.
     """
 
     fqn: str
@@ -58,6 +59,7 @@ class Step:
     config: Any
     target: Target
     dtype: torch.dtype
+    scales: Scales | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
             raise ValueError(f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name")
         if isinstance(chosen.weight, TorchAOBaseTensor):
             raise ValueError(f"is quantised already ({type(chosen.weight).__name__}); leave it out by name")
-        target = prepare_target(config) if isinstance(config, QATConfig) else resolve(config)
+        target = experts.with_own_scales(prepare_target(config)) if isinstance(config, QATConfig) else resolve(config)
         if prepared is not None:
             _check_same_forward(prepared.recipe, target)
     reason = experts.why_not(chosen, kind, target)
@@ -351,11 +353,7 @@ def prepare_target(config: QATConfig) -> Target:
         _check_base(config.backward, target)
     slots: dict[str, Any] = dict(backward_slots(config.backward))
     recipe = dataclasses.replace(target.recipe, straight_through=config.straight_through, **slots)
-    if config.scales != "dynamic":
-        recipe = dataclasses.replace(recipe, weight_scales=config.scales)
-    if config.scales == "learned" and recipe.input_scales == "static":
-        recipe = dataclasses.replace(recipe, input_scales="learned")
-    return dataclasses.replace(target, recipe=recipe)
+    return dataclasses.replace(target, recipe=recipe.holding(config.scales))
 
 
 def _check_base(hybrid: HybridConfig, target: Target) -> None:

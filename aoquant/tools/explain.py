@@ -96,6 +96,8 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     n, k = weight.shape
     rows = "a token's codes are its own" if recipe.batch_invariant else "a token's codes depend on its batch"
     served = _served(recipe, engine, gpu)
+    if engine is not None and kind == "prepared":
+        served += tuple(serving.refused(recipe, engine))
     title = f"{n} x {k} {kind} layer, {recipe}; {rows}"
     return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind), served)
 

@@ -94,6 +94,7 @@ def test_power_of_two_outer_scales() -> None:
     exact = x.clone()
     exact[0, 0] = 2688.0 * 4  # absmax / 2688 is a power of two already
     assert get_format("nvfp4-pow2").encode(exact[:1]).outer == 4.0  # type: ignore[comparison-overlap]
+    assert get_format("nvfp4-pow2").fix(0.125) == get_format("nvfp4-static:0.125")
 
 
 @pytest.mark.parametrize(

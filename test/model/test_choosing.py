@@ -18,7 +18,7 @@ def recipes(asked: str) -> list[str]:
 
 
 def test_words_choose() -> None:
-    assert recipes("vllm h100") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-int8"]
+    assert recipes("vllm h100") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-int8", "vllm-nvfp4-weight"]
     assert recipes("B200, vLLM") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-nvfp4", "vllm-mxfp4"]
     assert recipes("ollama") == ["gguf-q4_0", "gguf-q8_0"]
     assert "nvfp4" not in recipes("pytorch h100") and "nvfp4" in recipes("pytorch b200")
