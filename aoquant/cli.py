@@ -210,8 +210,8 @@ def recipes(arguments: list[str]) -> Callable[..., None]:
         """List the recipes that `aoquant run --recipe` takes.
 
         Args:
-            asked: an engine, a GPU, and ptq for no training, such as "vllm h100": what to choose then, with what it
-                costs where that was measured.
+            asked: an engine and a GPU, such as "vllm h100": what to choose then, with what it costs where that was
+                measured. Of budgets it knows one, ptq: recipes that are good without training.
         """
         from aoquant.recipes import list_recipes
         from aoquant.tools import choosing

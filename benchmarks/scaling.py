@@ -114,9 +114,21 @@ def newest(rows: Rows, **wanted: str) -> Mapping[str, str] | None:
     return found[-1] if found else None
 
 
+def fastest(communication: Rows, hidden: int, gpu: str) -> dict[str, float]:
+    """GB/s a GPU of each collective: the last measured on the most GPUs of this device, in messages of this layer."""
+    here = [r for r in communication if (r["hidden"], r["gpu"]) == (str(hidden), gpu)]
+    most = max((int(r["gpus"]) for r in here), default=0)
+    found = {c: newest(here, collective=c, gpus=str(most)) for c in ("all_gather", "reduce_scatter")}
+    return {name: float(row["GB_per_s"]) for name, row in found.items() if row}
+
+
 def page(steps: Rows, communication: Rows, hidden: int, layers: int) -> str:
-    """The tables: what was measured, and the projection where its two inputs are there."""
+    """The tables: what was measured, and the projection where its two inputs are there. Of steps of one device and
+    budget alone, the newest's.
+    """
     shape = {"how": "eager", "hidden": str(hidden), "layers": str(layers)}
+    last = newest(steps, **shape) or {}
+    shape |= {name: last[name] for name in ("gpu", "vocabulary", "batch", "tokens", "optimizer") if name in last}
     numbers = sorted({int(r["gpus"]) for r in steps if r["ms"] and all(r[k] == v for k, v in shape.items())})
     heads = ["recipe", *(f"{n} GPU{'s' * (n > 1)}: tokens/s, GiB" for n in numbers)]
     lines = [heads, ["---"] * len(heads)]
@@ -125,9 +137,8 @@ def page(steps: Rows, communication: Rows, hidden: int, layers: int) -> str:
         if any(found):
             lines.append([f"`{variant}`", *(cell(r) for r in found)])
     parts = [f"{layers} decoder layers of {hidden}, tokens/s of all GPUs together, peak memory of each.", table(lines)]
-    fastest = {c: newest(communication, collective=c) for c in ("all_gather", "reduce_scatter")}
-    if 1 in numbers and len(numbers) > 1 and all(fastest.values()):
-        bandwidth = {c: float(r["GB_per_s"]) for c, r in fastest.items() if r}
+    bandwidth = fastest(communication, hidden, last.get("gpu", ""))
+    if 1 in numbers and len(numbers) > 1 and len(bandwidth) == 2:
         parts += projected(steps, bandwidth, shape, numbers, hidden, layers)
     else:
         parts.append(

@@ -2,7 +2,8 @@
 
 A tokenizer takes longer to train, and a few hundred megabytes of text to encode, than a small model to start; runs that
 share a machine share the folder. The first run that comes fills it while the others wait at its lock. `corpus.json`
-says what the ids were made from, and a run with other text or another vocabulary is refused.
+says what the ids were made from, and a run with other text (none where there is some too) or another vocabulary is
+refused.
 """
 
 from __future__ import annotations
@@ -42,8 +43,13 @@ def encoded(sources: Sources, held_out: tuple[Path, ...], folder: Path, device: 
             about.write_text(json.dumps({"made_from": made_from, "facts": facts}, indent=1) + "\n")
     found = json.loads(about.read_text())
     wanted = _files(sources, held_out)
-    wanted |= _tokenizer(sources, "") if sources.tokenizer is None else {"tokenizer": _hash(sources.tokenizer)}
-    changed = [key for key, value in wanted.items() if value and found["made_from"].get(key) != value]
+    if not held_out:  # is only measured against
+        del wanted["held_out"]
+    if sources.tokenizer is None:
+        wanted |= {"vocab": sources.vocab, "tokenizer_bytes": sources.tokenizer_bytes}
+    else:
+        wanted["tokenizer"] = _hash(sources.tokenizer)
+    changed = [key for key, value in wanted.items() if found["made_from"].get(key) != value]
     if changed:
         raise ValueError(f"corpus must be a folder made from this run's text; {folder} differs in {', '.join(changed)}")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")

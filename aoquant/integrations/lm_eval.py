@@ -51,6 +51,12 @@ from aoquant.integrations.text import Source, find_pages, read_jsonl
 TASK = "wikitext_local"
 
 
+def check_shares(pages: Path | None, limit: int | None, ranks: int) -> None:
+    """Raise ValueError where ranks have no document each. pages: as `find_pages` returns them; None: lm-eval's own."""
+    if pages is not None and ranks > min(len(read_jsonl(pages, ("page",))), limit or ranks):
+        raise ValueError(f"{ranks} ranks need as many documents to share, got fewer in {pages} with limit={limit}")
+
+
 @dataclass(frozen=True)
 class Perplexity:
     """One evaluation. Two of them compare only if all fields but the three metrics are equal."""
@@ -103,8 +109,7 @@ def evaluate(
     window = check_window(model, tokenizer, window)
     pages = find_pages(wikitext, documents)
     rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
-    if pages is not None and size > min(len(read_jsonl(pages, ("page",))), limit or size):
-        raise ValueError(f"{size} ranks need as many documents to share, got fewer in {pages} with limit={limit}")
+    check_shares(pages, limit, size)
     with ExitStack() as stack:
         _quiet_eval(stack, model)
         if pages is None:

@@ -1,6 +1,7 @@
 """Which recipe for which engine, GPU and budget: docs/choosing.md's table, and `aoquant recipes --for "vllm h100"`.
 
-A choice names the engine and the GPU that it is for. The last columns are measurements: bits a weight and word
+A choice names the engine and the GPU that it is for, by judgement: of their kernels, and where there are numbers, of
+those. The last columns are measurements: bits a weight and word
 perplexity over the float model's, quantised without and with training, from measured.csv beside this file, which
 `eval/experiments` writes; a choice that was not measured has none. All of them are of one small model, named in the
 file: they order the recipes, and another model's gaps will be others.
@@ -17,7 +18,7 @@ from pathlib import Path
 
 MEASURED = Path(__file__).with_name("measured.csv")
 ANY = "any"
-HEADS = ("you serve on", "and want", "recipe", "config", "bits", "PTQ / float", "QAT / float")
+HEADS = ("you serve on", "and want", "recipe", "config", "bits", "PTQ / float", "QAT / float", "seeds")
 _DEVICES = {
     "hopper": ("hopper", "h100", "h200", "h800", "h20", "gh200"),
     "ada": ("ada", "l4", "l40", "l40s", "4090", "rtx4090"),
@@ -34,6 +35,7 @@ _ENGINES = {
     "llama.cpp": ("llama.cpp", "llamacpp", "llama-cpp", "gguf", "ggml", "ollama"),
     "torchao": ("torchao", "ao"),
 }
+_MAKERS = ("nvidia", "geforce", "rtx", "tesla", "gpu")  # said in front of a GPU's name
 _BUDGETS = {"ptq": ("ptq", "untrained", "no-training", "calibration")}
 _GPUS = ("hopper", "ada", "ampere", "blackwell")
 
@@ -73,7 +75,7 @@ CHOICES = (
            'Packed4WeightConfig("intx4-g128", contract="dequantize")', ("vllm", "sglang", "transformers"), _GPUS, True),
     Choice("vLLM on Hopper, Ada or Blackwell", "speed with many tokens", "vllm-fp8",
            'PackedWeightConfig("fp8-row", "fp8-row-vllm")', ("vllm",), ("hopper", "ada", "blackwell"), True),
-    Choice("vLLM on Ampere", "speed with many tokens", "vllm-int8", 'PackedWeightConfig("int8-row", "int8-row-vllm")',
+    Choice("vLLM on Ampere, Ada or Hopper", "speed with many tokens", "vllm-int8", 'PackedWeightConfig("int8-row", "int8-row-vllm")',
            ("vllm",), ("ampere", "hopper", "ada"), True),
     Choice("vLLM on Blackwell", "FP4 tensor cores", "vllm-nvfp4", 'Packed4WeightConfig("nvfp4-pow2", "nvfp4-pow2-static")',
            ("vllm",), ("blackwell",)),
@@ -111,7 +113,7 @@ def find(asked: str) -> list[Choice]:
             devices.add(kind)
         elif _kind(word, _BUDGETS):
             ptq = True
-        else:
+        elif word not in _MAKERS:
             known = [name for table in (_ENGINES, _DEVICES, _BUDGETS) for names in table.values() for name in names]
             near = difflib.get_close_matches(word, known, 3, 0.5)
             raise ValueError(
@@ -119,7 +121,7 @@ def find(asked: str) -> list[Choice]:
                 f"{f' (near it: {chr(44).join(near)})' if near else ''}; engines: {', '.join(_ENGINES)}; devices: {', '.join(_DEVICES)}"
             )
     found = [choice for choice in CHOICES if choice.fits(engines, devices, ptq)]
-    if not found:
+    if not found or not (engines or devices or ptq):
         raise ValueError(
             f"no recipe is known for {asked!r}: `aoquant recipes` lists all, docs/choosing.md has the reasons"
         )
@@ -132,12 +134,15 @@ def _kind(word: str, table: Mapping[str, tuple[str, ...]]) -> str | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A line of measured.csv: bits a weight, and word perplexities of one model. qat: the mean over seeds."""
+    """A line of measured.csv: bits a weight, and word perplexities of one model. qat: the mean over seeds. seeds: their
+    number.
+    """
 
     bits: float
     float_model: float
     ptq: float
     qat: float
+    seeds: int
 
 
 @cache
@@ -145,8 +150,16 @@ def measured(path: Path = MEASURED) -> dict[str, Measured]:
     """The lines of a file, by recipe."""
     with path.open(encoding="utf-8", newline="") as file:
         lines = [line for line in file if not line.startswith("#")]
-    numbers = ("bits", "float", "ptq", "qat")
-    return {row["recipe"]: Measured(*(float(row[name]) for name in numbers)) for row in csv.DictReader(lines)}
+    return {
+        row["recipe"]: Measured(
+            bits=float(row["bits"]),
+            float_model=float(row["float"]),
+            ptq=float(row["ptq"]),
+            qat=float(row["qat"]),
+            seeds=int(row["seeds"]),
+        )
+        for row in csv.DictReader(lines)
+    }
 
 
 def source(path: Path = MEASURED) -> str:
@@ -168,9 +181,9 @@ def rows(
     for c in choices:
         m = found.get(c.recipe)
         cells = (
-            ("", "", "")
+            ("not measured", "", "", "")
             if m is None
-            else (f"{m.bits:.2f}", f"{m.ptq / m.float_model:.2f}", f"{m.qat / m.float_model:.2f}")
+            else (f"{m.bits:.2f}", f"{m.ptq / m.float_model:.3f}", f"{m.qat / m.float_model:.3f}", str(m.seeds))
         )
         made.append((c.where, c.want, f"{mark}{c.recipe}{mark}", f"{mark}{c.config}{mark}", *cells))
     return made

@@ -20,6 +20,7 @@ from xml.sax.saxutils import escape
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 RUNS, EXPERIMENTS, GRADIENTS = (RESULTS / f"{name}.csv" for name in ("recover_h200", "experiments", "gradients"))
+FAR = 3.0  # a PTQ so many times as far from float as the worst QAT, in log perplexity, lies beyond the axis
 STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #1f2430 }
 .small { font-size: 12px; fill: #566 } .head { font-size: 15px; font-weight: 600 } .code { font-family: ui-monospace, monospace }
@@ -29,7 +30,7 @@ text { font: 14px system-ui, sans-serif; fill: #1f2430 }
 .cool { fill: #e3effa; stroke: #74a3cf } .line { stroke: #566; fill: none } .curve { fill: none; stroke-width: 1.6 }
 .c0 { stroke: #3173b8 } .c1 { stroke: #2f9e77 } .c2 { stroke: #d98841 } .c3 { stroke: #b0508f } .c4 { stroke: #7a6bd0 } .c5 { stroke: #c2483d }
 .line { stroke: #566; fill: none } .grid { stroke: #e1e4ea }
-.float { fill: #9aa3b2 } .ptq { fill: #d98841 } .qat { fill: #3173b8 } .tip { fill: #566 }
+.float { fill: #9aa3b2 } .hollow { fill: none; stroke: #6b7484; stroke-width: 2 } .ptq { fill: #d98841 } .qat { fill: #3173b8 } .tip { fill: #566 }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6e8ee } .small { fill: #a9b0bd } .page { fill: #1c1f27; stroke: #3a3f4b }
 .box { fill: #2a2f3a; stroke: #5b6475 } .warm { fill: #40321f; stroke: #a57d45 } .cool { fill: #1f3347; stroke: #4d7ba6 }
@@ -121,17 +122,20 @@ def bits() -> str:
 
 
 def bits_of(rows: list[dict[str, str]]) -> str:
-    """A line for each of our headline rows, distilled, fewest bits first: PTQ, QAT, and the QAT of torchao that it
-    is compared with, along one axis of perplexity.
+    """A line for each of our recipes that was trained, fewest bits first: PTQ, QAT, and the QAT of torchao that it is
+    compared with, along one axis of perplexity. A PTQ beyond the axis is an arrow with its number.
     """
-    distilled = {r["row"]: r for r in rows if r["loss"] == "kl" and r["QAT"]}
-    ours = [r for r in distilled.values() if r["headline"] == "True" and r["kind"] == "aoquant" and r["PTQ"]]
+    published = {r["row"]: r for r in rows if r["published"] == "True"}
+    ours = [r for r in published.values() if r["plain"] == "True" and r["PTQ"]]
     ours.sort(key=lambda r: (float(r["bits"]), r["row"]))
     base, left, right, top = float(ours[0]["float"]), 200, 690, 84
     bottom = top + 34 * len(ours)
-    theirs = [distilled.get(r["against"]) for r in ours]
-    torchao = [float(r["QAT"]) if r and r["kind"] == "torchao" else None for r in theirs]
-    high = math.log(max(float(r[stage]) for r in ours for stage in ("PTQ", "QAT")) / base) * 1.04
+    theirs = [published.get(r["against"]) for r in ours]
+    torchao = [r if r and r["kind"] == "torchao" else None for r in theirs]
+    drawn = [*(r for r in torchao if r), *ours]
+    high = math.log(max(float(r["QAT"]) for r in drawn) / base)
+    near = [math.log(float(r["PTQ"]) / base) for r in ours]
+    high = 1.04 * max(high, *(nats for nats in near if nats <= FAR * high), 1e-9)
 
     def x(perplexity: float) -> float:
         return left + math.log(perplexity / base) / high * (right - left)
@@ -145,11 +149,20 @@ def bits_of(rows: list[dict[str, str]]) -> str:
         ]
     parts += [line(left, top - 16, left, bottom), text(left, top - 22, f"float {base:.1f}", "small middle")]
     for i, (r, other) in enumerate(zip(ours, torchao, strict=True)):
-        y, before, after = top + 34 * i + 8, x(float(r["PTQ"])), x(float(r["QAT"]))
+        y, after = top + 34 * i + 8, x(float(r["QAT"]))
         parts += [text(20, y + 4, r["row"], "code small"), text(184, y + 4, f"{float(r['bits']):.2f}", "small end")]
-        parts += [line(before, y, after, y), f'<circle cx="{before:.1f}" cy="{y}" r="4" class="ptq"/>']
+        if near[i] > high:
+            parts += [
+                line(after, y, right + 16, y, arrow=True),
+                text(right + 16, y + 16, f"PTQ {float(r['PTQ']):.0f}", "small end"),
+            ]
+        else:
+            before = x(float(r["PTQ"]))
+            parts += [line(before, y, after, y), f'<circle cx="{before:.1f}" cy="{y}" r="4" class="ptq"/>']
         if other is not None:
-            parts.append(f'<rect x="{x(other) - 3:.1f}" y="{y - 9}" width="6" height="18" class="float"/>')
+            style = "hollow" if other["as prepared"] else "float"
+            at = x(float(other["QAT"])) - 3
+            parts.append(f'<rect x="{at:.1f}" y="{y - 9}" width="6" height="18" class="{style}"/>')
         parts.append(f'<circle cx="{after:.1f}" cy="{y}" r="5" class="qat"/>')
         parts.append(text(after, y - 9, f"{float(r['QAT']):.1f}", "small middle"))
     for i, (style, label) in enumerate((("ptq", "PTQ"), ("qat", "QAT, aoquant"))):
@@ -157,6 +170,10 @@ def bits_of(rows: list[dict[str, str]]) -> str:
         parts.append(text(left + 12 + i * 110, bottom + 46, label, "small"))
     parts.append(f'<rect x="{left + 250}" y="{bottom + 33}" width="6" height="18" class="float"/>')
     parts.append(text(left + 264, bottom + 46, "QAT, torchao, at the same budget", "small"))
+    if any(r and r["as prepared"] for r in torchao):
+        parts.append(f'<rect x="{left + 250}" y="{bottom + 57}" width="6" height="18" class="hollow"/>')
+        parts.append(text(left + 264, bottom + 70, "the same, scored as prepared", "small"))
+        bottom += 24
     return svg(740, bottom + 64, "Perplexity by bits a weight", parts)
 
 

@@ -1,9 +1,9 @@
-"""What is checked of a row once, on the first model trained on the whole budget: is the deployed model the trained one,
-wherever it is made and read?
+"""What is checked of a row once under each loss, on the first model trained on the whole budget: is the deployed model
+the trained one, wherever it is made and read? `verdicts.py` says what must hold.
 
 - every layer of the converted model equals the prepared one's, bit for bit (`aoquant.verify`);
-- the trained weights converted on a CPU have the same codes and scales, and the first documents score within `BOUND`
-  of the device's (sums run in another order there);
+- the trained weights converted on a CPU have the same codes and scales, and the first documents nearly the same score
+  (sums run in another order there);
 - where a compressed-tensors scheme holds the row, the exported folder is scored by lm-eval's own command line in a
   process that has never heard of aoquant.
 """
@@ -29,13 +29,10 @@ from experiments.rows import Row
 from experiments.setting import Setting
 
 CPU_DOCUMENTS = 1
-# Nats a word between a CPU and a GPU, whose sums run in another order: below .001 with bf16 activations, up to .011
-# where activations are rounded to four bits and one of them may fall on the other side.
-BOUND = 0.02
 
 
 def checks(setting: Setting, row: Row, prepared: Any, converted: Any) -> dict[str, Any]:
-    """The results by name; a check that fails, or lacks a package, is a value in the table, not a stop."""
+    """The results by name; a check that fails, or lacks a package, is a value, not a stop: other rows go on."""
     result: dict[str, Any] = {}
     batch = {"input_ids": setting.corpus["train"][:4].to(setting.o.device)}
     try:
@@ -45,7 +42,10 @@ def checks(setting: Setting, row: Row, prepared: Any, converted: Any) -> dict[st
     if torch.device(setting.o.device).type != "cpu":
         result |= _on_a_cpu(setting, prepared, converted)
     if row.export:
-        result["transformers_word_perplexity"] = _by_transformers_alone(setting, converted)
+        try:
+            result["transformers_word_perplexity"] = _by_transformers_alone(setting, converted)
+        except ImportError as error:
+            result["not_exported"] = str(error)
     return result
 
 
@@ -59,8 +59,7 @@ def _on_a_cpu(setting: Setting, prepared: Any, converted: Any) -> dict[str, Any]
     nats = [
         -sum(p.loglikelihoods) / sum(p.words) for p in (evaluate(m, tokenizer, **options) for m in (model, converted))
     ]
-    difference = abs(nats[0] - nats[1])
-    return {"cpu_codes_equal": equal, "cpu_nats_a_word": difference, "cpu_within_bound": difference <= BOUND}
+    return {"cpu_codes_equal": equal, "cpu_nats_a_word": abs(nats[0] - nats[1])}
 
 
 def stored(model: nn.Module) -> dict[str, Tensor]:
@@ -75,16 +74,17 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _by_transformers_alone(setting: Setting, converted: Any) -> float | str:
-    """Word perplexity of the exported folder by lm-eval's command line; the error's last line when it fails."""
+    """Word perplexity of the exported folder by lm-eval's command line; the error's last line when it fails.
+
+    Raises:
+        ImportError: a package that exports is not here.
+    """
     o, (tokenizer, model) = setting.o, setting.loaded
     with tempfile.TemporaryDirectory() as scratch:
         folder, tasks = Path(scratch) / "exported", Path(scratch) / "tasks"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an engine whose activations differ is not what scores here
-            try:
-                export(converted, folder, "compressed-tensors", tokenizer)
-            except ImportError as error:
-                return str(error)
+            export(converted, folder, "compressed-tensors", tokenizer)
         write_task(tasks, wikitext=str(o.wikitext))
         window = model.config.max_position_embeddings
         arguments = f"pretrained={folder},max_length={window},softmax_dtype=float32,dtype=bfloat16"

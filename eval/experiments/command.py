@@ -2,6 +2,7 @@
 
     python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --jobs 8 --limit 500
     python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --tokenise  # the text alone, no GPU
+    python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --dry-run   # what would be trained
     python eval/experiments --model DIR --wikitext DIR --out OUT --cost     # the cost columns, one row at a time
     python eval/experiments --model DIR --wikitext DIR --out OUT --table    # the files again, nothing is run
 
@@ -12,19 +13,24 @@ A process takes one row under one loss; `--jobs` of them run at once, spread ove
 rows with the first loss come first, then the other rows, then the second loss. Rows of the float model have a loss of
 their own, whatever `--losses` says. A result is appended to OUT/runs.jsonl the moment it is known. `--limit` seconds
 after the start processes save what they are training and stop; the same command goes on from there, and skips what is
-done. Carried to another machine without OUT/state, only the runs that were being trained begin again.
+done. Carried to another machine without OUT/state, only the runs that were being trained begin again. A second call in
+the same OUT is refused while one runs, or a process of one that was killed; SIGTERM ends a call with its processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import math
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -33,7 +39,7 @@ from experiments.processes import Processes
 from experiments.publish import publish
 from experiments.records import Run
 from experiments.rows import Row, load_all
-from experiments.setting import Setting, setting_of
+from experiments.setting import Setting, settings_of
 
 GRACE = 60.0  # seconds after the limit until a process that has not stopped is ended
 
@@ -63,11 +69,40 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="write the table and nothing else")
     parser.add_argument("--publish", action="store_true", help="write the table, the README's and the pages' from it")
     parser.add_argument("--tokenise", action="store_true", help="write the token ids and nothing else")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and nothing else")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--no-graph", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--commit", help="of the code, kept with every result; git's by default")
     parser.add_argument("--worker", nargs=2, metavar=("ROW", "LOSS"), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    o = parser.parse_args(arguments)
+    o.commit = commit() if o.commit is None else o.commit
+    return o
+
+
+def commit() -> str:
+    """Of this checkout, with a + where files differ from it; empty where git knows none."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        found, changed = (
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found + "+" * bool(changed)
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[TextIO]:
+    """A lock on OUT, which processes that inherit the file hold too. Raises ValueError where another call has it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {out} is in use by another call, or by processes that one left") from None
+        yield lock
 
 
 def chosen(o: argparse.Namespace) -> dict[str, Row]:
@@ -80,26 +115,19 @@ def chosen(o: argparse.Namespace) -> dict[str, Row]:
     return {n: replace(r, seeds=min(r.seeds, o.seeds or r.seeds)) for n, r in found.items()}
 
 
-def tasks(o: argparse.Namespace, rows: dict[str, Row]) -> list[tuple[Row, str]]:
+def tasks(o: argparse.Namespace, rows: dict[str, Row], settings: dict[str, Setting]) -> list[tuple[Row, str]]:
     """What is left to do, in order."""
     ordered = [(r, loss) for r in rows.values() for loss in r.losses if loss in o.losses or r.kind == "float"]
     ordered.sort(key=lambda task: (task[0].losses.index(task[1]), task[0].kind != "float", not task[0].headline))
-    settings = tokenised(o, rows)
     return [(row, loss) for row, loss in ordered if worker.missing(settings[row.model], row, loss)]
 
 
-def tokenised(o: argparse.Namespace, rows: dict[str, Row]) -> dict[str, Setting]:
-    """The setting of each model, its text encoded here, before several processes ask."""
-    o.out.mkdir(parents=True, exist_ok=True)
-    settings = {row.model: setting_of(o, row) for row in rows.values()}
-    for setting in settings.values():
-        setting.tokenise()
-    return settings
-
-
-def run_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> list[str]:
+def run_all(o: argparse.Namespace, rows: dict[str, Row], until: float, lock: TextIO) -> list[str]:
     """Run what is left, `o.jobs` processes at once; the rows that failed."""
-    waiting, processes, failed = tasks(o, rows), Processes(o), list[str]()
+    settings = settings_of(o, rows.values())
+    for setting in settings.values():  # here, before several processes ask
+        setting.tokenise()
+    waiting, processes, failed = tasks(o, rows, settings), Processes(o, lock), list[str]()
     (o.out / "logs").mkdir(parents=True, exist_ok=True)
     written = time.time()
     try:
@@ -126,11 +154,26 @@ def run_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> list[s
     return failed
 
 
+def planned(o: argparse.Namespace, rows: dict[str, Row]) -> str:
+    """What a call would train, with its tokens; a search may go on for longer than is known."""
+    from tabulate import tabulate
+
+    settings, lines, total = settings_of(o, rows.values()), [], 0.0
+    for row, loss in tasks(o, rows, settings):
+        setting = settings[row.model]
+        short, whole = worker.left(setting, row, loss)
+        tokens = (short * setting.search_steps + whole * setting.budget.steps) * o.batch * o.block / 1e6
+        lines.append((row.name, loss, short, whole, f"{tokens:.1f}"))
+        total += tokens
+    heads = ("row", "loss", "search, at least", "runs", "M tokens, at least")
+    return f"{tabulate(lines, heads, tablefmt='github')}\n\n{total:.1f} M tokens at least"
+
+
 def measure_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> list[str]:
     """The cost of every row that lacks it, a process each, one after the other."""
-    failed = []
+    failed, settings = [], settings_of(o, rows.values())
     for row in rows.values():
-        if time.time() > until or Run(row.name, "cost") in setting_of(o, row).records.read():
+        if time.time() > until or Run(row.name, "cost") in settings[row.model].records.read():
             continue
         if subprocess.run([sys.executable, *sys.argv, "--worker", row.name, "cost"], check=False).returncode:
             failed.append(f"{row.name}, cost")
@@ -141,7 +184,7 @@ def show(o: argparse.Namespace, rows: dict[str, Row]) -> tuple[str, list[str]]:
     """Write the table of what there is; returns it, and the rows that break the contract."""
     found: dict[Run, dict[str, Any]] = {}
     facts: dict[str, Any] = {}
-    for model, setting in sorted({row.model: setting_of(o, row) for row in rows.values()}.items()):
+    for model, setting in settings_of(o, rows.values()).items():
         found |= setting.records.read()
         facts |= setting.records.made()
         facts |= {f"{model} model": setting.settings, f"{model} parameters": setting.parameters()}
@@ -158,11 +201,17 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
             cost.measure(o, row)
             return
         sys.exit(worker.work(o, row, what, o.until))
-    if o.tokenise:
-        tokenised(o, rows)
+    if o.dry_run:
+        print(planned(o, rows))
         return
-    nothing = o.table or o.publish
-    failed = [] if nothing else measure_all(o, rows, until) if o.cost else run_all(o, rows, until)
+    failed: list[str] = []
+    if not (o.table or o.publish):
+        with alone(o.out) as lock:
+            if o.tokenise:
+                for setting in settings_of(o, rows.values()).values():
+                    setting.tokenise()
+                return
+            failed = measure_all(o, rows, until) if o.cost else run_all(o, rows, until, lock)
     text, broken = show(o, rows)
     print(text)
     if o.publish:
@@ -172,7 +221,8 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
 
 
 def start(began: float) -> None:
-    """What a user can mend is one line."""
+    """What a user can mend is one line. SIGTERM is an exit, so that processes are ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         main(options(), began)
     except ValueError as error:

@@ -6,9 +6,12 @@ Several processes share a GPU by turns: while one imports, compiles or scores, o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from typing import TextIO
 
 import torch
 
@@ -21,8 +24,9 @@ class Processes:
     Of the machine's cores each may take its part: PyTorch's and Inductor's defaults are all of them for each process.
     """
 
-    def __init__(self, o: argparse.Namespace) -> None:
-        self.o = o
+    def __init__(self, o: argparse.Namespace, lock: TextIO) -> None:
+        """lock: a file that each holds open, so that what it locks is free when the last has ended."""
+        self.o, self.lock = o, lock
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         cuda = torch.device(o.device).type == "cuda"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
@@ -39,13 +43,16 @@ class Processes:
         command = [sys.executable, *sys.argv, "--worker", row.name, loss, "--until", str(until)]
         environment = self.environment | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
         with (o.out / "logs" / f"{row.name}-{loss}.log").open("a") as log:
-            self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            how = {"env": environment, "pass_fds": (self.lock.fileno(),), "process_group": 0}
+            self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, **how)  # type: ignore[call-overload]
 
     def ended(self) -> dict[str, int]:
         """Exit status of every process that has ended since the last call."""
         return {name: self.running.pop(name).returncode for name, p in [*self.running.items()] if p.poll() is not None}
 
     def kill(self) -> None:
+        """With the processes that they have started, such as lm-eval's."""
         for process in self.running.values():
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -21,7 +21,9 @@ from aoquant.tools import choosing
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- experiments -->", "<!-- end of experiments -->"
-HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "torchao's QAT", "recovered, %")
+UNBROKEN = "\0"  # a space at which no line is wrapped: a part of a message may mean something to Markdown
+PREPARED = "†"  # marks what was scored as prepared
+HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "seeds", "torchao's QAT", "recovered, %", "seeds")
 
 
 def publish(out: Path, root: Path = ROOT) -> None:
@@ -35,7 +37,7 @@ def publish(out: Path, root: Path = ROOT) -> None:
     with (out / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     if not headlines(rows):
-        raise ValueError(f"{out / 'results.csv'} has no headline row that is trained by kl: nothing to publish")
+        raise ValueError(f"{out / 'results.csv'} has no headline row that was trained: nothing to publish")
     results = root / "benchmarks" / "results"
     for source, target in (
         ("results.csv", results / "experiments.csv"),
@@ -65,34 +67,41 @@ def between(page: Path, content: str) -> None:
 
 
 def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """aoquant's headline rows that are trained by distillation."""
-    return [r for r in rows if r["headline"] == "True" and r["kind"] == "aoquant" and r["loss"] == "kl" and r["QAT"]]
+    """aoquant's headline rows, each under the loss that validation pages chose."""
+    return [r for r in rows if r["headline"] == r["published"] == "True" and r["kind"] == "aoquant"]
 
 
 def readme(rows: Sequence[Mapping[str, str]]) -> str:
-    """Distilled headline rows, and the torchao row that each is compared with."""
+    """Headline rows, and the torchao row that each is compared with."""
     lines = [HEADS, ("---",) * len(HEADS)]
     for row in headlines(rows):
-        other = next(
-            (r for r in rows if r["row"] == row["against"] and r["kind"] == "torchao" and r["loss"] == "kl"), {}
-        )
+        other = beside(rows, row)
         bits, numbers = f"{float(row['bits']):.2f}", [f"{float(row[name]):.2f}" for name in ("float", "PTQ")]
         lines.append((f"`{row['recipe']}`", bits, *numbers, *recovery(row), *recovery(other)))
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
 
 
-def recovery(row: Mapping[str, str]) -> tuple[str, str]:
-    """Perplexity and recovered share of a row, mean and spread over seeds."""
+def beside(rows: Sequence[Mapping[str, str]], row: Mapping[str, str]) -> Mapping[str, str]:
+    """The torchao row that a row is compared with; empty where there is none."""
+    return next(
+        (r for r in rows if r["row"] == row["against"] and r["kind"] == "torchao" and r["published"] == "True"), {}
+    )
+
+
+def recovery(row: Mapping[str, str]) -> tuple[str, str, str]:
+    """Perplexity and recovered share of a row, mean and spread over seeds, marked where they are not the converted
+    model's; and the number of seeds.
+    """
     if not row.get("QAT"):
-        return "", ""
+        return "", "", ""
 
     def cell(name: str, form: str) -> str:
         if not row[name]:
             return ""
-        error = row[f"{name} sd"]
-        return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else " (one seed)")
+        error, mark = row[f"{name} sd"], f" {PREPARED}" if row["as prepared"] else ""
+        return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else "") + mark
 
-    return cell("QAT", ".2f"), cell("recovered %", ".0f")
+    return cell("QAT", ".2f"), cell("recovered %", ".1f"), row["seeds"]
 
 
 def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
@@ -100,11 +109,20 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
     import textwrap
 
     floats = [row for row in rows if row["row"] == "bf16" and row["QAT"]]
-    tuned = f"The float model itself, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}. " if floats else ""
+    end = " (its rate is an end of the search)" if floats and floats[0]["rate at an end"] == "True" else ""
+    tuned = f"Float, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}{end}. " if floats else ""
+    reasons = {reason for row in headlines(rows) if (reason := beside(rows, row).get("as prepared"))}
+    marked = (
+        f"{PREPARED} PTQ and QAT are scores of torchao's prepared model: converted layers did not run there "
+        f'("{"; ".join(sorted(reasons)).replace(" ", UNBROKEN)}"). '
+        if reasons
+        else ""
+    )
     words = (
-        f"{source} Scored is the converted model; ± is the deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) in log perplexity. "
-        f"{tuned}torchao: the same budget, prepared and converted by its own `QATConfig`. Prepared equals converted in every run of aoquant's. "
+        f"{source} Scored as converted, but where marked; ±: deviation over seeds. Recovered: (PTQ - QAT) / (PTQ - float) "
+        f"in log perplexity. {tuned}torchao: the same budget, by its own `QATConfig`. {marked}Prepared equals converted in every run of aoquant's. "
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"
-    return "\n".join(textwrap.wrap(words, 120, break_long_words=False, break_on_hyphens=False)) + f"\n\n{picture}"
+    lines = textwrap.wrap(words, 120, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace(UNBROKEN, " ") + f"\n\n{picture}"

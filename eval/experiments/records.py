@@ -1,7 +1,7 @@
 """Results on disk: OUT/runs.jsonl, a line for every run that ended, appended at once and never changed.
 
 The file can be carried away and brought back, and files of two machines can be joined with `cat`: a run counts once,
-and only beside runs of the same settings (budget, model, text).
+and only beside runs of the same settings: budget, model, and the texts that are trained on, chosen by and scored.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from provenance import provenance
 
 from experiments.rows import Row
 
-LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # where a row's own rates are not enough
+LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # where a row's own rates are not enough
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a line is about. stage: "float", "ptq", "search", "qat", "checks" or "cost". loss, rate, seed: of "search"
-    and "qat" alone.
+    """What a line is about. stage: "float", "ptq", "search", "qat", "checks" (of the model of that "qat") or "cost".
+    loss, rate, seed: of "search", "qat" and "checks" alone.
     """
 
     row: str
@@ -33,7 +33,7 @@ class Run:
     seed: int = 0
 
     def __str__(self) -> str:
-        how = f" {self.loss} {self.rate:g} seed {self.seed}" if self.stage in ("search", "qat") else ""
+        how = f" {self.loss} {self.rate:g} seed {self.seed}" if self.stage in ("search", "qat", "checks") else ""
         return f"{self.row} {self.stage}{how}"
 
 
@@ -43,10 +43,12 @@ def float_run(row: Row) -> Run:
 
 
 class Records:
-    """The lines of a file that have these settings. settings: by name, in JSON's types. device: where runs are made."""
+    """The lines of a file that have these settings. settings: by name, in JSON's types. device: where runs are made.
+    commit: of the code that makes them.
+    """
 
-    def __init__(self, file: Path, settings: Mapping[str, Any], device: str) -> None:
-        self.file, self.settings, self.device = file, dict(settings), device
+    def __init__(self, file: Path, settings: Mapping[str, Any], device: str, commit: str = "") -> None:
+        self.file, self.settings, self.device, self.commit = file, dict(settings), device, commit
 
     def read(self) -> dict[Run, dict[str, Any]]:
         """All results, by run; the first line of a run counts."""
@@ -67,19 +69,31 @@ class Records:
         }
 
     def _lines(self) -> list[dict[str, Any]]:
-        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
-        contents = [json.loads(line) for line in lines]
-        return [content for content in contents if content["settings"] == self.settings]
+        return [content for content in _read(self.file) if content["settings"] == self.settings]
 
     def add(self, run: Run, result: Mapping[str, Any]) -> None:
         """Append a result; processes may do so at the same time."""
         about = provenance(self.device)
         made = {"device": about["device"], "date": about["date"], "torch": about["versions"]["torch"]}
+        made |= {"commit": self.commit} if self.commit else {}
         content = {"run": vars(run), "settings": self.settings, "made": made, "result": dict(result)}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(json.dumps(content) + "\n")
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def others(file: Path, settings: Mapping[str, Any], name: str) -> set[str]:
+    """The values of one more setting that the lines of a file have beside these."""
+    return {
+        line["settings"][name]
+        for line in _read(file)
+        if name in line["settings"] and {**line["settings"], **settings} == line["settings"]
+    }
 
 
 def searched(found: Mapping[Run, Mapping[str, Any]], row: str, loss: str) -> dict[float, float]:

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import math
 import random
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import AutoTokenizer
 from aoquant.integrations.job.models import load_float
 from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.integrations.text import load_documents, read_jsonl, token_blocks
-from experiments.records import Records
+from experiments.records import Records, others
 from experiments.rows import Row
 from experiments.tuning import ATTENTION, Budget, next_token_loss
 
@@ -36,6 +37,12 @@ def digest(folder: Path, pattern: str) -> str:
     for file in sorted(folder.glob(pattern)):
         total.update(file.name.encode() + file.read_bytes())
     return total.hexdigest()[:12]
+
+
+def contents(files: Iterable[Path]) -> str:
+    """Of files in this order, whatever they are called, the first 12 hexadecimal digits of a sha256."""
+    hashes = [hashlib.sha256(file.read_bytes()).digest() for file in files]
+    return hashlib.sha256(b"".join(hashes)).hexdigest()[:12]
 
 
 class Setting:
@@ -57,13 +64,27 @@ class Setting:
         self.settings = {
             "model": digest(self.folder, "*.safetensors"),
             "text": digest(o.wikitext, "test.jsonl"),
+            "validation": digest(o.wikitext, "validation.jsonl"),
             "steps": steps,
             "search_steps": self.search_steps,
             "batch": o.batch,
             "block": o.block,
             "documents": o.documents,
         }
-        self.records = Records(o.out / "runs.jsonl", self.settings, o.device)
+        runs = o.out / "runs.jsonl"
+        self.settings["train"] = contents(o.text) if o.text else self._trained_on(runs)
+        self.records = Records(runs, self.settings, o.device, o.commit)
+
+    def _trained_on(self, runs: Path) -> str:
+        """The text of the tokens that OUT holds, else of the runs that are there."""
+        found = {path.name.split("-")[2] for path in self.o.out.glob(self._tokens("*").name)} or others(
+            runs, self.settings, "train"
+        )
+        if not found:
+            raise ValueError(f"--text is needed: {self.o.out} holds no tokens of an earlier call")
+        if len(found) > 1:
+            raise ValueError(f"--text is needed: {self.o.out} holds tokens or runs of {len(found)} texts")
+        return found.pop()
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
@@ -83,22 +104,23 @@ class Setting:
 
     def tokenise(self) -> None:
         """Make the token ids, once for all processes."""
-        path = self._tokens()
+        path = self._tokens(self.settings["train"])
         if not path.exists():
             partial = path.with_suffix(f".{self.model}.partial")
             torch.save(self._tokenised(), partial)
             partial.replace(path)
 
-    def _tokens(self) -> Path:
+    def _tokens(self, text: str) -> Path:
         assert self.folder is not None
         out: Path = self.o.out
-        return out / f"corpus-{digest(self.folder, 'tokenizer.json')}-{self.budget.tokens}-{self.o.block}.pt"
+        made_from = f"{digest(self.folder, 'tokenizer.json')}-{text}-{self.settings['validation']}"
+        return out / f"corpus-{made_from}-{self.budget.tokens}-{self.o.block}.pt"
 
     @cached_property
     def corpus(self) -> dict[str, Tensor]:
         """Token ids, (B, block) each: "train" and "validation"."""
         self.tokenise()
-        stored: dict[str, Tensor] = torch.load(self._tokens(), weights_only=True)
+        stored: dict[str, Tensor] = torch.load(self._tokens(self.settings["train"]), weights_only=True)
         return {name: ids.long() for name, ids in stored.items()}
 
     def _tokenised(self) -> dict[str, Tensor]:
@@ -142,3 +164,8 @@ def scored(p: Perplexity) -> dict[str, Any]:
 def setting_of(o: argparse.Namespace, row: Row) -> Setting:
     """The setting of a row's model."""
     return Setting(o, row.model)
+
+
+def settings_of(o: argparse.Namespace, rows: Iterable[Row]) -> dict[str, Setting]:
+    """The setting of each model that rows have; made once, as every file of it is hashed."""
+    return {model: Setting(o, model) for model in sorted({row.model for row in rows})}

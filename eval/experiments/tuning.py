@@ -168,13 +168,16 @@ class FineTune:
         """Train from `weights`; the loss of every step, in nats a token. None when `until` (of time.time()) came
         first: the checkpoint `kept` holds what is done, and the same call goes on from it.
 
-        steps: the whole of the run, schedule included; the budget's by default.
+        steps: the whole of the run, schedule included; the budget's by default. Raises ValueError where `kept` is of a
+        run of another length.
         """
         device, steps = self.blocks_BT.device, steps or self.budget.steps
         self._begin(weights)
         losses, first = torch.zeros(steps, device=device), 0
         if kept is not None and kept.exists():
             saved = torch.load(kept, map_location=device, weights_only=True)
+            if len(saved["losses"]) != steps:
+                raise ValueError(f"{kept} must be of a run of {steps} steps, got {len(saved['losses'])}: remove it")
             self._take(saved)
             losses, first = saved["losses"], saved["step"]
         order_SB = order_of_blocks(len(self.blocks_BT), steps, self.budget.batch, seed).to(device)

@@ -6,7 +6,8 @@ A short run ends with the loss on validation pages of the prepared model and is 
 that number, the word perplexity of the prepared model, and that of the converted one. Where torchao's converted layer
 needs a kernel that is not installed here, its prepared model is scored in its place, and the table says so. For
 aoquant's rows the two perplexities must be the same number; the run is recorded in any case, and the command fails
-naming rows where they are not. One trained model of every row of aoquant's is checked further (`checks.py`).
+naming rows where they are not. Under each loss one trained model of every row of aoquant's is checked further
+(`checks.py`).
 
 A run that cannot end before the deadline, by the pace of those before it, is not begun: the device is left to the
 processes whose runs can.
@@ -15,9 +16,12 @@ processes whose runs can.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,16 @@ def missing(setting: Setting, row: Row, loss: str) -> bool:
     return before not in setting.records.read() or next_run(setting, row, loss) is not None
 
 
+def left(setting: Setting, row: Row, loss: str) -> tuple[int, int]:
+    """How many fine-tunes are left: (short ones of the search, as far as it is known; whole ones)."""
+    found, rates = setting.records.read(), row.rates(loss)
+    tried = searched(found, row.name, loss)
+    short = 0 if len(rates) == 1 else sum(rate not in tried for rate in rates)
+    short = short or int(next_rate(tried, rates) is not None)
+    rate = chosen_rate(found, row.name, loss, rates)
+    return short, sum(rate is None or Run(row.name, "qat", loss, rate, seed) not in found for seed in range(row.seeds))
+
+
 class Pace:
     """Seconds that a step takes, and what follows the last step, as the runs of this process took them."""
 
@@ -73,7 +87,7 @@ def work(o: argparse.Namespace, row: Row, loss: str, until: float) -> int:
     tuning: FineTune | None = None
     while (run := next_run(setting, row, loss)) is not None:
         steps = setting.search_steps if run.stage == "search" else setting.budget.steps
-        kept: Path = o.out / "state" / f"{str(run).replace(' ', '_').replace('/', '+')}.pt"
+        kept = state_file(setting, row, run)
         if time.time() >= until or (not kept.exists() and time.time() + pace.expected(steps) > until):
             return UNFINISHED
         weights = student.prepared(run.seed).state_dict()
@@ -98,10 +112,17 @@ def work(o: argparse.Namespace, row: Row, loss: str, until: float) -> int:
         notes["score_seconds"] = round(time.perf_counter() - trained_at, 1)
         setting.records.add(run, {**result, **notes})
         print(run, result, notes, flush=True)
-        checked = Run(row.name, "checks")
-        if row.kind == "aoquant" and converted is not None and checked not in setting.records.read():
-            setting.records.add(checked, checks(setting, row, prepared, converted))
+        if row.kind == "aoquant" and converted is not None and not checked(setting, run):
+            setting.records.add(replace(run, stage="checks"), checks(setting, row, prepared, converted))
     return 0
+
+
+def state_file(setting: Setting, row: Row, run: Run) -> Path:
+    """Where a run that is stopped leaves its weights: a name for the run, its settings and what the row is."""
+    what = {**setting.settings, "kind": row.kind, "recipe": row.recipe, "trick": row.trick}
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+    out: Path = setting.o.out
+    return out / "state" / f"{str(run).replace(' ', '_').replace('/', '+')}-{digest}.pt"
 
 
 def _fine_tune(
@@ -116,6 +137,11 @@ def _fine_tune(
             raise
         print(f"{row.name}: no graph ({_first_line(error)}); again without", file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, *sys.argv, "--no-graph"])
+
+
+def checked(setting: Setting, run: Run) -> bool:
+    """Whether a model of a run's row, loss and rate was checked, of any seed."""
+    return any(replace(done, seed=run.seed) == replace(run, stage="checks") for done in setting.records.read())
 
 
 def how_to_step(o: argparse.Namespace, row: Row) -> dict[str, bool]:

@@ -98,8 +98,10 @@ def test_other_text_does_not_take_a_folder_of_ids(scripts: dict[str, ModuleType]
     pretrain, other = scripts["pretrain"], tmp_path / "other.txt"
     other.write_text(text.read_text() + " more", encoding="utf-8")
     settings = SMALL | {"steps": 2, "corpus": tmp_path / "corpus"}
-    pretrain.main(pretrain.Config(text=(text,), out=tmp_path / "a", **settings))
-    for change, said in (({"text": (other,)}, "text"), ({"text": (text,), "vocab": 330}, "vocab")):
+    pretrain.main(pretrain.Config(text=(text,), anneal=(text,), out=tmp_path / "a", **settings))
+    settings |= {"text": (text,), "anneal": (text,)}
+    for change, said in (({"text": (other,)}, "text"), ({"vocab": 330}, "vocab"), ({"anneal": ()}, "anneal"),
+                         ({"validation": (text,)}, "validation")):  # fmt: skip
         with pytest.raises(ValueError, match=rf"differs in {said}$"):
             pretrain.main(pretrain.Config(**settings | change, out=tmp_path / "b"))
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from aoquant import QATConfig, quantize_
 from aoquant.integrations import finetune as single
 from aoquant.integrations import job
+from aoquant.integrations.job.folder import _differences
+from aoquant.integrations.job.options import Options
 from aoquant.integrations.lm_eval import evaluate
 from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.sharded import NEWEST, finetune_sharded
@@ -154,3 +157,21 @@ def test_without_a_launcher_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -
     with joined("cpu") as ranks:
         assert ranks == Ranks() and not torch.distributed.is_initialized()
     assert ranks.share(lambda: 5) == 5
+
+
+def test_a_folder_of_torchrun_says_how_one_process_goes_on() -> None:
+    before, now = {"launcher": "torchrun", "steps": 2}, {"steps": 3}
+    said = ["torchrun began it; on one device: torchrun --nproc-per-node 1 -m aoquant run", "steps was 2 and is 3"]
+    assert _differences(before, now) == said
+    assert _differences(now, before)[0] == "it was begun without torchrun"
+
+
+def test_fewer_documents_than_ranks_are_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs(tmp_path)
+    monkeypatch.setattr(job, "joined", lambda device: nullcontext(Ranks(size=2)))
+    monkeypatch.setattr(job, "load_float", lambda *_: pytest.fail("a model was loaded"))
+    o = Options(model=str(tmp_path / "model"), wikitext=str(tmp_path), limit=1, out=tmp_path / "out", device="cpu")
+    with pytest.raises(ValueError, match=r"2 ranks need as many documents to share.* limit=1"):
+        job.run(o)

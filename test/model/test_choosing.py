@@ -23,10 +23,26 @@ def test_words_choose() -> None:
     assert recipes("ollama") == ["gguf-q4_0", "gguf-q8_0"]
     assert "nvfp4" not in recipes("pytorch h100") and "nvfp4" in recipes("pytorch b200")
     assert set(recipes("cpu ptq")) < set(recipes("cpu"))
+    assert recipes("vllm rtx 4090") == recipes("vllm NVIDIA GeForce RTX4090") == recipes("vllm ada") != recipes("vllm")
+
+
+def test_a_line_names_the_gpu_that_it_was_asked_for() -> None:
+    """In its first cell, or it says that it is for any."""
+    for device in ("hopper", "ada", "ampere", "blackwell"):
+        for choice in choosing.find(device):
+            words, between = choice.where.lower(), "to" in choice.where.split()
+            named = {d for d in ("hopper", "ada", "ampere", "blackwell") if d in words}
+            assert device in named or between or not named, (device, choice.where)
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"), [("vllmm h100", "got 'vllmm' \\(near it: vllm"), ("llama.cpp b200", "no recipe is known for")]
+    ("asked", "said"),
+    [
+        ("vllmm h100", "got 'vllmm' \\(near it: vllm"),
+        ("llama.cpp b200", "no recipe is known for"),
+        ("rtx", "no recipe is known for"),
+        ("", "no recipe is known for"),
+    ],
 )
 def test_words_that_choose_nothing_are_refused(asked: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -47,4 +63,4 @@ def test_the_command_prints_measurements_with_their_source(capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "| int4-g32" in printed and choosing.source() in printed
     m = choosing.measured()["int4-g32"]
-    assert f"{m.qat / m.float_model:.2f}" in printed
+    assert f"{m.qat / m.float_model:.3f}" in printed and "not measured" in choosing.markdown()

@@ -44,16 +44,41 @@ def test_the_projection_is_what_the_text_says(scaling: ModuleType) -> None:
 
 
 def test_the_page_follows_its_rows(scaling: ModuleType, tmp_path: Path) -> None:
-    def row(gpus: int, ms: float, variant: str = "bf16", layers: int = 16) -> dict[str, str]:
-        names = {"how": "eager", "hidden": 4096, "layers": layers, "gpus": gpus, "variant": variant, "ms": ms}
-        more = {"batch": 4, "tokens": 2048, "tokens_per_s": 8192e3 / ms, "peak_MiB": 1024}
+    def row(gpus: int, ms: float, variant: str = "bf16", layers: int = 16, gpu: str = "new") -> dict[str, str]:
+        names = {
+            "how": "eager",
+            "hidden": 4096,
+            "layers": layers,
+            "gpus": gpus,
+            "variant": variant,
+            "ms": ms,
+            "gpu": gpu,
+        }
+        more = {
+            "vocabulary": 32768,
+            "optimizer": "adamw",
+            "batch": 4,
+            "tokens": 2048,
+            "tokens_per_s": 8192e3 / ms,
+            "peak_MiB": 1024,
+        }
         return {k: str(v) for k, v in (names | more).items()}
 
     steps = [row(2, 999.0), row(2, 420.0), row(2, 430.0, "nvfp4"), row(2, 100.0, layers=8)]
     page = scaling.page(steps, [], 4096, 16)
     assert "| `bf16` | 39,010, 1.0 |" in page and "| `nvfp4` |" in page and "Projected" not in page  # the newest row
-    links = [{"collective": c, "GB_per_s": str(rate), "ms": "1"} for c, rate in BANDWIDTH.items()]
-    page = scaling.page([*steps, row(1, 400.0)], links, 4096, 16)
+
+    def link(collective: str, rate: float, gpus: int = 4, hidden: int = 4096, gpu: str = "new") -> dict[str, str]:
+        names = {"collective": collective, "GB_per_s": rate, "ms": 1, "gpus": gpus, "hidden": hidden, "gpu": gpu}
+        return {k: str(v) for k, v in names.items()}
+
+    links = [link(c, rate) for c, rate in BANDWIDTH.items()]
+    of_others = [link(c, 1.0, **other) for c in BANDWIDTH for other in ({"gpus": 2}, {"hidden": 256}, {"gpu": "old"})]
+    assert scaling.fastest([*links, *of_others], 4096, "new") == BANDWIDTH
+    old = [row(n, 1.0, gpu="old") for n in (1, 8)]
+    page = scaling.page([*old, *steps, row(1, 400.0)], links, 4096, 16)
+    assert page == scaling.page([*steps, row(1, 400.0)], links, 4096, 16)  # steps of one device
+    assert "No projection" in scaling.page([*steps, row(1, 400.0)], of_others[1::3], 4096, 16)
     projected = page.partition("Projected")[2]
     assert "64 GPUs" in projected and "| `bf16` |" in projected and "nvfp4" not in projected  # no row of one GPU
     file = tmp_path / "page.md"

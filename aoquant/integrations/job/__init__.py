@@ -46,10 +46,10 @@ from aoquant.integrations.job.models import (
 )
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.result import Result, Stage, folded, recovered, recovered_share, write
-from aoquant.integrations.lm_eval import Perplexity, check_window, evaluate
+from aoquant.integrations.lm_eval import Perplexity, check_shares, check_window, evaluate
 from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.sharded import finetune_sharded
-from aoquant.integrations.text import assets, load_documents, token_blocks
+from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.coverage import coverage, listed
 from aoquant.report import report, verify
@@ -72,6 +72,7 @@ def run(o: Options) -> Result:
     """
     with joined(o.device) as ranks:
         ranks.share(o.check)
+        ranks.share(lambda: check_shares(find_pages(o.wikitext, None), o.limit, ranks.size))
         folder = Folder(o, ranks)
         done = folder.finished()
         result = done if done is not None else _stages(o, folder, ranks)

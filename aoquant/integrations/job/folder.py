@@ -124,8 +124,15 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for name in sorted(before.keys() | now.keys()):
         a, b = before.get(name), now.get(name)
         if a != b:
-            changed = name == "input files"
-            found.append("input files have changed" if changed else f"{name} was {a} and is {b}")
+            if name == "input files":
+                found.append("input files have changed")
+            elif name == "launcher":
+                one = "torchrun --nproc-per-node 1 -m aoquant run"
+                found.append(
+                    "it was begun without torchrun" if a is None else f"torchrun began it; on one device: {one}"
+                )
+            else:
+                found.append(f"{name} was {a} and is {b}")
     return found
 
 
