@@ -70,7 +70,7 @@ def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
     if kind != "convert" and not recipe.fitted and recipe.input_scales != "dynamic":
         return (
             f"stacked experts hold no calibrated activation scale, and the config has one ({recipe.input_name}-{recipe.input_scales}): "
-            "name them with a config of their own, such as the recipe vllm-nvfp4-weight beside vllm-nvfp4"
+            "give them a config of their own with dynamic or no activations (for vllm-nvfp4: vllm-nvfp4-weight)"
         )
     if recipe.holds and kind != "convert":
         how = "a fitted transform" if recipe.fitted else "static or learned scales"

@@ -264,7 +264,7 @@ def test_names_choose_a_module_or_one_parameter() -> None:
 
 
 REFUSED = {
-    "static": (Int8WeightConfig(activation="int8-tensor-static"), "static or learned scales"),
+    "static": (Int8WeightConfig(activation="int8-tensor-static"), "no calibrated activation scale"),
     "learned": (QATConfig(IntxWeightConfig(4, 32), step="prepare", scales="learned"), "static or learned scales"),
     "fitted": (NVFP4WeightConfig(transform=aoquant.WUSH(16)), "fitted transform"),
     "torchao": (Int8DynamicActivationInt8WeightConfig(), "use a config of aoquant's"),
