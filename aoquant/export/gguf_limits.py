@@ -76,6 +76,8 @@ def _network(arch: MODEL_ARCH, config: Mapping[str, Any]) -> Iterator[Difference
     known = "gelu_pytorch_tanh" if gemma else "silu"
     used = config.get(act, known)
     yield Difference(act, _SAME.get(used, used), known)
+    if arch != MODEL_ARCH.LLAMA:  # Qwen3's output projection was run: llama.cpp refuses the file
+        yield Difference("attention_bias", bool(config.get("attention_bias")), False)
     if arch not in _PERIOD:
         return
     heads, width = config["num_attention_heads"], config["hidden_size"]

@@ -13,7 +13,7 @@ from typing import Any
 import gguf
 import pytest
 from support.export_cases import SHAPE, converted
-from transformers import Gemma2Config, Gemma3TextConfig, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import Gemma2Config, Gemma3TextConfig, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from aoquant import export
 from aoquant.export import gguf_arch
@@ -34,6 +34,7 @@ def config(kind: Any, **more: Any) -> dict[str, Any]:
 REFUSED = [
     (LlamaConfig, {"hidden_act": "gelu"}, "hidden_act='gelu' (llama.cpp: 'silu')"),
     (GemmaConfig, {"head_dim": 32, "hidden_act": "gelu"}, "hidden_act='gelu' (llama.cpp: 'gelu_pytorch_tanh')"),
+    (Qwen3Config, {"attention_bias": True}, "attention_bias=True (llama.cpp: False)"),
     (LlamaConfig, {"rope_parameters": {**YARN, "beta_fast": 4.0}}, "beta_fast=4.0 (llama.cpp: 32.0)"),
     (LlamaConfig, {"rope_parameters": {**YARN, "beta_slow": 2.0}}, "beta_slow=2.0"),
     (LlamaConfig, {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
