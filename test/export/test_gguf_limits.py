@@ -13,7 +13,15 @@ from typing import Any
 import gguf
 import pytest
 from support.export_cases import SHAPE, converted
-from transformers import Gemma2Config, Gemma3TextConfig, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from aoquant import export
 from aoquant.export import gguf_arch
