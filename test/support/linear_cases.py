@@ -306,7 +306,7 @@ _LIKE_ANOTHER = re.compile(
 )  # widths and rules whose neighbours are always run
 
 
-def with_kinds(cases: tuple[Case, ...]) -> list[Any]:
+def with_kinds(cases: tuple[Case, ...], kinds: tuple[str, ...] = KINDS) -> list[Any]:
     """(case, dtype, kind of data) parameters. "mixed" holds the other kinds row by row, and its product every pair of
     them: it is never slow. The other kinds are where a case is like another, and in float32 and float16, all but
     "zero", which makes scales of a whole tensor zero.
@@ -321,7 +321,7 @@ def with_kinds(cases: tuple[Case, ...]) -> list[Any]:
         )
         for c in cases
         for d in c.dtypes
-        for kind in KINDS
+        for kind in kinds
     ]
 
 

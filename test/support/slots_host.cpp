@@ -1,6 +1,7 @@
 // csrc/slots.cuh on a CPU: 32 threads are a warp, and meet where its lanes exchange values.
+#include <pthread.h>
+
 #include <algorithm>
-#include <barrier>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -16,14 +17,14 @@ namespace {
 thread_local struct {
   int x;
 } threadIdx;
-std::barrier meeting(32);
+pthread_barrier_t meeting;  // sleeps; std::barrier spins first, which starves 32 threads of a busy machine's two cores
 int board[32];
 
 int read_from(int value, int lane) {
   board[threadIdx.x] = value;
-  meeting.arrive_and_wait();
+  pthread_barrier_wait(&meeting);
   const int read = board[lane];
-  meeting.arrive_and_wait();
+  pthread_barrier_wait(&meeting);
   return read;
 }
 
@@ -31,10 +32,10 @@ int __shfl_sync(unsigned, int value, int lane) { return read_from(value, lane); 
 int __shfl_up_sync(unsigned, int value, int by) { return read_from(value, threadIdx.x < by ? threadIdx.x : threadIdx.x - by); }
 unsigned __ballot_sync(unsigned, bool said) {
   board[threadIdx.x] = said;
-  meeting.arrive_and_wait();
+  pthread_barrier_wait(&meeting);
   unsigned all = 0;
   for (int lane = 0; lane < 32; ++lane) all |= unsigned(board[lane]) << lane;
-  meeting.arrive_and_wait();
+  pthread_barrier_wait(&meeting);
   return all;
 }
 int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
@@ -49,6 +50,7 @@ extern "C" int64_t find_slots(const int* ends, int experts, int rows, int* found
   const aoquant::Groups groups = {ends, experts, rows};
   const int64_t most = aoquant::most_slots(rows, experts, 8);
   if (!found) return most;
+  pthread_barrier_init(&meeting, nullptr, 32);
   std::vector<std::thread> warp;
   for (int lane = 0; lane < 32; ++lane)
     warp.emplace_back([&, lane] {
@@ -59,5 +61,6 @@ extern "C" int64_t find_slots(const int* ends, int experts, int rows, int* found
       }
     });
   for (auto& lane : warp) lane.join();
+  pthread_barrier_destroy(&meeting);
   return most;
 }
