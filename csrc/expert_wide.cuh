@@ -27,14 +27,16 @@ struct WideTile {
 
 struct WideLayout : TileLayout<2, 1, 256, 3> {
   static constexpr int TOKENS = 256, D = 3, GROUPS = 2, X_BOX = 64 * 128;  // bytes of 64 rows of x, of half a step
-  static constexpr int TILES = BARRIERS + 16 * D, NEXT = TILES + 16 * D, ALL = NEXT + 2 * 16;
-  static_assert(ALL <= 227 * 1024 && ROWS == 64 * GROUPS && sizeof(WideTile) == 16);
+  // Tiles that were drawn: of two blocks one is D tiles and one more ahead of the other's copy of them, at most.
+  static constexpr int DRAWN = 8;
+  static constexpr int TILES = BARRIERS + 16 * D, NEXT = TILES + 16 * D, SAID = NEXT + 16 * DRAWN, ALL = SAID + 8 * DRAWN;
+  static_assert(ALL <= 227 * 1024 && ROWS == 64 * GROUPS && sizeof(WideTile) == 16 && DRAWN > D + 1);
 };
 
 #ifdef AOQUANT_HOPPER
 struct WideRing {
   uint8_t* at;
-  uint32_t base, full, empty;  // addresses in shared memory
+  uint32_t base, full, empty, said;  // addresses in shared memory
 };
 
 __device__ __forceinline__ uint4 load_shared(uint32_t from) {
@@ -43,8 +45,36 @@ __device__ __forceinline__ uint4 load_shared(uint32_t from) {
   return v;
 }
 
+// A lane for each block of the cluster: an arrival at its barrier, the one that `barrier` is here.
+template <int SHARE>
+__device__ __forceinline__ void arrive_at_all(uint32_t barrier, int lane) {
+  if constexpr (SHARE == 1) {
+    if (lane == 0) arrive(barrier);
+  } else if (lane < SHARE) {
+    asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier), "r"(lane)
+                 : "memory");
+  }
+}
+
+// A tile into the shared memory of a block of the cluster, where `barrier` expects its bytes.
+__device__ __forceinline__ void send_tile(uint32_t to, uint32_t barrier, int rank, const WideTile& tile) {
+  asm volatile(
+      "{\n.reg .b32 p, q;\nmapa.shared::cluster.u32 p, %0, %2;\nmapa.shared::cluster.u32 q, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [p], {%3, %4, %5, %6}, [q];\n}" ::"r"(to),
+      "r"(barrier), "r"(rank), "r"(tile.expert), "r"(tile.first), "r"(tile.rows), "r"(tile.first_row)
+      : "memory");
+}
+
+// `copy_box` into the same place of each of SHARE blocks, at whose barriers its bytes count.
+template <int SHARE>
+__device__ __forceinline__ void copy_box_to_all(const CUtensorMap& map, uint32_t to, int column, int row, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map),
+               "r"(column), "r"(row), "r"(barrier), "h"(uint16_t((1 << SHARE) - 1))
+               : "memory");
+}
+
 // The sums of a tile whose slot is `TN` rows wide, multiplied and written. warp: one of 8; chunks: K's groups of 32 values.
-template <int F, typename T, int TN>
+template <int F, typename T, int SHARE, int TN>
 __device__ __forceinline__ void multiply_wide(const DecodeArgs& a, const WideRing& ring, Turn<WideLayout::D>& turn, int warp, int lane, int first_row, int chunks) {
   using Layout = WideLayout;
   const int g = lane / 4, t = lane % 4, lower = warp * 16 + turned_row(g, 0), upper = warp * 16 + turned_row(g, 1);
@@ -82,18 +112,18 @@ __device__ __forceinline__ void multiply_wide(const DecodeArgs& a, const WideRin
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       // the first wait of a step ends the products of the step before
-      if (j == 0 && left < chunks && lane == 0) arrive(ring.empty + 8 * before);
+      if (j == 0 && left < chunks) arrive_at_all<SHARE>(ring.empty + 8 * before, lane);
     }
     before = turn.at;
     turn.next();
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  if (lane == 0) arrive(ring.empty + 8 * before);
+  arrive_at_all<SHARE>(ring.empty + 8 * before, lane);
   write_turned<T>(a, acc, lane, first_row + warp * 16);
 }
 
 // What the warps that multiply do, until there are no tiles.
-template <int F, typename T>
+template <int F, typename T, int SHARE>
 __device__ __forceinline__ void multiply_tiles_wide(const DecodeArgs& stack, const WideRing& ring, int warp, int lane) {
   using Layout = WideLayout;
   const WideTile* tiles = reinterpret_cast<const WideTile*>(ring.at + Layout::TILES);
@@ -105,41 +135,46 @@ __device__ __forceinline__ void multiply_tiles_wide(const DecodeArgs& stack, con
     const WideTile tile = tiles[turn.at];
     if (tile.expert < 0) return;
     const DecodeArgs a = of_slot<F, T>(stack, Slot{tile.expert, tile.first, tile.rows});
-    if (tile.rows > 192) multiply_wide<F, T, 256>(a, ring, turn, warp, lane, tile.first_row, chunks);
-    else if (tile.rows > 128) multiply_wide<F, T, 192>(a, ring, turn, warp, lane, tile.first_row, chunks);
-    else if (tile.rows > 64) multiply_wide<F, T, 128>(a, ring, turn, warp, lane, tile.first_row, chunks);
-    else multiply_wide<F, T, 64>(a, ring, turn, warp, lane, tile.first_row, chunks);
+    if (tile.rows > 192) multiply_wide<F, T, SHARE, 256>(a, ring, turn, warp, lane, tile.first_row, chunks);
+    else if (tile.rows > 128) multiply_wide<F, T, SHARE, 192>(a, ring, turn, warp, lane, tile.first_row, chunks);
+    else if (tile.rows > 64) multiply_wide<F, T, SHARE, 128>(a, ring, turn, warp, lane, tile.first_row, chunks);
+    else multiply_wide<F, T, SHARE, 64>(a, ring, turn, warp, lane, tile.first_row, chunks);
   }
 }
 
 // What the four warps that fill the ring do: tiles, and their bytes. warp: of the four; copies: whether this thread sends
-// for bytes, of the first warp.
-template <int F, typename T>
+// for bytes, of the first warp; rank: of the block among those that share x.
+template <int F, typename T, int SHARE>
 __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CUtensorMap& x_map, const DecodeArgs& stack, const Groups& groups, int* drawn,
-                                          const WideRing& ring, int warp, int lane, bool copies) {
+                                          const WideRing& ring, int warp, int lane, bool copies, int rank) {
   using Layout = WideLayout;
   WideTile* tiles = reinterpret_cast<WideTile*>(ring.at + Layout::TILES);
-  WideTile* next = reinterpret_cast<WideTile*>(ring.at + Layout::NEXT);
-  const int blocks = (stack.n + Layout::ROWS - 1) / Layout::ROWS, steps = (stack.k + 127) / 128;
-  const int slots = warp == 0 ? count_slots<Layout::TOKENS>(groups) : 0;
-  int index = blockIdx.x;
+  const WideTile* next = reinterpret_cast<const WideTile*>(ring.at + Layout::NEXT);
+  const int rows = SHARE * Layout::ROWS, blocks = (stack.n + rows - 1) / rows, steps = (stack.k + 127) / 128;
+  const bool draws = warp == 0 && rank == 0;
+  const int slots = draws ? count_slots<Layout::TOKENS>(groups) : 0;
+  int index = int(blockIdx.x) / SHARE;
   Turn<Layout::D> turn;
   turn.parity = 1;  // the first time a place is free
 #pragma unroll 1
-  for (int at = 0;; at ^= 1) {
+  for (int draw = 0;; ++draw) {
+    const uint32_t at = draw % Layout::DRAWN, said = ring.said + 8 * at;
+    if (copies) expect(said, sizeof(WideTile));
     int later = 0;
-    if (warp == 0) {
+    if (draws) {
       WideTile found = {-1, 0, 0, 0};
       if (index < slots * blocks) {
         const TilePlace place = tile_place<EXPERT_GROUP>(index, slots, blocks);
         const Slot slot = find_slot<Layout::TOKENS>(groups, place.slot);
-        found = {slot.expert, slot.first, slot.rows, place.block * Layout::ROWS};
+        found = {slot.expert, slot.first, slot.rows, place.block * rows};
       }
-      if (copies) next[at] = found, later = atomicAdd(drawn, 1);  // needed behind this tile
+      if (lane < SHARE) send_tile(ring.base + Layout::NEXT + 16 * at, said, lane, found);
+      if (copies) later = atomicAdd(drawn, 1);  // needed behind this tile
     }
-    asm volatile("bar.sync 2, 128;" ::: "memory");
-    const WideTile tile = next[at];
+    wait(said, draw / Layout::DRAWN % 2);
+    WideTile tile = next[at];
     if (tile.expert < 0) break;
+    tile.first_row += rank * Layout::ROWS;
     const DecodeArgs a = of_slot<F, T>(stack, Slot{tile.expert, tile.first, tile.rows});
     auto word = [&](const RawScale& raw) { return word_of_raw<F, T>(raw, a); };
     fill_steps<F, Layout, Layout::GROUPS, Layout::D>(
@@ -149,12 +184,16 @@ __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CU
           const int boxes = (tile.rows + 63) / 64;
           expect(barrier, boxes * 2 * Layout::X_BOX + Layout::W);
           copy_box(codes_map, to + Layout::X, i * 64, tile.expert * stack.n + tile.first_row, barrier);
-          for (int b = 0; b < boxes; ++b)
+#pragma unroll 1
+          for (int b = rank; b < boxes; b += SHARE)
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-              copy_box(x_map, to + h * (Layout::X / 2) + b * Layout::X_BOX, i * 256 + h * 128, tile.first + 64 * b, barrier);
+            for (int h = 0; h < 2; ++h) {
+              const uint32_t half = to + h * (Layout::X / 2) + b * Layout::X_BOX;
+              if constexpr (SHARE == 1) copy_box(x_map, half, i * 256 + h * 128, tile.first + 64 * b, barrier);
+              else copy_box_to_all<SHARE>(x_map, half, i * 256 + h * 128, tile.first + 64 * b, barrier);
+            }
         });
-    if (warp == 0) index = int(gridDim.x) + __shfl_sync(~0u, later, 0);
+    if (draws) index = int(gridDim.x) / SHARE + __shfl_sync(~0u, later, 0);
   }
   wait(ring.empty + 8 * turn.at, turn.parity);
   if (copies) {
@@ -166,7 +205,7 @@ __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CU
 }
 #endif
 
-template <int F, typename T>
+template <int F, typename T, int SHARE>
 __global__ void __launch_bounds__(WideLayout::THREADS, 1)
     expert_wide(const __grid_constant__ CUtensorMap codes_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ DecodeArgs stack,
                 const __grid_constant__ Groups groups, int* drawn) {
@@ -178,24 +217,30 @@ __global__ void __launch_bounds__(WideLayout::THREADS, 1)
   asm volatile("griddepcontrol.launch_dependents;");
   for (int column = int(blockIdx.x) * Layout::ROWS; column < stack.n; column += int(gridDim.x) * Layout::ROWS)
     zero_behind<T, Layout::ROWS>(stack, groups, column);
-  const uint32_t base = uint32_t(__cvta_generic_to_shared(ring));
-  const WideRing places = {ring, base, base + Layout::BARRIERS, base + Layout::BARRIERS + 8 * Layout::D};
+  const uint32_t base = uint32_t(__cvta_generic_to_shared(ring)), full = base + Layout::BARRIERS;
+  const WideRing places = {ring, base, full, full + 8 * Layout::D, base + Layout::SAID};
   const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   const bool copies = threadIdx.x == Layout::MULTIPLY;
   if (copies) {
     for (int d = 0; d < Layout::D; ++d) {
       init_barrier(places.full + 8 * d, 1 + 4);  // the copies, and the warps that bring scales
-      init_barrier(places.empty + 8 * d, WARPS);
+      init_barrier(places.empty + 8 * d, WARPS * SHARE);
     }
+    for (int d = 0; d < Layout::DRAWN; ++d) init_barrier(places.said + 8 * d, 1);
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
   }
-  __syncthreads();
+  if constexpr (SHARE > 1) cluster_sync();
+  else __syncthreads();
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Layout::FILLS));
-    fill_wide<F, T>(codes_map, x_map, stack, groups, drawn, places, warp - WARPS, lane, copies);
+    fill_wide<F, T, SHARE>(codes_map, x_map, stack, groups, drawn, places, warp - WARPS, lane, copies, int(blockIdx.x) % SHARE);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Layout::MULTIPLIES));
-    multiply_tiles_wide<F, T>(stack, places, warp, lane);
+    multiply_tiles_wide<F, T, SHARE>(stack, places, warp, lane);
+  }
+  if constexpr (SHARE > 1) {  // no block leaves while the other one sends to its shared memory
+    __syncwarp();
+    cluster_sync();
   }
 #endif
 }
@@ -203,8 +248,8 @@ __global__ void __launch_bounds__(WideLayout::THREADS, 1)
 // Whether this kernel takes it: experts have so many rows that slots of 256 are mostly full.
 inline bool wide_takes(const DecodeArgs& stack, const Groups& groups) { return stack.n % 4 == 0 && groups.rows > 128 * int64_t(groups.experts); }
 
-// blocks: that a device runs at once; drawn: workspace of one integer.
-template <int F, typename T>
+// SHARE: blocks that share x, 1 or 2; blocks: that a device runs at once; drawn: workspace of one integer.
+template <int F, typename T, int SHARE>
 cudaError_t run_expert_wide(DecodeArgs stack, const Groups& groups, int blocks, int* drawn, cudaStream_t stream) {
   using Layout = WideLayout;
   stack.times = Folded<F, T>::TIMES;
@@ -215,9 +260,9 @@ cudaError_t run_expert_wide(DecodeArgs stack, const Groups& groups, int blocks, 
   if (error != cudaSuccess) return error;
   error = cudaMemsetAsync(drawn, 0, sizeof(int), stream);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = most_slots(groups.rows, groups.experts, Layout::TOKENS) * ((stack.n + Layout::ROWS - 1) / Layout::ROWS);
-  return launch_kernel<1>(expert_wide<F, T>, dim3(unsigned(tiles < blocks ? tiles : blocks)), Layout::THREADS, Layout::ALL, stream, codes, x, stack, groups,
-                          drawn);
+  const int64_t rows = SHARE * Layout::ROWS, most = most_slots(groups.rows, groups.experts, Layout::TOKENS) * ((stack.n + rows - 1) / rows);
+  const int64_t clusters = most < blocks / SHARE ? most : blocks / SHARE;
+  return launch_kernel<SHARE>(expert_wide<F, T, SHARE>, dim3(unsigned(clusters * SHARE)), Layout::THREADS, Layout::ALL, stream, codes, x, stack, groups, drawn);
 }
 
 }  // namespace aoquant::decode
