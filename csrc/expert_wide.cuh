@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply_wide(const DecodeArgs& a, const WideRin
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   arrive_at_all<SHARE>(ring.empty + 8 * before, lane);
-  write_turned<T>(a, acc, lane, first_row + warp * 16);
+  write_turned<F, T>(a, acc, lane, first_row + warp * 16);
 }
 
 // What the warps that multiply do, until there are no tiles.

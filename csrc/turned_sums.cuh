@@ -17,32 +17,54 @@ __device__ __forceinline__ uint32_t turned(uint32_t pair) {
   return v;
 }
 
-// acc: of a warp's 16 rows of W from first_row on, in the order of `turned_row`, and COUNT * 2 tokens, of which a.m are
-// there. a.n: a multiple of 4.
-template <typename T, int COUNT>
-__device__ __forceinline__ void write_turned(const DecodeArgs& a, const float (&acc)[COUNT], int lane, int first_row) {
-  const int g = lane / 4, t = lane % 4, column = first_row + 4 * t;
+// `write_turned` with and without scales of tokens. Four 8 x 8 at a time, because each waits for its turn.
+template <int F, typename T, bool BY_TOKEN, int COUNT>
+__device__ __forceinline__ void write_turned_as(const DecodeArgs& a, const float (&acc)[COUNT], int lane, int first_row) {
+  constexpr int BATCH = 4;
+  const int g = lane / 4, t = lane % 4, column = first_row + 4 * t, left = column < a.n ? a.m - g : 0;
   float alpha[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) alpha[h] = alpha_w_of(a, min(first_row + turned_row(g, h), a.n - 1));
-  const bool inside = column < a.n;
+  const bool swaps = turned_swaps(t);
   T* to = static_cast<T*>(a.y) + int64_t(g) * a.n + column;
+  DEVICE_ASSERT(a.n % 4 == 0 && (!BY_TOKEN || a.alpha_x_stride == 1));
 #pragma unroll
-  for (int q = 0; q < COUNT / 4; ++q) {
-    if (8 * q >= a.m) break;
-    float by[2];
+  for (int first = 0; first < COUNT / 4; first += BATCH) {
+    if (8 * first >= a.m) break;
+    uint32_t half[BATCH][2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) by[i] = alpha_x_of(a, min(8 * q + 2 * t + i, a.m - 1));
-    uint32_t half[2];
+    for (int b = 0; b < BATCH; ++b) {
+      const int q = first + b;
+      float by[2] = {1.0f, 1.0f};
+      if constexpr (BY_TOKEN)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float low = acc[4 * q + 2 * h] * a.times * by[0] * alpha[h], high = acc[4 * q + 2 * h + 1] * a.times * by[1] * alpha[h];
-      half[h] = turned(rows::pair(low, high, T()));
+        for (int i = 0; i < 2; ++i) by[i] = a.alpha_x[min(8 * q + 2 * t + i, a.m - 1)];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float v[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          v[i] = acc[4 * q + 2 * h + i];
+          if constexpr (Folded<F, T>::YES) v[i] *= Folded<F, T>::TIMES;
+          if constexpr (BY_TOKEN) v[i] *= by[i];
+          v[i] *= alpha[h];
+        }
+        half[b][h] = turned(rows::pair(v[0], v[1], T()));
+      }
     }
-    const bool swaps = turned_swaps(t);
-    DEVICE_ASSERT(a.n % 4 == 0);
-    if (inside && 8 * q + g < a.m) *reinterpret_cast<uint2*>(to + int64_t(8 * q) * a.n) = make_uint2(swaps ? half[1] : half[0], swaps ? half[0] : half[1]);
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b, to += int64_t(8) * a.n)
+      if (8 * (first + b) < left)
+        *reinterpret_cast<uint2*>(to) = make_uint2(swaps ? half[b][1] : half[b][0], swaps ? half[b][0] : half[b][1]);
   }
+}
+
+// acc: of a warp's 16 rows of W from first_row on, in the order of `turned_row`, and COUNT * 2 tokens, of which a.m are
+// there. a.n: a multiple of 4; a.alpha_x: one a token, or null.
+template <int F, typename T, int COUNT>
+__device__ __forceinline__ void write_turned(const DecodeArgs& a, const float (&acc)[COUNT], int lane, int first_row) {
+  if (a.alpha_x) write_turned_as<F, T, true>(a, acc, lane, first_row);
+  else write_turned_as<F, T, false>(a, acc, lane, first_row);
 }
 #endif
 
