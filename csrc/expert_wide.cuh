@@ -245,6 +245,9 @@ __global__ void __launch_bounds__(WideLayout::THREADS, 1)
 #endif
 }
 
+// A kernel and not a memset, because the launch of the one behind it may be programmatic only after a kernel.
+static __global__ void __launch_bounds__(1) nothing_drawn(int* drawn) { *drawn = 0; }
+
 // Whether this kernel takes it: experts have so many rows that slots of 256 are mostly full.
 inline bool wide_takes(const DecodeArgs& stack, const Groups& groups) { return stack.n % 4 == 0 && groups.rows > 128 * int64_t(groups.experts); }
 
@@ -258,8 +261,7 @@ cudaError_t run_expert_wide(DecodeArgs stack, const Groups& groups, int blocks, 
   if (error != cudaSuccess) return error;
   error = map_bytes(&x, static_cast<const uint8_t*>(stack.x), groups.rows, stack.k * 2, 64, 128, CU_TENSOR_MAP_SWIZZLE_128B);
   if (error != cudaSuccess) return error;
-  error = cudaMemsetAsync(drawn, 0, sizeof(int), stream);
-  if (error != cudaSuccess) return error;
+  nothing_drawn<<<1, 1, 0, stream>>>(drawn);
   const int64_t rows = SHARE * Layout::ROWS, most = most_slots(groups.rows, groups.experts, Layout::TOKENS) * ((stack.n + rows - 1) / rows);
   const int64_t clusters = most < blocks / SHARE ? most : blocks / SHARE;
   return launch_kernel<SHARE>(expert_wide<F, T, SHARE>, dim3(unsigned(clusters * SHARE)), Layout::THREADS, Layout::ALL, stream, codes, x, stack, groups, drawn);
