@@ -1,9 +1,10 @@
 // expert_tiles.cuh for hundreds of rows of x of each expert: slots of up to 256 rows, in blocks that stay.
 //
-// What held expert_tiles.cuh back, counted on an H200 for 128 x 256 x 256 values, 2048 cycles of wgmma (K x W x x): its
-// slots of 128 rows decode W once for 128 rows of x, half of all instructions that a multiprocessor can issue; its lanes
-// read codes as wide as four lanes need them, so wgmma, copies and reads want 86 to 101 % of shared memory's cycles; and
-// for some 17 thousand cycles of each block, before its first product and after its last, nothing is multiplied.
+// What holds expert_tiles.cuh back, by its machine code and its times on an H200. For 128 values of K, 256 rows of W and
+// 128 of x, 2048 cycles of wgmma: it decodes W for 128 rows of x alone, half of all instructions that a multiprocessor can
+// issue, and its lanes read codes as wide as four lanes need them, so wgmma, copies and reads want 86 to 101 % of shared
+// memory's cycles. And for some 17 thousand cycles of each block, before its first product and after its last, nothing is
+// multiplied.
 //
 // Here 128 rows of W meet up to 256 rows of x, so W is decoded half as often. A multiprocessor has one block, which takes
 // one tile after another (slots.cuh), drawn from a counter as it gets free, because slots differ. The warps that fill the
