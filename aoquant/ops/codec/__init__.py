@@ -18,6 +18,9 @@ time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -103,10 +106,23 @@ def _rounded_first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
     """A transform whose result has x's dtype is applied before any backend: what is left to encode is a plain
     matrix.
     """
+    steps = _steps(operand)
+    return (operand, x_RK) if steps is None else (steps.after, transform(steps.transform, x_RK, None))
+
+
+class _Steps(NamedTuple):
+    """What an operand behind a rounded transform is made by, one after the other."""
+
+    transform: Operand
+    after: Operand
+
+
+@cache
+def _steps(operand: Operand) -> _Steps | None:
+    """None where the transform is part of the encoding. Made once: a training step asks four times."""
     if not isinstance(operand.transform, RoundedHadamard):
-        return operand, x_RK
-    exact = Operand(HighPrecision(), operand.transform.exact)
-    return Operand(operand.format), transform(exact, x_RK, None)
+        return None
+    return _Steps(Operand(HighPrecision(), operand.transform.exact), Operand(operand.format))
 
 
 def transform(
