@@ -17,7 +17,7 @@ from torch import Tensor
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random
 from aoquant.transforms import Hadamard
 
-from ..router import Backend, CodecRequest, CodesAndValues, Operands
+from ..router import Backend, BothCoded, CodecRequest, CodesAndValues, Operands
 from . import families, reference
 from .families import family_of, imported
 
@@ -217,11 +217,29 @@ def operands(
     column_random: Random | None,
 ) -> Operands:
     """The operands of x and of x^T: in one pass over x where the kernel knows both, else each by itself."""
-    if not all(o is None or families.in_strips(o) for o in (rows, columns)):
-        return reference.operands(x_MN, rows, columns, m_padded, n_padded, dtype, row_random, column_random)
-    formats = (None if o is None else o.format for o in (rows, columns))
-    made: Operands = imported("operands").operands(x_MN.contiguous(), *formats, m_padded, n_padded, dtype)
+    randoms = row_random, column_random
+    if not families.in_strips(rows, columns):
+        return reference.operands(x_MN, rows, columns, m_padded, n_padded, dtype, *randoms)
+    kernel = imported("operands").operands
+    made: Operands = kernel(x_MN.contiguous(), rows, columns, m_padded, n_padded, dtype, *randoms)
     return made
+
+
+def both_coded(x_MK: Tensor, rows: Operand, columns: Operand, m_padded: int) -> BothCoded:
+    """Codes of x and of x^T, and the operand of x, in one pass over x."""
+    made: BothCoded = imported("operands").both_coded(x_MK.contiguous(), rows, columns, m_padded)
+    return made
+
+
+def _why_not_both(r: CodecRequest) -> str | None:
+    if reason := why_not_read(r):
+        return reason
+    assert r.columns is not None
+    names = f"{r.operand.name} and {r.columns.name}"
+    if not families.in_strips(r.operand, r.columns) or r.operand.draws or r.columns.draws:
+        return f"has no kernel that makes {names} of x and x^T"
+    block = r.operand.format.block
+    return f"encodes blocks of {block}, got K = {r.k}" if block is None or r.k % block else None
 
 
 BACKENDS = tuple(
@@ -236,5 +254,6 @@ BACKENDS = tuple(
         ("transpose", _why_not_transpose, transposed),
         ("sides", _why_not_sides, sides),
         ("operands", why_not_read, operands),
+        ("both", _why_not_both, both_coded),
     )
 )
