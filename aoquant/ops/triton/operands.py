@@ -327,9 +327,10 @@ def _partials(x_MN: Tensor, rows: bool, columns: bool, mask: int | None) -> tupl
     if not columns or mask is None:
         found = absmax_partials(x_MN) if rows or columns else None
         return found if rows else None, found if columns else None
-    of_x, of_y = torch.empty(2, PARTIALS, dtype=torch.int32, device=x_MN.device).unbind()
-    _finder(*x_MN.shape, mask)(x_MN, of_x if rows else None, of_y)
-    return of_x if rows else None, of_y
+    of_y = torch.empty(PARTIALS, dtype=torch.int32, device=x_MN.device)
+    of_x = torch.empty_like(of_y) if rows else None
+    _finder(*x_MN.shape, mask)(x_MN, of_x, of_y)
+    return of_x, of_y
 
 
 class _Output(NamedTuple):
@@ -355,9 +356,10 @@ class _Output(NamedTuple):
             return cls()
         outer, alpha, codes, scale = None, None, None, None
         if _kind(operand) != "mx":
-            outer, alpha = torch.empty(2, 1, 1, dtype=torch.float32, device=x.device).unbind()
+            alpha = torch.empty(1, 1, dtype=torch.float32, device=x.device)
         if coded is not None:
             r, c = coded
+            outer = None if alpha is None else torch.empty_like(alpha)
             codes = torch.empty(r, c * operand.bits // 8, dtype=torch.uint8, device=x.device)
             scale = torch.empty(r, c // _block(operand), dtype=torch.uint8, device=x.device)
         made = None if values is None else torch.empty(values, dtype=dtype, device=x.device)
