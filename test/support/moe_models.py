@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
 def model_of(family: str) -> Any:
     model_class, config = MODELS[family]
     torch.manual_seed(0)
-    model = model_class._from_config(config, dtype=torch.bfloat16)  # as loaders cast: rotary frequencies stay float32
+    own = copy.deepcopy(config)  # a model writes its implementations into its config
+    model = model_class._from_config(own, dtype=torch.bfloat16)  # as loaders cast: rotary frequencies stay float32
     for name, p in model.named_parameters():
         if "experts" in name or "router" in name or "gate" in name:
             p.data.normal_(0, 0.1)
