@@ -235,9 +235,8 @@ def _why_not_both(r: CodecRequest) -> str | None:
     if reason := why_not_read(r):
         return reason
     assert r.columns is not None
-    names = f"{r.operand.name} and {r.columns.name}"
     if not families.in_strips(r.operand, r.columns) or r.operand.draws or r.columns.draws:
-        return f"has no kernel that makes {names} of x and x^T"
+        return f"has no kernel that makes {r.operand.name} of x and {r.columns.name} of x^T at once"
     block = r.operand.format.block
     return f"encodes blocks of {block}, got K = {r.k}" if block is None or r.k % block else None
 
