@@ -68,8 +68,11 @@ def variants(k: int, n: int, x: torch.Tensor, g: torch.Tensor) -> tuple[dict[tup
         makes[f"torchao {peer}"] = lambda config=config: convert_to_float8_training(plain(k, n), config=config)  # type: ignore[misc]
     found: dict[tuple[str, str], nn.Module] = {}
     failed: list[Row] = []
+    # All layers share one code object, whose compiled forms are limited: beyond the limit a layer runs uncompiled. A
+    # reset between two layers would compile the first again while it is timed.
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 4 * len(makes)
     for name, make in makes.items():
-        torch._dynamo.reset()  # a code object has a limited number of compiled forms, and all layers share theirs
         for how in ("eager", "compiled"):
             model: Any = make()
             model = torch.compile(model) if how == "compiled" else model
