@@ -34,7 +34,7 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
     Log-probabilities of the two are then equal on one device. Both may be on different devices.
 
     Raises:
-        ValueError: the two do not belong together: layers that one of them lacks, shapes, formats, or
+        ValueError: the two do not belong together: layers or floats that one of them lacks, shapes, dtypes, formats, or
             constant activation scales, which are part of the copy's compiled code. Nothing is changed then.
     """
     layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
@@ -69,11 +69,14 @@ def _check_all(packed: nn.Module, targets: dict[str, PackedTensor]) -> None:
     weights = packed.named_parameters(remove_duplicate=False)
     if left := [name for name, p in weights if isinstance(p, PackedTensor) and id(p) not in renewed]:
         names = [name.removesuffix(".weight") for name in left]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(
-            f"refresh_: {len(names)} converted layer(s) have no prepared one and would stay as they are: {', '.join(names[:5])}{more}: "
+            f"refresh_: {len(names)} converted layer(s) have no prepared one and would stay as they are: {_some(names)}: "
             "convert a copy of this model"
         )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _at(owner: str, name: str) -> str:
@@ -112,8 +115,8 @@ def _packed(owner: str, parameter: str, weight: Any, recipe: LinearRecipe, packe
         )
     if isinstance(weight, DTensor):
         raise ValueError(f"refresh_: {name} is sharded over ranks: gather it first")
-    wanted = (recipe.fprop_weight.name, recipe.contract, tuple(weight.shape))
-    got = (found.format, found.contract, tuple(found.shape))
+    wanted = (recipe.fprop_weight.name, recipe.contract, *_kind(weight))
+    got = (found.format, found.contract, *_kind(found))
     if wanted != got:
         raise ValueError(
             f"refresh_: {name} is prepared as {wanted}, and the converted model has {got}: convert a copy of this model"
@@ -141,18 +144,30 @@ def deployed_recipe(layer: QATLayer) -> LinearRecipe:
     return dataclasses.replace(recipe.deployed, fprop_input=recipe.fprop_input.fix(*numbers), input_scales="dynamic")
 
 
+def _kind(t: Tensor) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype: codes made of float32 are not those of the same weight in bfloat16."""
+    return tuple(t.shape), str(t.dtype).removeprefix("torch.")
+
+
 def _floats(packed: nn.Module, prepared: nn.Module, targets: dict[str, PackedTensor]) -> list[tuple[Tensor, Tensor]]:
     """(to, from) for everything that is not quantised."""
     owners = {name.rpartition(".")[0] for name in targets}
-    mine = dict(packed.named_parameters(remove_duplicate=False)) | dict(packed.named_buffers())
+    mine = dict(packed.named_parameters(remove_duplicate=False)) | dict(packed.named_buffers(remove_duplicate=False))
+    given = {n for n, _ in prepared.named_parameters(remove_duplicate=False)}
+    given |= {n for n, _ in prepared.named_buffers(remove_duplicate=False)}
+    if lost := [n for n, t in mine.items() if n not in given and not isinstance(t, PackedTensor)]:
+        raise ValueError(
+            f"refresh_: the model in training has no {_some(lost)}, and the converted one would keep its own: convert a copy of this model"
+        )
     pairs = []
     for name, theirs in (*prepared.named_parameters(), *prepared.named_buffers()):
         owner, _, own = name.rpartition(".")
         if name in targets or (owner in owners and own != "bias" and _is_state(prepared.get_submodule(owner), own)):
             continue
-        if name not in mine or mine[name].shape != theirs.shape:
+        if name not in mine or _kind(mine[name]) != _kind(theirs):
+            shape, dtype = _kind(theirs)
             raise ValueError(
-                f"refresh_: the converted model has no {name} of shape {tuple(theirs.shape)}: convert a copy of this model"
+                f"refresh_: the converted model has no {name} of shape {shape} and {dtype}: convert a copy of this model"
             )
         if not isinstance(mine[name], PackedTensor):
             pairs.append((mine[name], theirs.detach()))

@@ -39,7 +39,7 @@ def export(
     directory: to write; must not exist, or be empty. It appears under its name when it is complete; an interrupted
         export of a folder continues where it stopped when it is started again.
     format: "compressed-tensors", "modelopt" or "gguf".
-    tokenizer: to write beside a model in memory; a checkpoint's own tokenizer is copied.
+    tokenizer: to write beside a model in memory, a transformers tokenizer; a checkpoint's own tokenizer is copied.
     skip: quantised layers to write in the model's float dtype, as the values that they multiply by: names, globs or
         "re:" patterns.
 
@@ -49,6 +49,7 @@ def export(
         ImportError: the format's library is missing.
     """
     _check_format(format)
+    _check_tokenizer(tokenizer)
     from aoquant.export import source
 
     found = source.of_model(model) if isinstance(model, nn.Module) else source.of_checkpoint(Path(model))
@@ -59,6 +60,7 @@ def export(
 def check(model: nn.Module, format: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Raise what `export` of a converted model would raise for its numbers and its tokenizer; nothing is written."""
     _check_format(format)
+    _check_tokenizer(tokenizer)
     from aoquant.export import source
 
     found = source.of_model(model)
@@ -80,6 +82,14 @@ def _check_format(format: str) -> None:
         import_module(FORMATS[format])
     except ImportError as error:
         raise ImportError(f"format={format!r} needs {error.name}: pip install 'aoquant[export]'") from None
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    """Raise ValueError for what is no tokenizer, such as its name, before anything is written."""
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ValueError(
+            f"tokenizer is a transformers tokenizer, as AutoTokenizer.from_pretrained gives, got {tokenizer!r}"
+        )
 
 
 def _writer(format: str) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ def advice(formats: list[str]) -> str:
     """The end of an advice: ", or export with format=..."; "" for none."""
     if not formats:
         return ""
-    return f", or export with {' or '.join(f'format={f!r}' for f in formats)}, which holds it as it is"
+    return f", or export with {' or '.join(f'format={f!r}' for f in formats)}, which holds its weights as they are"
 
 
 def _takes(source: Source, weights: list[Weight], format: str) -> bool:

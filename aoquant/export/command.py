@@ -22,7 +22,8 @@ def command(
     written then. An export that was interrupted continues when the same command is given again.
 
     Args:
-        checkpoint: folder that `aoquant run`, `aoquant convert` or `aoquant.save_pretrained` wrote.
+        checkpoint: folder that `aoquant run`, `aoquant convert` or `aoquant.save_pretrained` wrote; of a run, its
+            converted model.
         format: compressed-tensors (vLLM, SGLang, transformers), modelopt (vLLM, SGLang, TensorRT-LLM) or gguf
             (llama.cpp).
         out: folder to write; must not exist, or be empty.

@@ -62,6 +62,10 @@ def store(p: PackedTensor) -> Stored:
         )
     tensors, weights = _weight(format, p)
     inputs, more, notes = _activation(p.activation)
+    if isinstance(format, Affine) and not p.activation and p.contract != "dequantize":
+        notes += (
+            f"vLLM and transformers multiply (q - zp) * s, rounded once, as the contract 'dequantize' does, trained as {p.contract!r}",
+        )
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     scheme.format = infer_module_format(nn.Linear, scheme)
     if scheme.format == "int-quantized" and "weight_packed" in tensors:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import compressed_tensors
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 
 from aoquant.export.fused import check_fused
@@ -22,6 +24,8 @@ from aoquant.export.source import Source
 from aoquant.export.targets import Description
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
+# transformers 5.17 asks for experts' weight_packed, weight_scale and weight_shape, or for fp8's weight and weight_scale
+_NOT_LOADED = ("int-quantized", "mxfp8-quantized")
 
 
 def describe(source: Source, plan: Plan) -> Description:
@@ -38,6 +42,7 @@ def describe(source: Source, plan: Plan) -> Description:
         groups.setdefault(scheme.model_dump_json(), (scheme, []))[1].append(module)
     one = len(groups) == 1
     _check_symmetric(groups.values())
+    _warn_transformers(groups.values())
     left = [weight.module for name, weight in plan.floats.items() if name.endswith(".weight")]
     _check_experts([*(modules for _, modules in groups.values()), left])
     schemes = {
@@ -74,6 +79,19 @@ def _check_symmetric(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> 
             raise ValueError(
                 f"{expert}: vLLM runs experts of symmetric integers alone, and these have zero points: train a symmetric format, "
                 "such as intx4-g32; nothing was written"
+            )
+
+
+def _warn_transformers(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> None:
+    """Warn of experts that transformers' own reader of these folders cannot load."""
+    for scheme, modules in groups:
+        expert = next(filter(_EXPERT.match, modules), None)
+        layout = CompressionFormat(scheme.format).value
+        if expert and layout in _NOT_LOADED:
+            warnings.warn(
+                f"transformers cannot load {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
+                "aoquant.load_pretrained; transformers reads experts of intx, fp8 and mxfp4",
+                stacklevel=5,
             )
 
 

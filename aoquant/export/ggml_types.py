@@ -139,8 +139,9 @@ def _notes(p: PackedTensor, type: GGMLQuantizationType) -> tuple[str, ...]:
         and not p.weight_format.stored
     ):
         notes += (_UNROUNDED.format(str(scale.dtype).removeprefix("torch.")),)
-    if p.activation not in ("", "q8_0-x86"):
-        notes += (f"llama.cpp quantises activations to Q8_0 (q8_0-x86), trained as {p.activation}",)
+    if p.activation != "q8_0-x86":
+        trained = p.activation.partition(":")[0] or "high precision"  # without a calibrated scale: one note for all
+        notes += (f"llama.cpp quantises activations to Q8_0 (q8_0-x86), trained as {trained}",)
     return notes
 
 

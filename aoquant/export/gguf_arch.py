@@ -10,6 +10,7 @@ tensors are the `gguf` library's mapping. Source: llama.cpp `convert_hf_to_gguf.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, TensorNameMap, get_tensor_name_map
 from torch import Tensor
+
+from aoquant.export.gguf_limits import attention_factor, default_windows, differences, local_rope, windows
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,23 @@ def find(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a model's config.
 
     Raises:
-        ValueError: none is known.
+        ValueError: none is known, or llama.cpp would compute another model than the config says.
     """
     name = (config.get("architectures") or ["none"])[0]
     if name not in ARCHITECTURES:
         raise ValueError(f"gguf: no architecture is known for {name}; there are {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name]
+    found = ARCHITECTURES[name]
+    rope = rope_of(config)
+    if (kind := rope.get("rope_type", "default")) not in ("default", "linear", "yarn", "llama3"):
+        raise ValueError(
+            f"gguf: the model rotates by rope_type={kind!r}; the file can say default, linear, yarn and llama3"
+        )
+    if others := differences(found.arch, config, rope):
+        raise ValueError(
+            f"gguf: llama.cpp would compute another model than this {name}, and the file has no field for "
+            + ", ".join(map(str, others))
+        )
+    return found
 
 
 def kv_heads(config: Mapping[str, Any]) -> int:
@@ -80,14 +94,10 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def add_metadata(writer: GGUFWriter, architecture: Architecture, config: Mapping[str, Any]) -> None:
-    """Sizes, norms and rotation.
-
-    Raises:
-        ValueError: the model scales its rotation in a way that the file cannot say.
-    """
+    """Sizes, norms, windows and rotation."""
     dim = head_dim(config)
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(_context(architecture, config))
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
@@ -97,8 +107,13 @@ def add_metadata(writer: GGUFWriter, architecture: Architecture, config: Mapping
     writer.add_value_length(dim)
     writer.add_rope_dimension_count(dim)
     writer.add_vocab_size(config["vocab_size"])
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
+    pattern = windows(architecture.arch, config)
+    if any(pattern):
         writer.add_sliding_window(config["sliding_window"])
+        if pattern != (known := default_windows(architecture.arch, len(pattern))) and any(known):
+            writer.add_sliding_window_pattern(pattern)
+    if local := local_rope(config):
+        writer.add_rope_freq_base_swa(local["rope_theta"])
     if (cap := config.get("attn_logit_softcapping")) is not None:
         writer.add_attn_logit_softcapping(cap)
     if (cap := config.get("final_logit_softcapping")) is not None:
@@ -113,10 +128,23 @@ def add_metadata(writer: GGUFWriter, architecture: Architecture, config: Mapping
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    elif kind not in ("default", "llama3"):
-        raise ValueError(
-            f"gguf: the model rotates by rope_type={kind!r}; the file can say default, linear, yarn and llama3"
-        )
+        if (factor := attention_factor(rope)) != 1.0:
+            writer.add_rope_scaling_attn_factors(factor)
+
+
+def _context(architecture: Architecture, config: Mapping[str, Any]) -> int:
+    """Tokens for which llama.cpp computes what the model does: no more than a window that it does not know."""
+    length: int = config["max_position_embeddings"]
+    unknown = any(windows(architecture.arch, config)) and not any(default_windows(architecture.arch, 2))
+    if not unknown or config["sliding_window"] >= length:
+        return length
+    window: int = config["sliding_window"]
+    warnings.warn(
+        f"llama.cpp computes no sliding window for {architecture.name}: the file's context length is the window, {window} of {length} "
+        "tokens, up to which the two are the same",
+        stacklevel=5,
+    )
+    return window
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:

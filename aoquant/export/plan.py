@@ -81,7 +81,7 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
         raise ValueError("skip names every quantised layer: there is nothing to export")
     for note, modules in notes.items():
         warnings.warn(
-            f"{note} ({len(modules)} layers, such as {modules[0]}): weights are the same, activations are not",
+            f"{note} ({len(modules)} layers, such as {modules[0]}); the numbers in the file are the trained ones",
             stacklevel=3,
         )
     floats = {name: w for name, w in source.weights.items() if w.module not in layers}

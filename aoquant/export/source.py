@@ -84,11 +84,13 @@ def of_model(model: nn.Module) -> Source:
 
 
 def of_checkpoint(folder: Path) -> Source:
-    """The source that a folder of `aoquant.save_pretrained` or `aoquant.convert_checkpoint` is.
+    """The source that a folder of `aoquant.save_pretrained`, `aoquant.convert_checkpoint` or `aoquant run` is.
 
     Raises:
         ValueError: the folder holds no complete converted checkpoint of a model that transformers knows.
     """
+    if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
+        folder = folder / "checkpoint"  # of a run's results
     checkpoint.check(folder)
     config = checkpoint.read_json(folder / "config.json")
     config.pop("quantization_config")

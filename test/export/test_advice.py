@@ -48,6 +48,7 @@ def test_advised_formats_take_the_layer_and_advised_trainings_fit(
     model = converted(config(weight))
     said = refusal(model, format, tmp_path / "out")
     assert set(re.findall(r"format='([\w-]+)'", said)) == others
+    assert ("which holds its weights as they are" in said) == bool(others)  # of activations it says nothing
     for other in others:
         export(model, tmp_path / other, other, byte_level())
     assert f"train {train}" in said or f"train the recipe {train}" in said

@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 import importlib
+import shutil
 import warnings
 import weakref
 from pathlib import Path
@@ -200,11 +201,30 @@ def test_fused_layers_of_several_schemes_are_named(tmp_path: Path) -> None:
         export(converted("intx4-g128"), tmp_path / "alike", skip=["*.down_proj"])
 
 
-def test_the_folder_of_a_run_is_told_from_its_checkpoint(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoint" / "config.json").write_text("{}")
+def test_the_folder_of_a_run_is_its_checkpoint(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run" / "checkpoint")
     with pytest.raises(ValueError, match=r"run holds the results of aoquant run: use .*run/checkpoint"):
-        export(tmp_path / "run", tmp_path / "out")
+        load_pretrained(tmp_path / "run")
+    a, b = export(saved, tmp_path / "a"), export(tmp_path / "run", tmp_path / "b")
+    for file in ("model.safetensors", "config.json"):
+        assert (a / file).read_bytes() == (b / file).read_bytes()
+    with pytest.raises(ValueError, match=r"a: is a compressed-tensors folder .* aoquant\.load_pretrained reads it"):
+        export(a, tmp_path / "again")
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "gguf"])
+def test_a_tokenizers_name_is_refused_before_anything_is_written(format: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer is a transformers tokenizer.*got 'gpt2'"):
+        export(converted("q8_0" if format == "gguf" else "intx4-g128"), tmp_path / "out", format, tokenizer="gpt2")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_contract_than_the_engines_is_said_once(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"rounded once, .*trained as 'aoquant' \(14 layers"):
+        export(converted(PackedWeightConfig("intx4-g128")), tmp_path / "aoquant")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export(converted("intx4-g128"), tmp_path / "dequantize")
 
 
 def test_a_missing_tokenizer_names_the_folder_of_the_user(saved: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from support import export_cases
 from support.moe_models import IDS, model_of, write_mxfp4
 from torch import Tensor
 from torchao.quantization import FqnToConfig
-from transformers import DeepseekV3ForCausalLM, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM, GptOssForCausalLM
 
 from aoquant import (
     PackedWeightConfig,
@@ -118,6 +119,27 @@ def test_transformers_alone_computes_the_same_logits(tmp_path: Path) -> None:
         torch.save(expected, f"{folders[-1]}.pt")
     found = export_cases.load_elsewhere(folders)
     assert {name: case["logits"] for name, case in found.items()} == {"mixtral": True, "qwen3-moe": True}
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "layout"),
+    [("int8-row", "int8-row-vllm", "int-quantized"), ("fp8-row", None, ""), ("mxfp4-even", None, "")],
+)
+def test_experts_that_transformers_cannot_load_are_said(
+    weight: str, activation: str | None, layout: str, tmp_path: Path
+) -> None:
+    model = converted("mixtral", only_experts(weight, activation))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        export(model, tmp_path / "out")
+    said = [str(w.message) for w in caught if "transformers cannot" in str(w.message)]
+    assert len(said) == bool(layout) and all(f"load {layout} experts" in s for s in said)
+    if layout:  # the reason of the warning, which goes when transformers loads them
+        with pytest.raises(RuntimeError, match="CONVERSION"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=model.dtype)
+        return
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=model.dtype).state_dict()
+    assert all(torch.equal(found[n].to(w.dtype), w.dequantize()) for n, w in stacks(model).items())
 
 
 def test_several_schemes_name_experts_by_a_pattern(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from support.export_cases import SHAPE, byte_level, converted, packed
+from support.export_cases import IDS, SHAPE, byte_level, converted, llama, packed
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +26,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from aoquant import PackedWeightConfig, export, load_pretrained, quantize_, save_pretrained
+from aoquant import PackedWeightConfig, QATConfig, calibrate, export, load_pretrained, quantize_, save_pretrained
 from aoquant.export import gguf_arch, gguf_tokenizer
 
 TEXT = "the quick brown fox, 12 times"
@@ -206,3 +207,25 @@ def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="disk"):
         export(converted("q4_0"), tmp_path / "out", "gguf", byte_level())
     assert list(tmp_path.iterdir()) == []
+
+
+def exported_warnings(model: Any, out: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        export(model, out, "gguf", byte_level())
+    return [str(w.message) for w in caught]
+
+
+def test_activations_that_were_not_trained_are_said_once(tmp_path: Path) -> None:
+    """A file without activations is computed with Q8_0 ones; the notes of layers with other scales are one."""
+    [said] = exported_warnings(converted("q4_0"), tmp_path / "weights")
+    assert "Q8_0 (q8_0-x86), trained as high precision (14 layers, such as model.layers.0" in said
+    assert exported_warnings(converted(PackedWeightConfig("q4_0", "q8_0-x86")), tmp_path / "q8_0") == []
+    model = llama()
+    quantize_(model, QATConfig(PackedWeightConfig("q8_0", "int8-tensor-static"), step="prepare"))
+    calibrate(model, [IDS])
+    quantize_(model, QATConfig(step="convert"))
+    [said] = exported_warnings(model, tmp_path / "static")
+    assert "trained as int8-tensor-static (14 layers" in said
+    unrounded, _ = exported_warnings(converted("intx4-g32"), tmp_path / "unrounded")
+    assert "which training rounded to bfloat16" in unrounded and "activations" not in unrounded

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.export_cases import IDS, llama, packed
+from support.export_cases import IDS, SHAPE, llama, packed
 from torchao.quantization import FqnToConfig
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from aoquant import (
     Hadamard,
@@ -135,3 +136,26 @@ def test_models_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"is prepared as \('intx4-g128', 'dequantize'.*has \('int4-g128', 'aoquant'"):
         refresh_(other, prepared)
     assert all(torch.equal(a, w.qdata) for a, w in zip(before, packed(other).values(), strict=True))
+
+
+def test_floats_that_the_trained_model_lacks_are_refused() -> None:
+    """A Llama's layers have names and shapes of Qwen3's, which has norms of q and k beside them."""
+    shape = {**SHAPE, "head_dim": 32}
+    served = Qwen3ForCausalLM._from_config(Qwen3Config(**shape), dtype=torch.bfloat16)
+    quantize_(served, QATConfig(CONFIGS["int4"], step="prepare"))
+    quantize_(served, QATConfig(step="convert"))
+    _, trained = pair(CONFIGS["int4"])
+    with pytest.raises(ValueError, match=r"has no model\.layers\.0\.self_attn\.q_norm\.weight, .*would keep its own"):
+        refresh_(served, trained)
+
+
+def test_another_dtype_is_refused() -> None:
+    converted, prepared = pair(CONFIGS["int4"])
+    before = packed(converted)["model.layers.0.mlp.up_proj"].qdata.clone()
+    step(prepared)
+    with pytest.raises(ValueError, match=r"q_proj is prepared as .*'float32'\), and .* has .*'bfloat16'\)"):
+        refresh_(converted, copy.deepcopy(prepared).float())
+    assert torch.equal(packed(converted)["model.layers.0.mlp.up_proj"].qdata, before)
+    prepared.model.norm.float()
+    with pytest.raises(ValueError, match=r"no model\.norm\.weight of shape \(128,\) and float32"):
+        refresh_(converted, prepared)
