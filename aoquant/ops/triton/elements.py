@@ -83,6 +83,19 @@ def float8_code(y, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def float8_value(code, ELEMENT: tl.constexpr):
+    """float8 -> float32, but NaN gives 480, or 98304 in e5m2: its block's scale is NaN.
+
+    By integers, and not by a conversion, where the code is stored as well. There ptxas 12.8 keeps two neighbours' codes
+    as halves of one register and converts the wrong half.
+    """
+    bits = code.to(tl.uint8, bitcast=True).to(tl.int32)
+    magnitude = (bits & 0x7F) << (20 if ELEMENT == "e4m3" else 21)
+    unit = 2.0**120 if ELEMENT == "e4m3" else 2.0**112
+    return bits_float(magnitude | ((bits & 0x80) << 24)) * unit
+
+
+@triton.jit
 def e2m1_rounded(v):
     """v >= 0 -> 2^23 + index of the nearest e2m1 magnitude; saturating. Wrong for NaN: its block masks it."""
     low = tl.minimum(tl.fma(v, 2.0, ROUND), v + (ROUND + 2.0))

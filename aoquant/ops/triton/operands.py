@@ -39,6 +39,7 @@ from .elements import (
     e8m0_byte,
     e8m0_inverse,
     e8m0_value,
+    float8_value,
     float_bits,
     least,
     most,
@@ -52,9 +53,9 @@ from .stochastic import e2m1_drawn, philox, safe_scale, uniform, words
 
 PROGRAMS = 2048
 VALUES = 128  # of a lane: blocks of its columns, 16 or 32 high
+FEWER_VALUES = 64  # where 128 would spill: for e2m1, or where codes are written beside values
 
-# e2m1 takes longer to compute, and 128 values of a lane would spill; Philox's words take registers beside them
-E2M1_VALUES = 64
+# e2m1 takes longer to compute; Philox's words take registers beside it
 E2M1_WARPS, DRAWN_WARPS = 12, 8  # of a multiprocessor, which has 65536 registers
 MULTIPROCESSORS = 132  # of an H100 or H200: all programs at once
 LARGEST_WARPS = 4
@@ -234,7 +235,11 @@ def _operands(
                 ROW_RULE, ROW_MAX_POW2, ROW_RECIPROCAL, ROW_MANTISSA, ROW_LIMIT, LARGEST, LEAST,
             )  # fmt: skip
             if rows_ptr is not None:
-                value = tl.reshape((rounded.to(tl.float32) * step).to(rows_ptr.dtype.element_ty), (T, R))
+                if row_codes_ptr is not None and ROW_ELEMENT != "e2m1":
+                    value = float8_value(rounded, ROW_ELEMENT)
+                else:
+                    value = rounded.to(tl.float32)
+                value = tl.reshape((value * step).to(rows_ptr.dtype.element_ty), (T, R))
                 tl.store(rows_ptr + first * n_padded + column, value, mask=(row < m) & (column < n_padded))
             if row_codes_ptr is not None:
                 block = along * (T // B) + tl.arange(0, T // B)[:, None]
@@ -292,10 +297,10 @@ def _launch(
     high, sides = _block(columns), _side("ROW", rows) | _side("COLUMN", columns)
     drawn = "drawn" in (_kind(rows), _kind(columns))
     tall = keep or drawn or _mask(columns) is not None
-    programs, values, options = PROGRAMS, VALUES, dict[str, Any](num_warps=1, enable_fp_fusion=False)
+    programs, values, options = PROGRAMS, FEWER_VALUES if keep else VALUES, dict[str, Any](num_warps=1, enable_fp_fusion=False)
     if "e2m1" in (sides["ROW_ELEMENT"], sides["COLUMN_ELEMENT"]):
         warps = DRAWN_WARPS if drawn else E2M1_WARPS
-        programs, values = warps * MULTIPROCESSORS, E2M1_VALUES
+        programs, values = warps * MULTIPROCESSORS, FEWER_VALUES
         options["maxnreg"] = min(65536 // 32 // warps // 8 * 8, 255)
     t = 32 * values // high
     programs = min(triton.cdiv(n_padded, t) * triton.cdiv(m_padded, high), programs)
