@@ -83,16 +83,27 @@ def float8_code(y, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def float8_value(code, ELEMENT: tl.constexpr):
-    """float8 -> float32, but NaN gives 480, or 98304 in e5m2: its block's scale is NaN.
+def float8_nearest(y, ELEMENT: tl.constexpr):
+    """float32 in float8's range -> the nearest float8, as float32; -0 stays. As `float8_code`, without a conversion.
 
-    By integers, and not by a conversion, where the code is stored as well. There ptxas 12.8 keeps two neighbours' codes
-    as halves of one register and converts the wrong half.
+    For a kernel that stores codes beside their values: there ptxas 12.8 packs the codes of two conversions into one
+    register, and then decodes half of the values from other bits. y + 1.5 * 2^k p, p the power of two in y, has no bits
+    left below p / 8, or p / 4: float8's step there.
     """
-    bits = code.to(tl.uint8, bitcast=True).to(tl.int32)
-    magnitude = (bits & 0x7F) << (20 if ELEMENT == "e4m3" else 21)
-    unit = 2.0**120 if ELEMENT == "e4m3" else 2.0**112
-    return bits_float(magnitude | ((bits & 0x80) << 24)) * unit
+    least_normal = 2.0**-6 if ELEMENT == "e4m3" else 2.0**-14
+    magic = 1.5 * 2.0**20 if ELEMENT == "e4m3" else 1.5 * 2.0**21
+    p = bits_float(float_bits(tl.maximum(tl.abs(y), least_normal)) & INF_BITS)
+    rounded = tl.fma(p, -magic, tl.fma(p, magic, y))
+    return bits_float((float_bits(rounded) & 0x7FFFFFFF) | (float_bits(y) & -0x80000000))
+
+
+@triton.jit
+def float8_index(v, ELEMENT: tl.constexpr):
+    """int32 code of a float32 that float8 has; wrong for NaN: its block masks it. Scaled so that float32's exponents are
+    float8's.
+    """
+    scaled = bits_float(float_bits(v) & 0x7FFFFFFF) * (2.0**-120 if ELEMENT == "e4m3" else 2.0**-112)
+    return (float_bits(scaled) >> (20 if ELEMENT == "e4m3" else 21)) | ((float_bits(v) >> 24) & 0x80)
 
 
 @triton.jit
