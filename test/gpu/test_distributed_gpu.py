@@ -21,9 +21,10 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     names = list(distributed_checks.CHECKS)
+    folders = [tmp_path_factory.mktemp("pair") for _ in range(PAIRS)]
 
     def pair(i: int) -> dict[str, str]:
-        return distributed_checks.run("nccl", "cuda", tmp_path_factory.mktemp(f"pair{i}"), names[i::PAIRS])
+        return distributed_checks.run("nccl", "cuda", folders[i], names[i::PAIRS])
 
     with ThreadPoolExecutor(PAIRS) as pairs:
         return {name: error for found in pairs.map(pair, range(PAIRS)) for name, error in found.items()}
