@@ -7,6 +7,7 @@ The shapes are those of Qwen3-30B-A3B, gpt-oss-20b and Mixtral. Two things are t
     block      the module: routing to output. Its twin is transformers' class under "grouped_mm"; "hf-eager" is the same
                class's own forward, a loop.
     products   its two grouped products alone, over rows that are sorted already. Their twin is `torch._grouped_mm`.
+    gate_up, down    one of these two, where it is asked for (--what): their shapes have different limits
 
     train      forward and backward of 8192 tokens, gradients of the input and of the weights
     decode     packed experts, a CUDA graph of `CALLS` calls, each with a routing of its own, so that weights come from
@@ -43,6 +44,11 @@ from aoquant.recipes import get_recipe
 
 HF_EAGER = "hf-eager"
 PARTS, WHATS = ("train", "decode"), ("block", "products")
+PRODUCTS = {
+    "products": ("gate_up_proj", "down_proj"),
+    "gate_up": ("gate_up_proj",),
+    "down": ("down_proj",),
+}
 TRAINED = ("int4-g32", "int4-g128", "mxfp4-weight", "mxfp4", "nvfp4", "fp8")
 SERVED = ("int4-g32", "int4-g128", "mxfp4-weight", "nvfp4-weight", "mxfp4", "nvfp4")
 TOKENS = {"train": (8192,), "decode": (1, 4, 16, 64, 4096)}
@@ -119,7 +125,7 @@ def train(work: Work, variant: str) -> Run:
     model = block(work.shape, work.device, implementation_of(variant))
     if variant not in (BASE, HF_EAGER):
         quantize_(model, get_recipe(variant).prepare())
-    if work.what == "products":
+    if work.what in PRODUCTS:
         return train_products(work, variant, model)
     x, index, weights = batch(work, 1)
     x.requires_grad_()
@@ -134,16 +140,16 @@ def train(work: Work, variant: str) -> Run:
 
 
 class Products:
-    """Both grouped products, of rows that are sorted by expert."""
+    """The grouped products that `work` asks for, of rows that are sorted by expert."""
 
     def __init__(self, work: Work, model: nn.Module, variant: str, packed: bool) -> None:
         self.experts: Any = model["experts"]
         self.variant, self.packed = variant, packed
         self.turned = self.experts.is_transposed
         rows, (e, inner) = work.tokens * work.shape.top_k, (work.shape.experts, work.shape.intermediate)
-        self.x = torch.randn(rows, work.shape.hidden, device=work.device).to(BF16)
-        self.middle = torch.randn(rows, inner, device=work.device).to(BF16)
-        self.names = ("gate_up_proj", "down_proj")
+        self.names = PRODUCTS[work.what]
+        widths = {"gate_up_proj": work.shape.hidden, "down_proj": inner}
+        self.x = {name: torch.randn(rows, widths[name], device=work.device).to(BF16) for name in self.names}
         self.ends = []
         for seed in range(CALLS):
             index = batch(work, seed)[1].flatten()
@@ -160,11 +166,11 @@ class Products:
                 if reason is not None and work.device.type == "cuda":
                     raise ValueError(reason)
         if packed and variant != BASE:
-            for name in self.names:  # what is packed is not there twice
+            for name in PRODUCTS["products"]:  # what is packed is not there twice
                 setattr(self.experts, name, None)
 
     def __call__(self, i: int) -> list[Tensor]:
-        return [self._one(name, x, self.ends[i]) for name, x in zip(self.names, (self.x, self.middle), strict=True)]
+        return [self._one(name, x, self.ends[i]) for name, x in self.x.items()]
 
     def _one(self, name: str, x: Tensor, ends: Tensor) -> Tensor:
         w = self.held[name]
@@ -177,7 +183,7 @@ def train_products(work: Work, variant: str, model: nn.Module) -> Run:
     if variant == HF_EAGER:
         raise ValueError("a loop has no grouped products")
     products = Products(work, model, variant, packed=False)
-    inputs = [products.x.requires_grad_(), products.middle.requires_grad_()]
+    inputs = [x.requires_grad_() for x in products.x.values()]
     grads = [torch.randn_like(y) for y in products(0)]
 
     def step() -> None:
@@ -198,7 +204,7 @@ def decode(work: Work, variant: str) -> Run:
     batches = [batch(work, seed) for seed in range(CALLS)]
     if quantised:
         quantize_(model, get_recipe(variant).prepare())
-    if work.what == "products":
+    if work.what in PRODUCTS:
         if variant == HF_EAGER:
             raise ValueError("a loop has no grouped products")
         calls: Any = Products(work, model, variant, packed=True)
@@ -245,7 +251,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("parts", nargs="*", choices=[[], *PARTS], help="default: both")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    add("--what", nargs="+", choices=WHATS, default=list(WHATS))
+    add("--what", nargs="+", choices=["block", *PRODUCTS], default=list(WHATS))
     add("--recipes", nargs="+", help="aoquant's; default: those of the project's goals")
     add("--tokens", nargs="+", type=int, help="default: 8192 to train; 1, 4, 16, 64 and 4096 to decode")
     add("--rounds", type=int, default=7)

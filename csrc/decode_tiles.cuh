@@ -231,11 +231,12 @@ __device__ __forceinline__ void multiply_tiles(const DecodeArgs& a, uint8_t* rin
   write_tiles<T, Layout, KG, TM, TN, CK>(a, ring, acc, thread, row, turn, rank, first_row, first_token);
 }
 
-// What the four warps that fill the ring do: scales, through registers, and what `bring(step, place)` copies, which one
-// thread calls. warp: of the four; from, mine: the first step and how many.
-template <int F, typename Layout, int RG, int D, typename Bring>
-__device__ __forceinline__ void fill_ring(const DecodeArgs& a, uint8_t* ring, uint32_t full, uint32_t empty, int warp, bool copies, int first_row, int from,
-                                          int mine, Bring bring) {
+// What the four warps that fill the ring do: scales, through registers, as words that `word(scale)` makes, and what
+// `bring(step, place)` copies, which one thread calls. warp: of the four; from, mine: the first step and how many; turn: of
+// the ring, and goes on.
+template <int F, typename Layout, int RG, int D, typename Word, typename Bring>
+__device__ __forceinline__ void fill_steps(const DecodeArgs& a, uint8_t* ring, uint32_t full, uint32_t empty, int warp, bool copies, int first_row, int from,
+                                           int mine, Turn<D>& turn, Word word, Bring bring) {
   constexpr int PLACE = Layout::PLACE, X = Layout::X, W = Layout::W;
   constexpr int AHEAD = 2, U = 2 * RG;
   const int lane = threadIdx.x % 32, first = warp * 16 * RG + lane / 4, t = lane % 4;
@@ -255,8 +256,6 @@ __device__ __forceinline__ void fill_ring(const DecodeArgs& a, uint8_t* ring, ui
   for (int p = 0; p < AHEAD; ++p) fetch(first_four + p, raw[p]);
   // for x; all else is older than the kernel that makes it
   if (copies) asm volatile("griddepcontrol.wait;" ::: "memory");
-  Turn<D> turn;
-  turn.parity = 1;  // the first time a place is free
   int i = 0;
 #pragma unroll 1
   for (int four0 = first_four; four0 <= last_four; four0 += AHEAD)
@@ -271,12 +270,22 @@ __device__ __forceinline__ void fill_ring(const DecodeArgs& a, uint8_t* ring, ui
         uint32_t* to = reinterpret_cast<uint32_t*>(ring + turn.at * PLACE + X + W) + first * 4 + t;
         const int holder = (lane & 28) | (((4 * (from + i) + t) >> log2_steps) & 3);
 #pragma unroll
-        for (int u = 0; u < U; ++u) to[32 * u] = F == INT4 ? __shfl_sync(~0u, raw[p][u].s | raw[p][u].z << 16, holder) : raw[p][u].s;
+        for (int u = 0; u < U; ++u) to[32 * u] = F == INT4 ? __shfl_sync(~0u, word(raw[p][u]), holder) : word(raw[p][u]);
         __syncwarp();
         if (lane == 0) arrive(full + 8 * turn.at);
       }
       fetch(four0 + p + AHEAD, raw[p]);
     }
+}
+
+// The same for a block of one tile, whose ring has scales as they lie in memory.
+template <int F, typename Layout, int RG, int D, typename Bring>
+__device__ __forceinline__ void fill_ring(const DecodeArgs& a, uint8_t* ring, uint32_t full, uint32_t empty, int warp, bool copies, int first_row, int from,
+                                          int mine, Bring bring) {
+  Turn<D> turn;
+  turn.parity = 1;  // the first time a place is free
+  auto word = [](const RawScale& raw) { return F == INT4 ? raw.s | raw.z << 16 : raw.s; };
+  fill_steps<F, Layout, RG, D>(a, ring, full, empty, warp, copies, first_row, from, mine, turn, word, bring);
 }
 #endif
 

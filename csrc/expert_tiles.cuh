@@ -3,9 +3,9 @@
 //
 // The ring and the groups of warps are decode_tiles.cuh's. But x comes as it lies in memory, by the copy engine, because
 // which rows make a tile is known on the device alone. So here W is what is put into order: wgmma's product of 16 values
-// of K takes k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of lane t, the byte t of two words of codes. K's 16 values are summed
-// in K's order, in one chain, which is the order of any wgmma kernel that does not cut K: its bits are those of a GEMM of
-// W's values (triton/grouped.py), and prepared experts may be multiplied by that.
+// of K takes k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of lane t, the byte t of two words of codes (in_order.cuh). K's 16
+// values are summed in K's order, in one chain, which is the order of any wgmma kernel that does not cut K: its bits are
+// those of a GEMM of W's values (triton/grouped.py), and prepared experts may be multiplied by that.
 //
 // A block has a slot of up to TM rows (slots.cuh) and 128 R rows of its expert's W. Blocks come in groups of slots x rows of
 // W, so that those that run at once share both in the L2 cache.
@@ -18,27 +18,13 @@
 
 #include "decode_experts.cuh"
 #include "decode_tiles.cuh"
+#include "in_order.cuh"
 
 namespace aoquant::decode {
 
 constexpr int EXPERT_GROUP = 8;  // slots of a group of blocks
 
 #ifdef AOQUANT_HOPPER
-// Byte t of each of four words: the codes of lane t for two products of 16 values, as `operands` pairs nibbles.
-__device__ __forceinline__ uint32_t codes_of_lane(const uint4& words, uint32_t select) {
-  return __byte_perm(__byte_perm(words.x, words.y, select), __byte_perm(words.z, words.w, select), 0x5410);
-}
-
-// 32 values of a row, of which lane t has eight: operands of two products, [product][first or second eight of K].
-template <int F, typename T>
-__device__ __forceinline__ void operands_in_order(uint32_t (&out)[2][2], const uint4& words, uint32_t select, uint32_t raw, const DecodeArgs& a) {
-  const Scale<T> scale = scale_pairs<F, T>(RawScale{raw, raw >> 16}, a);
-  uint32_t v[4];  // a pair has a value of the first product and one of the second
-  operands<F, T>(v, codes_of_lane(words, select), __byte_perm(scale.s[0], scale.s[1], 0x7610), __byte_perm(scale.z[0], scale.z[1], 0x7610));
-  out[0][0] = __byte_perm(v[0], v[1], 0x5410), out[0][1] = __byte_perm(v[2], v[3], 0x5410);
-  out[1][0] = __byte_perm(v[0], v[1], 0x7632), out[1][1] = __byte_perm(v[2], v[3], 0x7632);
-}
-
 // `multiply_tiles` with K in order. TN: tokens of a product, of TM in the ring. R: tiles of 64 rows, RG tiles apart.
 template <int F, typename T, typename Layout, int RG, int R, int TM, int TN, int D>
 __device__ __forceinline__ void multiply_in_order(const DecodeArgs& a, uint8_t* ring, uint32_t base, uint32_t full, uint32_t empty, uint32_t thread, int warp,
@@ -53,7 +39,7 @@ __device__ __forceinline__ void multiply_in_order(const DecodeArgs& a, uint8_t* 
   const uint8_t* codes_at = ring + X + row * 64;
   const uint8_t* scales_at = ring + X + W + row * 16;
   asm volatile("" : "+l"(codes_at), "+l"(scales_at));
-  const uint32_t select = t | (4 + t) << 4, swizzle = g / 2 % 4;  // pieces of 16 bytes of rows 2 r and 2 r + 1 change places alike
+  const uint32_t select = select_of_lane(t), swizzle = g / 2 % 4;  // pieces of 16 bytes of rows 2 r and 2 r + 1 change places alike
   int parity = 0;
 #pragma unroll 1
   for (int i0 = 0; i0 < mine; i0 += D, parity ^= 1)
@@ -72,8 +58,8 @@ __device__ __forceinline__ void multiply_in_order(const DecodeArgs& a, uint8_t* 
         const int j = jr / R, r = jr % R;
         const uint8_t* from = codes_at + d * PLACE + r * 64 * RG * 64 + (j ^ swizzle) * 16;
         uint32_t lower[2][2], upper[2][2];
-        operands_in_order<F, T>(lower, *reinterpret_cast<const uint4*>(from), select, (&scales[r][0].x)[j], a);
-        operands_in_order<F, T>(upper, *reinterpret_cast<const uint4*>(from + 8 * 64), select, (&scales[r][1].x)[j], a);
+        operands_in_order<F, T>(lower, *reinterpret_cast<const uint4*>(from), select, halves_of_raw<F, T>((&scales[r][0].x)[j], a));
+        operands_in_order<F, T>(upper, *reinterpret_cast<const uint4*>(from + 8 * 64), select, halves_of_raw<F, T>((&scales[r][1].x)[j], a));
         const uint32_t first[4] = {lower[0][0], upper[0][0], lower[0][1], upper[0][1]}, second[4] = {lower[1][0], upper[1][0], lower[1][1], upper[1][1]};
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll

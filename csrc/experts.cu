@@ -1,9 +1,9 @@
-// The operator over decode_experts.cuh and expert_tiles.cuh: y[s] = x[s] W_e^T * alpha_x[s] * alpha_w[e], rounded once, e the expert of row s.
+// The operator over decode_experts.cuh, expert_tiles.cuh and expert_wide.cuh: y[s] = x[s] W_e^T * alpha_x[s] * alpha_w[e], rounded once, e the expert of row s.
 // Rows are sorted by expert, and which rows an expert has stays on the device: a CUDA graph takes any routing.
 #include "common.cuh"
 #include "decode_experts.cuh"
 #include "decode_op.cuh"
-#include "expert_tiles.cuh"
+#include "expert_wide.cuh"
 
 namespace aoquant {
 
@@ -11,9 +11,14 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
+// like: a tensor of the device.
 template <int F>
-cudaError_t run(bool many, const DecodeArgs& stack, const Groups& groups, cudaStream_t stream) {
-  return many ? decode::run_expert_tiles<F, bf16>(stack, groups, stream) : decode::run_experts<F, bf16>(stack, groups, stream);
+cudaError_t run(bool many, const DecodeArgs& stack, const Groups& groups, const Tensor& like, cudaStream_t stream) {
+  if (!many) return decode::run_experts<F, bf16>(stack, groups, stream);
+  if (!decode::wide_takes(stack, groups)) return decode::run_expert_tiles<F, bf16>(stack, groups, stream);
+  const int64_t size[] = {1};
+  const Tensor drawn = torch::stable::new_empty(like, {size, 1}, ScalarType::Int);
+  return decode::run_expert_wide<F, bf16>(stack, groups, multiprocessors(), static_cast<int*>(drawn.data_ptr()), stream);
 }
 
 // x (s, k) bfloat16; ends (experts,) int32; codes (experts * n, k / 2) and what else a packed W has, of all experts;
@@ -46,10 +51,10 @@ Tensor experts_mm(const Tensor& x, const Tensor& ends, const Tensor& codes, cons
   const Groups groups = {static_cast<const int*>(ends.data_ptr()), int(experts), int(s)};
   const cudaStream_t stream = current_stream(x);
   cudaError_t error = cudaErrorInvalidValue;
-  if (plan.format == INT4) error = run<INT4>(many, stack, groups, stream);
-  if (plan.format == NVFP4) error = run<NVFP4>(many, stack, groups, stream);
-  if (plan.format == MXFP4) error = run<MXFP4>(many, stack, groups, stream);
-  if (plan.format == GRIDFLIP) error = run<GRIDFLIP>(many, stack, groups, stream);
+  if (plan.format == INT4) error = run<INT4>(many, stack, groups, x, stream);
+  if (plan.format == NVFP4) error = run<NVFP4>(many, stack, groups, x, stream);
+  if (plan.format == MXFP4) error = run<MXFP4>(many, stack, groups, x, stream);
+  if (plan.format == GRIDFLIP) error = run<GRIDFLIP>(many, stack, groups, x, stream);
   STD_TORCH_CHECK(error == cudaSuccess, "the experts' CUDA launch failed: ", cudaGetErrorString(error));
   return y;
 }

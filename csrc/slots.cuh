@@ -25,10 +25,37 @@ inline int64_t most_slots(int64_t rows, int64_t experts, int64_t height) {
   return hit + (rows - hit) / height;
 }
 
+// A tile: a slot and a block of rows of W. Tiles come in groups of GROUP slots x blocks, slots first, so that those that are
+// multiplied at once share x and W in the L2 cache. slots: how many there are.
+struct TilePlace {
+  int slot, block;
+};
+template <int GROUP>
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+inline TilePlace tile_place(int index, int slots, int blocks) {
+  const int first = index / (GROUP * blocks) * GROUP, left = slots - first, height = left < GROUP ? left : GROUP;
+  const int in_group = index % (GROUP * blocks);
+  return {first + in_group % height, in_group / height};
+}
+
 #if defined(__CUDACC__) || defined(AOQUANT_HOST_WARP)  // a host's program may say what a warp is
 // Volatile, so that it stays behind the wait for the kernel that wrote it.
 __device__ __forceinline__ int load_end(const Groups& groups, int expert) {
   return *static_cast<const volatile int*>(groups.ends + expert);
+}
+
+// How many slots there are, counted by every warp for itself.
+template <int HEIGHT>
+__device__ __forceinline__ int count_slots(const Groups& groups) {
+  const int lane = threadIdx.x % 32;
+  int slots = 0;
+  for (int e = lane; e < groups.experts; e += 32)
+    slots += (load_end(groups, e) - (e ? load_end(groups, e - 1) : 0) + HEIGHT - 1) / HEIGHT;
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) slots += __shfl_xor_sync(~0u, slots, d);
+  return slots;
 }
 
 // Slot `index`, found by every warp for itself: a lane takes four experts, so one wait suffices up to 128 of them.

@@ -1,6 +1,7 @@
 """The one autograd function of a quantised linear layer.
 
-forward:   1. encode the input, or take the codes of a layer that was given the same one
+forward:   1. encode the input, or take the codes of a layer that was given the same one; on a GPU both sides of it
+              together, where backward will read a column side of the original
            2. multiply; W is encoded on the way
            3. keep for backward what the gradients that are asked for will read (sides.py)
 backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
@@ -169,21 +170,24 @@ def multiply(
     x_held, w_held = given.x_held, given.w_held
     x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
-    # 1. The input's codes, and what the GEMM reads of it where both come of one pass.
+    # 1. The input's codes, and what the GEMM reads of it where both come of one pass; or all that is made of it.
+    dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
     x_q: Tensor | Encoded = x
-    values = None
+    values = columns = None
     if x_as is not None:
         found = None if given.shared is None else given.shared.get()
         if found is not None:
             x_q = found
         else:
-            x_q, values = _encoded(x_MK, x_as, x_held, ops.reads(contract))
+            if wgrad and _reads_input_once(x_MK, recipe, given):
+                x_q, values, columns = recipe.input_side.with_input(x_MK, x_as)
+            else:
+                x_q, values = _encoded(x_MK, x_as, x_held, ops.reads(contract))
             if given.shared is not None:
                 given.shared.put(x_q, alive=given.columns is not None)
 
     # 2. The product. On a GPU the GEMM quantises W and makes its operand in one pass. Elsewhere, or under held scales,
     # W is encoded first, with its operand where backward reads the codes.
-    dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
     keeps_w = dgrad and w is not None and recipe.weight_side.keeps_codes(fixed=given.fixed is not None)
     w_q = given.packed if w is None else w
     w_values = None
@@ -212,7 +216,7 @@ def multiply(
     if isinstance(w, GatheredWeight):
         kept_w = w.columns or w.rows
     saved = Saved(
-        x=x_MK if needs.x_scale else _kept_input(x, x_MK, x_q, recipe, given) if wgrad else None,
+        x=x_MK if needs.x_scale else _kept_input(x, x_MK, x_q, columns, recipe, given) if wgrad else None,
         w=kept_w if reads_w else None,
         x_held=x_held if needs.x_scale or encodes_x else _transform_of(x_held) if needs.x and x_held else None,
         w_held=w_held if reads_w else _transform_of(w_held) if needs.w and w_held else None,
@@ -252,8 +256,19 @@ def _fixed_columns(
     return fixed.columns(dtype, functools.partial(side.made, w, held, dtype))
 
 
-def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRecipe, given: Given) -> Tensor | Encoded:
-    """The form of x that wgrad reads. x_q: the codes of forward."""
+def _reads_input_once(x_MK: Tensor, recipe: LinearRecipe, given: Given) -> bool:
+    """Whether x's codes along K, and its column side from the original, are made together, so that x is read once.
+    Where a layer before this one left a column side, it is not made again.
+    """
+    if not recipe.reads_input_once or given.x_held is not None or given.parts is not None or not one_pass(x_MK):
+        return False
+    return given.columns is None or not given.columns.known
+
+
+def _kept_input(
+    x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, columns: Encoded | None, recipe: LinearRecipe, given: Given
+) -> Tensor | Encoded:
+    """The form of x that wgrad reads. x_q: the codes of forward. columns: the column side, where they came with it."""
     side = recipe.input_side
     if side.keeps == "values":
         return x if recipe.fprop_input is None else x_MK
@@ -261,7 +276,7 @@ def _kept_input(x: Tensor, x_MK: Tensor, x_q: Tensor | Encoded, recipe: LinearRe
         return x_q
     found = None if given.columns is None else given.columns.get()
     if found is None:
-        found = side.columns(x_MK, x_q, given.parts)
+        found = side.columns(x_MK, x_q, given.parts) if columns is None else columns
         if given.columns is not None:
             given.columns.put(found)
     return found

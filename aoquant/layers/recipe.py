@@ -276,6 +276,15 @@ class LinearRecipe:
         quantised = self.dgrad_grad_output is not None and self.wgrad_grad_output is not None
         return quantised and self.weight_side.contract == self.input_side.contract == "aoquant"
 
+    @cached_property
+    def reads_input_once(self) -> bool:
+        """Whether forward can encode both sides of the input together: both of the original, the first as a GEMM of
+        operands reads it.
+        """
+        side = self.input_side
+        original = side.keeps == "columns" and side.forward is None
+        return self.fprop_input is not None and original and ops.reads(self.contract) == "operand"
+
     @property
     def input_name(self) -> str:
         """Name of the input's operand, "" for high precision."""

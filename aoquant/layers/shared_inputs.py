@@ -86,9 +86,14 @@ class SharedInput:
     def __init__(self, encoding: _Encoding, layer: int) -> None:
         self._encoding, self._layer = encoding, layer
 
+    @property
+    def known(self) -> bool:
+        """Whether `get` may have an encoding."""
+        return bool(self._encoding.parts) and self._layer not in self._encoding.layers
+
     def get(self) -> Encoded | None:
         """The encoding; None when no layer made it, autograd does not keep it, or this layer has had it."""
-        if not self._encoding.parts or self._layer in self._encoding.layers:
+        if not self.known:
             return None
         found = [part.tensor() if type(part) is _Part else part for part in self._encoding.parts]
         if any(t is None and part is not None for t, part in zip(found, self._encoding.parts, strict=True)):

@@ -118,6 +118,12 @@ class Side:
             return gemms.columns(x_RK, self.backward, self.multiple, parts.wgrad.b)
         return self._padded(ops.encode_columns(x_RK, self.backward, self.multiple), x_RK.shape[0])
 
+    def with_input(self, x_MK: Tensor, operand: Operand) -> tuple[Encoded, Tensor, Encoded]:
+        """(codes of x, the operand that forward multiplies, the column side), all made of the original."""
+        assert self.backward is not None
+        made = ops.encode_input(x_MK, operand, self.backward, self.multiple)
+        return made.encoded, made.values, self._padded(made.columns, x_MK.shape[0])
+
     def made(self, kept: Tensor | Encoded, held: Scales | None, dtype: torch.dtype) -> Encoded:
         """The backward GEMM's operand, from what forward kept; values that the forward made come back in `dtype`."""
         if isinstance(kept, Tensor):

@@ -14,6 +14,7 @@ memory, and dy's two operands, for dgrad and for wgrad, come of one pass over dy
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import lcm
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ class Parts(NamedTuple):
     b: Part
 
 
+@cache
 def contraction(a_as: Operand, b_as: Operand, contract: str) -> int:
     """The multiple to which the axis that a GEMM contracts is padded; FP8 tensor cores read 16 codes at once."""
     return lcm(a_as.period, b_as.period, 1 if contract == "aoquant" else 16)

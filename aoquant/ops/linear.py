@@ -208,6 +208,41 @@ def encode_columns(x_MK: Tensor, operand: Operand, multiple: int) -> Columns:
     return Columns(*e.tensors)
 
 
+class Input(NamedTuple):
+    """What forward multiplies of its input, `encode_with_values` for the GEMM's operand, and the fields of the
+    `Columns` that backward will read.
+    """
+
+    encoded: Encoded
+    values: Tensor
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    outer: Tensor | None
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(self.codes, self.scale, self.zero, self.outer)
+
+
+def _input_shapes(a: Any) -> Input:
+    rows, k = a.x_MK.shape
+    columns = _column_shapes(a.x_MK, rows, k, a.columns_as, a.multiple)
+    return Input(a.operand.encode(a.x_MK), torch.empty_like(a.x_MK, memory_format=torch.contiguous_format), *columns)
+
+
+@op(_input_shapes)
+def encode_input(x_MK: Tensor, operand: Operand, columns_as: Operand, multiple: int) -> Input:
+    """`encode_with_values` and `encode_columns` of x, in one pass over x where a kernel can."""
+    if not x_MK.shape[0]:  # formats have no scale for nothing
+        made = codec.encode_with_values(operand, x_MK, x_MK.dtype, operand=True, keep=True)
+        columns = backward.columns(x_MK, columns_as, multiple)
+    else:
+        made, columns = codec.both_coded(x_MK, operand, columns_as, backward.padded_rows(x_MK.shape[0], multiple))
+    assert made.encoded is not None
+    return Input(made.encoded, made.values, *columns.tensors)
+
+
 def _transposed_columns(a: Any) -> Columns:
     like = a.x.codes.new_empty(0, dtype=torch.bfloat16)
     return _column_shapes(like, a.x.codes.shape[0], a.x.k, a.operand, a.multiple)

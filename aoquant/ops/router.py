@@ -5,9 +5,10 @@ reason why not. The router takes the willing backend of highest priority; the re
 backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing
 falls back silently.
 
-Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, operands, sides, transpose,
-transform, fitted, rotate, saturate; see `codec`). A forced name rules every role that has a backend of that name, or
-the one role that is named with it: `backend("triton", role="gemm")`, AOQUANT_BACKEND=gemm=triton,quantize=reference.
+Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, operands, both, sides,
+transpose, transform, fitted, rotate, saturate; see `codec`). A forced name rules every role that has a backend of that
+name, or the one role that is named with it: `backend("triton", role="gemm")`,
+AOQUANT_BACKEND=gemm=triton,quantize=reference.
 Forcing "quantize" forces "encode" too: both make codes of values.
 """
 
@@ -63,13 +64,20 @@ class Operands(NamedTuple):
     columns: CodesAndValues | None
 
 
+class BothCoded(NamedTuple):
+    """The result of the codec's role "both": of x, with the codes and the operand, and codes of x^T."""
+
+    rows: CodesAndValues
+    columns: Encoded
+
+
 @dataclass(frozen=True)
 class CodecRequest:
     """A request to the codec: a role of a (rows, k) matrix.
 
     role: as above. operand: a `Format` stands for itself without a transform. dtype: of the values that are read, or of
-    those that "decode" makes. codes: whether "quantize" has to keep them. columns: of "operands", how x^T is made,
-    and `operand` stands for both where x itself is not.
+    those that "decode" makes. codes: whether "quantize" has to keep them. columns: of "operands" and "both", how x^T is
+    made; `operand` stands for both where x itself is not.
     """
 
     role: str

@@ -6,6 +6,8 @@ The large shapes are Qwen3-30B-A3B's, gpt-oss-20b's and Mixtral's, with fewer ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -200,13 +202,25 @@ def test_a_graph_takes_any_routing(kernel: str) -> None:
             assert torch.equal(y, product(operand, w, x, ends_of(sizes)))
 
 
-@pytest.mark.parametrize("sizes", [(700, 0, 129, 1, 0, 511), (64, 65, 33, 40, 20, 60), (0, 0, 0, 0, 0, 300)], ids=str)
-@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (5760, 2880), (272, 160), (208, 544)], ids=str)
+MANY = (  # rows of six experts; csrc has slots of 64, of 128, and, of more than 128 rows on average, of 256
+    (700, 0, 129, 1, 0, 511),
+    (64, 65, 33, 40, 20, 60),
+    (0, 0, 0, 0, 0, 300),
+    (256, 320, 0, 1, 200, 90),
+    (0, 0, 0, 0, 0, 1500),
+    (191, 192, 193, 128, 129, 63),
+)
+
+
+@pytest.mark.parametrize("sizes", MANY, ids=str)
+@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (5760, 2880), (272, 160), (208, 544), (144, 96)], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_rows_have_the_bits_of_a_product_of_values(
     name: str, shape: tuple[int, int], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots of 64 and of 128 rows; outer scales of rows; rows of no expert."""
+    """Slots of 64, 128 and 256 rows; last steps of a quarter, a half and three quarters of 128 values; outer scales of
+    rows; rows of no expert.
+    """
     needs_csrc()
     if shape[1] % (get_operand(name).format.block or 1):
         pytest.skip("K has no whole blocks")
@@ -225,6 +239,63 @@ def test_many_rows_have_the_bits_of_a_product_of_values(
     unscaled = expert_rows.by_csrc(operand.format, w, eye, ends_of(sizes), None, many=True)
     if operand.format.alpha(w) is None:
         assert torch.equal(scaled, (unscaled.float() * alpha_x).to(BF16))
+
+
+def launched(run: Callable[[], Tensor]) -> list[str]:
+    """Names of the kernels of a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    return [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernel"), [(48, "expert_tiles"), (128, "expert_tiles"), (129, "expert_wide")], ids=str
+)
+def test_the_kernel_is_chosen_by_rows_of_an_expert(rows: int, kernel: str) -> None:
+    needs_csrc()
+    operand, w = stack("int4-g32", 6, 272, 512)
+    x = torch.randn(6 * rows, 512, device=CUDA).to(BF16)
+    run = partial(expert_rows.by_csrc, operand.format, w, x, ends_of((rows,) * 6), None, many=True)
+    run()
+    names = launched(run)
+    assert sum(kernel in name for name in names) == 1, names
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4"])
+def test_hundreds_of_rows_with_scales_of_rows_have_the_bits_of_a_product_of_values(name: str) -> None:
+    """Scales of rows of x that are no powers of two, times those of rows of W: multiplied in one order."""
+    needs_csrc()
+    from aoquant.ops.triton import grouped
+
+    operand, w = stack(name, 6, 1104, 544)
+    sizes = (0, 300, 5, 700, 256, 0)
+    s, format = sum(sizes) + 3, operand.format
+    x, alpha_x = torch.randn(s, 544, device=CUDA).to(BF16), torch.rand(s, 1, device=CUDA) + 0.5
+    y = expert_rows.by_csrc(format, w, x, ends_of(sizes), alpha_x, many=True)
+    values, alpha_w, want = format.operand(w, BF16).view(6, -1, 544), format.alpha(w), torch.empty_like(y)
+    alpha_w = None if alpha_w is None else alpha_w.expand(6 * 1104, 1).contiguous()
+    at = grouped.slots(ends_of(sizes), s, 0, 6)
+    grouped.matmul(x, values, alpha_x, alpha_w, at, want, programs=16)
+    grouped.zero_behind(want, ends_of(sizes))
+    assert torch.equal(y, want)
+
+
+def test_products_of_hundreds_of_rows_may_run_at_once() -> None:
+    """Each launch draws its tiles from a counter of its own: two streams, and the same bits every time."""
+    needs_csrc()
+    operand, w = stack("mxfp4", 6, 1536, 2048)
+    x, ends = torch.randn(1400, 2048, device=CUDA).to(BF16), ends_of((700, 0, 129, 1, 0, 511))
+    want = expert_rows.by_csrc(operand.format, w, x, ends, None, many=True)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    made = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                made.append(expert_rows.by_csrc(operand.format, w, x, ends, None, many=True))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want) for y in made)
 
 
 def test_many_rows_in_a_graph() -> None:

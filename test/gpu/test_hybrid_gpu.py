@@ -15,7 +15,7 @@ from support.kernel_inputs import BF16, CUDA, F32, compare, differing, inputs
 from torch import Tensor, nn
 
 from aoquant import Cast, HybridConfig, QATConfig, backend, explain, get_format, quantize_
-from aoquant.formats import Encoded, as_operand
+from aoquant.formats import Encoded, Random, as_operand, get_operand
 from aoquant.layers.qat import RANDOM
 from aoquant.ops import CodecRequest, Request, backward, codec
 from aoquant.recipes import get_recipe
@@ -106,6 +106,11 @@ def test_a_transposed_view_is_encoded_where_it_lies(name: str, dtype: torch.dtyp
 
 PAIRS = [("te-nvfp4", "te-nvfp4"), ("mxfp8", "mxfp8"), ("mxfp8-e5m2", "mxfp4"), ("mxfp4", "te-nvfp4")]
 PAIRS += [("te-nvfp4", "mxfp8"), (None, "te-nvfp4"), ("te-nvfp4", None), ("mxfp8", None), (None, "mxfp8")]
+RHT = "te-hadamard16-sd7e8+"
+PAIRS += [("nvfp4-sr", f"{RHT}nvfp4-sr"), ("nvfp4-sr", "nvfp4-sr"), ("nvfp4-sr", None), (None, f"{RHT}nvfp4-sr")]
+PAIRS += [("te-nvfp4", f"{RHT}te-nvfp4"), ("mxfp8", f"{RHT}te-nvfp4"), ("mxfp8", "nvfp4-sr"), (None, f"{RHT}te-nvfp4")]
+KEPT = [("mxfp8", "te-nvfp4"), ("te-nvfp4", f"{RHT}te-nvfp4"), ("te-nvfp4", "te-nvfp4"), ("te-nvfp4", "mxfp8")]
+KEPT += [("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", f"{RHT}te-nvfp4"), ("mxfp8-e5m2", "mxfp4")]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
@@ -114,13 +119,15 @@ def test_operands_of_both_sides_are_the_references(rows: str | None, columns: st
     """Where strips fill the matrix and where they do not, with zeros behind it, where a program has several strips, and
     for values of every kind.
     """
-    of_x, of_t = (None if name is None else as_operand(get_format(name)) for name in (rows, columns))
+    of_x, of_t = (None if name is None else get_operand(name) for name in (rows, columns))
+    state = torch.tensor([1 << 31, 12345, 7], device=CUDA)
+    randoms = [Random(state, side) if o is not None and o.draws else None for o, side in ((of_x, 0), (of_t, 2))]
     shapes = {"filled": (128, 1024), "ragged": (33, 1080), "narrow": (300, 48), "many": (2064, 4096)}
     cases = {kind: torch.randn(*shape, dtype=dtype) for kind, shape in shapes.items()} | inputs(dtype)
     for kind, cpu in cases.items():
         x, (m, n) = cpu.to(CUDA), cpu.shape
         lengths = -(-m // (of_t.block if of_t else 1)) * (of_t.block if of_t else 1), -(-n // 32) * 32
-        how = x, of_x, of_t, *lengths, BF16
+        how = x, of_x, of_t, *lengths, BF16, *randoms
         assert dict(explain(CodecRequest("operands", of_x or of_t, CUDA, dtype, m, n, False, of_t)))["triton"] == "runs"
         got = codec.operands(*how)
         with backend("reference"):
@@ -130,6 +137,50 @@ def test_operands_of_both_sides_are_the_references(rows: str | None, columns: st
             if a is not None and b is not None:
                 assert differing(a.values.contiguous(), b.values) == 0, (kind, side)
                 assert (a.alpha is None and b.alpha is None) or differing(a.alpha, b.alpha) == 0, (kind, side)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(("rows", "columns"), KEPT)
+def test_codes_of_both_sides_are_the_references(rows: str, columns: str, dtype: torch.dtype) -> None:
+    """Codes, scales, outer scales of x and of x^T, and the operand of x."""
+    of_x, of_t = get_operand(rows), get_operand(columns)
+    shapes = {"filled": (128, 1024), "ragged": (33, 1088), "narrow": (300, 64), "many": (2064, 4096)}
+    cases = {kind: torch.randn(*shape, dtype=dtype) for kind, shape in shapes.items()} | inputs(dtype)
+    for kind, cpu in cases.items():
+        if cpu.shape[1] % 32:
+            continue
+        how = cpu.to(CUDA), of_x, of_t, 32 * -(-cpu.shape[0] // 32)
+        assert dict(explain(CodecRequest("both", of_x, CUDA, dtype, *cpu.shape, True, of_t)))["triton"] == "runs"
+        got = codec.both_coded(*how)
+        with backend("reference"):
+            want = codec.both_coded(*how)
+        assert got.rows.encoded is not None and want.rows.encoded is not None
+        compare(got.rows.encoded, want.rows.encoded, f"{rows} {kind}")
+        compare(got.columns, want.columns, f"{columns} {kind}")
+        assert differing(got.rows.values, want.rows.values) == 0, kind
+        assert (got.rows.alpha is None) == (want.rows.alpha is None)
+        assert got.rows.alpha is None or differing(got.rows.alpha, want.rows.alpha) == 0, kind
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("nvfp4-training", 11), ("mxfp8-nvfp4", 12), ("nvfp4-mxfp8", 9)])
+def test_launches_of_a_step(name: str, kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Triton's, at a shape whose GEMMs need no kernel behind them: x and dy are read once, after their maxima are
+    found.
+    """
+    from aoquant.ops.triton import launch
+
+    linear, (x, g) = layer(get_recipe(name).prepare(), 4096, 4096), data(1024, 4096, 4096)
+    step(linear, x, g)
+    seen: list[str] = []
+    real = launch.Launch.__call__
+
+    def counted(self: Any, *tensors: Any) -> None:
+        seen.append(self._fn.__name__)
+        real(self, *tensors)
+
+    monkeypatch.setattr(launch.Launch, "__call__", counted)
+    step(linear, x, g)
+    assert len(seen) <= kernels, seen
 
 
 def test_gemms_read_operands_that_lie_as_their_transposes() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from support.hybrid_cases import BF16, assert_same, data, layer, step
+from support.linear_cases import counting
 from torch import Tensor, nn
 
 from aoquant import Cast, HybridConfig, quantize_
+from aoquant.layers import function
 from aoquant.ops import codec
 from aoquant.recipes import get_recipe
 
@@ -155,8 +157,31 @@ class Three(nn.Module):
         return self.q(x) + self.k(x) + self.v(x)
 
 
+@pytest.mark.parametrize("name", ["mxfp8-nvfp4", "nvfp4-training"])
+def test_a_gpu_makes_both_sides_of_an_input_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one op, with the results of two."""
+    config, (x, g) = get_recipe(name).prepare(), data()
+    want = step(layer(config), x, g)
+    monkeypatch.setattr(function, "one_pass", lambda t: True)
+    linear = layer(config)
+    with counting("encode_input", "encode_columns") as calls:
+        got = step(linear, x, g)
+    assert len(calls["encode_input"]) == 1 and not calls["encode_columns"]
+    assert_same(got, want)
+    linear.weight.requires_grad_(False)
+    with counting("encode_input") as calls:
+        step_of_input = linear(x.clone().requires_grad_())
+    assert not calls["encode_input"], "a column side that no GEMM reads"
+    assert torch.equal(step_of_input.detach(), want["y"])
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("name", ["mxfp8-nvfp4", "nvfp4-training", "fp8-hybrid"])
-def test_siblings_share_both_sides(name: str, encoded: Counter[tuple[int, int]]) -> None:
+def test_siblings_share_both_sides(
+    name: str, gpu: bool, encoded: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if gpu:
+        monkeypatch.setattr(function, "one_pass", lambda t: True)
     model, (x, g) = Three(get_recipe(name).prepare()), data(m=128, n=N, k=K)
     encoded.clear()
     y = model(x)

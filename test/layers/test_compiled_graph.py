@@ -21,10 +21,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+from aoquant import quantize_
 from aoquant.layers import function
+from aoquant.layers.qat import RANDOM
+from aoquant.recipes import get_recipe
 
 OPS = ("encode", "encode_with_values", "scaled_mm", "dgrad", "wgrad", "bgrad", "pull_back")
 CASES = ["nvfp4-act", "nvfp4-h16", "mxfp8-act", "int4-int8act", "int4-g32", "fp8-row-act"]
+STEP = Counter({"slice": 1, "add": 1, "slice_scatter": 1, "copy_": 1})  # the state's last number, in place
 VIEWS = {"t", "permute", "view", "_unsafe_view", "alias", "detach"}  # of an input or of the result: no kernel runs
 either = pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 
@@ -92,6 +96,29 @@ def test_a_compiled_step_runs_the_ops_of_an_eager_one(name: str, gpu: bool, monk
     assert want_ops["encode"] + want_ops["encode_with_values"] <= (1 if gpu else 2), (
         "W is encoded apart, where the GEMM does that in passing"
     )
+
+
+def test_a_compiled_hybrid_step_has_four_ops_and_the_next_step_of_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: x both ways, W, the product, both gradients. The state of the random numbers is neither cloned nor
+    copied on the way.
+    """
+    monkeypatch.setattr(function, "one_pass", lambda t: True)
+    case = BY_NAME["nvfp4-act"]
+    qat = layer(case, BF16, bias=False)
+    quantize_(nn.ModuleDict({"layer": qat}), get_recipe("nvfp4-training").prepare())
+    x, g = data("normal", 6, case.k, BF16, 1), data("normal", 6, case.n, BF16, 2)
+    state: Tensor = qat._buffers[RANDOM]  # type: ignore[assignment]
+    eager = step(qat, qat, x, g)
+    state[2] = 0
+    graphs = Graphs()
+    for got, want in zip(
+        step(torch.compile(qat, fullgraph=True, backend=graphs.backend), qat, x, g), eager, strict=True
+    ):
+        assert_equal(got, want)
+    assert state[2] == 1
+    found = graphs.kernels()
+    ops = Counter({"encode_input": 1, "encode_with_values": 1, "scaled_mm": 1, "gradients": 1})
+    assert found == ops | STEP, found
 
 
 @pytest.mark.parametrize("name", ["nvfp4-act", "nvfp4-h16"])

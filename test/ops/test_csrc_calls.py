@@ -16,9 +16,9 @@ from support.grid_inputs import name_arguments
 from torch import Tensor
 
 from aoquant import get_format
-from aoquant.formats import as_operand
+from aoquant.formats import as_operand, get_operand
 from aoquant.ops import CodecRequest, native
-from aoquant.ops.codec import cuda, triton
+from aoquant.ops.codec import cuda, families, triton
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,28 @@ def test_which_codes_are_moved_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert reason("mxfp8-32x32", 32, 32) is None and reason("te-nvfp4-16x16", 16, 16) is None
     for name, rows, k in (("te-fp8-tensor", 4, 33), ("te-fp8-tensor", 0, 32), ("intx3-g32", 4, 32)):
         assert (reason(name, rows, k) or "").startswith("moves codes of 4 and 8 bits of an even K")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "strips"),
+    [
+        ("te-nvfp4", "te-hadamard16-sd7e8+te-nvfp4", True),
+        ("mxfp8", "te-nvfp4", True),
+        ("nvfp4-sr", "te-hadamard16-sd7e8+nvfp4-sr", True),
+        (None, "mxfp4", True),
+        ("te-hadamard16-sd7e8+te-nvfp4", "te-nvfp4", False),  # a strip is one block high, and not one wide
+        ("te-nvfp4", "te-hadamard16-sd7e8+mxfp8", False),
+        ("te-nvfp4", "rht32+nvfp4-sr", False),
+        ("te-nvfp4-16x16", "te-nvfp4", False),
+        ("te-nvfp4", "ms-eden", False),
+        ("nvfp4", "te-nvfp4", False),
+    ],
+)
+def test_which_operands_of_x_and_its_transpose_one_kernel_makes(
+    rows: str | None, columns: str | None, strips: bool
+) -> None:
+    of_x, of_t = (None if name is None else get_operand(name) for name in (rows, columns))
+    assert families.in_strips(of_x, of_t) is strips
 
 
 def test_which_formats_write_both_sides_in_one_pass() -> None:

@@ -25,6 +25,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     subprocess.run([compiler, *flags, source, "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.find_slots.restype = ctypes.c_int64
+    loaded.count_slots.restype = ctypes.c_int
     return loaded
 
 
@@ -53,9 +54,23 @@ def test_slots(library: ctypes.CDLL, experts: int, most: int) -> None:
     slots, want = found(library, sizes, 2), wanted(sizes)
     assert slots[: len(want)] == want
     assert all(slot[0] == -1 for slot in slots[len(want) :])
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    assert library.count_slots(ctypes.c_void_p(ends.data_ptr()), len(sizes), sum(sizes) + 2) == len(want)
 
 
 def test_as_many_slots_as_rows_can_make(library: ctypes.CDLL) -> None:
     """Every expert has a row more than fills its slots: there are exactly as many as were said."""
     for sizes in ([1] * 5, [9] * 40, [1, 17, 1]):
         assert found(library, sizes, 0) == wanted(sizes)
+
+
+@pytest.mark.parametrize("slots", [0, 1, 7, 8, 9, 36])
+@pytest.mark.parametrize("blocks", [1, 3, 23])
+def test_every_tile_has_one_place(library: ctypes.CDLL, slots: int, blocks: int) -> None:
+    """A slot and a block of rows of W each; eight slots, or what is left of them, meet a block one after another."""
+    places = torch.full((slots * blocks, 2), -1, dtype=torch.int32)
+    library.tile_places(slots, blocks, len(places), ctypes.c_void_p(places.data_ptr()))
+    found = [tuple(place) for place in places.tolist()]
+    assert sorted(found) == [(slot, block) for slot in range(slots) for block in range(blocks)]
+    groups = [range(first, min(first + 8, slots)) for first in range(0, slots, 8)]
+    assert found == [(slot, block) for group in groups for block in range(blocks) for slot in group]

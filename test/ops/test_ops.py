@@ -192,6 +192,19 @@ def test_ops_behind_a_transform_are_well_formed(name: str) -> None:
     opcheck(ops.pull_back, x.t().contiguous().t(), operand, t)
 
 
+@pytest.mark.parametrize("rows", [5, 0], ids=["rows", "empty"])
+@pytest.mark.parametrize("names", [("te-nvfp4", "te-hadamard16-sd7e8+te-nvfp4"), ("mxfp8", "te-nvfp4")])
+def test_encoding_both_sides_of_an_input_is_well_formed(names: tuple[str, str], rows: int) -> None:
+    """And its parts are those of the two ops that it stands for."""
+    x, (operand, columns_as) = data("normal", rows, K, BF16), map(get_operand, names)
+    opcheck(ops.encode_input, x, operand, columns_as, 32)
+    got = ops.encode_input(x, operand, columns_as, 32)
+    made, columns = ops.encode_with_values(x, operand, True), ops.encode_columns(x, columns_as, 32)
+    parts = (*got.encoded.tensors, got.values, *got.columns), (*made.encoded.tensors, made.values, *columns)
+    for a, b in zip(*parts, strict=True):
+        assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 def test_bias_gradient_op_is_well_formed(dtype: torch.dtype) -> None:
     opcheck(ops.bgrad, data("normal", M, N, BF16), dtype)

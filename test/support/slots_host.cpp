@@ -30,6 +30,7 @@ int read_from(int value, int lane) {
 
 int __shfl_sync(unsigned, int value, int lane) { return read_from(value, lane); }
 int __shfl_up_sync(unsigned, int value, int by) { return read_from(value, threadIdx.x < by ? threadIdx.x : threadIdx.x - by); }
+int __shfl_xor_sync(unsigned, int value, int by) { return read_from(value, threadIdx.x ^ by); }
 unsigned __ballot_sync(unsigned, bool said) {
   board[threadIdx.x] = said;
   pthread_barrier_wait(&meeting);
@@ -63,4 +64,26 @@ extern "C" int64_t find_slots(const int* ends, int experts, int rows, int* found
   for (auto& lane : warp) lane.join();
   pthread_barrier_destroy(&meeting);
   return most;
+}
+
+// How many slots of 8 rows there are, as a warp counts them.
+extern "C" int count_slots(const int* ends, int experts, int rows) {
+  const aoquant::Groups groups = {ends, experts, rows};
+  std::vector<int> counted(32);
+  std::vector<std::thread> warp;
+  for (int lane = 0; lane < 32; ++lane)
+    warp.emplace_back([&, lane] {
+      threadIdx.x = lane;
+      counted[lane] = aoquant::count_slots<8>(groups);
+    });
+  for (auto& lane : warp) lane.join();
+  return std::ranges::count(counted, counted[0]) == 32 ? counted[0] : -1;
+}
+
+// The places of `count` tiles in groups of 8 slots: (count, 2) slot, block of rows of W.
+extern "C" void tile_places(int slots, int blocks, int count, int* found) {
+  for (int i = 0; i < count; ++i) {
+    const aoquant::TilePlace place = aoquant::tile_place<8>(i, slots, blocks);
+    found[2 * i] = place.slot, found[2 * i + 1] = place.block;
+  }
 }

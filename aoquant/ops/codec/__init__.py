@@ -1,4 +1,4 @@
-"""The codec: operations on one matrix beside the GEMM, in nine roles for which backends compete in the router.
+"""The codec: operations on one matrix beside the GEMM, in eleven roles for which backends compete in the router.
 
     encode    x -> codes and scales
     decode    codes and scales -> the operand, or the values, of a GEMM
@@ -9,6 +9,7 @@
     saturate  x -> which of its values are clipped, a bit each
     transpose codes of x -> codes of x^T, in a square format
     operands  x -> the operands of x and of x^T without their codes: both in one pass over x
+    both      x -> the codes and the operand of x, and codes of x^T: both in one pass over x
     sides     x -> codes of x, and codes of x^T, in a square format: both in one pass over x
 
 A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
@@ -18,18 +19,22 @@ time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_operand
 from aoquant.transforms import RoundedHadamard
 
-from ..router import CodecRequest, CodesAndValues, Operands, register, routed
+from ..router import BothCoded, CodecRequest, CodesAndValues, Operands, register, routed
 from . import cpu, cuda, fitted, reference, triton
 from .reference import masked
 from .triton import finds_outer, has_triton, lacks_triton
 
 __all__ = [
+    "both_coded",
     "decode",
     "encode",
     "encode_fitted",
@@ -103,10 +108,23 @@ def _rounded_first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
     """A transform whose result has x's dtype is applied before any backend: what is left to encode is a plain
     matrix.
     """
+    steps = _steps(operand)
+    return (operand, x_RK) if steps is None else (steps.after, transform(steps.transform, x_RK, None))
+
+
+class _Steps(NamedTuple):
+    """What an operand behind a rounded transform is made by, one after the other."""
+
+    transform: Operand
+    after: Operand
+
+
+@cache
+def _steps(operand: Operand) -> _Steps | None:
+    """None where the transform is part of the encoding. Made once: a training step asks four times."""
     if not isinstance(operand.transform, RoundedHadamard):
-        return operand, x_RK
-    exact = Operand(HighPrecision(), operand.transform.exact)
-    return Operand(operand.format), transform(exact, x_RK, None)
+        return None
+    return _Steps(Operand(HighPrecision(), operand.transform.exact), Operand(operand.format))
 
 
 def transform(
@@ -152,6 +170,16 @@ def operands(
     assert operand is not None
     request = CodecRequest, "operands", operand, x_MN.device, x_MN.dtype, *x_MN.shape, False, columns
     made: Operands = routed(*request).run(x_MN, rows, columns, m_padded, n_padded, dtype, row_random, column_random)
+    return made
+
+
+def both_coded(x_MK: Tensor, rows: Operand, columns: Operand, m_padded: int) -> BothCoded:
+    """`encode_with_values` of x along K, of the operand in x's dtype, and `encode` of x^T along M, padded with zeros.
+
+    m_padded: the length of M, with zeros.
+    """
+    request = CodecRequest, "both", rows, x_MK.device, x_MK.dtype, *x_MK.shape, True, columns
+    made: BothCoded = routed(*request).run(x_MK, rows, columns, m_padded)
     return made
 
 

@@ -42,6 +42,7 @@ from aoquant.formats import (
     TEFloat8,
 )
 from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
+from aoquant.transforms import RoundedHadamard
 
 from ..router import CodecRequest
 
@@ -166,11 +167,20 @@ FAMILIES = (
 )
 
 
-def in_strips(o: Operand) -> bool:
-    """Whether `operands.py` makes this operand, of x or of x^T."""
-    f = o.format
+def in_strips(rows: Operand | None, columns: Operand | None) -> bool:
+    """Whether `operands.py` makes these, of x and of x^T; None: not that one."""
+    of_x = rows is None or (_strip_format(rows.format) and rows.transform is None)
+    return of_x and (columns is None or (_strip_format(columns.format) and _strip_transform(columns)))
+
+
+def _strip_format(f: Format) -> bool:
     te = type(f) is NVFP4Dialect and f.dialect == "te" and f.tile == 1 and not f.fixed
-    return o.transform is None and (te or type(f) is MX)
+    return te or type(f) in (MX, NVFP4Stochastic)
+
+
+def _strip_transform(o: Operand) -> bool:
+    """A transform fills a strip, as a block of the format does."""
+    return o.transform is None or (isinstance(o.transform, RoundedHadamard) and o.format.block == o.transform.size)
 
 
 _OF = {kind: family for family in FAMILIES for kind in (*family.formats, *family.decodes)}

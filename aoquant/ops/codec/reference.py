@@ -8,7 +8,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format, Operand, Random, Scales, layout
 
 from .. import tiles
-from ..router import Backend, CodesAndValues, Operands
+from ..router import Backend, BothCoded, CodesAndValues, Operands
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
@@ -110,6 +110,17 @@ def operands(
     )
 
 
+def both_coded(x_MK: Tensor, rows: Operand, columns: Operand, m_padded: int) -> BothCoded:
+    """The codes and the operand of x, and the codes of x^T, each by itself."""
+    from . import encode as fastest_encode
+    from . import encode_with_values as fastest
+
+    x_KM, missing = x_MK.t(), m_padded - x_MK.shape[0]
+    x_KM = torch.nn.functional.pad(x_KM, (0, missing)) if missing else x_KM
+    made = fastest(rows, x_MK, x_MK.dtype, operand=True, keep=True)
+    return BothCoded(made, fastest_encode(columns, x_KM))
+
+
 def _always(request: object) -> None:
     """No request is refused."""
 
@@ -127,5 +138,6 @@ BACKENDS = tuple(
         ("transpose", transposed),
         ("sides", sides),
         ("operands", operands),
+        ("both", both_coded),
     )
 )

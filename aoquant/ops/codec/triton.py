@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random
 from aoquant.transforms import Hadamard
 
-from ..router import Backend, CodecRequest, CodesAndValues, Operands
+from ..router import Backend, BothCoded, CodecRequest, CodesAndValues, Operands
 from . import families, reference
 from .families import family_of, imported
 
@@ -135,8 +134,7 @@ def encode_with_values(
     if random is not None:
         family = family_of(made.format)
         assert family is not None and operand
-        with _on(x_RK):
-            return CodesAndValues(*family.kernels.draw(made, x_RK, dtype, random, measured))
+        return CodesAndValues(*family.kernels.draw(made, x_RK, dtype, random, measured))
     encoded, values, alpha = in_one_pass(made, x_RK, dtype, operand, keep, measured)
     assert values is not None
     return CodesAndValues(encoded, values, alpha)
@@ -151,8 +149,7 @@ def in_one_pass(
         assert family is not None
         return family.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, None)
     if family is not None and type(format) in family.mixes and isinstance(made.transform, Hadamard):
-        with _on(x_RK):
-            return family.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, made)
+        return family.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, made)
     y_RK = transform(made, x_RK, None)
     if isinstance(format, HighPrecision):
         return format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
@@ -175,22 +172,24 @@ def transform(
     one pass.
     """
     dtype = x_RK.dtype if back or isinstance(operand.format, HighPrecision) else torch.float32
-    with _on(x_RK):
-        return imported("hadamard").mix(x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped)
+    mixed: Tensor = imported("hadamard").mix(
+        x_RK, operand.transform, operand.inverse, dtype, back=back, clipped=clipped
+    )
+    return mixed
 
 
 def saturated(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Tensor:
     """Bit-packed mask of the values that are clipped, of transformed ones behind a transform."""
     family = family_of(operand.format)
     assert family is not None
-    with _on(x_RK):
-        return family.kernels.saturated(operand.format, x_RK, operand)
+    mask: Tensor = family.kernels.saturated(operand.format, x_RK, operand)
+    return mask
 
 
 def rotate(operand: Operand, x_RK: Tensor, random: Random) -> Tensor:
     """x_RK rotated by drawn signs."""
-    with _on(x_RK):
-        return imported("stochastic").rotate(operand, x_RK, random)
+    rotated: Tensor = imported("stochastic").rotate(operand, x_RK, random)
+    return rotated
 
 
 def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
@@ -218,16 +217,28 @@ def operands(
     column_random: Random | None,
 ) -> Operands:
     """The operands of x and of x^T: in one pass over x where the kernel knows both, else each by itself."""
-    if not all(o is None or families.in_strips(o) for o in (rows, columns)):
-        return reference.operands(x_MN, rows, columns, m_padded, n_padded, dtype, row_random, column_random)
-    formats = (None if o is None else o.format for o in (rows, columns))
-    made: Operands = imported("operands").operands(x_MN.contiguous(), *formats, m_padded, n_padded, dtype)
+    randoms = row_random, column_random
+    if not families.in_strips(rows, columns):
+        return reference.operands(x_MN, rows, columns, m_padded, n_padded, dtype, *randoms)
+    kernel = imported("operands").operands
+    made: Operands = kernel(x_MN.contiguous(), rows, columns, m_padded, n_padded, dtype, *randoms)
     return made
 
 
-def _on(x: Tensor) -> Any:
-    """The context in which x's device is the current one."""
-    return imported("launch").on(x)
+def both_coded(x_MK: Tensor, rows: Operand, columns: Operand, m_padded: int) -> BothCoded:
+    """Codes of x and of x^T, and the operand of x, in one pass over x."""
+    made: BothCoded = imported("operands").both_coded(x_MK.contiguous(), rows, columns, m_padded)
+    return made
+
+
+def _why_not_both(r: CodecRequest) -> str | None:
+    if reason := why_not_read(r):
+        return reason
+    assert r.columns is not None
+    if not families.in_strips(r.operand, r.columns) or r.operand.draws or r.columns.draws:
+        return f"has no kernel that makes {r.operand.name} of x and {r.columns.name} of x^T at once"
+    block = r.operand.format.block
+    return f"encodes blocks of {block}, got K = {r.k}" if block is None or r.k % block else None
 
 
 BACKENDS = tuple(
@@ -242,5 +253,6 @@ BACKENDS = tuple(
         ("transpose", _why_not_transpose, transposed),
         ("sides", _why_not_sides, sides),
         ("operands", why_not_read, operands),
+        ("both", _why_not_both, both_coded),
     )
 )

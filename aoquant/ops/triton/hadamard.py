@@ -26,14 +26,14 @@ AMAX_WARPS = {16: 8, 32: 4, 64: 2, 128: 2}
 
 
 @triton.jit
-def _near(x, T: tl.constexpr, WIDTH: tl.constexpr, DISTANCE: tl.constexpr):
+def near(x, T: tl.constexpr, WIDTH: tl.constexpr, DISTANCE: tl.constexpr):
     """Butterflies within what a lane loads at once: (T, WIDTH) -> (T, WIDTH)."""
     a, b = tl.split(tl.permute(tl.reshape(x, (T, WIDTH // 2 // DISTANCE, 2, DISTANCE)), (0, 1, 3, 2)))
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (T, WIDTH))
 
 
 @triton.jit
-def _signs(BITS: tl.constexpr, WIDTH: tl.constexpr):
+def signs(BITS: tl.constexpr, WIDTH: tl.constexpr):
     """(1, WIDTH) float32: -1 where the bit is set."""
     return tl.where(((BITS >> tl.arange(0, WIDTH)) & 1) == 1, -1.0, 1.0)[None, :]
 
@@ -59,9 +59,9 @@ def butterflies(
         if word is not None:
             x = x * (1.0 - 2.0 * ((word >> k) & 1).to(tl.float32))
         elif (SIGNS >> START) & ((1 << WIDTH) - 1):
-            x = x * _signs((SIGNS >> START) & ((1 << WIDTH) - 1), WIDTH)
-        x = _near(_near(x, T, WIDTH, 1), T, WIDTH, 2)
-        return x if WIDTH == 4 else _near(x, T, WIDTH, 4)
+            x = x * signs((SIGNS >> START) & ((1 << WIDTH) - 1), WIDTH)
+        x = near(near(x, T, WIDTH, 1), T, WIDTH, 2)
+        return x if WIDTH == 4 else near(x, T, WIDTH, 4)
     else:
         a = butterflies(x_ptr, origin, step, bits_ptr, word, inside, START, SIZE // 2, SIGNS, T)
         b = butterflies(x_ptr, origin, step, bits_ptr, word, inside, START + SIZE // 2, SIZE // 2, SIGNS, T)

@@ -56,7 +56,7 @@ PART = 32  # of a rotation's values, those that a lane holds: more of them and r
 
 
 @triton.jit
-def _philox(state_ptr, side, counter):
+def philox(state_ptr, side, counter):
     """The four words of each counter, an int64 tensor: of elements 4 * counter .. 4 * counter + 3."""
     seed = tl.load(state_ptr) & 0xFFFFFFFF
     module = ((tl.load(state_ptr + 1) << 3) | side) & 0xFFFFFFFF
@@ -68,22 +68,43 @@ def _philox(state_ptr, side, counter):
 
 
 @triton.jit
-def _words(state_ptr, side, first, N: tl.constexpr, M: tl.constexpr):
+def words(state_ptr, side, first, N: tl.constexpr, M: tl.constexpr):
     """(N, M) int32: the words of elements `first`, (N,) int64 multiples of 4, and of the M - 1 after each."""
-    w0, w1, w2, w3 = _philox(state_ptr, side, (first // 4)[:, None] + tl.arange(0, M // 4)[None, :])
+    w0, w1, w2, w3 = philox(state_ptr, side, (first // 4)[:, None] + tl.arange(0, M // 4)[None, :])
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (N, M)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _uniform(words):
+def uniform(words):
     """float32 in [0, 1), multiples of 2^-24."""
     return ((words >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
+def safe_scale(amax_bits, outer, inverse_outer, RECIPROCAL: tl.constexpr, LEAST: tl.constexpr):
+    """amax of each block -> (e4m3 scale under which nothing clips, what x is multiplied by)."""
+    ratio = bits_float(tl.where(amax_bits == INF_BITS, NAN_BITS, amax_bits)) * RECIPROCAL
+    ratio = most(tl.div_rn(ratio, outer + tl.zeros_like(ratio)), LEAST)
+    scale = least(ratio, 448.0).to(tl.float8e4nv)
+    return scale, tl.div_rn(inverse_outer + tl.zeros_like(ratio), scale.to(tl.float32))
+
+
+@triton.jit
+def e2m1_drawn(y, u):
+    """y >= 0 -> (steps, p): half p times steps is a neighbouring e2m1 magnitude, up or down by uniform numbers u; p:
+    bits of the power of two in max(y, 1).
+    """
+    v = tl.minimum(y, 6.0)
+    p = float_bits(tl.maximum(v, 1.0)) & 0x7F800000
+    t = v * bits_float(0x7F800000 - p)  # v / p * 2
+    down = tl.floor(t)
+    return down + (u < t - down).to(tl.float32), p
+
+
+@triton.jit
 def _signs(state_ptr, side, SIZE: tl.constexpr):
     """(low, high): the signs of a rotation, 1 for minus, the first 64 in low."""
-    bit = (_words(state_ptr, side, tl.zeros([1], tl.int64), 1, SIZE) & 1).to(tl.int64)
+    bit = (words(state_ptr, side, tl.zeros([1], tl.int64), 1, SIZE) & 1).to(tl.int64)
     at = tl.arange(0, SIZE)[None, :]
     bit = bit << (at % 64)
     return tl.sum(tl.sum(tl.where(at < 64, bit, 0), axis=1)), tl.sum(tl.sum(tl.where(at < 64, 0, bit), axis=1))
@@ -214,11 +235,8 @@ def _draw(
         else:
             largest = tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0)
             outer = most(bits_float(largest) * PTS_RECIPROCAL, SMALLEST_PTS)
-        ratio = bits_float(tl.where(amax == INF_BITS, NAN_BITS, amax)) * RECIPROCAL
-        ratio = most(tl.div_rn(ratio, outer + tl.zeros_like(ratio)), LEAST)
-        scale = least(ratio, 448.0).to(tl.float8e4nv)
+        scale, inverse = safe_scale(amax, outer, tl.div_rn(tl.full([], 1.0, tl.float32), outer), RECIPROCAL, LEAST)
         scale_value = scale.to(tl.float32)
-        inverse = tl.div_rn(tl.div_rn(tl.full([], 1.0, tl.float32), outer) + tl.zeros_like(ratio), scale_value)
         stored = scale.to(tl.uint8, bitcast=True)
         y = bits_float(magnitude) * inverse[:, None]
 
@@ -231,19 +249,15 @@ def _draw(
         t = tl.div_rn(grown, step)
         down = tl.floor(t)
         drawn = counter // B
-        w0, w1, w2, w3 = _philox(state_ptr, side, drawn // 4)
+        w0, w1, w2, w3 = philox(state_ptr, side, drawn // 4)
         word = tl.where(drawn % 2 == 0, tl.where(drawn % 4 == 0, w0, w2), tl.where(drawn % 4 == 1, w1, w3))
-        u = _uniform(word.to(tl.int32, bitcast=True))
+        u = uniform(word.to(tl.int32, bitcast=True))
         rounded = least((down + (u < t - down).to(tl.float32)) * step, 448.0).to(tl.float8e4nv)
         scale_value = rounded.to(tl.float32)
         stored = rounded.to(tl.uint8, bitcast=True)
     else:
-        v = tl.minimum(y, 6.0)
-        p = float_bits(tl.maximum(v, 1.0)) & 0x7F800000
-        t = v * bits_float(0x7F800000 - p)  # v / p * 2
-        down = tl.floor(t)
-        u = _uniform(_words(state_ptr, side, counter, NB, B))
-        index = (down + (u < t - down).to(tl.float32)).to(tl.int32) + ((p - (127 << 23)) >> 22)
+        steps, p = e2m1_drawn(y, uniform(words(state_ptr, side, counter, NB, B)))
+        index = steps.to(tl.int32) + ((p - (127 << 23)) >> 22)
 
     keep = tl.where(inverse == inverse, 255, 0)  # NaN has no code, and no sign
     codes = pack_e2m1(index, bits, NB, B) & keep[:, None]

@@ -174,7 +174,7 @@ def encode(
     x_RK = x_RK.contiguous()
     (rows, k), device, t, mx = x_RK.shape, x_RK.device, format.tile_rows, isinstance(format, MXSquare)
     codes = torch.empty(rows, k if mx else k // 2, dtype=torch.uint8, device=device) if keep else None
-    scale = torch.empty(triton.cdiv(rows, t), k // t, dtype=torch.uint8, device=device) if keep else None
+    scale = torch.empty(-(-rows // t), k // t, dtype=torch.uint8, device=device) if keep else None
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
     outer = None if mx else torch.empty(1, 1, dtype=torch.float32, device=device)
     partials = None if mx else absmax_partials(x_RK)
