@@ -17,14 +17,20 @@ namespace {
 thread_local struct {
   int x;
 } threadIdx;
-pthread_barrier_t meeting;  // sleeps; std::barrier spins first, which starves 32 threads of a busy machine's two cores
+// Sleeps; std::barrier spins first, which starves 32 threads of a busy machine's two cores.
+struct Meeting {
+  pthread_barrier_t all;
+  Meeting() { pthread_barrier_init(&all, nullptr, 32); }
+  ~Meeting() { pthread_barrier_destroy(&all); }
+  void arrive_and_wait() { pthread_barrier_wait(&all); }
+} meeting;
 int board[32];
 
 int read_from(int value, int lane) {
   board[threadIdx.x] = value;
-  pthread_barrier_wait(&meeting);
+  meeting.arrive_and_wait();
   const int read = board[lane];
-  pthread_barrier_wait(&meeting);
+  meeting.arrive_and_wait();
   return read;
 }
 
@@ -33,10 +39,10 @@ int __shfl_up_sync(unsigned, int value, int by) { return read_from(value, thread
 int __shfl_xor_sync(unsigned, int value, int by) { return read_from(value, threadIdx.x ^ by); }
 unsigned __ballot_sync(unsigned, bool said) {
   board[threadIdx.x] = said;
-  pthread_barrier_wait(&meeting);
+  meeting.arrive_and_wait();
   unsigned all = 0;
   for (int lane = 0; lane < 32; ++lane) all |= unsigned(board[lane]) << lane;
-  pthread_barrier_wait(&meeting);
+  meeting.arrive_and_wait();
   return all;
 }
 int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
@@ -51,7 +57,6 @@ extern "C" int64_t find_slots(const int* ends, int experts, int rows, int* found
   const aoquant::Groups groups = {ends, experts, rows};
   const int64_t most = aoquant::most_slots(rows, experts, 8);
   if (!found) return most;
-  pthread_barrier_init(&meeting, nullptr, 32);
   std::vector<std::thread> warp;
   for (int lane = 0; lane < 32; ++lane)
     warp.emplace_back([&, lane] {
@@ -62,7 +67,6 @@ extern "C" int64_t find_slots(const int* ends, int experts, int rows, int* found
       }
     });
   for (auto& lane : warp) lane.join();
-  pthread_barrier_destroy(&meeting);
   return most;
 }
 
