@@ -25,6 +25,7 @@ from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
+from ..router import Made
 from .amax import PARTIALS, absmax_partials
 from .elements import (
     INF_BITS,
@@ -274,9 +275,8 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
-    operand's alpha).
+) -> Made:
+    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer
         scale; or those (E, 1) of E matrices that are stacked in x_RK, rows under rows.
@@ -304,9 +304,9 @@ def encode(
     launch = _encoder(format, rows, k, kind, keep, made, transform, inverse, across, outers)
     launch(x_RK, partials, codes, scale, outer, values)
     if codes is None or scale is None:
-        return None, values, outer
+        return Made(None, values, outer)
     codes = codes if element == "e2m1" else codes.view(FLOAT8[element])
-    return Encoded(codes, scale.view(format.block_scale), None, outer, k), values, outer
+    return Made(Encoded(codes, scale.view(format.block_scale), None, outer, k), values, outer)
 
 
 @lru_cache(PLANS)
