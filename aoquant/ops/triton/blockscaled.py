@@ -243,14 +243,13 @@ def _encoder(
     mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
     if transform is not None:
         mixing = {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
-    element = format.element
-    max_pow2, largest, mantissa = ELEMENTS[element]
+    element, of = format.element, ELEMENTS[format.element]
     return Launch(
         _encode, (programs,),
         n_blocks=rows * k // format.block, rows=rows, k=k, ACROSS=high, outer_blocks=rows // outers * k // format.block,
         pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
-        OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=max_pow2, RECIPROCAL=reciprocal(largest),
-        MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
+        OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
+        MANTISSA=of.mantissa, LIMIT=of.largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
         SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
         **mixing, **LAUNCH | {"num_warps": warps},
     )  # fmt: skip

@@ -170,7 +170,7 @@ def _decode(
 
 @lru_cache(PLANS)
 def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool, values: str) -> Launch:
-    limit = ELEMENTS[format.element][1]
+    limit = ELEMENTS[format.element].largest
     constants = {
         "RECIPROCAL": reciprocal(limit), "LIMIT": limit, "ELEMENT": format.element, "CODES": codes, "VALUES": values,
         "DTYPE": TL_DTYPE[source], **NO_FUSION,

@@ -120,7 +120,7 @@ def _encode_sides(
 def _sides(format: TEFloat8, rows: int, k: int, padded: int) -> Launch:
     return Launch(
         _encode_sides, (triton.cdiv(padded, SQUARE), triton.cdiv(k, SQUARE)), rows=rows, k=k, padded=padded,
-        LIMIT=ELEMENTS[format.element][1], LARGEST=FLOAT32_MAX, ELEMENT=format.element, T=SQUARE, N_PARTIALS=PARTIALS,
+        LIMIT=ELEMENTS[format.element].largest, LARGEST=FLOAT32_MAX, ELEMENT=format.element, T=SQUARE, N_PARTIALS=PARTIALS,
         num_warps=8, **NO_FUSION,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> CodesOfBoth:
 @lru_cache(PLANS)
 def _encoder(format: TEFloat8, rows: int, k: int, codes: bool, values: str) -> Launch:
     constants = {
-        "LIMIT": ELEMENTS[format.element][1], "LARGEST": FLOAT32_MAX, "POW2": format.per == "block" and format.pow2,
+        "LIMIT": ELEMENTS[format.element].largest, "LARGEST": FLOAT32_MAX, "POW2": format.per == "block" and format.pow2,
         "ELEMENT": format.element, "CODES": codes, "VALUES": values, **NO_FUSION,
     }  # fmt: skip
     if format.per == "tensor":

@@ -151,9 +151,9 @@ def _common(format: MXSquare | NVFP4Dialect, rows: int, k: int) -> tuple[tuple[i
 @lru_cache(PLANS)
 def _encoder(format: MXSquare | NVFP4Dialect, rows: int, k: int, codes: bool, values: str) -> Launch:
     grid, common = _common(format, rows, k)
-    max_pow2, limit, mantissa = ELEMENTS[_element(format)]
+    of = ELEMENTS[_element(format)]
     return Launch(
-        _encode, grid, LIMIT=limit, MAX_POW2=max_pow2, RECIPROCAL=reciprocal(limit), MANTISSA=mantissa, LARGEST=FLOAT32_MAX,
+        _encode, grid, LIMIT=of.largest, MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest), MANTISSA=of.mantissa, LARGEST=FLOAT32_MAX,
         CODES=codes, VALUES=values, N_PARTIALS=PARTIALS, **common,
     )  # fmt: skip
 
