@@ -27,7 +27,7 @@ import torch.distributed as dist
 from beside import Table
 from llamas import llama
 
-from aoquant.tools import pages
+from aoquant.tools.markdown import table, wrapped
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -139,7 +139,7 @@ def page(steps: Rows, communication: Rows, hidden: int, layers: int) -> str:
             lines.append([f"`{variant}`", *(cell(r) for r in found)])
     parts = [
         f"{layers} decoder layers of {hidden}, tokens/s of all GPUs together, peak memory of each.",
-        pages.table(heads, lines),
+        table(heads, lines),
     ]
     bandwidth = fastest(communication, hidden, last.get("gpu", ""))
     if 1 in numbers and len(numbers) > 1 and len(bandwidth) == 2:
@@ -180,7 +180,7 @@ def projected(
         "the measured share of messages that a step does not hide. Left out: congestion, slow ranks, the latency of rings of hundreds, input, "
         "checkpoints. With hybrid sharding (HSDP) only gradients cross hosts."
     )
-    return [pages.wrapped(words), pages.table(heads, lines)]
+    return [wrapped(words), table(heads, lines)]
 
 
 def cell(row: Mapping[str, str] | None) -> str:
@@ -208,6 +208,9 @@ def main() -> int:
     if o.page:
         steps, communication = read(o.out / "model_fsdp2.csv"), read(o.out / "communication.csv")
         content = page(steps, communication, o.hidden, o.layers)
+        sys.path.insert(0, str(ROOT / "eval"))
+        import pages
+
         pages.between(ROOT / "docs" / "results.md", "scaling", content)
     else:
         measure(o.hidden, o.repeats, o.out)

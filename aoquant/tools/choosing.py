@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from aoquant.tools.pages import table
+from aoquant.tools.markdown import table
 
 MEASURED = Path(__file__).with_name("measured.csv")
 ANY = "any"

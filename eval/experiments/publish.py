@@ -17,7 +17,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from aoquant.tools import choosing, pages
+import pages
+
+from aoquant.tools import choosing
+from aoquant.tools.markdown import table, wrapped
 
 ROOT = Path(__file__).resolve().parents[2]
 UNBROKEN = "\0"  # a space at which no line is wrapped: a part of a message may mean something to Markdown
@@ -68,7 +71,7 @@ def readme(rows: Sequence[Mapping[str, str]]) -> str:
         other = beside(rows, row)
         bits, numbers = f"{float(row['bits']):.2f}", [f"{float(row[name]):.2f}" for name in ("float", "PTQ")]
         lines.append((f"`{row['recipe']}`", bits, *numbers, *recovery(row), *recovery(other)))
-    return pages.table(HEADS, lines)
+    return table(HEADS, lines)
 
 
 def beside(rows: Sequence[Mapping[str, str]], row: Mapping[str, str]) -> Mapping[str, str]:
@@ -112,4 +115,4 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"
-    return pages.wrapped(words).replace(UNBROKEN, " ") + f"\n\n{picture}"
+    return wrapped(words).replace(UNBROKEN, " ") + f"\n\n{picture}"
