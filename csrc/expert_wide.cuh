@@ -27,6 +27,7 @@ struct WideTile {
 };
 
 struct WideLayout : TileLayout<2, 1, 256, 3> {
+  static constexpr int SHARE = 2;  // blocks of a cluster, which share x
   static constexpr int TOKENS = 256, D = 3, GROUPS = 2, X_BOX = 64 * 128;  // bytes of 64 rows of x, of half a step
   // Tiles that were drawn: of two blocks one is D tiles and one more ahead of the other's copy of them, at most.
   static constexpr int DRAWN = 8;
@@ -47,14 +48,10 @@ __device__ __forceinline__ uint4 load_shared(uint32_t from) {
 }
 
 // A lane for each block of the cluster: an arrival at its barrier, the one that `barrier` is here.
-template <int SHARE>
 __device__ __forceinline__ void arrive_at_all(uint32_t barrier, int lane) {
-  if constexpr (SHARE == 1) {
-    if (lane == 0) arrive(barrier);
-  } else if (lane < SHARE) {
+  if (lane < WideLayout::SHARE)
     asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier), "r"(lane)
                  : "memory");
-  }
 }
 
 // A tile into the shared memory of a block of the cluster, where `barrier` expects its bytes.
@@ -66,16 +63,15 @@ __device__ __forceinline__ void send_tile(uint32_t to, uint32_t barrier, int ran
       : "memory");
 }
 
-// `copy_box` into the same place of each of SHARE blocks, at whose barriers its bytes count.
-template <int SHARE>
+// `copy_box` into the same place of each block of the cluster, at whose barriers its bytes count.
 __device__ __forceinline__ void copy_box_to_all(const CUtensorMap& map, uint32_t to, int column, int row, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map),
-               "r"(column), "r"(row), "r"(barrier), "h"(uint16_t((1 << SHARE) - 1))
+               "r"(column), "r"(row), "r"(barrier), "h"(uint16_t((1 << WideLayout::SHARE) - 1))
                : "memory");
 }
 
 // The sums of a tile whose slot is `TN` rows wide, multiplied and written. warp: one of 8; chunks: K's groups of 32 values.
-template <int F, typename T, int SHARE, int TN>
+template <int F, typename T, int TN>
 __device__ __forceinline__ void multiply_wide(const DecodeArgs& a, const WideRing& ring, Turn<WideLayout::D>& turn, int warp, int lane, int first_row, int chunks) {
   using Layout = WideLayout;
   const int g = lane / 4, t = lane % 4, lower = warp * 16 + turned_row(g, 0), upper = warp * 16 + turned_row(g, 1);
@@ -113,18 +109,18 @@ __device__ __forceinline__ void multiply_wide(const DecodeArgs& a, const WideRin
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       // the first wait of a step ends the products of the step before
-      if (j == 0 && left < chunks) arrive_at_all<SHARE>(ring.empty + 8 * before, lane);
+      if (j == 0 && left < chunks) arrive_at_all(ring.empty + 8 * before, lane);
     }
     before = turn.at;
     turn.next();
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  arrive_at_all<SHARE>(ring.empty + 8 * before, lane);
+  arrive_at_all(ring.empty + 8 * before, lane);
   write_turned<F, T>(a, acc, lane, first_row + warp * 16);
 }
 
 // What the warps that multiply do, until there are no tiles.
-template <int F, typename T, int SHARE>
+template <int F, typename T>
 __device__ __forceinline__ void multiply_tiles_wide(const DecodeArgs& stack, const WideRing& ring, int warp, int lane) {
   using Layout = WideLayout;
   const WideTile* tiles = reinterpret_cast<const WideTile*>(ring.at + Layout::TILES);
@@ -136,21 +132,22 @@ __device__ __forceinline__ void multiply_tiles_wide(const DecodeArgs& stack, con
     const WideTile tile = tiles[turn.at];
     if (tile.expert < 0) return;
     const DecodeArgs a = of_slot<F, T>(stack, Slot{tile.expert, tile.first, tile.rows});
-    if (tile.rows > 192) multiply_wide<F, T, SHARE, 256>(a, ring, turn, warp, lane, tile.first_row, chunks);
-    else if (tile.rows > 128) multiply_wide<F, T, SHARE, 192>(a, ring, turn, warp, lane, tile.first_row, chunks);
-    else if (tile.rows > 64) multiply_wide<F, T, SHARE, 128>(a, ring, turn, warp, lane, tile.first_row, chunks);
-    else multiply_wide<F, T, SHARE, 64>(a, ring, turn, warp, lane, tile.first_row, chunks);
+    if (tile.rows > 192) multiply_wide<F, T, 256>(a, ring, turn, warp, lane, tile.first_row, chunks);
+    else if (tile.rows > 128) multiply_wide<F, T, 192>(a, ring, turn, warp, lane, tile.first_row, chunks);
+    else if (tile.rows > 64) multiply_wide<F, T, 128>(a, ring, turn, warp, lane, tile.first_row, chunks);
+    else multiply_wide<F, T, 64>(a, ring, turn, warp, lane, tile.first_row, chunks);
   }
 }
 
 // What the four warps that fill the ring do: tiles, and their bytes. warp: of the four; copies: whether this thread sends
 // for bytes, of the first warp; rank: of the block among those that share x.
-template <int F, typename T, int SHARE>
+template <int F, typename T>
 __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CUtensorMap& x_map, const DecodeArgs& stack, const Groups& groups, int* drawn,
                                           const WideRing& ring, int warp, int lane, bool copies, int rank) {
   using Layout = WideLayout;
   WideTile* tiles = reinterpret_cast<WideTile*>(ring.at + Layout::TILES);
   const WideTile* next = reinterpret_cast<const WideTile*>(ring.at + Layout::NEXT);
+  constexpr int SHARE = Layout::SHARE;
   const int rows = SHARE * Layout::ROWS, blocks = (stack.n + rows - 1) / rows, steps = (stack.k + 127) / 128;
   const bool draws = warp == 0 && rank == 0;
   const int slots = draws ? count_slots<Layout::TOKENS>(groups) : 0;
@@ -190,8 +187,7 @@ __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CU
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               const uint32_t half = to + h * (Layout::X / 2) + b * Layout::X_BOX;
-              if constexpr (SHARE == 1) copy_box(x_map, half, i * 256 + h * 128, tile.first + 64 * b, barrier);
-              else copy_box_to_all<SHARE>(x_map, half, i * 256 + h * 128, tile.first + 64 * b, barrier);
+              copy_box_to_all(x_map, half, i * 256 + h * 128, tile.first + 64 * b, barrier);
             }
         });
     if (draws) index = int(gridDim.x) / SHARE + __shfl_sync(~0u, later, 0);
@@ -206,7 +202,7 @@ __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CU
 }
 #endif
 
-template <int F, typename T, int SHARE>
+template <int F, typename T>
 __global__ void __launch_bounds__(WideLayout::THREADS, 1)
     expert_wide(const __grid_constant__ CUtensorMap codes_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ DecodeArgs stack,
                 const __grid_constant__ Groups groups, int* drawn) {
@@ -225,24 +221,21 @@ __global__ void __launch_bounds__(WideLayout::THREADS, 1)
   if (copies) {
     for (int d = 0; d < Layout::D; ++d) {
       init_barrier(places.full + 8 * d, 1 + 4);  // the copies, and the warps that bring scales
-      init_barrier(places.empty + 8 * d, WARPS * SHARE);
+      init_barrier(places.empty + 8 * d, WARPS * Layout::SHARE);
     }
     for (int d = 0; d < Layout::DRAWN; ++d) init_barrier(places.said + 8 * d, 1);
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
   }
-  if constexpr (SHARE > 1) cluster_sync();
-  else __syncthreads();
+  cluster_sync();
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Layout::FILLS));
-    fill_wide<F, T, SHARE>(codes_map, x_map, stack, groups, drawn, places, warp - WARPS, lane, copies, int(blockIdx.x) % SHARE);
+    fill_wide<F, T>(codes_map, x_map, stack, groups, drawn, places, warp - WARPS, lane, copies, int(blockIdx.x) % Layout::SHARE);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Layout::MULTIPLIES));
-    multiply_tiles_wide<F, T, SHARE>(stack, places, warp, lane);
+    multiply_tiles_wide<F, T>(stack, places, warp, lane);
   }
-  if constexpr (SHARE > 1) {  // no block leaves while the other one sends to its shared memory
-    __syncwarp();
-    cluster_sync();
-  }
+  __syncwarp();
+  cluster_sync();  // no block leaves while the other one sends to its shared memory
 #endif
 }
 
@@ -252,10 +245,11 @@ static __global__ void __launch_bounds__(1) nothing_drawn(int* drawn) { *drawn =
 // Whether this kernel takes it: experts have so many rows that slots of 256 are mostly full.
 inline bool wide_takes(const DecodeArgs& stack, const Groups& groups) { return stack.n % 4 == 0 && groups.rows > 128 * int64_t(groups.experts); }
 
-// SHARE: blocks that share x, 1 or 2; blocks: that a device runs at once; drawn: workspace of one integer.
-template <int F, typename T, int SHARE>
+// blocks: that a device runs at once; drawn: workspace of one integer.
+template <int F, typename T>
 cudaError_t run_expert_wide(DecodeArgs stack, const Groups& groups, int blocks, int* drawn, cudaStream_t stream) {
   using Layout = WideLayout;
+  constexpr int SHARE = Layout::SHARE;
   stack.times = Folded<F, T>::TIMES;
   CUtensorMap codes, x;
   cudaError_t error = map_bytes(&codes, stack.codes, stack.n * groups.experts, stack.k / 2, Layout::ROWS, 64, CU_TENSOR_MAP_SWIZZLE_64B);
@@ -265,7 +259,7 @@ cudaError_t run_expert_wide(DecodeArgs stack, const Groups& groups, int blocks, 
   nothing_drawn<<<1, 1, 0, stream>>>(drawn);
   const int64_t rows = SHARE * Layout::ROWS, most = most_slots(groups.rows, groups.experts, Layout::TOKENS) * ((stack.n + rows - 1) / rows);
   const int64_t clusters = most < blocks / SHARE ? most : blocks / SHARE;
-  return launch_kernel<SHARE>(expert_wide<F, T, SHARE>, dim3(unsigned(clusters * SHARE)), Layout::THREADS, Layout::ALL, stream, codes, x, stack, groups, drawn);
+  return launch_kernel<SHARE>(expert_wide<F, T>, dim3(unsigned(clusters * SHARE)), Layout::THREADS, Layout::ALL, stream, codes, x, stack, groups, drawn);
 }
 
 }  // namespace aoquant::decode

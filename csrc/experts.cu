@@ -1,7 +1,5 @@
 // The operator over decode_experts.cuh, expert_tiles.cuh and expert_wide.cuh: y[s] = x[s] W_e^T * alpha_x[s] * alpha_w[e], rounded once, e the expert of row s.
 // Rows are sorted by expert, and which rows an expert has stays on the device: a CUDA graph takes any routing.
-#include <cstdlib>
-
 #include "common.cuh"
 #include "decode_experts.cuh"
 #include "decode_op.cuh"
@@ -20,10 +18,7 @@ cudaError_t run(bool many, const DecodeArgs& stack, const Groups& groups, const 
   if (!decode::wide_takes(stack, groups)) return decode::run_expert_tiles<F, bf16>(stack, groups, stream);
   const int64_t size[] = {1};
   const Tensor drawn = torch::stable::new_empty(like, {size, 1}, ScalarType::Int);
-  // Two forms, of which a measurement is to leave one (AOQUANT_SHARE_X=1: two blocks share the rows of x that they read).
-  static const bool shares = std::getenv("AOQUANT_SHARE_X") && *std::getenv("AOQUANT_SHARE_X") == '1';
-  auto* run = shares ? decode::run_expert_wide<F, bf16, 2> : decode::run_expert_wide<F, bf16, 1>;
-  return run(stack, groups, multiprocessors(), static_cast<int*>(drawn.data_ptr()), stream);
+  return decode::run_expert_wide<F, bf16>(stack, groups, multiprocessors(), static_cast<int*>(drawn.data_ptr()), stream);
 }
 
 // x (s, k) bfloat16; ends (experts,) int32; codes (experts * n, k / 2) and what else a packed W has, of all experts;

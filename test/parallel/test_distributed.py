@@ -18,7 +18,7 @@ def failures(results: dict[str, str], wanted: list[str]) -> str:
 
 def test_two_processes_and_then_one(tmp_path: Path) -> None:
     fast = [name for name in distributed_checks.CHECKS if name not in distributed_checks.SLOW]
-    assert not (failed := failures(distributed_checks.run("gloo", "cpu", tmp_path, slow=False), fast)), failed
+    assert not (failed := failures(distributed_checks.run("gloo", "cpu", tmp_path, fast), fast)), failed
     for how in distributed_checks.RESUMED:
         distributed_checks.one_process_resumes(tmp_path, how)
 
@@ -26,4 +26,4 @@ def test_two_processes_and_then_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_wide_sweep(tmp_path: Path) -> None:
     slow = sorted(distributed_checks.SLOW)
-    assert not (failed := failures(distributed_checks.run("gloo", "cpu", tmp_path, slow=True), slow)), failed
+    assert not (failed := failures(distributed_checks.run("gloo", "cpu", tmp_path, slow), slow)), failed

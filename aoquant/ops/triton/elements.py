@@ -83,6 +83,30 @@ def float8_code(y, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def float8_nearest(y, ELEMENT: tl.constexpr):
+    """float32 in float8's range -> the nearest float8, as float32; -0 stays. As `float8_code`, without a conversion.
+
+    For a kernel that stores codes beside their values: there ptxas 12.8 packs the codes of two conversions into one
+    register, and then decodes half of the values from other bits. y + 1.5 * 2^k p, p the power of two in y, has no bits
+    left below p / 8, or p / 4: float8's step there.
+    """
+    least_normal = 2.0**-6 if ELEMENT == "e4m3" else 2.0**-14
+    magic = 1.5 * 2.0**20 if ELEMENT == "e4m3" else 1.5 * 2.0**21
+    p = bits_float(float_bits(tl.maximum(tl.abs(y), least_normal)) & INF_BITS)
+    rounded = tl.fma(p, -magic, tl.fma(p, magic, y))
+    return bits_float((float_bits(rounded) & 0x7FFFFFFF) | (float_bits(y) & -0x80000000))
+
+
+@triton.jit
+def float8_index(v, ELEMENT: tl.constexpr):
+    """int32 code of a float32 that float8 has; wrong for NaN: its block masks it. Scaled so that float32's exponent
+    is float8's.
+    """
+    scaled = bits_float(float_bits(v) & 0x7FFFFFFF) * (2.0**-120 if ELEMENT == "e4m3" else 2.0**-112)
+    return (float_bits(scaled) >> (20 if ELEMENT == "e4m3" else 21)) | ((float_bits(v) >> 24) & 0x80)
+
+
+@triton.jit
 def e2m1_rounded(v):
     """v >= 0 -> 2^23 + index of the nearest e2m1 magnitude; saturating. Wrong for NaN: its block masks it."""
     low = tl.minimum(tl.fma(v, 2.0, ROUND), v + (ROUND + 2.0))

@@ -39,6 +39,8 @@ from .elements import (
     e8m0_byte,
     e8m0_inverse,
     e8m0_value,
+    float8_index,
+    float8_nearest,
     float_bits,
     least,
     most,
@@ -52,9 +54,9 @@ from .stochastic import e2m1_drawn, philox, safe_scale, uniform, words
 
 PROGRAMS = 2048
 VALUES = 128  # of a lane: blocks of its columns, 16 or 32 high
+FEWER_VALUES = 64  # where 128 would spill: for e2m1, or where codes are written beside values
 
-# e2m1 takes longer to compute, and 128 values of a lane would spill; Philox's words take registers beside them
-E2M1_VALUES = 64
+# e2m1 takes longer to compute; Philox's words take registers beside it
 E2M1_WARPS, DRAWN_WARPS = 12, 8  # of a multiprocessor, which has 65536 registers
 MULTIPROCESSORS = 132  # of an H100 or H200: all programs at once
 LARGEST_WARPS = 4
@@ -126,9 +128,10 @@ def _whole(partial_ptr, outer_ptr, alpha_ptr, KIND: tl.constexpr, LARGEST: tl.co
 def _rounded(
     x, random, outer, follows, KIND: tl.constexpr, ELEMENT: tl.constexpr, RULE: tl.constexpr, MAX_POW2: tl.constexpr,
     RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(values over their block's scale: float32 magnitudes of e2m1 with their sign, or float8; float32 scales; bytes of
-    the scales; whether a block has a factor) of float32 values given by their bits, in blocks along axis 1.
+    """(values over their block's scale, in float32, or in float8 where they are not WIDE and no e2m1; float32 scales;
+    bytes of the scales; whether a block has a factor) of float32 values given by their bits, in blocks along axis 1.
 
     KIND: "mx", "te" or "drawn", by random words.
     """
@@ -143,7 +146,10 @@ def _rounded(
             rounded = bits_float(float_bits(rounded) | (x & -0x80000000))
         else:
             y = least(most(bits_float(x) * inverse, -LIMIT), LIMIT)
-            rounded = y.to(tl.float8e4nv) if ELEMENT == "e4m3" else y.to(tl.float8e5)
+            if WIDE:
+                rounded = float8_nearest(y, ELEMENT)
+            else:
+                rounded = y.to(tl.float8e4nv) if ELEMENT == "e4m3" else y.to(tl.float8e5)
     elif KIND == "te":
         scale, inverse = te_scale(amax, follows, RECIPROCAL, LARGEST)
         step, stored = scale.to(tl.float32), scale.to(tl.uint8, bitcast=True)
@@ -206,7 +212,7 @@ def _operands(
                 drawn = words(state_ptr, column_side, (along * T + tl.arange(0, T)) * m_padded + down * R, T, R)
             rounded, step, stored, known = _rounded(
                 float_bits(y), drawn, column_outer, column_follows, COLUMN_KIND, COLUMN_ELEMENT, COLUMN_RULE,
-                COLUMN_MAX_POW2, COLUMN_RECIPROCAL, COLUMN_MANTISSA, COLUMN_LIMIT, LARGEST, LEAST,
+                COLUMN_MAX_POW2, COLUMN_RECIPROCAL, COLUMN_MANTISSA, COLUMN_LIMIT, LARGEST, LEAST, False,
             )  # fmt: skip
             if columns_ptr is not None:
                 value = (rounded.to(tl.float32) * step).to(columns_ptr.dtype.element_ty)
@@ -232,6 +238,7 @@ def _operands(
             rounded, step, stored, known = _rounded(
                 tl.reshape(float_bits(x), (T // B, B, R)), drawn, row_outer, row_follows, ROW_KIND, ROW_ELEMENT,
                 ROW_RULE, ROW_MAX_POW2, ROW_RECIPROCAL, ROW_MANTISSA, ROW_LIMIT, LARGEST, LEAST,
+                row_codes_ptr is not None,
             )  # fmt: skip
             if rows_ptr is not None:
                 value = tl.reshape((rounded.to(tl.float32) * step).to(rows_ptr.dtype.element_ty), (T, R))
@@ -248,7 +255,8 @@ def _operands(
                     both = (low | (high << 4)).to(tl.uint8)
                     tl.store(row_codes_ptr + first * (n_padded // 2) + byte, both, mask=there)
                 else:
-                    code = tl.reshape(rounded.to(tl.uint8, bitcast=True), (T, R))
+                    code = tl.where(known, float8_index(rounded, ROW_ELEMENT), 0x7F)
+                    code = tl.reshape(code.to(tl.uint8), (T, R))
                     there = (row < m) & (column < n_padded)
                     tl.store(row_codes_ptr + first * n_padded + column, code, mask=there)
 
@@ -292,10 +300,14 @@ def _launch(
     high, sides = _block(columns), _side("ROW", rows) | _side("COLUMN", columns)
     drawn = "drawn" in (_kind(rows), _kind(columns))
     tall = keep or drawn or _mask(columns) is not None
-    programs, values, options = PROGRAMS, VALUES, dict[str, Any](num_warps=1, enable_fp_fusion=False)
+    programs, values, options = (
+        PROGRAMS,
+        FEWER_VALUES if keep else VALUES,
+        dict[str, Any](num_warps=1, enable_fp_fusion=False),
+    )
     if "e2m1" in (sides["ROW_ELEMENT"], sides["COLUMN_ELEMENT"]):
         warps = DRAWN_WARPS if drawn else E2M1_WARPS
-        programs, values = warps * MULTIPROCESSORS, E2M1_VALUES
+        programs, values = warps * MULTIPROCESSORS, FEWER_VALUES
         options["maxnreg"] = min(65536 // 32 // warps // 8 * 8, 255)
     t = 32 * values // high
     programs = min(triton.cdiv(n_padded, t) * triton.cdiv(m_padded, high), programs)
