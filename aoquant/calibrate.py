@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -85,9 +85,9 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
             if isinstance(s, Gram):
                 s.reduce()
     found = {fqn: _scales(layers[fqn], seen.get(fqn)) for fqn in track(layers, "measure")}
-    _refuse({fqn: reason for fqn, (_, reason) in found.items() if reason})
+    _refuse({fqn: f.why_not for fqn, f in found.items() if f.why_not})
     for fqn, layer in layers.items():
-        for side, scales in found[fqn][0].items():
+        for side, scales in found[fqn].by_side.items():
             watched = seen.get(fqn)
             held.write(layer, side, scales, watched.dims if side == "input" and isinstance(watched, Range) else 2)
         layer.calibrated = True
@@ -131,8 +131,8 @@ class Range:
             return
         seen = torch.stack(self.format.transformed(x.reshape(-1, x.shape[-1])).aminmax())
         if self.extrema is not None:
-            before = self.extrema.to(seen)
-            seen = torch.stack((torch.minimum(before[0], seen[0]), torch.maximum(before[1], seen[1])))
+            (low, high), (new_low, new_high) = self.extrema.to(seen), seen
+            seen = torch.stack((torch.minimum(low, new_low), torch.maximum(high, new_high)))
         self.extrema, self.dims = seen, x.dim()
 
 
@@ -210,12 +210,19 @@ def _reduce(ranges: list[Range]) -> None:
     distributed.all_gather_object(ranks, mine)
     for i, r in enumerate(ranges):
         if reached := [rank[i] for rank in ranks if rank[i] is not None]:
-            extrema = torch.stack([pair for _, pair in reached])
-            r.dims, r.extrema = reached[0][0], torch.stack((extrema[:, 0].amin(), extrema[:, 1].amax()))
+            dims, extrema = zip(*reached, strict=True)
+            low, high = torch.stack(extrema).unbind(1)
+            r.dims, r.extrema = dims[0], torch.stack((low.amin(), high.amax()))
 
 
-def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scales], str | None]:
-    """New scales by side, and why they cannot be used."""
+class _Found(NamedTuple):
+    """New scales by side, and why they cannot be used, or None."""
+
+    by_side: dict[str, Scales]
+    why_not: str | None = None
+
+
+def _scales(layer: QATLinear, seen: Range | Gram | None) -> _Found:
     recipe = layer.prepared.recipe
     scales: dict[str, Scales] = {}
     if recipe.weight_scales in SCALES[1:]:
@@ -225,12 +232,14 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
     if seen is not None:
         assert recipe.fprop_input is not None
         if seen.extrema is None:
-            return scales, NOT_REACHED
+            return _Found(scales, NOT_REACHED)
         low, high = seen.extrema.tolist()
         if not (abs(low) < float("inf") and abs(high) < float("inf")):
-            return scales, f"its input ranged from {low} to {high}: look for the NaN or Inf in the data or the weights"
+            return _Found(
+                scales, f"its input ranged from {low} to {high}: look for the NaN or Inf in the data or the weights"
+            )
         if low == high == 0:
-            return (
+            return _Found(
                 scales,
                 "its input was zero throughout, which gives no scale: run other batches, or leave the layer out",
             )
@@ -238,27 +247,26 @@ def _scales(layer: QATLinear, seen: Range | Gram | None) -> tuple[dict[str, Scal
         used = (scales["input"].scale, scales["input"].outer)
         if any(t is not None and not bool((t > 0).all()) for t in used):
             narrow = str(seen.extrema.dtype).removeprefix("torch.")
-            return (
+            return _Found(
                 scales,
                 f"its input ranged from {low} to {high}, too little for a scale in {narrow}: calibrate in bfloat16 or float32",
             )
-    return scales, None
+    return _Found(scales)
 
 
-def _fitted(layer: QATLinear, seen: Gram) -> tuple[dict[str, Scales], str | None]:
+def _fitted(layer: QATLinear, seen: Gram) -> _Found:
     """The transform of both sides, and why it cannot be fitted; found on the CPU, where all ranks and devices have
     one eigensolver.
     """
     if seen.rows == 0:
-        return {}, NOT_REACHED
+        return _Found({}, NOT_REACHED)
     weight, size = layer.matrix().detach(), seen.total.shape[-1]
     try:
-        pair = wush.fit((seen.total / seen.rows).cpu(), (wush.gram(weight, size) / len(weight)).cpu())
+        of_x, of_w = wush.fit((seen.total / seen.rows).cpu(), (wush.gram(weight, size) / len(weight)).cpu())
     except ValueError as error:
-        return {}, str(error)
+        return _Found({}, str(error))
     if distributed.is_available() and distributed.is_initialized():
-        moved = tuple(t.to(weight.device) for t in pair)
-        for t in moved:
+        of_x, of_w = of_x.to(weight.device), of_w.to(weight.device)
+        for t in (of_x, of_w):
             distributed.broadcast(t, 0)
-        pair = moved[0], moved[1]
-    return {"input": Scales(transform=pair[0]), "weight": Scales(transform=pair[1])}, None
+    return _Found({"input": Scales(transform=of_x), "weight": Scales(transform=of_w)})

@@ -150,11 +150,11 @@ class HybridConfig(AOBaseConfig):
                 return f"fprop: {slot} {operand.name} rounds at random, and a deployed layer does not"
         for gemm, pair in PAIRS.items():
             casts = [self.cast(slot) for slot in pair]
-            operands = [c.operand() for c in casts]
+            a, b = operands = [c.operand() for c in casts]
             for slot, c, operand in zip(pair, casts, operands, strict=True):
                 if reason := law.why_not_cast(gemm, slot.removeprefix(f"{gemm}_"), operand, c.source):
-                    return f"{reason}; {law.got_of(gemm, operands[0], operands[1])}"
-            if reason := law.why_not(gemm, operands[0], operands[1]):
+                    return f"{reason}; {law.got_of(gemm, a, b)}"
+            if reason := law.why_not(gemm, a, b):
                 return reason
         return self._why_not_recipe()
 

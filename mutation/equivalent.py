@@ -115,8 +115,8 @@ EQUIVALENT = [
     ),
     Equivalent(
         "ops/gemm/reference.py",
-        "row_sums = c.integers()[1].sum(-1).float()",
-        "row_sums = (c.integers()[1].sum(-1))",
+        "row_sums = c.w_format.integers(c.w).sum(-1).float()",
+        "row_sums = (c.w_format.integers(c.w).sum(-1))",
         "A float32 tensor times an int64 one converts the integers to float32, as the cast does.",
     ),
     Equivalent(

@@ -50,7 +50,7 @@ class Filling:
         self.folder, self.device = folder, device_map
         self.stored: dict[str, StoredTensor] = {}
         for path in checkpoint.files(folder):
-            self.stored |= header(path)[1]
+            self.stored |= header(path).tensors
         self.stacks: dict[str, list[Piece]] = {
             f"{name}.{stack}": pieces_of(self.model, f"{name}.{stack}")
             for name, module in experts_of(self.model).items()

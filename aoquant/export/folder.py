@@ -58,7 +58,7 @@ class Folder:
         for file, held in split.filename_to_tensors.items():
             if not self.done:
                 reserve(self.path / file, {n: tensors[n] for n in held}, metadata)
-            places |= header(self.path / file)[1]
+            places |= header(self.path / file).tensors
         with bar(size, "export") as advance:
             pending: list[str] = []
             unflushed = 0

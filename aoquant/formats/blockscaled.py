@@ -36,7 +36,7 @@ from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e8m0
 
 E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
 PTS_FLOOR = 2.0**-121
-NVFP4_TOP = E2M1_MAX * ELEMENTS["e4m3"][1]  # 2688
+NVFP4_TOP = E2M1_MAX * ELEMENTS["e4m3"].largest  # 2688
 _NAMES = {"dynamic": "nvfp4", "row": "nvfp4-row", "none": "nvfp4-none"}
 
 
@@ -61,8 +61,7 @@ class MX(Format):
 
     def measure(self, x_RK: Tensor) -> Scales:
         amax = absmax(self._blocks(x_RK)).float()
-        max_pow2, max_value, mantissa_bits = ELEMENTS[self.element]
-        byte = e8m0_bytes(amax, self.rule, max_pow2=max_pow2, max_value=max_value, mantissa_bits=mantissa_bits)
+        byte = e8m0_bytes(amax, self.rule, ELEMENTS[self.element])
         return Scales(byte.view(torch.float8_e8m0fnu))
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
@@ -202,7 +201,7 @@ def block_scales(x_RGB: Tensor, outer: Tensor | None, largest: float = E2M1_MAX,
     ratio = divide(torch.where(amax.isinf(), torch.nan, amax), largest)  # the clamp would hide Inf
     if outer is not None:
         ratio = ratio / outer
-    return ratio.clamp(least, ELEMENTS["e4m3"][1]).to(FLOAT8["e4m3"])
+    return ratio.clamp(least, ELEMENTS["e4m3"].largest).to(FLOAT8["e4m3"])
 
 
 def e2m1_values(e: Encoded) -> Tensor:

@@ -32,6 +32,7 @@ Sources: github.com/IST-DASLab/WUSH, /qutlass (its float64 test references), /Qu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,11 +70,18 @@ class _E2M1(Format):
         return self._blocks(layout.unpack(e.codes, 4, e.k) & 7).amax(-1) != 0
 
 
-# name -> statistic, tiny and gain
-_MX: dict[str, tuple[str, float, float]] = {
-    "xx-mxfp4": ("absmax", 0.0, 3.0),
-    "qutlass-mxfp4": ("absmax", 1e-8, 3.0),
-    "mxfp4-quest": ("quest", 1e-8, 1.0),
+class _Rule(NamedTuple):
+    """How an MXFP4 dialect scales a block: see `MXFP4Dialect`."""
+
+    statistic: str
+    tiny: float
+    gain: float
+
+
+_MX = {
+    "xx-mxfp4": _Rule("absmax", 0.0, 3.0),
+    "qutlass-mxfp4": _Rule("absmax", 1e-8, 3.0),
+    "mxfp4-quest": _Rule("quest", 1e-8, 1.0),
 }
 
 
@@ -93,17 +101,17 @@ class MXFP4Dialect(_E2M1):
     @property
     def statistic(self) -> str:
         """ "absmax", or "quest": the standard deviation."""
-        return _MX[self.dialect][0]
+        return _MX[self.dialect].statistic
 
     @property
     def tiny(self) -> float:
         """Added to the statistic."""
-        return _MX[self.dialect][1]
+        return _MX[self.dialect].tiny
 
     @property
     def gain(self) -> float:
         """The factor of y / s before it is rounded."""
-        return _MX[self.dialect][2]
+        return _MX[self.dialect].gain
 
     def measure(self, x_RK: Tensor) -> Scales:
         x_RGB = self._blocks(x_RK).float()

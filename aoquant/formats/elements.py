@@ -9,6 +9,7 @@ which no PyTorch operation promises.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +17,23 @@ from torch import Tensor
 E2M1_MAX = 6.0
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# element -> (largest power of two, largest value, mantissa bits): the constants of the e8m0 rules
-ELEMENTS = {"e2m1": (2, E2M1_MAX, 1), "e4m3": (8, 448.0, 3), "e5m2": (15, 57344.0, 2)}
+
+
+class Element(NamedTuple):
+    """The constants of the e8m0 rules: the exponent of the largest power of two, the largest value, mantissa bits."""
+
+    max_pow2: int
+    largest: float
+    mantissa: int
+
+
+ELEMENTS = {"e2m1": Element(2, E2M1_MAX, 1), "e4m3": Element(8, 448.0, 3), "e5m2": Element(15, 57344.0, 2)}
 
 
 def rounding_limit(element: str) -> float:
     """Half a step above the largest code: 7, 464, 61440. Values beyond it are clipped; nearer ones are only rounded."""
-    max_pow2, max_value, mantissa_bits = ELEMENTS[element]
-    return max_value + 2.0 ** (max_pow2 - mantissa_bits - 1)
+    of = ELEMENTS[element]
+    return of.largest + 2.0 ** (of.max_pow2 - of.mantissa - 1)
 
 
 def to_e2m1(x: Tensor) -> Tensor:
@@ -64,7 +74,7 @@ def from_e2m1(codes: Tensor) -> Tensor:
 
 def to_float8(x: Tensor, element: str) -> Tensor:
     """float32 -> float8, half to even, saturating; NaN stays NaN."""
-    limit = ELEMENTS[element][1]
+    limit = ELEMENTS[element].largest
     return x.clamp(-limit, limit).to(FLOAT8[element])
 
 

@@ -90,7 +90,7 @@ class Float8(OneScale):
         if self.fixed:
             return Scales(*constants(self.fixed, x_RK.device))
         amax = self._absmax(self._blocks(x_RK))
-        return Scales(divide(amax, ELEMENTS[self.element][1], native=self.native).float())
+        return Scales(divide(amax, ELEMENTS[self.element].largest, native=self.native).float())
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB, scale = self._blocks(x_RK), s.scale

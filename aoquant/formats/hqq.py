@@ -167,7 +167,8 @@ class AffineHQQ(Affine):
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         low, high = self.limits
         x_RGB = self._blocks(x_RK)
-        q = (x_RGB.float() / scale_only(x_RGB, low, high)[1].unsqueeze(-1)).round()
+        _, scale = scale_only(x_RGB, low, high)
+        q = (x_RGB.float() / scale.unsqueeze(-1)).round()
         return ((q < low) | (q > high)).flatten(1)
 
     def floored(self, e: Encoded) -> Tensor:

@@ -35,7 +35,9 @@ ROW_FLOOR = 1.0 / 512
 def row_scales(x_RK: Tensor) -> Tensor:
     """float32 scales (R, 1)."""
     amax = absmax(x_RK.contiguous()).unsqueeze(-1).float().clamp(min=ROW_FLOOR)
-    return amax / torch.full_like(amax, ELEMENTS["e4m3"][1])  # by a tensor: CUDA multiplies by a number's reciprocal
+    return amax / torch.full_like(
+        amax, ELEMENTS["e4m3"].largest
+    )  # by a tensor: CUDA multiplies by a number's reciprocal
 
 
 def row_codes(x_RK: Tensor, scale: Tensor) -> Tensor:
@@ -60,5 +62,5 @@ class Float8Mslk(Float8):
 
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
-        small = e.scale <= ROW_FLOOR / ELEMENTS["e4m3"][1]
+        small = e.scale <= ROW_FLOOR / ELEMENTS["e4m3"].largest
         return small & (e.codes.float() != 0).any(-1, keepdim=True)

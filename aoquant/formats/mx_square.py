@@ -43,8 +43,7 @@ class MXSquare(MX):
 
     def measure(self, x_RK: Tensor) -> Scales:
         amax = self._tiles(absmax(self._blocks(x_RK)).float())
-        max_pow2, max_value, mantissa_bits = ELEMENTS[self.element]
-        byte = e8m0_bytes(amax, self.rule, max_pow2=max_pow2, max_value=max_value, mantissa_bits=mantissa_bits)
+        byte = e8m0_bytes(amax, self.rule, ELEMENTS[self.element])
         return Scales(byte.view(torch.float8_e8m0fnu))
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:

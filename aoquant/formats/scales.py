@@ -18,6 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .elements import Element
+
 E8M0_BIAS = 127
 _MANTISSA = 23  # float32
 _LONG = 1 << 14  # values of a row, or of a tensor as one row, that are not copied to find the largest
@@ -76,27 +78,26 @@ def visible_e8m0(x_RGB: Tensor, scale: Tensor) -> Tensor:
     return torch.where(x_RGB.isnan().any(-1), 255, scale.view(torch.uint8)).view(torch.float8_e8m0fnu)
 
 
-def e8m0_bytes(amax: Tensor, rule: str, *, max_pow2: int, max_value: float, mantissa_bits: int) -> Tensor:
+def e8m0_bytes(amax: Tensor, rule: str, element: Element) -> Tensor:
     """uint8 biased exponents of power-of-two scales.
 
     amax: float32. rule: "floor", "ceil", "even" (exponent of amax, down, up or after rounding the mantissa to the
-        element's) or "rceil" (smallest power of two >= amax / max_value). max_pow2, max_value, mantissa_bits: of the
-        element.
+        element's) or "rceil" (smallest power of two >= amax / the element's largest value).
     """
     if rule == "rceil":
         # exact, as the hardware's cvt.rp.ue8m0: ceil(log2(x)) in float32 misses powers of two by a few ulps
-        bits = divide(amax, max_value).view(torch.int32)
+        bits = divide(amax, element.largest).view(torch.int32)
         exponent, mantissa = (bits >> _MANTISSA) & 0xFF, bits & 0x7FFFFF
         up = torch.where(exponent == 0, mantissa > 1 << (_MANTISSA - 1), mantissa > 0)
         byte = (exponent + up.int()).clamp(max=254).float()  # Inf -> 254
     else:
         bits = amax.view(torch.int32)
         if rule == "even":
-            bits = (bits + (1 << (_MANTISSA - mantissa_bits - 1))) & (0x1FF << _MANTISSA)
+            bits = (bits + (1 << (_MANTISSA - element.mantissa - 1))) & (0x1FF << _MANTISSA)
         exponent = (bits >> _MANTISSA) & 0xFF
         if rule == "ceil":
             exponent = exponent + ((bits & 0x7FFFFF) > 0).int()
-        byte = (exponent - max_pow2).clamp(0, 255).float()
+        byte = (exponent - element.max_pow2).clamp(0, 255).float()
     return torch.where(amax.isnan(), 255.0, byte).to(torch.uint8)
 
 

@@ -68,7 +68,7 @@ class TEFloat8(Float8):
 
     def factor(self, amax: Tensor) -> Tensor:
         """The float32 factor of x, from float32 absolute maxima."""
-        factor = (torch.full_like(amax, ELEMENTS[self.element][1]) / amax).clamp(max=_FLT_MAX)
+        factor = (torch.full_like(amax, ELEMENTS[self.element].largest) / amax).clamp(max=_FLT_MAX)
         if self.per == "block" and self.pow2:
             factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)
         return torch.where((amax == 0) | ~amax.isfinite(), 1.0, factor)

@@ -162,7 +162,7 @@ def files(directory: Path) -> list[Path]:
         raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     for path in paths:
         promised = {key for key, file in weight_map.items() if file == path.name}
-        if lost := sorted(promised - header(path)[1].keys()):
+        if lost := sorted(promised - header(path).tensors.keys()):
             raise ValueError(f"{path}: {some(lost)} missing, which {INDEX} promises: copy or save the checkpoint again")
     return paths
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,8 +120,15 @@ def _read(stored: StoredTensor, offset: int, size: int) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Metadata and tensors of a file.
+class Header(NamedTuple):
+    """What a file says of itself: metadata, and its tensors by name."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, StoredTensor]
+
+
+def header(path: Path) -> Header:
+    """The header of a file.
 
     Raises:
         ValueError: the file cannot be read, is shorter or longer than its header says, its header is no safetensors
@@ -149,7 +157,7 @@ def header(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
             raise ValueError(f"{8 + length + end} bytes promised, {size} there")
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # bytes that are no JSON, JSON that is no header
         raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
-    return metadata, tensors
+    return Header(metadata, tensors)
 
 
 def reserve(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
@@ -166,7 +174,7 @@ def reserve(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, st
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    return header(path)[1]
+    return header(path).tensors
 
 
 def replace_metadata(path: Path, metadata: Mapping[str, str]) -> None:

@@ -140,7 +140,7 @@ def _stored(source: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{source}: not a model folder, it has no config.json")
     stored: dict[str, StoredTensor] = {}
     for path in checkpoint.files(source):
-        tensors = header(path)[1]
+        tensors = header(path).tensors
         if twice := sorted(stored.keys() & tensors.keys()):
             raise ValueError(f"{path}: {twice[0]} is in {stored[twice[0]].path.name} too: copy the checkpoint again")
         stored |= tensors

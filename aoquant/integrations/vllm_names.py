@@ -53,7 +53,7 @@ def patch_loader(loader: Any) -> None:
 
 def is_ours(files: Sequence[str]) -> bool:
     """Whether aoquant wrote a checkpoint's safetensors files."""
-    return all(checksums.KEY in header(Path(file))[0] for file in files)
+    return all(checksums.KEY in header(Path(file)).metadata for file in files)
 
 
 def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:

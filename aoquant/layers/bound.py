@@ -131,7 +131,8 @@ class BoundWeight:
         recipe, w, given = self._recipe, self._w, self._given
 
         def general(x: Tensor, bias: Tensor | None) -> Tensor:
-            return multiply(x, None, bias, given)[0]
+            y, _ = multiply(x, None, bias, given)
+            return y
 
         if not m or given.x_held is not None:
             return general

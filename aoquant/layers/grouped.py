@@ -184,7 +184,8 @@ def grouped_at_once(
         check_dtype(given_x, weight.dtype, recipe.contract)
     given = _Given(recipe.key, transposed and packed is None, packed)
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return _multiply(x, None if packed is not None else weight, rows, given)[0]
+        y, _ = _multiply(x, None if packed is not None else weight, rows, given)
+        return y
     return _applied(x, None if packed is not None else weight, *rows, given)
 
 

@@ -133,7 +133,8 @@ def quantized_linear(
             raise ValueError(reason)
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         alone = Given(recipe.key, packed, x_held, w_held, fixed=fixed)
-        return multiply(x, w if packed is None else None, bias, alone)[0]  # type: ignore[arg-type]
+        y, _ = multiply(x, w if packed is None else None, bias, alone)  # type: ignore[arg-type]
+        return y
     shared = columns = None
     if packed is None and x_held is None and parts is None:
         if recipe.fprop_input is not None:

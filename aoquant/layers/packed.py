@@ -224,4 +224,5 @@ def _product(
 ) -> Tensor:
     """y (..., N); one call to a compiler, see `linear._applied`."""
     held = None if matrix is None else Scales(transform=matrix)
-    return multiply(x, None, bias, Given(key, Encoded(codes, scale, zero, outer, k), held))[0]
+    y, _ = multiply(x, None, bias, Given(key, Encoded(codes, scale, zero, outer, k), held))
+    return y

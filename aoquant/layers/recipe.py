@@ -131,14 +131,12 @@ class LinearRecipe:
         if reason := self._why_not():
             raise ValueError(reason)
         object.__setattr__(self, "holds", self.fitted or (input_scales, weight_scales) != ("dynamic", "dynamic"))
-        sides = (
-            Side.of_input(save, input_source, self.fprop_input, self.wgrad_grad_output, self.wgrad_input),
-            Side.of_weight(
-                save, weight_source, self.fprop_weight, self.dgrad_grad_output, self.dgrad_weight, self.weight_clips
-            ),
+        side = Side.of_input(save, input_source, self.fprop_input, self.wgrad_grad_output, self.wgrad_input)
+        object.__setattr__(self, "input_side", side)
+        side = Side.of_weight(
+            save, weight_source, self.fprop_weight, self.dgrad_grad_output, self.dgrad_weight, self.weight_clips
         )
-        object.__setattr__(self, "input_side", sides[0])
-        object.__setattr__(self, "weight_side", sides[1])
+        object.__setattr__(self, "weight_side", side)
         object.__setattr__(self, "key", f"{self}, {straight_through}, ops {ops.schemas()}")
         _RECIPES[self.key] = self
 
@@ -181,17 +179,17 @@ class LinearRecipe:
             return None
         if self.history < 1 or self.select not in delayed.SELECTS:
             return f"delayed scaling has a history of 1 or more steps and one of {', '.join(delayed.SELECTS)}, got {self.history} and {self.select!r}"
-        operands = (self.fprop_input, self.fprop_weight, *(getattr(self, slot) for slot in BACKWARD))
+        operands = {slot: getattr(self, slot) for slot in ("fprop_input", "fprop_weight", *BACKWARD)}
         plain = all(
             isinstance(o, Operand)
             and o.transform is None
             and isinstance(o.format, TEFloat8)
             and o.format.per == "tensor"
-            for o in operands
+            for o in operands.values()
         )
-        names = [o.name if o else "high precision" for o in operands]
+        names = {slot: o.name if o else "high precision" for slot, o in operands.items()}
         one = self.dgrad_grad_output == self.wgrad_grad_output
-        shared = names[0] == names[5] and names[1] == names[3]
+        shared = names["fprop_input"] == names["wgrad_input"] and names["fprop_weight"] == names["dgrad_weight"]
         if (
             not plain
             or not one
@@ -201,7 +199,7 @@ class LinearRecipe:
         ):
             return (
                 "delayed scaling is for te-fp8-tensor and te-fp8-e5m2-tensor, one for each of input, weight and gradient in all three "
-                f'GEMMs, with save="col" and dynamic scales of the base, got {", ".join(names)}, save={self.save!r}'
+                f'GEMMs, with save="col" and dynamic scales of the base, got {", ".join(names.values())}, save={self.save!r}'
             )
         return None
 

@@ -27,5 +27,5 @@ def advance(
 ) -> Delayed:
     """The state after a step: of the tensors that are encoded as x, w and grad. amax: (3,), of all ranks."""
     formats: list[Any] = [o.format for o in (x, w, grad)]
-    largest = torch.stack([torch.full_like(amax[0], ELEMENTS[f.element][1]) for f in formats])
+    largest = torch.stack([torch.full_like(amax[0], ELEMENTS[f.element].largest) for f in formats])
     return delayed.advanced(Delayed(history, factor), amax, largest, select)

@@ -276,8 +276,8 @@ def _side_shapes(a: Any) -> Sides:
 @op(_side_shapes)
 def encode_sides(x_RK: Tensor, operand: Operand, multiple: int) -> Sides:
     """`encode` and `encode_columns` of x in a `square` format, in one pass over x where a kernel can."""
-    rows, codes = codec.sides(operand, x_RK, backward.padded_rows(x_RK.shape[0], multiple))
-    return Sides(rows, *backward.transposed(rows, operand, multiple, codes).tensors)
+    made = codec.sides(operand, x_RK, backward.padded_rows(x_RK.shape[0], multiple))
+    return Sides(made.rows, *backward.transposed(made.rows, operand, multiple, made.columns).tensors)
 
 
 @op(lambda a: a.x.codes.new_empty(a.x.codes.shape[0], a.y.codes.shape[0], dtype=a.dtype))

@@ -95,6 +95,5 @@ def told(f: Format, w: Encoded, dtype: torch.dtype) -> PackedWeight | None:
     if how is None or (how != "int8" and (w.scale is None or w.scale.dtype != dtype)):
         return None
     scale, zero = (None, None) if how == "int8" else (w.scale, w.zero)
-    whole = [None if t is None else t.contiguous() for t in (w.codes, scale, zero)]
-    assert whole[0] is not None
-    return PackedWeight(whole[0], whole[1], whole[2], KINDS[how], f.block or 0)
+    scale, zero = (None if t is None else t.contiguous() for t in (scale, zero))
+    return PackedWeight(w.codes.contiguous(), scale, zero, KINDS[how], f.block or 0)

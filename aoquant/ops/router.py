@@ -55,6 +55,16 @@ class CodesAndValues(NamedTuple):
     alpha: Tensor | None
 
 
+class Made(NamedTuple):
+    """What an encoder makes of x (R, K) in one pass, each None where it was not asked for: codes and scales; values
+    (R, K), the GEMM's operand or decoded; alpha, as above, which is there without an operand too.
+    """
+
+    encoded: Encoded | None
+    values: Tensor | None
+    alpha: Tensor | None
+
+
 class Operands(NamedTuple):
     """The result of the codec's role "operands": of x, and of x^T, whose values may lie in memory as x does. None: not
     asked for.
@@ -62,6 +72,13 @@ class Operands(NamedTuple):
 
     rows: CodesAndValues | None
     columns: CodesAndValues | None
+
+
+class CodesOfBoth(NamedTuple):
+    """The result of the codec's role "sides": x in a square format, and its codes moved to where those of x^T lie."""
+
+    rows: Encoded
+    columns: Tensor
 
 
 class BothCoded(NamedTuple):

@@ -21,19 +21,11 @@ from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import divide
 
 from . import codec, tiles
-from .router import CodecRequest, routed
+from .router import CodecRequest, Made, routed
 
 TURNED = 1 << 25  # bytes of a transposed stack that are turned at a time: what an L2 cache holds
 _LONGEST = 256  # values of a block that is encoded where it lies
 _PARTS = 256  # of an expert, at most, whose largest magnitudes are found side by side
-
-
-class Made(NamedTuple):
-    """Of a stack: codes, or None; values (E * N, K), or None; alpha of the operand (E * N, 1), or None for 1."""
-
-    encoded: Encoded | None
-    values: Tensor | None
-    alpha: Tensor | None
 
 
 class Values(NamedTuple):
@@ -130,16 +122,16 @@ def _parts(w: Tensor, transposed: bool) -> Iterator[Tensor]:
 
 
 def _made(operand: Operand, w_ENK: Tensor, dtype: torch.dtype | None, alpha_apart: bool, keep: bool) -> Made:
+    """Of a stack: rows are those of all experts, alpha is (E * N, 1)."""
     experts, n, k = w_ENK.shape
     w_RK = w_ENK.reshape(experts * n, k)  # a copy of what is transposed
     if not operand.per_tensor:
         return _of_rows(operand, w_RK, dtype, alpha_apart, keep)
     if _takes_outer(operand, w_RK):
         found = codec.triton.in_one_pass(operand, w_RK, dtype, alpha_apart, keep, _outer(w_RK, experts))
-        e, values_RK, alpha = found
-        assert alpha is not None
-        alpha = alpha.expand(experts, n).reshape(-1, 1)
-        return Made(None if e is None else e._replace(outer=alpha), values_RK, alpha)
+        assert found.alpha is not None
+        alpha, e = found.alpha.expand(experts, n).reshape(-1, 1), found.encoded
+        return Made(None if e is None else e._replace(outer=alpha), found.values, alpha)
     return _join_made([_one(operand, w_NK, dtype, alpha_apart, keep) for w_NK in w_RK.view(experts, n, k)])
 
 

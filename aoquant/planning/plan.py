@@ -321,8 +321,8 @@ def _check_same_forward(old: LinearRecipe, target: Target, *, replaces: bool = T
     scales are dynamic ones of earlier steps.
     """
     new = target.recipe
-    holds = [r.holds and not r.history for r in (old, new)]
-    if not replaces or new.deployed != old.deployed or holds[0] != holds[1]:
+    held, holds = (r.holds and not r.history for r in (old, new))
+    if not replaces or new.deployed != old.deployed or held != holds:
         raise ValueError(f"is prepared for ({old}), and a HybridConfig replaces backward alone, got ({new})")
 
 
@@ -360,10 +360,10 @@ def _check_base(hybrid: HybridConfig, target: Target) -> None:
     """Raise ValueError where a HybridConfig names a forward, and its base deploys another."""
     for slot, operand in hybrid.forward().items():
         deployed: Operand | None = getattr(target.recipe, slot)
-        names = [o.name if o is not None else "high-precision" for o in (operand, deployed)]
-        if names[0] != names[1]:
+        asked, deploys = (o.name if o is not None else "high-precision" for o in (operand, deployed))
+        if asked != deploys:
             raise ValueError(
-                f"HybridConfig: fprop: {slot} is {names[0]}, and the base deploys {names[1]}: give the base alone"
+                f"HybridConfig: fprop: {slot} is {asked}, and the base deploys {deploys}: give the base alone"
             )
 
 

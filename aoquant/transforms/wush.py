@@ -75,8 +75,8 @@ def fit(gram_x: Tensor, gram_w: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a Gram is not finite or zero, or the two are so far apart that T has no numbers.
     """
-    sides = [_damped(g.double(), what) for g, what in ((gram_x, "input"), (gram_w, "weight"))]
-    g_x, lower = sides[0], torch.linalg.cholesky(sides[1])
+    g_x, g_w = _damped(gram_x.double(), "input"), _damped(gram_w.double(), "weight")
+    lower = torch.linalg.cholesky(g_w)
     values, vectors = torch.linalg.eigh(lower.mT @ g_x @ lower)
     t = (
         _sylvester(g_x)
@@ -86,12 +86,12 @@ def fit(gram_x: Tensor, gram_w: Tensor) -> tuple[Tensor, Tensor]:
     )
     t = t.to(torch.bfloat16).double()
     inverse, info = torch.linalg.inv_ex(t)
-    fitted = t.float(), inverse.mT.float()
-    if bool(info.any()) or not all(bool(m.isfinite().all()) for m in fitted):
+    of_x, of_w = t.float(), inverse.mT.float()
+    if bool(info.any()) or not all(bool(m.isfinite().all()) for m in (of_x, of_w)):
         raise ValueError(
             "its inputs and weights are too far apart for a fitted transform in bfloat16: leave the layer out, or use aoquant.Hadamard"
         )
-    return fitted[0].contiguous(), fitted[1].contiguous()
+    return of_x.contiguous(), of_w.contiguous()
 
 
 def _damped(g: Tensor, what: str) -> Tensor:

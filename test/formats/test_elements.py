@@ -39,7 +39,7 @@ def ties(element: str) -> Tensor:
 @pytest.mark.parametrize("source", ["bfloat16", "float16", "float32", "ties"])
 def test_element_is_ml_dtypes(element: str, source: str) -> None:
     x = ties(element) if source == "ties" else every(getattr(torch, source))
-    limit = ELEMENTS[element][1]
+    limit = ELEMENTS[element].largest
     # ml_dtypes turns overflow of float8 into NaN or Inf; ours saturates, so its input is clipped
     expected = np.clip(x.numpy(), -limit, limit).astype(NUMPY[element]).view(np.uint8)
     got = to_e2m1(x) if element == "e2m1" else to_float8(x, element).view(torch.uint8)
@@ -76,7 +76,7 @@ def test_values_of_all_e2m1_codes() -> None:
 def test_nan_and_inf_in_float8(element: str) -> None:
     got = to_float8(torch.tensor([torch.nan, torch.inf, -torch.inf]), element).float()
     assert got[0].isnan()
-    assert got[1:].tolist() == [ELEMENTS[element][1], -ELEMENTS[element][1]]
+    assert got[1:].tolist() == [ELEMENTS[element].largest, -ELEMENTS[element].largest]
 
 
 def test_e8m0_values_of_all_bytes() -> None:
@@ -91,17 +91,16 @@ def test_e8m0_values_of_all_bytes() -> None:
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("rule", ["floor", "ceil", "even", "rceil"])
 def test_e8m0_rules_are_exact(rule: str, element: str) -> None:
-    max_pow2, max_value, mantissa_bits = ELEMENTS[element]
+    of = ELEMENTS[element]
     x = every(torch.bfloat16)
-    edges = torch.tensor([top * 2.0**e for e in range(-126, 100) for top in (max_value, 1.0, 1.75, 2 - 2.0**-7)])
+    edges = torch.tensor([top * 2.0**e for e in range(-126, 100) for top in (of.largest, 1.0, 1.75, 2 - 2.0**-7)])
     edges = torch.cat((edges, edges.nextafter(torch.tensor(0.0)), edges.nextafter(torch.tensor(3e38))))
     x = torch.cat((x[x >= 0][::3], every(torch.float32)[:2000].abs(), edges))
-    got = e8m0_bytes(x, rule, max_pow2=max_pow2, max_value=max_value, mantissa_bits=mantissa_bits)
-    constants = {"max_pow2": max_pow2, "max_value": max_value, "mantissa_bits": mantissa_bits}
-    expected = [_byte(float(v), rule, **constants) for v in x]
+    got = e8m0_bytes(x, rule, of)
+    expected = [_byte(float(v), rule, *of) for v in x]
     assert got.tolist() == expected
-    special = e8m0_bytes(torch.tensor([torch.nan, torch.inf]), rule, **constants)
-    assert special.tolist() == [255, 254 if rule == "rceil" else 255 - max_pow2]
+    special = e8m0_bytes(torch.tensor([torch.nan, torch.inf]), rule, of)
+    assert special.tolist() == [255, 254 if rule == "rceil" else 255 - of.max_pow2]
 
 
 def _byte(v: float, rule: str, max_pow2: int, max_value: float, mantissa_bits: int) -> int:

@@ -332,7 +332,7 @@ def test_mx_scales_bound_the_largest_value(name: str, row: list[float], exponent
     top = x.abs().max().item()
     e = fmt.encode(x)
     assert e.scale is not None
-    scale, limit = e.scale.float().item(), ELEMENTS[fmt.element][1]
+    scale, limit = e.scale.float().item(), ELEMENTS[fmt.element].largest
     if top:
         assert top <= scale * limit * (1 if fmt.rule in ("rceil", "ceil") else 2)
         assert top > scale * limit / 4

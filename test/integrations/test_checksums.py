@@ -46,7 +46,7 @@ def copy_of(folder: Path, to: Path) -> Path:
 def invert(folder: Path, name: str) -> Path:
     """Invert every byte of a stored tensor; returns its file."""
     for path in folder.glob("*.safetensors"):
-        if (place := header(path)[1].get(name)) is not None:
+        if (place := header(path).tensors.get(name)) is not None:
             raw = bytearray(path.read_bytes())
             raw[place.start : place.start + place.size] = bytes(
                 255 - b for b in raw[place.start : place.start + place.size]
@@ -61,7 +61,7 @@ def test_every_tensor_has_a_checksum_and_an_intact_checkpoint_loads(kind: str, f
     paths = sorted(folders[kind].glob("*.safetensors"))
     assert (len(paths) == 1) == (kind == "whole")
     stored = 14 * 3 + 8 + 5 + 1  # parts of the packed weights, biases, norms, and the tied embedding once
-    assert checksums.verify(paths) == sum(len(header(p)[1]) for p in paths) == stored
+    assert checksums.verify(paths) == sum(len(header(p).tensors) for p in paths) == stored
     load_pretrained(folders[kind])
 
 
@@ -90,7 +90,7 @@ def test_verification_can_be_left_out(folders: dict[str, Path], tmp_path: Path) 
 @pytest.mark.parametrize("byte", [0, 17, -1])
 def test_one_bit_is_enough(byte: int, folders: dict[str, Path], tmp_path: Path) -> None:
     path = copy_of(folders["whole"], tmp_path / "copy") / checkpoint.SINGLE
-    place = header(path)[1][QDATA]
+    place = header(path).tensors[QDATA]
     raw = bytearray(path.read_bytes())
     raw[place.start + byte % place.size] ^= 4
     path.write_bytes(raw)

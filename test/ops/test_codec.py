@@ -11,7 +11,7 @@ from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
-from aoquant.formats import Encoded, Format, as_operand, get_operand
+from aoquant.formats import Format, as_operand, get_operand
 from aoquant.ops import CodecRequest, backward, codec, router, tiles
 from aoquant.ops.codec import cuda, triton
 
@@ -133,10 +133,11 @@ def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch
 
     def library(
         f: Format, x: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None
-    ) -> tuple[Encoded, Tensor | None]:
+    ) -> router.CodesAndValues:
         e = f.encode(x)
         assert measured is None or (e.outer is not None and torch.equal(measured, e.outer))
-        return e, None if dtype is None else (f.operand if operand else f.decode)(e, dtype)
+        values = x.new_empty(0) if dtype is None else (f.operand if operand else f.decode)(e, dtype)
+        return router.CodesAndValues(e, values, e.outer)
 
     monkeypatch.setattr(cuda, "_run", library)
     fmt, x = get_format(name), data("outlier", 6, 192, BF16)
@@ -144,10 +145,13 @@ def test_the_cuda_encoder_takes_what_the_codec_hands_over(name: str, monkeypatch
     e = fmt.encode(x)
     assert_equal(runs["encode"](as_operand(fmt), x).codes, e.codes)
     for measured in (None, e.outer):
-        kept, values, alpha = runs["quantize"](as_operand(fmt), x, BF16, True, True, measured)
-        assert_equal(kept.codes, e.codes)
-        assert_equal(values, fmt.operand(e, BF16))
-        assert_equal(alpha, fmt.alpha(e))
+        for keep in (True, False):
+            made = runs["quantize"](as_operand(fmt), x, BF16, True, keep, measured)
+            assert (made.encoded is not None) == keep
+            if keep:
+                assert_equal(made.encoded.codes, e.codes)
+            assert_equal(made.values, fmt.operand(e, BF16))
+            assert_equal(made.alpha, fmt.alpha(e))
 
 
 def test_what_triton_takes_of_a_transform(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,11 +179,11 @@ def test_triton_hands_on_what_a_transform_makes_of_high_precision(monkeypatch: p
     monkeypatch.setattr(triton, "transform", lambda operand, x, matrix: operand.transformed(x, matrix))
     operand, x = get_operand("hadamard16+high-precision"), data("normal", 6, 192, BF16)
     want = operand.transformed(x)
-    kept, values, alpha = triton.in_one_pass(operand, x, F32, True, True, None)
-    assert alpha is None and kept is not None and values is not None
-    assert_equal(kept.codes, want)
-    assert_equal(values, want.float())
-    assert triton.in_one_pass(operand, x, None, True, False, None)[:2] == (None, None)
+    made = triton.in_one_pass(operand, x, F32, True, True, None)
+    assert made.alpha is None and made.encoded is not None and made.values is not None
+    assert_equal(made.encoded.codes, want)
+    assert_equal(made.values, want.float())
+    assert triton.in_one_pass(operand, x, None, True, False, None) == router.Made(None, None, None)
 
 
 def test_what_the_cuda_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:

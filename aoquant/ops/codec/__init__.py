@@ -28,7 +28,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_operand
 from aoquant.transforms import RoundedHadamard
 
-from ..router import BothCoded, CodecRequest, CodesAndValues, Operands, register, routed
+from ..router import BothCoded, CodecRequest, CodesAndValues, CodesOfBoth, Operands, register, routed
 from . import cpu, cuda, fitted, reference, triton
 from .reference import masked
 from .triton import finds_outer, has_triton, lacks_triton
@@ -190,8 +190,8 @@ def transposed(operand: Operand, codes: Tensor, k: int, padded: int) -> Tensor:
     return made
 
 
-def sides(operand: Operand, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]:
-    """(codes and scales of x_RK in a square format; codes of its transpose as `transposed` moves them)."""
+def sides(operand: Operand, x_RK: Tensor, padded: int) -> CodesOfBoth:
+    """Codes and scales of x_RK in a square format, and codes of its transpose as `transposed` moves them."""
     request = CodecRequest, "sides", operand, x_RK.device, x_RK.dtype, *x_RK.shape
-    made: tuple[Encoded, Tensor] = routed(*request).run(operand, x_RK, padded)
+    made: CodesOfBoth = routed(*request).run(operand, x_RK, padded)
     return made

@@ -67,7 +67,9 @@ def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     if isinstance(f := operand.format, Int4):
         codes, scale, zero = native_cpu.operator("encode_int4")(x_RK.contiguous(), f.group)
         return Encoded(codes, scale, zero, None, x_RK.shape[1])
-    return _rows(operand, x_RK, False)[0]
+    made = _rows(operand, x_RK, False).encoded
+    assert made is not None
+    return made
 
 
 def encode_with_values(
@@ -85,14 +87,16 @@ def encode_with_values(
         return CodesAndValues(e if keep else None, decode(made.format, e, dtype, operand, dtype), None)
     if not operand or dtype != x_RK.dtype:
         return reference.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
-    e, values = _rows(made, x_RK, True)
-    return CodesAndValues(e if keep else None, values, e.scale)
+    found = _rows(made, x_RK, True)
+    return found if keep else CodesAndValues(None, found.values, found.alpha)
 
 
-def _rows(operand: Operand, x_RK: Tensor, values: bool) -> tuple[Encoded, Tensor]:
+def _rows(operand: Operand, x_RK: Tensor, values: bool) -> CodesAndValues:
+    """Codes, and the operand if `values`, else an empty tensor."""
     asymmetric = operand.name.endswith("-asym")
     codes, scale, zero, made = native_cpu.operator("encode_int8_rows")(x_RK.contiguous(), asymmetric, values)
-    return Encoded(codes, scale, zero if asymmetric else None, None, x_RK.shape[1]), made
+    e = Encoded(codes, scale, zero if asymmetric else None, None, x_RK.shape[1])
+    return CodesAndValues(e, made, scale)
 
 
 BACKENDS = (

@@ -73,9 +73,10 @@ def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
     if whole.has(operand):
         made = whole.encode(operand.format, _aligned(x_RK), None, False, True)
-        assert made.encoded is not None
-        return made.encoded
-    return _run(operand.format, _transformed(operand, x_RK), None, False, None)[0]
+    else:
+        made = _run(operand.format, _transformed(operand, x_RK), None, False, None)
+    assert made.encoded is not None
+    return made.encoded
 
 
 def encode_with_values(
@@ -97,17 +98,15 @@ def encode_with_values(
     if made.name in native.ROW_FORMATS:
         if dtype is not x_RK.dtype:  # a weight of few rows, multiplied in another type than its own
             return triton.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
-        return CodesAndValues(None, *_rows(made.format, x_RK, not operand))
-    e, values = _run(made.format, _transformed(made, x_RK), dtype, operand, measured)
-    return CodesAndValues(e if keep else None, values, e.outer)
+        return _rows(made.format, x_RK, not operand)
+    found = _run(made.format, _transformed(made, x_RK), dtype, operand, measured)
+    return found if keep else CodesAndValues(None, found.values, found.alpha)
 
 
-def _rows(format: Format, x_RK: Tensor, decoded: bool) -> tuple[Tensor, Tensor]:
-    """The operand of rows, or decoded values, and a scale for each."""
-    made: tuple[Tensor, Tensor] = native.operator("encode_rows")(
-        _aligned(x_RK), native.ROW_FORMATS[format.name], decoded
-    )
-    return made
+def _rows(format: Format, x_RK: Tensor, decoded: bool) -> CodesAndValues:
+    """The operand of rows, or decoded values, and a scale for each; no codes."""
+    values, alpha = native.operator("encode_rows")(_aligned(x_RK), native.ROW_FORMATS[format.name], decoded)
+    return CodesAndValues(None, values, alpha)
 
 
 def _aligned(x_RK: Tensor) -> Tensor:
@@ -122,13 +121,15 @@ def _transformed(operand: Operand, x_RK: Tensor) -> Tensor:
 
 def _run(
     format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, measured: Tensor | None
-) -> tuple[Encoded, Tensor]:
+) -> CodesAndValues:
+    """Codes, and values in `dtype`, or an empty tensor for None."""
     x = _aligned(x_RK)
     if isinstance(format, NVFP4Search):
         outer = _outer(format, x) if measured is None else measured
         given = x.new_empty(0, dtype=torch.float32) if outer is None else outer
         codes, scale, values = native.operator("encode_search")(x, given, _DTYPES[dtype], operand)
-        return Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1]), values
+        e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
+        return CodesAndValues(e, values, outer)
     assert isinstance(format, FourOverSix)
     flips = format if isinstance(format, GridFlip) else None
     known = format.fixed[0] if format.fixed else 0.0
@@ -137,7 +138,8 @@ def _run(
         x, amax, known, _EFFORTS[flips.effort] if flips else 0, _METRICS[format.metric], format.tile,
         flips.c if flips else 0.25, bool(flips and flips.alternating), _DTYPES[dtype], operand,
     )  # fmt: skip
-    return Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1]), values
+    e = Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, x.shape[1])
+    return CodesAndValues(e, values, outer)
 
 
 def _outer(format: NVFP4Search, x: Tensor) -> Tensor | None:

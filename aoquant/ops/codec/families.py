@@ -5,12 +5,11 @@ A kernel knows exact formats: a subclass is another format, with other numbers, 
 not imported here, so that a machine without it can say why a kernel does not run. To add a kernel: its launchers
 (`encode`, `decode`) in a file of `ops/triton`, and its record here.
 
-    encode(format, x_RK, dtype or None, operand, keep, measured, mix)
-        -> (Encoded or None, values or None, alpha or None)
+    encode(format, x_RK, dtype or None, operand, keep, measured, mix) -> Made
     decode(format, e, dtype, operand) -> values
     saturated(format, x_RK, mix) -> mask, where `clips`
-    draw(operand, x_RK, dtype, random, outer) -> (Encoded, values, alpha), where `draws`; outer: given, or None
-    sides(format, x_RK, padded) -> (Encoded, codes of x^T), where `sides`
+    draw(operand, x_RK, dtype, random, outer) -> CodesAndValues, where `draws`; outer: given, or None
+    sides(format, x_RK, padded) -> CodesOfBoth, where `sides`
 
 mix is the operand whose Hadamard transform comes first in the same pass, or None.
 """

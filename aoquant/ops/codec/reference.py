@@ -8,7 +8,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Format, Operand, Random, Scales, layout
 
 from .. import tiles
-from ..router import Backend, BothCoded, CodesAndValues, Operands
+from ..router import Backend, BothCoded, CodesAndValues, CodesOfBoth, Operands
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
@@ -77,13 +77,13 @@ def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
     return layout.pack(moved, 4) if bits == 4 else moved
 
 
-def sides(operand: Operand, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]:
+def sides(operand: Operand, x_RK: Tensor, padded: int) -> CodesOfBoth:
     """Codes of x, and the same moved to where those of x^T lie."""
     from . import encode as fastest_encode
     from . import transposed as fastest_transposed
 
     e = fastest_encode(operand, x_RK)
-    return e, fastest_transposed(operand, e.codes.view(torch.uint8), e.k, padded)
+    return CodesOfBoth(e, fastest_transposed(operand, e.codes.view(torch.uint8), e.k, padded))
 
 
 def operands(

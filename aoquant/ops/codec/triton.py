@@ -17,11 +17,9 @@ from torch import Tensor
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random
 from aoquant.transforms import Hadamard
 
-from ..router import Backend, BothCoded, CodecRequest, CodesAndValues, Operands
+from ..router import Backend, BothCoded, CodecRequest, CodesAndValues, CodesOfBoth, Made, Operands
 from . import families, reference
 from .families import family_of, imported
-
-_Made = tuple[Encoded | None, Tensor | None, Tensor | None]
 
 
 @cache
@@ -112,9 +110,9 @@ def _why_not_sides(r: CodecRequest) -> str | None:
 
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
-    encoded, *_ = in_one_pass(operand, x_RK, None, True, True, None)
-    assert encoded is not None
-    return encoded
+    made = in_one_pass(operand, x_RK, None, True, True, None)
+    assert made.encoded is not None
+    return made.encoded
 
 
 def encode_with_values(
@@ -134,16 +132,17 @@ def encode_with_values(
     if random is not None:
         family = family_of(made.format)
         assert family is not None and operand
-        return CodesAndValues(*family.kernels.draw(made, x_RK, dtype, random, measured))
-    encoded, values, alpha = in_one_pass(made, x_RK, dtype, operand, keep, measured)
-    assert values is not None
-    return CodesAndValues(encoded, values, alpha)
+        drawn: CodesAndValues = family.kernels.draw(made, x_RK, dtype, random, measured)
+        return drawn
+    found = in_one_pass(made, x_RK, dtype, operand, keep, measured)
+    assert found.values is not None
+    return CodesAndValues(found.encoded, found.values, found.alpha)
 
 
 def in_one_pass(
     made: Operand, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
-) -> _Made:
-    """(codes and scales if `keep`, values in `dtype` unless it is None, the operand's alpha)."""
+) -> Made:
+    """Codes and scales if `keep`, values in `dtype` unless it is None, and the operand's alpha."""
     format, family = made.format, family_of(made.format)
     if made.transform is None:
         assert family is not None
@@ -152,7 +151,7 @@ def in_one_pass(
         return family.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, made)
     y_RK = transform(made, x_RK, None)
     if isinstance(format, HighPrecision):
-        return format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None
+        return Made(format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None)
     assert family is not None
     return family.encoders(format).encode(format, y_RK, dtype, operand, keep, measured, None)
 
@@ -198,11 +197,11 @@ def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
     return moved
 
 
-def sides(operand: Operand, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]:
+def sides(operand: Operand, x_RK: Tensor, padded: int) -> CodesOfBoth:
     """Codes of x and of x^T."""
     family = family_of(operand.format)
     assert family is not None
-    made: tuple[Encoded, Tensor] = family.kernels.sides(operand.format, x_RK, padded)
+    made: CodesOfBoth = family.kernels.sides(operand.format, x_RK, padded)
     return made
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,11 +193,18 @@ def aligned(t: Tensor) -> Tensor:
     return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
 
 
-def shifts(f: Format) -> tuple[float, float]:
+class Shifts(NamedTuple):
     """The shift of GridFlip's flagged blocks, even and odd ones along K; zeros for other formats."""
+
+    even: float
+    odd: float
+
+
+def shifts(f: Format) -> Shifts:
+    """Of W's format."""
     if not isinstance(f, GridFlip):
-        return 0.0, 0.0
-    return f.c, -f.c if f.alternating else f.c
+        return Shifts(0.0, 0.0)
+    return Shifts(f.c, -f.c if f.alternating else f.c)
 
 
 def _triton(c: Call) -> Tensor:

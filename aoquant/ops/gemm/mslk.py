@@ -49,7 +49,8 @@ def operator(name: str) -> Callable[..., Any]:
 
 def why_not_operator(name: str) -> str | None:
     """Why there is no operator `name` here; None when there is."""
-    return _find(name)[1]
+    _, reason = _find(name)
+    return reason
 
 
 @cache

@@ -135,7 +135,7 @@ def int8_epilogue(c: Call, acc_MN: Tensor) -> Tensor:
     assert c.x is not None and c.x.scale is not None and c.w.scale is not None
     y_MN = (acc_MN.float() * c.x.scale).to(c.dtype)
     if c.x.zero is not None:
-        row_sums = c.integers()[1].sum(-1).float()
+        row_sums = c.w_format.integers(c.w).sum(-1).float()
         y_MN = y_MN - ((c.x.zero.float() * c.x.scale) * row_sums).to(c.dtype)
     return c.shaped(_plus(y_MN * c.w.scale.flatten(), c.bias).to(c.dtype))
 

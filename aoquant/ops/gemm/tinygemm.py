@@ -12,7 +12,7 @@ tiles of 16 k's in an order of its own; `cuda_reference` sums the same products 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,22 +47,30 @@ def pack_cuda(format: Int4, e: Encoded, rows: int = 8) -> tuple[Tensor, Tensor]:
     scale, zero = _both(e)
     # nibble by nibble: q -> q + 8 is flipping the top bit, and this operator wants the even k in the high one
     pairs = (e.codes << 4).bitwise_or_(e.codes >> 4).bitwise_xor_(0x88)
-    missing = (0, -e.k % CUDA_K, 0, -pairs.shape[0] % rows)
-    if any(missing):
-        code, *values = _blank(format, scale.dtype)
-        pairs = F.pad(pairs, (0, missing[1] // 2, 0, missing[3]), value=code << 4 | code)
-        groups = (0, missing[1] // format.group, 0, missing[3])
-        scale, zero = (F.pad(t, groups, value=value) for t, value in zip((scale, zero), values, strict=True))
+    missing_k, missing_n = -e.k % CUDA_K, -pairs.shape[0] % rows
+    if missing_k or missing_n:
+        blank = _blank(format, scale.dtype)
+        pairs = F.pad(pairs, (0, missing_k // 2, 0, missing_n), value=blank.code << 4 | blank.code)
+        groups = (0, missing_k // format.group, 0, missing_n)
+        scale, zero = F.pad(scale, groups, value=blank.scale), F.pad(zero, groups, value=blank.zero)
     packed = _aten._convert_weight_to_int4pack(pairs.contiguous(), INNER_K_TILES)
     return packed, _scales_and_zeros(e._replace(scale=scale, zero=zero))
 
 
+class _Blank(NamedTuple):
+    """What zeros are encoded as: code (0 to 15), scale and zero."""
+
+    code: int
+    scale: float
+    zero: float
+
+
 @cache
-def _blank(format: Int4, dtype: torch.dtype) -> tuple[int, float, float]:
-    """Code (0 to 15), scale and zero that zeros have; made on a CPU, where reading them does not wait for a device."""
+def _blank(format: Int4, dtype: torch.dtype) -> _Blank:
+    """Made on a CPU, where reading them does not wait for a device."""
     e = format.encode(torch.zeros(1, format.group, dtype=dtype))
     scale, zero = _both(e)
-    return int(format.integers(e)[0, 0]) + 8, float(scale[0, 0]), float(zero[0, 0])
+    return _Blank(int(format.integers(e)[0, 0]) + 8, float(scale[0, 0]), float(zero[0, 0]))
 
 
 NOT_ON_META = (

@@ -25,6 +25,7 @@ from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
+from ..router import Made
 from .amax import PARTIALS, absmax_partials
 from .elements import (
     INF_BITS,
@@ -242,14 +243,13 @@ def _encoder(
     mixing = {"G": 0, "SIGNS": 0, "FACTOR": 1.0}
     if transform is not None:
         mixing = {"G": transform.size, "SIGNS": transform.signs, "FACTOR": transform.factor(inverse)}
-    element = format.element
-    max_pow2, largest, mantissa = ELEMENTS[element]
+    element, of = format.element, ELEMENTS[format.element]
     return Launch(
         _encode, (programs,),
         n_blocks=rows * k // format.block, rows=rows, k=k, ACROSS=high, outer_blocks=rows // outers * k // format.block,
         pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
-        OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=max_pow2, RECIPROCAL=reciprocal(largest),
-        MANTISSA=mantissa, LIMIT=largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
+        OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
+        MANTISSA=of.mantissa, LIMIT=of.largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
         SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
         **mixing, **LAUNCH | {"num_warps": warps},
     )  # fmt: skip
@@ -274,9 +274,8 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
-    operand's alpha).
+) -> Made:
+    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured: the alpha that an earlier call gave for this very x_RK, which saves the pass that finds NVFP4's outer
         scale; or those (E, 1) of E matrices that are stacked in x_RK, rows under rows.
@@ -304,9 +303,9 @@ def encode(
     launch = _encoder(format, rows, k, kind, keep, made, transform, inverse, across, outers)
     launch(x_RK, partials, codes, scale, outer, values)
     if codes is None or scale is None:
-        return None, values, outer
+        return Made(None, values, outer)
     codes = codes if element == "e2m1" else codes.view(FLOAT8[element])
-    return Encoded(codes, scale.view(format.block_scale), None, outer, k), values, outer
+    return Made(Encoded(codes, scale.view(format.block_scale), None, outer, k), values, outer)
 
 
 @lru_cache(PLANS)

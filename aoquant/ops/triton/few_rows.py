@@ -20,11 +20,13 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Format
 
+from ..gemm.few_rows import Shifts
 from .elements import e2m1_value, e8m0_value
 from .epilogue import finished
 from .integer import _int4_values
 
 ROWS = 64  # of x, at most
+BN, BK = 64, 128  # a tile: rows of W, k
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
 
 
@@ -127,18 +129,18 @@ def _finish(
 
 
 @cache
-def _cut(device: torch.device, n: int, k: int) -> tuple[int, int, int]:
-    """(rows of W in a tile, k in a tile, tiles of a split): enough programs for two on each multiprocessor."""
+def _tiles_of_a_split(device: torch.device, n: int, k: int) -> int:
+    """Enough programs for two on each multiprocessor."""
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    columns, tiles = triton.cdiv(n, 64), triton.cdiv(k, 128)
+    columns, tiles = triton.cdiv(n, BN), triton.cdiv(k, BK)
     splits = max(1, min(programs // columns, tiles, 8))
-    return 64, 128, triton.cdiv(tiles, splits)
+    return triton.cdiv(tiles, splits)
 
 
 def decode_mm(
     format: Format,
     kind: str,
-    shifts: tuple[float, float],
+    shifts: Shifts,
     w: Encoded,
     x_MK: Tensor,
     alpha_x: Tensor | None,
@@ -150,15 +152,15 @@ def decode_mm(
     """
     assert w.scale is not None and format.block is not None
     (m, k), n = x_MK.shape, w.codes.shape[0]
-    bn, bk, per_split = _cut(x_MK.device, n, k)
-    splits = triton.cdiv(triton.cdiv(k, bk), per_split)
+    per_split = _tiles_of_a_split(x_MK.device, n, k)
+    splits = triton.cdiv(triton.cdiv(k, BK), per_split)
     bm = 16 if m <= 16 else triton.next_power_of_2(min(m, ROWS))
     scale = w.scale.contiguous() if kind == "int4" else w.scale.contiguous().view(torch.uint8)
     partial = torch.empty(splits, m, n, dtype=torch.float32, device=x_MK.device)
-    _partial[(triton.cdiv(n, bn), splits, triton.cdiv(m, bm))](
+    _partial[(triton.cdiv(n, BN), splits, triton.cdiv(m, bm))](
         x_MK.contiguous(), w.codes.contiguous(), scale, None if w.zero is None else w.zero.contiguous(), partial, m, n, k, per_split,
-        KIND=kind, GROUP=format.block, TILE=format.tile_rows, SHIFT=shifts[0], ODD_SHIFT=shifts[1],
-        BM=bm, BN=bn, BK=bk, WHOLE=k == splits * per_split * bk, num_warps=4, num_stages=4, **LAUNCH,
+        KIND=kind, GROUP=format.block, TILE=format.tile_rows, SHIFT=shifts.even, ODD_SHIFT=shifts.odd,
+        BM=bm, BN=BN, BK=BK, WHOLE=k == splits * per_split * BK, num_warps=4, num_stages=4, **LAUNCH,
     )  # fmt: skip
     y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=x_MK.device)
     _finish[(m, triton.cdiv(n, 1024))](

@@ -19,6 +19,7 @@ from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.mslk import ROW_FLOOR
 from aoquant.formats.scales import reciprocal
 
+from ..router import Made
 from .amax import PARTIALS, absmax_partials
 from .elements import bits_float, float8_code, float_bits, most, quotient, through
 from .launch import PLANS, Launch
@@ -169,7 +170,7 @@ def _decode(
 
 @lru_cache(PLANS)
 def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool, values: str) -> Launch:
-    limit = ELEMENTS[format.element][1]
+    limit = ELEMENTS[format.element].largest
     constants = {
         "RECIPROCAL": reciprocal(limit), "LIMIT": limit, "ELEMENT": format.element, "CODES": codes, "VALUES": values,
         "DTYPE": TL_DTYPE[source], **NO_FUSION,
@@ -200,9 +201,8 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
-    operand's alpha).
+) -> Made:
+    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured, mix: not used.
     """
@@ -219,7 +219,7 @@ def encode(
     else:
         launch(x_RK, codes, scale, values)
     encoded = None if codes is None else Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k)
-    return encoded, values, None if format.block else scale
+    return Made(encoded, values, None if format.block else scale)
 
 
 @lru_cache(PLANS)

@@ -125,10 +125,10 @@ class Slots(NamedTuple):
 def slots(ends: Tensor, rows: int, first: int, experts: int, height: int = TILE_M) -> Slots:
     """The slots of `experts` experts from `first` on. ends: (E,) int32, for each expert the row behind its last."""
     most = triton.cdiv(rows, height) + min(experts, rows)
-    made = torch.empty(3, most, dtype=torch.int32, device=ends.device)
-    number = torch.empty(1, dtype=torch.int32, device=ends.device)
-    _slots_of(first, experts, most, height)(ends, made[0], made[1], made[2], number)
-    return Slots(made[0], made[1], made[2], number)
+    expert, row, end = torch.empty(3, most, dtype=torch.int32, device=ends.device).unbind()
+    made = Slots(expert, row, end, torch.empty(1, dtype=torch.int32, device=ends.device))
+    _slots_of(first, experts, most, height)(ends, *made)
+    return made
 
 
 @lru_cache(PLANS)

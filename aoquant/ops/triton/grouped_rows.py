@@ -16,11 +16,11 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Format
 
-from .few_rows import LAUNCH, decoded_sums
+from ..gemm.few_rows import Shifts
+from .few_rows import BK, BN, LAUNCH, decoded_sums
 from .grouped import slot_of
 
 FEW = 32  # rows up to which K is cut for few experts
-BN, BK = 64, 128
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def splits(s: int, n: int, k: int, programs: int) -> int:
 def decode_mm(
     format: Format,
     kind: str,
-    shifts: tuple[float, float],
+    shifts: Shifts,
     w: Encoded,
     x_SK: Tensor,
     ends: Tensor,
@@ -108,7 +108,7 @@ def decode_mm(
     partial = torch.empty(ranges, s, n, dtype=torch.float32, device=x_SK.device)
     _partial[(triton.cdiv(n, BN), ranges, slots)](
         x_SK.contiguous(), w.codes.contiguous(), scale, None if w.zero is None else w.zero.contiguous(), ends, partial, s, n, k,
-        experts, per_split, KIND=kind, GROUP=format.block, TILE=format.tile_rows, SHIFT=shifts[0], ODD_SHIFT=shifts[1],
+        experts, per_split, KIND=kind, GROUP=format.block, TILE=format.tile_rows, SHIFT=shifts.even, ODD_SHIFT=shifts.odd,
         E=e, BM=bm, BN=BN, BK=BK, WHOLE=k == ranges * per_split * BK, num_warps=4, num_stages=4, **LAUNCH,
     )  # fmt: skip
     y_SN = torch.empty(s, n, dtype=x_SK.dtype, device=x_SK.device)

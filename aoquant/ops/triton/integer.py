@@ -19,6 +19,7 @@ from aoquant.formats import Affine, Encoded, Int4, Operand
 from aoquant.formats.int4 import INT4_EPS
 from aoquant.formats.scales import reciprocal
 
+from ..router import Made
 from .amax import PARTIALS, range_partials
 from .elements import ROUND, ROUND_SIGNED, float_bits, least, most, pack4, quotient, round_even, through, unpack4
 from .launch import PLANS, Launch
@@ -227,9 +228,8 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
-    operand's alpha).
+) -> Made:
+    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured, mix: not used.
     """
@@ -250,7 +250,7 @@ def encode(
     partials = range_partials(x_RK) if per == "tensor" else None
     _encoder(format, rows, k, x_RK.dtype, dtype, operand, keep)(x_RK, partials, codes, scale, zero, values)
     alpha = None if scale is None or per == "group" else scale.float()
-    return None if codes is None else Encoded(codes, scale, zero, None, k), values, alpha
+    return Made(None if codes is None else Encoded(codes, scale, zero, None, k), values, alpha)
 
 
 @lru_cache(PLANS)

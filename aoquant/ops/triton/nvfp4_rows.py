@@ -23,6 +23,7 @@ from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.scales import reciprocal
 from aoquant.transforms import Hadamard
 
+from ..router import Made
 from .blockscaled import TILE, masked_codes, mixing, nvfp4_scale
 from .elements import bits_float, e2m1_rounded, e2m1_value, float_bits, most
 from .hadamard import WARP, butterflies
@@ -130,9 +131,8 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> tuple[Encoded | None, Tensor | None, Tensor]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
-    operand's alpha (R, 1)).
+) -> Made:
+    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded; alpha is (R, 1).
 
     mix: its Hadamard transform is applied first, in the same pass. measured: not used.
     """
@@ -147,5 +147,5 @@ def encode(
     made = "" if dtype is None else "operand" if operand else "decode"
     _encoder(rows, k, keep, made, transform, inverse)(x_RK, codes, scale, outer, values)
     if codes is None or scale is None:
-        return None, values, outer
-    return Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer
+        return Made(None, values, outer)
+    return Made(Encoded(codes, scale.view(torch.float8_e4m3fn), None, outer, k), values, outer)

@@ -273,11 +273,11 @@ def _side(name: str, operand: Operand | None) -> dict[str, Any]:
     kind, element, rule = _kind(operand), "e2m1" if operand is not None else "", ""
     if operand is not None and isinstance(operand.format, MX):
         element, rule = operand.format.element, operand.format.rule
-    max_pow2, limit, mantissa = ELEMENTS[element or "e2m1"]
+    of = ELEMENTS[element or "e2m1"]
     return {
-        f"{name}_KIND": kind, f"{name}_ELEMENT": element, f"{name}_RULE": rule, f"{name}_MAX_POW2": max_pow2,
-        f"{name}_RECIPROCAL": reciprocal(SR_MAX if kind == "drawn" else limit), f"{name}_MANTISSA": mantissa,
-        f"{name}_LIMIT": limit,
+        f"{name}_KIND": kind, f"{name}_ELEMENT": element, f"{name}_RULE": rule, f"{name}_MAX_POW2": of.max_pow2,
+        f"{name}_RECIPROCAL": reciprocal(SR_MAX if kind == "drawn" else of.largest), f"{name}_MANTISSA": of.mantissa,
+        f"{name}_LIMIT": of.largest,
     }  # fmt: skip
 
 
@@ -434,5 +434,5 @@ def _run(
     of_x: _Output,
     of_y: _Output,
 ) -> None:
-    found = _partials(x, of_x.alpha is not None, of_y.alpha is not None, _mask(columns))
-    launch(x, state, found[0], *of_x, found[1], *of_y)
+    largest_x, largest_y = _partials(x, of_x.alpha is not None, of_y.alpha is not None, _mask(columns))
+    launch(x, state, largest_x, *of_x, largest_y, *of_y)

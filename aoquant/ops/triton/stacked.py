@@ -177,10 +177,10 @@ def _tiles(experts: int, k: int, n: int, height: int) -> tuple[tuple[int, int, i
 @lru_cache(PLANS)
 def _block_encoder(format: MX | NVFP4, experts: int, k: int, n: int, decode: bool) -> Launch:
     grid, common = _tiles(experts, k, n, format.block)
-    max_pow2, largest, mantissa = ELEMENTS[format.element]
+    of = ELEMENTS[format.element]
     return Launch(
-        _blocks, grid, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=max_pow2, RECIPROCAL=reciprocal(largest),
-        MANTISSA=mantissa, LIMIT=largest, ELEMENT=format.element, FLOOR=E4M3_FLOOR, DECODE=decode, **common,
+        _blocks, grid, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
+        MANTISSA=of.mantissa, LIMIT=of.largest, ELEMENT=format.element, FLOOR=E4M3_FLOOR, DECODE=decode, **common,
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def _finder(experts: int, k: int, n: int) -> Launch:
 @lru_cache(PLANS)
 def _float8_encoder(format: Float8, experts: int, k: int, n: int, source: torch.dtype, decode: bool) -> Launch:
     grid, common = _tiles(experts, k, n, ROWS)
-    limit = ELEMENTS[format.element][1]
+    limit = ELEMENTS[format.element].largest
     return Launch(
         _float8, grid, RECIPROCAL=reciprocal(limit), LIMIT=limit, ELEMENT=format.element, DECODE=decode,
         DTYPE=TL_DTYPE[source], **common,

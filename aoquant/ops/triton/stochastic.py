@@ -32,6 +32,7 @@ from aoquant.formats.random import SIGNS, Place, Span
 from aoquant.formats.scales import reciprocal
 from aoquant.formats.stochastic import E4M3_LEAST, E4M3_MAX, EDEN_MAX, EDEN_SCALE, SR_MAX, THIRDS, MSEden, MXStochastic
 
+from ..router import CodesAndValues
 from .amax import PARTIALS, absmax_partials
 from .blockscaled import LAUNCH, memory
 from .elements import (
@@ -315,9 +316,10 @@ def _where(place: Place | None) -> dict[str, int | bool]:
 
 def draw(
     operand: Operand, x_RK: Tensor, dtype: torch.dtype, random: Random, outer_scale: Tensor | None = None
-) -> tuple[Encoded, Tensor, Tensor]:
-    """(codes and scales, operand in `dtype`, its alpha) of x_RK, as `operand.encode(x_RK, random=random)` makes
-    them. outer_scale: (1, 1), where x_RK is a part and has that of the whole.
+) -> CodesAndValues:
+    """Codes of x_RK, as `operand.encode(x_RK, random=random)` makes them, and the operand in `dtype`.
+
+    outer_scale: (1, 1), where x_RK is a part and has that of the whole.
     """
     size, inner = 0 if operand.transform is None else operand.transform.size, operand.format
     x_RK, across = memory(x_RK)
@@ -340,7 +342,7 @@ def draw(
     launch = _drawing(inner, rows, k, across, size, random.side, random.place)
     launch(x_RK, random.state, partials, outer_scale if scaled else None, codes, scale, outer, values)
     native = torch.float8_e8m0fnu if isinstance(inner, MXStochastic) else torch.float8_e4m3fn
-    return Encoded(codes, scale.view(native), None, outer, k), values, outer
+    return CodesAndValues(Encoded(codes, scale.view(native), None, outer, k), values, outer)
 
 
 @lru_cache(PLANS)

@@ -18,6 +18,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Operand, TEFloat8
 from aoquant.formats.elements import ELEMENTS, FLOAT8, FLOAT32_MAX
 
+from ..router import CodesOfBoth, Made
 from .amax import PARTIALS, absmax_partials
 from .elements import INF_BITS, NAN_BITS, bits_float, float_bits, least, most
 from .float8 import NO_FUSION, TILE, decode
@@ -119,14 +120,14 @@ def _encode_sides(
 def _sides(format: TEFloat8, rows: int, k: int, padded: int) -> Launch:
     return Launch(
         _encode_sides, (triton.cdiv(padded, SQUARE), triton.cdiv(k, SQUARE)), rows=rows, k=k, padded=padded,
-        LIMIT=ELEMENTS[format.element][1], LARGEST=FLOAT32_MAX, ELEMENT=format.element, T=SQUARE, N_PARTIALS=PARTIALS,
+        LIMIT=ELEMENTS[format.element].largest, LARGEST=FLOAT32_MAX, ELEMENT=format.element, T=SQUARE, N_PARTIALS=PARTIALS,
         num_warps=8, **NO_FUSION,
     )  # fmt: skip
 
 
-def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]:
-    """(codes and scale of x_RK under one scale for the tensor; its codes as those of x^T, uint8 (K, padded)), reading x
-    twice: for its absmax, and once for both.
+def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> CodesOfBoth:
+    """Codes and scale of x_RK under one scale for the tensor, and its codes as those of x^T, uint8 (K, padded), reading
+    x twice: for its absmax, and once for both.
     """
     x_RK = x_RK.contiguous()
     (rows, k), device = x_RK.shape, x_RK.device
@@ -134,13 +135,13 @@ def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> tuple[Encoded, Tensor]
     columns = torch.empty(k, padded, dtype=torch.uint8, device=device)
     scale = torch.empty(1, 1, dtype=torch.float32, device=device)
     _sides(format, rows, k, padded)(x_RK, absmax_partials(x_RK), codes, scale, columns)
-    return Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k), columns
+    return CodesOfBoth(Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k), columns)
 
 
 @lru_cache(PLANS)
 def _encoder(format: TEFloat8, rows: int, k: int, codes: bool, values: str) -> Launch:
     constants = {
-        "LIMIT": ELEMENTS[format.element][1], "LARGEST": FLOAT32_MAX, "POW2": format.per == "block" and format.pow2,
+        "LIMIT": ELEMENTS[format.element].largest, "LARGEST": FLOAT32_MAX, "POW2": format.per == "block" and format.pow2,
         "ELEMENT": format.element, "CODES": codes, "VALUES": values, **NO_FUSION,
     }  # fmt: skip
     if format.per == "tensor":
@@ -162,9 +163,8 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
-    operand's alpha).
+) -> Made:
+    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured, mix: not used.
     """
@@ -180,4 +180,4 @@ def encode(
     else:
         launch(x_RK, codes, scale, values)
     encoded = None if codes is None else Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k)
-    return encoded, values, None if format.block else scale
+    return Made(encoded, values, None if format.block else scale)

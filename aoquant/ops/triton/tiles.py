@@ -20,6 +20,7 @@ from aoquant.formats.blockscaled import NVFP4_TOP
 from aoquant.formats.elements import ELEMENTS, FLOAT8, FLOAT32_MAX
 from aoquant.formats.scales import reciprocal
 
+from ..router import Made
 from .amax import PARTIALS, absmax_partials
 from .elements import (
     bits_float,
@@ -150,9 +151,9 @@ def _common(format: MXSquare | NVFP4Dialect, rows: int, k: int) -> tuple[tuple[i
 @lru_cache(PLANS)
 def _encoder(format: MXSquare | NVFP4Dialect, rows: int, k: int, codes: bool, values: str) -> Launch:
     grid, common = _common(format, rows, k)
-    max_pow2, limit, mantissa = ELEMENTS[_element(format)]
+    of = ELEMENTS[_element(format)]
     return Launch(
-        _encode, grid, LIMIT=limit, MAX_POW2=max_pow2, RECIPROCAL=reciprocal(limit), MANTISSA=mantissa, LARGEST=FLOAT32_MAX,
+        _encode, grid, LIMIT=of.largest, MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest), MANTISSA=of.mantissa, LARGEST=FLOAT32_MAX,
         CODES=codes, VALUES=values, N_PARTIALS=PARTIALS, **common,
     )  # fmt: skip
 
@@ -165,9 +166,8 @@ def encode(
     keep: bool,
     measured: Tensor | None,
     mix: Operand | None,
-) -> tuple[Encoded | None, Tensor | None, Tensor | None]:
-    """Encode x_RK: (codes and scales if `keep`, values in `dtype` unless it is None: `operand` or decoded, the
-    operand's alpha).
+) -> Made:
+    """Codes and scales of x_RK if `keep`, values in `dtype` unless it is None: `operand` or decoded.
 
     measured, mix: not used.
     """
@@ -182,10 +182,10 @@ def encode(
     alpha = None if outer is None else torch.empty_like(outer)
     launch(x_RK, partials, codes, scale, outer, alpha, values)
     if codes is None or scale is None:
-        return None, values, alpha
+        return Made(None, values, alpha)
     native = FLOAT8[format.element] if isinstance(format, MXSquare) else torch.uint8
     stored = torch.float8_e8m0fnu if mx else torch.float8_e4m3fn
-    return Encoded(codes.view(native), scale.view(stored), None, outer, k), values, alpha
+    return Made(Encoded(codes.view(native), scale.view(stored), None, outer, k), values, alpha)
 
 
 @lru_cache(PLANS)
