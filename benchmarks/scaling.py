@@ -167,7 +167,7 @@ def projected(
         one = found[1]
         assert one is not None
         tokens = int(one["batch"]) * int(one["tokens"])
-        cells = [f"{n * tokens / p.step(n):,.0f}, {p.alone / p.step(n):.2f}" for n in GPUS]
+        cells = [f"{float(f'{n * tokens / p.step(n):.3g}'):,.0f}, {p.alone / p.step(n):.2f}" for n in GPUS]
         lines.append([f"`{variant}`", f"{p.exposed:.2f}", *cells])
     rates = ", ".join(f"{name.replace('_', '-')} {rate:.0f}" for name, rate in bandwidth.items())
     words = (
