@@ -7,11 +7,12 @@
 // multiplied.
 //
 // Here 128 rows of W meet up to 256 rows of x, so W is decoded half as often. A multiprocessor has one block, which takes
-// one tile after another (slots.cuh), drawn from a counter as it gets free, because slots differ. The warps that fill the
-// ring go on with the next tile while this one is multiplied; a place of the ring says whose it is. The two groups of
-// warps that multiply, 64 rows of W each, share x, but no barrier: while one writes its sums out of its registers
-// (turned_sums.cuh), the other has the tensor core. Products are as wide as a slot, in steps of 64 rows of x. Scales are
-// decoded by the warps that bring them, once, and not by each lane that multiplies.
+// one tile after another (slots.cuh), drawn from a counter as it gets free, because slots differ, and short slots last.
+// The warps that fill the ring go on with the next tile while this one is multiplied; a place of the ring says whose it
+// is. The two groups of warps that multiply, 64 rows of W each, share x, but no barrier: while one writes its sums out of
+// its registers (turned_sums.cuh), the other has the tensor core. Products are about as wide as a slot: 64, 128, 160, 192
+// or 256 rows of x. Scales are decoded by the warps that bring them (row_scales.cuh), once, and not by each lane that
+// multiplies.
 //
 // K is summed as in expert_tiles.cuh, and so the bits are the same.
 #pragma once
@@ -60,7 +61,7 @@ __device__ __forceinline__ void arrive_at_all(uint32_t barrier, int lane) {
                  : "memory");
 }
 
-// The tile `index` of those of all slots of a cut; `index` goes on behind them where there is none.
+// The tile `index` of those of a cut's slots. Where there is none, `index` is counted from behind them.
 template <typename Cut>
 __device__ __forceinline__ WideTile tile_of(const Groups& groups, int& index, int slots, int blocks) {
   if (index >= slots * blocks) {
@@ -206,7 +207,8 @@ __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CU
         }
     };
     if (row_scales)
-      fill_row_scales<F, Layout, Layout::D>(stack, ring.at, ring.full, ring.empty, warp, copies, tile.expert, tile.first_row, steps, turn, word, bring);
+      fill_row_scales<F, Layout, Layout::D>(stack, ring.at, ring.full, ring.empty, warp, lane, copies, tile.expert, tile.first_row, steps, turn, word,
+                                            bring);
     else
       fill_steps<F, Layout, Layout::GROUPS, Layout::D>(a, ring.at, ring.full, ring.empty, warp, copies, tile.first_row, 0, steps, turn, word, bring);
     if (draws) index = int(gridDim.x) / SHARE + __shfl_sync(~0u, later, 0);
@@ -236,8 +238,10 @@ __global__ void __launch_bounds__(WideLayout::THREADS, 1)
     zero_behind<T, Layout::ROWS>(stack, groups, column);
   const uint32_t base = uint32_t(__cvta_generic_to_shared(ring)), full = base + Layout::BARRIERS;
   const WideRing places = {ring, base, full, full + 8 * Layout::D, base + Layout::SAID};
-  const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
-  const bool copies = threadIdx.x == Layout::MULTIPLY;
+  uint32_t thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));  // or it is read again in each step
+  const int warp = __shfl_sync(~0u, int(thread) / 32, 0), lane = thread % 32;
+  const bool copies = thread == Layout::MULTIPLY;
   if (copies) {
     for (int d = 0; d < Layout::D; ++d) {
       init_barrier(places.full + 8 * d, 1 + 4);  // the copies, and the warps that bring scales

@@ -3,10 +3,11 @@
 //
 // `ends` (experts,) holds for each expert the row behind its last.
 //
-// A cut says into which slots an expert's rows fall: `Even`, or what expert_wide.cuh takes, `LongSlots` and `ShortSlots`.
-// There a slot costs the width of its products, 64, 128, 160, 192 or 256 rows, but never less than half of a whole slot,
-// because all of W is decoded for it. So 256 + 30 rows would cost 1.5, and 160 + 126 cost 1.125. And blocks draw tiles one
-// after another: short slots, drawn last, fill the time in which other blocks end (some 8 tiles follow each other).
+// A cut says which slots an expert's rows make: `Even`, or what expert_wide.cuh takes, `LongSlots` and `ShortSlots`.
+// There a slot costs the width of its products, 64, 128, 160, 192 or 256 rows, but some half of a whole slot at
+// least, because all of W is decoded for it. So 256 + 30 rows would cost 1.5, and 160 + 126 cost 1.125. And its
+// blocks draw one tile after another, some 8 where experts are few and large: short slots are drawn last, while other
+// blocks end.
 #pragma once
 
 #include <cstdint>
@@ -62,8 +63,8 @@ struct Even {
   static AOQUANT_CUT Span span(int rows, int i) { return {i * HEIGHT, rows - i * HEIGHT < HEIGHT ? rows - i * HEIGHT : HEIGHT}; }
 };
 
-// As many slots, of 256 rows. But where 64 rows or fewer would be left, the slot before has 160 of them and the last one the
-// rest. One of up to 128 rows is short, which only the last can be.
+// As many slots, of 256 rows. But where the last one would have 64 rows or fewer, the one before has 160, and the
+// last the rest. A slot of up to 128 rows is short, which only the last can be.
 struct WideCut {
   static constexpr int HEIGHT = 256, SHORT = 128, FEW = 64, SHARES = 160;  // SHARES: rows of a slot that gives some to the last
   static AOQUANT_CUT int all(int rows) { return (rows + HEIGHT - 1) / HEIGHT; }
