@@ -11,7 +11,7 @@ from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
-from aoquant.formats import Format, as_operand, get_operand
+from aoquant.formats import Encoded, Format, as_operand, get_operand
 from aoquant.ops import CodecRequest, backward, codec, router, tiles
 from aoquant.ops.codec import cuda, triton
 
