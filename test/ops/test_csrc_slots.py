@@ -89,8 +89,8 @@ def wanted_wide(size: int) -> list[list[int]]:
 @pytest.mark.parametrize("experts", [1, 31, 129, 300])
 @pytest.mark.parametrize("most", [1, 300, 700])
 def test_wide_slots(library: ctypes.CDLL, experts: int, most: int) -> None:
-    """Each row of each expert is in one slot of up to 256 rows, and slots are as many as even ones of 256 would be. Those
-    of more than 128 rows come first, by expert.
+    """Each row of each expert is in one slot of up to 256 rows, and there are as many slots as even ones would be.
+    Those of more than 128 rows come first, by expert.
     """
     g = torch.Generator().manual_seed(experts + most)
     sizes = (torch.randint(0, most + 1, (experts,), generator=g) * (torch.rand(experts, generator=g) < 0.7)).tolist()
