@@ -50,7 +50,7 @@ template <typename T, int HEIGHT, int COLUMNS>
 __device__ __forceinline__ Slot slot_of_block(const DecodeArgs& stack, const Groups& groups) {
   asm volatile("griddepcontrol.wait;" ::: "memory");  // for `ends`
   if (blockIdx.x == 0) zero_behind<T, COLUMNS>(stack, groups, blockIdx.y * COLUMNS);
-  return find_slot<HEIGHT>(groups, blockIdx.x);
+  return find_slot<Even<HEIGHT>>(groups, blockIdx.x);
 }
 
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D>

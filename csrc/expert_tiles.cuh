@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(TileLayout<RG, 1, TM, D, R>::THREADS, 1)
   const int in_group = blockIdx.x % (EXPERT_GROUP * blocks_n), first_row = in_group / EXPERT_GROUP * ROWS;
   const int index = blockIdx.x / (EXPERT_GROUP * blocks_n) * EXPERT_GROUP + in_group % EXPERT_GROUP;
   if (index == 0) zero_behind<T, ROWS>(stack, groups, first_row);
-  const Slot slot = find_slot<TM>(groups, index);
+  const Slot slot = find_slot<Even<TM>>(groups, index);
   if (slot.expert < 0) return;
   const DecodeArgs a = of_slot<F, T>(stack, slot);
   uint32_t base = uint32_t(__cvta_generic_to_shared(ring)), thread = threadIdx.x;

@@ -7,16 +7,20 @@
 // multiplied.
 //
 // Here 128 rows of W meet up to 256 rows of x, so W is decoded half as often. A multiprocessor has one block, which takes
-// one tile after another (slots.cuh), drawn from a counter as it gets free, because slots differ. The warps that fill the
-// ring go on with the next tile while this one is multiplied; a place of the ring says whose it is. The two groups of
-// warps that multiply, 64 rows of W each, share x, but no barrier: while one writes its sums out of its registers
-// (turned_sums.cuh), the other has the tensor core. Products are as wide as a slot, in steps of 64 rows of x. Scales are
-// decoded by the warps that bring them, once, and not by each lane that multiplies.
+// one tile after another (slots.cuh), drawn from a counter as it gets free, because slots differ, and short slots last.
+// The warps that fill the ring go on with the next tile while this one is multiplied; a place of the ring says whose it
+// is. The two groups of warps that multiply, 64 rows of W each, share x, but no barrier: while one writes its sums out of
+// its registers (turned_sums.cuh), the other has the tensor core. Products are about as wide as a slot: 64, 128, 160, 192
+// or 256 rows of x. Scales are decoded by the warps that bring them (row_scales.cuh), once, and not by each lane that
+// multiplies.
 //
 // K is summed as in expert_tiles.cuh, and so the bits are the same.
 #pragma once
 
+#include <cstdlib>
+
 #include "expert_tiles.cuh"
+#include "row_scales.cuh"
 #include "turned_sums.cuh"
 
 namespace aoquant::decode {
@@ -29,9 +33,12 @@ struct WideTile {
 struct WideLayout : TileLayout<2, 1, 256, 3> {
   static constexpr int SHARE = 2;  // blocks of a cluster, which share x
   static constexpr int TOKENS = 256, D = 3, GROUPS = 2, X_BOX = 64 * 128;  // bytes of 64 rows of x, of half a step
+  static constexpr int FILLS = 72, MULTIPLIES = 216;  // registers, as TileLayout's
+  static_assert(FILLS * 128 + MULTIPLIES * MULTIPLY == EVEN * THREADS);
   // Tiles that were drawn: of two blocks one is D tiles and one more ahead of the other's copy of them, at most.
   static constexpr int DRAWN = 8;
   static constexpr int TILES = BARRIERS + 16 * D, NEXT = TILES + 16 * D, SAID = NEXT + 16 * DRAWN, ALL = SAID + 8 * DRAWN;
+  static_assert(WideCut::HEIGHT == TOKENS && WideCut::SHORT == 128 && WideCut::SHARES == 160);  // widths of products
   static_assert(ALL <= 227 * 1024 && ROWS == 64 * GROUPS && sizeof(WideTile) == 16 && DRAWN > D + 1);
 };
 
@@ -54,6 +61,18 @@ __device__ __forceinline__ void arrive_at_all(uint32_t barrier, int lane) {
                  : "memory");
 }
 
+// The tile `index` of those of a cut's slots. Where there is none, `index` is counted from behind them.
+template <typename Cut>
+__device__ __forceinline__ WideTile tile_of(const Groups& groups, int& index, int slots, int blocks) {
+  if (index >= slots * blocks) {
+    index -= slots * blocks;
+    return {-1, 0, 0, 0};
+  }
+  const TilePlace place = tile_place<EXPERT_GROUP>(index, slots, blocks);
+  const Slot slot = find_slot<Cut>(groups, place.slot);
+  return {slot.expert, slot.first, slot.rows, place.block * WideLayout::SHARE * WideLayout::ROWS};
+}
+
 // A tile into the shared memory of a block of the cluster, where `barrier` expects its bytes.
 __device__ __forceinline__ void send_tile(uint32_t to, uint32_t barrier, int rank, const WideTile& tile) {
   asm volatile(
@@ -72,7 +91,8 @@ __device__ __forceinline__ void copy_box_to_all(const CUtensorMap& map, uint32_t
 
 // The sums of a tile whose slot is `TN` rows wide, multiplied and written. warp: one of 8; chunks: K's groups of 32 values.
 template <int F, typename T, int TN>
-__device__ __forceinline__ void multiply_wide(const DecodeArgs& a, const WideRing& ring, Turn<WideLayout::D>& turn, int warp, int lane, int first_row, int chunks) {
+__device__ __forceinline__ void multiply_wide(const DecodeArgs& stack, const WideTile& tile, const WideRing& ring, Turn<WideLayout::D>& turn, int warp, int lane,
+                                              int chunks) {
   using Layout = WideLayout;
   const int g = lane / 4, t = lane % 4, lower = warp * 16 + turned_row(g, 0), upper = warp * 16 + turned_row(g, 1);
   const uint32_t select = select_of_lane(t);
@@ -91,20 +111,20 @@ __device__ __forceinline__ void multiply_wide(const DecodeArgs& a, const WideRin
       next[1] = load_shared(codes + upper * 64 + piece_of_64(upper, j) * 16);
     };
     take(0);
-    const uint64_t tile = (place >> 4 & 0x3FFF) | uint64_t(0x40000040) << 32 | 1 << 16;
+    const uint64_t box = (place >> 4 & 0x3FFF) | uint64_t(0x40000040) << 32 | 1 << 16;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (j == 2 && left <= 2) break;  // the last step, with half of its values
       const uint4 now[2] = {next[0], next[1]};
       if (j < 3) take(j + 1);
       uint32_t low[2][2], high[2][2];
-      operands_in_order<F, T>(low, now[0], select, halves_of_word<F, T>((&words[0].x)[j], a));
-      operands_in_order<F, T>(high, now[1], select, halves_of_word<F, T>((&words[1].x)[j], a));
+      operands_in_order<F, T>(low, now[0], select, halves_of_word<F, T>((&words[0].x)[j], stack));
+      operands_in_order<F, T>(high, now[1], select, halves_of_word<F, T>((&words[1].x)[j], stack));
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t w[4] = {low[h][0], high[h][0], low[h][1], high[h][1]};
-        Wgmma<TN>::template run<T>(acc, w, tile + (j / 2 * (Layout::X / 2) + (2 * j + h) % 4 * 32) / 16);
+        Wgmma<TN>::template run<T>(acc, w, box + (j / 2 * (Layout::X / 2) + (2 * j + h) % 4 * 32) / 16);
       }
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -116,7 +136,8 @@ __device__ __forceinline__ void multiply_wide(const DecodeArgs& a, const WideRin
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   arrive_at_all(ring.empty + 8 * before, lane);
-  write_turned<F, T>(a, acc, lane, first_row + warp * 16);
+  // pointers are made here, because the loop above has no registers for them
+  write_turned<F, T>(of_slot<F, T>(stack, Slot{tile.expert, tile.first, tile.rows}), acc, lane, tile.first_row + warp * 16);
 }
 
 // What the warps that multiply do, until there are no tiles.
@@ -131,11 +152,11 @@ __device__ __forceinline__ void multiply_tiles_wide(const DecodeArgs& stack, con
     wait(ring.full + 8 * turn.at, turn.parity);
     const WideTile tile = tiles[turn.at];
     if (tile.expert < 0) return;
-    const DecodeArgs a = of_slot<F, T>(stack, Slot{tile.expert, tile.first, tile.rows});
-    if (tile.rows > 192) multiply_wide<F, T, 256>(a, ring, turn, warp, lane, tile.first_row, chunks);
-    else if (tile.rows > 128) multiply_wide<F, T, 192>(a, ring, turn, warp, lane, tile.first_row, chunks);
-    else if (tile.rows > 64) multiply_wide<F, T, 128>(a, ring, turn, warp, lane, tile.first_row, chunks);
-    else multiply_wide<F, T, 64>(a, ring, turn, warp, lane, tile.first_row, chunks);
+    if (tile.rows > 192) multiply_wide<F, T, 256>(stack, tile, ring, turn, warp, lane, chunks);
+    else if (tile.rows > 160) multiply_wide<F, T, 192>(stack, tile, ring, turn, warp, lane, chunks);
+    else if (tile.rows > 128) multiply_wide<F, T, 160>(stack, tile, ring, turn, warp, lane, chunks);
+    else if (tile.rows > 64) multiply_wide<F, T, 128>(stack, tile, ring, turn, warp, lane, chunks);
+    else multiply_wide<F, T, 64>(stack, tile, ring, turn, warp, lane, chunks);
   }
 }
 
@@ -143,14 +164,14 @@ __device__ __forceinline__ void multiply_tiles_wide(const DecodeArgs& stack, con
 // for bytes, of the first warp; rank: of the block among those that share x.
 template <int F, typename T>
 __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CUtensorMap& x_map, const DecodeArgs& stack, const Groups& groups, int* drawn,
-                                          const WideRing& ring, int warp, int lane, bool copies, int rank) {
+                                          bool row_scales, const WideRing& ring, int warp, int lane, bool copies, int rank) {
   using Layout = WideLayout;
   WideTile* tiles = reinterpret_cast<WideTile*>(ring.at + Layout::TILES);
   const WideTile* next = reinterpret_cast<const WideTile*>(ring.at + Layout::NEXT);
   constexpr int SHARE = Layout::SHARE;
   const int rows = SHARE * Layout::ROWS, blocks = (stack.n + rows - 1) / rows, steps = (stack.k + 127) / 128;
   const bool draws = warp == 0 && rank == 0;
-  const int slots = draws ? count_slots<Layout::TOKENS>(groups) : 0;
+  const int long_slots = draws ? count_slots<LongSlots>(groups) : 0, short_slots = draws ? count_slots<ShortSlots>(groups) : 0;
   int index = int(blockIdx.x) / SHARE;
   Turn<Layout::D> turn;
   turn.parity = 1;  // the first time a place is free
@@ -160,12 +181,8 @@ __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CU
     if (copies) expect(said, sizeof(WideTile));
     int later = 0;
     if (draws) {
-      WideTile found = {-1, 0, 0, 0};
-      if (index < slots * blocks) {
-        const TilePlace place = tile_place<EXPERT_GROUP>(index, slots, blocks);
-        const Slot slot = find_slot<Layout::TOKENS>(groups, place.slot);
-        found = {slot.expert, slot.first, slot.rows, place.block * rows};
-      }
+      WideTile found = tile_of<LongSlots>(groups, index, long_slots, blocks);
+      if (found.expert < 0) found = tile_of<ShortSlots>(groups, index, short_slots, blocks);
       if (lane < SHARE) send_tile(ring.base + Layout::NEXT + 16 * at, said, lane, found);
       if (copies) later = atomicAdd(drawn, 1);  // needed behind this tile
     }
@@ -175,21 +192,25 @@ __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CU
     tile.first_row += rank * Layout::ROWS;
     const DecodeArgs a = of_slot<F, T>(stack, Slot{tile.expert, tile.first, tile.rows});
     auto word = [&](const RawScale& raw) { return word_of_raw<F, T>(raw, a); };
-    fill_steps<F, Layout, Layout::GROUPS, Layout::D>(
-        a, ring.at, ring.full, ring.empty, warp, copies, tile.first_row, 0, steps, turn, word, [&](int i, int place) {
-          tiles[place] = tile;
-          const uint32_t to = ring.base + place * Layout::PLACE, barrier = ring.full + 8 * place;
-          const int boxes = (tile.rows + 63) / 64;
-          expect(barrier, boxes * 2 * Layout::X_BOX + Layout::W);
-          copy_box(codes_map, to + Layout::X, i * 64, tile.expert * stack.n + tile.first_row, barrier);
+    auto bring = [&](int i, int place) {
+      tiles[place] = tile;
+      const uint32_t to = ring.base + place * Layout::PLACE, barrier = ring.full + 8 * place;
+      const int boxes = (tile.rows + 63) / 64;
+      expect(barrier, boxes * 2 * Layout::X_BOX + Layout::W);
+      copy_box(codes_map, to + Layout::X, i * 64, tile.expert * stack.n + tile.first_row, barrier);
 #pragma unroll 1
-          for (int b = rank; b < boxes; b += SHARE)
+      for (int b = rank; b < boxes; b += SHARE)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const uint32_t half = to + h * (Layout::X / 2) + b * Layout::X_BOX;
-              copy_box_to_all(x_map, half, i * 256 + h * 128, tile.first + 64 * b, barrier);
-            }
-        });
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t half = to + h * (Layout::X / 2) + b * Layout::X_BOX;
+          copy_box_to_all(x_map, half, i * 256 + h * 128, tile.first + 64 * b, barrier);
+        }
+    };
+    if (row_scales)
+      fill_row_scales<F, Layout, Layout::D>(stack, ring.at, ring.full, ring.empty, warp, lane, copies, tile.expert, tile.first_row, steps, turn, word,
+                                            bring);
+    else
+      fill_steps<F, Layout, Layout::GROUPS, Layout::D>(a, ring.at, ring.full, ring.empty, warp, copies, tile.first_row, 0, steps, turn, word, bring);
     if (draws) index = int(gridDim.x) / SHARE + __shfl_sync(~0u, later, 0);
   }
   wait(ring.empty + 8 * turn.at, turn.parity);
@@ -202,10 +223,11 @@ __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CU
 }
 #endif
 
+// row_scales: they come by row_scales.cuh.
 template <int F, typename T>
 __global__ void __launch_bounds__(WideLayout::THREADS, 1)
     expert_wide(const __grid_constant__ CUtensorMap codes_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ DecodeArgs stack,
-                const __grid_constant__ Groups groups, int* drawn) {
+                const __grid_constant__ Groups groups, int* drawn, const bool row_scales) {
 #ifdef AOQUANT_HOPPER
   extern __shared__ __align__(1024) uint8_t ring[];
   using Layout = WideLayout;
@@ -216,8 +238,10 @@ __global__ void __launch_bounds__(WideLayout::THREADS, 1)
     zero_behind<T, Layout::ROWS>(stack, groups, column);
   const uint32_t base = uint32_t(__cvta_generic_to_shared(ring)), full = base + Layout::BARRIERS;
   const WideRing places = {ring, base, full, full + 8 * Layout::D, base + Layout::SAID};
-  const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
-  const bool copies = threadIdx.x == Layout::MULTIPLY;
+  uint32_t thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));  // or it is read again in each step
+  const int warp = __shfl_sync(~0u, int(thread) / 32, 0), lane = thread % 32;
+  const bool copies = thread == Layout::MULTIPLY;
   if (copies) {
     for (int d = 0; d < Layout::D; ++d) {
       init_barrier(places.full + 8 * d, 1 + 4);  // the copies, and the warps that bring scales
@@ -229,7 +253,7 @@ __global__ void __launch_bounds__(WideLayout::THREADS, 1)
   cluster_sync();
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Layout::FILLS));
-    fill_wide<F, T>(codes_map, x_map, stack, groups, drawn, places, warp - WARPS, lane, copies, int(blockIdx.x) % Layout::SHARE);
+    fill_wide<F, T>(codes_map, x_map, stack, groups, drawn, row_scales, places, warp - WARPS, lane, copies, int(blockIdx.x) % Layout::SHARE);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Layout::MULTIPLIES));
     multiply_tiles_wide<F, T>(stack, places, warp, lane);
@@ -245,6 +269,12 @@ static __global__ void __launch_bounds__(1) nothing_drawn(int* drawn) { *drawn =
 // Whether this kernel takes it: experts have so many rows that slots of 256 are mostly full.
 inline bool wide_takes(const DecodeArgs& stack, const Groups& groups) { return stack.n % 4 == 0 && groups.rows > 128 * int64_t(groups.experts); }
 
+// For a comparison: scales come step by step, whatever rows are aligned to.
+inline bool by_steps() {
+  static const bool asked = std::getenv("AOQUANT_SCALES_BY_STEPS") != nullptr;
+  return asked;
+}
+
 // blocks: that a device runs at once; drawn: workspace of one integer.
 template <int F, typename T>
 cudaError_t run_expert_wide(DecodeArgs stack, const Groups& groups, int blocks, int* drawn, cudaStream_t stream) {
@@ -259,7 +289,8 @@ cudaError_t run_expert_wide(DecodeArgs stack, const Groups& groups, int blocks, 
   nothing_drawn<<<1, 1, 0, stream>>>(drawn);
   const int64_t rows = SHARE * Layout::ROWS, most = most_slots(groups.rows, groups.experts, Layout::TOKENS) * ((stack.n + rows - 1) / rows);
   const int64_t clusters = most < blocks / SHARE ? most : blocks / SHARE;
-  return launch_kernel<SHARE>(expert_wide<F, T>, dim3(unsigned(clusters * SHARE)), Layout::THREADS, Layout::ALL, stream, codes, x, stack, groups, drawn);
+  return launch_kernel<SHARE>(expert_wide<F, T>, dim3(unsigned(clusters * SHARE)), Layout::THREADS, Layout::ALL, stream, codes, x, stack, groups, drawn,
+                              RowScales<F>::takes(stack) && !by_steps());
 }
 
 }  // namespace aoquant::decode

@@ -1,8 +1,13 @@
-// Rows of x sorted by expert, cut into slots: up to HEIGHT rows of one expert each. What experts have is known on the
-// device alone, so a block finds its slot itself. There are as many blocks as slots could be, and those without one end
-// at once.
+// Rows of x sorted by expert, cut into slots of one expert each. What experts have is known on the device alone, so a
+// block finds its slot itself. There are as many blocks as slots could be, and those without one end at once.
 //
 // `ends` (experts,) holds for each expert the row behind its last.
+//
+// A cut says which slots an expert's rows make: `Even`, or what expert_wide.cuh takes, `LongSlots` and `ShortSlots`.
+// There a slot costs the width of its products, 64, 128, 160, 192 or 256 rows, but some half of a whole slot at
+// least, because all of W is decoded for it. So 256 + 30 rows would cost 1.5, and 160 + 126 cost 1.125. And its
+// blocks draw one tile after another, some 8 where experts are few and large: short slots are drawn last, while other
+// blocks end.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +45,47 @@ inline TilePlace tile_place(int index, int slots, int blocks) {
   return {first + in_group % height, in_group / height};
 }
 
+// Of an expert's rows: the first of a slot, counted from its expert's first, and how many.
+struct Span {
+  int first, rows;
+};
+
+#ifdef __CUDACC__
+#define AOQUANT_CUT __host__ __device__ __forceinline__ constexpr
+#else
+#define AOQUANT_CUT constexpr
+#endif
+
+// Slots of HEIGHT rows, and what is left.
+template <int HEIGHT>
+struct Even {
+  static AOQUANT_CUT int count(int rows) { return (rows + HEIGHT - 1) / HEIGHT; }
+  static AOQUANT_CUT Span span(int rows, int i) { return {i * HEIGHT, rows - i * HEIGHT < HEIGHT ? rows - i * HEIGHT : HEIGHT}; }
+};
+
+// As many slots, of 256 rows. But where the last one would have 64 rows or fewer, the one before has 160, and the
+// last the rest. A slot of up to 128 rows is short, which only the last can be.
+struct WideCut {
+  static constexpr int HEIGHT = 256, SHORT = 128, FEW = 64, SHARES = 160;  // SHARES: rows of a slot that gives some to the last
+  static AOQUANT_CUT int all(int rows) { return (rows + HEIGHT - 1) / HEIGHT; }
+  static AOQUANT_CUT bool shares(int rows) { return rows > HEIGHT && rows - (all(rows) - 1) * HEIGHT <= FEW; }
+  static AOQUANT_CUT int last_first(int rows) { return (all(rows) - 1) * HEIGHT - (shares(rows) ? HEIGHT - SHARES : 0); }
+  static AOQUANT_CUT bool ends_short(int rows) { return rows > 0 && rows - last_first(rows) <= SHORT; }
+};
+struct LongSlots {
+  static AOQUANT_CUT int count(int rows) { return WideCut::all(rows) - WideCut::ends_short(rows); }
+  static AOQUANT_CUT Span span(int rows, int i) {
+    const int last = WideCut::last_first(rows), first = i * WideCut::HEIGHT;
+    if (first >= last) return {last, rows - last};
+    return {first, last - first < WideCut::HEIGHT ? last - first : WideCut::HEIGHT};
+  }
+};
+struct ShortSlots {
+  static AOQUANT_CUT int count(int rows) { return WideCut::ends_short(rows); }
+  static AOQUANT_CUT Span span(int rows, int) { return {WideCut::last_first(rows), rows - WideCut::last_first(rows)}; }
+};
+#undef AOQUANT_CUT
+
 #if defined(__CUDACC__) || defined(AOQUANT_HOST_WARP)  // a host's program may say what a warp is
 // Volatile, so that it stays behind the wait for the kernel that wrote it.
 __device__ __forceinline__ int load_end(const Groups& groups, int expert) {
@@ -47,19 +93,19 @@ __device__ __forceinline__ int load_end(const Groups& groups, int expert) {
 }
 
 // How many slots there are, counted by every warp for itself.
-template <int HEIGHT>
+template <typename Cut>
 __device__ __forceinline__ int count_slots(const Groups& groups) {
   const int lane = threadIdx.x % 32;
   int slots = 0;
   for (int e = lane; e < groups.experts; e += 32)
-    slots += (load_end(groups, e) - (e ? load_end(groups, e - 1) : 0) + HEIGHT - 1) / HEIGHT;
+    slots += Cut::count(load_end(groups, e) - (e ? load_end(groups, e - 1) : 0));
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) slots += __shfl_xor_sync(~0u, slots, d);
   return slots;
 }
 
 // Slot `index`, found by every warp for itself: a lane takes four experts, so one wait suffices up to 128 of them.
-template <int HEIGHT>
+template <typename Cut>
 __device__ __forceinline__ Slot find_slot(const Groups& groups, const int index) {
   constexpr int EACH = 4;
   const int lane = threadIdx.x % 32;
@@ -73,7 +119,7 @@ __device__ __forceinline__ Slot find_slot(const Groups& groups, const int index)
     const int first = from;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      slots[i] = (end[i] - from + HEIGHT - 1) / HEIGHT, all += slots[i], from = end[i];
+      slots[i] = Cut::count(end[i] - from), all += slots[i], from = end[i];
     }
     int upto = all;  // and of the lanes in front of this one
 #pragma unroll
@@ -88,7 +134,10 @@ __device__ __forceinline__ Slot find_slot(const Groups& groups, const int index)
       int left = index - (upto - all), row = first;
 #pragma unroll
       for (int i = 0; i < EACH; ++i) {
-        if (slot.expert < 0 && left < slots[i]) slot = {base + EACH * lane + i, row + left * HEIGHT, min(HEIGHT, end[i] - row - left * HEIGHT)};
+        if (slot.expert < 0 && left < slots[i]) {
+          const Span span = Cut::span(end[i] - row, left);
+          slot = {base + EACH * lane + i, row + span.first, span.rows};
+        }
         left -= slots[i], row = end[i];
       }
       const int holder = __ffs(behind) - 1;

@@ -209,6 +209,7 @@ MANY = (  # rows of six experts; csrc has slots of 64, of 128, and, of more than
     (256, 320, 0, 1, 200, 90),
     (0, 0, 0, 0, 0, 1500),
     (191, 192, 193, 128, 129, 63),
+    (257, 320, 321, 576, 290, 64),  # the last two slots share their rows: 160 + 97, 160 + 160, 160 + 130
 )
 
 

@@ -64,6 +64,56 @@ def test_as_many_slots_as_rows_can_make(library: ctypes.CDLL) -> None:
         assert found(library, sizes, 0) == wanted(sizes)
 
 
+def wide(library: ctypes.CDLL, sizes: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Long and short slots; behind the last of each there is none."""
+    ends, counts = torch.tensor(sizes).cumsum(0).to(torch.int32), torch.full((2,), -2, dtype=torch.int32)
+    slots = torch.full((len(sizes) + sum(sizes) // 256 + 3, 3), -2, dtype=torch.int32)
+    rest = len(sizes), sum(sizes) + 2, ctypes.c_void_p(counts.data_ptr()), ctypes.c_void_p(slots.data_ptr())
+    library.find_wide_slots(ctypes.c_void_p(ends.data_ptr()), *rest)
+    long, short = counts.tolist()
+    found = slots[: long + 1 + short + 1].tolist()
+    assert found[long][0] == found[-1][0] == -1
+    return found[:long], found[long + 1 : -1]
+
+
+def wanted_wide(size: int) -> list[list[int]]:
+    """First row and rows of an expert's slots: 256 rows each, but of 257 to 320 that are left 160 and the others."""
+    slots, first = [], 0
+    while left := size - first:
+        rows = 160 if 256 < left <= 320 else min(256, left)
+        slots.append([first, rows])
+        first += rows
+    return slots
+
+
+@pytest.mark.parametrize("experts", [1, 31, 129, 300])
+@pytest.mark.parametrize("most", [1, 300, 700])
+def test_wide_slots(library: ctypes.CDLL, experts: int, most: int) -> None:
+    """Each row of each expert is in one slot of up to 256 rows, and there are as many slots as even ones would be.
+    Those of more than 128 rows come first, by expert.
+    """
+    g = torch.Generator().manual_seed(experts + most)
+    sizes = (torch.randint(0, most + 1, (experts,), generator=g) * (torch.rand(experts, generator=g) < 0.7)).tolist()
+    starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    want = [[e, starts[e] + first, rows] for e, size in enumerate(sizes) for first, rows in wanted_wide(size)]
+    long, short = wide(library, sizes)
+    assert long == [slot for slot in want if slot[2] > 128]
+    assert short == [slot for slot in want if slot[2] <= 128]
+    covered = sorted(row for _, first, rows in long + short for row in range(first, first + rows))
+    assert covered == list(range(sum(sizes)))
+    assert len(want) == sum(-(-size // 256) for size in sizes)
+
+
+def test_wide_slots_of_every_size(library: ctypes.CDLL) -> None:
+    """Experts of 0 to 299, and then of 300 to 599 rows: at each border between cuts."""
+    for sizes in (list(range(300)), list(range(300, 600))):
+        long, short = wide(library, sizes)
+        rows: list[list[int]] = [[] for _ in sizes]
+        for expert, _, count in sorted(long + short):
+            rows[expert].append(count)
+        assert rows == [[count for _, count in wanted_wide(size)] for size in sizes]
+
+
 @pytest.mark.parametrize("slots", [0, 1, 7, 8, 9, 36])
 @pytest.mark.parametrize("blocks", [1, 3, 23])
 def test_every_tile_has_one_place(library: ctypes.CDLL, slots: int, blocks: int) -> None:

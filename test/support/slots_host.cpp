@@ -51,37 +51,64 @@ int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 
 #include "slots.cuh"
 
+namespace {
+
+// `lane(i)` for each lane of a warp.
+template <typename Lane>
+void run_warp(Lane lane) {
+  std::vector<std::thread> warp;
+  for (int i = 0; i < 32; ++i)
+    warp.emplace_back([&, i] {
+      threadIdx.x = i;
+      lane(i);
+    });
+  for (auto& thread : warp) thread.join();
+}
+
+// The slots of a cut, as a warp finds them: `count` of (expert, first row, rows).
+template <typename Cut>
+void find_slots_of(const aoquant::Groups& groups, int64_t count, int* found) {
+  run_warp([&](int lane) {
+    for (int i = 0; i < count; ++i) {
+      const aoquant::Slot slot = aoquant::find_slot<Cut>(groups, i);
+      if (lane == i % 32) found[3 * i] = slot.expert, found[3 * i + 1] = slot.first, found[3 * i + 2] = slot.rows;
+    }
+  });
+}
+
+// How many there are, as a warp counts them; -1 where lanes do not agree.
+template <typename Cut>
+int count_slots_of(const aoquant::Groups& groups) {
+  std::vector<int> counted(32);
+  run_warp([&](int lane) { counted[lane] = aoquant::count_slots<Cut>(groups); });
+  return std::ranges::count(counted, counted[0]) == 32 ? counted[0] : -1;
+}
+
+}  // namespace
+
 // Slots of HEIGHT = 8 rows: (most_slots, 3) expert, first row, rows; -1 for the expert where there is none. Returns how
 // many that is.
 extern "C" int64_t find_slots(const int* ends, int experts, int rows, int* found) {
   const aoquant::Groups groups = {ends, experts, rows};
   const int64_t most = aoquant::most_slots(rows, experts, 8);
   if (!found) return most;
-  std::vector<std::thread> warp;
-  for (int lane = 0; lane < 32; ++lane)
-    warp.emplace_back([&, lane] {
-      threadIdx.x = lane;
-      for (int i = 0; i < most; ++i) {
-        const aoquant::Slot slot = aoquant::find_slot<8>(groups, i);
-        if (lane == i % 32) found[3 * i] = slot.expert, found[3 * i + 1] = slot.first, found[3 * i + 2] = slot.rows;
-      }
-    });
-  for (auto& lane : warp) lane.join();
+  find_slots_of<aoquant::Even<8>>(groups, most, found);
   return most;
 }
 
 // How many slots of 8 rows there are, as a warp counts them.
 extern "C" int count_slots(const int* ends, int experts, int rows) {
   const aoquant::Groups groups = {ends, experts, rows};
-  std::vector<int> counted(32);
-  std::vector<std::thread> warp;
-  for (int lane = 0; lane < 32; ++lane)
-    warp.emplace_back([&, lane] {
-      threadIdx.x = lane;
-      counted[lane] = aoquant::count_slots<8>(groups);
-    });
-  for (auto& lane : warp) lane.join();
-  return std::ranges::count(counted, counted[0]) == 32 ? counted[0] : -1;
+  return count_slots_of<aoquant::Even<8>>(groups);
+}
+
+// The slots of expert_wide.cuh, long ones and behind them short ones, one of each kind more than there are; their numbers
+// are written to `counts`. found: (experts + rows / 256 + 3, 3).
+extern "C" void find_wide_slots(const int* ends, int experts, int rows, int* counts, int* found) {
+  const aoquant::Groups groups = {ends, experts, rows};
+  counts[0] = count_slots_of<aoquant::LongSlots>(groups), counts[1] = count_slots_of<aoquant::ShortSlots>(groups);
+  find_slots_of<aoquant::LongSlots>(groups, counts[0] + 1, found);
+  find_slots_of<aoquant::ShortSlots>(groups, counts[1] + 1, found + 3 * (counts[0] + 1));
 }
 
 // The places of `count` tiles in groups of 8 slots: (count, 2) slot, block of rows of W.
