@@ -219,11 +219,11 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool t
 // lines. The cache is where all writes go, so what a refresh of the weight still writes is seen by the reads that follow
 // the wait. Measured at one row in a graph: int4 of 2048 x 2048 takes 2.5 us for 2.8, of 4096 x 14336 16.1 for 11.8.
 constexpr int64_t PREFETCHED = 1 << 22;  // values of W
-template <int F, int ROWS>
-__device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first) {
+template <int F>
+__device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first, int most_rows) {
   if (int64_t(a.n) * a.k > PREFETCHED) return;
   DEVICE_ASSERT(first < a.n);
-  const int rows = min(ROWS, a.n - first), row = F == FP8 ? a.k : a.k / 2;
+  const int rows = min(most_rows, a.n - first), row = F == FP8 ? a.k : a.k / 2;
   const int width = F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16);
   if (threadIdx.x == 0)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a.codes + int64_t(first) * row), "r"(rows * row) : "memory");
@@ -234,6 +234,17 @@ __device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(a.scale) + place));
     if constexpr (F == INT4) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(a.zero) + place));
   }
+}
+
+// The factors and summands of a block's outputs, into the L2 cache: read after the last sum, from memory, they would be
+// waited for by the whole kernel.
+template <typename T>
+__device__ __forceinline__ void prefetch_columns(const DecodeArgs& a, int first, int most_rows) {
+  const int row = threadIdx.x;
+  if (!a.columns_early || row >= min(most_rows, a.n - first)) return;
+  if (a.alpha_w && (row == 0 || a.alpha_w_stride)) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.alpha_w + (first + row) * int64_t(a.alpha_w_stride)));
+  const int width = a.bias_is_float ? 4 : int(sizeof(T));
+  if (a.bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(a.bias) + int64_t(first + row) * width));
 }
 
 __device__ __forceinline__ void cluster_sync() {
@@ -272,11 +283,43 @@ __device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n
   store<T>(a, v, alpha_x_of(a, m), m, n);
 }
 
-// W's that share a launch, of one shape, each with rows of blocks of its own.
+// W's that share a launch, of one K, each with blocks of its own. ends: the number of blocks of the first W, of the first
+// two, of all.
 template <int COUNT>
 struct Several {
   DecodeArgs of[COUNT];
+  int ends[COUNT];
 };
+
+// Which of the W's a block of threads has, and which of that W's blocks.
+struct BlockPlace {
+  int which, block;
+};
+template <int COUNT>
+__device__ __forceinline__ BlockPlace place_of(const Several<COUNT>& several) {
+  BlockPlace place = {0, int(blockIdx.x)};
+#pragma unroll
+  for (int i = 1; i < COUNT; ++i)
+    if (int(blockIdx.x) >= several.ends[i - 1]) place = {i, int(blockIdx.x) - several.ends[i - 1]};
+  return place;
+}
+
+// a and its siblings, with blocks of `rows` rows of W.
+template <int COUNT>
+Several<COUNT> several_of(const DecodeArgs& a, int rows) {
+  Several<COUNT> several = {};
+  const DecodeArgs* w = &a;
+  int end = 0;
+  for (int i = 0; i < COUNT; ++i) {
+    if (w) {
+      several.of[i] = *w, several.of[i].times = a.times;
+      end += (w->n + rows - 1) / rows;
+      w = w->sibling;
+    }
+    several.ends[i] = end;
+  }
+  return several;
+}
 
 #ifdef AOQUANT_HOPPER
 // A block's rows of y, from first_row of W on. TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16
@@ -438,10 +481,12 @@ inline int encoded_bytes(const DecodeArgs& a) { return (a.k + 127) / 128 * a.m *
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D, int COUNT, bool ENCODES>
 __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
-  const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
+  const BlockPlace place = place_of(several);
+  const DecodeArgs& a = several.of[place.which];
   extern __shared__ __align__(128) uint8_t shared[];
-  prefetch_rows<F, 16 * RT>(a, blockIdx.x * 16 * RT);
-  multiply<F, T, TOKENS, RT, WARPS, D, ENCODES>(a, blockIdx.x * 16 * RT, shared);
+  prefetch_rows<F>(a, place.block * 16 * RT, 16 * RT);
+  prefetch_columns<T>(a, place.block * 16 * RT, 16 * RT);
+  multiply<F, T, TOKENS, RT, WARPS, D, ENCODES>(a, place.block * 16 * RT, shared);
 #endif
 }
 
@@ -470,17 +515,12 @@ cudaError_t launch_kernel(K* kernel, dim3 blocks, int threads, int bytes, cudaSt
   return cudaLaunchKernelEx(&config, kernel, a...);
 }
 
-// The kernel of one W, or that of several, with a row of blocks for each.
+// The kernel of one W, or that of several. rows: of W, of a block.
 template <typename One, typename Many>
-cudaError_t launch_siblings(One* one, Many* many, const DecodeArgs& a, int blocks, int threads, int bytes, cudaStream_t stream) {
-  if (!a.sibling) return launch_kernel<1>(one, blocks, threads, bytes, stream, Several<1>{a});
-  Several<SIBLINGS> several;
-  unsigned count = 0;
-  for (const DecodeArgs* w = &a; w && count < SIBLINGS; w = w->sibling) {
-    several.of[count] = *w;
-    several.of[count++].times = a.times;
-  }
-  return launch_kernel<1>(many, dim3(blocks, count), threads, bytes, stream, several);
+cudaError_t launch_siblings(One* one, Many* many, const DecodeArgs& a, int rows, int threads, int bytes, cudaStream_t stream) {
+  const Several<SIBLINGS> several = several_of<SIBLINGS>(a, rows);
+  if (!a.sibling) return launch_kernel<1>(one, several.ends[0], threads, bytes, stream, several_of<1>(a, rows));
+  return launch_kernel<1>(many, several.ends[SIBLINGS - 1], threads, bytes, stream, several);
 }
 
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D, bool ENCODES>
@@ -489,7 +529,7 @@ cudaError_t launch_as(const DecodeArgs& a, cudaStream_t stream) {
   static_assert(D >= 2);
   const int x = ENCODES ? encoded_bytes(a) : 0, bytes = x > least ? x : least;
   return launch_siblings(kernel<F, T, TOKENS, RT, WARPS, D, 1, ENCODES>, kernel<F, T, TOKENS, RT, WARPS, D, SIBLINGS, ENCODES>, a,
-                         (a.n + ROWS - 1) / ROWS, 32 * WARPS, bytes, stream);
+                         ROWS, 32 * WARPS, bytes, stream);
 }
 
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D>

@@ -21,8 +21,7 @@ namespace aoquant {
 
 namespace decode {
 
-// Bytes of scales of a row that whole steps of 128 values need, and from row to row: 16 bytes more than a multiple of
-// 32.
+// Bytes of scales of a row that whole steps of 128 values need, and from row to row.
 template <int F>
 __host__ __device__ inline int scale_width(const DecodeArgs& a) {
   const int steps = (a.k + 127) / 128;
@@ -30,7 +29,7 @@ __host__ __device__ inline int scale_width(const DecodeArgs& a) {
 }
 template <int F>
 __host__ __device__ inline int scale_pitch(const DecodeArgs& a) {
-  return (scale_width<F>(a) + 15) / 32 * 32 + 16;
+  return pitch_of_scales(scale_width<F>(a));
 }
 template <int F>
 __device__ __forceinline__ int scale_at(const DecodeArgs& a, int k) {
@@ -146,6 +145,7 @@ __device__ __forceinline__ void multiply_large(const DecodeArgs& a, const int bl
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
+  if (CK == 1 || rank == 0) prefetch_columns<T>(a, first_row, Layout::ROWS);
   uint8_t* const scale_area = shared + Layout::scales_at(tokens);
   ScaleRows scale_rows = {static_cast<const uint8_t*>(a.scale), F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16), scale_width<F>(a),
                           pitch, first_row, a.n - 1, a.tile_log2};
