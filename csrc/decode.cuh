@@ -518,8 +518,8 @@ cudaError_t launch_kernel(K* kernel, dim3 blocks, int threads, int bytes, cudaSt
 // The kernel of one W, or that of several. rows: of W, of a block.
 template <typename One, typename Many>
 cudaError_t launch_siblings(One* one, Many* many, const DecodeArgs& a, int rows, int threads, int bytes, cudaStream_t stream) {
+  if (!a.sibling) return launch_kernel<1>(one, (a.n + rows - 1) / rows, threads, bytes, stream, several_of<1>(a, rows));
   const Several<SIBLINGS> several = several_of<SIBLINGS>(a, rows);
-  if (!a.sibling) return launch_kernel<1>(one, several.ends[0], threads, bytes, stream, several_of<1>(a, rows));
   return launch_kernel<1>(many, several.ends[SIBLINGS - 1], threads, bytes, stream, several);
 }
 

@@ -145,7 +145,6 @@ __device__ __forceinline__ void multiply_large(const DecodeArgs& a, const int bl
   // the kernel before this one may still run (programmatic launch): until it has ended, nothing is read
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-  if (CK == 1 || rank == 0) prefetch_columns<T>(a, first_row, Layout::ROWS);
   uint8_t* const scale_area = shared + Layout::scales_at(tokens);
   ScaleRows scale_rows = {static_cast<const uint8_t*>(a.scale), F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16), scale_width<F>(a),
                           pitch, first_row, a.n - 1, a.tile_log2};
@@ -270,6 +269,7 @@ template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
 __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
   extern __shared__ __align__(128) uint8_t shared[];
+  prefetch_columns<T>(a, min(int(blockIdx.x) / CK * 16 * RT, a.n - 16 * RT), 16 * RT);
   multiply_large<F, T, TOKENS, RT, WARPS, S, CK>(a, blockIdx.x, shared);
 #endif
 }

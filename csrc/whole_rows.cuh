@@ -31,6 +31,14 @@ __device__ __forceinline__ uint4 paired_in_step(const uint4& v) {
   return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
 }
 
+// Volatile: behind the wait for the kernel that wrote it, and before what is asked for next.
+template <typename T>
+__device__ __forceinline__ uint4 load_x(const T* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
 // What an output's sum is multiplied by and added to, in registers from the kernel's beginning on: bytes of W's own, which
 // lie alone in memory, and would be waited for at its end.
 struct Column {
@@ -80,19 +88,10 @@ __global__ void __launch_bounds__(32 * WHOLE_WARPS, 1)
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 
-  const uint8_t* const codes = a.codes + int64_t(first_row) * (a.k / 2);
-  for (int q = warp; q < here * l.parts; q += WHOLE_WARPS) {
-    const PartCopy copy = part_copy(l, a.k, left, q, lane);
-    if (lane == 0) expect(barriers + 8 * q, copy.all);
-    __syncwarp();
-    DEVICE_ASSERT(copy.bytes == 0 || (holds_codes(a, codes + copy.from, copy.bytes) && copy.to + copy.bytes <= l.x_at));
-    if (copy.bytes) copy_bytes(codes + copy.from, base + copy.to, copy.bytes, barriers + 8 * q);
-  }
   uint8_t *const x_here = shared + l.x_at, *const scales = shared + l.scales_at;
-  __shared__ float alpha_here[1];
-  __shared__ uint32_t most_here[1];
-  uint4* const chunks = reinterpret_cast<uint4*>(x_here);
-  auto stage_scales = [&] {
+  // Scales and x are asked for first: every warp waits for all of them, and behind W's codes they would come last.
+  Column column;
+  auto ask = [&] {
     ScaleRows s = {static_cast<const uint8_t*>(a.scale), F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16), scale_width<F>(a), pitch,
                    first_row, a.n - 1, 0};
     stage(s, scales, rows, THREADS);
@@ -100,23 +99,33 @@ __global__ void __launch_bounds__(32 * WHOLE_WARPS, 1)
       s.from = static_cast<const uint8_t*>(a.zero);
       stage(s, scales + zeros, rows, THREADS);
     }
+    column = load_column(a, first_row + min(int(threadIdx.x), rows - 1));
+    const uint8_t* const codes = a.codes + int64_t(first_row) * (a.k / 2);
+#pragma unroll 1
+    for (int q = warp; q < here * l.parts; q += WHOLE_WARPS) {
+      const PartCopy copy = part_copy(l, a.k, left, q, lane);
+      if (lane == 0) expect(barriers + 8 * q, copy.all);
+      __syncwarp();
+      DEVICE_ASSERT(copy.bytes == 0 || (holds_codes(a, codes + copy.from, copy.bytes) && copy.to + copy.bytes <= l.x_at));
+      if (copy.bytes) copy_bytes(codes + copy.from, base + copy.to, copy.bytes, barriers + 8 * q);
+    }
+    __syncwarp();
   };
-  Column column = {};
+  __shared__ float alpha_here[1];
+  __shared__ uint32_t most_here[1];
   if constexpr (ENCODES) {
     EncodedHere<T, THREADS, NVFP4_ROW> x(a, 1);
-    stage_scales();
-    column = load_column(a, first_row + min(int(threadIdx.x), rows - 1));
+    ask();
     encode_steps(x, x_here, alpha_here, most_here);
+    uint4* const chunks = reinterpret_cast<uint4*>(x_here);
     for (int c = threadIdx.x; c < a.k / 8; c += THREADS) chunks[c] = paired_in_step(chunks[c]);
   } else {
-    uint4 first;  // of x, this thread's first 8 values
-    const int chunk = min(int(threadIdx.x), a.k / 8 - 1);
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(first.x), "=r"(first.y), "=r"(first.z), "=r"(first.w) : "l"(static_cast<const T*>(a.x) + 8 * chunk));
-    stage_scales();
-    column = load_column(a, first_row + min(int(threadIdx.x), rows - 1));
+    const T* const x = static_cast<const T*>(a.x);
+    uint4 next = load_x(x + 8 * min(int(threadIdx.x), a.k / 8 - 1));
+    ask();
     for (int c = threadIdx.x; c < a.k / 8; c += THREADS) {
-      const uint4 v = c == int(threadIdx.x) ? first : *reinterpret_cast<const uint4*>(static_cast<const T*>(a.x) + 8 * c);
-      *reinterpret_cast<uint4*>(x_here + c / 16 * 256 + chunk_place(c % 16, 0)) = paired_in_step(v);
+      *reinterpret_cast<uint4*>(x_here + c / 16 * 256 + chunk_place(c % 16, 0)) = paired_in_step(next);
+      if (c + THREADS < a.k / 8) next = load_x(x + 8 * (c + THREADS));
     }
   }
   const float alpha_x = ENCODES ? 1.0f : alpha_x_of(a, 0);

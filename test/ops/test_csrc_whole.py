@@ -1,5 +1,5 @@
-"""How csrc/whole_rows.cuh cuts its work (csrc/whole_plan.cuh), on a CPU: which bytes a block copies, where its lanes read
-them, in which order it sums. Needs g++.
+"""How csrc/whole_rows.cuh cuts its work (csrc/whole_plan.cuh), on a CPU: which bytes a block copies, where its lanes
+read them, in which order it sums. Needs g++.
 """
 
 from __future__ import annotations
@@ -91,8 +91,16 @@ def test_a_block_multiplies_its_rows(plan: ctypes.CDLL, n: int, k: int, padded: 
 
 @pytest.mark.parametrize(
     ("ns", "k", "units"),
-    [((2048, 512, 512), 2048, 2), ((8192, 8192), 2048, 8), ((2048,), 2048, 1), ((2048,), 8192, 1)]
-    + [((4096, 1024, 1024), 4096, 3), ((4096,), 4096, 2), ((2112,), 64, 1), ((2113,), 64, 2)],
+    [
+        ((2048, 512, 512), 2048, 2),
+        ((8192, 8192), 2048, 8),
+        ((2048,), 2048, 1),
+        ((2048,), 8192, 1),
+        ((4096, 1024, 1024), 4096, 3),
+        ((4096,), 4096, 2),
+        ((2112,), 128, 1),
+        ((2113,), 128, 2),
+    ],
 )
 def test_a_launch_fits(plan: ctypes.CDLL, ns: tuple[int, ...], k: int, units: int) -> None:
     """A block a multiprocessor, and all that it asks for at once in its shared memory."""
@@ -121,5 +129,10 @@ def test_rows_are_in_different_banks(plan: ctypes.CDLL, k: int) -> None:
     """Eight lanes that are served at once read 16 bytes each, 64 of one row and 64 of the next."""
     at, _ = layout_of(plan, k, 1, 16, 1, True)
     for g in range(0, 16, 2):
-        banks = {(row * at.pitch + 16 * t + byte) // 4 % 32 for row in (g, g + 1) for t in range(4) for byte in range(0, 16, 4)}
+        banks = {
+            (row * at.pitch + 16 * t + byte) // 4 % 32
+            for row in (g, g + 1)
+            for t in range(4)
+            for byte in range(0, 16, 4)
+        }
         assert len(banks) == 32
