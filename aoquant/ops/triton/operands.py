@@ -300,7 +300,11 @@ def _launch(
     high, sides = _block(columns), _side("ROW", rows) | _side("COLUMN", columns)
     drawn = "drawn" in (_kind(rows), _kind(columns))
     tall = keep or drawn or _mask(columns) is not None
-    programs, values, options = PROGRAMS, FEWER_VALUES if keep else VALUES, dict[str, Any](num_warps=1, enable_fp_fusion=False)
+    programs, values, options = (
+        PROGRAMS,
+        FEWER_VALUES if keep else VALUES,
+        dict[str, Any](num_warps=1, enable_fp_fusion=False),
+    )
     if "e2m1" in (sides["ROW_ELEMENT"], sides["COLUMN_ELEMENT"]):
         warps = DRAWN_WARPS if drawn else E2M1_WARPS
         programs, values = warps * MULTIPROCESSORS, FEWER_VALUES
