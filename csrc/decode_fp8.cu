@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(32 * WARPS, RT == 1 && ENCODES ? 2 : 1) fp8_ke
   const BlockPlace place = place_of(several);
   const DecodeArgs& a = several.of[place.which];
   prefetch_rows<FP8>(a, place.block * 16 * RT, 16 * RT);
+  prefetch_columns<T>(a, place.block * 16 * RT, 16 * RT);
   using Layout = Fp8Layout<TOKENS, RT, WARPS, S>;
   constexpr int MT = TOKENS / 8, ROWS = Layout::ROWS, PITCH = Layout::PITCH, UNITS = Layout::UNITS;
   constexpr bool NAN_APART = std::is_same_v<T, __nv_bfloat16>;  // float16's conversion makes a NaN of a NaN
@@ -43,7 +44,6 @@ __global__ void __launch_bounds__(32 * WARPS, RT == 1 && ENCODES ? 2 : 1) fp8_ke
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   // the last block's rows may be the one's before it too; both write equal bits
   const int first_row = RT == 1 ? place.block * ROWS : min(place.block * ROWS, a.n - ROWS);
-  prefetch_columns<T>(a, first_row, ROWS);
   const int steps = (a.k + 63) / 64, mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS : 0;
   const uint8_t* low = a.codes + int64_t(min(first_row + g, a.n - 1)) * a.k + 16 * t + 64 * warp;
   const uint8_t* high = a.codes + int64_t(min(first_row + 8 + g, a.n - 1)) * a.k + 16 * t + 64 * warp;
