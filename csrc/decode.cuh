@@ -19,6 +19,7 @@
 
 #include "decode_call.cuh"
 #include "encode_here.cuh"
+#include "several.cuh"
 #include "word_pairs.cuh"
 
 // The library may hold code for other architectures too; these kernels are empty there, and are never launched.
@@ -149,11 +150,11 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool t
 // lines. The cache is where all writes go, so what a refresh of the weight still writes is seen by the reads that follow
 // the wait. Measured at one row in a graph: int4 of 2048 x 2048 takes 2.5 us for 2.8, of 4096 x 14336 16.1 for 11.8.
 constexpr int64_t PREFETCHED = 1 << 22;  // values of W
-template <int F, int ROWS>
-__device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first) {
+template <int F>
+__device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first, int most_rows) {
   if (int64_t(a.n) * a.k > PREFETCHED) return;
   DEVICE_ASSERT(first < a.n);
-  const int rows = min(ROWS, a.n - first), row = F == FP8 ? a.k : a.k / 2;
+  const int rows = min(most_rows, a.n - first), row = F == FP8 ? a.k : a.k / 2;
   const int width = F == INT4 ? (a.k >> a.group_log2) * 2 : a.k / (F == MXFP4 ? 32 : 16);
   if (threadIdx.x == 0)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a.codes + int64_t(first) * row), "r"(rows * row) : "memory");
@@ -164,6 +165,17 @@ __device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(a.scale) + place));
     if constexpr (F == INT4) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(a.zero) + place));
   }
+}
+
+// The factors and summands of a block's outputs, into the L2 cache: read after the last sum, from memory, they would be
+// waited for by the whole kernel.
+template <typename T>
+__device__ __forceinline__ void prefetch_columns(const DecodeArgs& a, int first, int most_rows) {
+  const int row = threadIdx.x;
+  if (!a.columns_early || row >= min(most_rows, a.n - first)) return;
+  if (a.alpha_w && (row == 0 || a.alpha_w_stride)) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.alpha_w + (first + row) * int64_t(a.alpha_w_stride)));
+  const int width = a.bias_is_float ? 4 : int(sizeof(T));
+  if (a.bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(a.bias) + int64_t(first + row) * width));
 }
 
 __device__ __forceinline__ void cluster_sync() {
@@ -201,12 +213,6 @@ template <typename T>
 __device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n) {
   store<T>(a, v, alpha_x_of(a, m), m, n);
 }
-
-// W's that share a launch, of one shape, each with rows of blocks of its own.
-template <int COUNT>
-struct Several {
-  DecodeArgs of[COUNT];
-};
 
 #ifdef AOQUANT_HOPPER
 // A block's rows of y, from first_row of W on. TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16
@@ -368,49 +374,13 @@ inline int encoded_bytes(const DecodeArgs& a) { return (a.k + 127) / 128 * a.m *
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D, int COUNT, bool ENCODES>
 __global__ void __launch_bounds__(32 * WARPS) kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
-  const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
+  const BlockPlace place = place_of(several);
+  const DecodeArgs& a = several.of[place.which];
   extern __shared__ __align__(128) uint8_t shared[];
-  prefetch_rows<F, 16 * RT>(a, blockIdx.x * 16 * RT);
-  multiply<F, T, TOKENS, RT, WARPS, D, ENCODES>(a, blockIdx.x * 16 * RT, shared);
+  prefetch_rows<F>(a, place.block * 16 * RT, 16 * RT);
+  prefetch_columns<T>(a, place.block * 16 * RT, 16 * RT);
+  multiply<F, T, TOKENS, RT, WARPS, D, ENCODES>(a, place.block * 16 * RT, shared);
 #endif
-}
-
-// Bytes of dynamic shared memory that every launch may have: 48 KB less what a kernel declares itself, scales of 16 rows.
-constexpr int WITHOUT_ASKING = 47 * 1024;
-
-// Blocks of a kernel that may start before the one before it has ended, in clusters of CK.
-template <int CK, typename K, typename... A>
-cudaError_t launch_kernel(K* kernel, dim3 blocks, int threads, int bytes, cudaStream_t stream, const A&... a) {
-  if (bytes > WITHOUT_ASKING) {
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {CK, 1, 1};
-  config.attrs = attributes;
-  config.numAttrs = CK > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, a...);
-}
-
-// The kernel of one W, or that of several, with a row of blocks for each.
-template <typename One, typename Many>
-cudaError_t launch_siblings(One* one, Many* many, const DecodeArgs& a, int blocks, int threads, int bytes, cudaStream_t stream) {
-  if (!a.sibling) return launch_kernel<1>(one, blocks, threads, bytes, stream, Several<1>{a});
-  Several<SIBLINGS> several;
-  unsigned count = 0;
-  for (const DecodeArgs* w = &a; w && count < SIBLINGS; w = w->sibling) {
-    several.of[count] = *w;
-    several.of[count++].times = a.times;
-  }
-  return launch_kernel<1>(many, dim3(blocks, count), threads, bytes, stream, several);
 }
 
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D, bool ENCODES>
@@ -419,7 +389,7 @@ cudaError_t launch_as(const DecodeArgs& a, cudaStream_t stream) {
   static_assert(D >= 2);
   const int x = ENCODES ? encoded_bytes(a) : 0, bytes = x > least ? x : least;
   return launch_siblings(kernel<F, T, TOKENS, RT, WARPS, D, 1, ENCODES>, kernel<F, T, TOKENS, RT, WARPS, D, SIBLINGS, ENCODES>, a,
-                         (a.n + ROWS - 1) / ROWS, 32 * WARPS, bytes, stream);
+                         ROWS, 32 * WARPS, bytes, stream);
 }
 
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D>

@@ -30,8 +30,10 @@ __host__ __device__ inline int x_pitch(int k) { return 2 * k + 16; }
 template <typename T, int TOKENS, int RT, int WARPS, int S, int COUNT, bool ENCODES>
 __global__ void __launch_bounds__(32 * WARPS, RT == 1 && ENCODES ? 2 : 1) fp8_kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
-  const DecodeArgs& a = several.of[COUNT == 1 ? 0 : blockIdx.y];
-  prefetch_rows<FP8, 16 * RT>(a, int(blockIdx.x) * 16 * RT);
+  const BlockPlace place = place_of(several);
+  const DecodeArgs& a = several.of[place.which];
+  prefetch_rows<FP8>(a, place.block * 16 * RT, 16 * RT);
+  prefetch_columns<T>(a, place.block * 16 * RT, 16 * RT);
   using Layout = Fp8Layout<TOKENS, RT, WARPS, S>;
   constexpr int MT = TOKENS / 8, ROWS = Layout::ROWS, PITCH = Layout::PITCH, UNITS = Layout::UNITS;
   constexpr bool NAN_APART = std::is_same_v<T, __nv_bfloat16>;  // float16's conversion makes a NaN of a NaN
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(32 * WARPS, RT == 1 && ENCODES ? 2 : 1) fp8_ke
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   // the last block's rows may be the one's before it too; both write equal bits
-  const int first_row = RT == 1 ? int(blockIdx.x) * ROWS : min(int(blockIdx.x) * ROWS, a.n - ROWS);
+  const int first_row = RT == 1 ? place.block * ROWS : min(place.block * ROWS, a.n - ROWS);
   const int steps = (a.k + 63) / 64, mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS : 0;
   const uint8_t* low = a.codes + int64_t(min(first_row + g, a.n - 1)) * a.k + 16 * t + 64 * warp;
   const uint8_t* high = a.codes + int64_t(min(first_row + 8 + g, a.n - 1)) * a.k + 16 * t + 64 * warp;
@@ -166,7 +168,7 @@ template <typename T, int TOKENS, int RT, int WARPS, int S, bool ENCODES>
 cudaError_t launch_fp8_as(const DecodeArgs& a, cudaStream_t stream) {
   constexpr int ROWS = 16 * RT;
   return launch_siblings(fp8_kernel<T, TOKENS, RT, WARPS, S, 1, ENCODES>, fp8_kernel<T, TOKENS, RT, WARPS, S, SIBLINGS, ENCODES>, a,
-                         (a.n + ROWS - 1) / ROWS, 32 * WARPS, Fp8Layout<TOKENS, RT, WARPS, S>::BYTES + (ENCODES ? a.m * x_pitch(a.k) : 0), stream);
+                         ROWS, 32 * WARPS, Fp8Layout<TOKENS, RT, WARPS, S>::BYTES + (ENCODES ? a.m * x_pitch(a.k) : 0), stream);
 }
 
 template <typename T, int TOKENS, int RT, int WARPS, int S>

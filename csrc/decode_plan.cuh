@@ -10,6 +10,7 @@
 #include "decode_once.cuh"
 #include "decode_rows.cuh"
 #include "decode_tiles.cuh"
+#include "whole_rows.cuh"
 
 namespace aoquant {
 
@@ -38,17 +39,19 @@ cudaError_t run(const DecodeCall& c) {
   const int m = a.m, n = a.n;
   cudaError_t error = cudaSuccess;
   const bool narrow = n <= 132 * 32, wide = n > 8192;  // narrow: a block of 32 rows for each multiprocessor, or fewer
+  const int form = decode_form(F, m, n);
+  if (a.whole) return decode::launch_whole<F, T>(a, c.stream);
   if (m <= 4) {
     if (run_large<F, T, 8>(a, c.stream, error)) return error;
-    if (n > 6144) return m == 1 ? decode::launch<F, T, 1, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 8, 2>(a, c.stream);
-    if (n > 2048 && narrow)  // with as many warps as a multiprocessor holds
+    if (form == 3) return m == 1 ? decode::launch<F, T, 1, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 8, 2>(a, c.stream);
+    if (form == 2)  // with as many warps as a multiprocessor holds
       return m == 1 ? decode::launch<F, T, 1, 2, 16, 2>(a, c.stream) : decode::launch<F, T, 4, 2, 16, 2>(a, c.stream);
     return m == 1 ? decode::launch<F, T, 1, 1, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 8, 3>(a, c.stream);
   }
   if (decode_is_few(m)) {
     if (run_large<F, T, 16>(a, c.stream, error)) return error;
-    if (n <= 2048) return decode::launch<F, T, 16, 1, 8, 3>(a, c.stream);
-    return narrow ? decode::launch<F, T, 16, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 16, 2, 8, 2>(a, c.stream);
+    if (form == 1) return decode::launch<F, T, 16, 1, 8, 3>(a, c.stream);
+    return form == 2 ? decode::launch<F, T, 16, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 16, 2, 8, 2>(a, c.stream);
   }
   // From here on one block a multiprocessor, so the cuts are such that there are not many more of them.
   if (m <= 32) {

@@ -21,8 +21,7 @@ namespace aoquant {
 
 namespace decode {
 
-// Bytes of scales of a row that whole steps of 128 values need, and from row to row: 16 bytes more than a multiple of
-// 32.
+// Bytes of scales of a row that whole steps of 128 values need, and from row to row.
 template <int F>
 __host__ __device__ inline int scale_width(const DecodeArgs& a) {
   const int steps = (a.k + 127) / 128;
@@ -30,7 +29,7 @@ __host__ __device__ inline int scale_width(const DecodeArgs& a) {
 }
 template <int F>
 __host__ __device__ inline int scale_pitch(const DecodeArgs& a) {
-  return (scale_width<F>(a) + 15) / 32 * 32 + 16;
+  return pitch_of_scales(scale_width<F>(a));
 }
 template <int F>
 __device__ __forceinline__ int scale_at(const DecodeArgs& a, int k) {
@@ -270,6 +269,7 @@ template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
 __global__ void __launch_bounds__(32 * WARPS, 1) rows_kernel(const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
   extern __shared__ __align__(128) uint8_t shared[];
+  prefetch_columns<T>(a, min(int(blockIdx.x) / CK * 16 * RT, a.n - 16 * RT), 16 * RT);
   multiply_large<F, T, TOKENS, RT, WARPS, S, CK>(a, blockIdx.x, shared);
 #endif
 }
