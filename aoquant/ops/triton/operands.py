@@ -117,9 +117,24 @@ def _column_words(key, strip, m_padded, n_padded, PLACE: tl.constexpr, TALL: tl.
 @triton.jit
 def _mixed(x, DTYPE: tl.constexpr, SIGNS: tl.constexpr, T: tl.constexpr):
     """(T, 16) float32: each column transformed as `RoundedHadamard` does, in DTYPE."""
+    return _quartered(_butterflied(x, SIGNS, T), DTYPE)
+
+
+@triton.jit
+def _butterflied(x, SIGNS: tl.constexpr, T: tl.constexpr):
     x = x * signs(SIGNS, 16)
-    x = near(near(near(near(x, T, 16, 1), T, 16, 2), T, 16, 4), T, 16, 8)
+    return near(near(near(near(x, T, 16, 1), T, 16, 2), T, 16, 4), T, 16, 8)
+
+
+@triton.jit
+def _quartered(x, DTYPE: tl.constexpr):
     return (x * 0.25).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _highest(x):
+    """float32: the largest magnitude along axis 1, which stays, of length 1; NaN where there is one."""
+    return tl.reduce(tl.abs(x), 1, most, keep_dims=True)
 
 
 @triton.jit
@@ -127,17 +142,19 @@ def _largest(
     x_ptr, rows_ptr, columns_ptr, m, n, strips,
     SIGNS: tl.constexpr, PLACE: tl.constexpr, TALL: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Each program's largest magnitude, as bits: of x, if there is a rows_ptr, and of its transformed columns."""
-    of_x, of_y = tl.zeros([T], tl.int32), tl.zeros([T], tl.int32)
+    """Each program's largest magnitude, as bits: of x, if there is a rows_ptr, and of its transformed columns, whose
+    rounding keeps order, so that the largest alone is rounded.
+    """
+    of_x, of_y = tl.zeros([T, 1], tl.float32), tl.zeros([T, 1], tl.float32)
     for i in range(tl.program_id(0), strips, tl.num_programs(0)):
         x, _, _ = _strip(x_ptr, i, m, n, n, PLACE, TALL, T, R)
         if rows_ptr is not None:
-            of_x = tl.maximum(of_x, tl.max(float_bits(x) & 0x7FFFFFFF, axis=1))
-        y = _mixed(x, x_ptr.dtype.element_ty, SIGNS, T)
-        of_y = tl.maximum(of_y, tl.max(float_bits(y) & 0x7FFFFFFF, axis=1))
+            of_x = most(of_x, _highest(x))
+        of_y = most(of_y, _highest(_butterflied(x, SIGNS, T)))
     if rows_ptr is not None:
-        tl.store(rows_ptr + tl.program_id(0), tl.max(of_x, axis=0))
-    tl.store(columns_ptr + tl.program_id(0), tl.max(of_y, axis=0))
+        tl.store(rows_ptr + tl.program_id(0), tl.max(tl.ravel(float_bits(of_x) & 0x7FFFFFFF), axis=0))
+    of_y = _quartered(of_y, x_ptr.dtype.element_ty)
+    tl.store(columns_ptr + tl.program_id(0), tl.max(tl.ravel(float_bits(of_y) & 0x7FFFFFFF), axis=0))
 
 
 @triton.jit
@@ -174,7 +191,7 @@ def _rounded(
     KIND: "mx", "te" or "drawn", by random words.
     """
     magnitude = x & 0x7FFFFFFF
-    amax = float_bits(tl.reduce(tl.abs(bits_float(x)), 1, most, keep_dims=True))
+    amax = float_bits(_highest(bits_float(x)))
     if KIND == "mx":
         byte = e8m0_byte(amax, RULE, MAX_POW2, RECIPROCAL, MANTISSA)
         inverse, step, stored = e8m0_inverse(byte, RULE), e8m0_value(byte), byte.to(tl.uint8)
