@@ -48,9 +48,9 @@ from .elements import (
     te_factor,
     te_scale,
 )
-from .hadamard import near, signs
 from .launch import PLANS, Launch
-from .stochastic import e2m1_drawn, philox, philox_key, safe_scale
+from .stochastic import e2m1_drawn, philox_key, safe_scale
+from .strips import blocks, butterflied, column_words, highest, mixed, quartered, row_words, strip
 
 PROGRAMS = 2048
 VALUES = 128  # of a lane: blocks of its columns, 16 or 32 high
@@ -63,81 +63,6 @@ LARGEST_WARPS = 4
 
 
 @triton.jit
-def _strip(x_ptr, strip, m, n, n_padded, PLACE: tl.constexpr, TALL: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
-    """(T, R) float32, 0 outside of x, and where they lie: (1, R) rows and (T, 1) columns. TALL: a lane gets whole
-    columns.
-    """
-    wide = tl.cdiv(n_padded, T)
-    row = strip // wide * R + tl.arange(0, R)[None, :]
-    column = strip % wide * T + tl.arange(0, T)[:, None]
-    if TALL:  # loads no wider than a warp needs to reach along the strip
-        column = tl.max_contiguous(column, [TALL, 1])
-    at = tl.cast(row, PLACE) * n + column
-    return tl.load(x_ptr + at, mask=(row < m) & (column < n), other=0.0).to(tl.float32), row, column
-
-
-@triton.jit
-def _blocks(x_ptr, strip, m, n, n_padded, PLACE: tl.constexpr, B: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
-    """`_strip` as (T / B, B, R), the blocks along its rows: lanes get as much of a row as they load at once."""
-    wide = tl.cdiv(n_padded, T)
-    row = strip // wide * R + tl.arange(0, R)[None, None, :]
-    column = strip % wide * T + tl.arange(0, T // B)[:, None, None] * B + tl.arange(0, B)[None, :, None]
-    at = tl.cast(row, PLACE) * n + column
-    return tl.load(x_ptr + at, mask=(row < m) & (column < n), other=0.0).to(tl.float32), row, column
-
-
-# Philox's counters are laid out as a warp holds the values that they are for: the last axes are lanes, the first one a
-# lane's own. Otherwise the words would change lanes in shared memory.
-@triton.jit
-def _row_words(key, strip, n_padded, PLACE: tl.constexpr, B: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
-    """(T / B, B, R) int32: the words of a strip, of lanes that hold 8 values side by side."""
-    WIDE: tl.constexpr = T // 8
-    HIGH: tl.constexpr = 32 // WIDE  # rows of a warp
-    own = tl.arange(0, 2 * R // HIGH)[:, None, None]
-    wide = tl.cdiv(n_padded, T)
-    row = strip // wide * R + own // 2 * HIGH + tl.arange(0, HIGH)[None, :, None]
-    four = strip % wide * (T // 4) + tl.arange(0, WIDE)[None, None, :] * 2 + own % 2
-    w0, w1, w2, w3 = philox(key, row.to(PLACE) * (n_padded // 4) + four)
-    all = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (R // HIGH, 2, HIGH, WIDE, 4))
-    return tl.reshape(tl.permute(all, (3, 1, 4, 0, 2)), (T // B, B, R)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _column_words(key, strip, m_padded, n_padded, PLACE: tl.constexpr, TALL: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
-    """(T, R) int32: the words of a strip's columns, of lanes that hold TALL whole ones."""
-    own = tl.arange(0, TALL * R // 4)[:, None]
-    wide = tl.cdiv(n_padded, T)
-    column = strip % wide * T + tl.arange(0, 32)[None, :] * TALL + own // (R // 4)
-    four = strip // wide * (R // 4) + own % (R // 4)
-    w0, w1, w2, w3 = philox(key, column.to(PLACE) * (m_padded // 4) + four)
-    all = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (TALL, R // 4, 32, 4))
-    return tl.reshape(tl.permute(all, (2, 0, 1, 3)), (T, R)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _mixed(x, DTYPE: tl.constexpr, SIGNS: tl.constexpr, T: tl.constexpr):
-    """(T, 16) float32: each column transformed as `RoundedHadamard` does, in DTYPE."""
-    return _quartered(_butterflied(x, SIGNS, T), DTYPE)
-
-
-@triton.jit
-def _butterflied(x, SIGNS: tl.constexpr, T: tl.constexpr):
-    x = x * signs(SIGNS, 16)
-    return near(near(near(near(x, T, 16, 1), T, 16, 2), T, 16, 4), T, 16, 8)
-
-
-@triton.jit
-def _quartered(x, DTYPE: tl.constexpr):
-    return (x * 0.25).to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _highest(x):
-    """float32: the largest magnitude along axis 1, which stays, of length 1; NaN where there is one."""
-    return tl.reduce(tl.abs(x), 1, most, keep_dims=True)
-
-
-@triton.jit
 def _largest(
     x_ptr, rows_ptr, columns_ptr, m, n, strips,
     SIGNS: tl.constexpr, PLACE: tl.constexpr, TALL: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
@@ -147,13 +72,13 @@ def _largest(
     """
     of_x, of_y = tl.zeros([T, 1], tl.float32), tl.zeros([T, 1], tl.float32)
     for i in range(tl.program_id(0), strips, tl.num_programs(0)):
-        x, _, _ = _strip(x_ptr, i, m, n, n, PLACE, TALL, T, R)
+        x, _, _ = strip(x_ptr, i, m, n, n, PLACE, TALL, T, R)
         if rows_ptr is not None:
-            of_x = most(of_x, _highest(x))
-        of_y = most(of_y, _highest(_butterflied(x, SIGNS, T)))
+            of_x = most(of_x, highest(x))
+        of_y = most(of_y, highest(butterflied(x, SIGNS, T)))
     if rows_ptr is not None:
         tl.store(rows_ptr + tl.program_id(0), tl.max(tl.ravel(float_bits(of_x) & 0x7FFFFFFF), axis=0))
-    of_y = _quartered(of_y, x_ptr.dtype.element_ty)
+    of_y = quartered(of_y, x_ptr.dtype.element_ty)
     tl.store(columns_ptr + tl.program_id(0), tl.max(tl.ravel(float_bits(of_y) & 0x7FFFFFFF), axis=0))
 
 
@@ -191,7 +116,7 @@ def _rounded(
     KIND: "mx", "te" or "drawn", by random words.
     """
     magnitude = x & 0x7FFFFFFF
-    amax = float_bits(_highest(bits_float(x)))
+    amax = float_bits(highest(bits_float(x)))
     if KIND == "mx":
         byte = e8m0_byte(amax, RULE, MAX_POW2, RECIPROCAL, MANTISSA)
         inverse, step, stored = e8m0_inverse(byte, RULE), e8m0_value(byte), byte.to(tl.uint8)
@@ -258,17 +183,17 @@ def _operands(
     wide = tl.cdiv(n_padded, T)
     strips = wide * tl.cdiv(m_padded, R)
     for i in range(tl.program_id(0), strips, tl.num_programs(0)):
-        strip = strips - 1 - i  # what a pass before read last is what the cache still holds
-        x, row, column = _strip(x_ptr, strip, m, n, n_padded, PLACE, TALL, T, R)
-        down, along = (strip // wide).to(PLACE), (strip % wide).to(PLACE)
+        at = strips - 1 - i  # what a pass before read last is what the cache still holds
+        x, row, column = strip(x_ptr, at, m, n, n_padded, PLACE, TALL, T, R)
+        down, along = (at // wide).to(PLACE), (at % wide).to(PLACE)
         first = tl.cast(row, PLACE)
         if COLUMN_KIND != "":
             y = x
             if SIGNS is not None:
-                y = _mixed(x, x_ptr.dtype.element_ty, SIGNS, T)
+                y = mixed(x, x_ptr.dtype.element_ty, SIGNS, T)
             drawn = None
             if COLUMN_KIND == "drawn":
-                drawn = _column_words(column_key, strip, m_padded, n_padded, PLACE, TALL, T, R)
+                drawn = column_words(column_key, at, m_padded, n_padded, PLACE, TALL, T, R)
             rounded, step, stored, known = _rounded(
                 float_bits(y), drawn, column_outer, column_follows, COLUMN_KIND, COLUMN_ELEMENT, COLUMN_RULE,
                 COLUMN_MAX_POW2, COLUMN_RECIPROCAL, COLUMN_MANTISSA, COLUMN_LIMIT, LARGEST, LEAST, False,
@@ -287,13 +212,13 @@ def _operands(
                     tl.store(column_codes_ptr + place * R + tl.arange(0, R)[None, :], code, mask=column < n)
         if ROW_KIND != "":
             if TALL:  # read again, from the cache: held until here, x would spill
-                x, row, column = _blocks(x_ptr, strip, m, n, n_padded, PLACE, B, T, R)
+                x, row, column = blocks(x_ptr, at, m, n, n_padded, PLACE, B, T, R)
                 first = tl.cast(row, PLACE)
             else:
                 x = tl.reshape(x, (T // B, B, R))
             drawn = None
             if ROW_KIND == "drawn":
-                drawn = _row_words(row_key, strip, n_padded, PLACE, B, T, R)
+                drawn = row_words(row_key, at, n_padded, PLACE, B, T, R)
             rounded, step, stored, known = _rounded(
                 float_bits(x), drawn, row_outer, row_follows, ROW_KIND, ROW_ELEMENT,
                 ROW_RULE, ROW_MAX_POW2, ROW_RECIPROCAL, ROW_MANTISSA, ROW_LIMIT, LARGEST, LEAST,
@@ -346,7 +271,7 @@ def _side(name: str, operand: Operand | None) -> dict[str, Any]:
 
 
 def _place(m: int, n: int) -> Any:
-    """The integer that counts the values of a matrix, and 16 * 2048 more of a strip beyond its edge."""
+    """The integer that counts the values of a matrix, and those of strips that reach beyond its edges."""
     return tl.int32 if (m + 32) * (n + 2048) < 1 << 31 else tl.int64
 
 
@@ -369,7 +294,11 @@ def _launch(
     high, sides = _block(columns), _side("ROW", rows) | _side("COLUMN", columns)
     drawn = "drawn" in (_kind(rows), _kind(columns))
     tall = keep or drawn or _mask(columns) is not None
-    programs, values, options = PROGRAMS, FEWER_VALUES if keep else VALUES, dict[str, Any](num_warps=1, enable_fp_fusion=False)
+    programs, values, options = (
+        PROGRAMS,
+        FEWER_VALUES if keep else VALUES,
+        dict[str, Any](num_warps=1, enable_fp_fusion=False),
+    )
     if "e2m1" in (sides["ROW_ELEMENT"], sides["COLUMN_ELEMENT"]):
         warps = DRAWN_WARPS if drawn else E2M1_WARPS
         programs, values = warps * MULTIPROCESSORS, DRAWN_VALUES if drawn else FEWER_VALUES
