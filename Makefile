@@ -15,13 +15,18 @@ STAMP := $(VENV)/.aoquant-installed
 PIP_FLAGS := --disable-pip-version-check --no-input --quiet
 PYTEST := $(BIN)/python -m pytest
 
+# Else each process that a test starts would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup kernels cpu-kernels demo test gpu-test sanitize gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
+# pip compiles modules one by one, a minute for these packages: here on all cores, and none of the packages' own tests.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --config-settings editable_mode=compat -e '.[all,dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -c constraints.txt --config-settings editable_mode=compat -e '.[all,dev]'
+	$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/.*/tests?/' $(VENV)/lib || true  # some files are templates, not Python
 	touch $@
 
 # CUDA kernels into this checkout; needs nvcc and a CUDA torch in the environment.

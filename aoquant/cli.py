@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +248,7 @@ def doctor(arguments: list[str]) -> Callable[..., None]:
     return command
 
 
-def _print_table(rows: list[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
+def _print_table(rows: Sequence[tuple[Any, ...]], heads: tuple[str, ...]) -> None:
     from tabulate import tabulate
 
     texts = [i for i in range(len(heads)) if all(isinstance(row[i], str) for row in rows)]  # "1.00" stays "1.00"

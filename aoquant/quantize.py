@@ -142,10 +142,10 @@ def _what_stays_float(model: nn.Module, planned: Plan, strict: bool) -> str | No
 
 def _remember(planned: Plan) -> None:
     """Keep on each layer that was skipped why, for `aoquant.coverage`."""
-    for fqn, module, _ in planned.choice.layers:
-        vars(module).pop(coverage.SKIPPED, None)
-        if fqn in planned.skipped:
-            vars(module)[coverage.SKIPPED] = planned.skipped[fqn]
+    for chosen in planned.choice.layers:
+        vars(chosen.layer).pop(coverage.SKIPPED, None)
+        if chosen.fqn in planned.skipped:
+            vars(chosen.layer)[coverage.SKIPPED] = planned.skipped[chosen.fqn]
 
 
 def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:

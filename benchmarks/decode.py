@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from run import BF16, CUDA, Row, graph, interleaved, nbytes, percentiles
+from graphs import in_turns
+from run import BF16, CUDA, Row, interleaved, nbytes, percentiles
 from torch import Tensor
 
 from aoquant import get_format
@@ -108,7 +109,7 @@ def measure(rounds: int) -> list[Row]:
                 calls[name] = (call, "peer", nbytes(encoded["int4-g128"][0]))
             turns = {name: len(encoded.get(name, encoded["int4-g128"])) for name in calls} | {"cublas bf16": len(ws)}
             per = {name: n * max(1, CALLS // n) if m <= 256 else n for name, n in turns.items()}
-            runs = {name: graph(call, per[name]) for name, (call, *_) in calls.items()}
+            runs = {name: in_turns(call, per[name]) for name, (call, *_) in calls.items()}
             times = {name: [t / per[name] for t in ts] for name, ts in interleaved(runs, rounds).items()}
             plain = percentiles(times["cublas bf16"])[1]
             for name, (_, backend, size) in calls.items():

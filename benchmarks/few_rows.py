@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
 
 import torch
+from graphs import in_turns
 from record_golden import versions
 from torch import Tensor, nn
 
@@ -38,26 +40,19 @@ def layers(recipe: str, k: int, n: int) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def graph_of(models: list[nn.Module], x: Tensor) -> torch.cuda.CUDAGraph:
-    for model in models:
-        model(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(CALLS):
-            models[i % len(models)](x)
-    return graph
+def graph_of(models: list[nn.Module], x: Tensor) -> Callable[[], None]:
+    return in_turns(lambda i: models[i % len(models)](x), CALLS)
 
 
-def microseconds(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
+def microseconds(graphs: dict[str, Callable[[], None]]) -> dict[str, float]:
     """A call's, by recipe."""
     found: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
-        for name, graph in graphs.items():
+        for name, replay in graphs.items():
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
+            replay()
             first.record()
-            graph.replay()
+            replay()
             last.record()
             torch.cuda.synchronize()
             found[name].append(first.elapsed_time(last) / CALLS * 1e3)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from beside import TIMED, Deadline, Row, Run, allocated, free, reason, wait
+from graphs import graphed
 from llamas import Size, build, deploy
 from torch import Tensor
 from transformers import LlamaForCausalLM, StaticCache
@@ -48,7 +49,7 @@ def generate(serving: Serving, how: str, variant: str) -> Run:
     """`how`: one of `HOWS`. A run makes `new` tokens, but a "graph" one."""
     model = serving.model(variant)
     if how == "graph":
-        return graphed(serving, model)
+        return one_token(serving, model)
     ids = serving.ids(serving.prompt)
     options: dict[str, object] = {} if how == "eager" else {"cache_implementation": "static"}
     if how == "reduce-overhead":
@@ -72,8 +73,8 @@ def generate(serving: Serving, how: str, variant: str) -> Run:
 
 
 @torch.no_grad()
-def graphed(serving: Serving, model: LlamaForCausalLM) -> Run:
-    """One token behind the prompt, always the same one: the graph puts the cache's lengths back first."""
+def one_token(serving: Serving, model: LlamaForCausalLM) -> Run:
+    """A graph of one token behind the prompt, always the same one: the graph puts the cache's lengths back first."""
     cache = StaticCache(config=model.config, max_cache_len=serving.prompt + serving.new)
     model(serving.ids(serving.prompt), past_key_values=cache, use_cache=True, logits_to_keep=1)
     lengths = [layer.cumulative_length for layer in cache.layers]
@@ -87,16 +88,7 @@ def graphed(serving: Serving, model: LlamaForCausalLM) -> Run:
         torch._foreach_copy_(lengths, behind_prompt)
         return compiled(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True).logits
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step()
-    return lambda: (graph.replay(), logits, model)  # the graph reads the model's weights
+    return graphed(step, warm_up=3)
 
 
 def prefill(serving: Serving, variant: str) -> Run:

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from beside import Cell, Deadline, Run, Table, measured
+from graphs import graphed
 from llamas import BASE, BF16
 from torch import Tensor, nn
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -225,25 +226,6 @@ def decode(work: Work, variant: str) -> Run:
         return [calls(i) for i in range(CALLS)]
 
     return run if variant == HF_EAGER or work.device.type != "cuda" else graphed(run)
-
-
-def graphed(run: Run) -> Run:
-    """`run` in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-
-    def replay(run: Run = run) -> None:  # holds what the graph reads
-        graph.replay()
-
-    return replay
 
 
 def parse() -> argparse.Namespace:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graphs import in_turns
 from record_golden import versions
 from torch import Tensor
 
@@ -103,18 +104,6 @@ def interleaved(runs: dict[str, Callable[[], Any]], rounds: int, per_run: int = 
     return times
 
 
-def graph(run: Callable[[int], Any], copies: int) -> Callable[[], None]:
-    """A CUDA graph of run(0), run(1), ... run(copies - 1)."""
-    for i in range(copies):
-        run(i)
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for i in range(copies):
-            run(i)
-    return lambda run=run: captured.replay()  # holds `run`, whose inputs the graph reads
-
-
 def nbytes(*parts: Any) -> int:
     """Bytes of tensors and of encoded matrices."""
     tensors = [t for p in parts for t in (p[:4] if isinstance(p, Encoded) else [p]) if isinstance(t, Tensor)]
@@ -173,7 +162,7 @@ def encoders(name: str) -> list[str]:
 def measure_encode(rounds: int) -> list[Row]:
     """Encode, decode and both in one pass, 8192 x 4096 bf16."""
     xs = [torch.randn(TOKENS, 4096, device=CUDA, dtype=BF16) for _ in range(4)]
-    runs: dict[str, Callable[[], Any]] = {"copy": graph(lambda i: xs[i].clone(), len(xs))}
+    runs: dict[str, Callable[[], Any]] = {"copy": in_turns(lambda i: xs[i].clone(), len(xs))}
     moved = {"copy": 2 * nbytes(xs[0])}
     for name in ENCODE:
         fmt = get_format(name)
@@ -188,20 +177,20 @@ def measure_encode(rounds: int) -> list[Row]:
             ("values", lambda i, f=fmt: codec.encode_with_values(f, xs[i], BF16), nbytes(xs[0], xs[0])),
             ("decode", lambda i, f=fmt, e=encoded: codec.decode(f, e[i], BF16), nbytes(xs[0], encoded[0])),
         ):
-            runs[f"{what} {name}"], moved[f"{what} {name}"] = graph(run, len(xs)), size
+            runs[f"{what} {name}"], moved[f"{what} {name}"] = in_turns(run, len(xs)), size
     for name in TRANSFORMED:
         fmt = get_format(name)
-        runs[f"encode {name}"] = graph(lambda i, f=fmt: codec.encode(f, xs[i]), len(xs))
+        runs[f"encode {name}"] = in_turns(lambda i, f=fmt: codec.encode(f, xs[i]), len(xs))
         moved[f"encode {name}"] = nbytes(xs[0], codec.encode(fmt, xs[0]))
     for name in WHOLE:
         fmt, variant = get_format(name), f"encode {name} (triton)"
         with backend("triton"):
-            runs[variant] = graph(lambda i, f=fmt: codec.encode(f, xs[i]), len(xs))
+            runs[variant] = in_turns(lambda i, f=fmt: codec.encode(f, xs[i]), len(xs))
         moved[variant] = moved[f"encode {name}"]
     for name in FITTED:
         matrix = fitted(name, 4096)
         operand, held = get_operand(name), Scales(transform=matrix)
-        runs[f"encode {name}"] = graph(lambda i, o=operand, h=held: ops.encode(xs[i], o, h), len(xs))
+        runs[f"encode {name}"] = in_turns(lambda i, o=operand, h=held: ops.encode(xs[i], o, h), len(xs))
         moved[f"encode {name}"] = nbytes(xs[0], ops.encode(xs[0], operand, held))
     return rated(runs, moved, rounds, len(xs), f"{TOKENS}x4096")
 
@@ -211,14 +200,14 @@ def measure_grids(rounds: int) -> list[Row]:
     one.
     """
     xs = [torch.randn(4096, 4096, device=CUDA, dtype=BF16) * 0.02 for _ in range(8)]
-    runs: dict[str, Callable[[], Any]] = {"copy": graph(lambda i: xs[i].clone(), len(xs))}
+    runs: dict[str, Callable[[], Any]] = {"copy": in_turns(lambda i: xs[i].clone(), len(xs))}
     moved = {"copy": 2 * nbytes(xs[0])}
     for name in (n + known for n, constant in GRIDS.items() for known in ("", constant)):
         fmt = get_format(name)
         for which in encoders(name):
             with backend(which):
                 variant, run = f"encode {name} ({which})", lambda i, f=fmt: codec.encode(f, xs[i])
-                runs[variant], moved[variant] = graph(run, len(xs)), nbytes(xs[0], codec.encode(fmt, xs[0]))
+                runs[variant], moved[variant] = in_turns(run, len(xs)), nbytes(xs[0], codec.encode(fmt, xs[0]))
     return rated(runs, moved, rounds, len(xs), "4096x4096")
 
 

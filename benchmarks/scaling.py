@@ -27,9 +27,10 @@ import torch.distributed as dist
 from beside import Table
 from llamas import llama
 
+from aoquant.tools.markdown import table, wrapped
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- scaling -->", "<!-- end of scaling -->"
 BETWEEN_HOSTS = 40.0  # GB/s for each GPU: a 400 Gb/s adapter of its own, at four fifths
 A_HOST = 8  # GPUs
 GPUS = (8, 64, 512)
@@ -131,12 +132,15 @@ def page(steps: Rows, communication: Rows, hidden: int, layers: int) -> str:
     shape |= {name: last[name] for name in ("gpu", "vocabulary", "batch", "tokens", "optimizer") if name in last}
     numbers = sorted({int(r["gpus"]) for r in steps if r["ms"] and all(r[k] == v for k, v in shape.items())})
     heads = ["recipe", *(f"{n} GPU{'s' * (n > 1)}: tokens/s, GiB" for n in numbers)]
-    lines = [heads, ["---"] * len(heads)]
+    lines = []
     for variant in VARIANTS:
         found = [newest(steps, variant=variant, gpus=str(n), **shape) for n in numbers]
         if any(found):
             lines.append([f"`{variant}`", *(cell(r) for r in found)])
-    parts = [f"{layers} decoder layers of {hidden}, tokens/s of all GPUs together, peak memory of each.", table(lines)]
+    parts = [
+        f"{layers} decoder layers of {hidden}, tokens/s of all GPUs together, peak memory of each.",
+        table(heads, lines),
+    ]
     bandwidth = fastest(communication, hidden, last.get("gpu", ""))
     if 1 in numbers and len(numbers) > 1 and len(bandwidth) == 2:
         parts += projected(steps, bandwidth, shape, numbers, hidden, layers)
@@ -157,7 +161,7 @@ def projected(
 ) -> list[str]:
     """The projection's table with its assumptions."""
     heads = ["recipe", "not hidden", *(f"{n} GPUs: tokens/s, of linear" for n in GPUS)]
-    lines = [heads, ["---"] * len(heads)]
+    lines = []
     for variant in VARIANTS:
         found = {n: newest(steps, variant=variant, gpus=str(n), **shape) for n in numbers}
         times = {n: float(r["ms"]) / 1e3 for n, r in found.items() if r}
@@ -167,7 +171,7 @@ def projected(
         one = found[1]
         assert one is not None
         tokens = int(one["batch"]) * int(one["tokens"])
-        cells = [f"{n * tokens / p.step(n):,.0f}, {p.alone / p.step(n):.2f}" for n in GPUS]
+        cells = [f"{float(f'{n * tokens / p.step(n):.3g}'):,.0f}, {p.alone / p.step(n):.2f}" for n in GPUS]
         lines.append([f"`{variant}`", f"{p.exposed:.2f}", *cells])
     rates = ", ".join(f"{name.replace('_', '-')} {rate:.0f}" for name, rate in bandwidth.items())
     words = (
@@ -176,9 +180,7 @@ def projected(
         "the measured share of messages that a step does not hide. Left out: congestion, slow ranks, the latency of rings of hundreds, input, "
         "checkpoints. With hybrid sharding (HSDP) only gradients cross hosts."
     )
-    import textwrap
-
-    return ["\n".join(textwrap.wrap(words, 120, break_long_words=False, break_on_hyphens=False)), table(lines)]
+    return [wrapped(words), table(heads, lines)]
 
 
 def cell(row: Mapping[str, str] | None) -> str:
@@ -188,24 +190,11 @@ def cell(row: Mapping[str, str] | None) -> str:
     return f"{total:,.0f}" + (f", {float(row['peak_MiB']) / 1024:.1f}" if row["peak_MiB"] else "")
 
 
-def table(lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
-
-
 def read(file: Path) -> Rows:
     if not file.exists():
         return []
     with file.open(encoding="utf-8", newline="") as opened:
         return list(csv.DictReader(opened))
-
-
-def write_page(file: Path, content: str) -> None:
-    """Between the marks. Raises ValueError where they are missing."""
-    before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{file} must have the lines {BEGIN} and {END}")
-    file.write_text(f"{before}{BEGIN}\n\n{content}\n\n{END}{after}", encoding="utf-8")
 
 
 def main() -> int:
@@ -218,7 +207,11 @@ def main() -> int:
     o = parser.parse_args()
     if o.page:
         steps, communication = read(o.out / "model_fsdp2.csv"), read(o.out / "communication.csv")
-        write_page(ROOT / "docs" / "results.md", page(steps, communication, o.hidden, o.layers))
+        content = page(steps, communication, o.hidden, o.layers)
+        sys.path.insert(0, str(ROOT / "eval"))
+        import pages
+
+        pages.between(ROOT / "docs" / "results.md", "scaling", content)
     else:
         measure(o.hidden, o.repeats, o.out)
     return 0

@@ -52,17 +52,30 @@ _CODEC = _of(
     "decoded_values_in_high_precision_are_memory_of_their_own", "matrices_of_two_tiles_are_cut",
     "the_cuda_encoder_takes_what_the_codec_hands_over",
 )  # fmt: skip
-_EXPERTS = _of(
-    "layers/test_experts.py",
-    "23_prepared_is_a_loop_of_prepared_linear_layers", "packed_experts_are_selected_cut_turned_and_copied",
+_EXPERTS_NAMED = _of(
+    "layers/test_experts_named.py",
     "names_choose_a_module_or_one_parameter", "experts_that_are_not_whole_or_run_elsewhere_are_refused",
-    "what_experts_cannot_take_is_refused_by_name", "what_packed_experts_cannot_do_is_refused",
+)  # fmt: skip
+_EXPERTS_REFUSED = _of(
+    "layers/test_experts_named.py",
+    "what_experts_cannot_take_is_refused_by_name", "classes_without_the_protocol_are_refused_by_name",
+)  # fmt: skip
+_EXPERTS_RUN = _of(
+    "layers/test_experts.py",
     "a_checkpoint_from_before_a_backward_that_draws_begins_at_step_zero", "experts_without_a_gate",
     "tokens_of_other_ranks_add_nothing", "fake_quantisation_is_switched_off_and_undone",
     "experts_that_draw_look_for_their_rank",
-    "classes_without_the_protocol_are_refused_by_name",
     "a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does",
 )  # fmt: skip
+_EXPERTS = (
+    *_of("layers/test_experts.py", "23_prepared_is_a_loop_of_prepared_linear_layers"),
+    *_EXPERTS_NAMED, *_EXPERTS_REFUSED, *_EXPERTS_RUN,
+)  # fmt: skip
+_PACKED_EXPERTS = _of(
+    "layers/test_packed_experts.py",
+    "packed_experts_are_selected_cut_turned_and_copied", "what_packed_experts_cannot_do_is_refused",
+)  # fmt: skip
+_PACKED_LAYER = ("layers/test_packed_layer.py", "layers/test_bound_weights.py", "layers/test_packed_compiled.py")
 _WHOLE_MODELS = (
     "model/test_coverage.py", "model/test_owners.py", "model/test_recipe_names.py", "model/test_api.py",
     "model/test_sharing.py", "model/test_meta.py",
@@ -141,7 +154,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("targets/test_int4_targets.py", "tile_packed_takes_any_activation_and_rounds_it_to_bf16"), "ops/test_int4_layouts.py",
     ),
     "ops/delayed.py": ("hybrid/test_delayed_scaling.py",),
-    "ops/gemm/one_call.py": ("ops/test_one_call.py", "layers/test_packed_layer.py"),
+    "ops/gemm/one_call.py": ("ops/test_one_call.py", *_PACKED_LAYER),
     "ops/backward.py": (
         "hybrid/test_hybrid_contract.py",
         "ops/test_codec.py::test_transposed_codes_are_those_of_the_transpose",
@@ -149,10 +162,10 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "layers/": ("layers/test_prepared_converted.py::test_ragged_shapes", "layers/test_as_nn_linear.py"),
     "layers/direct_reads.py": ("model/test_direct_reads.py",),
-    "layers/experts.py": _EXPERTS,
+    "layers/experts.py": (*_EXPERTS, *_PACKED_EXPERTS),
     "layers/routers.py": ("model/test_routing.py",),
     "report/routing.py": ("model/test_routing.py",),
-    "layers/packed_experts.py": (_EXPERTS[1], _EXPERTS[0], *_EXPERTS[2:]),
+    "layers/packed_experts.py": (*_PACKED_EXPERTS, *_EXPERTS),
     "layers/read_stacks.py": ("layers/test_read_stacks.py",),
     "layers/fast_path.py": ("model/test_fast_path.py",),
     "layers/function.py": (
@@ -177,8 +190,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         "model/test_meta.py", "layers/test_autocast.py",
     ),
     "layers/law.py": ("layers/test_as_nn_linear.py", "layers/test_quantized_backward.py"),
-    "layers/packed.py": ("layers/test_packed_layer.py", "model/test_packed_linear.py"),
-    "layers/bound.py": ("layers/test_packed_layer.py",),
+    "layers/packed.py": (*_PACKED_LAYER, "model/test_packed_linear.py"),
+    "layers/bound.py": ("layers/test_bound_weights.py", "layers/test_packed_layer.py", "layers/test_packed_compiled.py"),
     "layers/qat.py": (
         "layers/test_as_nn_linear.py", "layers/test_prepared_converted.py::test_ragged_shapes",
         *_of("layers/test_held_layers.py", "the_state_dict_holds_them", "a_float_checkpoint_brings_no_scales",
@@ -200,7 +213,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/sides.py": ("hybrid/test_hybrid_saved.py", "hybrid/test_hybrid_layer.py"),
     "layers/embedding.py": ("layers/test_embedding.py",),
     "tensor.py": (
-        "layers/test_packed_layer.py::test_bound_weights_answer_ordinary_calls_alone",
+        "layers/test_bound_weights.py::test_bound_weights_answer_ordinary_calls_alone",
         "model/test_packed_linear.py", "model/test_state_dict.py",
         *_of("formats/test_wush.py", "slices", "rows_of_another_transform_are_not_fused_in", "rows_of_the_same_transform_are_fused_in"),
         *_of("layers/test_embedding.py", "a_packed_weight_is_not_renormalised_and_not_an_index", "prepared_equals_converted"),
@@ -211,12 +224,14 @@ NEAR: dict[str, tuple[str, ...]] = {
     "targets/integers.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
     "targets/floats.py": ("targets/test_torchao_bugs.py", "targets/test_every_torchao_config.py", "targets/test_static_torchao.py"),
     "planning/": _WHOLE_MODELS,
-    "planning/coverage.py": ("model/test_coverage.py", *_EXPERTS[2:4]),
-    "planning/experts.py": (*_EXPERTS[2:], "parallel/test_placements.py", "model/test_coverage.py"),
+    "planning/coverage.py": ("model/test_coverage.py", *_EXPERTS_NAMED),
+    "planning/experts.py": (
+        *_EXPERTS_NAMED, *_EXPERTS_REFUSED, *_EXPERTS_RUN, "parallel/test_placements.py", "model/test_coverage.py",
+    ),
     "planning/fused.py": ("export/test_recipes_served.py", "formats/test_engines.py"),
     "planning/owners.py": ("model/test_owners.py", "model/test_coverage.py", "model/test_meta.py"),
     "planning/plan.py": (
-        *_WHOLE_MODELS, *_EXPERTS[2:4], "hybrid/test_hybrid_config.py",
+        *_WHOLE_MODELS, *_EXPERTS_NAMED, "hybrid/test_hybrid_config.py",
         *_of("model/test_calibrate.py", "layers_that_share_a_weight_cannot_hold_scales"),
         *_of("targets/test_static_torchao.py", "nvfp4_step_prepare_calibrate_step_convert_is_torchaos"),
     ),

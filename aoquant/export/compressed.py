@@ -17,7 +17,7 @@ compressed-tensors 0.20 `compressors/`, `quantization/`; vLLM 0.32 `compressed_t
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.compressors.format import infer_module_format
@@ -62,18 +62,19 @@ def store(p: PackedTensor) -> Stored:
             f"train {p.recipe.fprop_weight.format.name} without it",
         )
     tensors, weights = _weight(format, p)
-    inputs, more, notes = _activation(p.activation)
+    inputs = _activation(p.activation)
+    notes = inputs.notes
     if isinstance(format, Affine) and not p.activation and p.contract != "dequantize":
         notes += (
             f"vLLM and transformers multiply (q - zp) * s, rounded once, as the contract 'dequantize' does, trained as {p.contract!r}",
         )
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs.args)
     scheme.format = infer_module_format(nn.Linear, scheme)
     if scheme.format == "int-quantized" and "weight_packed" in tensors:
         tensors = {"weight": _integers(p), "weight_scale": tensors["weight_scale"]}
         if p.zero_point is not None:
             tensors["weight_zero_point"] = p.zero_point
-    return Stored({**tensors, **more}, scheme, notes)
+    return Stored({**tensors, **inputs.tensors}, scheme, notes)
 
 
 def _weight(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
@@ -142,10 +143,18 @@ def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor]
     return {"weight_packed": p.qdata, "weight_scale": p.scale, "weight_global_scale": 1.0 / outer[:1]}, args
 
 
-def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], tuple[str, ...]]:
-    """Arguments of the layer's input, tensors that they need, and how engines differ from training."""
+class _Inputs(NamedTuple):
+    """Arguments of a layer's input, tensors that they need, and how engines differ from training."""
+
+    args: QuantizationArgs | None
+    tensors: dict[str, Tensor]
+    notes: tuple[str, ...]
+
+
+def _activation(name: str) -> _Inputs:
+    """Of the format called so; "" for none."""
     if not name:
-        return None, {}, ()
+        return _Inputs(None, {}, ())
     format = get_format(name)
     args: dict[str, Any] = {"dynamic": True, "observer": None}
     notes: tuple[str, ...] = ()
@@ -161,7 +170,7 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
     elif isinstance(format, Affine | Float8) and format.per == "tensor" and len(format.fixed) == 1 and format.bits == 8:
         kind = "int" if isinstance(format, Affine) else "float"
         args |= {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": False}
-        return QuantizationArgs(**args), {"input_scale": torch.tensor([float(format.fixed[0])])}, ()
+        return _Inputs(QuantizationArgs(**args), {"input_scale": torch.tensor([float(format.fixed[0])])}, ())
     elif isinstance(format, MX) and format.tile_rows == 1 and format.element in ("e2m1", "e4m3"):
         bits = 4 if format.element == "e2m1" else 8
         args |= {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, **_E8M0}
@@ -184,7 +193,7 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
             **_E4M3,
             "dynamic": "local",
         }
-        return QuantizationArgs(**args), {"input_global_scale": divisor}, ()
+        return _Inputs(QuantizationArgs(**args), {"input_global_scale": divisor}, ())
     elif type(format) is NVFP4:
         raise Unfit(
             f"its activations ({name}) make an outer scale in every call, and readers hold a calibrated one",
@@ -192,7 +201,7 @@ def _activation(name: str) -> tuple[QuantizationArgs | None, dict[str, Tensor], 
         )
     else:
         raise Unfit(f"no scheme holds {name} activations", "train with int8-row-vllm, fp8-row-vllm, mxfp4-even or none")
-    return QuantizationArgs(**args), {}, notes
+    return _Inputs(QuantizationArgs(**args), {}, notes)
 
 
 def _integers(p: PackedTensor) -> Tensor:

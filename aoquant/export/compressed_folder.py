@@ -12,7 +12,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import compressed_tensors
 from compressed_tensors.config import CompressionFormat
@@ -32,21 +32,28 @@ _IN_TRANSFORMERS = {
 }
 
 
+class _Group(NamedTuple):
+    """The modules of one scheme."""
+
+    scheme: QuantizationScheme
+    modules: list[str]
+
+
 def describe(source: Source, plan: Plan) -> Description:
     """config.json's quantization_config.
 
     A model of one scheme targets "Linear" and ignores what is left out; a model of several targets layers by name.
     """
     check_fused(plan.layers, source.modules)
-    groups: dict[str, tuple[QuantizationScheme, list[str]]] = {}
+    groups: dict[str, _Group] = {}
     for module, stored in plan.layers.items():
         scheme: QuantizationScheme = stored.scheme
-        groups.setdefault(scheme.model_dump_json(), (scheme, []))[1].append(module)
+        groups.setdefault(scheme.model_dump_json(), _Group(scheme, [])).modules.append(module)
     one = len(groups) == 1
     _check_symmetric(groups.values())
     _warn_transformers(groups.values())
     left = [weight.module for name, weight in plan.floats.items() if name.endswith(".weight")]
-    _check_experts([*(modules for _, modules in groups.values()), left])
+    _check_experts([*(group.modules for group in groups.values()), left])
     schemes = {
         f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(modules)})
         for i, (scheme, modules) in enumerate(groups.values())
@@ -73,7 +80,7 @@ def _patterns(modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(f if isinstance(f, str) else rf"re:{re.escape(f[1])}\..*" for f in found))
 
 
-def _check_symmetric(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> None:
+def _check_symmetric(groups: Iterable[_Group]) -> None:
     """Raise ValueError for experts of integers with zero points, which vLLM's kernels for experts do not take."""
     for scheme, modules in groups:
         expert = next(filter(_EXPERT.match, modules), None)
@@ -84,7 +91,7 @@ def _check_symmetric(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> 
             )
 
 
-def _warn_transformers(groups: Iterable[tuple[QuantizationScheme, list[str]]]) -> None:
+def _warn_transformers(groups: Iterable[_Group]) -> None:
     """Warn of experts that transformers' own reader of these folders cannot load, or loads with other values."""
     for scheme, modules in groups:
         expert = next(filter(_EXPERT.match, modules), None)

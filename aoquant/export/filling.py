@@ -84,11 +84,11 @@ class Filling:
         with bar(sum(stored.size for stored in self.stored.values()), "load") as advance:
             for name in sorted(self.stored):
                 stored = self.stored[name]
-                if name not in places or places[name][1].shape != stored.shape:
+                own, tensor = places.get(name, ("", None))
+                if tensor is None or tensor.shape != stored.shape:
                     raise ValueError(
                         f"{self.folder}: {name} {stored.shape} has no place in {type(self.model).__name__}: load it with transformers"
                     )
-                own, tensor = places[name]
                 self._set(own, _cast(stored.read(), tensor.dtype), tensor.requires_grad)
                 advance(stored.size, name)
         model = self.model

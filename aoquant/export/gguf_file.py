@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -70,16 +70,17 @@ def write(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")
     path, partial = out / "model.gguf", out / ".model.gguf.partial"
-    architecture, decided, entries, writer = _decide(source, tokenizer, skip, partial)
+    decided = _decide(source, tokenizer, skip, partial)
+    writer = decided.writer
     out.mkdir(parents=True, exist_ok=True)
     try:
-        for entry in entries:
+        for entry in decided.entries:
             raw = None if entry.type == GGMLQuantizationType.F32 else entry.type
             writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=raw)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        _fill(writer, entries, source, decided, architecture)
+        _fill(writer, decided.entries, source, decided.plan, decided.architecture)
         writer.close()
         os.replace(partial, path)
     except BaseException:
@@ -95,26 +96,33 @@ def check(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> None:
     _decide(source, tokenizer, (), Path("model.gguf"))
 
 
-def _decide(
-    source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str], path: Path
-) -> tuple[Architecture, Plan, list[_Entry], gguf.GGUFWriter]:
-    """The plan, the file's tensors, and a writer for `path` that has the metadata and no file yet."""
+class _Decided(NamedTuple):
+    """The plan, the file's tensors, and a writer that has the metadata and no file yet."""
+
+    architecture: Architecture
+    plan: Plan
+    entries: list[_Entry]
+    writer: gguf.GGUFWriter
+
+
+def _decide(source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str], path: Path) -> _Decided:
+    """The writer is for `path`."""
     architecture = _architecture(source)
-    decided = plan(source, store, skip, "gguf")
-    entries = _entries(source, decided, architecture)
+    planned = plan(source, store, skip, "gguf")
+    entries = _entries(source, planned, architecture)
     writer = gguf.GGUFWriter(path, architecture.name)
     gguf_arch.add_metadata(writer, architecture, source.config)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(_file_type(entries))
     if source.folder is not None:
         gguf_tokenizer.add(writer, source.folder, source.config["vocab_size"], str(source.folder))
-        return architecture, decided, entries, writer
+        return _Decided(architecture, planned, entries, writer)
     with tempfile.TemporaryDirectory() as made:
         if tokenizer is not None:
             tokenizer.save_pretrained(made)
         name = "the model in memory" if tokenizer is None else type(tokenizer).__name__
         gguf_tokenizer.add(writer, Path(made), source.config["vocab_size"], name)
-    return architecture, decided, entries, writer
+    return _Decided(architecture, planned, entries, writer)
 
 
 def _architecture(source: Source) -> Architecture:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear
-from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
+from aoquant.integrations.peft_merge import Merging
 from aoquant.layers.linear import pulled_back
 from aoquant.layers.packed import adopt
 from aoquant.layers.qat import QATLinear
@@ -27,12 +27,8 @@ from aoquant.quantize import apply, config_of
 from aoquant.report.measure import weight_value
 
 
-class _LoraLinear(Linear):
-    """peft's LoRA layer with a merge that rounds once and an unmerge that is exact. kept: the weight from before the
-    merge, if merged.
-    """
-
-    kept: list[Any]
+class _LoraLinear(Merging, Linear):
+    """peft's LoRA layer with a merge that rounds once and an unmerge that is exact."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
         for option in ("lora_bias", "fan_in_fan_out", *self.refused()):
@@ -58,14 +54,6 @@ class _LoraLinear(Linear):
         """The base weight (N, K) that adapters are added to."""
         raise NotImplementedError
 
-    def store(self, weight: Tensor) -> None:
-        """Make `weight`, like `value()`, the base layer's."""
-        raise NotImplementedError
-
-    def restore(self, kept: Tensor) -> None:
-        """Make the base layer's weight what it was."""
-        raise NotImplementedError
-
     @property
     def label(self) -> str:
         return self.kwargs.get("target_name") or "linear"
@@ -77,31 +65,12 @@ class _LoraLinear(Linear):
                 weight = (weight + self.get_delta_weight(adapter)).to(weight.dtype)
         return weight
 
-    @torch.no_grad()
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the base. safe_merge raises ValueError, before anything is changed, where the sum is not
-        finite.
-        """
-        names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
-        if not names:
-            return
-        merged = list(self.merged_adapters)
-        if merged:
-            self.unmerge()  # so that all are added to the same weight and rounded once
-        before, weight = self.get_base_layer().weight.detach(), self.merged_weight(self.value(), [*merged, *names])
-        if safe_merge and not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"{self.label}: the merged weight holds NaN or Inf: adapter {', '.join(names)} is broken")
-        self.store(weight)
-        self.kept = [before]  # in a list: a packed weight as an attribute would be registered as a parameter
-        self.merged_adapters.extend([*merged, *names])
+    def replaced(self) -> Tensor:
+        before: Tensor = self.get_base_layer().weight.detach()
+        return before
 
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Put back the weight from before the merge, bit for bit."""
-        if self.merged:
-            self.restore(self.kept[0])
-            self.kept.clear()
-            self.merged_adapters.clear()
+    def sum_with(self, adapters: list[str]) -> Tensor:
+        return self.merged_weight(self.value(), adapters)
 
 
 class PackedLoraLinear(_LoraLinear):

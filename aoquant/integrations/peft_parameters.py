@@ -11,18 +11,17 @@ from contextlib import contextmanager
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
-from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor
 
+from aoquant.integrations.peft_merge import Merging
 
-class QATParamWrapper(ParamWrapper):
+
+class QATParamWrapper(Merging, ParamWrapper):
     """An adapter on a parameter of a prepared module, such as stacked experts (`target_parameters`).
 
     peft makes the adapted parameter by other operations in forward than in merge, which round differently in bf16. Here
-    merge stores what forward multiplies by. kept: the parameter from before the merge, if merged.
+    merge stores what forward multiplies by.
     """
-
-    kept: list[Tensor]
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
@@ -35,34 +34,25 @@ class QATParamWrapper(ParamWrapper):
                     getattr(self.get_base_layer(), self.parameter_name)  # kept until the context ends
             yield
 
-    @torch.no_grad()
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the parameter. safe_merge raises ValueError, before it is changed, where the sum is not
-        finite.
-        """
-        names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
-        if not names:
-            return
-        merged = list(self.merged_adapters)
-        if merged:
-            self.unmerge()
-        with self._activate_lora([*merged, *names]):
-            weight = getattr(self.get_base_layer(), self.parameter_name).detach().clone()
-        if safe_merge and not bool(torch.isfinite(weight).all()):
-            raise ValueError(
-                f"{self.parameter_name}: the merged weight holds NaN or Inf: adapter {', '.join(names)} is broken"
-            )
-        parameter = self.get_param()
-        self.kept = [parameter.data]
-        parameter.data = weight
-        self.merged_adapters.extend([*merged, *names])
+    @property
+    def label(self) -> str:
+        name: str = self.parameter_name
+        return name
 
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Put back the parameter from before the merge, bit for bit."""
-        if self.merged:
-            self.get_param().data = self.kept.pop()
-            self.merged_adapters.clear()
+    def replaced(self) -> Tensor:
+        parameter: Tensor = self.get_param()
+        return parameter.data
+
+    def sum_with(self, adapters: list[str]) -> Tensor:
+        with self._activate_lora(adapters):
+            weight: Tensor = getattr(self.get_base_layer(), self.parameter_name).detach().clone()
+        return weight
+
+    def store(self, weight: Tensor) -> None:
+        self.get_param().data = weight
+
+    def restore(self, kept: Tensor) -> None:
+        self.get_param().data = kept
 
 
 QATParamWrapper.__name__ = ParamWrapper.__name__  # by which peft knows that it may wrap another parameter of the module

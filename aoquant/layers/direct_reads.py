@@ -33,7 +33,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +155,13 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
         _watch_gradient(layer)
 
 
+class _Weight(NamedTuple):
+    """A weight, which it keeps alive, and the names of its layers."""
+
+    tensor: Tensor
+    layers: list[str]
+
+
 class _Watch(TorchFunctionMode):
     """Sees the torch functions of one forward. found: name of each layer whose weight, if not packed, went into a
     product outside, and the product.
@@ -166,7 +173,7 @@ class _Watch(TorchFunctionMode):
         self.layers = layers
         self.found: dict[str, str] = {}
         self._ran: set[int] = set()
-        self._weights: dict[int, tuple[Tensor, list[str]]] = {}
+        self._weights: dict[int, _Weight] = {}
         self._others: set[int] = set()
         self._made_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._codes = {cls.forward.__code__ for cls in _subclasses(QATLayer)}
@@ -210,7 +217,7 @@ class _Watch(TorchFunctionMode):
     def _find_weights(self) -> None:
         self._weights = {}
         for fqn, layer in self.layers.items():
-            self._weights.setdefault(id(layer.weight), (layer.weight, []))[1].append(fqn)
+            self._weights.setdefault(id(layer.weight), _Weight(layer.weight, [])).layers.append(fqn)
 
     def _layers_of(self, t: Tensor) -> Iterable[str]:
         """Names of the layers whose weight `t` is, or is made of. FSDP puts other parameters in place for a forward:
@@ -221,7 +228,7 @@ class _Watch(TorchFunctionMode):
                 self._find_weights()
                 if id(t) not in self._weights:
                     self._others.add(id(t))
-            return self._weights[id(t)][1] if id(t) in self._weights else ()
+            return self._weights[id(t)].layers if id(t) in self._weights else ()
         return self._made_of.get(t, ()) if self._made_of else ()
 
     def _in_own_forward(self) -> bool:

@@ -49,7 +49,8 @@ def join(graph: fx.Graph) -> None:
     families: dict[tuple[fx.Node, int], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is linear and all(map(_stays, node.args[1:6])):
-            x, encodes = node.args[0], node.args[6] >> 4 & 15  # csrc/decode_op.cuh, LinearPlan
+            x, *_, plan = node.args
+            encodes = plan >> 4 & 15  # csrc/decode_op.cuh, LinearPlan
             families.setdefault((x, encodes), []).append(node)
     for (x, _), family in families.items():
         if len(family) > 1:

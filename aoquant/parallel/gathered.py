@@ -168,9 +168,10 @@ class GatheredWeight(Tensor):
             if side is None:
                 made.append(None)
                 continue
-            codes, scale, zero, outer = (next(parts) if there else None for there in side[0])
+            fields, width = side
+            codes, scale, zero, outer = (next(parts) if there else None for there in fields)
             assert codes is not None
-            made.append(Encoded(codes, scale, zero, outer, side[1]))
+            made.append(Encoded(codes, scale, zero, outer, width))
         rows, columns = made
         assert rows is not None
         return GatheredWeight(size, dtype, key, rows, columns)

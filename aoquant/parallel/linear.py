@@ -38,8 +38,15 @@ from aoquant.formats import Operand, Scales
 from . import shards
 from .shards import Backward, Shards
 
+
+class Side(NamedTuple):
+    """How an operand of the product is encoded, and the scales that it is held to."""
+
+    operand: Operand | None
+    held: Scales | None
+
+
 # (x, w, bias, scales of x, scales of w, parts that backward encodes) of one rank -> y
-Side = tuple[Operand | None, Scales | None]
 Local = Callable[[Tensor, Tensor, Tensor | None, Scales | None, Scales | None, Shards | None], Tensor]
 
 
@@ -72,7 +79,7 @@ def linear(
     _check(x, w, bias)
     assert isinstance(x, DTensor) and isinstance(w, DTensor)
     mesh, last = w.device_mesh, x.ndim - 1
-    if reason := why_not(w, (x_side[0], w_side[0])):
+    if reason := why_not(w, (x_side.operand, w_side.operand)):
         raise ValueError(reason)
     rows = [_rule(w_p, x_p, last) for w_p, x_p in zip(w.placements, x.placements, strict=True)]
     layout = _Layout(*zip(*rows, strict=True))

@@ -44,7 +44,12 @@ class ShardedLinear(nn.Linear):
             return quantized_linear(input, gather(w), whole_bias, recipe)
         on_shard = functools.partial(_on_shard, recipe)
         return sharding.linear(
-            on_shard, input, _on_mesh(w, input.device_mesh), bias, (recipe.fprop_input, None), (None, None)
+            on_shard,
+            input,
+            _on_mesh(w, input.device_mesh),
+            bias,
+            sharding.Side(recipe.fprop_input, None),
+            sharding.Side(None, None),
         )
 
 

@@ -17,7 +17,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torchao.quantization import FqnToConfig
@@ -33,17 +33,25 @@ from aoquant.planning.experts import ChosenStack, why_unsupported
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 
 
+class ChosenLayer(NamedTuple):
+    """A layer by all of its names, and its config."""
+
+    fqn: str
+    layer: Any
+    config: Any
+
+
 @dataclass
 class Choice:
     """The layers that a config and a filter choose in a model.
 
-    layers: (all names of a layer, the layer, its config). left_alone: names and classes of chosen layers that are
-    subclasses of a layer that is supported. left_out: ids of modules without support that the filter or the names do
-    not pick. picked: ids of those that they do. stacks: stacked experts, parameter by parameter. missed: ids of
-    stacked experts that a recipe for all experts does not find, because they go by another name.
+    left_alone: names and classes of chosen layers that are subclasses of a layer that is supported. left_out: ids of
+    modules without support that the filter or the names do not pick. picked: ids of those that they do. stacks: stacked
+    experts, parameter by parameter. missed: ids of stacked experts that a recipe for all experts does not find, because
+    they go by another name.
     """
 
-    layers: list[tuple[str, Any, Any]] = field(default_factory=list)
+    layers: list[ChosenLayer] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
     picked: set[int] = field(default_factory=set)
@@ -95,7 +103,7 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
                     f"{label}: are one module, which has one config: choose it under all of its names or under none, with the same config"
                 )
             if chosen is not None and kind_of(module) is not None:
-                found.layers.append((label, module, chosen))
+                found.layers.append(ChosenLayer(label, module, chosen))
             elif chosen is not None and isinstance(module, QATLayer):
                 raise ValueError(f"{label}: {owners.changed_class(module)}")
             elif chosen is not None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -43,6 +43,27 @@ if TYPE_CHECKING:
 WORTH_A_WARNING = 0.05  # share of a model's elements in unsupported matrices
 SKIPPED = "aoquant_skipped"  # attribute of a layer that skip_incompatible left out: why
 REACHED = ("quantised", "prepared")
+
+
+class Owner(NamedTuple):
+    """A module that holds a parameter: its name in the model, the parameter's in it."""
+
+    fqn: str
+    name: str
+    module: nn.Module
+
+    @property
+    def label(self) -> str:
+        """The parameter's name in the model."""
+        return f"{self.fqn}.{self.name}" if self.fqn else self.name
+
+
+class _Alike(NamedTuple):
+    """Parameters whose names differ in numbers only, as layers.*.mlp.up_proj.weight."""
+
+    names: str
+    shape: str
+    weights: list[Weight]
 
 
 @dataclass(frozen=True)
@@ -125,11 +146,12 @@ class Coverage:
     def to_markdown(self) -> str:
         """A table with a line for layers that differ in their number only, and a line of totals."""
         lines = ["| parameter | shape | elements | bytes | share | state | |", "|:--|:--|--:|--:|--:|:--|:--|"]
-        for names, shape, group in _grouped(self.weights):
-            elements, size = sum(w.elements for w in group), sum(w.bytes for w in group)
+        for alike in _grouped(self.weights):
+            one, *_ = alike.weights
+            elements, size = sum(w.elements for w in alike.weights), sum(w.bytes for w in alike.weights)
             share = elements / self.elements if self.elements else 0.0
             lines.append(
-                f"| {names} | {shape} | {elements:,} | {size:,} | {share:.2%} | {group[0].state} | {group[0].about} |"
+                f"| {alike.names} | {alike.shape} | {elements:,} | {size:,} | {share:.2%} | {one.state} | {one.about} |"
             )
         return "\n".join([*lines, "", f"{self}, which hold {self.bytes_share:.1%} of the bytes."])
 
@@ -156,7 +178,7 @@ def after(model: nn.Module, plan: Plan) -> Coverage:
     """The coverage that a model will have once `plan` is carried out."""
     formats: dict[Hashable, str] = {identity(s.module.weight): s.target.recipe.fprop_weight.name for s in plan.steps}
     formats |= {identity(s.weight): s.target.recipe.fprop_weight.name for s in plan.experts}
-    skipped = {id(m): plan.skipped[fqn] for fqn, m, _ in plan.choice.layers if fqn in plan.skipped}
+    skipped = {id(c.layer): plan.skipped[c.fqn] for c in plan.choice.layers if c.fqn in plan.skipped}
     return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped, plan.choice.missed)
 
 
@@ -175,25 +197,25 @@ def inventory(
     that cannot take its config, why. missed: ids of stacked experts that a recipe for all experts does not find.
     """
     planned, skipped = planned or {}, skipped or {}
-    users: dict[Hashable, list[tuple[str, str, nn.Module]]] = {}
+    users: dict[Hashable, list[Owner]] = {}
     tensors: dict[Hashable, Tensor] = {}
     for names, module in modules(model):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 key = identity(parameter)
                 tensors[key] = parameter
-                users.setdefault(key, []).extend((fqn, name, module) for fqn in names)
+                users.setdefault(key, []).extend(Owner(fqn, name, module) for fqn in names)
     rows, small = list[Weight](), list[Weight]()
     for key, owners in users.items():
         tensor = tensors[key]
         state, about = _state(model, tensor, owners, planned.get(key), left_out, skipped)
-        if state == "left out" and any(id(module) in missed for _, _, module in owners):
+        if state == "left out" and any(id(o.module) in missed for o in owners):
             state, about = (
                 "unsupported",
                 "the recipe for experts finds none by this name: name their module in FqnToConfig",
             )
-        labels = tuple(f"{fqn}.{name}" if fqn else name for fqn, name, _ in owners)
-        asked = any(id(module) in picked for _, _, module in owners)
+        labels = tuple(o.label for o in owners)
+        asked = any(id(o.module) in picked for o in owners)
         row = Weight(labels, tuple(tensor.shape), tensor.numel(), stored_bytes(tensor), state, about, asked)
         (small if state == "small" else rows).append(row)
     if small:
@@ -206,30 +228,30 @@ def listed(weights: Collection[Weight], count: int = 5) -> str:
     """Names and shapes by reason, the first `count` of each, for messages."""
     said = []
     for about in dict.fromkeys(w.about for w in weights):
-        names = [f"{names} {shape}" for names, shape, _ in _grouped(w for w in weights if w.about == about)]
+        names = [f"{alike.names} {alike.shape}" for alike in _grouped(w for w in weights if w.about == about)]
         more = f" and {len(names) - count} more" if len(names) > count else ""
         said.append(f"{', '.join(names[:count])}{more}: {about}")
     return "; ".join(said)
 
 
-def _grouped(weights: Iterable[Weight]) -> list[tuple[str, str, list[Weight]]]:
-    """(names, shape, rows): rows whose names differ in numbers only are one, as layers.*.mlp.up_proj.weight."""
+def _grouped(weights: Iterable[Weight]) -> list[_Alike]:
     groups: dict[tuple[Any, ...], list[Weight]] = {}
     for w in weights:
         pattern = tuple(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in w.names)
         groups.setdefault((pattern, w.shape, w.state, w.about), []).append(w)
-    named: list[tuple[str, str, list[Weight]]] = []
+    named: list[_Alike] = []
     for (pattern, shape, _, _), group in groups.items():
         names = ", ".join(pattern if len(group) > 1 else group[0].names)
         sizes = "x".join(map(str, shape))
-        named.append((names, f"{len(group)} x ({sizes})" if len(group) > 1 else f"({sizes})" if shape else "", group))
+        said = f"{len(group)} x ({sizes})" if len(group) > 1 else f"({sizes})" if shape else ""
+        named.append(_Alike(names, said, group))
     return named
 
 
 def _state(
     model: nn.Module,
     tensor: Tensor,
-    owners: list[tuple[str, str, nn.Module]],
+    owners: list[Owner],
     planned: str | None,
     left_out: Collection[int],
     skipped: dict[int, str],
@@ -237,16 +259,16 @@ def _state(
     """(state, about) of one parameter, from the modules that hold it."""
     if is_packed(tensor):
         return "quantised", tensor.format if isinstance(tensor, PackedTensor) else type(tensor.data).__name__
-    weights = [module for _, name, module in owners if name == "weight"]
+    weights = [o.module for o in owners if o.name == "weight"]
     if (prepared := next((m for m in weights if isinstance(m, QATLayer)), None)) is not None:
         return "prepared", prepared.prepared.recipe.fprop_weight.name
-    for _, name, module in owners:
-        if isinstance(module, QATExperts) and name in module.stacks:
-            return "prepared", module.stacks[name].recipe.fprop_weight.name
+    for o in owners:
+        if isinstance(o.module, QATExperts) and o.name in o.module.stacks:
+            return "prepared", o.module.stacks[o.name].recipe.fprop_weight.name
     if planned is not None:
         return "quantised", planned
-    biases = all(name.endswith("_bias") and stacks_of(module) for _, name, module in owners)  # (E, N)
-    if sum(n > 1 for n in tensor.shape) < 2 or biases or all(isinstance(m, QATLayer) for _, _, m in owners):
+    biases = all(o.name.endswith("_bias") and stacks_of(o.module) for o in owners)  # (E, N)
+    if sum(n > 1 for n in tensor.shape) < 2 or biases or all(isinstance(o.module, QATLayer) for o in owners):
         return "small", ""
     reason = next((r for m in weights if (r := skipped.get(id(m)) or vars(m).get(SKIPPED))), None)
     if reason is not None:
@@ -254,14 +276,14 @@ def _state(
     fqn, name, module = owners[0]
     if _is_adapter(model, fqn):
         return "adapter", "trained beside the quantised weight"
-    heads = any(is_head(model, m, f) for f, _, m in owners)
-    if heads and any(isinstance(m, nn.Embedding) for _, _, m in owners):
+    heads = any(is_head(model, o.module, o.fqn) for o in owners)
+    if heads and any(isinstance(o.module, nn.Embedding) for o in owners):
         return "default", "an embedding and the output head, tied: left out unless both are named"
     if heads:
         return "default", "the output head: left out unless it is named"
     if isinstance(module, nn.Embedding):
         return "default", "an embedding: left out unless it is named"
-    if all(is_read_by_router(model, f) for f, _, _ in owners):
+    if all(is_read_by_router(model, o.fqn) for o in owners):
         return "default", "a router, which decides what experts a token meets: stays float"
     if kind_of(module) is not None and name == "weight":
         return "left out", "no config was given to this layer"

@@ -160,7 +160,7 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
 def _checked(model: nn.Module, choice: Choice) -> tuple[list[Step], dict[str, str]]:
     """The steps of the layers that can take their config, and why the others cannot, by name."""
     dtypes = compute_dtypes(model)
-    gemms = {sharing.identity(m.weight) for _, m, _ in choice.layers if isinstance(m, nn.Linear)}
+    gemms = {sharing.identity(c.layer.weight) for c in choice.layers if isinstance(c.layer, nn.Linear)}
     steps, refused = list[Step](), dict[str, str]()
     for fqn, module, config in choice.layers:
         has_gemm = sharing.identity(module.weight) in gemms
@@ -176,7 +176,7 @@ def _checked(model: nn.Module, choice: Choice) -> tuple[list[Step], dict[str, st
 
 def _left_out(steps: list[Step], refused: dict[str, str], choice: Choice) -> dict[str, str]:
     """The layers to leave out, with the reasons: those that are refused, and those that share a weight with one."""
-    modules = {fqn: module for fqn, module, _ in choice.layers}
+    modules = {c.fqn: c.layer for c in choice.layers}
     weights: dict[Hashable, str] = {sharing.identity(modules[fqn].weight): fqn for fqn in refused}
     sharers = {s.fqn: weights[w] for s in steps if (w := sharing.identity(s.module.weight)) in weights}
     shared = {

@@ -12,6 +12,7 @@ A weight is shared when it is one parameter, or one memory: two `nn.Parameter`s 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -19,11 +20,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from aoquant.layers.linear import LinearRecipe
 
 
-def modules(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
-    """(all fully qualified names, module) for every module, once."""
-    found: dict[int, tuple[list[str], nn.Module]] = {}
+class Named(NamedTuple):
+    """A module by all of its fully qualified names."""
+
+    names: list[str]
+    module: nn.Module
+
+
+def modules(model: nn.Module) -> Iterator[Named]:
+    """Every module, once."""
+    found: dict[int, Named] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(id(module), ([], module))[0].append(name)
+        found.setdefault(id(module), Named([], module)).names.append(name)
     yield from found.values()
 
 

@@ -107,15 +107,23 @@ def drift(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> tuple[Route
                 f"router_drift: {name or 'the experts'} ran {len(mine)} time(s) in model_a and {len(theirs)} in model_b, or "
                 "with other tokens: compare two forms of one model on one batch"
             )
-        layers = [_layer(x, y.to(x.device)) for x, y in zip(mine, theirs, strict=True)]
-        found.append(RouterDrift(name, *(sum(numbers) for numbers in zip((0, 0, 0, 0), *layers, strict=True))))
+        total = RouterDrift(name, tokens=0, changed=0, choices=0, moved=0)
+        for x, y in zip(mine, theirs, strict=True):
+            total = _with_call(total, x, y.to(x.device))
+        found.append(total)
     return tuple(found)
 
 
-def _layer(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
-    """tokens, changed, choices, moved of one call."""
-    stays = (a.unsqueeze(2) == b.unsqueeze(1)).any(2)
-    return len(a), int((~stays).any(1).sum()), a.numel(), int((~stays).sum())
+def _with_call(d: RouterDrift, a: Tensor, b: Tensor) -> RouterDrift:
+    """The drift of a layer with one more call of it."""
+    moved = ~(a.unsqueeze(2) == b.unsqueeze(1)).any(2)
+    return RouterDrift(
+        d.fqn,
+        tokens=d.tokens + len(a),
+        changed=d.changed + int(moved.any(1).sum()),
+        choices=d.choices + a.numel(),
+        moved=d.moved + int(moved.sum()),
+    )
 
 
 def changed_share(layers: Sequence[RouterDrift]) -> float:

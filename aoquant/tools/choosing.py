@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from aoquant.tools.markdown import table
+
 MEASURED = Path(__file__).with_name("measured.csv")
 ANY = "any"
 HEADS = ("you serve on", "and want", "recipe", "config", "bits", "PTQ / float", "QAT / float", "seeds")
@@ -191,5 +193,4 @@ def rows(
 
 def markdown(numbers: Mapping[str, Measured] | None = None) -> str:
     """The table of docs/choosing.md."""
-    lines = [HEADS, ("---",) * len(HEADS), *rows(numbers=numbers)]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+    return table(HEADS, rows(numbers=numbers))

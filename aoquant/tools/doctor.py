@@ -10,6 +10,7 @@ import copy
 import importlib.metadata
 import platform
 from collections import OrderedDict
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -82,16 +83,27 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
     return rows
 
 
-def recipes(device: str | None = None) -> list[tuple[str, str, str, str]]:
-    """(recipe, trains, converted layer runs, prepared == converted): "yes" or the reason why not."""
-    return [(r.name, *_try(r.make, device or _device())) for r in list_recipes() if not r.experts]
+class Tried(NamedTuple):
+    """Whether a recipe's layer trains, whether it runs once it is converted, and whether both compute the same: "yes"
+    or the reason why not.
+    """
+
+    recipe: str
+    trains: str
+    runs: str
+    equal: str
+
+
+def recipes(device: str | None = None) -> list[Tried]:
+    """Every recipe for linear layers."""
+    return [_try(r.name, r.make, device or _device()) for r in list_recipes() if not r.experts]
 
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _try(make: object, device: str) -> tuple[str, str, str]:
+def _try(name: str, make: object, device: str) -> Tried:
     torch.manual_seed(0)
     layer = nn.Sequential(OrderedDict(linear=nn.Linear(256, 128, dtype=torch.bfloat16, device=device)))
     x = torch.randn(64, 256, dtype=torch.bfloat16, device=device)
@@ -102,7 +114,7 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
         y = layer(x)
         y.float().square().mean().backward()
     except (ValueError, RuntimeError, ImportError) as error:  # an older torchao lacks some configs
-        return _line(error), "-", "-"
+        return Tried(name, _line(error), "-", "-")
     converted = copy.deepcopy(layer)
     try:
         quantize_(converted, QATConfig(step="convert"))
@@ -113,12 +125,13 @@ def _try(make: object, device: str) -> tuple[str, str, str]:
         assert isinstance(qat, QATLinear)
         contract = qat.prepared.recipe.contract
         reason = mslk.why_not_operator(mslk.OPERATORS[contract]) if contract in mslk.OPERATORS else None
-        return (
+        return Tried(
+            name,
             "yes",
             _line(error) if isinstance(error, ValueError) else reason or _line(error),
             "not run",
         )
-    return "yes", "yes", "bit-equal" if same else "DIFFERENT"
+    return Tried(name, "yes", "yes", "bit-equal" if same else "DIFFERENT")
 
 
 def _line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -195,16 +195,23 @@ def _one_call(recipe: LinearRecipe, w: Any, dtype: torch.dtype) -> list[Route]:
     return [route for route in _ranges("in one call", ask) if route.rows]
 
 
+class _Start(NamedTuple):
+    """The first M that gets an answer."""
+
+    m: int
+    rows: Rows
+
+
 def _ranges(step: str, ask: Callable[[int], Rows]) -> list[Route]:
     """One route for each range of M's that get the same answer."""
-    starts = [(1, ask(1))]
+    starts = [_Start(1, ask(1))]
     for low, high in pairwise(_PROBES):
         rows = ask(high)
-        while rows != starts[-1][1]:  # the first M whose answer is another; then again, for what lies behind it
-            before, after = max(low, starts[-1][0]), high
+        while rows != starts[-1].rows:  # the first M whose answer is another; then again, for what lies behind it
+            before, after = max(low, starts[-1].m), high
             while after - before > 1:
                 middle = (before + after) // 2
-                before, after = (middle, after) if ask(middle) == starts[-1][1] else (before, middle)
-            starts.append((after, ask(after)))
-    ends: list[int | None] = [first - 1 for first, _ in starts[1:]]
-    return [Route(step, first, last, rows) for (first, rows), last in zip(starts, [*ends, None], strict=True)]
+                before, after = (middle, after) if ask(middle) == starts[-1].rows else (before, middle)
+            starts.append(_Start(after, ask(after)))
+    ends: list[int | None] = [start.m - 1 for start in starts[1:]]
+    return [Route(step, start.m, last, start.rows) for start, last in zip(starts, [*ends, None], strict=True)]

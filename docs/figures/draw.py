@@ -1,11 +1,11 @@
 """The drawn figures of the documentation, as SVG text: `python docs/figures/draw.py` writes them beside this file.
 
-recover.svg is a plot of benchmarks/results/recover_h200.csv: perplexity of float, PTQ and QAT. bits.svg is one of
-benchmarks/results/experiments.csv, perplexity by bits a weight, once that file is there. gradients.svg is one of
-benchmarks/results/gradients.csv: what a backward costs each layer. tiers.svg shows the package's tiers, operands.svg
-the six operands of a linear layer. Each has its own background, and colours for light and for dark, so it can be read
-on any page. Text is drawn as text, so a reader can search and select it. The test suite compares the files with what
-this script draws.
+Four are plots of files in benchmarks/results: recover.svg of recover_h200.csv (perplexity of float, PTQ and QAT),
+bits.svg of experiments.csv (perplexity by bits a weight), gradients.svg of gradients.csv (what a backward costs each
+layer) and mixes.svg of pretrain_mixes_h200.csv (what mixes cost in loss). tiers.svg shows the package's tiers,
+operands.svg the six operands of a linear layer. Each has its own background, and colours for light and for dark, so it
+can be read on any page. Text is drawn as text, so a reader can search and select it. The test suite compares the files
+with what this script draws.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import csv
 import math
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
-RUNS, EXPERIMENTS, GRADIENTS = (RESULTS / f"{name}.csv" for name in ("recover_h200", "experiments", "gradients"))
+RUNS, EXPERIMENTS, GRADIENTS, MIXES = (
+    RESULTS / f"{name}.csv" for name in ("recover_h200", "experiments", "gradients", "pretrain_mixes_h200")
+)
 FAR = 3.0  # a PTQ so many times as far from float as the worst QAT, in log perplexity, lies beyond the axis
 STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #1f2430 }
@@ -207,6 +209,44 @@ def gradients() -> str:
     return svg(740, 380, "SQNR of dx and dW, layer by layer", parts)
 
 
+def mixes() -> str:
+    """Held-out loss less bf16's of the same seed, by tokens: the mean of the seeds, and its standard error."""
+    with MIXES.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    loss = {(row["variant"], int(row["tokens"]), row["seed"]): float(row["held_out_loss"]) for row in rows}
+    tokens, seeds = sorted({key[1] for key in loss}), sorted({key[2] for key in loss})
+    left, right, top, bottom, most = 60, 520, 46, 306, 0.11
+
+    def place(count: float, difference: float) -> tuple[float, float]:
+        return left + (right - left) * count / tokens[-1], bottom - (bottom - top) * max(difference, -0.01) / most
+
+    parts = [text(20, 30, "Held-out loss less bf16's, nats a token", "head")]
+    for i in range(0, 12, 2):
+        _, y = place(0, i / 100)
+        parts += [line(left, y, right, y, "grid"), text(left - 8, y + 4, f".{i:02}", "small end")]
+    for count in tokens:
+        x, _ = place(count, 0)
+        parts.append(text(x, bottom + 34, f"{count / 1e6:.0f} M", "small middle"))
+    ends = []
+    names = sorted({key[0] for key in loss} - {"bf16"}, key=lambda name: mean(loss[name, tokens[-1], s] for s in seeds))
+    for i, name in enumerate(names):
+        points = []
+        for count in tokens:
+            found = [loss[name, count, seed] - loss["bf16", count, seed] for seed in seeds]
+            error = stdev(found) / math.sqrt(len(found))
+            (x, low), (_, high), (_, y) = (place(count, mean(found) + sign * error) for sign in (-1, 1, 0))
+            points.append((x, y))
+            parts.append(line(x, low, x, high, f"curve c{i}"))
+        parts.append(f'<path d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}" class="curve c{i}"/>')
+        ends.append((points[-1][1], i, name))
+    y = bottom + 40.0
+    for end, i, name in sorted(ends, reverse=True):  # from below, each label above the one before
+        y = min(end, y - 16)
+        parts += [line(right + 4, end, right + 20, y, f"curve c{i}"), text(right + 26, y + 4, name, "code small")]
+    parts.append(text((left + right) / 2, bottom + 56, "tokens", "small middle"))
+    return svg(740, 376, "Held-out loss of six mixes less bf16's", parts)
+
+
 def tiers() -> str:
     rows = [
         ("4", "Edges", "cli   integrations/   export/", "Hugging Face, peft, lm-eval, engines, the command line", "warm"),
@@ -265,7 +305,13 @@ def operands() -> str:
     return svg(740, 388, "The six operands of a linear layer", parts)
 
 
-FIGURES = {"recover.svg": recover, "tiers.svg": tiers, "operands.svg": operands, "gradients.svg": gradients}
+FIGURES = {
+    "recover.svg": recover,
+    "tiers.svg": tiers,
+    "operands.svg": operands,
+    "gradients.svg": gradients,
+    "mixes.svg": mixes,
+}
 if EXPERIMENTS.exists():
     FIGURES["bits.svg"] = bits
 

@@ -17,10 +17,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pages
+
 from aoquant.tools import choosing
+from aoquant.tools.markdown import table, wrapped
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGIN, END = "<!-- experiments -->", "<!-- end of experiments -->"
 UNBROKEN = "\0"  # a space at which no line is wrapped: a part of a message may mean something to Markdown
 PREPARED = "†"  # marks what was scored as prepared
 HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "seeds", "torchao's QAT", "recovered, %", "seeds")
@@ -47,7 +49,7 @@ def publish(out: Path, root: Path = ROOT) -> None:
     ):
         shutil.copyfile(out / source, target)
     source = choosing.source(root / "aoquant" / "tools" / "measured.csv")
-    between(root / "README.md", f"\n{readme(rows)}\n\n{note(rows, source)}\n")
+    pages.between(root / "README.md", "experiments", f"{readme(rows)}\n\n{note(rows, source)}")
     page = root / "docs" / "choosing.md"
     lines = page.read_text(encoding="utf-8").split("\n")
     first = lines.index(next(line for line in lines if line.startswith(f"| {choosing.HEADS[0]} |")))
@@ -57,15 +59,6 @@ def publish(out: Path, root: Path = ROOT) -> None:
     subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
 
 
-def between(page: Path, content: str) -> None:
-    """Replace what stands between the marks of a page."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} must have the lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}", encoding="utf-8")
-
-
 def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     """aoquant's headline rows, each under the loss that validation pages chose."""
     return [r for r in rows if r["headline"] == r["published"] == "True" and r["kind"] == "aoquant"]
@@ -73,12 +66,12 @@ def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
 
 def readme(rows: Sequence[Mapping[str, str]]) -> str:
     """Headline rows, and the torchao row that each is compared with."""
-    lines = [HEADS, ("---",) * len(HEADS)]
+    lines = []
     for row in headlines(rows):
         other = beside(rows, row)
         bits, numbers = f"{float(row['bits']):.2f}", [f"{float(row[name]):.2f}" for name in ("float", "PTQ")]
         lines.append((f"`{row['recipe']}`", bits, *numbers, *recovery(row), *recovery(other)))
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+    return table(HEADS, lines)
 
 
 def beside(rows: Sequence[Mapping[str, str]], row: Mapping[str, str]) -> Mapping[str, str]:
@@ -106,8 +99,6 @@ def recovery(row: Mapping[str, str]) -> tuple[str, str, str]:
 
 def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
     """What stands below the README's table, wrapped as its other text is."""
-    import textwrap
-
     floats = [row for row in rows if row["row"] == "bf16" and row["QAT"]]
     end = " (its rate is an end of the search)" if floats and floats[0]["rate at an end"] == "True" else ""
     tuned = f"Float, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}{end}. " if floats else ""
@@ -124,5 +115,4 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"
-    lines = textwrap.wrap(words, 120, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines).replace(UNBROKEN, " ") + f"\n\n{picture}"
+    return wrapped(words).replace(UNBROKEN, " ") + f"\n\n{picture}"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support import moe_models
-from support.export_cases import IDS, converted, llama, packed
+from support.export_cases import converted, llama, packed
+from support.models import IDS
 from torchao.quantization import FqnToConfig
 from torchao.quantization import quantize_ as torchao_quantize
 from transformers import AutoModelForCausalLM

@@ -12,7 +12,8 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from support.export_cases import IDS, SHAPE, byte_level, converted, llama, packed
+from support.export_cases import byte_level, converted, llama, packed
+from support.models import IDS, SMALL
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import (
     AutoModelForCausalLM,
@@ -102,7 +103,7 @@ def test_transformers_reads_the_file_back(family: str, tmp_path: Path) -> None:
     """Names, permuted rows, norms and sizes: every weight of the model that transformers builds from the file alone."""
     kind, more = FAMILIES[family]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**{**SHAPE, **more}), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(kind(**{**SMALL, **more}), dtype=torch.float32).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += torch.randn_like(parameter) * 0.1

@@ -12,7 +12,8 @@ from typing import Any
 
 import gguf
 import pytest
-from support.export_cases import SHAPE, converted
+from support.export_cases import converted
+from support.models import SMALL
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -36,7 +37,7 @@ SLIDING, GLOBAL = "sliding_attention", "full_attention"
 def config(kind: Any, **more: Any) -> dict[str, Any]:
     """As export reads it from a model."""
     name = kind.__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
-    return {**json.loads(kind(**{**SHAPE, **more}).to_json_string()), "architectures": [name]}
+    return {**json.loads(kind(**{**SMALL, **more}).to_json_string()), "architectures": [name]}
 
 
 REFUSED = [

@@ -17,7 +17,8 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
     preset_name_to_scheme,
 )
-from support.export_cases import IDS, converted, llama, packed
+from support.export_cases import converted, llama, packed
+from support.models import IDS
 from torch import nn
 
 from aoquant import PackedWeightConfig, QATConfig, export, load_pretrained, quantize_, unpack_

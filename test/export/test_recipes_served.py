@@ -12,7 +12,8 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.export_cases import IDS, byte_level, converted, llama, load_elsewhere, packed, write_expected
+from support.export_cases import byte_level, converted, llama, load_elsewhere, packed, write_expected
+from support.models import IDS
 
 from aoquant import calibrate, explain, export, load_pretrained, quantize_
 from aoquant.config import PackedWeightConfig, QATConfig

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from support.export_cases import IDS, llama
+from support.export_cases import llama
+from support.models import IDS
 
 from aoquant import PackedWeightConfig, QATConfig, get_format, quantize_, refresh_
 

@@ -200,24 +200,24 @@ def resume(directory: str, how: str, result: str) -> None:
     torch.save(masters.state_dict(), result)
 
 
-@pytest.mark.parametrize("how", ["dcp", "torch.save"])
-def test_a_new_process_resumes(how: str, tmp_path: Path) -> None:
+def test_a_new_process_resumes(tmp_path: Path) -> None:
+    """One process for both ways to save."""
     model = network()
     masters = quantized_model_init(model, CONFIGS["nvfp4-training"]())
     optimizer = adamw(masters)
     train(model, masters, optimizer, 2)
-    directory, result = tmp_path / "checkpoint", tmp_path / "result.pt"
-    if how == "dcp":
-        states = dict(zip(("model", "optimizer"), get_state_dict(masters, optimizer), strict=True))
-        dcp.save(states, checkpoint_id=directory, no_dist=True)
-    else:
-        directory.mkdir()
-        torch.save({"model": masters.state_dict(), "optimizer": optimizer.state_dict()}, directory / "state.pt")
+    states = dict(zip(("model", "optimizer"), get_state_dict(masters, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "torch.save").mkdir()
+    state = {"model": masters.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "torch.save" / "state.pt")
     train(model, masters, optimizer, 3, 2)
-    here, arguments = str(Path(__file__).parent), (str(directory), how, str(result))
-    code = f"import sys; sys.path.insert(0, {here!r}); import test_masters as t; t.resume(*{arguments!r})"
+    calls = [(str(tmp_path / how), how, str(tmp_path / f"{how}.pt")) for how in ("dcp", "torch.save")]
+    here = str(Path(__file__).parent)
+    code = f"import sys; sys.path.insert(0, {here!r}); import test_masters as t; [t.resume(*c) for c in {calls!r}]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    for key, value in torch.load(result, weights_only=True).items():
-        torch.testing.assert_close(
-            value, masters.state_dict()[key], rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}"
-        )
+    for *_, how, result in calls:
+        for key, value in torch.load(result, weights_only=True).items():
+            torch.testing.assert_close(
+                value, masters.state_dict()[key], rtol=0, atol=0, msg=lambda m, at=f"{how} {key}": f"{at}: {m}"
+            )

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.export_cases import IDS, SHAPE, llama, packed
+from support.export_cases import llama, packed
+from support.models import IDS, SMALL
 from torchao.quantization import FqnToConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -140,7 +141,7 @@ def test_models_that_do_not_belong_together_are_refused() -> None:
 
 def test_floats_that_the_trained_model_lacks_are_refused() -> None:
     """A Llama's layers have names and shapes of Qwen3's, which has norms of q and k beside them."""
-    shape = {**SHAPE, "head_dim": 32}
+    shape = {**SMALL, "head_dim": 32}
     served = Qwen3ForCausalLM._from_config(Qwen3Config(**shape), dtype=torch.bfloat16)
     quantize_(served, QATConfig(CONFIGS["int4"], step="prepare"))
     quantize_(served, QATConfig(step="convert"))

@@ -65,14 +65,15 @@ def request(contract: str, **options: Any) -> Request:
 # Schemas, fakes, autograd registration and symbolic shapes
 
 
-def opcheck(op: Any, *args: Any, only: tuple[str, ...] = ()) -> None:
+def opcheck(op: Any, *args: Any, only: tuple[str, ...] = (), symbolic: bool = True) -> None:
     """PyTorch's checks; its schema check compares inputs with allclose, which float8 lacks, so that one is done here by
-    bytes.
+    bytes. only: these alone. symbolic: with the one that takes ten times as long as the others together.
     """
     op, args = op.overload, tuple(op.flat(*args))
     tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
     float8 = any(t.is_floating_point() and t.element_size() == 1 for t in tensors)
-    torch.library.opcheck(op, args, test_utils=only or [u for u in OPCHECKS if u != "test_schema" or not float8])
+    left_out = ({"test_schema"} if float8 else set()) | (set() if symbolic else {SYMBOLIC})
+    torch.library.opcheck(op, args, test_utils=only or [u for u in OPCHECKS if u not in left_out])
     before = [t.clone() for t in tensors]
     outputs = op(*args)
     assert all(
@@ -86,14 +87,25 @@ def opcheck(op: Any, *args: Any, only: tuple[str, ...] = ()) -> None:
     )
 
 
-OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+# Traces with symbolic sizes: once per operand here, and `slow` for float32, and for empty inputs, whose size 0 is no
+# symbol.
+SYMBOLIC = "test_aot_dispatch_dynamic"
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", SYMBOLIC)
 
 
 @pytest.mark.parametrize("rows", [5, 0], ids=["rows", "empty"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 @pytest.mark.parametrize("name", FORMATS)
 def test_encode_is_well_formed(name: str, dtype: torch.dtype, rows: int) -> None:
-    opcheck(ops.encode, data("normal", rows, K, dtype), get_operand(name))
+    x = data("normal", rows, K, dtype)
+    opcheck(ops.encode, x, get_operand(name), symbolic=dtype == BF16 and rows > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "rows"), [(F32, 5), (BF16, 0), (F32, 0)], ids=["f32", "empty", "f32-empty"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_encode_is_traced_with_symbolic_sizes(name: str, dtype: torch.dtype, rows: int) -> None:
+    opcheck(ops.encode, data("normal", rows, K, dtype), get_operand(name), only=(SYMBOLIC,))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -111,7 +123,14 @@ def test_codes_and_scales_are_contiguous_whatever_the_input(name: str) -> None:
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_scaled_mm_is_well_formed(contract: str, dtype: torch.dtype) -> None:
     for bias in (True, False):
-        opcheck(ops.scaled_mm, *gemm(contract, dtype, bias=bias))
+        opcheck(ops.scaled_mm, *gemm(contract, dtype, bias=bias), symbolic=dtype == BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_scaled_mm_in_float32_is_traced_with_symbolic_sizes(contract: str) -> None:
+    for bias in (True, False):
+        opcheck(ops.scaled_mm, *gemm(contract, F32, bias=bias), only=(SYMBOLIC,))
 
 
 @pytest.mark.parametrize("m", [M, 0], ids=["rows", "empty"])
@@ -165,7 +184,7 @@ def test_ops_behind_a_transform_are_well_formed(name: str) -> None:
     t = torch.randn(K // 16, 16, 16) if name.startswith("wush") else None
     held, operand = Scales(transform=t), get_operand(name)
     opcheck(ops.encode, x, operand, held)
-    opcheck(ops.encode, x[:0], operand, held)
+    opcheck(ops.encode, x[:0], operand, held, symbolic=False)
     opcheck(ops.dgrad, g, w, operand, held)
     opcheck(ops.wgrad, g, x, operand, held)
     opcheck(ops.saturated, x, operand, held)

@@ -11,27 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.models import IDS
+from support.models import llama as plain_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from aoquant import PackedTensor, PackedWeightConfig, QATConfig, quantize_
-
-IDS = torch.arange(24).view(2, 12)
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
 
 
 def llama(*, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE, tie_word_embeddings=tied), dtype=dtype).eval()
+    model = plain_llama(tied, dtype, attention_bias=False)
     for parameter in model.parameters():  # blocks of different sizes, as trained weights have them
         if parameter.dim() == 2:
             parameter.data *= torch.rand(parameter.shape[0], 1).to(dtype) + 0.5

@@ -306,9 +306,10 @@ _LIKE_ANOTHER = re.compile(
 )  # widths and rules whose neighbours are always run
 
 
-def with_kinds(cases: tuple[Case, ...]) -> list[Any]:
-    """(case, dtype, kind of data) parameters. "mixed" holds the other kinds row by row: where a case is like another,
-    they are slow.
+def with_kinds(cases: tuple[Case, ...], kinds: tuple[str, ...] = KINDS) -> list[Any]:
+    """(case, dtype, kind of data) parameters. "mixed" holds the other kinds row by row, and its product every pair of
+    them: it is never slow. The other kinds are where a case is like another, and in float32 and float16, all but
+    "zero", which makes scales of a whole tensor zero.
     """
     return [
         pytest.param(
@@ -316,12 +317,19 @@ def with_kinds(cases: tuple[Case, ...]) -> list[Any]:
             d,
             kind,
             id=f"{c.name}-{dtype_name(d)}-{kind}",
-            marks=[pytest.mark.slow] if kind != "mixed" and (c.variant or _LIKE_ANOTHER.search(c.name)) else [],
+            marks=[pytest.mark.slow] if kind not in _always(c, d) else [],
         )
         for c in cases
         for d in c.dtypes
-        for kind in KINDS
+        for kind in kinds
     ]
+
+
+def _always(case: Case, dtype: torch.dtype) -> tuple[str, ...]:
+    """The kinds that are run in every commit's tests."""
+    if case.variant or _LIKE_ANOTHER.search(case.name):
+        return ("mixed",)
+    return KINDS if dtype == BF16 else ("zero", "mixed")
 
 
 def data(kind: str, rows: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -1,6 +1,7 @@
 // csrc/slots.cuh on a CPU: 32 threads are a warp, and meet where its lanes exchange values.
+#include <pthread.h>
+
 #include <algorithm>
-#include <barrier>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -16,7 +17,13 @@ namespace {
 thread_local struct {
   int x;
 } threadIdx;
-std::barrier meeting(32);
+// Sleeps; std::barrier spins first, which starves 32 threads of a busy machine's two cores.
+struct Meeting {
+  pthread_barrier_t all;
+  Meeting() { pthread_barrier_init(&all, nullptr, 32); }
+  ~Meeting() { pthread_barrier_destroy(&all); }
+  void arrive_and_wait() { pthread_barrier_wait(&all); }
+} meeting;
 int board[32];
 
 int read_from(int value, int lane) {

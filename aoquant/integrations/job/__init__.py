@@ -119,27 +119,26 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     stages = [folder.stage(FLOAT, lambda: Stage(FLOAT, score(float_model), model_bytes(float_model)))]
     stages.append(folder.stage(TUNED, tuned_stage))
     folder.forget(TUNED)
-    stages.append(folder.stage(PTQ, lambda: _ptq_stage(prepared_copy(), score)))
+    ptq = folder.stage(PTQ, lambda: _ptq_stage(prepared_copy(), score))
 
     prepared = prepared_copy()
     kept = folder.checkpoints(PREPARED)
     tune(prepared, blocks, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", checkpoints=kept, **tuning)
     converted = copy.deepcopy(prepared)
     convert(converted)
-    stages.append(folder.stage(PREPARED, lambda: Stage(PREPARED, score(prepared), model_bytes(prepared))))
-    as_prepared = stages[2].note  # why the kernel of the converted model does not run here
-    stages.append(
-        folder.stage(
+    qat = folder.stage(PREPARED, lambda: Stage(PREPARED, score(prepared), model_bytes(prepared)))
+    as_prepared = ptq.note  # why the kernel of the converted model does not run here
+    deployed = folder.stage(
+        CONVERTED,
+        lambda: Stage(
             CONVERTED,
-            lambda: Stage(
-                CONVERTED,
-                stages[3].perplexity if as_prepared else score(converted),
-                model_bytes(converted),
-                as_prepared,
-            ),
-        )
+            qat.perplexity if as_prepared else score(converted),
+            model_bytes(converted),
+            as_prepared,
+        ),
     )
-    end = _End(o, stages, tokenizer, (float_model, prepared, converted), blocks, skipped, ranks.size)
+    stages += [ptq, qat, deployed]
+    end = _End(o, stages, tokenizer, float_model, prepared, converted, blocks, skipped, ranks.size)
     result = ranks.share(end.write)
     folder.forget(PREPARED)
     return result
@@ -147,21 +146,24 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
 
 @dataclass(frozen=True)
 class _End:
-    """What one rank does with the models when all stages are scored. models: float, prepared, converted."""
+    """What one rank does with the models when all stages are scored."""
 
     o: Options
     stages: list[Stage]
     tokenizer: Any
-    models: tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]
+    float_model: PreTrainedModel
+    prepared: PreTrainedModel
+    converted: PreTrainedModel
     blocks_BT: Tensor
     skipped: Mapping[str, str]
     ranks: int
 
     def write(self) -> Result:
         """Verify, save, reload, and write the report."""
-        o, stages, (float_model, prepared, converted) = self.o, self.stages, self.models
-        not_run = bool(stages[2].note)
-        batch = {"input_ids": self.blocks_BT[: o.batch_size].to(float_model.device)}
+        o, prepared, converted = self.o, self.prepared, self.converted
+        stage = {s.name: s for s in self.stages}
+        not_run = bool(stage[PTQ].note)
+        batch = {"input_ids": self.blocks_BT[: o.batch_size].to(self.float_model.device)}
         layers = verify(prepared, converted, batch, allow_not_run=not_run)
         save_pretrained(converted, o.out / "checkpoint", self.tokenizer)
         fingerprint = None if not_run else logits_fingerprint(converted, batch["input_ids"])
@@ -169,8 +171,8 @@ class _End:
         result = Result(
             recipe=o.recipe,
             out=o.out,
-            stages=stages,
-            recovered=recovered(*(s.perplexity for s in (stages[0], stages[2], stages[4]))),
+            stages=self.stages,
+            recovered=recovered(*(stage[name].perplexity for name in (FLOAT, PTQ, CONVERTED))),
             min_sqnr_db=layers.min_sqnr,
             rows=len(layers.rows),
             reload=_reload(o, batch["input_ids"], fingerprint),
@@ -186,7 +188,7 @@ class _End:
             "ranks": self.ranks,
             **environment(o.device),
         }
-        write(result, layers, report(float_model, prepared if not_run else converted, batch), record)
+        write(result, layers, report(self.float_model, prepared if not_run else converted, batch), record)
         return result
 
 
@@ -217,7 +219,8 @@ def _reload(o: Options, ids_BT: Tensor, fingerprint: str | None) -> str:
     if fingerprint is None:
         return "written; not run, its kernel does not run here"
     checkpoint = o.out / "checkpoint"
-    if logits_fingerprint(load_checkpoint(checkpoint, str(ids_BT.device))[1], ids_BT) != fingerprint:
+    _, model = load_checkpoint(checkpoint, str(ids_BT.device))
+    if logits_fingerprint(model, ids_BT) != fingerprint:
         raise ValueError(f"{checkpoint}: the reloaded checkpoint gives other logits than the model that was saved")
     return "logits bit-equal"
 

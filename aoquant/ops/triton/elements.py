@@ -99,8 +99,8 @@ def float8_nearest(y, ELEMENT: tl.constexpr):
 
 @triton.jit
 def float8_index(v, ELEMENT: tl.constexpr):
-    """int32 code of a float32 that float8 has; wrong for NaN: its block masks it. Scaled so that float32's exponents are
-    float8's.
+    """int32 code of a float32 that float8 has; wrong for NaN: its block masks it. Scaled so that float32's exponent
+    is float8's.
     """
     scaled = bits_float(float_bits(v) & 0x7FFFFFFF) * (2.0**-120 if ELEMENT == "e4m3" else 2.0**-112)
     return (float_bits(scaled) >> (20 if ELEMENT == "e4m3" else 21)) | ((float_bits(v) >> 24) & 0x80)

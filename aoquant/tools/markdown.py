@@ -1,0 +1,19 @@
+"""Markdown that programs write: tables and wrapped paragraphs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+WIDTH = 120  # characters of a line of prose
+
+
+def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; an empty cell is one space."""
+    every = [heads, ("---",) * len(heads), *lines]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in every)
+
+
+def wrapped(words: str) -> str:
+    """A paragraph of lines of at most `WIDTH` characters, broken at spaces alone."""
+    return "\n".join(textwrap.wrap(words, WIDTH, break_long_words=False, break_on_hyphens=False))

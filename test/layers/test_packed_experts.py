@@ -1,0 +1,103 @@
+"""Converted experts as a tensor: selected, cut, turned, copied and multiplied; the rest is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.expert_cases import CONFIGS, E, made, routed
+from torch import Tensor, nn
+
+from aoquant import (
+    PackedTensor,
+    QATConfig,
+    quantize_,
+)
+from aoquant.layers.packed_experts import packed_experts
+
+
+def test_packed_experts_are_selected_cut_turned_and_copied() -> None:
+    torch.manual_seed(0)
+    w = torch.randn(E, 32, 64, dtype=torch.bfloat16)
+    for name in ("int4-g32", "nvfp4", "mxfp4", "int8-row"):
+        linears = [linear_of(e, f"{name}/") for e in w]
+        packed = packed_experts([layer.weight.data for layer in linears])
+        values = packed.dequantize()
+        assert packed.shape == w.shape
+        turned = packed.transpose(-2, -1)
+        assert turned.shape == (E, 64, 32)
+        assert torch.equal(turned.dequantize(), values.transpose(-2, -1))
+        assert torch.equal(packed[1:3].dequantize(), values[1:3])
+        assert torch.equal(packed[1].unsqueeze(0).dequantize(), values[1:2])
+        assert torch.equal(packed[:, 16:].dequantize(), values[:, 16:])
+        assert torch.equal(packed[:, :, 32:].dequantize(), values[:, :, 32:])
+        assert torch.equal(turned[:, 32:].dequantize(), values.transpose(-2, -1)[:, 32:])
+        x = torch.randn(5, 64, dtype=torch.bfloat16)
+        wanted = linears[2](x)
+        assert type(packed[2]) is PackedTensor
+        assert torch.equal(nn.functional.linear(x, packed[torch.tensor(2)]), wanted)
+        assert torch.equal(x @ turned[2], wanted)
+        assert torch.equal(nn.functional.linear(x, turned[2].t()), wanted)
+        copied = copy.deepcopy(nn.Parameter(packed, requires_grad=False)).to(torch.float32)
+        assert copied.dtype == torch.float32
+        assert torch.equal(copied.data.qdata, packed.qdata)
+        offsets = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+        grouped = nn.functional.grouped_mm(x, turned, offs=offsets)
+        assert torch.equal(grouped, torch.cat([linears[1](x[:2]), linears[2](x[2:])]))
+        with pytest.raises(ValueError, match="batched_mm"):
+            packed[torch.tensor([0, 1])]
+    mixed = [linear_of(w[0], name).weight.data for name in ("nvfp4/", "mxfp4/")]
+    with pytest.raises(ValueError, match=r"expert 1 is .*mxfp4.* and expert 0 .*nvfp4"):
+        packed_experts(mixed)
+
+
+def test_what_packed_experts_cannot_do_is_refused() -> None:
+    w = torch.randn(E, 32, 64, dtype=torch.bfloat16)
+    packed = packed_experts([linear_of(e, "int4-g32/").weight.data for e in w])
+    turned, x = packed.transpose(-2, -1), torch.randn(5, 64, dtype=torch.bfloat16)
+    assert torch.equal(packed.select(-3, 1).dequantize(), packed[1].dequantize())
+    for dim in (1, 2, -1):
+        with pytest.raises(ValueError, match="are selected by expert"):
+            packed.select(dim, 0)
+    with pytest.raises(ValueError, match=r"step 1, got step 2"):
+        packed[::2]
+    with pytest.raises(ValueError, match="sliced in three dimensions"):
+        turned[2][:32]
+    with pytest.raises(ValueError, match="last two dimensions"):
+        packed.transpose(0, 1)
+    with pytest.raises(ValueError, match=r"becomes a stack of one expert, unsqueeze\(0\)"):
+        packed[1].unsqueeze(1)
+    for a, b in ((x, turned), (turned[2], x), (packed[1], turned[2])):
+        with pytest.raises(ValueError, match=r"one transposed expert on the right|packed|codes"):
+            torch.matmul(a, b)
+    with pytest.raises(ValueError, match="multiplied as x @"):
+        x @ turned
+
+
+def linear_of(w: Tensor, recipe: str) -> nn.Linear:
+    """A converted linear layer."""
+    model = nn.Sequential(nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype))
+    model[0].weight.data.copy_(w)
+    quantize_(model, recipe)
+    layer = model[0]
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def test_the_loop_of_packed_experts_in_a_compiled_model() -> None:
+    """Under "eager" it runs outside the graph; under "grouped_mm" the error says what is not compiled."""
+    model, batch = made("mixtral", "eager"), routed(16, "random")
+    quantize_(model, QATConfig(CONFIGS["int4"], step="prepare"))
+    with torch.no_grad():
+        y = model(*batch)
+        quantize_(model, QATConfig(step="convert"))
+        torch.compiler.reset()
+        assert torch.equal(torch.compile(model, backend="aot_eager")(*batch), y)
+        grouped = made("mixtral", "grouped_mm")
+        quantize_(grouped, CONFIGS["int4"])
+        torch.compiler.reset()
+        with pytest.raises(
+            NotImplementedError, match=r"packed experts \(.*their loop, which is not compiled: run the model eagerly"
+        ):
+            torch.compile(grouped, backend="aot_eager")(*batch)
