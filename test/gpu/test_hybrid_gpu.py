@@ -139,6 +139,27 @@ def test_operands_of_both_sides_are_the_references(rows: str | None, columns: st
                 assert (a.alpha is None and b.alpha is None) or differing(a.alpha, b.alpha) == 0, (kind, side)
 
 
+def test_places_of_a_large_matrix_are_64_bits_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 2^31 values; here for a small one, whose operands stay what they are."""
+    import triton.language as tl
+
+    from aoquant.ops.triton import operands as kernel
+
+    x, state = (
+        torch.randn(96, 2080, dtype=BF16, device=CUDA),
+        torch.tensor([1 << 31, 12345, 7 + (5 << 32)], device=CUDA),
+    )
+    drawn = get_operand("nvfp4-sr"), get_operand(f"{RHT}nvfp4-sr"), 96, 2080, BF16, Random(state, 0), Random(state, 2)
+    want = codec.operands(x, *drawn)
+    assert kernel._place(1 << 16, 1 << 15) is tl.int64 and kernel._place(96, 2080) is tl.int32
+    for launches in (kernel._launch, kernel._finder):
+        monkeypatch.setattr(kernel, launches.__name__, launches.__wrapped__)
+    monkeypatch.setattr(kernel, "_place", lambda m, n: tl.int64)
+    for a, b in zip(codec.operands(x, *drawn), want, strict=True):
+        assert a is not None and b is not None
+        assert differing(a.values.contiguous(), b.values.contiguous()) == 0 and differing(a.alpha, b.alpha) == 0
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 @pytest.mark.parametrize(("rows", "columns"), KEPT)
 def test_codes_of_both_sides_are_the_references(rows: str, columns: str, dtype: torch.dtype) -> None:

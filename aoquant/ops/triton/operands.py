@@ -48,58 +48,38 @@ from .elements import (
     te_factor,
     te_scale,
 )
-from .hadamard import near, signs
 from .launch import PLANS, Launch
-from .stochastic import e2m1_drawn, philox, safe_scale, uniform, words
+from .stochastic import e2m1_drawn, philox_key, safe_scale
+from .strips import blocks, butterflied, column_words, highest, mixed, quartered, row_words, strip
 
 PROGRAMS = 2048
 VALUES = 128  # of a lane: blocks of its columns, 16 or 32 high
 FEWER_VALUES = 64  # where 128 would spill: for e2m1, or where codes are written beside values
+DRAWN_VALUES = 32  # beside Philox's words
 
-# e2m1 takes longer to compute; Philox's words take registers beside it
-E2M1_WARPS, DRAWN_WARPS = 12, 8  # of a multiprocessor, which has 65536 registers
+E2M1_WARPS, DRAWN_WARPS = 12, 16  # of a multiprocessor, which has 65536 registers: e2m1 takes longer to compute
 MULTIPROCESSORS = 132  # of an H100 or H200: all programs at once
 LARGEST_WARPS = 4
 
 
 @triton.jit
-def _strip(x_ptr, strip, m, n, n_padded, TALL: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
-    """(T, R) float32, 0 outside of x, and where they lie: (1, R) rows and (T, 1) columns. TALL: a lane gets whole
-    columns.
-    """
-    wide = tl.cdiv(n_padded, T)
-    row = strip // wide * R + tl.arange(0, R)[None, :]
-    column = strip % wide * T + tl.arange(0, T)[:, None]
-    if TALL:  # loads no wider than a warp needs to reach along the strip
-        column = tl.max_contiguous(column, [TALL, 1])
-    at = tl.cast(row, tl.int64) * n + column
-    return tl.load(x_ptr + at, mask=(row < m) & (column < n), other=0.0).to(tl.float32), row, column
-
-
-@triton.jit
-def _mixed(x, DTYPE: tl.constexpr, SIGNS: tl.constexpr, T: tl.constexpr):
-    """(T, 16) float32: each column transformed as `RoundedHadamard` does, in DTYPE."""
-    x = x * signs(SIGNS, 16)
-    x = near(near(near(near(x, T, 16, 1), T, 16, 2), T, 16, 4), T, 16, 8)
-    return (x * 0.25).to(DTYPE).to(tl.float32)
-
-
-@triton.jit
 def _largest(
     x_ptr, rows_ptr, columns_ptr, m, n, strips,
-    SIGNS: tl.constexpr, TALL: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+    SIGNS: tl.constexpr, PLACE: tl.constexpr, TALL: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Each program's largest magnitude, as bits: of x, if there is a rows_ptr, and of its transformed columns."""
-    of_x, of_y = tl.zeros([T], tl.int32), tl.zeros([T], tl.int32)
+    """Each program's largest magnitude, as bits: of x, if there is a rows_ptr, and of its transformed columns, whose
+    rounding keeps order, so that the largest alone is rounded.
+    """
+    of_x, of_y = tl.zeros([T, 1], tl.float32), tl.zeros([T, 1], tl.float32)
     for i in range(tl.program_id(0), strips, tl.num_programs(0)):
-        x, _, _ = _strip(x_ptr, i, m, n, n, TALL, T, R)
+        x, _, _ = strip(x_ptr, i, m, n, n, PLACE, TALL, T, R)
         if rows_ptr is not None:
-            of_x = tl.maximum(of_x, tl.max(float_bits(x) & 0x7FFFFFFF, axis=1))
-        y = _mixed(x, x_ptr.dtype.element_ty, SIGNS, T)
-        of_y = tl.maximum(of_y, tl.max(float_bits(y) & 0x7FFFFFFF, axis=1))
+            of_x = most(of_x, highest(x))
+        of_y = most(of_y, highest(butterflied(x, SIGNS, T)))
     if rows_ptr is not None:
-        tl.store(rows_ptr + tl.program_id(0), tl.max(of_x, axis=0))
-    tl.store(columns_ptr + tl.program_id(0), tl.max(of_y, axis=0))
+        tl.store(rows_ptr + tl.program_id(0), tl.max(tl.ravel(float_bits(of_x) & 0x7FFFFFFF), axis=0))
+    of_y = quartered(of_y, x_ptr.dtype.element_ty)
+    tl.store(columns_ptr + tl.program_id(0), tl.max(tl.ravel(float_bits(of_y) & 0x7FFFFFFF), axis=0))
 
 
 @triton.jit
@@ -136,7 +116,7 @@ def _rounded(
     KIND: "mx", "te" or "drawn", by random words.
     """
     magnitude = x & 0x7FFFFFFF
-    amax = tl.max(magnitude, axis=1, keep_dims=True)
+    amax = float_bits(highest(bits_float(x)))
     if KIND == "mx":
         byte = e8m0_byte(amax, RULE, MAX_POW2, RECIPROCAL, MANTISSA)
         inverse, step, stored = e8m0_inverse(byte, RULE), e8m0_value(byte), byte.to(tl.uint8)
@@ -160,8 +140,9 @@ def _rounded(
     else:
         scale, inverse = safe_scale(amax, outer, follows, RECIPROCAL, LEAST)
         step, stored, known = scale.to(tl.float32), scale.to(tl.uint8, bitcast=True), inverse == inverse
-        steps, p = e2m1_drawn(bits_float(magnitude) * inverse, uniform(random))
-        rounded = bits_float(float_bits(steps * (bits_float(p) * 0.5)) | (x & -0x80000000))
+        steps, p = e2m1_drawn(bits_float(magnitude) * inverse, random)
+        rounded = bits_float(float_bits(steps.to(tl.float32) * bits_float(p)) | (x & -0x80000000))
+        step = step * 0.5
     return rounded, step, stored, known
 
 
@@ -184,6 +165,7 @@ def _operands(
     COLUMN_RECIPROCAL: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_LIMIT: tl.constexpr, SIGNS: tl.constexpr,
     LARGEST: tl.constexpr, POST: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, SMALLEST_PTS: tl.constexpr,
     LEAST: tl.constexpr, N_PARTIALS: tl.constexpr, TALL: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+    PLACE: tl.constexpr,
 ):  # fmt: skip
     """x (m, n) -> rows (m, n_padded) and columns (m_padded, n), zero behind x; codes and scales of x, and of x^T (n,
     m_padded). KIND "": not that side. SIGNS: of the columns' transform, or None. *_side: of `Random`, where KIND is
@@ -196,20 +178,22 @@ def _operands(
         column_partial_ptr, column_outer_ptr, column_alpha_ptr, COLUMN_KIND, LARGEST, POST, PTS_RECIPROCAL,
         SMALLEST_PTS, N_PARTIALS,
     )  # fmt: skip
+    row_key = philox_key(state_ptr, row_side) if ROW_KIND == "drawn" else None
+    column_key = philox_key(state_ptr, column_side) if COLUMN_KIND == "drawn" else None
     wide = tl.cdiv(n_padded, T)
     strips = wide * tl.cdiv(m_padded, R)
     for i in range(tl.program_id(0), strips, tl.num_programs(0)):
-        strip = strips - 1 - i  # what a pass before read last is what the cache still holds
-        x, row, column = _strip(x_ptr, strip, m, n, n_padded, TALL, T, R)
-        down, along = (strip // wide).to(tl.int64), (strip % wide).to(tl.int64)
-        first = tl.cast(row, tl.int64)
+        at = strips - 1 - i  # what a pass before read last is what the cache still holds
+        x, row, column = strip(x_ptr, at, m, n, n_padded, PLACE, TALL, T, R)
+        down, along = (at // wide).to(PLACE), (at % wide).to(PLACE)
+        first = tl.cast(row, PLACE)
         if COLUMN_KIND != "":
             y = x
             if SIGNS is not None:
-                y = _mixed(x, x_ptr.dtype.element_ty, SIGNS, T)
+                y = mixed(x, x_ptr.dtype.element_ty, SIGNS, T)
             drawn = None
             if COLUMN_KIND == "drawn":
-                drawn = words(state_ptr, column_side, (along * T + tl.arange(0, T)) * m_padded + down * R, T, R)
+                drawn = column_words(column_key, at, m_padded, n_padded, PLACE, TALL, T, R)
             rounded, step, stored, known = _rounded(
                 float_bits(y), drawn, column_outer, column_follows, COLUMN_KIND, COLUMN_ELEMENT, COLUMN_RULE,
                 COLUMN_MAX_POW2, COLUMN_RECIPROCAL, COLUMN_MANTISSA, COLUMN_LIMIT, LARGEST, LEAST, False,
@@ -218,7 +202,7 @@ def _operands(
                 value = (rounded.to(tl.float32) * step).to(columns_ptr.dtype.element_ty)
                 tl.store(columns_ptr + first * n + column, value, mask=(row < m_padded) & (column < n))
             if column_codes_ptr is not None:
-                place = column.to(tl.int64) * (m_padded // R) + down
+                place = column.to(PLACE) * (m_padded // R) + down
                 tl.store(column_scale_ptr + place, stored, mask=column < n)
                 if COLUMN_ELEMENT == "e2m1":
                     byte = pack4(_index(rounded, known), T, R).to(tl.uint8)
@@ -228,35 +212,40 @@ def _operands(
                     tl.store(column_codes_ptr + place * R + tl.arange(0, R)[None, :], code, mask=column < n)
         if ROW_KIND != "":
             if TALL:  # read again, from the cache: held until here, x would spill
-                x, row, column = _strip(x_ptr, strip, m, n, n_padded, TALL, T, R)
+                x, row, column = blocks(x_ptr, at, m, n, n_padded, PLACE, B, T, R)
+                first = tl.cast(row, PLACE)
+            else:
+                x = tl.reshape(x, (T // B, B, R))
             drawn = None
             if ROW_KIND == "drawn":
-                place = (first * n_padded + along * T) // 4 + tl.arange(0, T // 4)[:, None]
-                w0, w1, w2, w3 = philox(state_ptr, row_side, place)
-                drawn = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 2, 3, 1))
-                drawn = tl.reshape(drawn, (T // B, B, R)).to(tl.int32, bitcast=True)
+                drawn = row_words(row_key, at, n_padded, PLACE, B, T, R)
             rounded, step, stored, known = _rounded(
-                tl.reshape(float_bits(x), (T // B, B, R)), drawn, row_outer, row_follows, ROW_KIND, ROW_ELEMENT,
+                float_bits(x), drawn, row_outer, row_follows, ROW_KIND, ROW_ELEMENT,
                 ROW_RULE, ROW_MAX_POW2, ROW_RECIPROCAL, ROW_MANTISSA, ROW_LIMIT, LARGEST, LEAST,
                 row_codes_ptr is not None,
             )  # fmt: skip
             if rows_ptr is not None:
-                value = tl.reshape((rounded.to(tl.float32) * step).to(rows_ptr.dtype.element_ty), (T, R))
+                value = (rounded.to(tl.float32) * step).to(rows_ptr.dtype.element_ty)
+                if not TALL:
+                    value = tl.reshape(value, (T, R))
                 tl.store(rows_ptr + first * n_padded + column, value, mask=(row < m) & (column < n_padded))
             if row_codes_ptr is not None:
                 block = along * (T // B) + tl.arange(0, T // B)[:, None]
-                there = (row < m) & (block < n_padded // B)
-                tl.store(row_scale_ptr + first * (n_padded // B) + block, tl.reshape(stored, (T // B, R)), mask=there)
+                low_row = down * R + tl.arange(0, R)[None, :]
+                there = (low_row < m) & (block < n_padded // B)
+                tl.store(row_scale_ptr + low_row * (n_padded // B) + block, tl.reshape(stored, (T // B, R)), mask=there)
                 if ROW_ELEMENT == "e2m1":
                     code = tl.reshape(_index(rounded, known), (T // 2, 2, R))
                     low, high = tl.split(tl.permute(code, (0, 2, 1)))
                     byte = along * (T // 2) + tl.arange(0, T // 2)[:, None]
-                    there = (row < m) & (byte < n_padded // 2)
+                    there = (low_row < m) & (byte < n_padded // 2)
                     both = (low | (high << 4)).to(tl.uint8)
-                    tl.store(row_codes_ptr + first * (n_padded // 2) + byte, both, mask=there)
+                    tl.store(row_codes_ptr + low_row * (n_padded // 2) + byte, both, mask=there)
                 else:
                     code = tl.where(known, float8_index(rounded, ROW_ELEMENT), 0x7F)
-                    code = tl.reshape(code.to(tl.uint8), (T, R))
+                    code = code.to(tl.uint8)
+                    if not TALL:
+                        code = tl.reshape(code, (T, R))
                     there = (row < m) & (column < n_padded)
                     tl.store(row_codes_ptr + first * n_padded + column, code, mask=there)
 
@@ -279,6 +268,11 @@ def _side(name: str, operand: Operand | None) -> dict[str, Any]:
         f"{name}_RECIPROCAL": reciprocal(SR_MAX if kind == "drawn" else of.largest), f"{name}_MANTISSA": of.mantissa,
         f"{name}_LIMIT": of.largest,
     }  # fmt: skip
+
+
+def _place(m: int, n: int) -> Any:
+    """The integer that counts the values of a matrix, and those of strips that reach beyond its edges."""
+    return tl.int32 if (m + 32) * (n + 2048) < 1 << 31 else tl.int64
 
 
 def _block(operand: Operand | None) -> int:
@@ -307,7 +301,7 @@ def _launch(
     )
     if "e2m1" in (sides["ROW_ELEMENT"], sides["COLUMN_ELEMENT"]):
         warps = DRAWN_WARPS if drawn else E2M1_WARPS
-        programs, values = warps * MULTIPROCESSORS, FEWER_VALUES
+        programs, values = warps * MULTIPROCESSORS, DRAWN_VALUES if drawn else FEWER_VALUES
         options["maxnreg"] = min(65536 // 32 // warps // 8 * 8, 255)
     t = 32 * values // high
     programs = min(triton.cdiv(n_padded, t) * triton.cdiv(m_padded, high), programs)
@@ -315,7 +309,7 @@ def _launch(
         _operands, (programs,), m=m, n=n, m_padded=m_padded, n_padded=n_padded, row_side=row_side, column_side=column_side,
         **sides, B=_block(rows), SIGNS=_mask(columns), LARGEST=FLOAT32_MAX, POST=reciprocal(NVFP4_TOP),
         PTS_RECIPROCAL=reciprocal(SR_MAX * E4M3_MAX), SMALLEST_PTS=8 * PTS_FLOOR, LEAST=E4M3_FLOOR, N_PARTIALS=PARTIALS,
-        TALL=t // 32 if tall else 0, T=t, R=high, **options,
+        TALL=t // 32 if tall else 0, T=t, R=high, PLACE=_place(m_padded, n_padded), **options,
     )  # fmt: skip
 
 
@@ -329,7 +323,7 @@ def _mask(operand: Operand | None) -> int | None:
 def _finder(m: int, n: int, signs: int) -> Launch:
     t = 32 * LARGEST_WARPS * 4
     return Launch(
-        _largest, (PARTIALS,), m=m, n=n, strips=triton.cdiv(n, t) * triton.cdiv(m, 16), SIGNS=signs, TALL=4, T=t, R=16,
+        _largest, (PARTIALS,), m=m, n=n, strips=triton.cdiv(n, t) * triton.cdiv(m, 16), SIGNS=signs, PLACE=_place(m, n), TALL=4, T=t, R=16,
         enable_fp_fusion=False, num_warps=LARGEST_WARPS,
     )  # fmt: skip
 

@@ -57,21 +57,45 @@ PART = 32  # of a rotation's values, those that a lane holds: more of them and r
 
 
 @triton.jit
-def philox(state_ptr, side, counter):
-    """The four words of each counter, an int64 tensor: of elements 4 * counter .. 4 * counter + 3."""
-    seed = tl.load(state_ptr) & 0xFFFFFFFF
-    module = ((tl.load(state_ptr + 1) << 3) | side) & 0xFFFFFFFF
-    step = tl.load(state_ptr + 2) + tl.zeros_like(counter)
-    key = (module << 32) | seed
-    return tl.philox(
-        key, counter.to(tl.int32), (counter >> 32).to(tl.int32), step.to(tl.int32), (step >> 32).to(tl.int32), 10
-    )
+def _times(a, FACTOR: tl.constexpr):
+    """(high, low) words of a product. One instruction, where `tl.philox` takes one for each word."""
+    wide = a.to(tl.uint64) * FACTOR
+    return (wide >> 32).to(tl.uint32), wide.to(tl.uint32)
 
 
 @triton.jit
-def words(state_ptr, side, first, N: tl.constexpr, M: tl.constexpr):
-    """(N, M) int32: the words of elements `first`, (N,) int64 multiples of 4, and of the M - 1 after each."""
-    w0, w1, w2, w3 = philox(state_ptr, side, (first // 4)[:, None] + tl.arange(0, M // 4)[None, :])
+def philox_key(state_ptr, side):
+    """(two words of the key, two of the step) of a side. A kernel reads them before its loop, whose stores might change
+    them for all that a compiler knows.
+    """
+    module = (tl.load(state_ptr + 1) << 3) | side
+    step = tl.load(state_ptr + 2)
+    return tl.load(state_ptr).to(tl.uint32), module.to(tl.uint32), step.to(tl.uint32), (step >> 32).to(tl.uint32)
+
+
+@triton.jit
+def philox(key, counter):
+    """The four uint32 words of each counter, of elements 4 * counter .. 4 * counter + 3: int64, or int32 where none is
+    negative, which spares two of the 20 products.
+    """
+    k0, k1, c2, c3 = key
+    c0 = counter.to(tl.uint32)
+    c1 = tl.full([], 0, tl.uint32)
+    if counter.dtype == tl.int64:
+        c1 = (counter >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        a, b = _times(c0, 0xD2511F53)
+        c, d = _times(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = c ^ c1 ^ k0, d, a ^ c3 ^ k1, b
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def words(key, first, N: tl.constexpr, M: tl.constexpr):
+    """(N, M) int32: the words of elements `first`, (N,) multiples of 4, and of the M - 1 after each."""
+    w0, w1, w2, w3 = philox(key, (first // 4)[:, None] + tl.arange(0, M // 4)[None, :])
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (N, M)).to(tl.int32, bitcast=True)
 
 
@@ -91,21 +115,23 @@ def safe_scale(amax_bits, outer, inverse_outer, RECIPROCAL: tl.constexpr, LEAST:
 
 
 @triton.jit
-def e2m1_drawn(y, u):
-    """y >= 0 -> (steps, p): half p times steps is a neighbouring e2m1 magnitude, up or down by uniform numbers u; p:
-    bits of the power of two in max(y, 1).
+def e2m1_drawn(y, word):
+    """y >= 0 -> (steps, p): half p times steps, an int32, is a neighbouring e2m1 magnitude, up or down by the uniform
+    number word >> 8, in units of 2^-24; p: bits of the power of two in max(y, 1).
+
+    u < t - down for t = y / p * 2 and its integer part, in units of 2^-24: what rounds up to an integer t there takes a
+    carry from 2^24 - 1 - u if it is larger than u.
     """
     v = tl.minimum(y, 6.0)
     p = float_bits(tl.maximum(v, 1.0)) & 0x7F800000
-    t = v * bits_float(0x7F800000 - p)  # v / p * 2
-    down = tl.floor(t)
-    return down + (u < t - down).to(tl.float32), p
+    t = tl.ceil(v * bits_float((152 << 23) - (p - (127 << 23)))).to(tl.int32)
+    return (t + (0xFFFFFF - ((word >> 8) & 0xFFFFFF))) >> 24, p
 
 
 @triton.jit
 def _signs(state_ptr, side, SIZE: tl.constexpr):
     """(low, high): the signs of a rotation, 1 for minus, the first 64 in low."""
-    bit = (words(state_ptr, side, tl.zeros([1], tl.int64), 1, SIZE) & 1).to(tl.int64)
+    bit = (words(philox_key(state_ptr, side), tl.zeros([1], tl.int32), 1, SIZE) & 1).to(tl.int64)
     at = tl.arange(0, SIZE)[None, :]
     bit = bit << (at % 64)
     return tl.sum(tl.sum(tl.where(at < 64, bit, 0), axis=1)), tl.sum(tl.sum(tl.where(at < 64, 0, bit), axis=1))
@@ -250,15 +276,15 @@ def _draw(
         t = tl.div_rn(grown, step)
         down = tl.floor(t)
         drawn = counter // B
-        w0, w1, w2, w3 = philox(state_ptr, side, drawn // 4)
+        w0, w1, w2, w3 = philox(philox_key(state_ptr, side), drawn // 4)
         word = tl.where(drawn % 2 == 0, tl.where(drawn % 4 == 0, w0, w2), tl.where(drawn % 4 == 1, w1, w3))
         u = uniform(word.to(tl.int32, bitcast=True))
         rounded = least((down + (u < t - down).to(tl.float32)) * step, 448.0).to(tl.float8e4nv)
         scale_value = rounded.to(tl.float32)
         stored = rounded.to(tl.uint8, bitcast=True)
     else:
-        steps, p = e2m1_drawn(y, uniform(words(state_ptr, side, counter, NB, B)))
-        index = steps.to(tl.int32) + ((p - (127 << 23)) >> 22)
+        steps, p = e2m1_drawn(y, words(philox_key(state_ptr, side), counter, NB, B))
+        index = steps + ((p - (127 << 23)) >> 22)
 
     keep = tl.where(inverse == inverse, 255, 0)  # NaN has no code, and no sign
     codes = pack_e2m1(index, bits, NB, B) & keep[:, None]
