@@ -6,8 +6,6 @@ What a GPU adds to it, threads, loads and stores, is test/gpu/test_grids.py's. N
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.grid_inputs import inputs, name_arguments
+from support.host_csrc import host_library
 from torch import Tensor
 
 from aoquant import get_format
@@ -38,17 +37,11 @@ HEADERS = Path(NVCC).resolve().parent.parent / "include" if NVCC else Path()
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
     headers = next((h for h in (HEADERS, Path("/usr/local/cuda/include")) if (h / "cuda_fp8.h").exists()), None)
-    if compiler is None or headers is None:
-        pytest.skip("needs g++ and CUDA's headers")
-    library = tmp_path_factory.mktemp("csrc") / "grids.so"
-    subprocess.run(
-        [compiler, "-O2", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-mfma", f"-I{ROOT / 'csrc'}", f"-I{headers}",
-         str(ROOT / "test/support/grids_host.cpp"), "-o", str(library)],
-        check=True,
-    )  # fmt: skip
-    return ctypes.CDLL(str(library))
+    if headers is None:
+        pytest.skip("needs CUDA's headers")
+    flags = "-std=c++17", "-ffp-contract=off", "-mfma", f"-I{headers}"
+    return host_library(tmp_path_factory.mktemp("csrc"), "grids", *flags)
 
 
 @pytest.fixture

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from support.host_csrc import host_library
 
-ROOT = Path(__file__).parent.parent.parent
 HEIGHT = 8
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    library = tmp_path_factory.mktemp("csrc") / "slots.so"
-    source = str(ROOT / "test/support/slots_host.cpp")
-    flags = ["-O2", "-std=c++20", "-pthread", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *flags, source, "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = host_library(tmp_path_factory.mktemp("csrc"), "slots", "-std=c++20", "-pthread")
     loaded.find_slots.restype = ctypes.c_int64
     loaded.count_slots.restype = ctypes.c_int
     return loaded

@@ -6,26 +6,16 @@ The layouts of wgmma's operand and sums, and of movmatrix, are those of the PTX 
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
+from support.host_csrc import host_library
 
-ROOT = Path(__file__).parent.parent.parent
 LANES = range(32)
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    library = tmp_path_factory.mktemp("csrc") / "turned.so"
-    source = str(ROOT / "test/support/turned_host.cpp")
-    flags = ["-O2", "-std=c++20", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *flags, source, "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = host_library(tmp_path_factory.mktemp("csrc"), "turned", "-std=c++20")
     loaded.turned_swaps.restype = ctypes.c_bool
     return loaded
 

@@ -5,15 +5,12 @@ read them, in which order it sums. Needs g++.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from support.host_csrc import host_library
 
-ROOT = Path(__file__).parent.parent.parent
 SHARED, MULTIPROCESSORS = 227 * 1024 - 256, 132
 
 
@@ -31,13 +28,7 @@ class Layout(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    library = tmp_path_factory.mktemp("csrc") / "whole.so"
-    flags = ["-O2", "-std=c++17", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *flags, str(ROOT / "test/support/whole_host.cpp"), "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = host_library(tmp_path_factory.mktemp("csrc"), "whole", "-std=c++17")
     loaded.form.argtypes, loaded.slices.argtypes = [ctypes.c_int, ctypes.c_int64], [ctypes.c_int64]
     loaded.layout.restype = ctypes.c_bool
     return loaded
