@@ -104,30 +104,7 @@ bool alike(const DecodeProduct& a, const DecodeProduct& b, int64_t m, int64_t k)
   const int format = int(a.plan.format);
   const int64_t n = a.w.codes.size(0), other = b.w.codes.size(0);
   if (!packed_alike(a, b) || n == other) return packed_alike(a, b);
-  return (few_forms() & FORM_JOIN) && decode_takes_siblings(format, m, other, k) && decode_form(format, m, n) == decode_form(format, m, other);
-}
-
-// How many of some products whole_rows.cuh takes in one launch, and the units of its blocks; or none.
-struct WholeGroup {
-  int64_t count;
-  int units;
-};
-WholeGroup whole_group(const DecodeProduct* products, int64_t count, int64_t m, int64_t k) {
-  const DecodePlan& plan = products[0].plan;
-  if (!(few_forms() & FORM_WHOLE) || m != 1 || k % 128 || plan.format == FP8 || plan.tile != 1) return {0, 0};
-  const int pitch = pitch_of_scales(int(k / plan.group) * (plan.format == INT4 ? 2 : 1));
-  int ns[SIBLINGS];
-  int64_t taken = 0;
-  while (taken < SIBLINGS && taken < count && packed_alike(products[0], products[taken])) {
-    const int64_t n = products[taken].w.codes.size(0);
-    if (decode_is_large(n, k)) break;
-    ns[taken++] = int(n);
-  }
-  for (; taken > 0; --taken) {
-    const int units = whole_units(ns, int(taken));
-    if (whole_fits(whole_layout(int(k), units, pitch * (plan.format == INT4 ? 2 : 1), true))) return {taken, units};
-  }
-  return {0, 0};
+  return decode_takes_siblings(format, m, other, k) && decode_form(format, m, n) == decode_form(format, m, other);
 }
 
 }  // namespace
@@ -140,9 +117,8 @@ void decode_into(const DecodeProduct* products, int64_t count, const Tensor& lik
     int64_t taken = 0;
     const DecodeProduct& first = products[next];
     const int64_t format = first.plan.format, n = first.w.codes.size(0);
-    const WholeGroup whole = whole_group(&first, count - next, m, k);
-    const int64_t most = whole.count ? whole.count : decode_takes_siblings(int(format), m, n, k) ? SIBLINGS : 1;
-    while (taken < most && next + taken < count && (whole.count || alike(first, products[next + taken], m, k))) {
+    const int64_t most = decode_takes_siblings(int(format), m, n, k) ? SIBLINGS : 1;
+    while (taken < most && next + taken < count && alike(first, products[next + taken], m, k)) {
       const DecodeProduct& p = products[next + taken];
       check_weight(p.w, like.scalar_type(), k, p.plan);
       STD_TORCH_CHECK(m > 0 && (format != FP8 || decode_is_few(m)), "fp8 multiplies from 1 to 16 rows of x, other formats 1 or more, got ", m);
@@ -154,8 +130,6 @@ void decode_into(const DecodeProduct* products, int64_t count, const Tensor& lik
       a.y = p.y.data_ptr();
       a.m = int(m);
       a.encodes = encodes;
-      a.columns_early = few_forms() & FORM_COLUMNS;
-      a.whole = whole.units;
       if (taken > 0) args[taken - 1].sibling = &a;
       ++taken;
     }

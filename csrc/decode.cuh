@@ -172,7 +172,7 @@ __device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first, in
 template <typename T>
 __device__ __forceinline__ void prefetch_columns(const DecodeArgs& a, int first, int most_rows) {
   const int row = threadIdx.x;
-  if (!a.columns_early || row >= min(most_rows, a.n - first)) return;
+  if (row >= min(most_rows, a.n - first)) return;
   if (a.alpha_w && (row == 0 || a.alpha_w_stride)) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.alpha_w + (first + row) * int64_t(a.alpha_w_stride)));
   const int width = a.bias_is_float ? 4 : int(sizeof(T));
   if (a.bias) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(a.bias) + int64_t(first + row) * width));
@@ -188,9 +188,8 @@ __device__ __forceinline__ void send_to_first(const float* place, float v) {
                : "memory");
 }
 
-// The factors of outputs in row m and in column n, and the summand of those in column n. Where there is
-// nothing, times 1 and plus
-// -0 leave a value as it is.
+// The factors of outputs in row m and in column n, and the summand of those in column n. Where there is nothing,
+// times 1 and plus -0 leave a value as it is.
 __device__ __forceinline__ float alpha_x_of(const DecodeArgs& a, int m) { return a.alpha_x ? a.alpha_x[m * a.alpha_x_stride] : 1.0f; }
 __device__ __forceinline__ float alpha_w_of(const DecodeArgs& a, int n) { return a.alpha_w ? a.alpha_w[n * a.alpha_w_stride] : 1.0f; }
 template <typename T>

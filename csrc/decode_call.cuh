@@ -6,10 +6,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <cstdlib>
 
 #include "check.cuh"
-#include "whole_plan.cuh"
 
 namespace aoquant {
 
@@ -30,24 +28,11 @@ struct DecodeArgs {
   float times;             // what sums are too small by, set by `run` (decode.cuh, Folded)
   float shift, odd_shift;  // GridFlip's c of even and odd blocks; times a scale it is exact in x's type
   // On the host: another W of the same K and format that multiplies the same x in the same launch, or null. Where
-  // `decode_takes_siblings`, and `decode_form` is one; or where `whole` is set.
+  // `decode_takes_siblings`, and `decode_form` is one.
   const DecodeArgs* sibling;
   bool encodes;  // on the host: x is as the model has it, and the product encodes it by rows; `decode_encodes`
-  bool columns_early;  // FORM_COLUMNS
-  int whole;           // on the host: units of a block of whole_rows.cuh, which multiplies this W and its siblings; or 0
 };
 constexpr int SIBLINGS = 3;  // that a launch takes, at most: q, k and v
-
-// Forms of few rows that are measured beside today's, by AOQUANT_FEW, the sum of: W's of one K and several N in one launch;
-// alphas and biases brought into the L2 cache early; whole_rows.cuh; and that with a unit's rows in one copy.
-enum FewForms { FORM_JOIN = 1, FORM_COLUMNS = 2, FORM_WHOLE = 4, FORM_CHUNKS = 8 };
-inline int few_forms() {
-  static const int forms = [] {
-    const char* asked = std::getenv("AOQUANT_FEW");
-    return asked ? std::atoi(asked) : 0;
-  }();
-  return forms;
-}
 
 // Bytes of shared memory that are more than half of a multiprocessor's. Blocks of a cluster that need less are put
 // there two at a time, while others have nothing to do.
@@ -81,9 +66,17 @@ inline int decode_fp8_units(int64_t n) {
   return busiest(4) <= busiest(2) ? 4 : 2;
 }
 
+// Which of decode.cuh's kernels multiplies m rows of x, up to 16, by a W of n rows: 1 with 16 rows of W a block; 2 with 32,
+// where that is a block a multiprocessor or fewer; 3 with 32.
+inline int rows_form(int64_t m, int64_t n) {
+  if (n <= 2048) return 1;
+  if (n <= 132 * 32) return 2;
+  return m <= 4 && n <= 6144 ? 1 : 3;
+}
+
 // Which kernel multiplies m rows, up to 16, by a W of n rows that is not large: of 4 bits `rows_form`; of fp8 the units of a
 // block.
-inline int decode_form(int format, int64_t m, int64_t n) { return format == FP8 ? decode_fp8_units(n) : rows_form(int(m), n); }
+inline int decode_form(int format, int64_t m, int64_t n) { return format == FP8 ? decode_fp8_units(n) : rows_form(m, n); }
 
 // Whether the product with an NVFP4 W encodes x itself, by rows of NVFP4, in place of a launch that does so before it; and
 // that with an fp8 W, by rows of fp8. Every block then encodes all of x, and there it pays where an H200 shows it: a row of

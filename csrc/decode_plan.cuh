@@ -10,7 +10,6 @@
 #include "decode_once.cuh"
 #include "decode_rows.cuh"
 #include "decode_tiles.cuh"
-#include "whole_rows.cuh"
 
 namespace aoquant {
 
@@ -40,7 +39,6 @@ cudaError_t run(const DecodeCall& c) {
   cudaError_t error = cudaSuccess;
   const bool narrow = n <= 132 * 32, wide = n > 8192;  // narrow: a block of 32 rows for each multiprocessor, or fewer
   const int form = decode_form(F, m, n);
-  if (a.whole) return decode::launch_whole<F, T>(a, c.stream);
   if (m <= 4) {
     if (run_large<F, T, 8>(a, c.stream, error)) return error;
     if (form == 3) return m == 1 ? decode::launch<F, T, 1, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 8, 2>(a, c.stream);

@@ -21,7 +21,8 @@ namespace aoquant {
 
 namespace decode {
 
-// Bytes of scales of a row that whole steps of 128 values need, and from row to row.
+// Bytes of scales of a row that whole steps of 128 values need, and from row to row: 16 bytes more than a multiple of
+// 32.
 template <int F>
 __host__ __device__ inline int scale_width(const DecodeArgs& a) {
   const int steps = (a.k + 127) / 128;
@@ -29,7 +30,7 @@ __host__ __device__ inline int scale_width(const DecodeArgs& a) {
 }
 template <int F>
 __host__ __device__ inline int scale_pitch(const DecodeArgs& a) {
-  return pitch_of_scales(scale_width<F>(a));
+  return (scale_width<F>(a) + 15) / 32 * 32 + 16;
 }
 template <int F>
 __device__ __forceinline__ int scale_at(const DecodeArgs& a, int k) {

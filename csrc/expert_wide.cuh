@@ -17,7 +17,6 @@
 // K is summed as in expert_tiles.cuh, and so the bits are the same.
 #pragma once
 
-#include <cstdlib>
 
 #include "expert_tiles.cuh"
 #include "row_scales.cuh"
@@ -269,12 +268,6 @@ static __global__ void __launch_bounds__(1) nothing_drawn(int* drawn) { *drawn =
 // Whether this kernel takes it: experts have so many rows that slots of 256 are mostly full.
 inline bool wide_takes(const DecodeArgs& stack, const Groups& groups) { return stack.n % 4 == 0 && groups.rows > 128 * int64_t(groups.experts); }
 
-// For a comparison: scales come step by step, whatever rows are aligned to.
-inline bool by_steps() {
-  static const bool asked = std::getenv("AOQUANT_SCALES_BY_STEPS") != nullptr;
-  return asked;
-}
-
 // blocks: that a device runs at once; drawn: workspace of one integer.
 template <int F, typename T>
 cudaError_t run_expert_wide(DecodeArgs stack, const Groups& groups, int blocks, int* drawn, cudaStream_t stream) {
@@ -290,7 +283,7 @@ cudaError_t run_expert_wide(DecodeArgs stack, const Groups& groups, int blocks, 
   const int64_t rows = SHARE * Layout::ROWS, most = most_slots(groups.rows, groups.experts, Layout::TOKENS) * ((stack.n + rows - 1) / rows);
   const int64_t clusters = most < blocks / SHARE ? most : blocks / SHARE;
   return launch_kernel<SHARE>(expert_wide<F, T>, dim3(unsigned(clusters * SHARE)), Layout::THREADS, Layout::ALL, stream, codes, x, stack, groups, drawn,
-                              RowScales<F>::takes(stack) && !by_steps());
+                              RowScales<F>::takes(stack));
 }
 
 }  // namespace aoquant::decode

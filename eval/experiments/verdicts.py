@@ -1,8 +1,9 @@
 """From the checks of a row to columns of the table, and to what makes the command fail.
 
 The contract has no bound: scores before and after convert, layers, and codes are equal or the check fails. Where two
-devices or two programs sum in another order there is one: `BOUND` nats a word where activations are quantised, since
-one of them may fall on the other side of an edge, and `WEIGHTS_ALONE` of an export whose activations are bf16.
+devices or two programs sum in another order there is one, in nats a word. Where activations are quantised, one of them
+may fall on the other side of an edge: `FIRST_PAGE` for one page on a CPU, `EXPORTED` for all pages by another program.
+`WEIGHTS_ALONE` is an export's whose activations are bf16.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 from aoquant.config import WeightConfig
 from aoquant.recipes import get_recipe
 
-# Measured on an H200: codes on a CPU .0003 to .0106, exported mxfp8 less than .0001, mxfp4 .0061, whose activations
-# transformers rounds by an emulation of its own.
-BOUND = 0.02
+# Measured on an H200, one page on a CPU: 26 rows with quantised activations have a root mean square of .0114 and at most
+# .026, 7 without at most .0022. Exported: mxfp8 less than .0001, mxfp4 .0061, whose activations transformers rounds by an
+# emulation of its own.
+FIRST_PAGE = 0.04
+EXPORTED = 0.02
 WEIGHTS_ALONE = 0.002
 
 
@@ -72,7 +75,7 @@ def _checks(recipe: str, result: Mapping[str, Any], run: Mapping[str, Any]) -> I
     if "cpu_codes_equal" in result:
         equal, nats = result["cpu_codes_equal"], result["cpu_nats_a_word"]
         yield Verdict(COLUMNS[2], "equal" if equal else "differ", equal)
-        yield Verdict(COLUMNS[3], f"{nats:.4f}", nats <= BOUND)
+        yield Verdict(COLUMNS[3], f"{nats:.4f}", nats <= FIRST_PAGE)
     if "not_exported" in result:
         yield Verdict(COLUMNS[4], result["not_exported"])
     score = result.get("transformers_word_perplexity")
@@ -89,4 +92,4 @@ def bound(recipe: str) -> float:
     """Nats a word of an exported model's score."""
     base = get_recipe(recipe).prepare().base_config
     alone = isinstance(base, WeightConfig) and base.recipe().fprop_input is None
-    return WEIGHTS_ALONE if alone else BOUND
+    return WEIGHTS_ALONE if alone else EXPORTED

@@ -1,6 +1,7 @@
 """FSDP2, DDP and tensor parallelism over NCCL: the checks of `distributed_checks`, on two GPUs.
 
-Several pairs of processes share the two GPUs, because most of the time goes into compiling kernels.
+Several pairs of processes share the two GPUs, because most of the time goes into compiling kernels. Shards that
+CPUOffloadPolicy keeps on the CPU are gathered over gloo.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folders = [tmp_path_factory.mktemp("pair") for _ in range(PAIRS)]
 
     def pair(i: int) -> dict[str, str]:
-        return distributed_checks.run("nccl", "cuda", folders[i], names[i::PAIRS])
+        return distributed_checks.run("cpu:gloo,cuda:nccl", "cuda", folders[i], names[i::PAIRS])
 
     with ThreadPoolExecutor(PAIRS) as pairs:
         return {name: error for found in pairs.map(pair, range(PAIRS)) for name, error in found.items()}
