@@ -104,7 +104,7 @@ bool alike(const DecodeProduct& a, const DecodeProduct& b, int64_t m, int64_t k)
   const int format = int(a.plan.format);
   const int64_t n = a.w.codes.size(0), other = b.w.codes.size(0);
   if (!packed_alike(a, b) || n == other) return packed_alike(a, b);
-  return decode_takes_siblings(format, m, other, k) && decode_form(format, m, n) == decode_form(format, m, other);
+  return decode_takes_siblings(format, m, other, k) && decode_cut(format, m, n, k) == decode_cut(format, m, other, k);
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ struct DecodeArgs {
   float times;             // what sums are too small by, set by `run` (decode.cuh, Folded)
   float shift, odd_shift;  // GridFlip's c of even and odd blocks; times a scale it is exact in x's type
   // On the host: another W of the same K and format that multiplies the same x in the same launch, or null. Where
-  // `decode_takes_siblings`, and `decode_form` is one.
+  // `decode_takes_siblings`, and `decode_cut` is one.
   const DecodeArgs* sibling;
   bool encodes;  // on the host: x is as the model has it, and the product encodes it by rows; `decode_encodes`
 };
@@ -66,17 +66,20 @@ inline int decode_fp8_units(int64_t n) {
   return busiest(4) <= busiest(2) ? 4 : 2;
 }
 
-// Which of decode.cuh's kernels multiplies m rows of x, up to 16, by a W of n rows: 1 with 16 rows of W a block; 2 with 32,
-// where that is a block a multiprocessor or fewer; 3 with 32.
+// Which of decode.cuh's kernels multiplies m rows of x, up to 16, by W's of n rows in all: 1 with 16 rows of W a block; 2
+// with 32, where that is a block a multiprocessor or fewer; 3 with 32.
 inline int rows_form(int64_t m, int64_t n) {
   if (n <= 2048) return 1;
   if (n <= 132 * 32) return 2;
   return m <= 4 && n <= 6144 ? 1 : 3;
 }
 
-// Which kernel multiplies m rows, up to 16, by a W of n rows that is not large: of 4 bits `rows_form`; of fp8 the units of a
-// block.
-inline int decode_form(int format, int64_t m, int64_t n) { return format == FP8 ? decode_fp8_units(n) : rows_form(m, n); }
+// Among how many warps decode.cuh cuts K for m rows of x, up to 16: the order of additions, which no sibling changes. 16
+// where a W has few rows and each of them is long (2048 x 8192, one row of x: 5.9 us for 6.8 with 8).
+inline int rows_warps(int64_t m, int64_t n, int64_t k) { return m <= 4 && n <= 2048 && k >= 6144 ? 16 : 8; }
+
+// What W's of one K must share to be siblings: of 4 bits `rows_warps`; of fp8 the units of a block.
+inline int decode_cut(int format, int64_t m, int64_t n, int64_t k) { return format == FP8 ? decode_fp8_units(n) : rows_warps(m, n, k); }
 
 // Whether the product with an NVFP4 W encodes x itself, by rows of NVFP4, in place of a launch that does so before it; and
 // that with an fp8 W, by rows of fp8. Every block then encodes all of x, and there it pays where an H200 shows it: a row of

@@ -38,12 +38,16 @@ cudaError_t run(const DecodeCall& c) {
   const int m = a.m, n = a.n;
   cudaError_t error = cudaSuccess;
   const bool narrow = n <= 132 * 32, wide = n > 8192;  // narrow: a block of 32 rows for each multiprocessor, or fewer
-  const int form = decode_form(F, m, n);
+  int64_t rows = 0;  // of W and its siblings
+  for (const DecodeArgs* w = &a; w; w = w->sibling) rows += w->n;
+  const int form = rows_form(m, rows);
   if (m <= 4) {
     if (run_large<F, T, 8>(a, c.stream, error)) return error;
-    if (form == 3) return m == 1 ? decode::launch<F, T, 1, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 8, 2>(a, c.stream);
-    if (form == 2)  // with as many warps as a multiprocessor holds
-      return m == 1 ? decode::launch<F, T, 1, 2, 16, 2>(a, c.stream) : decode::launch<F, T, 4, 2, 16, 2>(a, c.stream);
+    if (rows_warps(m, n, a.k) == 16)
+      return m == 1 ? decode::launch<F, T, 1, 1, 16, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 16, 2>(a, c.stream);
+    if (form == 3 && a.encodes) return decode::launch<F, T, 1, 2, 8, 2>(a, c.stream);
+    if (form == 3 && m > 1) return decode::launch<F, T, 4, 2, 8, 2>(a, c.stream);
+    if (form > 1) return m == 1 ? decode::launch<F, T, 1, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 8, 3>(a, c.stream);
     return m == 1 ? decode::launch<F, T, 1, 1, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 8, 3>(a, c.stream);
   }
   if (decode_is_few(m)) {

@@ -8,7 +8,7 @@ namespace aoquant {
 
 namespace decode {
 
-// W's that share a launch, of one K, each with blocks of its own. ends: the number of blocks of the first W, of the first
+// W's that share a launch, of one K and cut alike, each with blocks of its own. ends: the number of blocks of the first W, of the first
 // two, of all.
 template <int COUNT>
 struct Several {

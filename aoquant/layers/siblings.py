@@ -2,8 +2,8 @@
 
 A compiler sees each packed layer of few rows as one operator, `aoquant_native::linear`, and has no reason to join those
 that read the same input. This pass of Inductor does: `aoquant_native::siblings` encodes the input once, and multiplies
-weights of one shape in one launch. Each product is what the layer alone computes, bit for bit: it is cut and added
-alike.
+weights in one launch where csrc cuts K alike for them, most often for all. Each product is what the layer alone
+computes, bit for bit: it is cut and added alike.
 
 Eager code has no such moment, since a layer is called before it is known whether another one will read its input.
 

@@ -200,7 +200,17 @@ def test_every_scale_byte_of_fp4(format_name: str, name: str) -> None:
 @pytest.mark.parametrize("format_name", ["int4-g128", "nvfp4", "mxfp4", "gridflip"])
 def test_rows_do_not_depend_on_their_number(format_name: str, name: str) -> None:
     least = 128 if format_name == "int4-g128" else 32  # of K: a group
-    shapes = ((4096, 4096), (8192, 2048), (14336, 4096), (4096, 14336), (1000, 1152), (56, least), LARGE[0], LARGE[2])
+    shapes = (
+        (4096, 4096),
+        (8192, 2048),
+        (2048, 8192),
+        (14336, 4096),
+        (4096, 14336),
+        (1000, 1152),
+        (56, least),
+        LARGE[0],
+        LARGE[2],
+    )
     for n, k in shapes:
         format, e = packed(format_name, n, k)
         skip_without(name, format)

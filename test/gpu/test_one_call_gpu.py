@@ -321,10 +321,12 @@ def test_many_rows_by_a_bound_weight_are_the_general_products(name: str) -> None
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("rows", [1, 3, 16, 100])
 @pytest.mark.parametrize(
-    "outputs", [(512, 512, 512), (2048, 512, 512), (512, 1024), (4096, 40, 8192), (48, 48, 48, 48)], ids=str
+    "outputs",
+    [(512, 512, 512), (2048, 512, 512), (4096, 512, 512), (512, 1024), (4096, 40, 8192), (48, 48, 48, 48)],
+    ids=str,
 )
 def test_siblings_are_the_layers_one_by_one(name: str, rows: int, outputs: tuple[int, ...]) -> None:
-    """Of one shape in one launch, of several in several, with biases here and there."""
+    """In one launch where K is cut alike, else in several, with biases here and there."""
     layers = [layer(name, bias=i % 2 == 1, n=n) for i, n in enumerate(outputs)]
     if rows > one_call.most_rows(int(layers[0]._one_call)):
         pytest.skip("few rows are fewer for this weight")
