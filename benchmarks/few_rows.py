@@ -1,4 +1,4 @@
-"""Packed layers of 1 and 8 rows in a CUDA graph: microseconds a call, beside nn.Linear in bf16.
+"""Packed layers of 1 to 128 rows in a CUDA graph: microseconds a call, beside nn.Linear in bf16.
 
     python benchmarks/few_rows.py
 
@@ -23,7 +23,8 @@ from aoquant.recipes import get_recipe
 
 BASE, BF16 = "bf16", torch.bfloat16
 RECIPES = (BASE, "int4-g128", "nvfp4-weight", "nvfp4", "fp8")
-SHAPES = ((2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096), (4096, 14336))  # K, N
+SHAPES = ((2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096), (4096, 14336), (14336, 4096))  # K, N
+ROWS = (1, 8, 16, 32, 64, 128)
 CALLS, ROUNDS = 48, 12
 
 
@@ -66,7 +67,7 @@ def main() -> int:
     print("\n".join(f"{key:12}{value}" for key, value in meta.items()) + "\n")
     for k, n in SHAPES:
         held = {name: layers(name, k, n) for name in RECIPES}
-        for rows in (1, 8):
+        for rows in ROWS:
             x = torch.randn(rows, k, device="cuda", dtype=BF16)
             times = microseconds({name: graph_of(models, x) for name, models in held.items()})
             cells = " ".join(f"{name} {t:.2f} ({times[BASE] / t:.2f})" for name, t in times.items())
