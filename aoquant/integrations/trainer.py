@@ -76,11 +76,7 @@ class QATCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
     ) -> None:
-        if self._switch(model, state) == 0:
-            raise ValueError(
-                "the model has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before "
-                "training"
-            )
+        self._switch(model, state)
         if self.router_drift and not experts_of(model):
             raise ValueError(f"router_drift: {type(model).__name__} has no stacked experts: leave it out")
         if self.after >= state.max_steps:
@@ -115,8 +111,8 @@ class QATCallback(TrainerCallback):
         logs.update(found)
         state.log_history[-1].update(found)  # the Trainer has copied logs into it already
 
-    def _switch(self, model: nn.Module, state: TrainerState) -> int:
-        return set_fake_quant(model, state.global_step >= self.after)
+    def _switch(self, model: nn.Module, state: TrainerState) -> None:
+        set_fake_quant(model, state.global_step >= self.after)
 
     @torch.no_grad()
     def _measure(self, model: nn.Module) -> dict[str, float]:

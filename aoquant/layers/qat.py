@@ -266,8 +266,16 @@ class QATLinear(QATLayer, nn.Linear):
 
 
 def set_fake_quant(model: nn.Module, enabled: bool) -> int:
-    """Switch fake quantisation of every prepared layer in `model`; returns how many there are."""
+    """Switch fake quantisation of every prepared layer in `model`; returns how many there are.
+
+    Raises:
+        ValueError: no layer is prepared.
+    """
     layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
+    if not layers:
+        raise ValueError(
+            f"the {type(model).__name__} has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before training"
+        )
     for layer in layers:
         layer.fake_quant = enabled
     return len(layers)

@@ -300,6 +300,8 @@ def test_nothing_to_unprepare() -> None:
     quantize_(model, NVFP4WeightConfig())
     with pytest.raises(ValueError, match="nothing to unprepare"):
         unprepare(model)
+    with pytest.raises(ValueError, match="the Sequential has no prepared layer"):
+        set_fake_quant(model, False)
 
 
 def test_a_weight_elsewhere_is_not_said_to_be_empty() -> None:
