@@ -19,10 +19,20 @@ from typing import Any
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
 import builder as csrc
 import cpu_builder
+
+
+class BuildPython(build_py):
+    """Before the rest: what an earlier build left in build/ goes into no wheel."""
+
+    def run(self) -> None:
+        for library in Path(self.build_lib, "aoquant", "ops").glob("*.so"):
+            library.unlink()
+        super().run()
 
 
 class BuildNative(build_ext):
@@ -54,5 +64,5 @@ setup(
     packages=[*find_packages(include=["aoquant", "aoquant.*"]), "aoquant.assets"],
     package_dir={"aoquant.assets": "eval/assets"},
     ext_modules=kernels,
-    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel} if kernels else {},
+    cmdclass={"build_py": BuildPython, **({"build_ext": BuildNative, "bdist_wheel": Wheel} if kernels else {})},
 )

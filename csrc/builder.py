@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -30,6 +31,12 @@ ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0a", "10.0a", "12.0a")
 ARCHITECTURE = re.compile(r"(\d+)\.(\d)[af]?(\+PTX)?")
 OLDEST = (8, 0)  # __reduce_max_sync
 NEWEST = {"10.0a": (12, 8), "12.0a": (12, 8)}  # the nvcc that first knew an architecture, where older ones are around
+
+
+def source_symbol(library: str) -> str:
+    """The linker's flag that writes into a library ("_native", "_native_cpu") which sources it was built from."""
+    symbol = runpy.run_path(str(FOLDER.parent / "aoquant" / "ops" / "sources.py"))["symbol"]
+    return f"--defsym={symbol(library)}=1"
 
 
 def sources() -> list[Path]:
@@ -163,7 +170,8 @@ def link_command(nvcc: str, torch_root: Path, objects: Sequence[Path], target: P
     """
     libraries = [f"-l{name}" for name in ("torch_cpu", "torch_cuda")]
     return [
-        nvcc, "-shared", "-cudart", "shared", "-o", str(target), *map(str, objects), f"-L{torch_root / 'lib'}", *libraries
+        nvcc, "-shared", "-cudart", "shared", "-Xlinker", source_symbol("_native"), "-o", str(target), *map(str, objects),
+        f"-L{torch_root / 'lib'}", *libraries
     ]  # fmt: skip
 
 

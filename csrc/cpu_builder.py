@@ -17,6 +17,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from builder import source_symbol
+
 FOLDER = Path(__file__).resolve().parent / "cpu"
 MODULE = "aoquant.ops._native_cpu"  # a library beside aoquant/ops/native_cpu.py, which loads it
 TORCH_ABI = 0x020B << 48  # as csrc/builder.py's
@@ -76,7 +78,8 @@ def commands(torch: Any, compiler: str, target: Path, scratch: Path) -> tuple[li
         command.append(f"-ffile-prefix-map={FOLDER}=csrc/cpu")
     objects = [command[command.index("-o") + 1] for command in compiled]
     root = Path(torch.__file__).parent / "lib"
-    return compiled, [compiler, "-shared", "-o", str(target), *objects, f"-L{root}", "-ltorch_cpu"]
+    symbol = f"-Wl,{source_symbol('_native_cpu')}"
+    return compiled, [compiler, "-shared", symbol, "-o", str(target), *objects, f"-L{root}", "-ltorch_cpu"]
 
 
 def build(torch: Any, target: Path, scratch: Path) -> None:

@@ -27,7 +27,7 @@ from aoquant.ops import native
 @cache
 def install() -> None:
     """Have Inductor join siblings from now on, where csrc can."""
-    if native.why_not("siblings") is not None:
+    if native.why_not() is not None:
         return
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files

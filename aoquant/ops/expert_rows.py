@@ -68,4 +68,4 @@ def _takes(
     format: Format, scales: torch.dtype | None, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """scales: int4's."""
-    return few_rows.multiplies_experts(Request("aoquant", None, format, device, dtype, 1, n, k, scales))
+    return few_rows.decodes(Request("aoquant", None, format, device, dtype, 1, n, k, scales))

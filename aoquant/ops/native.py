@@ -1,9 +1,9 @@
-"""The CUDA library that `csrc/` builds: found, loaded, and asked which operators it holds.
+"""The CUDA library that `csrc/` builds: found, loaded, and asked for its operators.
 
 It lies beside this file when the install had nvcc and a CUDA torch (`csrc/builder.py`), and it need not be there:
-`why_not` says in words why an operator is missing, and no backend is offered for one that is. An older library without
-a newer operator is the same case. Its operators are called inside this package's own opaque ones, but for `linear`,
-which a compiler traces by itself; their fakes serve it and those who trace others.
+`why_not` says in words why not, and no backend is offered without it. A library of other sources (sources.py) counts as
+none. Its operators are called inside this package's own opaque ones, but for `linear`, which a compiler traces by
+itself; their fakes serve it and those who trace others.
 """
 
 from __future__ import annotations
@@ -16,39 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import sources
+
 LIBRARY = Path(__file__).with_name("_native.so")
 PARTIALS = 528  # as csrc/amax.cu
 ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/row_blocks.cuh
 
 
-def why_not(operator: str) -> str | None:
-    """Why `aoquant_native::operator` cannot be called here, and what to do; None when it can."""
-    return _why_not(operator, LIBRARY)
-
-
-@cache
-def _why_not(operator: str, library: Path) -> str | None:
-    if reason := _load(library):
-        return reason
-    if not hasattr(torch.ops.aoquant_native, operator):
-        return f"the CUDA library beside aoquant is older than {operator}: build it again (python setup.py build_ext --inplace)"
-    return None
+def why_not() -> str | None:
+    """Why the library's operators cannot be called here, and what to do; None when they can."""
+    return _load(LIBRARY)
 
 
 @cache
 def _load(library: Path) -> str | None:
-    """Load the library once; the reason when there is none or it does not load."""
+    """Load the library once; the reason when there is none, it is another version's, or it does not load."""
     if not library.exists():
         return "aoquant was installed without its CUDA kernels: pip install --no-build-isolation ., with nvcc and a CUDA torch"
     if torch.version.cuda is None:
         return "aoquant's CUDA library needs a torch with CUDA"
+    if sources.others(library):
+        return "aoquant's CUDA library was built for another version of aoquant: make kernels"
     try:
         torch.ops.load_library(library)
     except OSError as error:
         return f"aoquant's CUDA library does not load ({error}): build it again for this torch"
     for name, fake in _FAKES.items():
-        if hasattr(torch.ops.aoquant_native, name):
-            torch.library.register_fake(f"aoquant_native::{name}", fake)
+        torch.library.register_fake(f"aoquant_native::{name}", fake)
     return None
 
 
@@ -66,7 +60,7 @@ def why_not_on(device: torch.device) -> str | None:
 
 def operator(name: str) -> Callable[..., Any]:
     """The operator itself; ask `why_not` first."""
-    reason = why_not(name)
+    reason = why_not()
     assert reason is None, reason
     found: Callable[..., Any] = getattr(torch.ops.aoquant_native, name).default
     return found

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from aoquant.formats import Affine, Encoded, Format, Int4
 
+from . import sources
+
 LIBRARY = Path(__file__).with_name("_native_cpu.so")
 KINDS = {"int4": 0, "intx4": 1, "int8": 2}  # `Kind` of csrc/cpu/kernels.h
-OPERATORS = ("decode_mm", "integer_mm", "decode", "encode_int8_rows", "encode_int4")
 
 
 def why_not() -> str | None:
@@ -30,15 +31,17 @@ def why_not() -> str | None:
 
 @cache
 def _load(library: Path) -> str | None:
-    """Load the library once; the reason when there is none, it does not load, or the CPU is too old."""
+    """Load the library once; the reason when there is none, it is another version's, it does not load, or the CPU is
+    too old.
+    """
     if not library.exists():
         return "aoquant was installed without its CPU kernels: pip install --no-build-isolation ., with torch and a C++ compiler"
+    if sources.others(library):
+        return "aoquant's CPU library was built for another version of aoquant: make cpu-kernels"
     try:
         torch.ops.load_library(library)
     except OSError as error:
         return f"aoquant's CPU library does not load ({error}): build it again for this torch"
-    if not all(hasattr(torch.ops.aoquant_cpu, name) for name in OPERATORS):
-        return "the CPU library beside aoquant is older than its Python: build it again (python setup.py build_ext --inplace)"
     return None if torch.ops.aoquant_cpu.level() else "aoquant's CPU kernels need AVX2 and fused multiply-adds"
 
 

@@ -19,6 +19,7 @@ from aoquant import ops
 from aoquant.calibrate import calibrate, uncalibrated
 from aoquant.config import QATConfig
 from aoquant.layers.qat import QATLinear
+from aoquant.ops import native, native_cpu
 from aoquant.ops.gemm import mslk
 from aoquant.quantize import quantize_
 from aoquant.recipes import list_recipes
@@ -41,13 +42,15 @@ def check_device(device: torch.device | str) -> None:
 
 
 def versions() -> list[tuple[str, str]]:
-    """(what, version or description) of Python, packages and devices."""
+    """(what, version or description) of Python, packages, aoquant's own kernels and devices."""
     rows = [("python", platform.python_version())]
     for package in _PACKAGES:
         try:
             rows.append((package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
             rows.append((package, "not installed"))
+    rows.append(("CUDA kernels", native.why_not() or "built"))
+    rows.append(("CPU kernels", native_cpu.why_not() or "built"))
     if not torch.cuda.is_available():
         return [*rows, ("GPU", "none that torch can use; everything runs on the CPU by the reference backend")]
     for i in range(torch.cuda.device_count()):

@@ -52,7 +52,7 @@ CASES = [
 
 
 def need(which: str) -> None:
-    if which == "cuda" and (reason := native.why_not("encode_grids")):
+    if which == "cuda" and (reason := native.why_not()):
         pytest.skip(reason)
 
 
@@ -210,7 +210,7 @@ def test_inputs_that_the_kernel_before_writes(name: str) -> None:
 def test_cuda_goes_first_and_says_why_not() -> None:
     request = CodecRequest("encode", get_format("gridflip"), CUDA, BF16, 16, 64)
     chosen = dict(explain(request))
-    reason = native.why_not("encode_grids")
+    reason = native.why_not()
     assert chosen["cuda"] == (reason or "runs") and chosen["triton"] == (
         "runs" if reason else "willing, lower priority"
     )

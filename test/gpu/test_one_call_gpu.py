@@ -29,7 +29,7 @@ N, K = 512, 1024
 
 @pytest.fixture(autouse=True)
 def needs_the_library() -> None:
-    if (reason := native.why_not("linear")) is not None:
+    if (reason := native.why_not()) is not None:
         pytest.skip(reason)
 
 

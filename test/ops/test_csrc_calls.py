@@ -106,7 +106,7 @@ def test_encoders_call_the_operators_as_they_are_defined(
 
 
 def test_what_an_encoder_of_rows_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "why_not", lambda name: None)
+    monkeypatch.setattr(native, "why_not", lambda: None)
     monkeypatch.setattr(native, "why_not_on", lambda device: None)
 
     def reason(k: int, dtype: torch.dtype = torch.bfloat16, rows: int = 4) -> str | None:

@@ -14,11 +14,12 @@ import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from aoquant.ops import native
+from aoquant.ops import native, native_cpu, sources
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -151,6 +152,9 @@ def make_wheel(folder: Path, **environment: str) -> tuple[str, list[str], str]:
     skip = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "aoquant", folder / "aoquant", ignore=skip)
     (folder / "eval" / "assets").mkdir(parents=True)
+    left = folder / "build" / "lib" / "aoquant" / "ops" / native.LIBRARY.name
+    left.parent.mkdir(parents=True)
+    left.touch()
     said = subprocess.run(
         [sys.executable, "setup.py", "bdist_wheel"], cwd=folder, env={**os.environ, **environment},
         capture_output=True, text=True, check=True,
@@ -160,8 +164,8 @@ def make_wheel(folder: Path, **environment: str) -> tuple[str, list[str], str]:
 
 
 def test_wheels(fake_nvcc: Path, tmp_path: Path) -> None:
-    """Pure Python where torch has no CUDA; bound to the platform and to no Python, with the library in it, where both
-    are there.
+    """Pure Python where torch has no CUDA, whatever an earlier build left; bound to the platform and to no Python, with
+    the library in it, where both are there.
     """
     fake = tmp_path / "fake"
     (fake / "torch").mkdir(parents=True)
@@ -177,19 +181,51 @@ def test_wheels(fake_nvcc: Path, tmp_path: Path) -> None:
     assert "building CUDA kernels for 8.0, 9.0a with" in said and "not for 7.5, which is older" in said
     *compiled, linked = (tmp_path / "nvcc.log").read_text().splitlines()
     assert len(compiled) == len(builder.sources()) and all("-fmad=false" in line for line in compiled)
-    assert linked.startswith("-shared") and linked.endswith("-ltorch_cpu -ltorch_cuda")
+    symbol = sources.symbol("_native")
+    assert (
+        linked.startswith("-shared")
+        and f"--defsym={symbol}=1" in linked
+        and linked.endswith("-ltorch_cpu -ltorch_cuda")
+    )
+
+
+@pytest.mark.parametrize("module", [native, native_cpu], ids=["cuda", "cpu"])
+def test_a_library_of_other_sources_is_not_loaded(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any change of a source makes it one. Without sources, as in a wheel, it is that of the same build."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.ops, "load_library", lambda library: pytest.fail("loaded"))
+    csrc, library = tmp_path / "csrc", tmp_path / module.LIBRARY.name
+    shutil.copytree(ROOT / "csrc", csrc)
+    mine = sources.symbol(library.stem)
+    monkeypatch.setattr(sources, "CSRC", csrc)
+    assert sources.symbol(library.stem) == mine and mine is not None
+    library.write_bytes(b"ELF" + mine.encode() + b"\0")
+    assert not sources.others(library)
+    for changed in (
+        csrc / ("decode.cuh" if module is native else "cpu/numbers.h"),
+        csrc / "builder.py",
+        csrc / "cpu_builder.py",
+    ):
+        before = changed.read_bytes()
+        changed.write_bytes(before + b"\n")
+        ours = changed.name != ("cpu_builder.py" if module is native else "builder.py")
+        assert sources.others(library) == ours
+        if ours:
+            assert "was built for another version of aoquant: make " in module._load.__wrapped__(library)
+        changed.write_bytes(before)
+    shutil.rmtree(csrc)
+    assert sources.symbol(library.stem) is None and not sources.others(library)
 
 
 def test_reasons_for_a_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent, broken = tmp_path / "absent.so", tmp_path / "broken.so"
-    assert "installed without its CUDA kernels" in (native._why_not("finite_absmax", absent) or "")
+    assert "installed without its CUDA kernels" in (native._load(absent) or "")
     broken.write_bytes(b"no library")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert native._load.__wrapped__(broken) == "aoquant's CUDA library needs a torch with CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(sources, "others", lambda library: False)
     assert "does not load (" in (native._load.__wrapped__(broken) or "")
-    monkeypatch.setattr(native, "_load", lambda library: None)
-    assert "older than no_such_operator" in (native._why_not.__wrapped__("no_such_operator", absent) or "")
 
 
 @pytest.mark.slow

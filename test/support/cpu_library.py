@@ -5,7 +5,6 @@ A checkout that was installed without them (pip isolates its builds from torch) 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aoquant.ops import native_cpu, router
+from aoquant.ops import native_cpu, router, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -22,14 +21,12 @@ import cpu_builder  # noqa: E402
 
 
 def built() -> Path:
-    """The library: aoquant's own if it is there, else one in build/, named by its sources and torch."""
-    if native_cpu.LIBRARY.exists():
+    """The library: aoquant's own if it is there and of these sources, else one in build/, named by them and torch."""
+    if native_cpu.LIBRARY.exists() and not sources.others(native_cpu.LIBRARY):
         return native_cpu.LIBRARY
     if (reason := cpu_builder.why_not(torch, cpu_builder.find_compiler())) is not None:
         pytest.skip(reason)
-    sources = [*sorted(cpu_builder.FOLDER.iterdir()), Path(cpu_builder.__file__)]
-    digest = hashlib.sha256(b"".join(s.read_bytes() for s in sources) + torch.__version__.encode()).hexdigest()[:16]
-    target = ROOT / "build" / f"cpu-{digest}" / "_native_cpu.so"
+    target = ROOT / "build" / f"{sources.symbol('_native_cpu')}-torch{torch.__version__}" / "_native_cpu.so"
     if not target.exists():
         mine = target.parent / str(os.getpid())  # workers may build at the same time
         cpu_builder.build(torch, mine / target.name, mine)

@@ -25,11 +25,7 @@ from . import triton, whole
 _EFFORTS = {"base": 1, "sided": 2, "search": 3}  # 0: four-over-six
 _METRICS = {"mse": 0, "mae": 1, "absmax": 2}
 # exactly these classes: a subclass is another format
-_OPERATORS: dict[type[Format], tuple[str, ...]] = {
-    FourOverSix: ("encode_grids", "finite_absmax"),
-    GridFlip: ("encode_grids", "finite_absmax"),
-    NVFP4Search: ("encode_search", "outer_scale"),
-}
+_FORMATS = (FourOverSix, GridFlip, NVFP4Search)
 VALUES = 1 << 24  # of formats that scale rows
 _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
@@ -38,10 +34,9 @@ def why_not_encode(format: Format, device: torch.device) -> str | None:
     """Why the library cannot encode `format` on `device`; None when it can."""
     if isinstance(format, FourOverSix | NVFP4Search) and format.outer == "row":
         return f"encodes under one outer scale for the tensor, not one a row: {format.name}"
-    needs = _OPERATORS.get(type(format))
-    if needs is None:
+    if type(format) not in _FORMATS:
         return "encodes four-over-six, GridFlip and NVFP4's search alone"
-    return next(filter(None, map(native.why_not, needs)), None) or native.why_not_on(device)
+    return native.why_not() or native.why_not_on(device)
 
 
 def _why_not(r: CodecRequest) -> str | None:
@@ -66,7 +61,7 @@ def _why_not_rows(r: CodecRequest) -> str | None:
         return f"encodes up to {VALUES} values of {r.operand.name}: with more Triton's kernel is faster"
     if r.dtype not in (torch.bfloat16, torch.float16) or r.k % 16:
         return f"reads rows of bfloat16 or float16 by 16, got K = {r.k} of {r.dtype}"
-    return native.why_not("encode_rows") or native.why_not_on(r.device)
+    return native.why_not() or native.why_not_on(r.device)
 
 
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:

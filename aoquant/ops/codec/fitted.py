@@ -34,7 +34,7 @@ def _why_not_transform(r: CodecRequest) -> str | None:
         return f"reads float32, bfloat16 or float16 matrices with values in them, got {r.rows} x {r.k} of {r.dtype}"
     if torch.cuda.get_device_capability(r.device)[0] not in (9, 10):
         return "sums in float64 on tensor cores, which only Hopper and the large Blackwells have at speed"
-    return native.why_not("encode_fitted") or native.why_not_on(r.device)
+    return native.why_not() or native.why_not_on(r.device)
 
 
 def _why_not(r: CodecRequest) -> str | None:

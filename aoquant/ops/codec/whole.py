@@ -37,7 +37,7 @@ def why_not(r: CodecRequest) -> str | None:
         return f"reads float32, bfloat16 or float16, got {r.dtype}"
     if torch.cuda.get_device_capability(r.device)[0] < 9:
         return "copies by an engine that Hopper and later have"
-    return native.why_not("encode_tensor") or native.why_not_on(r.device)
+    return native.why_not() or native.why_not_on(r.device)
 
 
 def encode(format: Format, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool) -> CodesAndValues:

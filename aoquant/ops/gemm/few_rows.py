@@ -80,25 +80,22 @@ def _why_not(r: Request) -> str | None:
 
 
 def _why_not_cuda(r: Request) -> str | None:
-    return _why_not_csrc(r, "decode_mm") or _too_many(r, most_rows(kind(r.w_format)))
+    return _why_not_csrc(r) or _too_many(r, most_rows(kind(r.w_format)))
 
 
 def decodes(r: Request) -> bool:
-    """Whether csrc makes W's values for this product, for however many rows."""
-    return _why_not_csrc(r, "decode_values") is None
+    """Whether csrc makes W's values for this product, for however many rows; or multiplies a stack of such W's, those
+    of experts.
+    """
+    return _why_not_csrc(r) is None
 
 
-def multiplies_experts(r: Request) -> bool:
-    """Whether csrc multiplies few rows of each expert by a stack of such W's."""
-    return _why_not_csrc(r, "experts_mm") is None
-
-
-def _why_not_csrc(r: Request, operator: str) -> str | None:
+def _why_not_csrc(r: Request) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
     if torch.cuda.get_device_capability(r.device) != (9, 0):
         return "its kernels are for Hopper (compute capability 9.0)"
-    if (reason := native.why_not(operator)) is not None:
+    if (reason := native.why_not()) is not None:
         return reason
     f, how = r.w_format, kind(r.w_format)
     if how == "e8m0" and r.dtype != torch.bfloat16:

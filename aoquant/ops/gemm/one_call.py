@@ -31,7 +31,7 @@ def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype
     """
     f = w_as.format
     how = kind(f)
-    if how is None or dtype not in _TYPES or native.why_not("linear") is not None:
+    if how is None or dtype not in _TYPES or native.why_not() is not None:
         return None
     if runner(gemm_request(contract, x_as, w_as, w, dtype, m)).name != "cuda-decode":
         return None
