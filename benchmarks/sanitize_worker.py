@@ -28,7 +28,8 @@ from torch import Tensor
 from aoquant import get_format
 from aoquant.formats import Encoded, Format
 from aoquant.ops import native
-from aoquant.ops.gemm.few_rows import CUDA_FORMATS, CUDA_FP8_ROWS, alpha_of, kind, plan_of, shifts
+from aoquant.ops.gemm.few_rows import CUDA_FP8_ROWS, alpha_of, kind, plan_of, shifts
+from aoquant.ops.linear_plan import CUDA_FORMATS, ROW_FORMATS
 
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 DTYPES = TYPES | {"f32": torch.float32}
@@ -67,8 +68,8 @@ class Weight(NamedTuple):
     def x(self, m: int) -> Tensor:
         return matrix(m, self.w.k, self.dtype)
 
-    def plan(self, encodes: int) -> int:
-        return plan_of(self.format, self.w, self.dtype) | encodes << 4
+    def plan(self, encoder: str | None) -> int:
+        return plan_of(self.format, self.w, self.dtype, encoder)
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -116,14 +117,14 @@ def multiply(weight: Weight, m: int) -> None:
     call("decode_mm", weight.x(m), w.codes, w.scale, w.zero, alpha_x, alpha_of(f, w), given, *constants)
 
 
-def linear(weight: Weight, m: int, encodes: int) -> None:
+def linear(weight: Weight, m: int, encoder: str | None) -> None:
     f, w, _ = weight
-    call("linear", weight.x(m), w.codes, w.scale, w.zero, alpha_of(f, w), None, weight.plan(encodes))
+    call("linear", weight.x(m), w.codes, w.scale, w.zero, alpha_of(f, w), None, weight.plan(encoder))
 
 
-def siblings(weight: Weight, m: int, encodes: int) -> None:
+def siblings(weight: Weight, m: int, encoder: str | None) -> None:
     f, w, _ = weight
-    parts = (w.codes, w.scale, w.zero, alpha_of(f, w), None, weight.plan(encodes))
+    parts = (w.codes, w.scale, w.zero, alpha_of(f, w), None, weight.plan(encoder))
     call("siblings", weight.x(m), *([part] * 3 for part in parts))
 
 
@@ -132,12 +133,12 @@ def experts(weight: Weight, count: int, rows: int, many: bool) -> None:
     f, w, _ = weight
     ends = torch.tensor([(rows - 1) * i // count for i in range(count)], dtype=torch.int32)
     alpha_w = None if alpha_of(f, w) is None else torch.ones(w.codes.shape[0], 1).cuda()
-    given = torch.ones(rows, 1).cuda(), alpha_w, weight.plan(0), many
+    given = torch.ones(rows, 1).cuda(), alpha_w, weight.plan(None), many
     call("experts_mm", weight.x(rows), ends.cuda(), w.codes, w.scale, w.zero, *given)
 
 
 def decode_values(weight: Weight) -> None:
-    call("decode_values", weight.w.codes, weight.w.scale, weight.w.zero, weight.plan(0))
+    call("decode_values", weight.w.codes, weight.w.scale, weight.w.zero, weight.plan(None))
 
 
 def grids(x: Tensor, effort: int, metric: int, tile: int, out: int) -> None:
@@ -157,12 +158,12 @@ def of_weights(types: Sequence[str]) -> Iterator[Case]:
     for name, weight in weights(types[:1], ("gridflip-16x16", "int4-g128"), 200, 512):
         for m in ROWS:
             yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
-    for encodes, of in ((1, "nvfp4"), (2, "fp8-row"), (1, "int4-g128")):
+    for encoder, of in (("nvfp4-row", "nvfp4"), ("fp8-row", "fp8-row"), ("nvfp4-row", "int4-g128")):
         for (n, k), m in product(((200, 512), (2100, 2048), (8500, 256)), (1, 2, 4, 8, 16, 40)):
             for name, weight in weights(types, (of,), n, k):
                 if multiplies(weight, m):
-                    yield Case(f"linear {name} m={m}, encoded", partial(linear, weight, m, encodes))
-                    yield Case(f"siblings {name} m={m}, encoded", partial(siblings, weight, m, encodes))
+                    yield Case(f"linear {name} m={m}, encoded", partial(linear, weight, m, encoder))
+                    yield Case(f"siblings {name} m={m}, encoded", partial(siblings, weight, m, encoder))
     for n, k in ((3, 96), (2100, SHORT)):
         for name, weight in weights(types, ("int4-g32", "nvfp4", "mxfp4", "gridflip-16x16", "fp8-row"), n, k):
             yield Case(f"decode_values {name}", partial(decode_values, weight))
@@ -183,7 +184,7 @@ def of_rows(types: Sequence[str]) -> Iterator[Case]:
     """Operands of formats that scale each row."""
     for t, (m, k) in product(types, ((1, 16), (1, 2048), (3, 160), (5, 20000), (300, 48))):
         x = matrix(m, k, TYPES[t])
-        for format, decoded in product(native.ROW_FORMATS.values(), (False, True)):
+        for format, decoded in product(ROW_FORMATS.values(), (False, True)):
             yield Case(f"encode_rows {format} {decoded} {t} {m}x{k}", partial(call, "encode_rows", x, format, decoded))
 
 

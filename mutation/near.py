@@ -154,6 +154,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("targets/test_int4_targets.py", "tile_packed_takes_any_activation_and_rounds_it_to_bf16"), "ops/test_int4_layouts.py",
     ),
     "ops/delayed.py": ("hybrid/test_delayed_scaling.py",),
+    "ops/linear_plan.py": ("ops/test_one_call.py",),
     "ops/gemm/one_call.py": ("ops/test_one_call.py", *_PACKED_LAYER),
     "ops/backward.py": (
         "hybrid/test_hybrid_contract.py",

@@ -27,7 +27,7 @@ from aoquant.layers.bound import BoundWeight
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.qat import rebind
 from aoquant.layers.shared_operands import Family
-from aoquant.ops import flops, router
+from aoquant.ops import flops, linear_plan, router
 from aoquant.ops.gemm import one_call
 from aoquant.parallel.fsdp import layer_class, swap_class
 from aoquant.tensor import PackedTensor
@@ -92,11 +92,11 @@ class PackedLinear(nn.Linear):
     def _in_one_call(self, input: Tensor, number: int) -> Tensor | None:
         """The operator of csrc, for an ordinary call of few rows; None for another."""
         codes, bias = self._codes, self.bias
-        fp8 = one_call.is_fp8(number)
+        fp8 = linear_plan.is_fp8(number)
         k = codes.shape[1] if fp8 else codes.shape[1] * 2
         if (
             type(input) not in (Tensor, nn.Parameter)
-            or input.dtype != one_call.dtype_of(number)
+            or input.dtype != linear_plan.dtype_of(number)
             or input.device != codes.device
             or torch.is_autocast_enabled(input.device.type)
             or input.dim() == 0
@@ -108,8 +108,8 @@ class PackedLinear(nn.Linear):
             return None
         scale = self._scale
         assert scale is not None
-        zero = self._zero if one_call.has_zero(number) else None
-        alpha = None if not one_call.has_alpha(number) else scale if fp8 else self._outer
+        zero = self._zero if linear_plan.has_zero(number) else None
+        alpha = None if not linear_plan.has_alpha(number) else scale if fp8 else self._outer
         y: Tensor = torch.ops.aoquant_native.linear.default(input, codes, scale, zero, alpha, bias, number)
         return y
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from aoquant.ops import native
+from aoquant.ops import linear_plan, native
 
 
 @cache
@@ -50,8 +50,7 @@ def join(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is linear and all(map(_stays, node.args[1:6])):
             x, *_, plan = node.args
-            encodes = plan >> 4 & 15  # csrc/decode_op.cuh, LinearPlan
-            families.setdefault((x, encodes), []).append(node)
+            families.setdefault((x, linear_plan.encodes(plan)), []).append(node)
     for (x, _), family in families.items():
         if len(family) > 1:
             _join(graph, x, family)

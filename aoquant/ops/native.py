@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import sources
+from . import linear_plan, sources
 
 LIBRARY = Path(__file__).with_name("_native.so")
 PARTIALS = 528  # as csrc/amax.cu
-ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/row_blocks.cuh
 
 
 def why_not() -> str | None:
@@ -138,8 +137,8 @@ def _linear(
 
 
 def _decode_values(codes: Tensor, scale: Tensor, zero: Tensor | None, plan: int) -> Tensor:
-    k = codes.shape[1] if plan & 15 == 4 else codes.shape[1] * 2  # 4: fp8 (`Format` of csrc/decode_call.cuh)
-    return codes.new_empty(codes.shape[0], k, dtype=torch.float16 if plan >> 19 & 1 else torch.bfloat16)
+    k = codes.shape[1] if linear_plan.is_fp8(plan) else codes.shape[1] * 2
+    return codes.new_empty(codes.shape[0], k, dtype=linear_plan.dtype_of(plan))
 
 
 def _experts_mm(x: Tensor, ends: Tensor, codes: Tensor, *rest: Any) -> Tensor:

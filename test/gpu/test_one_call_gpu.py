@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from aoquant import backend, explain, get_format, quantize_
 from aoquant.formats import Operand, as_operand
 from aoquant.layers.packed import PackedLinear, name_families
-from aoquant.ops import codec, gemm_request, native, tiles
+from aoquant.ops import codec, gemm_request, linear_plan, native, tiles
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows, one_call
 from aoquant.ops.router import CodecRequest, runner
@@ -68,7 +68,7 @@ def hard_rows(rows: int, k: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("k", [16, 48, 1152, 2048, 14336, 20000])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_rows_are_encoded_as_triton_encodes_them(k: int, dtype: torch.dtype) -> None:
-    for of in (as_operand(get_format(name)) for name in native.ROW_FORMATS):
+    for of in (as_operand(get_format(name)) for name in linear_plan.ROW_FORMATS):
         assert runner(CodecRequest("quantize", of, CUDA, dtype, 3, k, False)).name == "cuda"
         for rows in (1, 3, 20, 256):
             x = hard_rows(rows, k, dtype)
@@ -112,9 +112,9 @@ def test_a_product_that_encodes_gives_the_bits_of_two_launches(
     n, k = shape
     module = layer(name, True, n, k, dtype)
     codes, scale, zero, alpha, bias, number = _arguments(module)
-    encodes = native.ROW_FORMATS[f"{name}-row"]
+    encodes = linear_plan.ROW_FORMATS[f"{name}-row"]
     assert number >> 4 & 15 == encodes
-    how = (few_rows.CUDA_FORMATS["fp8"], 1) if name == "fp8" else (few_rows.CUDA_FORMATS["e4m3"], 16)
+    how = (linear_plan.CUDA_FORMATS["fp8"], 1) if name == "fp8" else (linear_plan.CUDA_FORMATS["e4m3"], 16)
     for rows in (1, 2, 3, 4, 5, 8, 11, 16):
         x = hard_rows(rows, k, dtype)
         operand, alpha_x = native.operator("encode_rows")(x, encodes, False)
@@ -340,8 +340,10 @@ def test_siblings_are_the_layers_one_by_one(name: str, rows: int, outputs: tuple
 def _arguments(module: PackedLinear) -> tuple[Any, ...]:
     """Of `linear`, behind x."""
     number = int(module._one_call)
-    alpha = None if not one_call.has_alpha(number) else module._scale if one_call.is_fp8(number) else module._outer
-    zero = module._zero if one_call.has_zero(number) else None
+    alpha = (
+        None if not linear_plan.has_alpha(number) else module._scale if linear_plan.is_fp8(number) else module._outer
+    )
+    zero = module._zero if linear_plan.has_zero(number) else None
     return module._codes, module._scale, zero, alpha, module.bias, number
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
-import struct
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.host_csrc import host_library
 
 from aoquant import get_format
 from aoquant.formats import as_operand
-from aoquant.ops import codec, gemm_request, native, tiles
+from aoquant.ops import codec, gemm_request, linear_plan, native, tiles
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows, one_call, tensor_cores
 
@@ -37,46 +38,72 @@ def number(weight: str, activation: str | None = None, m: int = 1, dtype: torch.
     return one_call.number("aoquant", x_as, w_as, e, dtype, m)
 
 
+@pytest.fixture(scope="module")
+def csrc(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return host_library(tmp_path_factory.mktemp("csrc"), "plan", "-std=c++17")
+
+
+def taken_apart(csrc: ctypes.CDLL, plan: int) -> list[float]:
+    """By csrc: format, encodes, group, tile, half, the shifts of even and of odd blocks."""
+    found = (ctypes.c_double * 7)()
+    csrc.unpack(ctypes.c_int64(plan), found)
+    return list(found)
+
+
 @pytest.mark.parametrize(
-    ("weight", "activation", "format", "encodes", "group", "tile", "shift", "alternating"),
+    ("weight", "activation", "format", "encodes", "group", "tile", "shifts"),
     [
-        ("int4-g128", None, 0, 0, 128, 1, 0.0, False),
-        ("int4-g32", None, 0, 0, 32, 1, 0.0, False),
-        ("nvfp4", "nvfp4-row", 1, 1, 16, 1, 0.0, False),
-        ("mxfp4", None, 2, 0, 32, 1, 0.0, False),
-        ("gridflip-alternating", None, 3, 0, 16, 1, 0.25, True),
-        ("gridflip-c0.375-16x16", None, 3, 0, 16, 16, 0.375, False),
-        ("fp8-row", "fp8-row", 4, 2, 1, 1, 0.0, False),
+        ("int4-g128", None, 0, 0, 128, 1, (0.0, 0.0)),
+        ("int4-g32", None, 0, 0, 32, 1, (0.0, 0.0)),
+        ("nvfp4", "nvfp4-row", 1, 1, 16, 1, (0.0, 0.0)),
+        ("mxfp4", None, 2, 0, 32, 1, (0.0, 0.0)),
+        ("gridflip-alternating", None, 3, 0, 16, 1, (0.25, -0.25)),
+        ("gridflip-c0.375-16x16", None, 3, 0, 16, 16, (0.375, 0.375)),
+        ("fp8-row", "fp8-row", 4, 2, 1, 1, (0.0, 0.0)),
     ],
 )
-def test_fields(
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_a_layers_plan(
     weight: str,
     activation: str | None,
     format: int,
     encodes: int,
     group: int,
     tile: int,
-    shift: float,
-    alternating: bool,
+    shifts: tuple[float, float],
+    dtype: torch.dtype,
     on_hopper: Any,
+    csrc: ctypes.CDLL,
 ) -> None:
-    """As csrc/linear.cu takes them apart."""
-    plan = number(weight, activation)
+    """As csrc and as compiled code read it."""
+    plan = number(weight, activation, dtype=dtype)
     assert plan is not None and 0 <= plan < 1 << 63
-    assert (plan & 15, plan >> 4 & 15, 1 << (plan >> 8 & 31), 1 << (plan >> 13 & 7)) == (format, encodes, group, tile)
-    assert bool(plan >> 16 & 1) == alternating and struct.unpack("f", struct.pack("I", plan >> 20))[0] == shift
-    assert one_call.has_zero(plan) == weight.startswith("int4") and one_call.dtype_of(plan) == BF16
-    assert one_call.has_alpha(plan) == (not weight.startswith(("int4", "mxfp4")))
-    assert one_call.is_fp8(plan) == (weight == "fp8-row")
+    assert taken_apart(csrc, plan) == [format, encodes, group, tile, dtype == torch.float16, *shifts]
+    assert linear_plan.has_zero(plan) == weight.startswith("int4") and linear_plan.dtype_of(plan) == dtype
+    assert linear_plan.has_alpha(plan) == (not weight.startswith(("int4", "mxfp4")))
+    assert linear_plan.is_fp8(plan) == (weight == "fp8-row") and linear_plan.encodes(plan) == encodes
     assert one_call.most_rows(plan) == few_rows.most_rows(few_rows.kind(get_format(weight)))
+
+
+def test_every_field_has_bits_of_its_own(csrc: ctypes.CDLL) -> None:
+    """The largest and smallest value of each field, beside those of its neighbours."""
+    codes, rows, bools = ("int4", "fp8"), (None, "fp8-row"), (False, True)
+    for c, r, group, tile, shift, alternating, zero, alpha, dtype in product(
+        codes, rows, (1, 1 << 30), (1, 128), (0.0, -0.375), bools, bools, bools, (BF16, torch.float16)
+    ):
+        plan = linear_plan.LinearPlan(c, r, group, tile, shift, alternating, zero, alpha, dtype).packed()
+        half, odd = dtype == torch.float16, -shift if alternating else shift
+        numbers = [linear_plan.CUDA_FORMATS[c], linear_plan.ROW_FORMATS.get(r or "", 0)]
+        assert taken_apart(csrc, plan) == [*numbers, group, tile, half, shift, odd]
+        assert (linear_plan.has_zero(plan), linear_plan.has_alpha(plan)) == (zero, alpha)
 
 
 def test_formats_are_numbered_as_in_the_sources() -> None:
     text = (CSRC / "decode_call.cuh").read_text() + (CSRC / "row_blocks.cuh").read_text()
     found = {name: int(value) for name, value in re.findall(r"([A-Z0-9_]+) = (\d+)[,\s}]", text)}
     for how, name in {"int4": "INT4", "e4m3": "NVFP4", "e8m0": "MXFP4", "gridflip": "GRIDFLIP", "fp8": "FP8"}.items():
-        assert few_rows.CUDA_FORMATS[how] == found[name]
-    for format, value in native.ROW_FORMATS.items():
+        assert linear_plan.CUDA_FORMATS[how] == found[name]
+    for format, value in linear_plan.ROW_FORMATS.items():
         assert value == found[format.replace("-", "_").upper()]
 
 
@@ -107,19 +134,19 @@ def test_blocks_of_rows_give_the_product(name: str, bias: bool, monkeypatch: pyt
     b, alpha_x = torch.randn(n) if bias else None, torch.rand(m, 1) if name == "nvfp4" else None
     monkeypatch.setattr(tensor_cores, "accumulate", lambda x, w, rounded: (x.double() @ w.double().t()).float())
 
-    def product() -> torch.Tensor:
+    def multiplied() -> torch.Tensor:
         multiply = tensor_cores._bind(gemm_request("aoquant", None, as_operand(f), e, BF16, m), e)
         assert multiply is not None
         return multiply(x, alpha_x, b)
 
-    want = product()
+    want = multiplied()
     sizes: list[int] = []
     decode = tensor_cores.codec.decode
     monkeypatch.setattr(
         tensor_cores.codec, "decode", lambda *a, **o: sizes.append(a[1].codes.shape[0]) or decode(*a, **o)
     )
     monkeypatch.setattr(tiles, "BLOCK", 300 * k * 2)
-    assert torch.equal(product(), want)
+    assert torch.equal(multiplied(), want)
     assert sizes == [256, 256, 256, 232]
 
 

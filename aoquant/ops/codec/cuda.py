@@ -19,6 +19,7 @@ from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import reciprocal
 
 from .. import native
+from ..linear_plan import ROW_FORMATS
 from ..router import Backend, CodecRequest, CodesAndValues
 from . import triton, whole
 
@@ -48,7 +49,7 @@ def _why_not(r: CodecRequest) -> str | None:
         return whole.why_not(r)
     if r.operand.transform is not None and (reason := triton.why_not_transform(r)):
         return reason
-    if r.operand.name in native.ROW_FORMATS:
+    if r.operand.name in ROW_FORMATS:
         return _why_not_rows(r)
     return why_not_encode(r.operand.format, r.device)
 
@@ -90,7 +91,7 @@ def encode_with_values(
         if measured is not None:
             return triton.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
         return whole.encode(made.format, _aligned(x_RK), dtype, operand, keep)
-    if made.name in native.ROW_FORMATS:
+    if made.name in ROW_FORMATS:
         if dtype is not x_RK.dtype:  # a weight of few rows, multiplied in another type than its own
             return triton.encode_with_values(made, x_RK, dtype, operand, keep, measured, random)
         return _rows(made.format, x_RK, not operand)
@@ -100,7 +101,7 @@ def encode_with_values(
 
 def _rows(format: Format, x_RK: Tensor, decoded: bool) -> CodesAndValues:
     """The operand of rows, or decoded values, and a scale for each; no codes."""
-    values, alpha = native.operator("encode_rows")(_aligned(x_RK), native.ROW_FORMATS[format.name], decoded)
+    values, alpha = native.operator("encode_rows")(_aligned(x_RK), ROW_FORMATS[format.name], decoded)
     return CodesAndValues(None, values, alpha)
 
 

@@ -13,7 +13,6 @@ K) as the converted one, so it gets the same kernel.
 from __future__ import annotations
 
 import math
-import struct
 from typing import NamedTuple
 
 import torch
@@ -35,10 +34,10 @@ from aoquant.formats import (
 
 from .. import codec, native
 from ..call import Call
+from ..linear_plan import CUDA_FORMATS, LinearPlan
 from ..router import Backend, Multiply, Request
 
 CUDA_ROWS, CUDA_FP8_ROWS, TRITON_ROWS = 256, 16, 64
-CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3, "fp8": 4}  # `Format` of csrc/decode_call.cuh
 _KINDS: dict[type[Format], str] = {
     Int4: "int4",
     NVFP4: "e4m3",
@@ -112,23 +111,14 @@ def most_rows(how: str | None) -> int:
     return CUDA_FP8_ROWS if how == "fp8" else CUDA_ROWS
 
 
-def plan_of(f: Format, w: Encoded, dtype: torch.dtype) -> int:
-    """How W is packed, in one integer (csrc/decode_op.cuh, `LinearPlan`), for products in `dtype`: each argument of an
-    operator costs the caller's time.
-    """
+def plan_of(f: Format, w: Encoded, dtype: torch.dtype, encoder: str | None = None) -> int:
+    """What csrc is told of W, for products in `dtype`. encoder: of x, a row format's name; None: x stays as it is."""
     how = kind(f)
     assert how is not None
     shift, alternating = (f.c, f.alternating) if isinstance(f, GridFlip) else (0.0, False)
-    return (
-        CUDA_FORMATS[how]
-        | ((f.block or 1).bit_length() - 1) << 8
-        | (f.tile_rows.bit_length() - 1) << 13
-        | alternating << 16
-        | (w.zero is not None) << 17
-        | (alpha_of(f, w) is not None) << 18
-        | (dtype == torch.float16) << 19
-        | int(struct.unpack("I", struct.pack("f", shift))[0]) << 20
-    )
+    has_zero, has_alpha = w.zero is not None, alpha_of(f, w) is not None
+    plan = LinearPlan(how, encoder, f.block or 1, f.tile_rows, shift, alternating, has_zero, has_alpha, dtype)
+    return plan.packed()
 
 
 def alpha_of(f: Format, w: Encoded) -> Tensor | None:

@@ -2,8 +2,7 @@
 the bias and the shapes, without Python between the launches.
 
 It is no backend: the router chooses the codec's and the GEMM's, and where it chooses csrc's encoder and csrc's decoding
-GEMM, this operator makes those same launches. Recipe and weight are said by one integer, because each argument of an
-operator costs the caller's time.
+GEMM, this operator makes those same launches. Recipe and weight are said by one integer (ops/linear_plan.py).
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from aoquant.formats import Encoded, Format, Operand
 
 from .. import native
 from ..call import gemm_request
+from ..linear_plan import ROW_FORMATS, is_fp8
 from ..router import CodecRequest, runner
-from .few_rows import CUDA_FORMATS, CUDA_FP8_ROWS, CUDA_ROWS, alpha_of, is_aligned, kind, plan_of
+from .few_rows import CUDA_FP8_ROWS, CUDA_ROWS, alpha_of, is_aligned, kind, plan_of
 
 NAME = "aoquant_native::linear"
 _TYPES = (torch.bfloat16, torch.float16)
@@ -39,13 +39,12 @@ def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype
         return None  # a factor that is made of the outer scale is made anew in each call
     if x_as is not None and not _encoded_here(x_as, w, dtype, m):
         return None
-    encodes = 0 if x_as is None else native.ROW_FORMATS[x_as.name]
-    return plan_of(f, w, dtype) | encodes << 4
+    return plan_of(f, w, dtype, None if x_as is None else x_as.name)
 
 
 def _encoded_here(x_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> bool:
     """Whether csrc's encoder of rows is what encodes m rows of x."""
-    if x_as.name not in native.ROW_FORMATS:
+    if x_as.name not in ROW_FORMATS:
         return False
     return runner(CodecRequest("quantize", x_as, w.codes.device, dtype, m, w.k, False)).name == "cuda"
 
@@ -65,27 +64,6 @@ def step(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Step) ->
     return multiplied
 
 
-# What a compiler reads off a number instead of the layer: it guards on whatever it reads there.
-def is_fp8(number: int) -> bool:
-    """Whether W's codes are fp8, whose scales are the operator's alpha_w."""
-    return number & 15 == CUDA_FORMATS["fp8"]
-
-
-def has_zero(number: int) -> bool:
-    """Whether the operator is given zeros."""
-    return bool(number >> 17 & 1)
-
-
-def has_alpha(number: int) -> bool:
-    """Whether it is given alpha_w."""
-    return bool(number >> 18 & 1)
-
-
-def dtype_of(number: int) -> torch.dtype:
-    """The type of x."""
-    return torch.float16 if number >> 19 & 1 else torch.bfloat16
-
-
 def most_rows(number: int) -> int:
-    """For how many rows a number that 1 row has is made."""
+    """The largest M for which the plan made for one row is valid."""
     return CUDA_FP8_ROWS if is_fp8(number) else CUDA_ROWS
