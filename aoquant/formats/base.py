@@ -156,6 +156,11 @@ class Format:
         return False
 
     @property
+    def limits(self) -> tuple[int, int]:
+        """The smallest and the largest code, of a format that is learnable."""
+        raise NotImplementedError
+
+    @property
     def clips_when_held(self) -> bool:
         """Whether `saturated` names the values that held scales clip."""
         return True

@@ -7,7 +7,7 @@
 
 A transform is no format. It maps values to values before they are rounded; codes, scales and what a GEMM decodes of
 them are the format's, in the transformed domain. So an operand answers for its format wherever the transform changes
-nothing (`bits`, `decode`, `alpha`, ...), and has methods of its own where it does.
+nothing (`bits`, `reach`, `decode`, ...), and has methods of its own where it does.
 
 `encode` quantises the float32 result of the transform, never rounded to x's dtype in between, and finds scales on that
 result. Formats that store scales in their input's dtype store float32 then. Values in high precision are the exception,
@@ -22,7 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,18 +57,44 @@ class Operand:
     def __hash__(self) -> int:
         return hash(self.name)  # computed once; the fields' own would be hashed again at every look-up
 
-    def __getattr__(self, name: str) -> Any:
-        """Ask the format for attributes that a transform does not change."""
-        if name.startswith("__") or name == "format":  # while unpickling there is no format yet
-            raise AttributeError(name)
-        return getattr(self.format, name)
-
     @cached_property
     def name(self) -> str:
         """The name that `get_operand` takes back; it does not tell where scales come from."""
         if self.transform is None:
             return self.format.name
         return f"{self.transform.name}{'-inverse' if self.inverse else ''}+{self.format.name}"
+
+    @property
+    def bits(self) -> int:
+        return self.format.bits
+
+    @property
+    def tile_rows(self) -> int:
+        return self.format.tile_rows
+
+    @property
+    def reach(self) -> str:
+        return self.format.reach
+
+    @property
+    def per_tensor(self) -> bool:
+        return self.format.per_tensor
+
+    @property
+    def from_extremes(self) -> bool:
+        return self.format.from_extremes
+
+    @property
+    def finite_only(self) -> bool:
+        return self.format.finite_only
+
+    @property
+    def learnable(self) -> bool:
+        return self.format.learnable
+
+    @property
+    def clips_when_held(self) -> bool:
+        return self.format.clips_when_held
 
     @property
     def fitted(self) -> bool:
@@ -161,6 +186,14 @@ class Operand:
     def fix(self, *numbers: float) -> Operand:
         """This operand with constant scales, which become part of its name."""
         return replace(self, format=self.format.fix(*numbers), scales="dynamic")
+
+    def decode(self, e: Encoded, dtype: torch.dtype) -> Tensor:
+        """(R, K) in `dtype`, in the transformed domain."""
+        return self.format.decode(e, dtype)
+
+    def floored(self, e: Encoded) -> Tensor:
+        """As `Format.floored`."""
+        return self.format.floored(e)
 
     def fake_quantize(self, x_RK: Tensor) -> Tensor:
         """The value that x_RK has after a round trip, in x_RK's dtype."""

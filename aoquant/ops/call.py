@@ -91,6 +91,7 @@ class Call:
             self.__dict__["w"], self.w_rows, self.k = w, w.codes, w.k
         else:
             self.w_rows, self.k = w, w.shape[1]
+        # Any: a backend knows the class by its contract
         self.x_format: Any = None if self.x_operand is None else self.x_operand.format
         self.w_format: Any = self.w_operand.format
         if self.bias is not None:

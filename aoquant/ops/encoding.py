@@ -107,4 +107,4 @@ def scale_grad(
     2.2.
     """
     f = operand.format
-    return f.scale_gradient(x_RK, Scales(scale, zero), grad_RK) / (count * operand.limits[1]) ** 0.5
+    return f.scale_gradient(x_RK, Scales(scale, zero), grad_RK) / (count * f.limits[1]) ** 0.5

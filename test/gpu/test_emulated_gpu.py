@@ -40,11 +40,11 @@ def operands(layer: QATLinear, x_MK: Tensor) -> tuple[Tensor, Tensor, Tensor | f
     """What the tensor core multiplies, x (M, K) and w (N, K), and the product of the outer scales."""
     recipe, alpha = layer.prepared.recipe, torch.ones(1, 1, dtype=torch.float64, device=CUDA)
     w = recipe.fprop_weight.encode(layer.weight.detach())
-    w_NK, scale = recipe.fprop_weight.operand(w, BF16), recipe.fprop_weight.alpha(w)
+    w_NK, scale = recipe.fprop_weight.format.operand(w, BF16), recipe.fprop_weight.format.alpha(w)
     alpha = alpha if scale is None else alpha * scale.double().t()
     if recipe.fprop_input is not None:
         x = recipe.fprop_input.encode(x_MK)
-        x_MK, scale = recipe.fprop_input.operand(x, BF16), recipe.fprop_input.alpha(x)
+        x_MK, scale = recipe.fprop_input.format.operand(x, BF16), recipe.fprop_input.format.alpha(x)
         alpha = alpha if scale is None else alpha * scale.double()
     return x_MK, w_NK, alpha
 

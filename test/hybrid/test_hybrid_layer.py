@@ -147,7 +147,7 @@ def test_6_and_7_high_precision_sides(forward: str) -> None:
 @pytest.mark.parametrize("rows", [M, 128, 1])
 def test_11_square_tiles_share_codes(name: str, rows: int, dtype: torch.dtype) -> None:
     operand, x = named(name), data(dtype, m=rows)[0]
-    assert operand is not None and operand.square
+    assert operand is not None and operand.format.square
     wanted = ops.codec.encode(operand, padded(x.t(), 128))
     same_codes(backward.transposed(ops.codec.encode(operand, x), operand, 128), wanted)
 
@@ -156,7 +156,7 @@ def test_11_square_tiles_share_codes(name: str, rows: int, dtype: torch.dtype) -
 def test_11_others_do_not(name: str) -> None:
     """The values of x^T's codes are others than those of x's codes, transposed: nothing could be shared."""
     operand, x = named(name), data(torch.float32, m=128)[0]
-    assert operand is not None and not operand.square
+    assert operand is not None and not operand.format.square
     x *= torch.logspace(-2, 2, 128).unsqueeze(1)
     rows, columns = (operand.decode(operand.encode(t), torch.float32) for t in (x, x.t().contiguous()))
     assert not torch.equal(rows.t(), columns)
@@ -165,7 +165,7 @@ def test_11_others_do_not(name: str) -> None:
 def test_11_square_tiles_that_compare_sums_do_not() -> None:
     """Their codes may be equal, but the order of a sum would decide, so they are never shared."""
     operand = named("fouroversix-16x16")
-    assert operand is not None and not operand.square
+    assert operand is not None and not operand.format.square
 
 
 @pytest.mark.parametrize("save", ["col", "hp"])
@@ -215,7 +215,7 @@ def test_the_ops_are_well_formed(name: str, rows: int, checks: tuple[str, ...]) 
     columns = Encoded(*made, k=rows + -rows % operand.period)
     flat = tuple(ops.wgrad_of_columns.flat(g, columns, operand, operand))
     torch.library.opcheck(ops.wgrad_of_columns.overload, flat, test_utils=checks)
-    if operand.square and operand.transform is None:
+    if operand.format.square and operand.transform is None:
         flat = tuple(ops.wgrad.flat(g, ops.encode(x, operand), operand, None, operand, operand, None, True))
         torch.library.opcheck(ops.wgrad.overload, flat, test_utils=checks)
         flat = tuple(ops.encode_sides.flat(x, operand, 16))
