@@ -32,9 +32,9 @@ from aoquant.export import export
 from aoquant.formats import get_format, list_formats
 from aoquant.hybrid import Cast, HybridConfig
 from aoquant.layers.fixed import fixed_weights
-from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.qat import set_fake_quant, unprepare
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.layers.routers import freeze_routers
 from aoquant.masters import Masters, quantized_model_init
 from aoquant.ops import backend

@@ -35,8 +35,9 @@ from aoquant.formats import (
     get_format,
     get_operand,
 )
+from aoquant.formats.operand import SCALES
 from aoquant.hybrid import HybridConfig
-from aoquant.layers.linear import SCALES, STRAIGHT_THROUGH, LinearRecipe
+from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
 from aoquant.transforms import Transform
 
 STEPS = ("prepare", "convert")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 
 ENGINES = {"vllm": ("h100", "h200", "b200"), "llama.cpp": ("cpu", "cuda")}
 _HOPPER = ("h100", "h200")

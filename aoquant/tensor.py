@@ -26,7 +26,8 @@ from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
 from aoquant.layers.bound import BoundWeight
 from aoquant.layers.embedding import looked_up
-from aoquant.layers.linear import LinearRecipe, check_device, check_dtype, quantized_linear
+from aoquant.layers.linear import check_device, check_dtype, quantized_linear
+from aoquant.layers.recipe import LinearRecipe
 
 aten = torch.ops.aten
 P = TypeVar("P", bound="PackedTensor")

@@ -14,7 +14,7 @@ from aoquant.export.advice import CHECKS
 from aoquant.export.fused import apart
 from aoquant.export.targets import Unfit
 from aoquant.formats import Operand, Scales
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.planning.fused import shares
 from aoquant.tensor import PackedTensor
 

@@ -24,8 +24,8 @@ from aoquant.export.filling import Filling
 from aoquant.export.joined import joined_rows
 from aoquant.formats import Encoded, Format, Operand, get_format, layout
 from aoquant.integrations.stored_names import Piece, stored_name
-from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import packed_experts
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.tensor import PackedTensor
 
 _PARTS = (

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.integrations.peft_merge import Merging
-from aoquant.layers.linear import pulled_back
+from aoquant.layers.function import pulled_back
 from aoquant.layers.packed import adopt
 from aoquant.layers.qat import QATLinear
 from aoquant.parallel.linear import is_sharded

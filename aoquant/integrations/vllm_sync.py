@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from aoquant.integrations.vllm_experts import STACKS, owner_in_files
 from aoquant.layers.experts import QATExperts
-from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLayer
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.refresh import deployed_recipe, encoded_now
 from aoquant.tensor import PackedTensor
 

@@ -27,16 +27,8 @@ from torch import Tensor, nn
 from aoquant import ops
 from aoquant.formats import Encoded, Float8, Operand, Scales
 from aoquant.layers.function import pulled_back, refuse_second_derivative, refuse_transforms
-from aoquant.layers.linear import (
-    LinearRecipe,
-    cast,
-    check_device,
-    check_dtype,
-    check_width,
-    compute_dtype,
-    quantized_linear,
-)
-from aoquant.layers.recipe import recipe_of
+from aoquant.layers.linear import cast, check_device, check_dtype, check_width, compute_dtype, quantized_linear
+from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.ops import grouped, stacks
 
 __all__ = ["Rows", "grouped_at_once", "grouped_bias", "grouped_linear", "why_not_at_once"]

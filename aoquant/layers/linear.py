@@ -15,28 +15,13 @@ from torch.distributed.tensor import DTensor
 from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
 from aoquant.formats.delayed import Delayed
-from aoquant.formats.operand import SCALES
 from aoquant.layers import gradient_watch, shared_inputs
 from aoquant.layers.fixed import FixedWeight
-from aoquant.layers.function import Given, QuantizedLinear, multiply, pulled_back, refuse_transforms
-from aoquant.layers.recipe import STRAIGHT_THROUGH, LinearRecipe
+from aoquant.layers.function import Given, QuantizedLinear, multiply, refuse_transforms
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel import linear as sharding
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
-
-__all__ = [
-    "NOT_CALIBRATED",
-    "SCALES",
-    "STRAIGHT_THROUGH",
-    "LinearRecipe",
-    "cast",
-    "check_device",
-    "check_dtype",
-    "check_width",
-    "compute_dtype",
-    "pulled_back",
-    "quantized_linear",
-]
 
 OWN_CONTRACTS = ("aoquant", "ggml")
 NOT_CALIBRATED = (

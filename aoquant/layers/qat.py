@@ -21,7 +21,8 @@ from aoquant.formats.operand import SCALES
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
 from aoquant.layers.fixed import FixedWeight
-from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe, quantized_linear
+from aoquant.layers.linear import NOT_CALIBRATED, quantized_linear
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import flops
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class

@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from aoquant.formats import Scales
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
-from aoquant.layers.linear import LinearRecipe, quantized_linear
+from aoquant.layers.linear import quantized_linear
+from aoquant.layers.recipe import LinearRecipe
 
 
 class Reading(NamedTuple):

@@ -36,17 +36,17 @@ BLOCK = 1 << 26  # bytes of W's values that are there at once
 _UNIT = 256  # rows of an expert that is larger: a part is a multiple of them, and so of every format's tile
 
 
-def _product(a: Any) -> Tensor:
-    rows = a.x.codes if isinstance(a.x, Encoded) else a.x
-    s = (rows if a.token is None else a.token).shape[0]
-    if isinstance(a.w, Encoded):
-        n = a.w.codes.shape[0] // a.ends.shape[0]
-    else:
-        n = a.w.shape[2 if a.transposed else 1]
-    return rows.new_empty(s, n, dtype=a.dtype)
+def _empty_product(
+    x: Tensor | Encoded, token: Tensor | None, ends: Tensor, w: Tensor | Encoded, transposed: bool, dtype: torch.dtype
+) -> Tensor:
+    """y (S, N) of `grouped_mm`, without values."""
+    rows = x.codes if isinstance(x, Encoded) else x
+    s = (rows if token is None else token).shape[0]
+    n = w.codes.shape[0] // ends.shape[0] if isinstance(w, Encoded) else w.shape[2 if transposed else 1]
+    return rows.new_empty(s, n, dtype=dtype)
 
 
-@op(_product)
+@op(lambda a: _empty_product(a.x, a.token, a.ends, a.w, a.transposed, a.dtype))
 def grouped_mm(
     x: Tensor | Encoded,
     x_values: Tensor | None,
@@ -65,20 +65,11 @@ def grouped_mm(
     """
     rows = token if token is not None else x.codes if isinstance(x, Encoded) else x
     if not rows.shape[0]:
-        return _product(_Arguments(x, token, ends, w, transposed, dtype))
+        return _empty_product(x, token, ends, w, transposed, dtype)
     if ends.is_cuda:
         values, alpha = _operand(x, x_values, token, x_operand, dtype)
         return _multiplied(values, alpha, ends, w, w_operand, transposed)
     return _by_expert(x, x_values, token, ends, w, x_operand, w_operand, transposed, dtype)
-
-
-class _Arguments:
-    """What `_product` asks for."""
-
-    def __init__(
-        self, x: Any, token: Tensor | None, ends: Tensor, w: Any, transposed: bool, dtype: torch.dtype
-    ) -> None:
-        self.x, self.token, self.ends, self.w, self.transposed, self.dtype = x, token, ends, w, transposed, dtype
 
 
 @op(lambda a: a.grad_SN.new_empty(a.grad_SN.shape[0], a.w.shape[1 if a.transposed else 2]))
@@ -252,7 +243,7 @@ def _by_expert(
     dtype: torch.dtype,
 ) -> Tensor:
     """y (S, N): each expert that has rows is one product, on the fastest backend of its request."""
-    y_SN = _product(_Arguments(x, token, ends, w, transposed, dtype)).zero_()
+    y_SN = _empty_product(x, token, ends, w, transposed, dtype).zero_()
     for e, rows in _hit(ends):
         part = stacks.expert(w_operand, w, e, len(ends)) if isinstance(w, Encoded) else _matrix(w, e, transposed)
         values = None if x_values is None else cast(Tensor, _rows_of(x_values, token, rows))

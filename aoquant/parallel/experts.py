@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel.fsdp import GATHER
 
 GATHERS = "_aoquant_gathers"  # attribute of a module whose packed experts are gathered for a forward

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from aoquant.formats import NVFP4PowerOfTwo, Operand, Scales
 from aoquant.layers import held
-from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLinear
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.planning.plan import Step
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))

@@ -28,8 +28,9 @@ from aoquant.hybrid import HybridConfig
 from aoquant.layers import held
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.kinds import Kind, kind_of
-from aoquant.layers.linear import NOT_CALIBRATED, LinearRecipe
+from aoquant.layers.linear import NOT_CALIBRATED
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel import packed as sharded
 from aoquant.parallel.fsdp import GATHER, compute_dtypes
 from aoquant.parallel.gathered import PACKED, GatheredWeight

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 
 
 class Named(NamedTuple):

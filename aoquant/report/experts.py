@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from aoquant.layers.experts import QATExperts, is_transposed, stacks_of
-from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import PackedExperts
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report.compare import Pair
 from aoquant.report.measure import planned_bytes, sqnr

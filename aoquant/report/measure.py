@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from aoquant.formats import Encoded, Int4, Int4Float8, Operand, Scales
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_packed, matrix_of
-from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLayer
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.planning.sizes import stored_bytes
 from aoquant.tensor import PackedTensor
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aoquant.formats import Encoded, Operand, Scales
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.tensor import PackedTensor
 
 

@@ -27,7 +27,7 @@ from torchao.quantization.quantize_.workflows import (
 )
 
 from aoquant.formats import Encoded, Float8Mslk, Int4, Int4Float8, Int4Float8Row, TinyGemm
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops.gemm import mslk, tinygemm
 
 from .base import Target, require

@@ -19,7 +19,7 @@ from torchao.quantization.quantize_.workflows import (
 )
 
 from aoquant.formats import FLOAT_DTYPES, Affine, AffineHQQ, Encoded, Scales, Stretched
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 
 from .base import Target, numbers, require
 

@@ -19,9 +19,9 @@ import torch
 
 from aoquant import ops, serving
 from aoquant.layers.experts import QATExperts, stacks_of
-from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLinear
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import CodecRequest, gemm_request, router
 from aoquant.ops.gemm import one_call, tensor_cores
 from aoquant.tensor import PackedTensor

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from aoquant.config import activated
 from aoquant.formats import MX, NVFP4, Encoded, Format, FourOverSix, MXFP4Dialect, NVFP4Dialect, NVFP4Search, get_format
-from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.packed import adopt
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.tensor import PackedTensor
 from aoquant.transforms import WUSH, Transform
 

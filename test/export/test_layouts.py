@@ -15,7 +15,7 @@ from torchao.quantization import FqnToConfig
 from aoquant import PackedWeightConfig, export
 from aoquant.export.compressed import store
 from aoquant.formats import get_format
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.tensor import PackedTensor
 
 PAIRS = [

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 
 from aoquant.export.ggml_types import store
 from aoquant.formats import get_format
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.tensor import PackedTensor
 
 

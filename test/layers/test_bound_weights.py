@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import aoquant
 from aoquant import WUSH, NVFP4WeightConfig, QATConfig, backend, explain, get_format, quantize_
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import router
 from aoquant.ops.gemm import one_call
 from aoquant.ops.router import Backend

@@ -17,7 +17,7 @@ from aoquant import Int4WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, QATC
 from aoquant.formats import get_operand
 from aoquant.layers import grouped, packed_experts
 from aoquant.layers.grouped import why_not_at_once
-from aoquant.layers.linear import LinearRecipe
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import grouped as grouped_ops
 from aoquant.transforms import Hadamard
 

@@ -35,8 +35,8 @@ from aoquant import (
     set_fake_quant,
 )
 from aoquant.formats import Encoded
-from aoquant.layers.linear import STRAIGHT_THROUGH
 from aoquant.layers.qat import QATLinear
+from aoquant.layers.recipe import STRAIGHT_THROUGH
 from aoquant.ops import tiles
 from aoquant.planning.plan import plan_layer
 

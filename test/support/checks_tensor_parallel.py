@@ -58,8 +58,9 @@ from aoquant import (
     quantize_,
 )
 from aoquant.integrations.distributed import full_state_dict
-from aoquant.layers.linear import LinearRecipe, quantized_linear
+from aoquant.layers.linear import quantized_linear
 from aoquant.layers.qat import QATLinear
+from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel import linear as sharding
 from aoquant.parallel import packed as sharded
 

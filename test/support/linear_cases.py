@@ -63,8 +63,8 @@ from aoquant import (
     QATConfig,
     quantize_,
 )
-from aoquant.layers.linear import LinearRecipe
 from aoquant.layers.qat import QATLinear
+from aoquant.layers.recipe import LinearRecipe
 
 from .torchao_oracle import cuda_division
 
