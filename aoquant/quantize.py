@@ -32,7 +32,6 @@ from aoquant import ops
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path
-from aoquant.layers.experts import QATExperts
 from aoquant.layers.packed import adopt, name_families
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
@@ -42,6 +41,7 @@ from aoquant.planning import coverage, experts, fused
 from aoquant.planning.choose import Filter
 from aoquant.planning.plan import Plan, Step, plan
 from aoquant.planning.progress import track
+from aoquant.planning.restore import restoring
 from aoquant.planning.tied import identity
 from aoquant.recipes import named
 from aoquant.report.rows import HEALTHY
@@ -168,52 +168,31 @@ def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
 
 def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | None, undo: bool | None) -> None:
     """Apply every step, or none. device, undo: as `quantize_` has them."""
-    steps, stacks = planned.steps, planned.experts
-    if device is not None and any(
-        isinstance(w, DTensor) for w in (*(s.module.weight for s in steps), *(s.weight for s in stacks))
-    ):
-        raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
+    _check_device(model, planned, device)
+    stacks = planned.experts
+    shared = fused.shared_at_once(planned.steps, _matrix)
+    steps = [dataclasses.replace(s, scales=shared[s.fqn]) if s.fqn in shared else s for s in planned.steps]
     converted = {id(s.module.weight) for s in steps if s.kind != "prepare"}
     converted |= {id(s.weight) for s in stacks if s.kind != "prepare"}
-    empty = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
-    if empty and device is not None and torch.device(device).type != "meta":
-        raise ValueError(
-            f"device={str(device)!r}: {empty[0]} is on the meta device and holds no values to move; the model is unchanged. "
-            "Load the weights first, or leave out device"
-        )
-    shared = fused.shared_at_once(steps, _matrix)
-    steps = [dataclasses.replace(s, scales=shared[s.fqn]) if s.fqn in shared else s for s in steps]
-    keep = [s for s in steps if s.kind == "prepare" or (not s.module.weight.is_cuda if undo is None else undo)]
-    _try(steps, {id(s) for s in keep}, device)
-    kept = [s.module for s in keep]
-    kept += {
-        id(s.module): s.module
-        for s in stacks
-        if s.kind == "prepare" or (not s.weight.is_cuda if undo is None else undo)
-    }.values()
-    before = [(m, m.__class__, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in kept]
-    prepared = {id(m): dict(m.stacks) for m in kept if isinstance(m, QATExperts)}
+
+    def is_kept(kind: str, weight: Tensor) -> bool:
+        return kind == "prepare" or (not weight.is_cuda if undo is None else undo)
+
+    steps_kept = [s for s in steps if is_kept(s.kind, s.module.weight)]
+    stacks_kept = [s for s in stacks if is_kept(s.kind, s.weight)]
+    kept = [*(s.module for s in steps_kept), *{id(s.module): s.module for s in stacks_kept}.values()]
+    _try(steps, {id(s) for s in steps_kept}, device)
     packed: dict[Hashable, nn.Parameter] = {}  # tied weights are packed once and stay tied
     try:
-        for step in track(steps, steps[0].kind if steps else ""):
-            apply(step, packed, device)
-        for stack in track(stacks, "experts", "parameter"):
-            experts.apply(stack, device)
-        fsdp.release(model, converted)
-        if steps and steps[0].kind == "prepare":
-            fused.share_outer_scales(model)
+        with restoring(kept):
+            for step in track(steps, steps[0].kind if steps else ""):
+                apply(step, packed, device)
+            for stack in track(stacks, "experts", "parameter"):
+                experts.apply(stack, device)
+            fsdp.release(model, converted)
+            if steps and steps[0].kind == "prepare":
+                fused.share_outer_scales(model)
     except BaseException as error:
-        for module, cls, attributes, parameters, buffers in before:
-            module.__class__ = cls
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            if isinstance(module, QATExperts):
-                module.stacks.clear()
-                module.stacks.update(prepared[id(module)])
         if len(kept) < len(steps) + len({id(s.module) for s in stacks}) and (packed or stacks):
             error.add_note(
                 "Some layers were packed already and their float weights are gone: load the model again, and use undo=True to keep them"
@@ -221,6 +200,21 @@ def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | Non
         raise
     if device is not None:
         model.to(device)
+
+
+def _check_device(model: nn.Module, planned: Plan, device: torch.device | str | None) -> None:
+    """Raise ValueError where the model cannot go to `device`."""
+    if device is None:
+        return
+    weights = *(s.module.weight for s in planned.steps), *(s.weight for s in planned.experts)
+    if any(isinstance(w, DTensor) for w in weights):
+        raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
+    empty = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
+    if empty and torch.device(device).type != "meta":
+        raise ValueError(
+            f"device={str(device)!r}: {empty[0]} is on the meta device and holds no values to move; the model is unchanged. "
+            "Load the weights first, or leave out device"
+        )
 
 
 def _try(steps: list[Step], kept: Collection[int], device: torch.device | str | None) -> None:

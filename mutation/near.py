@@ -237,6 +237,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("targets/test_static_torchao.py", "nvfp4_step_prepare_calibrate_step_convert_is_torchaos"),
     ),
     "planning/progress.py": ("model/test_undo.py",),
+    "planning/restore.py": ("model/test_undo.py",),
     "planning/tied.py": (
         "model/test_coverage.py", "model/test_sharing.py",
         *_of("integrations/test_peft.py", "quantising_under_adapters_is_refused", "merge_is_undone_exactly_and_adapters_are_added_once"),
