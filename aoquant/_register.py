@@ -81,7 +81,9 @@ def _allow_packed_tensor(module: ModuleType) -> None:
 
 def _teach_adapters(module: ModuleType) -> None:
     try:
-        importlib.import_module("aoquant.integrations.peft").install(module)
+        from aoquant.integrations import peft
+
+        peft.install(module)
     except (AttributeError, ImportError) as error:
         raise ImportError(
             f"aoquant cannot put adapters on its layers with peft {version('peft')} ({error}); it supports peft >=0.21"
@@ -89,13 +91,15 @@ def _teach_adapters(module: ModuleType) -> None:
 
 
 def _teach_conv1d(module: ModuleType) -> None:
-    importlib.import_module("aoquant.integrations.conv1d")
+    from aoquant.integrations import conv1d as conv1d
 
 
 def _extend_quantizer(module: ModuleType) -> None:
     # a transformers that aoquant cannot build on works as it did; aoquant.load_pretrained and save_pretrained say why
     with contextlib.suppress(ImportError, AttributeError, AssertionError, KeyError):
-        importlib.import_module("aoquant.integrations.hf_quantizer").install(module)
+        from aoquant.integrations import hf_quantizer
+
+        hf_quantizer.install(module)
 
 
 def _when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:

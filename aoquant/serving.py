@@ -8,7 +8,7 @@ know before it starts. Sources: vLLM 0.32, read and not run on these GPUs.
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
 
 from aoquant.layers.recipe import LinearRecipe
 
@@ -16,6 +16,9 @@ ENGINES = {"vllm": ("h100", "h200", "b200"), "llama.cpp": ("cpu", "cuda")}
 _HOPPER = ("h100", "h200")
 _FP8 = ("fp8-row-mslk",)
 FP8_BLOCKS = "vLLM's CUDA kernel scales 128 activations by another formula (on an H200 13.8 % of scales and 98.4 % of codes are equal)"
+
+# engine -> why its layouts cannot hold what a recipe trains, or None: export, a tier above this one, puts it here
+REFUSALS: dict[str, Callable[[LinearRecipe], str | None]] = {}
 
 
 def check(engine: str, gpu: str | None) -> None:
@@ -41,10 +44,10 @@ def refused(recipe: LinearRecipe, engine: str) -> list[str]:
     """Why layers that train `recipe` could not be exported to `engine`, by export's own checks; empty where they can,
     or where the libraries of export are missing.
     """
-    if engine != "vllm":  # `_llama_cpp` has the types of its file
+    if engine not in REFUSALS:  # `_llama_cpp` has the types of its file
         return []
     try:
-        reason = import_module("aoquant.export.foresee").refusal(recipe)  # a higher tier, with libraries of its own
+        reason = REFUSALS[engine](recipe)
     except ImportError:
         return []
     held = f"vLLM's formats cannot hold {recipe.fprop_weight.name}{f' with {x} activations' if (x := recipe.input_name) else ''}"

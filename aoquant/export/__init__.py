@@ -18,10 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from aoquant import serving
+from aoquant.layers.recipe import LinearRecipe
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMATS = {"compressed-tensors": "compressed_tensors", "modelopt": "compressed_tensors", "gguf": "gguf"}
+
+
+def _refused_by_vllm(recipe: LinearRecipe) -> str | None:
+    from aoquant.export.foresee import refusal  # which needs compressed-tensors
+
+    return refusal(recipe)
+
+
+serving.REFUSALS["vllm"] = _refused_by_vllm
 
 
 def export(
