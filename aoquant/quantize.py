@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import warnings
 from collections.abc import Collection, Hashable
 from itertools import chain
@@ -47,6 +48,8 @@ from aoquant.recipes import named
 from aoquant.report.rows import HEALTHY
 from aoquant.targets.kernels import why_not_run
 from aoquant.tensor import PackedTensor
+
+_log = logging.getLogger("aoquant.quantize")
 
 
 def quantize_(
@@ -99,6 +102,8 @@ def quantize_(
     planned = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
     problem = _what_stays_float(model, planned, strict)
     _carry_out(model, planned, device, undo)
+    for step in planned.steps:
+        _log.debug("%s: %s %s", step.fqn or "the model itself", step.kind, step.target.recipe)
     _remember(planned)
     _warn_of_kernels(planned, device)
     fast_path.sync(model)

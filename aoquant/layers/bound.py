@@ -138,9 +138,10 @@ class BoundWeight:
             return general
         x_as, w_as, dtype, k = recipe.fprop_input, recipe.fprop_weight, self._dtype, self._k
         number = one_call.number(recipe.contract, x_as, w_as, w, dtype, m)
-        if number is not None:
-            return one_call.step(number, w_as.format, w, dtype, general)
         request = gemm_request(recipe.contract, x_as, w_as, w, dtype, m)
+        if number is not None:
+            router.told(request, one_call.NAME)
+            return one_call.step(number, w_as.format, w, dtype, general)
         found = router.route(request)
         product = None if found.bind is None else found.bind(request, w)
         if product is None:

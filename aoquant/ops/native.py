@@ -8,6 +8,7 @@ itself; their fakes serve it and those who trace others.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,7 @@ def _load(library: Path) -> str | None:
         return f"aoquant's CUDA library does not load ({error}): build it again for this torch"
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"aoquant_native::{name}", fake)
+    logging.getLogger("aoquant.native").debug("loaded %s", library)
     return None
 
 

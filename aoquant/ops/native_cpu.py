@@ -7,6 +7,7 @@ fakes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +43,7 @@ def _load(library: Path) -> str | None:
         torch.ops.load_library(library)
     except OSError as error:
         return f"aoquant's CPU library does not load ({error}): build it again for this torch"
+    logging.getLogger("aoquant.native").debug("loaded %s", library)
     return None if torch.ops.aoquant_cpu.level() else "aoquant's CPU kernels need AVX2 and fused multiply-adds"
 
 

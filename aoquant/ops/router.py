@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from aoquant.formats import Encoded, Format, Operand, as_operand
 
 # (role or None for all, name), the innermost last
 _forced: ContextVar[tuple[tuple[str | None, str], ...]] = ContextVar("aoquant_backend", default=())
+_log = logging.getLogger("aoquant.router")
 _ENVIRONMENT = "AOQUANT_BACKEND"
 # the dictionary beneath os.environ, which encodes a name and raises an exception in every look-up that finds nothing
 _variables: Any = getattr(os.environ, "_data", os.environ)
@@ -294,14 +296,22 @@ def route(request: Request | CodecRequest) -> Backend:
     name, alone = forced(request.role)
     found = next((b for b in rivals if b.name == name), None)
     if name is None or (found is None and not alone and name in _all_names()):
-        return runner(request)
+        found = runner(request)
+        told(request, found.name)
+        return found
     known = [b.name for b in rivals] if alone else _all_names()
     reason = f"there is none; known: {', '.join(known)}" if found is None else found.why_not(request)
     if found is None or reason is not None:
         raise ValueError(
             f"backend {name!r} was forced, but cannot run this {request}: {reason}. Unset it or choose another"
         )
+    told(request, found.name)
     return found
+
+
+def told(request: Request | CodecRequest, name: str) -> None:
+    """Log what runs a request, once for each that is remembered."""
+    _log.debug("%s -> %s", request, name)
 
 
 def runner(request: Request | CodecRequest) -> Backend:

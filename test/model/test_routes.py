@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from typing import Any
 
@@ -162,3 +163,24 @@ def test_int4_behind_a_transform_asks_what_the_layer_asks(monkeypatch: pytest.Mo
             gemms = [r for r in asked if isinstance(r, Request)]
             assert gemms and all((r.scale_dtype, r.w_format.name) == (scales, "int4-g32") for r in gemms), step
             quantize_(nn.Sequential(m), QATConfig(step="convert")) if step == "prepared" else None
+
+
+def test_loggers_say_which_kernel_runs_once_for_each_shape() -> None:
+    """And what became of each layer."""
+    lines: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("aoquant")
+    handler.emit = lambda record: lines.append(f"{record.name}: {record.getMessage()}")  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        router._routes.clear()
+        module, x = layer(), torch.randn(3, 64, dtype=torch.bfloat16)
+        module(x)
+        first = list(lines)
+        module(x)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    assert first[0].startswith("aoquant.quantize: 0: prepare ")
+    assert "aoquant.router: GEMM (aoquant, M = 3, N = 32, K = 64, cpu) -> reference" in first and lines == first
