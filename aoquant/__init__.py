@@ -14,6 +14,7 @@ from aoquant import _quiet
 _quiet.quiet_the_command()  # first: torchao and torch log while they are imported
 
 from aoquant import _register as _register  # then: it checks torchao
+from aoquant._warning import AoquantWarning
 from aoquant.calibrate import calibrate
 from aoquant.config import (
     FP8WeightConfig,
@@ -59,6 +60,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "WUSH",
+    "AoquantWarning",
     "Cast",
     "Coverage",
     "FP8WeightConfig",

@@ -21,6 +21,7 @@ from torchao.core.config import AOBaseConfig
 
 from aoquant import serving
 from aoquant._options import check_types, choice, group_size, rule_of
+from aoquant._warning import AoquantWarning
 from aoquant.formats import (
     MX,
     NVFP4,
@@ -439,7 +440,7 @@ class QATConfig(AOBaseConfig):
             if self.step == "prepare" and isinstance(base_config, WeightConfig):
                 recipe = base_config.recipe().holding(scales)
                 for said in (*serving.differences(recipe, engine, gpu), *serving.refused(recipe, engine)):
-                    warnings.warn(said, stacklevel=2)
+                    warnings.warn(said, AoquantWarning, stacklevel=2)
 
 
 __all__ = [

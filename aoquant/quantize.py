@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
+from aoquant._warning import AoquantWarning
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path
@@ -112,12 +113,16 @@ def quantize_(
     direct_reads.watch(model)
     if kinds != {"convert"} and problem is not None:
         warnings.warn(
-            f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead", stacklevel=2
+            f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead",
+            AoquantWarning,
+            stacklevel=2,
         )
     if planned.skipped:
         reasons = "\n  ".join(planned.skipped.values())
         warnings.warn(
-            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:\n  {reasons}", stacklevel=2
+            f"{len(planned.skipped)} layer(s) cannot take their config and stay float:\n  {reasons}",
+            AoquantWarning,
+            stacklevel=2,
         )
 
 
@@ -167,6 +172,7 @@ def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
         warnings.warn(
             f"{len(names)} converted layer(s), such as {names[0] or 'the model itself'}, are torchao's {tensor}, and raise in forward here: "
             f"{reason}. A prepared model runs everywhere",
+            AoquantWarning,
             stacklevel=3,
         )
 
@@ -347,6 +353,7 @@ def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> N
         warnings.warn(
             f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {operand.name} stores, and lose "
             f"precision or become zero: {_instead(operand)}leave it out",
+            AoquantWarning,
             stacklevel=2,
         )
 

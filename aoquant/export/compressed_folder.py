@@ -18,6 +18,7 @@ import compressed_tensors
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 
+from aoquant._warning import AoquantWarning
 from aoquant.export.fused import check_fused
 from aoquant.export.plan import Plan
 from aoquant.export.source import Source
@@ -100,6 +101,7 @@ def _warn_transformers(groups: Iterable[_Group]) -> None:
             warnings.warn(
                 f"transformers {fact} {layout} experts, such as {expert}: serve the folder with vLLM, or read it with "
                 "aoquant.load_pretrained; transformers reads experts of intx, fp8 and mxfp4",
+                AoquantWarning,
                 stacklevel=5,
             )
 

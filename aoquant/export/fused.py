@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aoquant._warning import AoquantWarning
 from aoquant.export.targets import Stored
 from aoquant.integrations.checkpoint import some
 from aoquant.planning.fused import siblings
@@ -95,5 +96,6 @@ def warn_mixed(linears: Iterable[str], schemes: Mapping[str, Any]) -> None:
         warnings.warn(
             f"vLLM fuses q, k, v and gate, up into one layer each, and refuses different schemes in one, as in {some(mixed)}: quantise "
             "them alike, or skip all of them; transformers reads the folder",
+            AoquantWarning,
             stacklevel=4,
         )

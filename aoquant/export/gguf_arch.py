@@ -19,6 +19,7 @@ import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
+from aoquant._warning import AoquantWarning
 from aoquant.export.gguf_limits import attention_factor, default_windows, differences, local_rope, windows
 
 
@@ -142,6 +143,7 @@ def _context(architecture: Architecture, config: Mapping[str, Any]) -> int:
     warnings.warn(
         f"llama.cpp computes no sliding window for {architecture.name}: the file's context length is the window, {window} of {length} "
         "tokens, up to which the two are the same",
+        AoquantWarning,
         stacklevel=5,
     )
     return window

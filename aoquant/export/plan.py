@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from aoquant._warning import AoquantWarning
 from aoquant.export.advice import advice, asker
 from aoquant.export.experts import Weight
 from aoquant.export.source import Source
@@ -82,6 +83,7 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
     for note, modules in notes.items():
         warnings.warn(
             f"{note} ({len(modules)} layers, such as {modules[0]}); the numbers in the file are the trained ones",
+            AoquantWarning,
             stacklevel=3,
         )
     floats = {name: w for name, w in source.weights.items() if w.module not in layers}

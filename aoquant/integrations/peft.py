@@ -27,6 +27,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
+from aoquant._warning import AoquantWarning
 from aoquant.integrations import peft_gradients
 from aoquant.integrations.peft_layers import PackedLoraLinear, QATLoraLinear
 from aoquant.integrations.peft_parameters import QATParamWrapper
@@ -60,6 +61,7 @@ def install(module: ModuleType) -> None:
             warnings.warn(
                 f"peft froze {len(frozen)} learned scales ({frozen[0]}, ...), as all that is no adapter: they keep their values; to train "
                 "them too, call requires_grad_(True) on them, and keep the base's state_dict, as peft saves adapters alone",
+                AoquantWarning,
                 stacklevel=2,
             )
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from aoquant._warning import AoquantWarning
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import PreparedModule, QATLayer, set_fake_quant
 from aoquant.layers.routers import experts_of
@@ -83,6 +84,7 @@ class QATCallback(TrainerCallback):
             warnings.warn(
                 f"training ends at step {state.max_steps}, so no step is fake-quantised: fake_quant_after_n_steps is "
                 f"{self.after}",
+                AoquantWarning,
                 stacklevel=2,
             )
 

@@ -42,6 +42,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from aoquant._warning import AoquantWarning
 from aoquant.layers import gradient_watch
 from aoquant.layers.kinds import is_packed
 from aoquant.layers.qat import QATLayer, QATLinear
@@ -149,6 +150,7 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warnings.warn(
             f"the weight of {', '.join(names[:SHOWN])}{more} is read directly in forward; {gradient_watch.ADVICE}",
+            AoquantWarning,
             stacklevel=2,
         )
     for layer in mode.not_run():
@@ -272,6 +274,7 @@ def _watch_gradient(layer: QATLayer) -> None:
             warnings.warn(
                 f"the weight of {layer.prepared.fqn or 'the layer'} got a gradient although the layer's forward has not run: it is read "
                 f"directly; {gradient_watch.ADVICE}",
+                AoquantWarning,
                 stacklevel=2,
             )
 

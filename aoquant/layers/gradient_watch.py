@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from aoquant._warning import AoquantWarning
+
 ADVICE = (
     "that bypasses fake quantisation, and the converted model will compute something else: call the layer instead of reading its weight, or "
     "leave it out of prepare (filter_fn, or None for its name in FqnToConfig)"
@@ -48,6 +50,7 @@ def watch(layer: Any) -> None:
             warnings.warn(
                 f"the weight of {layer.prepared.fqn or 'the layer'} got a gradient although the layer's forward has not run: it is read "
                 f"directly; {ADVICE}",
+                AoquantWarning,
                 stacklevel=2,
             )
 

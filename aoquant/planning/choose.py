@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torchao.quantization import FqnToConfig
 
+from aoquant._warning import AoquantWarning
 from aoquant.config import ALL_EXPERTS, QATConfig
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, kind_of
@@ -265,7 +266,9 @@ def _warn_of_unmet(unmet: list[str], every: list[str], filter_fn: Filter | None)
     for key in unmet:
         near = difflib.get_close_matches(key.removeprefix("re:"), every, 3, 0.3)
         warnings.warn(
-            f"the name or pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}", stacklevel=5
+            f"the name or pattern {key!r} matches no linear layer; near it: {', '.join(near) or 'none'}",
+            AoquantWarning,
+            stacklevel=5,
         )
 
 

@@ -22,6 +22,7 @@ from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER, register_quantize_module_handler
 
 from aoquant import config as configs
+from aoquant._warning import AoquantWarning
 from aoquant.config import QATConfig, WeightConfig
 from aoquant.formats import Format, Operand
 from aoquant.hybrid import HybridConfig
@@ -59,6 +60,7 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
     if kind_of(module) is None:
         warnings.warn(
             f"{type(module).__name__} is left alone: it subclasses nn.Linear or nn.Embedding and its forward may differ",
+            AoquantWarning,
             stacklevel=2,
         )
         return module
@@ -70,6 +72,7 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
             warnings.warn(
                 "a layer with a frozen weight was prepared and will not train: right for adapters; HF's TorchAoConfig(QATConfig) "
                 "freezes every weight, so load the model first and call aoquant.quantize_(model, QATConfig(...)) on it",
+                AoquantWarning,
                 stacklevel=2,
             )
         return apply(step)

@@ -22,6 +22,7 @@ from torchao.quantization import FqnToConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.utils import TorchAOBaseTensor
 
+from aoquant._warning import AoquantWarning
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig, backward_slots
 from aoquant.formats import HighPrecision, Operand, Scales
 from aoquant.hybrid import HybridConfig
@@ -92,6 +93,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     if choice.left_alone:
         warnings.warn(
             f"subclasses of nn.Linear and nn.Embedding are left alone, their forward may differ: {', '.join(choice.left_alone)}",
+            AoquantWarning,
             stacklevel=3,
         )
     _refuse_adapted(model, choice)
@@ -100,7 +102,7 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     skipped = _left_out(steps, refused, choice) | refused_stacks if skip_incompatible else {}
     steps = [s for s in steps if s.fqn not in skipped]
     problems = [] if skip_incompatible else [*refused.values(), *refused_stacks.values()]
-    problems += [p for s in steps if (p := sharing.adapter_problem(model, s.module, s.fqn, s.kind))]
+    problems += [f"{s.fqn}: {p}" for s in steps if (p := sharing.adapter_problem(model, s.module, s.fqn, s.kind))]
     problems += sharing.problems(model, {id(s.module): s.target.recipe for s in steps})
     problems += _tied_scales(steps)
     if problems:
@@ -150,9 +152,7 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
         target = experts.with_own_scales(prepare_target(config)) if isinstance(config, QATConfig) else resolve(config)
         if prepared is not None:
             _check_same_forward(prepared.recipe, target)
-    reason = experts.why_not(chosen, kind, target)
-    if reason is None and (adapted := sharing.adapter_problem(model, module, chosen.fqn, kind)):
-        reason = adapted.partition(": ")[2]
+    reason = experts.why_not(chosen, kind, target) or sharing.adapter_problem(model, module, chosen.fqn, kind)
     if reason is not None:
         raise ValueError(reason)
     return ExpertStep(chosen.fqn, module, chosen.parameter, kind, config, target, dtype)

@@ -89,9 +89,7 @@ def adapter_problem(model: nn.Module, module: nn.Module, fqn: str, kind: str) ->
         if parent is module or not (hasattr(parent, "base_layer") and hasattr(parent, "merged")):
             continue
         if kind != "convert":
-            return (
-                f"{fqn}: is part of an adapted layer: quantise or prepare the model first, and add adapters to it then"
-            )
+            return "is part of an adapted layer: quantise or prepare the model first, and add adapters to it then"
         if not parent.merged:
-            return f"{fqn}: its adapter is not merged, and training computed the merged weight: call merge_and_unload() first"
+            return "its adapter is not merged, and training computed the merged weight: call merge_and_unload() first"
     return None

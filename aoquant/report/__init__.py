@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aoquant._warning import AoquantWarning
 from aoquant.layers.experts import stacks_of
 from aoquant.parallel import fsdp
 from aoquant.parallel.gathered import PACKED, GatheredWeight
@@ -260,5 +261,5 @@ def verify(
     if problems:
         raise ValueError("\n".join(problems))
     if found.coverage.problem is not None:
-        warnings.warn(f"verified, but {found.coverage.problem}", stacklevel=2)
+        warnings.warn(f"verified, but {found.coverage.problem}", AoquantWarning, stacklevel=2)
     return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +135,15 @@ def test_missing_private_symbol_is_one_clear_message() -> None:
     assert len(said) == len(REMOVED)
     for line, (_, _, message) in zip(said, REMOVED, strict=True):
         assert re.search(message, line)
+
+
+def test_every_warning_can_be_filtered_by_its_category() -> None:
+    calls = [
+        (file.name, node)
+        for file in Path(aoquant.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+    ]
+    assert len(calls) >= 19 and issubclass(aoquant.AoquantWarning, UserWarning)
+    others = [(n, c.lineno) for n, c in calls if [ast.unparse(a) for a in c.args[1:]] != ["AoquantWarning"]]
+    assert not others
