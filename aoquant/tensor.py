@@ -3,8 +3,8 @@
 A converted nn.Linear is a `PackedLinear` (layers/packed.py), and a converted nn.Embedding keeps its class. The weight
 becomes a `PackedTensor`, which holds the codes and scales that the prepared layer multiplied and knows, by three
 strings, what to do with them: the weight's format, the activation's format and the GEMM contract. `F.linear(x, packed)`
-therefore runs the same two operations with the same arguments as the prepared layer did: that is contract C2. Serving
-engines that keep nothing but weight tensors keep everything.
+therefore runs the same two operations with the same arguments as the prepared layer did, and gives the same bits.
+Serving engines that keep nothing but weight tensors keep everything.
 
 Field names are the ones that HF's loader knows; the outer scale is stored per row, (N, 1), because loaders narrow and
 copy fused q/k/v shards row by row and a 0-d scale would be overwritten by the last of them.

@@ -1,8 +1,8 @@
 """A number format: three functions and a count of bits.
 
 A format turns a high-precision matrix into codes and scales (`encode`) and back (`decode`). Both QAT and PTQ call the
-same two methods of the same frozen instance, and that is the whole of contract C1: the codes that the prepared forward
-multiplies are the codes that convert stores, because no other code makes codes.
+same two methods of the same frozen instance. So the codes that the prepared forward multiplies are those that convert
+stores: no other code makes codes.
 
 Encoding has two steps: `measure` finds the scales of x, `quantize` rounds x to codes under given scales. Dynamic
 quantisation does both each time. Static and learned scales are held by a layer: `hold` rounds under

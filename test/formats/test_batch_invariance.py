@@ -1,4 +1,4 @@
-"""C3, a row is its own: the formats that claim it encode a row alike alone, in any batch and at any place in it.
+"""A row is its own: the formats that claim it encode a row alike alone, in any batch and at any place in it.
 Tolerance 0.
 
 The neighbours are chosen to show what leaks: rows a thousand times as large, zeros (padding), NaN and Inf. A format

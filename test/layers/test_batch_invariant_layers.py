@@ -1,4 +1,4 @@
-"""C3 in layers and in a model: what a token gets does not depend on what is computed with it.
+"""A row is its own, in layers and in a model: what a token gets does not depend on what is computed with it.
 
 Codes are compared to the byte in test_batch_invariance.py. Outputs differ by the order of sums that a GEMM of another
 height takes, no more: the bound is SUMS. torchao's dynamic NVFP4, which makes no such promise, is two orders of

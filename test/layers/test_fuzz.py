@@ -1,5 +1,5 @@
-"""Whatever is asked of a layer, in whatever order: C1 and C2 hold, or a ValueError says why not and nothing has
-changed.
+"""Whatever is asked of a layer, in whatever order: the converted layer holds the codes that the prepared one multiplied
+and computes its bits, or a ValueError says why not and nothing has changed.
 
 An example is one or two linear layers with drawn shapes, dtypes, numbers, configs and inputs, and a drawn history:
 training steps, switching off and on, copies, checkpoints, casts, autocast, and mistakes. Then convert, and more
@@ -296,7 +296,7 @@ def encodings(model: Model, xs: list[Tensor]) -> tuple[list[Tensor], list[Tensor
 
 
 def check_stored(stored: Tensor, expected: Tensor) -> None:
-    """C1."""
+    """The codes and scales that training multiplied."""
     assert type(stored) is type(expected)
     names = expected.__tensor_flatten__()[0]
     assert stored.__tensor_flatten__()[0] == names
@@ -318,7 +318,7 @@ def comparable(drawn: Layer, weight: Tensor, x: Tensor) -> bool:
 
 @torch.no_grad()
 def check_outputs(model: Model, drawn: list[Layer], xs: list[Tensor], ys: list[Tensor], cast_to: Any) -> None:
-    """C2. What autocast makes of torchao's tensors is torchao's."""
+    """The bits of the prepared layer. What autocast makes of torchao's tensors is torchao's."""
     for layer, d, x, y in zip(model.layers, drawn, xs, ys, strict=True):
         if comparable(d, layer.weight.data, x) and (cast_to is None or isinstance(layer.weight, PackedTensor)):
             assert same(layer(x), y), d
