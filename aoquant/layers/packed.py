@@ -78,12 +78,7 @@ class PackedLinear(nn.Linear):
         if (
             key is None
             or torch.is_grad_enabled()
-            or type(input) not in (Tensor, nn.Parameter)
-            or input.dtype != self._dtype
-            or input.device != self._codes.device
-            or torch.is_autocast_enabled(input.device.type)
-            or input.dim() == 0
-            or input.shape[-1] != self.in_features
+            or not _is_ordinary(input, self._dtype, self._codes.device, self.in_features)
         ):
             return F.linear(input, self.weight, self.bias)
         parts = self._codes, self._scale, self._zero, self._outer, self._transform
@@ -95,12 +90,7 @@ class PackedLinear(nn.Linear):
         fp8 = linear_plan.is_fp8(number)
         k = codes.shape[1] if fp8 else codes.shape[1] * 2
         if (
-            type(input) not in (Tensor, nn.Parameter)
-            or input.dtype != linear_plan.dtype_of(number)
-            or input.device != codes.device
-            or torch.is_autocast_enabled(input.device.type)
-            or input.dim() == 0
-            or input.shape[-1] != k
+            not _is_ordinary(input, linear_plan.dtype_of(number), codes.device, k)
             or not 0 < input.numel() <= one_call.most_rows(number) * k
             or router.any_open
             or not (bias is None or _is_taken(bias, input.dtype, codes.shape[0]))
@@ -193,6 +183,20 @@ def _remember(module: nn.Module) -> None:
 def _forget(module: nn.Module) -> None:
     for name in _NAMES:
         vars(module).pop(name, None)
+
+
+def _is_ordinary(x: Tensor, dtype: torch.dtype | None, device: torch.device, k: int) -> bool:
+    """Whether x is a plain tensor that a compiler may give to one operator: no subclass, no autocast, of the layer's
+    dtype, device and width.
+    """
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and x.dtype == dtype
+        and x.device == device
+        and not torch.is_autocast_enabled(x.device.type)
+        and x.dim() != 0
+        and x.shape[-1] == k
+    )
 
 
 def _is_taken(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
