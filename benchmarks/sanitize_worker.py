@@ -154,7 +154,7 @@ def of_weights(types: Sequence[str]) -> Iterator[Case]:
                 if multiplies(weight, m):
                     yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
                 if k == SHORT and m in (1, 4, 16):
-                    yield Case(f"siblings {name} m={m}", partial(siblings, weight, m, 0))
+                    yield Case(f"siblings {name} m={m}", partial(siblings, weight, m, None))
     for name, weight in weights(types[:1], ("gridflip-16x16", "int4-g128"), 200, 512):
         for m in ROWS:
             yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
