@@ -233,9 +233,7 @@ class QATLinear(QATLayer, nn.Linear):
             recipe = self.prepared.recipe
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
-            if random is not None and self._data_rank is None:
-                ranks.find()
-            rank = self._data_rank or 0
+            rank = 0 if random is None else ranks.of(self)
             fixed = None if torch.compiler.is_compiling() else self.fixed
             return quantized_linear(
                 input, self.matrix(), self.bias, recipe, *scales, random, fixed, self.delayed, rank=rank

@@ -31,6 +31,15 @@ def expect(layer: nn.Module) -> None:
     _waiting.add(layer)
 
 
+def of(layer: Any) -> int:
+    """The rank of `layer`, which draws; 0 where there is none to be found (yet)."""
+    # A compiler keeps the first value of an attribute that it reads: `find` comes before.
+    if torch.compiler.is_compiling() or layer._data_rank is None:
+        find()
+    rank: int | None = layer._data_rank
+    return rank or 0
+
+
 @torch.compiler.assume_constant_result
 def find() -> None:
     """Tell every waiting layer its rank among those that share out its tokens, once FSDP2 or DDP has it.
