@@ -18,6 +18,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torchao.core.config import AOBaseConfig
 
 from aoquant.formats import HighPrecision, Operand, get_operand
@@ -172,3 +173,6 @@ class HybridConfig(AOBaseConfig):
     def replaced(self, **fields: Any) -> HybridConfig:
         """This config with other fields."""
         return dataclasses.replace(self, **fields)
+
+
+torch.serialization.add_safe_globals([Cast, HybridConfig])  # torch.load(weights_only=True)

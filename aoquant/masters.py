@@ -39,10 +39,9 @@ class Masters(nn.Module):
     """The parameters and buffers of a model under the model's names, with float32 masters in place of packed weights.
 
     Give its `parameters()` to the optimizer, and its `state_dict()` to a checkpoint; loading one packs the weights
-    again. A packed weight and its master have one gradient, so `clip_grad_norm_` and `zero_grad()` may be given either's
-    parameters. `refresh()` does so after any other change of the masters; `restore()` gives the
-    model its weights back, before convert. A step of an optimizer that has packed weights of the model itself raises
-    ValueError.
+    again. `refresh()` does so after any other change of the masters; `restore()` gives the model its weights back,
+    before convert. A packed weight and its master have one gradient, so `clip_grad_norm_` and `zero_grad()` take
+    either's. A step of an optimizer that has packed weights of the model itself raises ValueError.
     """
 
     def __init__(self, model: nn.Module, layers: list[QATLinear]) -> None:

@@ -6,8 +6,8 @@ columns that the gradient of the input reads. Nothing else changes, so every res
 Sides that are drawn at random are drawn anew each time.
 
 A weight that is written inside the block raises: PyTorch counts a version for each in-place operation, and
-`weight.data = new` gives it another storage. Fused optimizers do not move that version, nor does FSDP2 when it gathers a
-weight into the memory of the last one, so a step of an optimizer counts as a write of every weight of its that has a
+`weight.data = new` gives it another storage. Fused optimizers do not move that version, nor does FSDP2 when it gathers
+a weight into the memory of the last one, so a step of an optimizer counts as a write of every weight of its that has a
 gradient. Writes in place that PyTorch does not count (`weight.data.mul_(2)`, through NumPy or a raw pointer, or to
 FSDP2's shards) are not seen: only a pass over the weight could find them.
 """

@@ -120,8 +120,8 @@ class GatheredWeight(Tensor):
     """A weight (N, K), of which this process has the codes and scales alone. Only prepared layers take it.
 
     key: of the recipe that it was encoded for. rows: of W. columns: of W^T, where dgrad reads it. parts: their tensors.
-    master: whose gradient is this one's too, for `model.zero_grad()`, `clip_grad_norm_(model.parameters())` and whatever
-        else looks for it here.
+    master: whose gradient is this one's too, for `model.zero_grad()`, `clip_grad_norm_(model.parameters())` and
+        whatever else looks for it here.
     """
 
     key: str

@@ -115,6 +115,14 @@ def test_18_a_config_is_a_value(tmp_path: Any) -> None:
     assert config.dgrad_weight == Cast("te-nvfp4", "forward") and config.wgrad_input == Cast("te-nvfp4")
 
 
+def test_18_a_config_loads_weights_only(tmp_path: Any) -> None:
+    """Beside weights in a checkpoint."""
+    for config in (NVFP4_TRAINING, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4", seed=7)):
+        torch.save({"config": config, "weight": torch.ones(2)}, tmp_path / "state.pt")
+        again = torch.load(tmp_path / "state.pt", weights_only=True)["config"]
+        assert again == config and hash(again) == hash(config)
+
+
 def test_18_weights_only_load(tmp_path: Any) -> None:
     linear = layer(get_recipe("nvfp4-training").prepare())
     step(linear, *data())

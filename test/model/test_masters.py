@@ -153,7 +153,8 @@ def test_gradients_are_clipped_and_cleared_through_the_model(dtype: torch.dtype)
         seen: nn.Module = model if own else masters
         optimizer, run = adamw(masters), torch.compile(model, backend="aot_eager") if compiled else model
         for i in range(4):
-            run(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(i)).to(dtype)).float().square().sum().backward()
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(i))
+            run(x.to(dtype)).float().square().sum().backward()
             assert model[0].weight.grad is next(masters.masters()).grad
             if i == 0:
                 torch._dynamo.reset()

@@ -1,6 +1,6 @@
 """FSDP2 that gathers codes: the whole weight's, the bytes that travel, and a training run that does not notice.
 
-A check with a number in its name is that point of docs/hybrid.md's list.
+A check with a number in its name is that point of docs/hybrid.md's list; test/hybrid/test_hybrid_gather.py runs those.
 """
 
 from __future__ import annotations
