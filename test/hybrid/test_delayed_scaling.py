@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,14 @@ def test_the_history_is_part_of_the_state_dict() -> None:
     other.load_state_dict(state)
     assert_same(trained(other, 2)[1], trained(linear, 2)[1])
     plain = layer(None)
-    linear.load_state_dict(plain.state_dict())  # a checkpoint from before begins at step 0
+    factors = linear.amax_factor.tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear.load_state_dict(state)
+        linear.load_state_dict({"bias": plain.bias}, strict=False)
+        assert linear.amax_factor.tolist() == factors
+    with pytest.warns(UserWarning, match="has no amax_history for layers with delayed scaling: theirs begins anew"):
+        linear.load_state_dict(plain.state_dict())  # a checkpoint from before begins at step 0
     assert linear.amax_factor.tolist() == [1, 1, 1]
 
 

@@ -209,6 +209,9 @@ def test_what_reads_the_weight_itself_is_refused() -> None:
     config = HybridConfig.fwd_bwd("mxfp8", None).replaced(dgrad_weight=Cast(None))
     with pytest.raises(ValueError, match="0: quantized_model_init: dgrad starts from the weight itself"):
         quantized_model_init(network(), config)
+    delayed = HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor", amax_history=16)
+    with pytest.raises(ValueError, match=r"0: quantized_model_init: its scales are delayed.*amax_history=0"):
+        quantized_model_init(network(), delayed)
     with pytest.raises(ValueError, match="needs a config that prepares"):
         quantized_model_init(network(), "int4-g32")
 

@@ -44,7 +44,7 @@ CONFIGS: dict[str, Any] = {
 SENT = {
     "mxfp8-original": "bf16: its codes take 2.06",
     "mxfp8-hp-original": "bf16: dgrad starts from the weight",
-    "quartet": "bf16: the layer reads the weight",
+    "quartet": "bf16: straight_through='clipped' masks gradients",
     "nvfp4-original": "rows and columns",
 }
 
