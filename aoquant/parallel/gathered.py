@@ -24,6 +24,7 @@ from aoquant.formats import Encoded, Operand
 
 PACKED = "its weight is packed by quantized_model_init: call masters.restore() first"
 aten = torch.ops.aten
+_GRAD: Any = Tensor.grad  # the descriptor of what autograd accumulates
 
 
 class _Field(NamedTuple):
@@ -150,7 +151,7 @@ class GatheredWeight(Tensor):
         return made
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         if self.master is None or TracingContext.try_get() is not None:  # a compiler wants the dtype of the weight
             return self.accumulated
         return self.master.grad
@@ -165,12 +166,12 @@ class GatheredWeight(Tensor):
     @property
     def accumulated(self) -> Tensor | None:
         """What autograd has accumulated here."""
-        grad: Tensor | None = Tensor.grad.__get__(self)
+        grad: Tensor | None = _GRAD.__get__(self)
         return grad
 
     @accumulated.setter
     def accumulated(self, value: Tensor | None) -> None:
-        Tensor.grad.__set__(self, value)
+        _GRAD.__set__(self, value)
 
     @torch.no_grad()
     def take_parts(self, parts: Sequence[Tensor]) -> None:
