@@ -44,8 +44,9 @@ def of(layer: Any) -> int:
 def find() -> None:
     """Tell every waiting layer its rank among those that share out its tokens, once FSDP2 or DDP has it.
 
-    A compiler calls it while it traces, and guards on the layers' ranks, which are equal, so that blocks share code. An
-    answer stays: activations are recomputed outside of DDP's forward.
+    A compiler calls it while it traces, and guards on the layers' ranks, which are equal, so that blocks share code; it
+    does not trace again when DDP wraps a model afterwards. An answer stays: activations are recomputed outside of DDP's
+    forward.
     """
     global _looked
     if not (dist.is_available() and dist.is_initialized()):
