@@ -60,7 +60,7 @@ SPEED = {"speed with many tokens": "model_prefill", "fast decoding, few tokens a
 
 @pytest.mark.parametrize("want", SPEED)
 def test_a_recipe_that_is_chosen_for_its_speed_is_faster_than_bf16(want: str) -> None:
-    """In the newest run of each model in benchmarks/results. Decoding is meant with a static cache: eager, the host decides."""
+    """In the newest run of each model in benchmarks/results; decoding with a static cache: eager waits for the host."""
     with (ROOT / "benchmarks" / "results" / f"{SPEED[want]}.csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["ms"] and (row["part"], row["how"]) != ("generate", "eager")]
     newest = {(row["variant"], row["hidden"]): float(row["speed"]) for row in rows}  # rows are in the order of time
