@@ -20,8 +20,8 @@ struct Shared {
   uint32_t warps[THREADS / 32];
 };
 
-// All threads: the tensor's numbers and the table of scales. A number that the caller gives needs no memory, and is
-// ready before the kernel before this one.
+// All threads make the tensor's numbers and the table of scales. Numbers that the caller gives need no memory, so they
+// are made before the kernel in front has ended.
 __device__ __forceinline__ Outer prepare(const Args& p, Shared& shared) {
   uint32_t most = p.known;
   let_next_begin();
@@ -43,8 +43,8 @@ __device__ __forceinline__ Outer prepare(const Args& p, Shared& shared) {
   return o;
 }
 
-// One-dimensional blocks, squared errors. From the end to the beginning: what the amax was found in last is still in
-// the cache.
+// One-dimensional blocks and squared errors. The kernel goes from the end of x to its beginning, because the cache
+// still holds what the amax was found in last.
 template <typename T, int EFFORT>
 __global__ void __launch_bounds__(THREADS, RESIDENT<T>) encode_kernel(const Args p) {
   __shared__ Shared shared;

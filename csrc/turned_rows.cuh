@@ -1,10 +1,11 @@
-// Which row of W is which row of a wgmma's left operand, when sums are turned in registers on their way to memory
-// (turned_sums.cuh): maps of indices alone, so that a host's test can look at them.
+// Which row of W is which row of a wgmma's left operand, for sums that are turned in registers on their way to memory
+// (turned_sums.cuh). These are maps of indices alone, so a test on the host can check them.
 //
-// A warp has 16 rows of W. Of a wgmma's operand and sums lane 4 g + t has the rows g and g + 8, here row g of half 0 and of
-// half 1. Turned, it has the rows 2 t and 2 t + 1 of both halves, for one token. These four are to be neighbours in memory,
-// so that a token's 16 rows are 32 bytes in one piece. And the 8 rows of a half, which 8 lanes read at once, are to lie in
-// different banks: rows of 64 bytes in the copy engine's order repeat after 8. So no two rows of a half differ by 8.
+// A warp has 16 rows of W. Lane 4 g + t has rows g and g + 8 of a wgmma's operand and sums, here called row g of half 0
+// and of half 1. After the turn the lane has the rows 2 t and 2 t + 1 of both halves, for one token. These four are to
+// be neighbours in memory, so that a token's 16 rows are 32 bytes in one piece. Also, 8 lanes read the 8 rows of a half
+// at once, and these are to lie in different banks. Rows of 64 bytes in the copy engine's order repeat after 8, so no
+// two rows of a half differ by 8.
 #pragma once
 
 namespace aoquant::decode {
