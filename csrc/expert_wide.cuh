@@ -2,9 +2,9 @@
 //
 // What holds expert_tiles.cuh back, by its machine code and its times on an H200. 128 values of K, 256 rows of W and
 // 128 rows of x take 2048 cycles of wgmma. Decoding W for only 128 rows of x takes half of the instructions that a
-// multiprocessor can issue in that time. Its lanes read codes in pieces as wide as four lanes need, so wgmma, copies and
-// reads keep shared memory busy for 86 to 101 % of its cycles. And each block multiplies nothing for some 17 thousand
-// cycles, before its first product and after its last.
+// multiprocessor can issue in that time. Its lanes read codes in pieces as wide as four lanes need, so wgmma, copies
+// and reads keep shared memory busy for 86 to 101 % of its cycles. And each block multiplies nothing for some 17
+// thousand cycles, before its first product and after its last.
 //
 // Here 128 rows of W meet up to 256 rows of x, so W is decoded half as often. A multiprocessor has one block, which
 // takes one tile after another (slots.cuh). Blocks draw tiles from a counter as they become free, because slots differ

@@ -33,7 +33,7 @@ from .linear import dgrad, wgrad
 
 FEW = 32  # rows for each expert, on average, up to which codes are multiplied as they lie
 BLOCK = 1 << 26  # bytes of W's values that are there at once
-_UNIT = 256  # rows of an expert that is larger: a part is a multiple of them, and so of every format's tile
+_UNIT = 256  # An expert larger than BLOCK is decoded in parts of a multiple of 256 rows, so no part cuts a tile.
 
 
 def _product(a: Any) -> Tensor:
