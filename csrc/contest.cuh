@@ -1,9 +1,9 @@
 // The contest of a block's candidates: it chooses the block's scale and grid, and writes the codes.
 //
 // Comparing candidates exactly, as the format does, costs some 13 instructions for each value and candidate. A rougher
-// error takes seven: it is fused, and in units of the scale. It is within a margin of the exact error, proven below, so
-// it nearly always decides. Where two candidates are closer than the margin, in about one block of a thousand, the
-// exact errors decide. Either way the bytes are the format's.
+// error takes six, or seven with saturation: it is fused, and in units of the scale. It is within a margin of the exact
+// error, proven below, so it nearly always decides. In about one block of a thousand two candidates are closer than the
+// margin, and the exact errors decide. Either way the bytes are the format's.
 #pragma once
 
 #include "check.cuh"
