@@ -276,8 +276,8 @@ class LinearRecipe:
 
     @cached_property
     def reads_input_once(self) -> bool:
-        """Whether one pass over x can make forward's operand and the codes that wgrad reads. Both must start from the
-        original x, and the forward GEMM must read operands.
+        """Whether forward can encode both sides of the input together: both of the original, the first as a GEMM of
+        operands reads it.
         """
         side = self.input_side
         original = side.keeps == "columns" and side.forward is None
