@@ -1,4 +1,5 @@
-// Largest magnitude of a tensor, as partial maxima that the next kernel finishes: no atomics, no cleared buffer, no sync.
+// The largest magnitude of a tensor, as partial maxima that the next kernel finishes: no atomics, no cleared buffer,
+// and no wait of the host.
 //
 // Magnitudes are compared as the integers that their bits are, in x's own dtype. These sort like the values, with NaN
 // on top. If only finite values count, NaN and Inf count as 0: the kernel adds one in the exponent's last place, which

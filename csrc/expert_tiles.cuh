@@ -1,5 +1,5 @@
-// y = x W^T for many rows of x of each expert and a stack of packed 4-bit W's, in one launch: W is decoded into registers
-// on the way to wgmma, so its values are nowhere in memory.
+// y = x W^T for many rows of x of each expert and a stack of packed 4-bit W's, in one launch. W is decoded into
+// registers on the way to wgmma, so no kernel writes its values to memory.
 //
 // The ring and the groups of warps are decode_tiles.cuh's. But only the device knows which rows make a tile, so no
 // kernel can reorder x beforehand: the copy engine brings x as it lies in memory. Instead the lanes put W into order.

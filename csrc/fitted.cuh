@@ -18,8 +18,9 @@ namespace aoquant::fitted {
 
 enum Result { VALUES = 0, AMAX = 1, AS_NVFP4 = 2, AS_MXFP4 = 3 };
 
-// x (rows, k); matrix (k / G, G, G) float32. VALUES: y (rows, k) in a type of `Out`. AMAX: partials, one a block of
-// threads. Codes: codes, scale, and for NVFP4 its outer scale, found from n_partials partials, or `known`, or 0 for none.
+// x (rows, k); matrix (k / G, G, G) float32. VALUES: y (rows, k) in a type of `Out`. AMAX: partials, one for each block
+// of threads. Codes: codes, scale and, for NVFP4, its outer scale: found from n_partials partials, or `known`, or none
+// if that is 0.
 struct Call {
   const void* x;
   const float* matrix;
@@ -44,8 +45,8 @@ struct Layout {
   static constexpr int bytes(int result) { return MATRIX + (result >= AS_NVFP4 ? WARPS * STAGE : 0); }
 };
 
-// d += a b: 16 rows by 8 columns by 16 of k. a[2 v + h]: row lane / 4 + 8 h, b[v]: column lane / 4, both at k = lane % 4 + 4 v;
-// d[2 h + e]: row lane / 4 + 8 h, column 2 (lane % 4) + e.
+// d += a b: 16 rows by 8 columns by 16 of k. a[2 v + h]: row lane / 4 + 8 h, b[v]: column lane / 4, both at k = lane %
+// 4 + 4 v; d[2 h + e]: row lane / 4 + 8 h, column 2 (lane % 4) + e.
 __device__ __forceinline__ void multiply(double (&d)[4], const double (&a)[8], const double (&b)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
@@ -99,7 +100,7 @@ struct Rows {
   }
 };
 
-// Where the fragment of b for 8 outputs and 16 of k begins: two vectors of two numbers a lane, lanes side by side.
+// The place of the fragment of b for 8 outputs and 16 of k: two vectors of two numbers a lane, lanes side by side.
 template <typename T, int G>
 __device__ __forceinline__ int fragment(int b, int n, int j) {
   return ((b * Layout<T, G>::NT + n) * Layout<T, G>::KT + j) * 128;

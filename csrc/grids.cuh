@@ -27,7 +27,7 @@ struct Outer {
 // from this magnitude on a block saturates every scale; the divisions below want it finite
 constexpr float LARGE = 0x1p100f;
 
-// Numbers that the host makes: f6 = 6 + c and so on, with their rounded reciprocals; alternating: blocks of odd index
+// Numbers that the host makes: f6 = 6 + c and so on, with their rounded reciprocals. alternating: blocks of odd index
 // along K take -c.
 struct Shift {
   float c, f6, f4, p6, p4, r6, r4, q6, q4;
@@ -191,7 +191,7 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t sel
 #endif
 }
 
-// Bytes of ones where one of four values is negative: of float32, and of two words that hold two values each.
+// 0xFF in each byte whose value, of four, is negative: of four float32, or of two words that hold two values each.
 __device__ __forceinline__ uint32_t negative(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return permute(permute(a, b, 0x00FB), permute(c, d, 0x00FB), 0x5410);
 }

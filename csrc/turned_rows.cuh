@@ -16,14 +16,14 @@ namespace aoquant::decode {
 #define AOQUANT_INDEX constexpr
 #endif
 
-// Of the warp's 16 rows of W: row g of a half of the operand.
+// Row of W, of the warp's 16, that is row g of a half of the operand.
 AOQUANT_INDEX int turned_row(int g, int half) { return g / 2 * 4 + (half ^ g / 4) * 2 + g % 2; }
 
 // Whether lane t has, after the turn, its lower two of the rows 4 t to 4 t + 3 in half 1.
 AOQUANT_INDEX bool turned_swaps(int t) { return t >= 2; }
 
-// Which piece of 16 bytes of a row of 64 is at place j of it in shared memory, and the other way round: the copy engine's
-// order CU_TENSOR_MAP_SWIZZLE_64B.
+// Which piece of 16 bytes of a row of 64 bytes is at place j of the row in shared memory, and the inverse: the copy
+// engine's order CU_TENSOR_MAP_SWIZZLE_64B.
 AOQUANT_INDEX int piece_of_64(int row, int j) { return j ^ row / 2 % 4; }
 
 }  // namespace aoquant::decode
