@@ -1,13 +1,12 @@
 """FSDP2 gathers the weights of prepared layers as the codes that their GEMMs read, in place of bf16.
 
 A rank encodes its rows and sends codes and scales (gathered.py); what all ranks then hold is what encoding the whole
-weight gives, byte for byte, so training computes what it computes without this. A pass sends
+weight gives, byte for byte, so training computes what it computes without this. A pass sends one of three things:
 
-    the codes of fprop alone          where dgrad reads the same value: the source "forward", a square tile, one scale
-                                      for the tensor, or no quantised backward
-    and the column side that dgrad    where it starts from the original
-    reads
-    bf16, as ever                     where that is no less, or where dgrad reads the original itself
+- The codes of fprop alone, if dgrad reads the same value: the source "forward", a square tile, one scale for the
+  tensor, or no quantised backward.
+- These codes and the column side that dgrad reads, if that side is made from the original.
+- bf16, as without this, if the codes are no fewer bytes, or if dgrad reads the original itself.
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of the sharded tensor, which is a subclass here
 (`EncodingShard`): it shares the memory of the plain one, optimizers and checkpoints see a plain tensor, and a copy on
@@ -95,8 +94,14 @@ def _why_not(recipe: LinearRecipe, p: Any) -> str | None:
 def reads_values(recipe: LinearRecipe) -> str | None:
     """Why a layer with this recipe needs the weight itself, and not its codes alone; None when it does not."""
     side = recipe.weight_side
-    if recipe.holds or recipe.weight_clips or isinstance(recipe.fprop_weight.format, HighPrecision):
-        return "the layer reads the weight itself"
+    if recipe.history:
+        return "its scales are delayed, and codes are made outside of the layer, which has their history: use scales of the step (amax_history=0)"
+    if recipe.holds:
+        return "the layer encodes its weight by scales or a transform that it holds (static, learned or fitted)"
+    if recipe.weight_clips:
+        return "straight_through='clipped' masks gradients by the weight itself"
+    if isinstance(recipe.fprop_weight.format, HighPrecision):
+        return "its forward does not quantise the weight"
     if side.keeps == "values" and side.forward is None and (side.backward is None or side.backward.draws):
         return "dgrad starts from the weight itself"
     return None
