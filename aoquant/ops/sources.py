@@ -31,7 +31,7 @@ def symbol(library: str) -> str | None:
 def others(library: Path) -> bool:
     """Whether the library in this file was built from other sources than those at hand."""
     wanted = symbol(library.stem)
-    if wanted is None:
+    if wanted is None or not library.stat().st_size:  # an empty file cannot be mapped, nor loaded
         return False
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.find(wanted.encode()) < 0

@@ -224,7 +224,10 @@ def test_reasons_for_a_missing_library(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.version, "cuda", None)
     assert native._load.__wrapped__(broken) == "aoquant's CUDA library needs a torch with CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(sources, "others", lambda library: False)
+    monkeypatch.setitem(sources.PARTS, broken.stem, ())
+    broken.write_bytes((sources.symbol(broken.stem) or "").encode())
+    assert "does not load (" in (native._load.__wrapped__(broken) or "")
+    broken.write_bytes(b"")
     assert "does not load (" in (native._load.__wrapped__(broken) or "")
 
 
