@@ -220,8 +220,8 @@ def grouped_bias(y: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tenso
     expert: (S,) int64, sorted. ends: (E,) int32, for each expert the row behind its last; rows behind all of them add
     nothing to a gradient.
     """
-    if bias.dtype is not y.dtype:  # autocast leaves biases as they are, and PyTorch promotes
-        return y + bias[expert]
+    if bias.dtype is not y.dtype:  # autocast leaves biases as they are, and transformers adds them in place
+        return (y + bias[expert]).to(y.dtype)
     added: Tensor = GroupedBias.apply(y, bias, expert, ends)  # type: ignore[no-untyped-call]
     return added
 
