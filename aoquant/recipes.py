@@ -213,6 +213,12 @@ _RECIPES = (
         "the same in groups of 32",
     ),
     Recipe(
+        "vllm-w4a16-g32-experts",
+        lambda: _experts_only(Packed4WeightConfig("intx4-g32", contract="dequantize")),
+        "experts alone: vllm-w4a16-g32, which an exported folder holds, as Kimi K2's; all else in high precision",
+        experts=True,
+    ),
+    Recipe(
         "vllm-fp8",
         lambda: PackedWeightConfig("fp8-row", "fp8-row-vllm"),
         "for vLLM: e4m3 weights per row, activations per token as its CUDA kernel quantises them",
