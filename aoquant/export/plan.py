@@ -47,7 +47,7 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
     layers: dict[str, Stored] = {}
     others_of = asker(source, target)
     experts = any(map(EXPERT.match, quantised))
-    problems, notes = [], dict[str, list[str]]()
+    problems, notes = list[str](), dict[str, list[str]]()
     for module, weight in quantised.items():
         if module in left:
             continue
