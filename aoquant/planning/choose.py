@@ -1,6 +1,7 @@
 """Which layer gets which config: filter functions, names and patterns, and what applies when neither says.
 
-By default every linear layer is chosen but the output head, which costs quality and is often tied, and no embedding.
+By default every linear layer is chosen but the output head, which costs quality and is often tied, and those in
+routers of experts; and no embedding.
 A filter function replaces that rule. torchao's `FqnToConfig` chooses by exact names, then "re:" patterns in their
 order, then "_default"; a key names a layer ("model.layers.0.mlp.up_proj") or its weight ("....up_proj.weight").
 
@@ -26,7 +27,7 @@ from aoquant.config import ALL_EXPERTS, QATConfig
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, kind_of
 from aoquant.layers.qat import QATLayer
-from aoquant.layers.routers import experts_of, is_read_by_router
+from aoquant.layers.routers import experts_of, router_modules
 from aoquant.planning import owners, tied
 from aoquant.planning.experts import ChosenStack, why_unsupported
 
@@ -72,16 +73,16 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     if by_name is not None and filter_fn is not None:
         raise ValueError("FqnToConfig chooses the layers itself: give filter_fn or FqnToConfig, not both")
     _check_patterns(by_name or {})
-    found, used = Choice(), set[str]()
+    found, used, routers = Choice(), set[str](), router_modules(model)
 
     def config_for(module: nn.Module, fqn: str) -> Any:
         """The config of a layer under one of its names, None to leave it as it is."""
         if by_name is not None:
             used.update(key for key in by_name if _means(key, fqn))
-            key = key_of(by_name, fqn, default=is_usual(model, module, fqn))
+            key = key_of(by_name, fqn, default=is_usual(model, module, fqn, routers))
             return by_name[key] if key else None
         # a head or an embedding that was prepared by name is converted with the others
-        usual = isinstance(module, QATLayer) or is_usual(model, module, fqn)
+        usual = isinstance(module, QATLayer) or is_usual(model, module, fqn, routers)
         return config if (usual if filter_fn is None else filter_fn(module, fqn)) else None
 
     def config_for_stack(module: nn.Module, fqn: str, parameter: str) -> Any:
@@ -158,9 +159,12 @@ def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool, parameter: st
     return "_default" if default and "_default" in by_name else None
 
 
-def is_usual(model: nn.Module, module: nn.Module, fqn: str) -> bool:
-    """Whether a layer is quantised by default: every linear layer is but the output head and what a router reads."""
-    return is_linear(module) and not is_head(model, module, fqn) and not is_read_by_router(model, fqn)
+def is_usual(model: nn.Module, module: nn.Module, fqn: str, routers: Collection[int]) -> bool:
+    """Whether a layer is quantised by default: every linear layer is but the output head and those in routers.
+
+    routers: ids of the modules in the model's routers.
+    """
+    return is_linear(module) and not is_head(model, module, fqn) and id(module) not in routers
 
 
 def is_head(model: nn.Module, module: nn.Module, fqn: str) -> bool:
@@ -315,7 +319,7 @@ def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = 
         return f"nothing to quantise: {type(model).__name__} has no nn.Linear{_instead(model)}"
     return (
         f"nothing to quantise: {len(linears)} linear layer(s), such as {', '.join(linears[:3])}, and none was chosen. "
-        f"lm_head and embeddings are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns{_instead(model)}"
+        f"lm_head, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns{_instead(model)}"
     )
 
 

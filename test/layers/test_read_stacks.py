@@ -319,7 +319,7 @@ def test_a_router_among_experts_is_no_expert() -> None:
     states = {
         w.names[0].removeprefix("model.layers.0.self_attention."): w.state for w in aoquant.coverage(model).weights
     }
-    assert states["experts.router.layer.weight"] == "left out"
+    assert states["experts.router.layer.weight"] == "default"
     assert states["experts.input_linear.weight"] == "quantised"
 
 
