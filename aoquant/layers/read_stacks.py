@@ -54,6 +54,13 @@ def reading_of(cls: type[nn.Module]) -> Reading | None:
     return next((READINGS[c.__name__] for c in cls.__mro__ if c.__name__ in READINGS), None)
 
 
+def why_not_read(module: nn.Module) -> str | None:
+    """Why a class's forward, as it is set on this module, cannot run over packed experts; None when it can."""
+    if reading_of(type(module)) is not None and getattr(module, "use_grouped_mm", True) is False:
+        return "use_grouped_mm=False multiplies by w[e].transpose(-2, -1), which packed experts do not answer: set use_grouped_mm=True"
+    return None
+
+
 class Product(NamedTuple):
     """What a stack's products need beside rows and weights.
 

@@ -218,14 +218,32 @@ def test_torchtitans_experts_are_multiplied_at_once_as_in_a_loop(monkeypatch: py
     assert torch.equal(model(x, rows), wanted)
 
 
-def test_torchtitans_loop_is_trained_and_a_quantised_backward_draws() -> None:
+@pytest.mark.parametrize("step", ["prepare", "quantize"])
+def test_torchtitans_loop_which_packed_experts_cannot_run_is_refused(step: str) -> None:
+    model, _ = made("torchtitan")
+    model.experts.use_grouped_mm = False
+    config = MXFP4WeightConfig(activation=None)
+    with pytest.raises(
+        ValueError, match=r"(?s)3 layer.*experts\.w1 .*: use_grouped_mm=False .*: set use_grouped_mm=True"
+    ):
+        quantize_(model, QATConfig(config, step="prepare") if step == "prepare" else config)
+    assert type(model.experts) is GroupedExperts
+
+
+def test_torchtitans_loop_is_not_converted_and_a_quantised_backward_draws() -> None:
+    """A loop that is asked for after prepare multiplies quantised weights, too."""
     model, batch = made("torchtitan")
+    quantize_(model, QATConfig(MXFP4WeightConfig(activation=None), step="prepare"))
     model.experts.use_grouped_mm = False
     wanted = fake_quantised(model, "mxfp4")(*batch)
-    quantize_(model, QATConfig(MXFP4WeightConfig(activation=None), step="prepare"))
+    assert not torch.equal(wanted, fake_quantised(model, "int8-row")(*batch))
     assert torch.equal(model(*batch), wanted)
+    with pytest.raises(ValueError, match="set use_grouped_mm=True"):
+        quantize_(model, QATConfig(step="convert"))
+    model.experts.use_grouped_mm = True
     unprepare(model)
     quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare", backward="quartet2"))
+    model.experts.use_grouped_mm = False
     grads = []
     for _ in range(2):
         model.zero_grad()
