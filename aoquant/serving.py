@@ -37,14 +37,16 @@ def differences(recipe: LinearRecipe, engine: str, gpu: str | None = None) -> li
     return _vllm(recipe, gpu) if engine == "vllm" else _llama_cpp(recipe, gpu)
 
 
-def refused(recipe: LinearRecipe, engine: str) -> list[str]:
+def refused(recipe: LinearRecipe, engine: str, *, experts: bool = False) -> list[str]:
     """Why layers that train `recipe` could not be exported to `engine`, by export's own checks; empty where they can,
-    or where the libraries of export are missing.
+    or where the libraries of export are missing. experts: advice is for experts.
     """
     if engine != "vllm":  # `_llama_cpp` has the types of its file
         return []
     try:
-        reason = import_module("aoquant.export.foresee").refusal(recipe)  # a higher tier, with libraries of its own
+        reason = import_module("aoquant.export.foresee").refusal(
+            recipe, experts=experts
+        )  # a higher tier, with libraries of its own
     except ImportError:
         return []
     held = f"vLLM's formats cannot hold {recipe.fprop_weight.name}{f' with {x} activations' if (x := recipe.input_name) else ''}"

@@ -30,6 +30,7 @@ from aoquant.layers.qat import QATLayer
 from aoquant.layers.routers import experts_of, router_modules
 from aoquant.planning import owners, tied
 from aoquant.planning.experts import ChosenStack, why_unsupported
+from aoquant.recipes import by_layer
 
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 
@@ -178,12 +179,14 @@ def _pushed_into_names(config: Any) -> Any:
     if not (isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig)):
         return config
     by_name = config.base_config.fqn_to_config
-    return FqnToConfig({key: base and dataclasses.replace(config, base_config=base) for key, base in by_name.items()})
+    return by_layer({key: base and dataclasses.replace(config, base_config=base) for key, base in by_name.items()})
 
 
 def each(config: Any) -> list[Any]:
-    """The configs of an `FqnToConfig`; of another config itself."""
-    return list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
+    """The configs of an `FqnToConfig`, but None, which leaves layers out; of another config itself."""
+    if isinstance(config, FqnToConfig):
+        return [c for c in config.fqn_to_config.values() if c is not None]
+    return [config]
 
 
 def _check_patterns(keys: Mapping[str, Any]) -> None:

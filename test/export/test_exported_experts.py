@@ -198,6 +198,8 @@ def test_what_a_refusal_advises_is_exported(tmp_path: Path) -> None:
     lines = str(caught.value).splitlines()
     assert len(lines) == 13 and lines[-2] == "  and 38 more"  # of 2 layers of 8 experts
     recipe = re.findall(r"train the recipe ([\w-]+)", lines[1])[0]
+    with pytest.warns(UserWarning, match=rf"vLLM's formats cannot hold int4-g32: .*train the recipe {recipe}"):
+        QATConfig("int4-g32-experts", engine="vllm")
     model = model_of("qwen3-moe").eval()
     quantize_(model, QATConfig(recipe, step="prepare"))
     wanted = logits(model)
@@ -205,6 +207,7 @@ def test_what_a_refusal_advises_is_exported(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         out = export(model, tmp_path / "out")
+        QATConfig(recipe, engine="vllm")
     told = json.loads((out / "config.json").read_text())["quantization_config"]
     assert told["format"] == "pack-quantized"
     assert (
