@@ -79,7 +79,7 @@ class QATCallback(TrainerCallback):
         if self._switch(model, state) == 0:
             raise ValueError(
                 "the model has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before "
-                "training"
+                "training, or aoquant.unpack_(model) where it is packed"
             )
         if self.router_drift and not experts_of(model):
             raise ValueError(f"router_drift: {type(model).__name__} has no stacked experts: leave it out")

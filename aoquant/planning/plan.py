@@ -39,6 +39,7 @@ from aoquant.planning import tied as sharing
 from aoquant.planning.choose import Choice, Filter, choose, keys_of, nothing_chosen
 from aoquant.planning.experts import ChosenStack, ExpertStep
 from aoquant.targets import Target, fake_target, resolve, supported
+from aoquant.tensor import PackedTensor
 
 SHOWN = 10  # problems that an error lists
 
@@ -145,7 +146,7 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
         if prepared is not None and not _replaces(config):
             raise ValueError(f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name")
         if isinstance(chosen.weight, TorchAOBaseTensor):
-            raise ValueError(f"is quantised already ({type(chosen.weight).__name__}); leave it out by name")
+            raise ValueError(f"is quantised already ({_packed_already(chosen.weight)}leave it out by name")
         target = experts.with_own_scales(prepare_target(config)) if isinstance(config, QATConfig) else resolve(config)
         if prepared is not None:
             _check_same_forward(prepared.recipe, target)
@@ -236,9 +237,8 @@ def plan_layer(
                 f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn"
             )
         if isinstance(module.weight, TorchAOBaseTensor):
-            raise ValueError(
-                f"{label}: its weight is quantised already ({type(module.weight).__name__}); leave it out with filter_fn"
-            )
+            said = _packed_already(module.weight)
+            raise ValueError(f"{label}: its weight is quantised already ({said}leave it out with filter_fn")
         try:
             if isinstance(config, QATConfig):
                 target = prepare_target(config)
@@ -268,6 +268,12 @@ def plan_layer(
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
     return Step(fqn, module, layer, kind, config, target, dtype or weight.dtype)
+
+
+def _packed_already(weight: Any) -> str:
+    """The class of a quantised weight, and how to train on from its codes where they are ours."""
+    unpacks = "aoquant.unpack_(model) trains on from its codes; or " if isinstance(weight, PackedTensor) else ""
+    return f"{type(weight).__name__}); {unpacks}"
 
 
 def not_finite(weight: torch.Tensor) -> str | None:

@@ -320,6 +320,24 @@ def test_gpt_oss_is_read_with_its_codes_and_trained_from_them(tmp_path: Path) ->
     trains_from_its_codes(model, held=False)  # scales made anew give the same values
 
 
+def test_those_who_would_train_packed_experts_are_led_to_unpack(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path / "oss")
+    model = load_pretrained(tmp_path / "oss")
+    w = model.model.layers[0].mlp.experts.down_proj
+    with pytest.raises(ValueError, match=r"down_proj .*: is quantised already .*aoquant\.unpack_\(model\) trains on"):
+        quantize_(model, QATConfig("mxfp4-experts", step="prepare"))
+    for ask in (lambda: w.requires_grad_(), lambda: setattr(w, "requires_grad", True)):
+        with pytest.warns(UserWarning, match=r"no gradient.*aoquant\.unpack_\(model\)"):
+            ask()
+        w.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.nn.Parameter(w.data)
+        copy.deepcopy(model)
+        unpack_(model)
+        model.requires_grad_(True)
+
+
 def trains_from_its_codes(model: Any, *, held: bool) -> None:
     """SQNR inf before the first step; after some, what was trained is what is converted; a checkpoint resumes."""
     before, codes, served = logits(model), stacks(model), copy.deepcopy(model)
