@@ -32,6 +32,9 @@ from aoquant.planning import owners, tied
 from aoquant.planning.experts import ChosenStack, why_unsupported
 from aoquant.recipes import by_layer
 
+UNPREPARED = (
+    "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
+)
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 
 
@@ -298,6 +301,9 @@ def _for_experts_alone(keys: Collection[str]) -> bool:
 
 def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = ()) -> str:
     """Why no layer was chosen. converts: the step is "convert". keys: names and patterns that choose."""
+    met = any(_means(k, fqn, p) for k in keys for fqn, m in model.named_modules() for p in m._parameters)
+    if converts and _for_experts_alone(keys) and met:
+        return UNPREPARED
     if _for_experts_alone(keys) and (experts := experts_of(model)):
         names = [_join(fqn, parameter) for fqn, module in experts.items() for parameter in stacks_of(module)]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -317,7 +323,7 @@ def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = 
             f"nothing to quantise: all {len(linears)} linear layer(s) are subclasses of nn.Linear, which are left alone"
         )
     if converts:
-        return "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
+        return UNPREPARED
     if not linears:
         return f"nothing to quantise: {type(model).__name__} has no nn.Linear{_instead(model)}"
     return (

@@ -146,7 +146,8 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
         if prepared is not None and not _replaces(config):
             raise ValueError(f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name")
         if isinstance(chosen.weight, TorchAOBaseTensor):
-            raise ValueError(f"is quantised already ({_packed_already(chosen.weight)}leave it out by name")
+            named, instead = type(chosen.weight).__name__, _or_unpack(chosen.weight)
+            raise ValueError(f"is quantised already ({named}); {instead}leave it out by name")
         target = experts.with_own_scales(prepare_target(config)) if isinstance(config, QATConfig) else resolve(config)
         if prepared is not None:
             _check_same_forward(prepared.recipe, target)
@@ -237,8 +238,10 @@ def plan_layer(
                 f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn"
             )
         if isinstance(module.weight, TorchAOBaseTensor):
-            said = _packed_already(module.weight)
-            raise ValueError(f"{label}: its weight is quantised already ({said}leave it out with filter_fn")
+            named, instead = type(module.weight).__name__, _or_unpack(module.weight)
+            raise ValueError(
+                f"{label}: its weight is quantised already ({named}); {instead}leave it out with filter_fn"
+            )
         try:
             if isinstance(config, QATConfig):
                 target = prepare_target(config)
@@ -270,10 +273,9 @@ def plan_layer(
     return Step(fqn, module, layer, kind, config, target, dtype or weight.dtype)
 
 
-def _packed_already(weight: Any) -> str:
-    """The class of a quantised weight, and how to train on from its codes where they are ours."""
-    unpacks = "aoquant.unpack_(model) trains on from its codes; or " if isinstance(weight, PackedTensor) else ""
-    return f"{type(weight).__name__}); {unpacks}"
+def _or_unpack(weight: Any) -> str:
+    """How to train on from a quantised weight's codes, where they are ours; the start of an advice."""
+    return "aoquant.unpack_(model) trains on from its codes; or " if isinstance(weight, PackedTensor) else ""
 
 
 def not_finite(weight: torch.Tensor) -> str | None:

@@ -94,6 +94,19 @@ def test_what_is_called_attention(name: str, is_attention: bool) -> None:
     assert (re.fullmatch(ATTENTION.removeprefix("re:"), name) is not None) == is_attention
 
 
+def test_convert_without_prepare_says_so() -> None:
+    model = model_of("mixtral")
+    one = FqnToConfig({"model.layers.0.mlp.experts.down_proj": Int4WeightConfig(32)})
+    for base in ("int4-g32-experts", "int4-g32-no-attention", one, None):
+        with pytest.raises(ValueError, match="nothing to convert: no layer is prepared"):
+            quantize_(model, QATConfig(base, step="convert"))
+    quantize_(model, "int4-g32-experts")
+    with pytest.raises(ValueError, match="nothing to convert: no layer is prepared"):
+        quantize_(model, QATConfig("int4-g32-experts", step="convert"))
+    with pytest.raises(ValueError, match=r"for experts alone .*, and Linear has no experts"):
+        quantize_(nn.Linear(64, 64), QATConfig("int4-g32-experts", step="convert"))
+
+
 REFUSED = {
     "static": (Int8WeightConfig(activation="int8-tensor-static"), "no calibrated activation scale"),
     "learned": (QATConfig(IntxWeightConfig(4, 32), step="prepare", scales="learned"), "static or learned scales"),
