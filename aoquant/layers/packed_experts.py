@@ -273,7 +273,8 @@ def grouped(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:
         codes, scale, zero, outer = (None if t is None else t.flatten(0, 1) for t in e.tensors)
         assert codes is not None
         stack = Encoded(codes, scale, zero, outer, e.k)
-        if why_not_at_once(w_EKN.recipe, stack, False, experts) is None:
+        compiled = torch.compiler.is_compiling()
+        if why_not_at_once(w_EKN.recipe, stack, False, experts, op_on_cpu=compiled) is None:
             return grouped_at_once(x_SK, stack, Rows(offsets.to(torch.int32)), w_EKN.recipe)
     return _in_a_loop(x_SK, w_EKN, offsets)
 
