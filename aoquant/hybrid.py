@@ -27,7 +27,7 @@ from aoquant.layers.recipe import LinearRecipe
 from aoquant.layers.sides import SAVES
 
 BASE = "base"  # the format of an operand of fprop that QATConfig's base_config names
-SOURCES = {"dgrad_weight": "forward"}  # of a cast that says none; "original" for the others
+SOURCES = {"dgrad_weight": "forward"}  # default source of each cast; "original" for the casts that are not here
 PAIRS = {
     "dgrad": ("dgrad_grad_output", "dgrad_weight"),
     "wgrad": ("wgrad_grad_output", "wgrad_input"),

@@ -42,6 +42,9 @@ from torchao.quantization.quantize_.common import KernelPreference
 import aoquant
 from aoquant import QATConfig
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))
+from checkout import commit
+
 N, K, TOKENS, BF16 = 1024, 1024, 256, torch.bfloat16
 SLACK = 1.25  # medians of a busy machine differ by a tenth from run to run
 clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter  # one thread: blind to the neighbours
@@ -141,6 +144,7 @@ def facts(rounds: int, part: str = "") -> dict[str, str]:
     versions = {m.__name__: m.__version__ for m in (torch, torchao)}
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit() or "unknown",
         "cpu": f"{cpu}; {torch.backends.cpu.get_cpu_capability()}",
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),

@@ -28,9 +28,11 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "test")]
+sys.path.append(str(ROOT / "eval"))
 if not torch.cuda.is_available():
     os.environ.setdefault("MSLK_PYTHON_ONLY", "1")  # else mslk's import breaks torchao's
 
+from checkout import commit  # noqa: E402
 from support.golden_inputs import DATA, SCALED_MM, data_set, golden_input, weights  # noqa: E402
 from support.torchao_oracle import Refused, Theirs, cuda_division, differing, ours, same, torchao_encode  # noqa: E402
 
@@ -92,7 +94,10 @@ def verdict(found: dict[str, int], total: int, bad: str = "FAIL") -> Outcome:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Where the bytes come from; the metadata of the golden file."""
+    """Where a result comes from: the head of a result file, the first columns of a table, the golden file's metadata.
+
+    commit: "unknown" where there is no git, as in a copy of a checkout; AOQUANT_COMMIT names it there.
+    """
 
     def version(name: str) -> str:
         try:
@@ -112,6 +117,7 @@ def versions(device: torch.device) -> dict[str, str]:
         "python": sys.version.split()[0],
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit() or "unknown",
     }
 
 

@@ -1,8 +1,9 @@
-// Largest magnitude of a tensor, as partial maxima that the next kernel finishes: no atomics, no cleared buffer, no sync.
+// The largest magnitude of a tensor, as partial maxima that the next kernel finishes: no atomics, no cleared buffer,
+// and no wait of the host.
 //
-// Magnitudes are compared as the integers that their bits are, in x's own dtype, which sort like the values, NaN on top.
-// Where only finite ones count, NaN and Inf count as 0: plus one more in the exponent's last place they are negative, and
-// no finite value is. Two values of 16 bits in a word are compared at once.
+// Magnitudes are compared as the integers that their bits are, in x's own dtype. These sort like the values, with NaN
+// on top. If only finite values count, NaN and Inf count as 0: the kernel adds one in the exponent's last place, which
+// makes NaN and Inf negative and no finite value. A word of two 16-bit values is compared at once.
 #include "common.cuh"
 #include "grids.cuh"
 
@@ -12,7 +13,8 @@ namespace {
 // blocks on each multiprocessor of an H200: 64 KB in flight there
 constexpr int PARTIALS = 528, THREADS = 256, UNROLL = 4, RESIDENT = 4;
 
-// The values of a word: which bits are magnitudes, and one in the exponent's last place of each, or 0 where all count.
+// The values of a word: which bits are magnitudes, and a one in the last place of each exponent, or 0 if all values
+// count.
 template <typename T, bool FINITE>
 struct Word {
   static constexpr uint32_t MAGNITUDE = sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu;

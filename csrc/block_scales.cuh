@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t absmax_bits(const float (&v)[16]) {
   return most;
 }
 
-// What a block's values are multiplied by before they are rounded, NaN where the block holds none but zeros for codes.
+// The factor of a block's values before they are rounded; NaN if all of the block's codes are zeros.
 struct BlockScale {
   uint32_t byte;
   float inverse;

@@ -1,5 +1,5 @@
-// Assertions on the device: bounds of what a kernel is about to read or write. They are there in a library that was built
-// with AOQUANT_ASSERT=1 (builder.py), and cost nothing in any other.
+// Assertions on the device: they check the bounds of what a kernel is about to read or write. A library built with
+// AOQUANT_ASSERT=1 (builder.py) has them; in any other they cost nothing.
 #pragma once
 
 #ifdef AOQUANT_ASSERT

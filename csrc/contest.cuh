@@ -1,9 +1,9 @@
-// The contest of a block's candidates: which scale and which grid it keeps, and what is written for it.
+// The contest of a block's candidates: it chooses the block's scale and grid, and writes the codes.
 //
-// Comparing candidates exactly as the format does costs some 13 instructions for each value and candidate. Almost
-// always a rougher error is enough: fused, in units of the scale, seven instructions. It is within a margin of the
-// exact one, proven below; where two candidates are closer than that, about one block in a thousand, the exact errors
-// decide. The bytes are the format's either way.
+// Comparing candidates exactly, as the format does, costs some 13 instructions for each value and candidate. A rougher
+// error takes six, or seven with saturation: it is fused, and in units of the scale. It is within a margin of the exact
+// error, proven below, so it nearly always decides. In about one block of a thousand two candidates are closer than the
+// margin, and the exact errors decide. Either way the bytes are the format's.
 #pragma once
 
 #include "check.cuh"
@@ -124,8 +124,8 @@ __device__ __forceinline__ uint32_t exact_contest(
 
 // One block: its scale, its codes and, where the caller asks for them, its values. rough: `can_be_rough`.
 //
-// A scale that is normal and not clipped, for every candidate, says more than that the rough error knows it: the block
-// is finite and not of zeros.
+// If every candidate's scale is normal and not clipped, the rough error is valid, and the block is finite and not all
+// zeros.
 template <int EFFORT, typename T>
 __device__ __forceinline__ void encode_block(
     const Args& p, const Outer& o, bool rough, const Entry* table, const Packed<T>& in, int64_t block) {
@@ -154,9 +154,9 @@ __device__ __forceinline__ void encode_block(
 
   // the rough contest
   if constexpr (EFFORT == SEARCH) {
-    // of the best so far; the lowest of all others
+    // best: error; lower, upper: its bounds; others: the lowest lower bound of any other candidate
     float best = INFINITY, lower = INFINITY, upper = INFINITY, others = INFINITY;
-    uint32_t last = 0x7Fu, reach = 0;  // a bit for each candidate that was in reach of winning when it came
+    uint32_t last = 0x7Fu, reach = 0;  // a bit for each candidate that could still win when it was tried
 #pragma unroll 1
     for (int i = 0; i < N; ++i) {
       uint32_t mine = candidates.get<EFFORT>(i);
@@ -171,7 +171,7 @@ __device__ __forceinline__ void encode_block(
     }
     if (rough && codes[0] >= 12 && codes[0] <= 0x7Du) pending = others > upper ? 0 : reach;
   } else {
-    // the rough error knows no saturation: every scale has to be normal, and not clipped
+    // the rough error does not model saturation: every scale has to be normal, and not clipped
     bool plain = rough && codes[EFFORT == FOUR_OVER_SIX ? 0 : 2] >= 8 && codes[1] <= 0x7Du && (EFFORT != SIDED || codes[5] <= 0x7Du);
     float best, second, largest = table[codes[1]].square;
     uint32_t six[8], four[8];
@@ -201,14 +201,14 @@ __device__ __forceinline__ void encode_block(
         const Entry& entry = table[codes[i]];
         float inverse = entry.inverse, square = entry.square;
         float error = rough_error<false>(x, flips<EFFORT>(i) ? -inverse : inverse, flips<EFFORT>(i) ? c : 0.0f) * square;
-        if (EFFORT == SIDED && i >= 4) {  // often one of the others again
+        if (EFFORT == SIDED && i >= 4) {  // often equal to an earlier candidate
           bool again = codes[i] == codes[2] || codes[i] == codes[3] || (i == 5 && codes[5] == codes[4]);
           error = again ? INFINITY : error;
         }
         second = fminf(second, fmaxf(best, error));
         code = error < best ? codes[i] | (flips<EFFORT>(i) ? 0x80u : 0u) : code;
         best = fminf(best, error);
-        if (i == 5) largest = fmaxf(largest, square);  // no other can be larger
+        if (i == 5) largest = fmaxf(largest, square);  // only this candidate's scale can exceed that of candidate 1
       }
       packed = encode16<FLIPS, false>(x, table[code & 0x7Fu].inverse, code & 0x80u ? -1.0f : 1.0f, code & 0x80u ? c : 0.0f);
     }
@@ -223,7 +223,7 @@ __device__ __forceinline__ void encode_block(
     else if (pending) code = exact_contest<EFFORT>(o, table, x, candidates, pending, c);
     packed = any_codes<FLIPS>(table, x, code, finite, c);
   }
-  __stcs(p.scale + block, uint8_t(code));  // the cache is for x
+  __stcs(p.scale + block, uint8_t(code));  // past the cache, which is for x
   __stcs(reinterpret_cast<uint2*>(p.codes) + block, packed);
   if (p.out != NO_VALUES) write_values<FLIPS>(p, o, table, x, block, code, finite, c);
 }

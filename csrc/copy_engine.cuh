@@ -1,9 +1,8 @@
-// Hopper's copy engine: bytes, or boxes of a matrix, into shared memory while the threads compute, and the barriers
-// that say when they are there.
+// Hopper's copy engine brings bytes, or boxes of a matrix, into shared memory while the threads compute. Barriers say
+// when they have arrived.
 //
-// A ring of places is filled and emptied in turns. A barrier counts arrivals and bytes, and each time that both are
-// complete
-// its parity flips: a waiting thread names the parity of the turn that it waits for.
+// The places of a ring are filled and emptied in turns. A barrier counts arrivals and bytes. When both are complete its
+// parity flips, so a waiting thread names the parity of the turn that it waits for.
 #pragma once
 
 #include <cuda.h>
@@ -50,8 +49,8 @@ __device__ __forceinline__ void copy_bytes(const uint8_t* from, uint32_t to, int
                : "memory");
 }
 
-// A matrix of bytes of which the copy engine takes boxes; what a box has beyond the matrix's edges is zero. swizzle: how a
-// box's pieces of 16 bytes are permuted in shared memory.
+// A matrix of bytes, which the copy engine reads in boxes. The part of a box beyond the matrix's edges is zero.
+// swizzle: how a box's pieces of 16 bytes are permuted in shared memory.
 inline cudaError_t map_bytes(CUtensorMap* map, const uint8_t* from, int rows, int columns, int box_rows, int box_columns,
                              CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,

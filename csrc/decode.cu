@@ -1,7 +1,6 @@
 // The operator over decode.cuh, decode_rows.cuh, decode_once.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w +
-// bias, rounded once, W packed in 4 bits, or in fp8. linear.cu has the one that encodes x as well.
-//
-// decode_plan.cuh says which kernel runs.
+// bias, rounded once, with W packed in 4 bits or in fp8. The operator that encodes x as well is in linear.cu.
+// decode_plan.cuh chooses the kernel.
 #include "common.cuh"
 #include "decode_op.cuh"
 
@@ -75,7 +74,7 @@ DecodeArgs arguments(const DecodeWeight& w, int64_t k, const DecodePlan& plan) {
 
 namespace {
 
-// The kernels' launch of a call whose arguments are whole.
+// Launches the kernel of a call whose arguments are complete.
 void launch(DecodeCall& call, int64_t format, const Tensor& like) {
   const auto type = like.scalar_type();
   const int64_t m = call.args.m, k = call.args.k;
@@ -99,7 +98,7 @@ bool packed_alike(const DecodeProduct& a, const DecodeProduct& b) {
   return a.plan.format == b.plan.format && a.plan.group == b.plan.group && a.plan.tile == b.plan.tile;
 }
 
-// Whether two W's may share a launch, and so be multiplied by what each would be multiplied by alone.
+// Whether two W's may share a launch: each would be multiplied by the same kernel if it came alone.
 bool alike(const DecodeProduct& a, const DecodeProduct& b, int64_t m, int64_t k) {
   const int format = int(a.plan.format);
   const int64_t n = a.w.codes.size(0), other = b.w.codes.size(0);

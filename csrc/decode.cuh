@@ -1,14 +1,15 @@
 // y = x W^T for few rows of x and a packed 4-bit W, which is read once, as it lies: codes (N, K/2), two to a byte, low
 // nibble = even k.
 //
-// W is the left operand of mma.m16n8k16 and its 16 rows are rows of W, so up to 8 rows of x cost what one does. A lane
-// holds 16 contiguous bytes of two rows of W, 32 values each, and what it holds is what it multiplies: inside a dot
-// product k may be permuted freely, if x is permuted alike. Four lanes cover 128 values, a "step". The nibbles come out
-// in pairs (k, k + 4), four k apart, because one mask takes both halves of a word; x, natural in memory, is paired in
-// registers.
+// W is the left operand of mma.m16n8k16, and its 16 rows are rows of W. So up to 8 rows of x cost what one row does. A
+// lane holds 16 contiguous bytes of two rows of W, 32 values each, and multiplies exactly these. It may, because a dot
+// product may permute k freely as long as W and x are permuted alike. Four lanes cover 128 values, a "step".
 //
-// Warps share out K: the step s belongs to warp s % WARPS, which sums its steps in order, and warps are added in order.
-// So a row of y is a function of that row of x and W alone, and the same on every run.
+// Nibbles are decoded in pairs (k, k + 4), because one mask then takes both halves of a word. x lies in memory in k's
+// order and is paired in registers.
+//
+// Warps share out K: warp s % WARPS multiplies step s and sums its steps in order. The warps' sums are added in order
+// too. So a row of y is a function of that row of x and of W alone, and the same on every run.
 //
 // Operands are the formats' own (aoquant/formats): int4 rn(q * s + z) by one fused multiply-add; e2m1 times its block
 // scale, exact; GridFlip rn(q * s + c * min(s, 0)), s signed. A multiply is written as a fused one with -0: a * b + -0
@@ -31,9 +32,9 @@ namespace aoquant {
 
 namespace decode {
 
-// An e4m3 scale and E2M1_UNIT, divided by TIMES, are one exact factor: one multiplication less, and sums come out too
-// small by TIMES, a power of two. Not where GridFlip's shifted values, which are rounded, would be subnormal in
-// float16.
+// The product of an e4m3 scale and E2M1_UNIT, divided by TIMES, is one exact factor. Using it saves a multiplication,
+// and makes sums too small by TIMES, a power of two. GridFlip is left out: its shifted values are rounded, and would be
+// subnormal in float16.
 template <int F, typename T>
 struct Folded {
   static constexpr bool YES = F == NVFP4 || (F == GRIDFLIP && std::is_same_v<T, __nv_bfloat16>);
@@ -49,8 +50,8 @@ struct Scale {
   uint32_t s[2], z[2];
 };
 
-// Whether W holds `bytes` of codes at p, and whether scale i is one of its scales, those of 32 values as one (int4: of a
-// group). For DEVICE_ASSERT.
+// For DEVICE_ASSERT: whether W holds `bytes` of codes at p, and whether scale i is one of W's. A scale index counts the
+// scales of 32 values as one (int4: of a group).
 __device__ __forceinline__ bool holds_codes(const DecodeArgs& a, const uint8_t* p, int bytes) {
   return p >= a.codes && p + bytes <= a.codes + int64_t(a.n) * (a.k / 2);
 }
@@ -62,8 +63,8 @@ __device__ __forceinline__ bool holds_x(const DecodeArgs& a, int token, int at, 
   return token >= 0 && token < a.m && at >= 0 && at + values <= a.k;
 }
 
-// A number of 1 or 2 bytes, or 0. Predicated, because a selection after the load would wait for it; volatile, so that
-// it stays behind the wait for the kernel that wrote what it reads.
+// Loads 1 or 2 bytes, or gives 0. The load is predicated, because selecting 0 afterwards would wait for the load. It is
+// volatile, so that it stays behind the wait for the kernel that wrote the bytes.
 template <int BYTES>
 __device__ __forceinline__ uint32_t load_if(const void* p, bool there) {
   uint32_t v;
@@ -74,7 +75,7 @@ __device__ __forceinline__ uint32_t load_if(const void* p, bool there) {
   return v;
 }
 
-// row: the row's first scale. A lane outside K gets zeros: its codes are another lane's, and its x is zero.
+// row: the row's first scale. A lane outside K gets zeros as scales: its codes are another lane's, and its x is zero.
 template <int F>
 __device__ __forceinline__ RawScale load_scale(const DecodeArgs& a, uint32_t row, int at, bool inside) {
   RawScale r;
@@ -146,9 +147,10 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool t
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0));
 }
 
-// A block's rows of a small W, into the L2 cache, while the kernel in front of this one ends: codes in one piece, scales by
-// lines. The cache is where all writes go, so what a refresh of the weight still writes is seen by the reads that follow
-// the wait. Measured at one row in a graph: int4 of 2048 x 2048 takes 2.5 us for 2.8, of 4096 x 14336 16.1 for 11.8.
+// Sends a block's rows of a small W to the L2 cache while the kernel in front still ends: codes in one piece, scales by
+// lines. All writes go through L2, so reads after the wait see what a refresh of the weight still writes. Measured at
+// one row in a graph: int4 of 2048 x 2048 takes 2.5 us, and 2.8 without this; int4 of 4096 x 14336 takes 16.1 us, and
+// 11.8 without, so W's above PREFETCHED are left out.
 constexpr int64_t PREFETCHED = 1 << 22;  // values of W
 template <int F>
 __device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first, int most_rows) {
@@ -167,8 +169,8 @@ __device__ __forceinline__ void prefetch_rows(const DecodeArgs& a, int first, in
   }
 }
 
-// The factors and summands of a block's outputs, into the L2 cache: read after the last sum, from memory, they would be
-// waited for by the whole kernel.
+// Sends the factors and summands of a block's outputs to the L2 cache. They are read after the last sum, and the whole
+// kernel would wait for them if they came from memory.
 template <typename T>
 __device__ __forceinline__ void prefetch_columns(const DecodeArgs& a, int first, int most_rows) {
   const int row = threadIdx.x;
@@ -188,8 +190,8 @@ __device__ __forceinline__ void send_to_first(const float* place, float v) {
                : "memory");
 }
 
-// The factors of outputs in row m and in column n, and the summand of those in column n. Where there is nothing,
-// times 1 and plus -0 leave a value as it is.
+// The factors of outputs in row m and in column n, and the summand of column n. An absent factor is 1 and an absent
+// summand is -0: both leave every value as it is.
 __device__ __forceinline__ float alpha_x_of(const DecodeArgs& a, int m) { return a.alpha_x ? a.alpha_x[m * a.alpha_x_stride] : 1.0f; }
 __device__ __forceinline__ float alpha_w_of(const DecodeArgs& a, int n) { return a.alpha_w ? a.alpha_w[n * a.alpha_w_stride] : 1.0f; }
 template <typename T>
@@ -214,9 +216,9 @@ __device__ __forceinline__ void store(const DecodeArgs& a, float v, int m, int n
 }
 
 #ifdef AOQUANT_HOPPER
-// A block's rows of y, from first_row of W on. TOKENS: rows of x, at most, 1, 2, 4 or a multiple of 8. RT: tiles of 16
-// rows of W a block. WARPS: of a block, along K. D: steps in flight a warp. ENCODES: x is encoded here, all of it. shared:
-// `shared_bytes` of it, or `encoded_bytes` if that is more.
+// Computes a block's rows of y, from first_row of W on. TOKENS: rows of x, at most: 1, 2, 4 or a multiple of 8. RT:
+// tiles of 16 rows of W in a block. WARPS: of a block, along K. D: steps in flight in a warp. ENCODES: the block
+// encodes all of x. shared: of `shared_bytes`, or of `encoded_bytes` if that is more.
 template <int F, typename T, int TOKENS, int RT, int WARPS, int D, bool ENCODES = false>
 __device__ __forceinline__ void multiply(const DecodeArgs& a, const int first_row, uint8_t* shared) {
   constexpr int THREADS = 32 * WARPS, ROWS = 16 * RT, MT = (TOKENS + 7) / 8;
@@ -235,8 +237,8 @@ __device__ __forceinline__ void multiply(const DecodeArgs& a, const int first_ro
       scales[r][h] = (row >> a.tile_log2) * (F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32);
     }
 
-  // x of this slice of K: a ring of D steps, 256 bytes a token, filled by the warp that multiplies it. Where the block
-  // encodes x, all steps lie there instead.
+  // x of this slice of K: a ring of D steps, 256 bytes a token. The warp that multiplies a slice fills its ring. If the
+  // block encodes x, all steps lie here instead, without a ring.
   uint8_t* ring = shared + warp * D * TOKENS * 256;
   const int chunk = lane % 16, helped = lane / 16;
   const uint32_t to = uint32_t(__cvta_generic_to_shared(ring)) + helped * 256 + chunk_place(chunk, helped);
@@ -296,7 +298,7 @@ __device__ __forceinline__ void multiply(const DecodeArgs& a, const int first_ro
       const int i = base + d;
       if (i >= mine) break;
       if constexpr (!ENCODES) asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
-      // every lane's copies of this step are there, and no lane still reads the stage that is filled next
+      // now every lane's copies of this step have arrived, and no lane still reads the stage that is filled next
       __syncwarp();
       fetch((d + D - 1) % D, i + D - 1);
       Scale<T> scale[RT][2];

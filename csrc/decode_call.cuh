@@ -27,15 +27,16 @@ struct DecodeArgs {
   int tile_log2;          // rows of W that share a row of scales: 0, or 4 for 16 (FP4)
   float times;             // what sums are too small by, set by `run` (decode.cuh, Folded)
   float shift, odd_shift;  // GridFlip's c of even and odd blocks; times a scale it is exact in x's type
-  // On the host: another W of the same K and format that multiplies the same x in the same launch, or null. Where
-  // `decode_takes_siblings`, and `decode_cut` is one.
+  // On the host: another W of the same K and format that multiplies the same x in the same launch, or null. Both W's
+  // have one `decode_cut`, and `decode_takes_siblings` holds for both.
   const DecodeArgs* sibling;
   bool encodes;  // on the host: x is as the model has it, and the product encodes it by rows; `decode_encodes`
 };
 constexpr int SIBLINGS = 3;  // that a launch takes, at most: q, k and v
 
-// Bytes of shared memory that are more than half of a multiprocessor's. Blocks of a cluster that need less are put
-// there two at a time, while others have nothing to do.
+// Bytes of shared memory that are more than half of a multiprocessor's. A block that asks for this many has a
+// multiprocessor to itself. Blocks of a cluster that need less are put on one multiprocessor in pairs, while others
+// have nothing to do.
 constexpr int MORE_THAN_HALF = 115 * 1024;
 
 struct DecodeCall {
@@ -47,10 +48,10 @@ struct DecodeCall {
 // Whether decode.cuh, decode_rows.cuh or decode_fp8.cu takes it.
 inline bool decode_is_few(int64_t m) { return m <= 16; }
 
-// Whether decode_tiles.cuh takes it, which reorders x first; the other kernels read x as it lies.
+// Whether decode_tiles.cuh multiplies W; it reorders x first. The other kernels read x as it lies in memory.
 inline bool decode_reorders(int64_t m) { return m > 32; }
 
-// Whether decode_rows.cuh takes a W, for few rows of x.
+// Whether decode_rows.cuh multiplies a W, for few rows of x.
 inline bool decode_is_large(int64_t n, int64_t k) { return n > 2048 && n * k >= (1 << 25); }
 
 // Whether W's of this shape may be siblings in one launch: decode.cuh's own kernel multiplies them, or decode_fp8.cu's.
@@ -58,7 +59,7 @@ inline bool decode_takes_siblings(int format, int64_t m, int64_t n, int64_t k) {
   return decode_is_few(m) && (format == FP8 || !decode_is_large(n, k));
 }
 
-// Units of 16 rows of W that a block of decode_fp8.cu has: such that the busiest of 132 multiprocessors has few.
+// Units of 16 rows of W in a block of decode_fp8.cu, chosen so that the busiest of 132 multiprocessors has few units.
 inline int decode_fp8_units(int64_t n) {
   auto busiest = [&](int units) { return ((n + 16 * units - 1) / (16 * units) + 131) / 132 * units; };
   if (n <= 16 * 132) return 1;
@@ -66,25 +67,26 @@ inline int decode_fp8_units(int64_t n) {
   return busiest(4) <= busiest(2) ? 4 : 2;
 }
 
-// Which of decode.cuh's kernels multiplies m rows of x, up to 16, by W's of n rows in all: 1 with 16 rows of W a block; 2
-// with 32, where that is a block a multiprocessor or fewer; 3 with 32.
+// Which of decode.cuh's kernels multiplies m rows of x, up to 16, by W's that have n rows together. 1: 16 rows of W in
+// a block. 2: 32 rows, and at most one block for each multiprocessor. 3: 32 rows, and more blocks.
 inline int rows_form(int64_t m, int64_t n) {
   if (n <= 2048) return 1;
   if (n <= 132 * 32) return 2;
   return m <= 4 && n <= 6144 ? 1 : 3;
 }
 
-// Among how many warps decode.cuh cuts K for m rows of x, up to 16: the order of additions, which no sibling changes. 16
-// where a W has few rows and each of them is long (2048 x 8192, one row of x: 5.9 us for 6.8 with 8).
+// The number of warps among which decode.cuh cuts K for m rows of x, up to 16. It fixes the order of additions, so no
+// sibling changes it. It is 16 if W has few rows and each of them is long: 2048 x 8192 with one row of x takes 5.9 us,
+// and 6.8 with 8 warps.
 inline int rows_warps(int64_t m, int64_t n, int64_t k) { return m <= 4 && n <= 2048 && k >= 6144 ? 16 : 8; }
 
-// What W's of one K must share to be siblings: of 4 bits `rows_warps`; of fp8 the units of a block.
+// The number that W's of one K must share to be siblings: `rows_warps` for 4 bits, the units of a block for fp8.
 inline int decode_cut(int format, int64_t m, int64_t n, int64_t k) { return format == FP8 ? decode_fp8_units(n) : rows_warps(m, n, k); }
 
-// Whether the product with an NVFP4 W encodes x itself, by rows of NVFP4, in place of a launch that does so before it; and
-// that with an fp8 W, by rows of fp8. Every block then encodes all of x, and there it pays where an H200 shows it: a row of
-// at most 8192 values, times the blocks of a multiprocessor (NVFP4, 4096 x 4096: 6.2 us for 7.6). With 8 rows of 2048
-// values it takes 6.7 us for 5.2.
+// Whether the product encodes x itself, in place of a launch before it: by rows of NVFP4 for an NVFP4 W, by rows of fp8
+// for an fp8 W. Every block then encodes all of x. On an H200 that pays up to 8192 values of a row times the blocks of
+// a multiprocessor (NVFP4, 4096 x 4096: 6.2 us, and 7.6 with the launch). With 8 rows of 2048 values it takes 6.7 us,
+// and 5.2 with the launch.
 inline bool decode_encodes(int format, int64_t m, int64_t n, int64_t k) {
   if (m != 1 || (format == NVFP4 ? decode_is_large(n, k) : format != FP8)) return false;
   const bool narrow = n <= 2048 || (n > 132 * 32 && n <= 6144);  // decode_plan.cuh's rows of a block

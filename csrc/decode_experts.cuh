@@ -1,14 +1,14 @@
-// y = x W^T for few rows of x of each expert and a stack of packed 4-bit W's, in one launch: the products of decode.cuh
-// and decode_rows.cuh, with a block for each (slot, rows of W).
+// y = x W^T for few rows of x of each expert and a stack of packed 4-bit W's, in one launch. A block multiplies one
+// slot by some rows of W, as decode.cuh or decode_rows.cuh does.
 //
 // A block finds its slot (slots.cuh), moves its pointers to that expert and to those rows of x, and is then a block of
-// the dense kernel. Slots are next to each other in launch order, so where an expert has several, the codes that one has
-// read are in the L2 cache for the others. K is cut by (n, k) alone, never by how many rows there are.
+// the dense kernel. The slots of one expert are neighbours in launch order, so later slots find the codes that the
+// first one read in the L2 cache. K is cut by (n, k) alone, never by the number of rows.
 //
-// Of a small expert a block has few units to multiply, and most of its time passes before the first (its slot, the first
-// bytes) and after the last (sums). Where there are many blocks, they have 64 rows in place of 32, by decode_rows.cuh's
-// asynchronous copies: as many warps and bytes in flight as decode.cuh's, whose 64 rows would take too many registers. Both
-// add in one order.
+// A block of a small expert has few units to multiply. It spends most of its time before the first product (finding its
+// slot, the first bytes) and after the last one (sums). So if there are many such blocks, they have 64 rows of W
+// instead of 32, brought by decode_rows.cuh's asynchronous copies. They have as many warps and bytes in flight as
+// decode.cuh's blocks, whose 64 rows would take too many registers. Both add in the same order.
 #pragma once
 
 #include "decode.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ DecodeArgs of_slot(const DecodeArgs& stack, const Slo
   return a;
 }
 
-// Columns `first` to `first` + COLUMNS of the rows behind the last expert's, of which there are seldom any.
+// Zeros columns `first` to `first` + COLUMNS of the rows of y behind the last expert's. There are seldom any.
 template <typename T, int COLUMNS>
 __device__ __forceinline__ void zero_behind(const DecodeArgs& stack, const Groups& groups, int first) {
   const int behind = load_end(groups, groups.experts - 1), columns = min(COLUMNS, stack.n - first);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void zero_behind(const DecodeArgs& stack, const Group
     static_cast<T*>(stack.y)[(behind + i / columns) * stack.n + first + i % columns] = T(0.0f);
 }
 
-// The block's slot. The first slot's blocks zero rows, too.
+// Finds the block's slot. The blocks of the first slot also zero the rows behind the last expert's.
 template <typename T, int HEIGHT, int COLUMNS>
 __device__ __forceinline__ Slot slot_of_block(const DecodeArgs& stack, const Groups& groups) {
   asm volatile("griddepcontrol.wait;" ::: "memory");  // for `ends`

@@ -1,14 +1,14 @@
 // y = x W^T for up to 16 rows of x and W in e4m3, a scale for each row of W being a factor of its sums: the few rows of
 // decode.cuh, with 8 bits. From 17 rows on W is decoded once (aoquant/ops/gemm/few_rows.py).
 //
-// As there, W is the left operand of mma.m16n8k16, k is permuted alike on both sides, the step s of 64 values belongs to
-// warp s % WARPS, and warps are added in order, so that a row of y depends on that row of x and on W alone. A lane holds 16
-// contiguous values of two rows of W and as many of a row of x, and a product takes four of them: two pairs. x is not
-// shared between warps, which have other parts of K.
+// As in decode.cuh, W is the left operand of mma.m16n8k16, and k is permuted alike on both sides. Warp s % WARPS
+// multiplies step s of 64 values, and the warps' sums are added in order. So a row of y depends on that row of x and on
+// W alone. A lane holds 16 contiguous values of two rows of W and 16 of a row of x. A product takes four of them, as
+// two pairs. Warps do not share x, because they multiply different parts of K.
 //
-// W comes by asynchronous copies, as in decode_rows.cuh and for its reasons: a lane asks for the bytes that it will read, S
-// steps of RT units of 16 rows ahead, and x, which is asked for a step ahead, serves all RT units. There are as many blocks
-// as multiprocessors or a little fewer, where N allows it.
+// Asynchronous copies bring W, for the reasons in decode_rows.cuh. A lane asks for the bytes that it will read itself,
+// S steps of RT units of 16 rows ahead. It asks for x AHEAD steps ahead, once for all RT units. If N allows it, there
+// are as many blocks as multiprocessors, or a few less.
 #include "fp8_pairs.cuh"
 
 namespace aoquant {
@@ -22,11 +22,12 @@ struct Fp8Layout {
   static_assert(UNITS >= 2 && BYTES <= 227 * 1024);
 };
 
-// Bytes from a row of x that is encoded here to the next: 16 behind it, for the banks.
+// Bytes from one row of x that is encoded here to the next: 16 more than its values, for the banks.
 __host__ __device__ inline int x_pitch(int k) { return 2 * k + 16; }
 
-// TOKENS: rows of x at most, 8 or 16. RT: units of 16 rows of W a block; n is at least 16 RT where RT > 1. WARPS: of a block,
-// along K. S: steps in flight a warp. ENCODES: x is encoded here, into shared memory behind the ring, a row's bytes and a pad.
+// TOKENS: rows of x, at most: 8 or 16. RT: units of 16 rows of W in a block; n is at least 16 RT if RT > 1. WARPS: of a
+// block, along K. S: steps in flight in a warp. ENCODES: the block encodes x into shared memory behind the ring, row by
+// row with a pad.
 template <typename T, int TOKENS, int RT, int WARPS, int S, int COUNT, bool ENCODES>
 __global__ void __launch_bounds__(32 * WARPS, RT == 1 && ENCODES ? 2 : 1) fp8_kernel(const __grid_constant__ Several<COUNT> several) {
 #ifdef AOQUANT_HOPPER
@@ -37,12 +38,12 @@ __global__ void __launch_bounds__(32 * WARPS, RT == 1 && ENCODES ? 2 : 1) fp8_ke
   using Layout = Fp8Layout<TOKENS, RT, WARPS, S>;
   constexpr int MT = TOKENS / 8, ROWS = Layout::ROWS, PITCH = Layout::PITCH, UNITS = Layout::UNITS;
   constexpr bool NAN_APART = std::is_same_v<T, __nv_bfloat16>;  // float16's conversion makes a NaN of a NaN
-  // steps that x is asked for ahead, for which a register file of 16 warps has room too; more hide more of L2's latency
+  // steps ahead that x is asked for; 16 warps have the registers for that many, and more hide more of L2's latency
   constexpr int AHEAD = ENCODES ? 1 : S > 4 ? S / (MT + 1) : MT == 1 ? S : (S + 1) / 2;
   static_assert(S % AHEAD == 0);
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  // the last block's rows may be the one's before it too; both write equal bits
+  // the last block may overlap the one before it; both write the same bits to the shared rows
   const int first_row = RT == 1 ? place.block * ROWS : min(place.block * ROWS, a.n - ROWS);
   const int steps = (a.k + 63) / 64, mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS : 0;
   const uint8_t* low = a.codes + int64_t(min(first_row + g, a.n - 1)) * a.k + 16 * t + 64 * warp;

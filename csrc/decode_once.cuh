@@ -1,10 +1,11 @@
-// y = x W^T for 17 to 32 rows of x and a packed 4-bit W in one launch: decode_tiles.cuh's product, where the warps that
-// fill the ring read x as it lies in memory and pair its values on the way.
+// y = x W^T for 17 to 32 rows of x and a packed 4-bit W in one launch. It is decode_tiles.cuh's product, but the warps
+// that fill the ring read x as it lies in memory and pair its values on the way.
 //
-// decode_tiles.cuh lets a small kernel reorder x first, and for few rows the second launch costs more than the order does.
-// Here two groups of four warps fill the ring, in turns: W's codes by the copy engine, x and the scales through registers,
-// AHEAD of their steps. The order of additions is that of decode_tiles.cuh with the same cuts, and so are the bits. From
-// 33 rows on it was slower than decode_tiles.cuh on an H200 (docs/decode-speed.md).
+// decode_tiles.cuh has a small kernel reorder x first. For few rows that second launch costs more than it saves. Here
+// two groups of four warps take turns in filling the ring, AHEAD of the steps in use: the copy engine brings W's codes,
+// and x and the scales pass through registers. With the same cuts of K sums are added in decode_tiles.cuh's order, so
+// the bits are the same. From 33 rows on, this kernel was slower than decode_tiles.cuh on an H200
+// (docs/decode-speed.md).
 #pragma once
 
 #include "decode_tiles.cuh"

@@ -1,8 +1,9 @@
-// Which of the kernels of decode.cuh, decode_rows.cuh, decode_once.cuh and decode_tiles.cuh runs, and how it cuts K: by
-// (n, k) and by the range that m lies in, never by m inside a range, so that rows of y do not depend on how many there
-// are. Ranges end at 4, 16, 32, 64 and 256. 17 to 32 and 33 to 64 rows have different kernels, but for an (n, k) the same
-// cuts of K: there the order of additions, and so a row's bits, is one. The cuts were measured on an H200: enough blocks
-// for its 132 multiprocessors, without more sums to add than that takes.
+// Chooses the kernel (decode.cuh, decode_rows.cuh, decode_once.cuh or decode_tiles.cuh) and how it cuts K. Both depend
+// on (n, k) and on the range that m is in, never on m inside a range. So a row of y does not depend on how many rows
+// there are. Ranges end at 4, 16, 32, 64 and 256. The ranges 17 to 32 and 33 to 64 have different kernels, but the same
+// cuts of K for an (n, k): there the order of additions, and so a row's bits, is one.
+//
+// The cuts were measured on an H200: enough blocks for its 132 multiprocessors, but no more sums to add than pays.
 #pragma once
 
 #include "decode.cuh"
@@ -13,7 +14,7 @@
 
 namespace aoquant {
 
-// Up to TOKENS rows of x, 8 or 16, of a W for which decode_rows.cuh pays; or false.
+// Launches decode_rows.cuh for up to TOKENS rows of x, 8 or 16, if it pays for this W; else returns false.
 template <int F, typename T, int TOKENS>
 bool run_large(const DecodeArgs& a, cudaStream_t stream, cudaError_t& error) {
   constexpr int MULTIPROCESSORS = 132, WARPS = 8, AHEAD = F == INT4 && TOKENS == 8 ? 2 : 1;
@@ -55,7 +56,7 @@ cudaError_t run(const DecodeCall& c) {
     if (form == 1) return decode::launch<F, T, 16, 1, 8, 3>(a, c.stream);
     return form == 2 ? decode::launch<F, T, 16, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 16, 2, 8, 2>(a, c.stream);
   }
-  // From here on one block a multiprocessor, so the cuts are such that there are not many more of them.
+  // From here on a multiprocessor has one block, so the cuts give about as many blocks as multiprocessors.
   if (m <= 32) {
     if (narrow) return decode::launch_once<F, T, 1, 2, 2, 12, 2>(a, c.stream);
     return wide ? decode::launch_once<F, T, 2, 2, 1, 8, 1>(a, c.stream) : decode::launch_once<F, T, 2, 2, 2, 8, 1>(a, c.stream);

@@ -1,18 +1,19 @@
-// decode.cuh's product for large W: the same units of 16 rows x 128 values, kept coming by asynchronous copies.
+// decode.cuh's product for large W: the same units of 16 rows x 128 values, brought by asynchronous copies.
 //
-// What decode.cuh keeps in registers until its turn comes is in shared memory here. A load into registers is waited for
-// by one of six counters that a warp has, and a counter waits for all of its loads: with many in flight the first is as
-// late as the last. Asynchronous copies are waited for in order instead, so a warp asks for a unit S steps ahead, each
-// lane for the bytes that it will read itself.
+// decode.cuh keeps bytes that wait for their turn in registers; this kernel keeps them in shared memory. A warp waits
+// for loads into registers by one of six counters, and a counter waits for all of its loads. So with many loads in
+// flight the first is as late as the last. Asynchronous copies are waited for in order. So a warp asks for a unit S
+// steps ahead, and each lane copies the bytes that it will read itself.
 //
-// A block has RT units of rows, enough of them that x, which has to be paired in registers, is paired once for all, and
-// so many blocks that every multiprocessor has one. Its warps share out K step by step: step s belongs to slice s %
-// (WARPS * CK). Scales of all of the block's rows are asked for first, because every warp waits for them, and lie in
-// shared memory row by row as in memory, with a pitch that puts 8 rows into different banks. Where rows are few, CK = 2
-// blocks of a cluster share out K, and one sends its sums to the other.
+// A block has RT units of rows, and pairs x in registers once for all of them. RT leaves enough blocks for every
+// multiprocessor to have one. A block's warps share out K step by step: step s belongs to slice s % (WARPS * CK). If W
+// has few rows, CK = 2 blocks of a cluster share out K, and one sends its sums to the other.
 //
-// Sums: a warp's steps in order, warps in order, blocks in order. Rows of the last block may be the one's before it
-//     too; both write equal bits.
+// Every warp waits for the scales of all of the block's rows, so they are asked for first. They lie in shared memory
+// row by row as in memory, with a pitch that puts 8 rows into different banks.
+//
+// Order of sums: a warp's steps, then warps, then blocks of the cluster. The last block may overlap the one before it;
+// both write the same bits to the shared rows.
 #pragma once
 
 #include "decode.cuh"
@@ -21,8 +22,8 @@ namespace aoquant {
 
 namespace decode {
 
-// Bytes of scales of a row that whole steps of 128 values need, and from row to row: 16 bytes more than a multiple of
-// 32.
+// Bytes of a row's scales, for whole steps of 128 values; and bytes from one row to the next in shared memory, 16 more
+// than a multiple of 32.
 template <int F>
 __host__ __device__ inline int scale_width(const DecodeArgs& a) {
   const int steps = (a.k + 127) / 128;
@@ -37,7 +38,8 @@ __device__ __forceinline__ int scale_at(const DecodeArgs& a, int k) {
   return F == INT4 ? (k >> a.group_log2) * 2 : F == MXFP4 ? k / 32 : k / 16;
 }
 
-// A block's rows of scales into shared memory: `bytes` of a row in memory, `width` there, zeros after what is there.
+// Copies a block's rows of scales into shared memory. A row has `bytes` in memory and `width` in shared memory; the
+// rest is zeros.
 struct ScaleRows {
   const uint8_t* from;
   int bytes, width, pitch, first, last, tile_log2;
@@ -67,7 +69,8 @@ __device__ __forceinline__ void stage(const ScaleRows& s, const uint8_t* to, int
   else stage_by<1>(s, place, rows, threads);
 }
 
-// Shared memory: a ring of codes and one of x for each warp, scales; partial sums come over them, the cluster's behind.
+// Shared memory holds, per warp, a ring of codes and a ring of x; then the scales. Partial sums later overwrite all
+// three. The cluster's inbox follows.
 template <int F, int TOKENS, int RT, int WARPS, int S, int CK>
 struct RowsLayout {
   static constexpr int ROWS = 16 * RT, UNIT = 1024, CODES = WARPS * S * RT * UNIT;
@@ -86,8 +89,9 @@ struct RowsLayout {
 };
 
 #ifdef AOQUANT_HOPPER
-// A block's rows of y. TOKENS: rows of x, at most, 8 or 16. RT: units of 16 rows of W a block. WARPS, CK: warps of a block,
-// blocks of a cluster, along K. S: steps ahead. block: which of the W's, of a cluster too.
+// Computes a block's rows of y. TOKENS: rows of x, at most: 8 or 16. RT: units of 16 rows of W in a block. WARPS, CK:
+// warps of a block and blocks of a cluster, along K. S: steps in flight. block: which of the W's blocks this is, or
+// which of its clusters.
 template <int F, typename T, int TOKENS, int RT, int WARPS, int S, int CK>
 __device__ __forceinline__ void multiply_large(const DecodeArgs& a, const int block, uint8_t* shared) {
   using Layout = RowsLayout<F, TOKENS, RT, WARPS, S, CK>;
@@ -117,8 +121,8 @@ __device__ __forceinline__ void multiply_large(const DecodeArgs& a, const int bl
         "cp.async.commit_group;" ::"r"(to), "l"(low), "r"(to + 512), "l"(high), "r"(int(there))
         : "memory");
   };
-  // x: chunk c of a token holds k = 8 c ...; lane t wants chunks 4 t + j, and at 4 j + t what a warp reads at once is
-  //     contiguous
+  // x: chunk c of a token holds k = 8 c to 8 c + 7. Lane t wants the chunks 4 t + j. They are stored at 4 j + t, so
+  // that what a warp reads at once is contiguous.
   uint8_t* const x_ring = shared + Layout::CODES + warp * S * x_stage;
   const int chunk = lane % 16, helped = lane / 16;
   const uint32_t x_to = uint32_t(__cvta_generic_to_shared(x_ring)) + helped * Layout::TOKEN + ((chunk % 4) * 4 + chunk / 4) * 16;

@@ -1,19 +1,19 @@
 // y = x W^T for tens to hundreds of rows of x and a packed 4-bit W: Hopper's wgmma, with W decoded into registers.
 //
-// As in decode.cuh a lane multiplies the 16 contiguous bytes of two rows of W that it holds. What a step of 128 values
-// needs lies in one place of a ring in shared memory, some steps ahead of its use: W's codes as they lie in memory and
-// x, both brought by the copy engine, and a word of scales for each 32 values. x is wgmma's operand there, where
-// nothing can be paired on the way. So a first small kernel writes x once in the order in which W comes, as images of
-// shared memory. The second kernel starts while the first runs (programmatic launch), sends for W, and waits for the
-// first before it sends for x.
+// As in decode.cuh, a lane multiplies the 16 contiguous bytes of two rows of W that it holds. A step of 128 values has
+// one place in a ring in shared memory, which is filled some steps ahead of its use. The place has W's codes as they
+// lie in memory, x, and a word of scales for each 32 values. The copy engine brings codes and x.
 //
-// A block is RG x KG groups of four warps that multiply, another that fills the ring, 64 x RG rows of W and TM rows of
-// x. Blocks of a cluster share out K, each a run of steps, KG groups take its steps in turn, and all sums are added in
-// order. So here too a row of y is a function of that row of x and W alone, whatever TM is.
+// wgmma reads x from shared memory, so no warp can pair its values on the way. So a small kernel first writes x once in
+// the order in which W comes, as images of shared memory. The second kernel starts while the first runs (programmatic
+// launch). It sends for W at once, and for x after it has waited for the first kernel.
 //
-// Scales are two bytes where memory gives 32, and too many rows want theirs for the first level of cache to keep the
-// rest until the next step. So a warp reads four of a row at a time, a lane each, and lanes get theirs from one
-// another.
+// A block has RG x KG groups of four warps that multiply and one group that fills the ring. It has 64 x RG rows of W
+// and TM rows of x. Each block of a cluster takes a run of K's steps, and the block's KG groups take these steps in
+// turn. All sums are added in order. So here too a row of y is a function of that row of x and W alone, whatever TM is.
+//
+// A row needs 2 bytes of scales a step, but a load moves 32, and the first level of cache cannot keep the other 30 for
+// all rows. So each warp loads four steps' scales of a row at once, and lanes exchange them.
 #pragma once
 
 #include "copy_engine.cuh"
@@ -22,8 +22,9 @@
 
 namespace aoquant::decode {
 
-// Of the 32 values that a thread holds, k = 32 t + 8 j + 0..7 for t = 0..3: the pairs (k + p, k + p + 4) of all t, and
-// which 16 bytes of a row of 128 they are. Products 0..3 of a step lie in its first half, for j = 0 and 1.
+// A thread holds 32 values, k = 32 t + 8 j + 0..7 for t = 0..3. `paired` gives the pairs (k + p, k + p + 4) of all t;
+// `chunk_of` gives which 16 bytes of a row of 128 bytes they are. Products 0..3 of a step lie in its first half, for j
+// = 0 and 1.
 __device__ __forceinline__ uint4 paired(const uint4 (&v)[4], int p) {
   uint32_t pair[4];
 #pragma unroll
@@ -32,8 +33,8 @@ __device__ __forceinline__ uint4 paired(const uint4 (&v)[4], int p) {
 }
 __device__ __forceinline__ int chunk_of(int j, int p) { return (2 * j + p / 2) % 4 * 2 + p % 2; }
 
-// A block: 16 tokens of one step. A thread reads k = 32 t + 8 j + 0..7 for t = 0..3 and pairs (k + p, k + p + 4) of all
-// t, for p = 0..3.
+// A block has 16 tokens of one step. A thread reads k = 32 t + 8 j + 0..7 for t = 0..3 and writes the pairs (k + p, k +
+// p + 4) of all t, for p = 0..3.
 template <typename T, int TM>
 __global__ void __launch_bounds__(64) arrange(const T* __restrict__ x, uint4* __restrict__ image, int m, int k) {
 #ifdef AOQUANT_HOPPER
@@ -79,7 +80,7 @@ __device__ __forceinline__ float4 cluster_sum4(const float* mine, int pitch) {
   return v[0];
 }
 
-// What `finished` of decode.cuh multiplies and adds for columns n .. n + 3 of y, read once for all rows.
+// The factors and summands of columns n .. n + 3 of y, as `finished` of decode.cuh uses them, read once for all rows.
 template <typename T>
 struct Columns {
   float alpha[4], bias[4];
@@ -114,8 +115,8 @@ struct TileLayout {
   static constexpr int ROWS = 64 * RG * R, MULTIPLY = 128 * RG * KG, THREADS = MULTIPLY + 128;
   static constexpr int X = TM * 256, W = ROWS * 64, S = ROWS * 16, PLACE = X + W + S, PITCH = ROWS + 4, PARTIAL = TM * PITCH * 4;
   static constexpr int BARRIERS = D * PLACE > KG * PARTIAL ? D * PLACE : KG * PARTIAL, BYTES = BARRIERS + 16 * D;
-  // Registers: an even share, and, traded between groups of four warps, those of the group that fills the ring and of
-  //     those that multiply.
+  // Registers: an even share for all, then traded between groups of four warps. FILLS: of the group that fills the
+  // ring. MULTIPLIES: of the groups that multiply.
   static constexpr int EVEN = 65536 / THREADS / 8 * 8, FILLS = R == 1 ? 56 : 80, MULTIPLIES = (EVEN * THREADS - FILLS * 128) / MULTIPLY / 8 * 8;
   static_assert(D % KG == 0 && PLACE % 1024 == 0);
   static_assert(BYTES >= MORE_THAN_HALF && BYTES <= 227 * 1024);
@@ -129,7 +130,7 @@ __device__ __forceinline__ void end_products() {
   asm volatile("bar.sync 1, %0;" ::"n"(Layout::MULTIPLY) : "memory");
 }
 
-// The sums of one wgmma, of tokens from first_token on, to their places, token by token. row: of acc's first value.
+// Puts the sums of one wgmma into their places, token by token, from first_token on. row: of acc's first value.
 template <typename Layout, int COUNT>
 __device__ __forceinline__ void put_sums(uint8_t* ring, const float (&acc)[COUNT], uint32_t thread, int row, int first_token) {
 #pragma unroll
@@ -140,7 +141,7 @@ __device__ __forceinline__ void put_sums(uint8_t* ring, const float (&acc)[COUNT
   }
 }
 
-// Sums that were put, added over groups and blocks, and written. thread: one of Layout::MULTIPLY.
+// Adds the sums that were put over groups and blocks, and writes them. thread: one of Layout::MULTIPLY.
 template <typename T, typename Layout, int KG, int TM, int CK>
 __device__ __forceinline__ void write_sums(const DecodeArgs& a, uint8_t* ring, uint32_t thread, int rank, int first_row, int first_token) {
   constexpr int ROWS = Layout::ROWS;
@@ -163,7 +164,7 @@ __device__ __forceinline__ void write_sums(const DecodeArgs& a, uint8_t* ring, u
     asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// What the warps that multiply end with. row: of acc's first value; turn: the thread's group along K.
+// The last part of the warps that multiply. row: of acc's first value; turn: the thread's group along K.
 template <typename T, typename Layout, int KG, int TM, int TN, int CK>
 __device__ __forceinline__ void write_tiles(const DecodeArgs& a, uint8_t* ring, const float (&acc)[TM / TN][TN / 2], uint32_t thread, int row, int turn,
                                             int rank, int first_row, int first_token) {
@@ -173,8 +174,8 @@ __device__ __forceinline__ void write_tiles(const DecodeArgs& a, uint8_t* ring, 
   write_sums<T, Layout, KG, TM, CK>(a, ring, thread, rank, first_row, first_token);
 }
 
-// What the warps that multiply do: sums of their steps out of the ring, added over groups and blocks, and written. base,
-// full, empty: addresses of the ring and of its barriers; thread: one of Layout::MULTIPLY.
+// The work of the warps that multiply: they sum their steps out of the ring, add over groups and blocks, and write.
+// base, full, empty: addresses of the ring and of its barriers; thread: one of Layout::MULTIPLY.
 template <int F, typename T, typename Layout, int RG, int KG, int TM, int CK, int D>
 __device__ __forceinline__ void multiply_tiles(const DecodeArgs& a, uint8_t* ring, uint32_t base, uint32_t full, uint32_t empty, uint32_t thread,
                                                int warp, int rank, int first_row, int first_token, int mine) {
@@ -231,9 +232,9 @@ __device__ __forceinline__ void multiply_tiles(const DecodeArgs& a, uint8_t* rin
   write_tiles<T, Layout, KG, TM, TN, CK>(a, ring, acc, thread, row, turn, rank, first_row, first_token);
 }
 
-// What the four warps that fill the ring do: scales, through registers, as words that `word(scale)` makes, and what
-// `bring(step, place)` copies, which one thread calls. warp: of the four; from, mine: the first step and how many; turn: of
-// the ring, and goes on.
+// The work of the four warps that fill the ring. Scales pass through registers, where `word(scale)` makes words of
+// them. One thread calls `bring(step, place)`, which copies the rest. warp: of the four; from, mine: the first step and
+// the number of steps; turn: of the ring, advanced here.
 template <int F, typename Layout, int RG, int D, typename Word, typename Bring>
 __device__ __forceinline__ void fill_steps(const DecodeArgs& a, uint8_t* ring, uint32_t full, uint32_t empty, int warp, bool copies, int first_row, int from,
                                            int mine, Turn<D>& turn, Word word, Bring bring) {

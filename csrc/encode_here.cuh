@@ -1,8 +1,8 @@
 // x of a product, encoded by the product itself, for the kernels of few rows (decode.cuh, decode_fp8.cu).
 //
-// A launch that encodes a row takes as long as a small product's weight takes to arrive. Here each block of threads encodes
-// all of x for itself, while its first bytes of W are on their way. The operand and its scales are those of encode_rows.cuh,
-// since a largest magnitude does not depend on the order in which it is found.
+// A launch that encodes a row takes as long as a small product's weight takes to arrive. So here each block of threads
+// encodes all of x for itself, while its first bytes of W are on their way. The operand and its scales are
+// encode_rows.cuh's, because a largest magnitude does not depend on the order in which it is found.
 #pragma once
 
 #include "decode_call.cuh"
@@ -10,19 +10,19 @@
 
 namespace aoquant::decode {
 
-// Where the 8 values of chunk c of a step of 128 lie among the 256 bytes of a token: lane t wants chunks 4 t + j, and at
-// 4 j + t what a warp reads at once is contiguous.
+// The place of the 8 values of chunk c of a step of 128 among the 256 bytes of a token. Lane t wants the chunks 4 t +
+// j. They are stored at 4 j + t, so that what a warp reads at once is contiguous.
 __device__ __forceinline__ int chunk_place(int c, int token) { return (((c % 4) * 4 + c / 4) ^ ((token & 1) * 4)) * 16; }
 
-// x, encoded in FORMAT, one of RowFormat, as encode_rows.cuh's kernel does it, by all threads of a block into its shared
-// memory.
+// Encodes x in FORMAT, one of RowFormat, as encode_rows.cuh's kernel does. All threads of a block do it, into its
+// shared memory.
 template <typename T, int THREADS, int FORMAT>
 struct EncodedHere {
   const T* x;
   int k, tokens, blocks, total;  // blocks of 16: of a row, of all rows
   uint4 first[2];                // this thread's first block
 
-  // Before anything else is asked for, so that no wait for this is a wait for that.
+  // Asks for the first block before anything else is asked for, so that waiting for it waits for nothing else.
   __device__ __forceinline__ EncodedHere(const DecodeArgs& a, int tokens_)
       : x(static_cast<const T*>(a.x)), k(a.k), tokens(tokens_), blocks(a.k / 16), total(tokens_ * (a.k / 16)) {
     if (int(threadIdx.x) < total) load(first, threadIdx.x);
@@ -43,8 +43,8 @@ struct EncodedHere {
   static __device__ __forceinline__ float scale_of(uint32_t most) {
     return FORMAT == NVFP4_ROW ? nvfp4_outer(most) : rows::through(__fmul_rn(__uint_as_float(most), OF_448), T());
   }
-  // place(token, b, h): where half h of the b-th 16 values of a row belongs. alpha: the rows' scales. most: shared, for the
-  // largest magnitudes of `tokens` rows. The block has to be synchronised before all of this is read.
+  // place(token, b, h): the address for half h of the b-th 16 values of a row. alpha: gets the rows' scales. most:
+  // shared, for the largest magnitudes of `tokens` rows. The block has to be synchronised before any of these is read.
   template <typename Place>
   __device__ __forceinline__ void encode(Place place, float* alpha, uint32_t* most) {
     const int thread = threadIdx.x;
@@ -77,7 +77,8 @@ struct EncodedHere {
   }
 };
 
-// Into steps of 128 values, (steps, tokens, 256) bytes, with zeros behind K; for all threads of the block to read.
+// Encodes into steps of 128 values, (steps, tokens, 256) bytes, with zeros behind K. Afterwards all threads of the
+// block may read them.
 template <typename T, int THREADS>
 __device__ __forceinline__ void encode_steps(EncodedHere<T, THREADS, NVFP4_ROW>& x, uint8_t* to, float* alpha, uint32_t* most) {
   x.encode([&](int token, int b, int h) { return to + (b / 8 * x.tokens + token) * 256 + chunk_place(b % 8 * 2 + h, token); }, alpha, most);

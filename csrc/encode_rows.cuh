@@ -1,7 +1,6 @@
-// Formats that scale each row by itself, encoded for a product without gradients: into its operand, or into decoded
-// values, and not into codes, which only backward would read. A row is a block's, which reads it twice, the second time
-// out of its own cache.
-// The arithmetic is row_blocks.cuh's.
+// Encodes formats that scale each row by itself, for a product without gradients: it writes the product's operand, or
+// decoded values. It writes no codes, which only backward would read. One block has one row and reads it twice, the
+// second time out of its own cache. The arithmetic is row_blocks.cuh's.
 #pragma once
 
 #include "check.cuh"
@@ -17,7 +16,8 @@ template <typename T>
 __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T* __restrict__ out, float* __restrict__ scale, int k, int format,
                                                       int decoded) {
   wait_for_inputs();
-  // Of more rows the blocks still have their multiprocessors when the product's come, which may then share one.
+  // With more than four rows, this kernel still occupies its multiprocessors when the product starts, and two of the
+  // product's blocks could land on one. So the product is not started early.
   if (gridDim.x <= 4) let_next_begin();
   DEVICE_ASSERT(k % 16 == 0 && blockDim.x % 32 == 0);
   const int blocks = k / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -19,8 +19,9 @@ void launch(const whole::Call& p, int grid, cudaStream_t stream) {
 }
 
 // x (R, K) -> codes, scale, outer and values. kind 0, NVFP4 under an outer scale of the tensor: codes (R, K / 2), scale
-// (R, K / 16) bytes. kind 1, e4m3 under one scale: codes (R, K), scale (0, 0). outer (1, 1): that scale. keep: whether codes
-// and scales are written, else (0, 0). out: dtype of the values, 0 for none; operand: values without the scale `outer`.
+// (R, K / 16) bytes. kind 1, e4m3 under one scale: codes (R, K), scale (0, 0). outer (1, 1): the scale of the tensor.
+// keep: whether codes and scales are written; if not, they are (0, 0). out: dtype of the values, 0 for none; operand:
+// values without the scale `outer`.
 std::tuple<Tensor, Tensor, Tensor, Tensor> encode_tensor(const Tensor& x, int64_t kind, bool keep, int64_t out, bool operand) {
   check_floats(x);
   STD_TORCH_CHECK(x.dim() == 2 && x.numel() > 0 && x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16, and not empty");

@@ -1,9 +1,9 @@
 // Formats with one scale for the whole tensor, NVFP4 and fp8, encoded in one launch that reads x from memory once.
 //
-// The scale is known when all of x was read, so two kernels read x twice. Here every multiprocessor has one block of
-// threads, which keeps what fits of its share of x in shared memory; the rest it reads again, most recent first, out of
-// the second level of cache, which holds most of it. Between the two readings all blocks of the grid wait for one another
-// (a cooperative launch, so that all of them are there).
+// The scale is known only when all of x was read, so a pair of kernels would read x from memory twice. Here one block
+// of threads on every multiprocessor keeps what fits of its share of x in shared memory. It reads the rest again, most
+// recent first, mostly out of the second level of cache. Between the two readings all blocks of the grid wait for one
+// another; the launch is cooperative, so that all of them run.
 //
 // The arithmetic is the reference's (formats/blockscaled.py, formats/float8.py), in the order of the Triton kernels.
 #pragma once
@@ -22,8 +22,9 @@ enum Kind { OF_NVFP4 = 0, OF_FP8 = 1 };
 constexpr int THREADS = 1024, KEPT = 192 * 1024;  // bytes of x in shared memory
 constexpr int UNROLL = 3;
 
-// x: `blocks` blocks of 16 values. partials: one of each block of threads. codes may be null; scale: NVFP4's bytes; outer:
-// its outer scale, or the scale of fp8. values: in a type of `Out`; operand: without the scale of the whole.
+// x: `blocks` blocks of 16 values. partials: one for each block of threads. codes may be null. scale: NVFP4's bytes.
+// outer: NVFP4's outer scale, or fp8's scale. values: in a type of `Out`; operand: whether they leave out the scale of
+// the tensor.
 struct Call {
   const void* x;
   int32_t* partials;

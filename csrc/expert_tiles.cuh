@@ -1,19 +1,22 @@
-// y = x W^T for many rows of x of each expert and a stack of packed 4-bit W's, in one launch: W is decoded into registers
-// on the way to wgmma, so its values are nowhere in memory.
+// y = x W^T for many rows of x of each expert and a stack of packed 4-bit W's, in one launch. W is decoded into
+// registers on the way to wgmma, so no kernel writes its values to memory.
 //
-// The ring and the groups of warps are decode_tiles.cuh's. But x comes as it lies in memory, by the copy engine, because
-// which rows make a tile is known on the device alone. So here W is what is put into order: wgmma's product of 16 values
-// of K takes k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of lane t, the byte t of two words of codes (in_order.cuh). K's 16
-// values are summed in K's order, in one chain, which is the order of any wgmma kernel that does not cut K: its bits are
-// those of a GEMM of W's values (triton/grouped.py), and prepared experts may be multiplied by that.
+// The ring and the groups of warps are decode_tiles.cuh's. But only the device knows which rows make a tile, so no
+// kernel can reorder x beforehand: the copy engine brings x as it lies in memory. Instead the lanes put W into order.
+// wgmma's product of 16 values of K takes k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of lane t, which is byte t of two words
+// of codes (in_order.cuh).
 //
-// A block has a slot of up to TM rows (slots.cuh) and 128 R rows of its expert's W. Blocks come in groups of slots x rows of
-// W, so that those that run at once share both in the L2 cache.
+// So K's values are summed in K's order, in one chain, as in any wgmma kernel that does not cut K. The bits are those
+// of a GEMM of W's values (triton/grouped.py), and that GEMM may multiply prepared experts.
 //
-// 128 tokens of x are 32 KB a step, and what a block of 128 rows reads of L2 for 1024 cycles of wgmma, 40 KB, is more than
-// a multiprocessor's share of L2's bandwidth. So with slots of 128 rows R = 2: each group of warps has two tiles of 64 rows
-// of W, one decoded while the other is multiplied, a step reads 24 KB for as much wgmma, and a block's fixed costs (its
-// slot, the first bytes, the sums) are paid half as often. A slot of up to 64 rows is multiplied by products of that width.
+// A block has a slot of up to TM rows (slots.cuh) and 128 R rows of its expert's W. Blocks come in groups of slots x
+// rows of W, so that blocks that run at once share both in the L2 cache.
+//
+// 128 tokens of x are 32 KB a step. A block of 128 rows of W then reads 40 KB of L2 for 1024 cycles of wgmma, more than
+// a multiprocessor's share of L2's bandwidth. So with slots of 128 rows R = 2: each group of warps has two tiles of 64
+// rows of W, and decodes one while it multiplies the other. A step then reads 24 KB for as much wgmma, and a block's
+// fixed costs (its slot, the first bytes, the sums) are paid half as often. A slot of up to 64 rows is multiplied by
+// products of that width.
 #pragma once
 
 #include "decode_experts.cuh"

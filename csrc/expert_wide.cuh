@@ -1,18 +1,20 @@
 // expert_tiles.cuh for hundreds of rows of x of each expert: slots of up to 256 rows, in blocks that stay.
 //
-// What holds expert_tiles.cuh back, by its machine code and its times on an H200. For 128 values of K, 256 rows of W and
-// 128 of x, 2048 cycles of wgmma: it decodes W for 128 rows of x alone, half of all instructions that a multiprocessor can
-// issue, and its lanes read codes as wide as four lanes need them, so wgmma, copies and reads want 86 to 101 % of shared
-// memory's cycles. And for some 17 thousand cycles of each block, before its first product and after its last, nothing is
-// multiplied.
+// What holds expert_tiles.cuh back, by its machine code and its times on an H200. 128 values of K, 256 rows of W and
+// 128 rows of x take 2048 cycles of wgmma. Decoding W for only 128 rows of x takes half of the instructions that a
+// multiprocessor can issue in that time. Its lanes read codes in pieces as wide as four lanes need, so wgmma, copies
+// and reads keep shared memory busy for 86 to 101 % of its cycles. And each block multiplies nothing for some 17
+// thousand cycles, before its first product and after its last.
 //
-// Here 128 rows of W meet up to 256 rows of x, so W is decoded half as often. A multiprocessor has one block, which takes
-// one tile after another (slots.cuh), drawn from a counter as it gets free, because slots differ, and short slots last.
-// The warps that fill the ring go on with the next tile while this one is multiplied; a place of the ring says whose it
-// is. The two groups of warps that multiply, 64 rows of W each, share x, but no barrier: while one writes its sums out of
-// its registers (turned_sums.cuh), the other has the tensor core. Products are about as wide as a slot: 64, 128, 160, 192
-// or 256 rows of x. Scales are decoded by the warps that bring them (row_scales.cuh), once, and not by each lane that
-// multiplies.
+// Here 128 rows of W meet up to 256 rows of x, so W is decoded half as often. A multiprocessor has one block, which
+// takes one tile after another (slots.cuh). Blocks draw tiles from a counter as they become free, because slots differ
+// and short slots come last. The warps that fill the ring go on with the next tile while this one is multiplied; a
+// place of the ring says which tile its bytes belong to.
+//
+// Two groups of warps multiply, 64 rows of W each. They share x but no barrier: while one group writes its sums out of
+// its registers (turned_sums.cuh), the other has the tensor core. Products are about as wide as a slot: 64, 128, 160,
+// 192 or 256 rows of x. The warps that bring scales decode them once (row_scales.cuh); the lanes that multiply need
+// not.
 //
 // K is summed as in expert_tiles.cuh, and so the bits are the same.
 #pragma once
@@ -24,7 +26,7 @@
 
 namespace aoquant::decode {
 
-// Of a place of the ring, what its bytes belong to. expert: -1 behind the last tile.
+// The tile that the bytes in a place of the ring belong to. expert: -1 after the last tile.
 struct WideTile {
   int expert, first, rows, first_row;
 };
@@ -34,7 +36,7 @@ struct WideLayout : TileLayout<2, 1, 256, 3> {
   static constexpr int TOKENS = 256, D = 3, GROUPS = 2, X_BOX = 64 * 128;  // bytes of 64 rows of x, of half a step
   static constexpr int FILLS = 72, MULTIPLIES = 216;  // registers, as TileLayout's
   static_assert(FILLS * 128 + MULTIPLIES * MULTIPLY == EVEN * THREADS);
-  // Tiles that were drawn: of two blocks one is D tiles and one more ahead of the other's copy of them, at most.
+  // Size of the queue of drawn tiles. One block of a cluster can be at most D + 1 tiles ahead of the other.
   static constexpr int DRAWN = 8;
   static constexpr int TILES = BARRIERS + 16 * D, NEXT = TILES + 16 * D, SAID = NEXT + 16 * DRAWN, ALL = SAID + 8 * DRAWN;
   static_assert(WideCut::HEIGHT == TOKENS && WideCut::SHORT == 128 && WideCut::SHARES == 160);  // widths of products
@@ -53,14 +55,14 @@ __device__ __forceinline__ uint4 load_shared(uint32_t from) {
   return v;
 }
 
-// A lane for each block of the cluster: an arrival at its barrier, the one that `barrier` is here.
+// One lane for each block of the cluster arrives at that block's barrier, which lies where `barrier` does here.
 __device__ __forceinline__ void arrive_at_all(uint32_t barrier, int lane) {
   if (lane < WideLayout::SHARE)
     asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier), "r"(lane)
                  : "memory");
 }
 
-// The tile `index` of those of a cut's slots. Where there is none, `index` is counted from behind them.
+// Tile `index` of the tiles of a cut's slots. If `index` is beyond them, it is reduced by their number.
 template <typename Cut>
 __device__ __forceinline__ WideTile tile_of(const Groups& groups, int& index, int slots, int blocks) {
   if (index >= slots * blocks) {
@@ -72,7 +74,7 @@ __device__ __forceinline__ WideTile tile_of(const Groups& groups, int& index, in
   return {slot.expert, slot.first, slot.rows, place.block * WideLayout::SHARE * WideLayout::ROWS};
 }
 
-// A tile into the shared memory of a block of the cluster, where `barrier` expects its bytes.
+// Sends a tile into the shared memory of a block of the cluster, where `barrier` counts its bytes.
 __device__ __forceinline__ void send_tile(uint32_t to, uint32_t barrier, int rank, const WideTile& tile) {
   asm volatile(
       "{\n.reg .b32 p, q;\nmapa.shared::cluster.u32 p, %0, %2;\nmapa.shared::cluster.u32 q, %1, %2;\n"
@@ -81,14 +83,14 @@ __device__ __forceinline__ void send_tile(uint32_t to, uint32_t barrier, int ran
       : "memory");
 }
 
-// `copy_box` into the same place of each block of the cluster, at whose barriers its bytes count.
+// Like `copy_box`, into the same place of each block of the cluster; each block's own barrier counts the bytes.
 __device__ __forceinline__ void copy_box_to_all(const CUtensorMap& map, uint32_t to, int column, int row, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map),
                "r"(column), "r"(row), "r"(barrier), "h"(uint16_t((1 << WideLayout::SHARE) - 1))
                : "memory");
 }
 
-// The sums of a tile whose slot is `TN` rows wide, multiplied and written. warp: one of 8; chunks: K's groups of 32 values.
+// Multiplies a tile whose slot is `TN` rows wide, and writes its sums. warp: one of 8; chunks: K's groups of 32 values.
 template <int F, typename T, int TN>
 __device__ __forceinline__ void multiply_wide(const DecodeArgs& stack, const WideTile& tile, const WideRing& ring, Turn<WideLayout::D>& turn, int warp, int lane,
                                               int chunks) {
@@ -139,7 +141,7 @@ __device__ __forceinline__ void multiply_wide(const DecodeArgs& stack, const Wid
   write_turned<F, T>(of_slot<F, T>(stack, Slot{tile.expert, tile.first, tile.rows}), acc, lane, tile.first_row + warp * 16);
 }
 
-// What the warps that multiply do, until there are no tiles.
+// The work of the warps that multiply, until no tiles are left.
 template <int F, typename T>
 __device__ __forceinline__ void multiply_tiles_wide(const DecodeArgs& stack, const WideRing& ring, int warp, int lane) {
   using Layout = WideLayout;
@@ -159,8 +161,8 @@ __device__ __forceinline__ void multiply_tiles_wide(const DecodeArgs& stack, con
   }
 }
 
-// What the four warps that fill the ring do: tiles, and their bytes. warp: of the four; copies: whether this thread sends
-// for bytes, of the first warp; rank: of the block among those that share x.
+// The work of the four warps that fill the ring: tiles, and their bytes. warp: of the four; copies: whether this
+// thread, of the first warp, sends for bytes; rank: of the block among the blocks that share x.
 template <int F, typename T>
 __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CUtensorMap& x_map, const DecodeArgs& stack, const Groups& groups, int* drawn,
                                           bool row_scales, const WideRing& ring, int warp, int lane, bool copies, int rank) {
@@ -222,7 +224,7 @@ __device__ __forceinline__ void fill_wide(const CUtensorMap& codes_map, const CU
 }
 #endif
 
-// row_scales: they come by row_scales.cuh.
+// row_scales: whether row_scales.cuh brings the scales.
 template <int F, typename T>
 __global__ void __launch_bounds__(WideLayout::THREADS, 1)
     expert_wide(const __grid_constant__ CUtensorMap codes_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ DecodeArgs stack,
@@ -262,10 +264,10 @@ __global__ void __launch_bounds__(WideLayout::THREADS, 1)
 #endif
 }
 
-// A kernel and not a memset, because the launch of the one behind it may be programmatic only after a kernel.
+// This is a kernel and not a memset, because a programmatic launch has to follow a kernel.
 static __global__ void __launch_bounds__(1) nothing_drawn(int* drawn) { *drawn = 0; }
 
-// Whether this kernel takes it: experts have so many rows that slots of 256 are mostly full.
+// Whether this kernel takes the call: experts have so many rows that slots of 256 are mostly full.
 inline bool wide_takes(const DecodeArgs& stack, const Groups& groups) { return stack.n % 4 == 0 && groups.rows > 128 * int64_t(groups.experts); }
 
 // blocks: that a device runs at once; drawn: workspace of one integer.

@@ -1,5 +1,6 @@
-// The operator over decode_experts.cuh, expert_tiles.cuh and expert_wide.cuh: y[s] = x[s] W_e^T * alpha_x[s] * alpha_w[e], rounded once, e the expert of row s.
-// Rows are sorted by expert, and which rows an expert has stays on the device: a CUDA graph takes any routing.
+// The operator over decode_experts.cuh, expert_tiles.cuh and expert_wide.cuh: y[s] = x[s] W_e^T * alpha_x[s] *
+// alpha_w[e], rounded once, where e is the expert of row s. Rows are sorted by expert. Which rows an expert has stays
+// on the device, so a CUDA graph takes any routing.
 #include "common.cuh"
 #include "decode_experts.cuh"
 #include "decode_op.cuh"
@@ -21,8 +22,9 @@ cudaError_t run(bool many, const DecodeArgs& stack, const Groups& groups, const 
   return decode::run_expert_wide<F, bf16>(stack, groups, multiprocessors(), static_cast<int*>(drawn.data_ptr()), stream);
 }
 
-// x (s, k) bfloat16; ends (experts,) int32; codes (experts * n, k / 2) and what else a packed W has, of all experts;
-// alpha_x (s, 1), alpha_w (experts * n, 1); many: rows of an expert, so that wgmma pays. -> y (s, n), zero behind the last expert's rows.
+// x (s, k) bfloat16; ends (experts,) int32; codes (experts * n, k / 2) and the scales and zeros of all experts; alpha_x
+// (s, 1), alpha_w (experts * n, 1); many: whether experts have so many rows that wgmma pays. -> y (s, n), zero behind
+// the last expert's rows.
 Tensor experts_mm(const Tensor& x, const Tensor& ends, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero,
                   const std::optional<Tensor>& alpha_x, const std::optional<Tensor>& alpha_w, int64_t packed_plan, bool many) {
   const LinearPlan plan(packed_plan);

@@ -1,10 +1,10 @@
-// A fitted transform of blocks (transforms/wush.py) on the tensor cores of float64, and what becomes of its result while
-// it is on the chip: values, its largest magnitude, or the codes of NVFP4 and MXFP4.
+// A fitted transform of blocks (transforms/wush.py) on the float64 tensor cores. While the result is on the chip it
+// becomes values, its largest magnitude, or the codes of NVFP4 and MXFP4.
 //
-// The reference sums a block's products in float64 and rounds once to float32. So does this, by mma.m16n8k16 of float64
-// (Hopper's runs 128 multiply-adds a cycle on a multiprocessor). Products of values of 8 and 24
-// bits are exact there. Sums are exact too unless magnitudes in a block are further apart than 2^20 or so, so that the
-// order of additions, which no one defines, shows in one value of many millions, if at all.
+// The reference sums a block's products in float64 and rounds once to float32. So does this kernel, by mma.m16n8k16 of
+// float64; Hopper's runs 128 multiply-adds a cycle on a multiprocessor. Products of values of 8 and 24 bits are exact
+// there. Sums are exact too, unless magnitudes in a block are further apart than about 2^20. Then the order of
+// additions, which is not defined, may show in one value of many millions.
 //
 // A warp multiplies 16 rows of x by the matrices of 64 columns (one matrix of 128, in turns). Inside a block k may be
 // permuted freely, if both operands are permuted alike: a lane multiplies the G / 4 neighbouring values that it loads.
@@ -18,8 +18,9 @@ namespace aoquant::fitted {
 
 enum Result { VALUES = 0, AMAX = 1, AS_NVFP4 = 2, AS_MXFP4 = 3 };
 
-// x (rows, k); matrix (k / G, G, G) float32. VALUES: y (rows, k) in a type of `Out`. AMAX: partials, one a block of
-// threads. Codes: codes, scale, and for NVFP4 its outer scale, found from n_partials partials, or `known`, or 0 for none.
+// x (rows, k); matrix (k / G, G, G) float32. VALUES: y (rows, k) in a type of `Out`. AMAX: partials, one for each block
+// of threads. Codes: codes, scale and, for NVFP4, its outer scale: found from n_partials partials, or `known`, or none
+// if that is 0.
 struct Call {
   const void* x;
   const float* matrix;
@@ -44,8 +45,8 @@ struct Layout {
   static constexpr int bytes(int result) { return MATRIX + (result >= AS_NVFP4 ? WARPS * STAGE : 0); }
 };
 
-// d += a b: 16 rows by 8 columns by 16 of k. a[2 v + h]: row lane / 4 + 8 h, b[v]: column lane / 4, both at k = lane % 4 + 4 v;
-// d[2 h + e]: row lane / 4 + 8 h, column 2 (lane % 4) + e.
+// d += a b: 16 rows by 8 columns by 16 of k. a[2 v + h]: row lane / 4 + 8 h, b[v]: column lane / 4, both at k = lane %
+// 4 + 4 v; d[2 h + e]: row lane / 4 + 8 h, column 2 (lane % 4) + e.
 __device__ __forceinline__ void multiply(double (&d)[4], const double (&a)[8], const double (&b)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
@@ -99,7 +100,7 @@ struct Rows {
   }
 };
 
-// Where the fragment of b for 8 outputs and 16 of k begins: two vectors of two numbers a lane, lanes side by side.
+// The place of the fragment of b for 8 outputs and 16 of k: two vectors of two numbers a lane, lanes side by side.
 template <typename T, int G>
 __device__ __forceinline__ int fragment(int b, int n, int j) {
   return ((b * Layout<T, G>::NT + n) * Layout<T, G>::KT + j) * 128;
@@ -117,8 +118,8 @@ __device__ __forceinline__ void fill(double* matrices, const Call& p, int strip)
   }
 }
 
-// Results of 16 rows, 64 columns: a row every 72 words, halves of 8 words exchanged in every other 4 rows, so that neither
-// writing pairs nor reading 16 bytes meets a bank twice.
+// Results of 16 rows and 64 columns. A row takes 72 words, and halves of 8 words are exchanged in every other 4 rows.
+// So neither writing pairs nor reading 16 bytes meets a bank twice.
 __device__ __forceinline__ int staged(int row, int column) { return row * 72 + (column ^ (row & 4)); }
 
 template <typename V>
@@ -167,8 +168,8 @@ __device__ __forceinline__ float find_outer(const Call& p, uint32_t* warps) {
   return nvfp4_outer(most);
 }
 
-// A block of threads: the 64 (128) columns of a strip, and every gridDim.x / strips-th 16 rows for each of its warps. Codes
-// are made from the last rows on: those that the amax was found in last are still in the cache.
+// A block of threads has a strip of 64 (128) columns, and each of its warps every gridDim.x / strips-th 16 rows. It
+// makes codes from the last rows on, because the rows that the amax was found in last are still in the cache.
 template <typename T, int G, int RESULT>
 __global__ void __launch_bounds__(Layout<T, G>::THREADS, Layout<T, G>::RESIDENT) kernel(const Call p) {
   using L = Layout<T, G>;

@@ -12,11 +12,11 @@ __device__ __forceinline__ void pairs(uint32_t (&out)[2], uint32_t w, __half) {
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}" : "=r"(out[0]), "=r"(out[1]) : "r"(w));
 }
 
-// Not 0 where one of four codes has no magnitude that is a number.
+// Not 0 if one of the four codes is NaN.
 __device__ __forceinline__ uint32_t nan_bits(uint32_t w) { return ((w & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u; }
 
-// Of four codes that are numbers: the sign and the seven other bits in the places that they have in bfloat16, 2^120 too
-// small.
+// For four codes that are numbers: the sign and the seven other bits go to their places in bfloat16, which makes values
+// too small by 2^120.
 __device__ __forceinline__ void pairs_of_numbers(uint32_t (&out)[2], uint32_t w, __nv_bfloat16) {
   constexpr uint32_t UNIT = 0x7B807B80u;  // 2^120
   const uint32_t first = __byte_perm(w, 0, 0x1404), second = __byte_perm(w, 0, 0x3424);  // codes in the high bytes of halves

@@ -20,8 +20,8 @@ struct Shared {
   uint32_t warps[THREADS / 32];
 };
 
-// All threads: the tensor's numbers and the table of scales. A number that the caller gives needs no memory, and is
-// ready before the kernel before this one.
+// All threads make the tensor's numbers and the table of scales. Numbers that the caller gives need no memory, so they
+// are made before the kernel in front has ended.
 __device__ __forceinline__ Outer prepare(const Args& p, Shared& shared) {
   uint32_t most = p.known;
   let_next_begin();
@@ -43,8 +43,8 @@ __device__ __forceinline__ Outer prepare(const Args& p, Shared& shared) {
   return o;
 }
 
-// One-dimensional blocks, squared errors. From the end to the beginning: what the amax was found in last is still in
-// the cache.
+// One-dimensional blocks and squared errors. The kernel goes from the end of x to its beginning, because the cache
+// still holds what the amax was found in last.
 template <typename T, int EFFORT>
 __global__ void __launch_bounds__(THREADS, RESIDENT<T>) encode_kernel(const Args p) {
   __shared__ Shared shared;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<T>) encode_kernel(const Args
   }
 }
 
-// Every option, the exact contest alone: tiles of 16 x 16 and other metrics. A thread holds a tile, 16 values at a
+// Every option, by the exact contest alone: tiles of 16 x 16, and other metrics. A thread holds a tile, 16 values at a
 // time.
 template <typename T>
 __global__ void __launch_bounds__(THREADS) exact_kernel(const Args p) {
@@ -89,9 +89,9 @@ void launch(Args p, cudaStream_t stream) {
   launch_early(kernel, int(wanted < most ? wanted : most), THREADS, stream, p);
 }
 
-// The contest of `formats/contest.py` over x (R, K): codes (R, K / 2), scale (ceil(R / tile), K / 16) bytes, outer (1,
-// 1), and values (R, K), or (0, 0) for out = 0. amax: int32 bits of float32 magnitudes whose largest counts
-// (finite_absmax's), and known one more, or 0.
+// Runs the contest of `formats/contest.py` over x (R, K): codes (R, K / 2), scale (ceil(R / tile), K / 16) bytes, outer
+// (1, 1), and values (R, K), or (0, 0) for out = 0. The amax is the largest of `amax`, int32 bits of float32 magnitudes
+// (finite_absmax's), and of `known`, which is 0 if the caller knows none.
 std::tuple<Tensor, Tensor, Tensor, Tensor> encode_grids(
     const Tensor& x, const Tensor& amax, double known, int64_t effort, int64_t metric, int64_t tile, double c, bool alternating, int64_t out,
     bool operand) {

@@ -1,10 +1,9 @@
 // Four-over-six and GridFlip on the device: one block of 16 values, as `formats/contest.py` defines it, bit for bit.
 //
-// Everything here is the reference's float32 arithmetic in the reference's order. Two things replace it by proven
-// equals: division by 6 and by 1536 is a product and a fused multiply-add (Brisebarre, Muller & Raina, "Accelerating
-//     correctly rounded floating-point
-// division when the divisor is known in advance", 2004; for both divisors checked against all 2^23 significands), and
-// the inverses of the 127 scales are made once, in a table.
+// Everything here is the reference's float32 arithmetic in the reference's order, but for two replacements that are
+// proven equal. Division by 6 and by 1536 is a product and a fused multiply-add (Brisebarre, Muller & Raina,
+// "Accelerating correctly rounded floating-point division when the divisor is known in advance", 2004; for both
+// divisors checked against all 2^23 significands). The inverses of the 127 scales are made once, in a table.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,10 +24,10 @@ struct Outer {
   float amax, up, down, t, power;
 };
 
-// a block's magnitude from here on saturates every scale; the divisions below want it finite
+// from this magnitude on a block saturates every scale; the divisions below want it finite
 constexpr float LARGE = 0x1p100f;
 
-// Numbers that the host makes: f6 = 6 + c and so on, with their rounded reciprocals; alternating: blocks of odd index
+// Numbers that the host makes: f6 = 6 + c and so on, with their rounded reciprocals. alternating: blocks of odd index
 // along K take -c.
 struct Shift {
   float c, f6, f4, p6, p4, r6, r4, q6, q4;
@@ -60,7 +59,7 @@ __device__ __forceinline__ float over_1536(float p) {
   return __fmaf_rn(p, 1.0f / 1536.0f, __fmul_rn(p, float(1.0 / 1536.0 - double(1.0f / 1536.0f))));
 }
 
-// a / v for any v, r its rounded reciprocal: Markstein's two corrections. Quotients that underflow belong to scales of
+// a / v for any v, with r its rounded reciprocal: Markstein's two corrections. Quotients underflow only under scales of
 // zero.
 __device__ __forceinline__ float quotient(float a, float v, float r) {
   float q = __fmul_rn(a, r);
@@ -192,7 +191,7 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t sel
 #endif
 }
 
-// Bytes of ones where one of four values is negative: of float32, and of two words that hold two values each.
+// 0xFF in each byte whose value, of four, is negative: of four float32, or of two words that hold two values each.
 __device__ __forceinline__ uint32_t negative(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return permute(permute(a, b, 0x00FB), permute(c, d, 0x00FB), 0x5410);
 }
@@ -291,10 +290,10 @@ __device__ __forceinline__ float scaled(float x, float inverse, float sign, floa
 
 // Nearest e2m1 magnitude to |z|, half to even; from 7 on it is not 6 but what follows, 8 and more.
 //
-// e is |z| itself, 1 at least, and e * 2^22 a whole multiple of e2m1's step there, whatever |z|'s last bits are. So
-// subtracting |z| from it rounds |z| to that step, and no power of two below |z| has to be found. Just above 2 and 4 it
-// rounds to half the step, to the same value. 1 + 2^-20 and not 1 keeps 2^22 e - |z| above 2^22. Compared with
-// `nearest_e2m1` at every float32.
+// e is max(|z|, 1 + 2^-20). e * 2^22 is a whole multiple of e2m1's step at |z|, whatever |z|'s last bits are. So
+// subtracting |z| from it rounds |z| to that step, and the power of two below |z| is not needed. Just above 2 and 4 it
+// rounds to half the step, which gives the same value. The 2^-20 keeps 2^22 e - |z| above 2^22. A test compares this
+// with `nearest_e2m1` at every float32.
 __device__ __forceinline__ float nearest_magnitude(float z) {
   float magnitude = fabsf(z), e = fmaxf(magnitude, 0x1.00001p0f);
   return __fmaf_rn(e, 0x1p22f, -__fmaf_rn(e, 0x1p22f, -magnitude));
@@ -306,7 +305,7 @@ __device__ __forceinline__ uint32_t pair_up(float low, float high) { return pack
 // Codes of 8 values, low nibble = first. pairs: magnitudes k and k + 4; first, last: `negative` of the first and the
 // last four.
 //
-// Times 2^-14, where the exponents of float16 end, a magnitude's bits are its index << 9.
+// A magnitude times 2^-14, where float16's exponents end, has its index << 9 as its bits.
 __device__ __forceinline__ uint32_t encode8(const uint32_t (&pairs)[4], uint32_t first, uint32_t last) {
   uint32_t index[4];
 #pragma unroll

@@ -1,14 +1,14 @@
-// A wgmma's left operand out of packed codes, K in its order in memory.
+// Makes a wgmma's left operand out of packed codes, with K in its order in memory.
 //
-// A product of 16 values of K takes k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of lane t: the byte t of two words of codes. So
-// of 32 values, 16 bytes of codes, a lane needs the byte t of each word, and has them after three permutations.
+// A product of 16 values of K takes k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of lane t: byte t of two words of codes. So
+// of the 16 bytes of codes of 32 values, a lane needs byte t of each word. Three permutations gather them.
 #pragma once
 
 #include "decode.cuh"
 
 namespace aoquant::decode {
 
-// Scales of 32 values of a row, for pairs of one value of the first 16 and one of the second.
+// Scales of 32 values of a row, for pairs that have one value of the first 16 and one of the second.
 struct Halves {
   uint32_t s, z;
 };
@@ -21,7 +21,8 @@ __device__ __forceinline__ Halves halves_of_raw(uint32_t raw, const DecodeArgs& 
   return {__byte_perm(scale.s[0], scale.s[1], 0x7610), __byte_perm(scale.z[0], scale.z[1], 0x7610)};
 }
 
-// The same in two parts: a word made by who brings scales to shared memory, once, and what each lane makes of it.
+// The same in two parts: a word, which the warp that brings scales to shared memory makes once, and what each lane
+// makes of that word.
 template <int F, typename T>
 __device__ __forceinline__ uint32_t word_of_raw(const RawScale& raw, const DecodeArgs& a) {
   if constexpr (F == INT4) return raw.s | raw.z << 16;

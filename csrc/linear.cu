@@ -1,9 +1,9 @@
-// A linear layer of few rows in one call: x (*lead, K) as the model has it, encoded here where the recipe encodes it, times
-// a packed W, plus bias. An eager model waits for the host in every layer, so what surrounds the launches is here and not
-// in Python: the shape of y, the operand and its scales, and the choice of the kernels.
+// A linear layer of few rows in one call: x (*lead, K) as the model has it, times a packed W, plus bias. If the recipe
+// encodes x, this call encodes it. An eager model waits for the host in every layer. So the work around the launches is
+// here and not in Python: the shape of y, the operand and its scales, and the choice of the kernels.
 //
-// The launches are those of encode_rows.cuh and of decode.cu, so the bits are too; where it pays, the product encodes x itself
-// (encode_here.cuh), and there is one launch.
+// The launches, and so the bits, are those of encode_rows.cuh and of decode.cu. If it pays, the product encodes x
+// itself (encode_here.cuh), and there is one launch.
 #include <array>
 #include <vector>
 
@@ -32,7 +32,7 @@ struct Layer {
   LinearPlan plan;
 };
 
-// The layers' outputs for one x (*lead, k), which is encoded once: all layers encode it alike.
+// The outputs of layers for one x (*lead, k). All layers encode x alike, so it is encoded once.
 std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t count) {
   const auto lead = given.sizes();
   const int64_t dims = int64_t(lead.size());

@@ -1,13 +1,13 @@
-// Scales of a W's rows on their way to the ring of expert_wide.cuh: a lane has a row, and reads at once what four
-// steps of K need.
+// Brings the scales of W's rows to the ring of expert_wide.cuh. A lane has a row, and reads what four steps of K need
+// at once.
 //
-// `fill_steps` of decode_tiles.cuh reads one step's scales at a time, 4 or 8 bytes of a row, of which memory gives
-// 32. The 128 rows of int4's two tensors are 256 lines of 128 bytes, 32 KB, more first-level cache than the ring
-// leaves. So each step may read the same sectors again: 8 KB of L2 beside 40 KB of codes and x. On an H200 int4 in
-// groups of 32 took 5 to 7 % longer than in groups of 128, with the same instructions in the warps that multiply.
-// Here a sector is read once, and a warp that fills issues 100 instructions a step, not 160.
+// `fill_steps` of decode_tiles.cuh reads one step's scales at a time: 4 or 8 bytes of a row, though a load moves 32.
+// The 128 rows of int4's two tensors are 256 lines of 128 bytes, 32 KB, more first-level cache than the ring leaves. So
+// each step may read the same sectors again: 8 KB of L2 beside 40 KB of codes and x. On an H200 int4 in groups of 32
+// took 5 to 7 % longer than in groups of 128, with the same instructions in the warps that multiply. Here each sector
+// is read once, and a warp that fills issues 100 instructions a step, not 160.
 //
-// A row has to begin at a multiple of 16 bytes: `RowScales::takes`. Others come by `fill_steps`.
+// A row has to begin at a multiple of 16 bytes: `RowScales::takes`. `fill_steps` brings other rows.
 #pragma once
 
 #include "decode_tiles.cuh"

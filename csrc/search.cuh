@@ -1,9 +1,9 @@
 // NVFP4 with searched block scales on the device: one block of 16 values, as `formats/search.py` defines it, bit for
 // bit.
 //
-// Thirteen scales are tried exactly, in the reference's order, each at the cost of eight instructions a value: its
-// codes times their scale are exact products, so that subtracting y from one is a fused operation. The quotient (1 / t)
-// / s of each of the 119 scales is made once, in a table.
+// Thirteen scales are tried exactly, in the reference's order, at eight instructions for each value and scale. Codes
+// times their scale are exact products, so a fused operation subtracts y from one. The quotient (1 / t) / s of each of
+// the 119 scales is made once, in a table.
 #pragma once
 
 #include "check.cuh"
@@ -27,7 +27,7 @@ struct __align__(8) SearchEntry {
   float inverse, s;  // (1 / t) / s, and s
 };
 
-// e4m3 bytes of 2^-6 and 448; codes below and above the usual one
+// e4m3 bytes of 2^-6 and 448; the number of codes tried below and above the usual one
 constexpr int LOWEST = 0x08, HIGHEST = 0x7E, DOWN = 4, UP = 8;
 
 __device__ __forceinline__ SearchEntry make_search_entry(uint32_t code, float inverse) {

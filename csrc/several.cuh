@@ -1,5 +1,5 @@
-// Launches of the kernels of few rows: of one W, or of several that read the same x, q, k and v for one. A block of threads
-// finds by its number which W it has.
+// Launches the kernels of few rows: for one W, or for several that read the same x, such as q, k and v. A block of
+// threads finds by its number which W it has.
 #pragma once
 
 #include "decode_call.cuh"
@@ -8,15 +8,15 @@ namespace aoquant {
 
 namespace decode {
 
-// W's that share a launch, of one K and cut alike, each with blocks of its own. ends: the number of blocks of the first W, of the first
-// two, of all.
+// Weights multiplied in one launch; they have the same K and the same split. ends[i]: number of blocks of weights 0 to
+// i.
 template <int COUNT>
 struct Several {
   DecodeArgs of[COUNT];
   int ends[COUNT];
 };
 
-// Which of the W's a block of threads has, and which of that W's blocks.
+// Which W a block of threads has, and which of that W's blocks it is.
 struct BlockPlace {
   int which, block;
 };
@@ -46,10 +46,11 @@ Several<COUNT> several_of(const DecodeArgs& a, int rows) {
   return several;
 }
 
-// Bytes of dynamic shared memory that every launch may have: 48 KB less what a kernel declares itself, scales of 16 rows.
+// Bytes of dynamic shared memory that every launch may have: 48 KB, less what a kernel declares itself (scales of 16
+// rows).
 constexpr int WITHOUT_ASKING = 47 * 1024;
 
-// Blocks of a kernel that may start before the one before it has ended, in clusters of CK.
+// Launches the blocks of a kernel, in clusters of CK; they may start before the kernel in front has ended.
 template <int CK, typename K, typename... A>
 cudaError_t launch_kernel(K* kernel, dim3 blocks, int threads, int bytes, cudaStream_t stream, const A&... a) {
   if (bytes > WITHOUT_ASKING) {

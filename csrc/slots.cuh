@@ -1,13 +1,14 @@
-// Rows of x sorted by expert, cut into slots of one expert each. What experts have is known on the device alone, so a
-// block finds its slot itself. There are as many blocks as slots could be, and those without one end at once.
+// Cuts rows of x, sorted by expert, into slots; a slot has rows of one expert. Only the device knows how many rows an
+// expert has, so a block finds its slot itself. The launch has as many blocks as there could be slots; a block without
+// a slot ends at once.
 //
-// `ends` (experts,) holds for each expert the row behind its last.
+// `ends` (experts,) holds for each expert the index after its last row.
 //
-// A cut says which slots an expert's rows make: `Even`, or what expert_wide.cuh takes, `LongSlots` and `ShortSlots`.
-// There a slot costs the width of its products, 64, 128, 160, 192 or 256 rows, but some half of a whole slot at
-// least, because all of W is decoded for it. So 256 + 30 rows would cost 1.5, and 160 + 126 cost 1.125. And its
-// blocks draw one tile after another, some 8 where experts are few and large: short slots are drawn last, while other
-// blocks end.
+// A cut says which slots an expert's rows make: `Even`, or for expert_wide.cuh `LongSlots` and `ShortSlots`.
+//
+// In expert_wide.cuh a slot's cost is its width (64 to 256 rows), and at least half of a full slot, because W is
+// decoded either way. Splitting 286 rows as 256 + 30 costs 1.5; 160 + 126 costs 1.125. A block draws one tile after
+// another, some 8 if experts are few and large. Short slots are drawn last, to fill the tail.
 #pragma once
 
 #include <cstdint>
@@ -19,19 +20,19 @@ struct Groups {
   int experts, rows;  // rows: of x, some of which may lie behind the last expert's
 };
 
-// expert: -1 where there is none.
+// expert: -1 if the slot does not exist.
 struct Slot {
   int expert, first, rows;
 };
 
-// Slots that there are, at most: of as many experts as can have rows, each with a slot of one row.
+// The largest possible number of slots: as many experts as can have rows have a slot of one row each.
 inline int64_t most_slots(int64_t rows, int64_t experts, int64_t height) {
   const int64_t hit = rows < experts ? rows : experts;
   return hit + (rows - hit) / height;
 }
 
-// A tile: a slot and a block of rows of W. Tiles come in groups of GROUP slots x blocks, slots first, so that those that are
-// multiplied at once share x and W in the L2 cache. slots: how many there are.
+// A tile is a slot and a block of rows of W. Tiles come in groups of GROUP slots x blocks, slots first, so that tiles
+// that are multiplied at once share x and W in the L2 cache. slots: their number.
 struct TilePlace {
   int slot, block;
 };
@@ -45,7 +46,7 @@ inline TilePlace tile_place(int index, int slots, int blocks) {
   return {first + in_group % height, in_group / height};
 }
 
-// Of an expert's rows: the first of a slot, counted from its expert's first, and how many.
+// A slot's rows within its expert: the first one, and how many.
 struct Span {
   int first, rows;
 };
@@ -63,8 +64,8 @@ struct Even {
   static AOQUANT_CUT Span span(int rows, int i) { return {i * HEIGHT, rows - i * HEIGHT < HEIGHT ? rows - i * HEIGHT : HEIGHT}; }
 };
 
-// As many slots, of 256 rows. But where the last one would have 64 rows or fewer, the one before has 160, and the
-// last the rest. A slot of up to 128 rows is short, which only the last can be.
+// Slots of 256 rows, and the rest. If the rest would be 64 rows or fewer, the slot before it keeps 160, and the last
+// slot takes the others. Only the last slot can be short, of at most 128 rows.
 struct WideCut {
   static constexpr int HEIGHT = 256, SHORT = 128, FEW = 64, SHARES = 160;  // SHARES: rows of a slot that gives some to the last
   static AOQUANT_CUT int all(int rows) { return (rows + HEIGHT - 1) / HEIGHT; }
@@ -104,7 +105,7 @@ __device__ __forceinline__ int count_slots(const Groups& groups) {
   return slots;
 }
 
-// Slot `index`, found by every warp for itself: a lane takes four experts, so one wait suffices up to 128 of them.
+// Finds slot `index`; every warp finds it for itself. A lane takes four experts, so up to 128 experts need one wait.
 template <typename Cut>
 __device__ __forceinline__ Slot find_slot(const Groups& groups, const int index) {
   constexpr int EACH = 4;

@@ -1,7 +1,6 @@
-// Sums of wgmmas out of registers into y, token by token, without shared memory and without a wait for other warps: each
-// 8 x 8 of them is turned by one instruction (movmatrix), after it was scaled and rounded.
-//
-// So a group of four warps may write its sums while another one multiplies, and the ring of bytes goes on being filled.
+// Writes sums of wgmmas out of registers into y, token by token, without shared memory and without a wait for other
+// warps. Each 8 x 8 of them is scaled, rounded, and turned by one instruction (movmatrix). So a group of four warps may
+// write its sums while another one multiplies, and the ring is filled meanwhile.
 #pragma once
 
 #include "decode.cuh"

@@ -1,8 +1,9 @@
-// 16-bit arithmetic of two values in a word, of bfloat16 or float16: what products of packed 4-bit weights decode with.
+// 16-bit arithmetic on words of two values, of bfloat16 or float16: the decoding in products of packed 4-bit weights.
 //
-// A nibble becomes a value by bits and one instruction for two of them. Two's complement: MAGIC and the nibble are
-// 2^7 + 8 + q (float16: 2^10 + 8 + q), and MINUS_OFFSET makes q of it. e2m1: its bits in place of sign, lowest exponent
-// bits and first mantissa bit are a value that is too small by E2M1_UNIT, a power of two.
+// Nibbles become values by operations on bits and one instruction for each two. Two's complement: MAGIC and the nibble
+// are 2^7 + 8 + q (float16: 2^10 + 8 + q), and adding MINUS_OFFSET gives q. e2m1: the nibble's bits, in place of the
+// sign, the lowest exponent bits and the first mantissa bit, are a value that is too small by E2M1_UNIT, a power of
+// two.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from checkout import commit
 
 
 def sha256(file: Path) -> str:
@@ -16,10 +17,11 @@ def sha256(file: Path) -> str:
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Date (UTC), the versions that decide the numbers, and the device's name."""
+    """Date (UTC), the commit of this code, the versions that decide the numbers, and the device's name."""
     versions = {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)}
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit() or "unknown",
         "versions": {"python": platform.python_version()} | versions,
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else f"cpu ({platform.machine()})",
     }

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from checkout import commit
 
 import aoquant
 from aoquant.integrations import job
@@ -62,6 +63,7 @@ def main(c: Config) -> None:
         "transformers": transformers.__version__,
         "aoquant": aoquant.__version__,
         "date": datetime.date.today().isoformat(),
+        "commit": commit() or "unknown",
         "steps": c.steps,
         "tokens": c.steps * c.batch_size * c.block,
         "dtype": c.dtype,

@@ -2,9 +2,9 @@
 
     y[t] = W^[ids[t]],    W^ = decode(encode(W)) in W's dtype
 
-Only the rows that a batch asks for are encoded where a row's scales are its own (per row, per group, blocks along K);
-where they are not, as with an outer scale of the whole matrix, all of it is encoded. A packed weight gathers codes and
-decodes those rows. There is no activation to quantise.
+If a row has scales of its own (per row, per group, blocks along K), only the rows that a batch asks for are encoded. If
+not, as with an outer scale of the whole matrix, all of it is encoded. A packed weight gathers the codes of these rows
+and decodes them. There is no activation to quantise.
 
 The gradient passes straight through the rounding, so it is nn.Embedding's own: rows scattered into the weight, dense or
 sparse, none for padding_idx, divided by frequency if asked for. Backward saves the indices. K is the

@@ -2,11 +2,11 @@
 
 `direct_reads.py` watches the first forward of a model. A model whose other methods are called instead, as in
 `model.generate_loss(x)`, is not seen by it. So prepare also puts a hook on the weight of each linear layer, which takes
-itself away at the weight's first gradient. The layer's own product, in the one function that every eager training
-forward goes through, says that the layer ran, and its weight is forgotten.
+itself away at the weight's first gradient. Every eager training forward of a layer goes through one function. That
+function tells this module that the layer ran, and the watch of its weight ends.
 
-This costs a look at an empty dictionary afterwards, and nothing in compiled code, where that function is not run. A
-compiler that traces it ends the watch of all weights, because the forwards of compiled layers are not seen.
+Afterwards this costs a look at an empty dictionary, and nothing in compiled code, which does not run that function.
+When a compiler traces it, the watch of all weights ends, because the forwards of compiled layers are not seen.
 """
 
 from __future__ import annotations

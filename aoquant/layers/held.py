@@ -1,8 +1,8 @@
 """Held scales: static and learned scales as a layer's own buffers and parameters.
 
-A dynamic scale lives as long as one forward. A static one is measured once, by `aoquant.calibrate`, and a learned one
-is moved by the optimizer; both are then part of what was trained, so they live where weights live: in the state_dict,
-on the layer's device, in what a resumed run loads. Convert takes the very same numbers.
+A dynamic scale lives as long as one forward. `aoquant.calibrate` measures a static one once, and the optimizer moves a
+learned one. Both are part of what was trained, so they live where weights live: in the state_dict, on the layer's
+device, in what a resumed run loads. Convert takes the very same numbers.
 
 Names are `input_scale`, `input_zero`, `weight_scale`, `weight_zero` and so on: the fields of `formats.Scales`.
 Floating-point ones are float32 whatever the layer's dtype, and stay so when the layer is cast: a scale that rounds

@@ -11,10 +11,9 @@ Within a family they may differ in e4m3 and e5m2, in one-dimensional and square 
 rounding: TransformerEngine's own recipes do. A transform in front of them has to cancel in the product: the same
 matrix, with the same signs, on both sides, and its own inverse transposed.
 
-`contract` names the kernel of such a GEMM. FP8 tensor cores multiply codes under one scale a side, and e5m2 by e5m2
-they do not multiply; their sums keep fewer bits than float32, so they run under a contract of their own, with
-accumulators that are promoted, as TransformerEngine and torchao have it in backward. Every other pair is emulated
-exactly.
+`contract` names the kernel of such a GEMM. FP8 tensor cores multiply codes under one scale a side, but not e5m2 by
+e5m2. Their sums keep fewer bits than float32, so they run under a contract of their own. It promotes accumulators, as
+TransformerEngine and torchao do in backward. Every other pair is emulated exactly.
 
 `why_not` binds every recipe. `why_not_cast` binds configs that name each cast; presets such as "quartet" draw on both
 sides.

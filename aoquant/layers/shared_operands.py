@@ -12,8 +12,8 @@ a layer takes codes only where such a write would be strange:
 - of an input whose memory NumPy and other processes cannot write: torch marks such a storage as not resizable.
 - never what it took or made before, as in shared_inputs.py.
 
-What is left is a forward that writes its input through `.data`, or by a kernel of its own, between calls of two of its
-own layers: the second has the codes of the input from before.
+One case remains: a forward that writes its input through `.data`, or by a kernel of its own, between calls of two of
+its own layers. The second layer then multiplies the codes of the input from before the write.
 
 Nothing is shared under inference mode, whose tensors have no version, and nothing is taken while a CUDA graph is
 captured.

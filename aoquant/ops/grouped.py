@@ -2,16 +2,16 @@
 
     y[s] = rn(sum over k of x[s, k] w[e, n, k] * alpha_x[s] * alpha_w[e, n])      e: the expert of row s
 
-That is the contract "aoquant" without a bias, for each row the product of its own expert, and no other row has a say in
-it. `ends` (E,) int32 holds for each expert the row behind its last; it stays on the device, so nothing here waits for
-it. Rows behind the last expert's are zero. x may have a row for each token instead, and `token` (S,) says which one row
-s reads: it is encoded once, however many experts it goes to.
+That is the contract "aoquant" without a bias. Each row is the product with its own expert, and does not depend on other
+rows. `ends` (E,) int32 holds for each expert the row behind its last; it stays on the device, so nothing here waits for
+it. Rows behind the last expert's are zero. x may instead have a row for each token; `token` (S,) then says which row of
+x each s reads. So a token is encoded once, however many experts it goes to.
 
-On a GPU three kernels run, chosen by shapes alone. Few rows are multiplied by 4-bit codes as they lie, on Hopper many
-are, too (expert_rows.py). Others meet the operand in bf16, of a weight that is whole already all at once, of codes 64
-MB at a time, both in the same kernel (triton/grouped.py), whose bits are those of codes. The GEMMs of a backward in
-high precision have no outer scales, and one rounding, so `torch._grouped_mm` computes them. Elsewhere an expert at a
-time is a product like any other.
+On a GPU three kernels run, chosen by shapes alone. Few rows are multiplied by 4-bit codes as they lie in memory, and on
+Hopper many rows are too (expert_rows.py). Other rows meet the operand in bf16: all of it at once if the weight is whole
+already, else 64 MB at a time, decoded from the codes. One kernel does both (triton/grouped.py), and its bits are those
+of multiplying the codes. The GEMMs of a backward in high precision have no outer scales and round once, so
+`torch._grouped_mm` computes them. On other devices each expert is an ordinary product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .linear import dgrad, wgrad
 
 FEW = 32  # rows for each expert, on average, up to which codes are multiplied as they lie
 BLOCK = 1 << 26  # bytes of W's values that are there at once
-_UNIT = 256  # rows of an expert that is larger: a part is a multiple of them, and so of every format's tile
+_UNIT = 256  # An expert larger than BLOCK is decoded in parts of a multiple of 256 rows, so no part cuts a tile.
 
 
 def _product(a: Any) -> Tensor:

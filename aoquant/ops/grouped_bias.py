@@ -2,8 +2,9 @@
 
     y[s] = rn(x[s] + b[e])        db[e] = rn(sum over rows s of e of dy[s]), float32 sums
 
-`b[expert]` says the first in PyTorch: it writes a matrix of biases, and its gradient adds one row after the other, each
-sum rounded to bfloat16. Here a row of b is read where it is added, and an expert's rows are summed side by side.
+PyTorch would compute the first as `x + b[expert]`. That writes a matrix of biases, and its gradient adds one row after
+the other, rounding each sum to bfloat16. Here a row of b is read where it is added, and an expert's rows are summed in
+float32, side by side.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class CodesAndValues(NamedTuple):
 
 class Made(NamedTuple):
     """What an encoder makes of x (R, K) in one pass, each None where it was not asked for: codes and scales; values
-    (R, K), the GEMM's operand or decoded; alpha, as above, which is there without an operand too.
+    (R, K), the GEMM's operand or decoded; alpha: the factor on the accumulator, set even if no operand was asked for.
     """
 
     encoded: Encoded | None

@@ -1,10 +1,10 @@
-"""Stacked experts as one matrix: rows of all experts under each other, E * N of them.
+"""Stacked experts as one matrix of E * N rows: the rows of all experts, one expert under the other.
 
-Most formats make a row's codes of that row, so a stack is encoded in one launch. A format with one scale for the tensor
-has one for each expert here: NVFP4's kernel takes the experts' outer scales together, other formats are encoded expert
-by expert. A stack that is stored transposed, (E, K, N), becomes a GEMM's operand where it lies (triton/stacked.py), for
-GEMMs take either order. For its codes, and in formats without such a kernel, it is turned some experts at a time,
-because encoders read rows.
+In most formats a row's codes depend on that row alone, so a stack is encoded in one launch. A format with one scale for
+the tensor has one scale for each expert here. NVFP4's kernel takes all experts' outer scales at once; other formats
+encode expert by expert. A stack that is stored transposed, (E, K, N), becomes a GEMM's operand in place
+(triton/stacked.py), because GEMMs take either order. Encoders read rows. So for codes, and in formats without such a
+kernel, the stack is transposed some experts at a time.
 """
 
 from __future__ import annotations

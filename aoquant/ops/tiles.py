@@ -1,10 +1,10 @@
-"""Encoding and decoding some rows at a time, so that what is in between stays in memory that is warm.
+"""Encoding and decoding some rows at a time, so that intermediate values stay in a cache.
 
-A format's arithmetic is a dozen passes over the data, each into a new tensor. For a whole weight each of these is
-megabytes of memory that a CPU's allocator takes from the system and gives back: touching it for the first time costs
-ten times the arithmetic. A GPU's allocator keeps what it has, but a float32 copy of a weight is twice the weight, and
-several of them at once are what a conversion cannot afford; tiles that fit the L2 cache cost neither memory nor time.
-Where a row's codes depend on that row and on the scales alone, or on whole tiles of rows, the numbers are those of
+A format's arithmetic is a dozen passes over the data, each into a new tensor. For a whole weight each tensor is
+megabytes, which a CPU's allocator takes from the system and gives back; touching such memory for the first time costs
+ten times the arithmetic. A GPU's allocator keeps its memory, but a float32 copy of a weight is twice the weight, and a
+conversion cannot afford several of them at once. Tiles that fit the L2 cache cost neither memory nor time. Where a
+row's codes depend on that row and on the scales alone, or on whole tiles of rows, the numbers are those of
 `Format.encode`, `operand` and `decode`.
 """
 

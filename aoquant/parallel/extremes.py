@@ -1,8 +1,8 @@
-"""Scales that reach over a cut: a maximum over the ranks, taken of integers, so that NaN survives.
+"""Scales that reach over a cut. The ranks take a maximum of integers, so that NaN survives.
 
 A scale of a row or of the whole tensor depends on the smallest and the largest value alone (formats for which it does
-not are refused, `Format.from_extremes`). Each rank finds those of its part, the ranks take the largest of their bits,
-and the format measures what is left.
+not are refused, `Format.from_extremes`). Each rank finds the smallest and the largest value of its part, the ranks take
+the largest of their bits, and the format measures these two values.
 """
 
 from __future__ import annotations

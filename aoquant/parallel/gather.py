@@ -1,13 +1,12 @@
 """FSDP2 gathers the weights of prepared layers as the codes that their GEMMs read, in place of bf16.
 
 A rank encodes its rows and sends codes and scales (gathered.py); what all ranks then hold is what encoding the whole
-weight gives, byte for byte, so training computes what it computes without this. A pass sends
+weight gives, byte for byte, so training computes what it computes without this. A pass sends one of three things:
 
-    the codes of fprop alone          where dgrad reads the same value: the source "forward", a square tile, one scale
-                                      for the tensor, or no quantised backward
-    and the column side that dgrad    where it starts from the original
-    reads
-    bf16, as ever                     where that is no less, or where dgrad reads the original itself
+- The codes of fprop alone, if dgrad reads the same value: the source "forward", a square tile, one scale for the
+  tensor, or no quantised backward.
+- These codes and the column side that dgrad reads, if that side is made from the original.
+- bf16, as without this, if the codes are no fewer bytes, or if dgrad reads the original itself.
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of the sharded tensor, which is a subclass here
 (`EncodingShard`): it shares the memory of the plain one, optimizers and checkpoints see a plain tensor, and a copy on

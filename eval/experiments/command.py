@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from checkout import commit
 
 from experiments import cost, table, worker
 from experiments.processes import Processes
@@ -78,19 +79,6 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     o = parser.parse_args(arguments)
     o.commit = commit() if o.commit is None else o.commit
     return o
-
-
-def commit() -> str:
-    """Of this checkout, with a + where files differ from it; empty where git knows none."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        found, changed = (
-            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
-            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return found + "+" * bool(changed)
 
 
 @contextmanager

@@ -134,7 +134,7 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
         ("checks", {}, None),
         ("checks", {"min_sqnr_db": "21.0"}, "least SQNR of a layer, dB 21.0"),
         ("checks", {"cpu_codes_equal": False}, "codes on a CPU differ"),
-        ("checks", {"cpu_nats_a_word": 0.03}, "nats a word on a CPU 0.0300"),
+        ("checks", {"cpu_nats_a_word": 0.05}, "nats a word on a CPU 0.0500"),
         ("checks", {"transformers_word_perplexity": 1.0}, "exported, by transformers 1.000: -2.99573 nats a word"),
         ("checks", {"transformers_word_perplexity": "KeyError"}, "exported, by transformers KeyError"),
         ("checks", {"not_exported": "needs a package", "transformers_word_perplexity": None}, None),

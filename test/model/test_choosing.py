@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,20 @@ def test_words_that_choose_nothing_are_refused(asked: str, said: str) -> None:
 def test_every_choice_and_every_measurement_is_a_recipe() -> None:
     for name in [*(choice.recipe for choice in choosing.CHOICES), *choosing.measured()]:
         assert get_recipe(name).name == name
+
+
+SPEED = {"speed with many tokens": "model_prefill", "fast decoding, few tokens at a time": "model_generate"}
+
+
+@pytest.mark.parametrize("want", SPEED)
+def test_a_recipe_that_is_chosen_for_its_speed_is_faster_than_bf16(want: str) -> None:
+    """In the newest run of each model in benchmarks/results; decoding with a static cache: eager waits for the host."""
+    with (ROOT / "benchmarks" / "results" / f"{SPEED[want]}.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["ms"] and (row["part"], row["how"]) != ("generate", "eager")]
+    newest = {(row["variant"], row["hidden"]): float(row["speed"]) for row in rows}  # rows are in the order of time
+    chosen = {choice.recipe for choice in choosing.CHOICES if choice.want == want}
+    timed = {cell: speed for cell, speed in newest.items() if cell[0] in chosen}
+    assert timed and {cell: speed for cell, speed in timed.items() if speed < 1} == {}
 
 
 def test_the_page_has_the_table() -> None:

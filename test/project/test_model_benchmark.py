@@ -35,7 +35,7 @@ def test_every_part_has_its_rows(tmp_path: Path) -> None:
     for part, hows in (("train", 2), ("generate", 2), ("prefill", 1)):
         found = rows(tmp_path / f"model_{part}.csv")
         assert [row["variant"] for row in found] == VARIANTS * hows
-        assert all(row["torch"] and row["date"] and row["command"] for row in found)
+        assert all(row["torch"] and row["date"] and row["commit"] and row["command"] for row in found)
         for row in found:
             deploys = part != "train" and row["variant"] == "torchao:int4"  # its kernel is MSLK's, for GPUs
             assert bool(row["note"]) == deploys

@@ -4,6 +4,7 @@ as the sources define it, and it reads what the tools write.
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from collections import Counter
@@ -28,6 +29,16 @@ def test_every_kernel_of_the_sources_is_in_the_table() -> None:
     sources = [*sanitize.CSRC.glob("*.cu"), *sanitize.CSRC.glob("*.cuh")]
     assert len(sanitize.defined()) == sum(len(re.findall("__global__ void", s.read_text())) for s in sources)
     assert {"decode::tiles", "encode_kernel", "rows::encode_kernel", "whole::kernel"} <= sanitize.defined()
+
+
+def test_every_kernel_was_checked_or_is_named_as_not_checked() -> None:
+    """The program and the page name each kernel that is newer than benchmarks/results/sanitize.csv."""
+    with (sanitize.HERE / "results" / "sanitize.csv").open(encoding="utf-8", newline="") as file:
+        checked = {row["kernel"] for row in csv.DictReader(file) if row["errors"] and int(row["launches"])}
+    unchecked = sanitize.defined() - checked
+    assert unchecked == set(sanitize.NOT_CHECKED)
+    page = (ROOT / "docs" / "cuda-kernels.md").read_text(encoding="utf-8")
+    assert [name for name in unchecked if f"`{name.rpartition('::')[2]}`" not in page] == []
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Which formats have Triton kernels, in which roles, and what these cannot do: one record for each file of
 `ops/triton`.
 
-A kernel knows exact formats: a subclass is another format, with other numbers, and needs a record of its own. Triton is
-not imported here, so that a machine without it can say why a kernel does not run. To add a kernel: its launchers
-(`encode`, `decode`) in a file of `ops/triton`, and its record here.
+A kernel serves exact classes of formats. A subclass has other numbers, so it needs a record of its own. Triton is not
+imported here, so that a machine without it can say why a kernel does not run. To add a kernel: its launchers (`encode`,
+`decode`) in a file of `ops/triton`, and its record here.
 
     encode(format, x_RK, dtype or None, operand, keep, measured, mix) -> Made
     decode(format, e, dtype, operand) -> values

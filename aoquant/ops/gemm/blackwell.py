@@ -1,11 +1,11 @@
 """Blackwell's block-scaled tensor cores: PyTorch's NVFP4 and MX GEMMs, which torchao's NVFP4Tensor and MXTensor call.
 
 They take our codes as they are and block scales swizzled in tiles of 128 x 4 (`formats.layout`), and accumulate in
-float32. They know no outer scales: under "aoquant" the GEMM hands over its accumulators in float32 and the epilogue
-scales them, adds the bias and rounds once; without outer scales its own rounding, bias included, is that
-rounding; "nvfp4_rescale" is torchao's order.
+float32. They have no outer scales. Under "aoquant" the GEMM hands over float32 accumulators, and the epilogue scales
+them, adds the bias and rounds once. Without outer scales the GEMM adds the bias and rounds itself, once, which is the
+same. "nvfp4_rescale" is torchao's order.
 
-Contract-tested against a double of the operator that checks its arguments and multiplies what they stand for
+The tests run it against a double of the operator, which checks its arguments and multiplies what they stand for
 (test/ops/test_blackwell.py). Never run on a Blackwell GPU: none was at hand.
 """
 
@@ -41,14 +41,14 @@ def _why_not(r: Request) -> str | None:
 
 
 def _alike(x: Format, w: Format) -> bool:
-    """Whether one instruction multiplies their codes. NVFP4's outer scales are the epilogue's: one for the tensor, one
-    a row, or none.
+    """Whether one instruction multiplies their codes. NVFP4's outer scales (one for the tensor, one a row, or none) are
+    left to the epilogue.
     """
     return x == w or type(x) is type(w) is NVFP4
 
 
 def _takes(f: Format) -> bool:
-    """A subclass is another format; e5m2 has no kernel."""
+    """Whether there is a kernel for this very class of format: a subclass is another format, and e5m2 has none."""
     return type(f) is NVFP4 or (type(f) is MX and f.element != "e5m2")
 
 

@@ -1,8 +1,8 @@
 """GEMMs with a packed W on a CPU, decoded on the way: the contract "aoquant" by the kernels of `csrc/cpu/`.
 
-A token of `generate` reads every weight once. The reference makes float32 values of all of W for it, by a dozen passes;
-here a code becomes its value in a register. Above FEW rows of x it is cheaper to decode some rows of W into memory that
-stays in a cache, and to multiply these by PyTorch's own float32 GEMM.
+A token of `generate` reads every weight once. The reference writes float32 values of all of W for it, in a dozen
+passes; these kernels decode a code in a register. Above FEW rows of x it is cheaper to decode some rows of W into
+memory that stays in a cache, and to multiply them by PyTorch's own float32 GEMM.
 
 "cpu-decode" sums in float32. For up to FEW rows its order of additions is that of `csrc/cpu/level.cpp`, the same for
 every number of rows, threads and kind of CPU; above, it is MKL's. "cpu-integers" multiplies int8 by int8, sums in int32
@@ -76,7 +76,7 @@ def _bind_decode(r: Request, w: Encoded) -> Multiply | None:
 
 
 def _as_it_lies(w: Encoded) -> bool:
-    """Whether kernels read W's own bytes; of a copy they would not see what is written in place."""
+    """Whether kernels read W's own bytes. They must not read a copy, which would miss later writes in place."""
     return all(t is None or t.is_contiguous() for t in w.tensors)
 
 
@@ -117,7 +117,7 @@ def _by_blocks(f: Format, w: Encoded, x_MK: Tensor, alpha_x: Tensor | None, bias
 
 
 def _taken(bias: Tensor | None) -> Tensor | None:
-    """A bias as the kernels read it."""
+    """The bias in the form that the kernels read."""
     if bias is None or (bias.dtype in (torch.bfloat16, torch.float32) and bias.is_contiguous()):
         return bias
     return bias.float().contiguous()

@@ -4,9 +4,9 @@ in float32.
     y = rn(sum over blocks, in K's order, of (sum q_x q_w) * (d_x * d_w) [+ m_w * (d_x * sum q_x)] + bias)
 
 Integer sums and products of two float16 scales are exact in float32, so a block is rounded once; m is q4_1's minimum.
-ggml's kernels add the blocks in lanes, in an order that differs by CPU: within float32's rounding of this one. Where
-one side is not in ggml's blocks, both are decoded to float32, exactly, and multiplied there. Source: ggml
-`ggml_vec_dot_q4_0_q8_0_generic` and its like.
+ggml's kernels add the blocks in lanes, in an order that differs by CPU, so their results are within float32's rounding
+of this one. If one side is not in ggml's blocks, both are decoded to float32, exactly, and multiplied there. Source:
+ggml `ggml_vec_dot_q4_0_q8_0_generic` and its like.
 """
 
 from __future__ import annotations

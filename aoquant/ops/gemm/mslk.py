@@ -1,8 +1,8 @@
 """MSLK's kernels, formerly FBGEMM GenAI's: int4 with bf16 and with fp8 activations, and fp8 rows.
 
 `torch.ops.mslk` (package mslk-cuda) and `torch.ops.fbgemm` (fbgemm-gpu-genai) hold the same operators, so one adapter
-asks both. A placeholder called mslk exists without any kernel, and mslk cannot be imported on a machine without a GPU:
-what counts is the symbol, on a machine that has a GPU.
+asks both. A package that is called mslk may be a placeholder without kernels, and the real one cannot be imported
+without a GPU. So the adapter asks whether the operator is registered, on a machine that has a GPU.
 
 A converted torchao layer calls these operators, and with them the prepared layer equals it whatever M is. Without them
 torch.mm and torch._scaled_mm sum the same products, in the same order wherever cuBLAS does not split K. The preshuffled

@@ -87,5 +87,5 @@ def dtype_of(number: int) -> torch.dtype:
 
 
 def most_rows(number: int) -> int:
-    """For how many rows a number that 1 row has is made."""
+    """The largest M for which the plan made for one row is valid."""
     return CUDA_FP8_ROWS if is_fp8(number) else CUDA_ROWS

@@ -1,7 +1,8 @@
 """GEMMs of two packed FP4 matrices: which formats can be multiplied code by code, and our own kernel for them.
 
-Any two FP4 formats can, whatever their scale rules and dialects: codes are e2m1, block scales e8m0 of 32 values or e4m3
-of 16, and what is left of a format is its `alpha`. GridFlip's signed scales and tiles of 16 rows are other layouts.
+Any two FP4 formats can, whatever their scale rules and dialects: codes are e2m1, block scales are e8m0 of 32 values or
+e4m3 of 16, and all other factors are the format's `alpha`. GridFlip's signed scales and tiles of 16 rows have other
+layouts, and cannot.
 """
 
 from __future__ import annotations

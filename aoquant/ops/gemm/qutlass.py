@@ -2,13 +2,14 @@
 
 GEMM: `matmul_mxf4_bf16_tn(a, b, a_sf, b_sf, alpha)` and `matmul_nvf4_bf16_tn`: packed codes, block scales swizzled in
 tiles of 128 x 4, one float32 alpha on the device, bf16 out. K is padded to a multiple of 128 with zero codes and zero
-scales; NVFP4's scales go as a matrix of K / 16 columns, MX's flat. It rounds acc * alpha to bf16 itself, alpha the
-product of both sides' scales, so a bias comes after that rounding, a second one; where rows of the weight differ in
-their outer scale (q, k and v loaded into one) their ratio to the first comes after it too.
+scales; NVFP4's scales go as a matrix of K / 16 columns, MX's flat. The kernel itself rounds acc * alpha to bf16, where
+alpha is the product of both sides' scales. So a bias is added after that rounding and rounded again. If rows of the
+weight differ in their outer scale (q, k and v loaded into one), the ratio to the first row's is applied after it too.
 
 Codes: `fusedQuantizeMx(x, B, method=...)` and `fusedQuantizeNv(x, B, global_scale)` quantise x B, B the identity or a
-Hadamard matrix. Their global scale is the one that encodes, the reciprocal of ours. The kernels divide approximately,
-so a few codes in ten thousand differ from `Format.encode`: the router never chooses them; they run when forced.
+Hadamard matrix. Their global scale multiplies x, so it is the reciprocal of our outer scale. The kernels divide
+approximately, so a few codes in ten thousand differ from `Format.encode`: the router never chooses them; they run when
+forced.
 
 Contract-tested against a double that checks every argument and multiplies what they stand for
 (test/ops/test_qutlass.py). Not run on hardware, since none was at hand. Older builds give the scales of

@@ -42,7 +42,7 @@ def pack_cuda(format: Int4, e: Encoded, rows: int = 8) -> tuple[Tensor, Tensor]:
     """(packed codes (N/8, K/128, 32, 4) int32, scales and zeros (G, N, 2)) of the CUDA operator, padded to `rows` and
     CUDA_K.
 
-    The padding is what the format makes of zeros: every value of it is 0.
+    Padding holds the codes, scale and zero of an encoded zero, so all of its values are 0.
     """
     scale, zero = _both(e)
     # nibble by nibble: q -> q + 8 is flipping the top bit, and this operator wants the even k in the high one

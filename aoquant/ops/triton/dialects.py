@@ -5,7 +5,7 @@ The frame is blockscaled.py's: a stream of blocks, the absmax of the tensor from
 backwards. The dialects differ in the scale of a block and in the factor or divisor of its values. A value that 0 /
 0 or a NaN scale made NaN has code 0.
 
-The same kernel, writing nothing else, is what says which values an e8m0 block clips: QuEST's trust mask.
+QuEST's trust mask is made by the same kernel: it then writes only which values an e8m0 block clips.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ def float8_code(y, LIMIT: tl.constexpr, ELEMENT: tl.constexpr):
 def float8_nearest(y, ELEMENT: tl.constexpr):
     """float32 in float8's range -> the nearest float8, as float32; -0 stays. As `float8_code`, without a conversion.
 
-    For a kernel that stores codes beside their values: there ptxas 12.8 packs the codes of two conversions into one
-    register, and then decodes half of the values from other bits. y + 1.5 * 2^k p, p the power of two in y, has no bits
-    left below p / 8, or p / 4: float8's step there.
+    This is for a kernel that stores codes beside their values. In such a kernel ptxas 12.8 packs the codes of two
+    conversions into one register, and then decodes half of the values from other bits. The function adds 1.5 * 2^k p to
+    y, where p is the power of two in y. The sum has no bits left below p / 8, or p / 4, which is float8's step there.
     """
     least_normal = 2.0**-6 if ELEMENT == "e4m3" else 2.0**-14
     magic = 1.5 * 2.0**20 if ELEMENT == "e4m3" else 1.5 * 2.0**21

@@ -1,11 +1,11 @@
-"""y = x W^T for few rows of x and a packed 4-bit W, where the CUDA library is not built: codes are decoded in
-registers, once.
+"""y = x W^T for few rows of x and a packed 4-bit W, for installs without the CUDA library: each code is decoded once,
+in registers.
 
-Four bits of W are a quarter of its bytes, and a layer that serves a few tokens waits for nothing but those. A program
-reads a tile of codes as they lie, two to a byte; low nibbles are the even k, high ones the odd k, so each half of the
-byte meets its own half of x and nothing has to be interleaved. Programs share out K too, each a range of tiles; their
-float32 sums go through memory, and a second small kernel adds them in order, which is also where the epilogue of the
-"aoquant" contract is. How K is cut depends on N and K alone, so a row of y does not depend on how many rows there are.
+A layer that serves a few tokens waits for the bytes of W, and four bits are a quarter of them. A program reads a tile
+of codes as they lie, two to a byte; low nibbles are the even k, high ones the odd k, so each half of the byte meets its
+own half of x and nothing has to be interleaved. Programs share out K too, each a range of tiles. They write float32
+sums to memory, and a second small kernel adds these in order and applies the epilogue of the "aoquant" contract. How K
+is cut depends on N and K alone, so a row of y does not depend on how many rows there are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""float8 with a float32 scale per row, per tensor or per block: codes in one pass, and the values that backward
+"""float8 with a float32 scale per row, per tensor or per block. One pass makes the codes, and the values that backward
 multiplies.
 
 A row that fits a program's registers is read once; a longer one is read twice, the second time from the L2 cache.

@@ -1,12 +1,12 @@
 """Four-over-six and GridFlip: encode, and decode with the sign of the scale that marks a shifted grid.
 
-The encoder is the one of `csrc/contest.cuh`, whose essay and proof hold here too: candidates are compared by a rough
-error, seven instructions for each value, and by the exact one of `formats/contest.py` only where two of them are closer
-than the rough one errs. Exact means in order: Triton adds along an axis in whatever order suits the layout, so the
-exact sum takes one column after the other.
+The encoder is that of `csrc/contest.cuh`, whose essay and proof hold here too. It compares candidates by a rough error,
+seven instructions for each value. Where two candidates are closer than the rough error's margin, it takes the exact
+error of `formats/contest.py`. The exact error is a sum in order, but Triton adds along an axis in whatever order suits
+the layout. So the exact sum takes one column after the other.
 
-It serves where the library of csrc was not built. That one is faster: a thread there holds a whole block, here two
-share it.
+It serves installs without the library of csrc. The library is faster: a thread there holds a whole block, and here two
+threads share one.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """A grouped GEMM: rows of x sorted by expert, each expert's rows times its own W, in one launch.
 
-Which rows an expert has is known on the device alone, so a small kernel first cuts each expert's rows into slots of BM
-rows and writes down, slot by slot, the expert and its rows; an expert without rows has no slot. One program for each
+Only the device knows which rows an expert has. So a small kernel first cuts each expert's rows into slots of BM rows,
+and writes down the expert and the rows of each slot; an expert without rows has no slot. One program for each
 multiprocessor then walks over slots x columns as `matmul.py` walks over its tiles, so nothing waits for the host. x and
-W come through the bulk tensor copy engine. A slot's last rows may be the next expert's: they are multiplied, and not
-stored. K is summed in order, so a row of y depends on that row and on its expert's W alone. The epilogue is the
-contract "aoquant" without a bias.
+W come through the bulk tensor copy engine. The last rows that a slot reads may be the next expert's: the kernel
+multiplies them, and does not store the result. K is summed in order, so a row of y depends on that row and on its
+expert's W alone. The epilogue is the contract "aoquant" without a bias.
 
-W may be a range of the experts, or a range of columns of one: what is decoded at a time. Its memory is (E, N, K) or
-(E, K, N): the tensor core reads a tile from shared memory in either order, and adds up the same products in the same
-order.
+W may be a range of the experts, or a range of columns of one expert: the part that is decoded at a time. Its memory is
+(E, N, K) or (E, K, N). The tensor core reads a tile from shared memory in either order, and adds the same products in
+the same order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Biases of experts, added to sorted rows, and their gradient, for a GPU.
 
-The gradient of an expert is the sum of its rows. How many it has is known on the device alone, so each expert has the
-same number of programs, which take its rows in turns; what they sum is added up after them, in one order.
+The gradient of an expert's bias is the sum of its rows. Only the device knows how many rows it has. So each expert has
+the same number of programs, which take its rows in turns; their sums are then added in one order.
 """
 
 from __future__ import annotations

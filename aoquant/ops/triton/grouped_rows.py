@@ -1,10 +1,10 @@
 """`few_rows.py` for experts: y = x W^T for few rows of x, sorted by expert, and packed 4-bit experts, in one launch.
 
 A program has a slot (up to BM rows of one expert, see grouped.py), BN rows of that expert's W, and a range of K. It
-finds its slot itself; there are as many programs as slots could be, and those without one end at once. An expert
-without rows costs nothing, and the codes of one with rows are read once, as long as it has BM rows at most. The sums of
-the ranges of K go through memory, and a second kernel adds them in order. How K is cut depends on N, K and the range of
-S that `splits` names, so within a range a row of y depends on that row and on its expert alone.
+finds its slot itself. There are as many programs as there could be slots, and a program without a slot ends at once. An
+expert without rows costs nothing. If an expert has at most BM rows, its codes are read once. The sums of the ranges of
+K go through memory, and a second kernel adds them in order. How K is cut depends on N, K and the range of S that
+`splits` names, so within a range a row of y depends on that row and on its expert alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The Hadamard transform in registers: `transforms.Hadamard`, bit for bit, before an encoder or by itself.
 
-A lane holds whole blocks: it loads 16 bytes at a time, the lanes of a warp side by side on 32 blocks, so that every
-butterfly is an addition of two registers of one lane. No shuffle, no shared memory; the additions are those of the
-reference, in its order. Tiles are therefore 32 blocks for each warp (`WARP`); another shape is right too, and up to
-five times slower. How many warps is measured: with 128 values in registers a second warp costs more than it hides.
+A lane holds whole blocks, so every butterfly is an addition of two registers of one lane, without shuffles and without
+shared memory. A lane loads 16 bytes at a time, and the lanes of a warp work side by side on 32 blocks. The additions
+are those of the reference, in its order. So a tile has 32 blocks for each warp (`WARP`); another shape gives the same
+result, up to five times slower. The number of warps was measured: with 128 values in registers a second warp costs more
+time than it hides.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Int4 (MSLK's dialect) and torchao's affine integers, encoded and decoded in one pass each.
 
 A row is taken as a block of K values, so one kernel serves scales per group, per row and, with the range of the whole
-tensor given by a first pass, per tensor. torchao's formulas round every step to the input's dtype (`through`), which is
-why scales of bfloat16 weights are the same on every device. Int4's operand is q * s + z in one rounding: as in
+tensor given by a first pass, per tensor. torchao's formulas round every step to the input's dtype (`through`), so
+scales of bfloat16 weights are the same on every device. Int4's operand is q * s + z in one rounding: as in
 `formats.elements.fma_round`, the float32 sum is rounded to odd first.
 """
 

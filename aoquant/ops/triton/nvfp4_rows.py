@@ -1,9 +1,9 @@
 """NVFP4 with an outer scale for each row, "nvfp4-row", in one pass: a program holds whole rows in registers.
 
-It finds the absmax of a row, makes the outer scale of it, and encodes the row from where it is: x is read once, where a
-scale for the tensor takes two passes. Rows longer than LONGEST are walked through twice by their program, the second
-time out of the L2 cache. Blocks are those of blockscaled.py, so are their scales and codes; only the place that the
-outer scale comes from is another.
+The program finds the absmax of a row, makes its outer scale, and encodes the row out of the registers. So x is read
+once, where one scale for the tensor takes two passes. A row longer than LONGEST is read twice by its program, the
+second time out of the L2 cache. Blocks, scales and codes are those of blockscaled.py; only the outer scale comes from
+another place.
 
 Short rows share a program, as many as make a tile of one warp. Behind a Hadamard transform a lane holds whole blocks of
 it (hadamard.py).

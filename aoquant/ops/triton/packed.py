@@ -1,10 +1,10 @@
 """A GEMM of two packed FP4 matrices: codes and block scales are read, and become bf16 operands in registers.
 
-Products of e2m1 codes and block scales are exact in bf16, so a bf16 tensor core sums what an FP4 one sums. Nothing but
-codes and scales comes from memory, a quarter of the bytes of bf16 operands, and no operand is ever written: the GEMM
-for a device without room for one. Low and high nibbles (even and odd k) make two half tiles, multiplied one after the
-other; every launch adds K in that order, 64 rows or more to an instruction, so a row's result does not depend on how
-many rows there are. The epilogue is the contract "aoquant": rn(acc * alpha_x * alpha_w + bias).
+Products of e2m1 codes and block scales are exact in bf16, so a bf16 tensor core sums what an FP4 one sums. Only codes
+and scales are read, a quarter of the bytes of bf16 operands, and no operand is written. So this is the GEMM for a
+device without memory for the operands. Low and high nibbles (even and odd k) make two half tiles, multiplied one after
+the other; every launch adds K in that order, 64 rows or more to an instruction, so a row's result does not depend on
+how many rows there are. The epilogue is the contract "aoquant": rn(acc * alpha_x * alpha_w + bias).
 """
 
 from __future__ import annotations

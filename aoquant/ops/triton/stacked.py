@@ -1,9 +1,9 @@
 """A stack of experts that is stored transposed, (E, K, N), encoded where it lies: values (E, K, N), no codes.
 
-A block of B values lies across memory here, one value in each of B rows of N. A program takes B rows and C columns, C
-blocks: it reads and writes along memory, and finds what a block shares with a reduction over its tile's rows. Nothing
-is turned: a GEMM takes an operand in either order. Scales and rounding are those of the encoders of rows, whose
-functions are called: blockscaled.py, integer.py and float8.py.
+The B values of a block lie across memory here, one in each of B rows of N. A program takes B rows and C columns, which
+are C blocks. It reads and writes along memory, and reduces over the rows of its tile to find what the values of a block
+share. No values are transposed, because a GEMM takes an operand in either order. Scales and rounding are done by
+functions of the encoders of rows: blockscaled.py, integer.py and float8.py.
 
 A format with a scale for each row of K values needs its largest magnitude first, which a pass over the stack finds.
 """

@@ -1,19 +1,19 @@
 """The formats for gradients in one pass: rotate, scale, draw, and write codes, scales and the GEMM's operand.
 
-Numbers are made where they are used: Philox's counter is the element's place, its key the layer's state, which is read
-on the device. Bytes are `formats/stochastic.py`'s, so the rotation's butterflies and the sums over a block add in its
-order, neighbours first. A rotation's butterflies are hadamard.py's, a lane for 32 values and two exchanges between
-lanes for longer ones; signs are bits of two integers, which every program draws once.
+Random numbers are made where they are used. Philox's counter is the element's place, and its key is the layer's state,
+which the kernel reads on the device. The bytes are those of `formats/stochastic.py`, so the rotation's butterflies and
+the sums over a block add in its order, neighbours first. A rotation's butterflies are hadamard.py's, a lane for 32
+values and two exchanges between lanes for longer ones; signs are bits of two integers, which every program draws once.
 
 A matrix is a stream of groups, of the rotation or else of the scales. wgrad's operands are transposed views of
-contiguous matrices: their groups lie across memory, those of neighbouring rows side by side, which is as good for lanes
-that hold one group each, and spares a copy.
+contiguous matrices. Their groups lie across memory, and groups of neighbouring rows lie side by side. A lane that holds
+one group reads them equally well, and no copy is made.
 
-An NVFP4 outer scale needs the absmax of what the rotation gives: a first pass rotates, in float32, and leaves the
-maximum, and a second draws.
+An NVFP4 outer scale needs the absmax of the rotated values. So a first pass rotates, in float32, and leaves the
+maximum; a second pass draws.
 
-A part of a matrix (PLACED) draws by its place in the whole: `counter` is where each block begins there. `place` stays
-where it is read and written.
+A part of a matrix (PLACED) draws by the place of its values in the whole matrix: `counter` is the place of each block
+there, and `place` is where the block is read and written.
 """
 
 from __future__ import annotations

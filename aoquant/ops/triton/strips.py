@@ -4,8 +4,8 @@ For the columns a lane holds all R rows of TALL columns: `strip`, or the whole s
 the rows it holds as much of a row as it loads at once, 8 values of bf16, so that few lanes share a block's scale:
 `blocks`. Triton gives all accesses to tensors of one shape one layout, so `blocks` has three axes.
 
-Philox's counters are laid out as a warp holds the values that they are for: the last axes are lanes, the first one a
-lane's own. Otherwise the words would change lanes in shared memory.
+Philox's counters are laid out as a warp holds their values: the last axes are lanes, and the first axis is within a
+lane. Otherwise the random words would change lanes through shared memory.
 
 PLACE is the integer that counts the values of a matrix: int32 spares half of every address, and products of Philox.
 """

@@ -1,8 +1,8 @@
 """Square tiles that share a scale: mxfp8-32x32 and te-nvfp4-16x16, in one pass over x.
 
 A program has as many rows as a tile, and several tiles side by side. Its values are blocks, one for each row of each
-tile, as in blockscaled.py and dialects.py; what differs is that the largest magnitude of a block becomes that of its
-tile. te-nvfp4's outer scale is the absmax of the tensor, which a pass before it left in parts.
+tile, as in blockscaled.py and dialects.py. One step differs: the largest magnitude of a block is replaced by that of
+its tile. te-nvfp4's outer scale needs the absmax of the tensor; a pass before leaves it in parts.
 """
 
 from __future__ import annotations

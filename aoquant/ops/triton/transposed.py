@@ -1,7 +1,7 @@
-"""Codes of x, moved to where those of x^T lie: the column side of a format whose tiles are square.
+"""Moves the codes of x to the places of the codes of x^T: the column side of a format whose tiles are square.
 
-Bytes move as they are, tile by tile through shared memory, so that both sides of the copy are read and written along
-their rows; codes of 4 bits are paired anew, along the other axis. Behind the last row the result is zero.
+Bytes move unchanged, tile by tile through shared memory, so both the reads and the writes go along rows. Codes of 4
+bits are paired anew, along the other axis. The result is zero behind the last row.
 """
 
 from __future__ import annotations
