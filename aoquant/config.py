@@ -401,8 +401,11 @@ class QATConfig(AOBaseConfig):
             straight_through = "clipped" if backward == "quartet" else "identity"
         self.base_config, self.activation_config, self.weight_config = base_config, activation_config, weight_config
         self.straight_through = straight_through
+        own = backward.seed if isinstance(backward, HybridConfig) else 0
         if seed is None:
-            seed = backward.seed if isinstance(backward, HybridConfig) else 0
+            seed = own
+        elif own and seed != own:
+            raise ValueError(f"QATConfig: seed={seed!r}, and its HybridConfig has seed={own}: give one of them")
         scales = "dynamic" if scales is None else scales
         self.scales, self.backward, self.seed = scales, backward, seed
         self.engine, self.gpu = engine, gpu

@@ -18,6 +18,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torchao.core.config import AOBaseConfig
 
 from aoquant.formats import HighPrecision, Operand, get_operand
@@ -161,6 +162,9 @@ class HybridConfig(AOBaseConfig):
     def _why_not_recipe(self) -> str | None:
         """Why no recipe has these casts; None when one has, or when fprop is left to a base, which decides it."""
         named = self.forward()
+        if self.amax_history:  # whose base has the operands of backward
+            for slot, same in (("fprop_input", "wgrad_input"), ("fprop_weight", "dgrad_weight")):
+                named.setdefault(slot, self.cast(same).operand())
         if len(named) < 2:
             return None
         try:
@@ -172,3 +176,6 @@ class HybridConfig(AOBaseConfig):
     def replaced(self, **fields: Any) -> HybridConfig:
         """This config with other fields."""
         return dataclasses.replace(self, **fields)
+
+
+torch.serialization.add_safe_globals([Cast, HybridConfig])  # torch.load(weights_only=True)

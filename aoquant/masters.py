@@ -3,7 +3,7 @@
 A prepared layer normally holds its weight in float32 or bf16 and encodes it in every step. Here it holds what the
 encoding gives, the codes and scales that its GEMMs read (`GatheredWeight`), and a `Masters` holds the float32 weights:
 
-    layer.weight.grad   goes to the master's, as soon as autograd has accumulated it
+    layer.weight.grad   is the master's: autograd accumulates there
     optimizer.step()    moves the masters, and then every layer takes the codes of its master anew
     state_dict()        of the masters is that of the float32 model, names and values
 
@@ -38,10 +38,10 @@ _LAYER = "_aoquant_layer"  # attribute of a packed weight: the name of its layer
 class Masters(nn.Module):
     """The parameters and buffers of a model under the model's names, with float32 masters in place of packed weights.
 
-    Give its `parameters()` to the optimizer and to `clip_grad_norm_`, and its `state_dict()` to a checkpoint; loading
-    one packs the weights again. `refresh()` does so after any other change of the masters; `restore()` gives the
-    model its weights back, before convert. A step of an optimizer that has packed weights of the model itself raises
-    ValueError.
+    Give its `parameters()` to the optimizer, and its `state_dict()` to a checkpoint; loading one packs the weights
+    again. `refresh()` does so after any other change of the masters; `restore()` gives the model its weights back,
+    before convert. A packed weight and its master have one gradient, so `clip_grad_norm_` and `zero_grad()` take
+    either's. A step of an optimizer that has packed weights of the model itself raises ValueError.
     """
 
     def __init__(self, model: nn.Module, layers: list[QATLinear]) -> None:
@@ -124,6 +124,7 @@ def _packed(master: nn.Parameter, layer: QATLinear) -> nn.Parameter:
     assert sides is not None
     data = GatheredWeight(master.shape, layer.weight.dtype, recipe.key, sides.rows, sides.columns)
     weight = nn.Parameter(data, requires_grad=master.requires_grad)
+    weight.master = master  # type: ignore[attr-defined]
     setattr(weight, _LAYER, layer.prepared.fqn)
     setattr(master, _PACKS, functools.partial(_repack, master=master, layer=layer, weight=weight))
     if master.requires_grad:
@@ -140,9 +141,8 @@ def _repack(master: Tensor, layer: QATLinear, weight: Any) -> None:
 
 def _hand_over(master: Tensor, weight: Tensor) -> None:
     """The gradient of a packed weight becomes its master's."""
-    grad, weight.grad = weight.grad, None
-    assert grad is not None
-    grad = grad.to(master.dtype)
+    assert isinstance(weight, GatheredWeight) and weight.accumulated is not None
+    grad, weight.accumulated = weight.accumulated.to(master.dtype), None
     master.grad = grad if master.grad is None else master.grad + grad
 
 
@@ -155,7 +155,7 @@ def _watch_optimizers() -> None:
     def refuses(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if isinstance(p, GatheredWeight) and p.requires_grad:
+                if isinstance(p, GatheredWeight) and (p.requires_grad or p.grad is not None):
                     raise ValueError(
                         f"{getattr(p, _LAYER, '') or 'linear'}: its weight is packed by quantized_model_init, and a step of this optimizer "
                         "would not move it: give the optimizer masters.parameters()"

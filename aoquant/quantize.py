@@ -43,7 +43,7 @@ from aoquant.planning.choose import Filter
 from aoquant.planning.plan import Plan, Step, plan
 from aoquant.planning.progress import track
 from aoquant.planning.tied import identity
-from aoquant.recipes import named
+from aoquant.recipes import named, trained
 from aoquant.report.rows import HEALTHY
 from aoquant.targets.kernels import why_not_run
 from aoquant.tensor import PackedTensor
@@ -97,14 +97,21 @@ def quantize_(
         _check_filter(filter_fn)
     fsdp.reshard(model)
     planned = plan(model, named(config), filter_fn, skip_incompatible=skip_incompatible)
+    for recipe in trained(config):
+        warnings.warn(
+            f"{recipe!r} alone packs the weights now, without training, and its backward is not used: to train, give "
+            f"QATConfig({recipe!r}, step='prepare'); to pack them, get_recipe({recipe!r}).make(), which does not warn",
+            stacklevel=2,
+        )
     problem = _what_stays_float(model, planned, strict)
+    new = [s.module for s in planned.steps if s.kind == "prepare" and not isinstance(s.module, QATLayer)]
     _carry_out(model, planned, device, undo)
     _remember(planned)
     _warn_of_kernels(planned, device)
     fast_path.sync(model)
     name_families(model)
     kinds = {s.kind for s in planned.steps} | {s.kind for s in planned.experts}
-    direct_reads.watch(model)
+    direct_reads.watch(model, new)
     if kinds != {"convert"} and problem is not None:
         warnings.warn(
             f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead", stacklevel=2

@@ -409,6 +409,12 @@ def named(config: Any) -> Any:
     return config
 
 
+def trained(config: Any) -> list[str]:
+    """The recipes that `config` names, alone or in an FqnToConfig, whose backward is a part of them."""
+    given = config.fqn_to_config.values() if isinstance(config, FqnToConfig) else (config,)
+    return sorted({c for c in given if isinstance(c, str) and "backward" in get_recipe(c).training})
+
+
 def mixed(
     recipe: str,
     layers: Sequence[str] = (),

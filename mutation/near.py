@@ -68,7 +68,7 @@ _EXPERTS_RUN = _of(
     "a_parameter_that_is_not_prepared_is_multiplied_as_the_plain_class_does",
 )  # fmt: skip
 _EXPERTS = (
-    *_of("layers/test_experts.py", "23_prepared_is_a_loop_of_prepared_linear_layers"),
+    *_of("hybrid/test_hybrid_experts.py", "23_prepared_is_a_loop_of_prepared_linear_layers"),
     *_EXPERTS_NAMED, *_EXPERTS_REFUSED, *_EXPERTS_RUN,
 )  # fmt: skip
 _PACKED_EXPERTS = _of(

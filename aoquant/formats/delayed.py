@@ -7,7 +7,8 @@ before values are rounded.
     history    = rolled by one, history[0] = 0
 
 A row of the history and a factor belong to one tensor: the input, the weight or the gradient of a layer. The first
-step's factor is 1. What is larger than its history allows saturates.
+step's factor is 1. What is larger than its history allows saturates, and gradients that are below e5m2's range under a
+factor of 1 are zero: then the layer below has an amax of 0, and waits for the next step (docs/hybrid.md).
 Source: NVIDIA/TransformerEngine `DelayedScaling`, `_update_amax_history`, `_compute_scaling_factor_default`.
 """
 

@@ -52,7 +52,8 @@ def absmax(x_RGB: Tensor) -> Tensor:
     """(R, G, block) -> (R, G) in x's dtype; NaN if any value is NaN; 0 for an empty tensor."""
     if x_RGB.numel() == 0:
         return x_RGB.new_zeros(x_RGB.shape[:-1])
-    if x_RGB.shape[-1] >= _LONG:
+    length = x_RGB.shape[-1]
+    if isinstance(length, int) and length >= _LONG:  # a compiler's symbol would become a guard on the number of tokens
         return torch.maximum(x_RGB.amax(-1), -x_RGB.amin(-1)).abs()  # two readings, and no copy
     # magnitudes are ordered as float32's bits are, NaN on top; PyTorch reduces short rows of integers far faster than
     # of floats

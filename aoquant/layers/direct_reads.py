@@ -31,7 +31,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -70,13 +70,15 @@ _running = _Running()
 _late: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def watch(model: nn.Module) -> None:
-    """Watch the next forward of `model`, or of one of its children, whichever is called first."""
-    forget(model)
+def watch(model: nn.Module, new: Collection[nn.Module]) -> None:
+    """Watch the next forward of `model`, or of one of its children, whichever is called first; and the first gradients
+    of layers that are `new`: others may have run, and have their backward to come.
+    """
+    _take_hooks_away(model)
     for module in (model, *model.children()):
         if not _is_watched(module) and any(_is_watched(m) for m in module.modules()):
             module.register_forward_pre_hook(_begin)
-    for layer in model.modules():
+    for layer in new:
         if (
             isinstance(layer, QATLinear) and type(layer).matrix is QATLayer.matrix
         ):  # it multiplies by the parameter itself
@@ -99,6 +101,10 @@ def reads(model: nn.Module, layers: Mapping[str, nn.Module], run: Callable[[], o
 def forget(model: nn.Module) -> None:
     """Take the hooks of `watch` away."""
     gradient_watch.forget(model)
+    _take_hooks_away(model)
+
+
+def _take_hooks_away(model: nn.Module) -> None:
     for module in (model, *model.children()):
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _begin]:
             del module._forward_pre_hooks[key]

@@ -276,9 +276,7 @@ class QATExperts(PreparedModule):
     def _draws(self, name: str) -> tuple[Tensor | None, int]:
         """The state of a parameter's random numbers, and this rank among those with other tokens."""
         random = self._buffers.get(_random(name))
-        if random is not None and self._data_rank is None:
-            ranks.find()
-        return random, self._data_rank or 0
+        return random, 0 if random is None else ranks.of(self)
 
     def _unprepared(self, x_SK: Tensor, w: Any, ids: Tensor, ends: list[int], eager: bool) -> Tensor:
         """The product with a parameter that is float, or packed already, as the plain class makes it."""

@@ -5,10 +5,11 @@ Between two optimizer steps the weights of a model stay what they are, and so do
 columns that the gradient of the input reads. Nothing else changes, so every result has the bits that it has without.
 Sides that are drawn at random are drawn anew each time.
 
-A weight that is written inside the block raises, by the version that PyTorch counts for each in-place operation. Fused
-optimizers do not move that version, nor does FSDP2 when it gathers a weight into the memory of the last one, so a step
-of an optimizer counts as a write of every weight of its that has a gradient. Other writes without a version (through
-`.data`, NumPy or a raw pointer, or to FSDP2's shards) are not seen.
+A weight that is written inside the block raises: PyTorch counts a version for each in-place operation, and
+`weight.data = new` gives it another storage. Fused optimizers do not move that version, nor does FSDP2 when it gathers
+a weight into the memory of the last one, so a step of an optimizer counts as a write of every weight of its that has a
+gradient. Writes in place that PyTorch does not count (`weight.data.mul_(2)`, through NumPy or a raw pointer, or to
+FSDP2's shards) are not seen: only a pass over the weight could find them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from aoquant.formats import Encoded
@@ -27,6 +29,20 @@ from aoquant.parallel import fsdp
 
 if TYPE_CHECKING:
     from aoquant.layers.qat import QATLinear  # which imports this module
+
+
+class _State(NamedTuple):
+    """What changes with a write. The address of memory says nothing: FSDP2 frees and takes it around each use."""
+
+    version: int
+    storage: StorageWeakRef
+    offset: int
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, w: Tensor) -> _State:
+        version = 0 if w.is_inference() else w._version
+        return cls(version, StorageWeakRef(w.untyped_storage()), int(w.storage_offset()), w.stride())
 
 
 class FixedWeight:
@@ -38,7 +54,7 @@ class FixedWeight:
     def __init__(self, fqn: str) -> None:
         self._fqn = fqn
         self._weight: weakref.ref[Tensor] | None = None
-        self._version = 0
+        self._state: _State | None = None
         self._rows: Encoded | None = None
         self._columns: dict[torch.dtype, Encoded] = {}
 
@@ -50,8 +66,8 @@ class FixedWeight:
         """
         whole = w if w._base is None else w._base
         if self._rows is None:
-            self._rows, self._weight, self._version = encode(), weakref.ref(whole), _version(whole)
-        elif self._weight is None or self._weight() is not whole or self._version != _version(whole):
+            self._rows, self._weight, self._state = encode(), weakref.ref(whole), _State.of(whole)
+        elif self._weight is None or self._weight() is not whole or self._state != _State.of(whole):
             raise ValueError(_CHANGED)
         return self._rows
 
@@ -66,7 +82,7 @@ class FixedWeight:
             ValueError: the weight is not what forward encoded, naming the layer.
         """
         whole = None if self._weight is None else self._weight()
-        if whole is None or self._version != _version(whole):
+        if whole is None or self._state != _State.of(whole):
             raise ValueError(f"{self._fqn or 'linear'}: {_CHANGED}")
         if dtype not in self._columns:
             self._columns[dtype] = encode()
@@ -77,10 +93,6 @@ _CHANGED = (
     "its weight changed inside aoquant.fixed_weights(model), which multiplies the codes of the first micro-batch: leave the block "
     "before optimizer.step() and before loading weights"
 )
-
-
-def _version(w: Tensor) -> int:
-    return 0 if w.is_inference() else w._version
 
 
 @contextmanager

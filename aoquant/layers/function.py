@@ -184,7 +184,7 @@ def multiply(
             else:
                 x_q, values = _encoded(x_MK, x_as, x_held, ops.reads(contract))
             if given.shared is not None:
-                given.shared.put(x_q, alive=given.columns is not None)
+                given.shared.put(x_q, alive=not recipe.input_side.keeps_rows)
 
     # 2. The product. On a GPU the GEMM quantises W and makes its operand in one pass. Elsewhere, or under held scales,
     # W is encoded first, with its operand where backward reads the codes.

@@ -7,6 +7,7 @@ only its static and learned scales (held.py), and the state of a random backward
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar, Self
@@ -28,6 +29,10 @@ from aoquant.parallel.fsdp import swap_class
 from aoquant.parallel.gathered import PACKED, GatheredWeight
 
 DELAYED_STATE = ("amax_history", "amax_factor")  # buffers of a layer whose scales are delayed: the fields of `Delayed`
+NO_HISTORY = (
+    "the state_dict has no amax_history for layers with delayed scaling: theirs begins anew, with factors of 1, so the first gradients "
+    "may be zero (docs/hybrid.md, Delayed scaling)"
+)
 RANDOM = "backward_random"  # buffer of a layer whose backward draws: seed, module, step
 
 
@@ -233,9 +238,7 @@ class QATLinear(QATLayer, nn.Linear):
             recipe = self.prepared.recipe
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
-            if random is not None and self._data_rank is None:
-                ranks.find()
-            rank = self._data_rank or 0
+            rank = 0 if random is None else ranks.of(self)
             fixed = None if torch.compiler.is_compiling() else self.fixed
             return quantized_linear(
                 input, self.matrix(), self.bias, recipe, *scales, random, fixed, self.delayed, rank=rank
@@ -254,7 +257,9 @@ class QATLinear(QATLayer, nn.Linear):
         held.take_shape(self, prefix, state_dict)
         if RANDOM in self._buffers:  # a checkpoint from before this training knows no state: it begins at step 0
             state_dict.setdefault(prefix + RANDOM, fresh_state(self.prepared.config.seed, self.prepared.fqn))
-        if steps := self.prepared.recipe.history:
+        if (steps := self.prepared.recipe.history) and prefix + "weight" in state_dict:
+            if any(prefix + name not in state_dict for name in DELAYED_STATE):
+                warnings.warn(NO_HISTORY, stacklevel=2)
             for name, value in zip(DELAYED_STATE, fresh(3, steps), strict=True):
                 state_dict.setdefault(prefix + name, value)
         for name in (RANDOM, *DELAYED_STATE):  # states that an earlier recipe left, and this one does not read

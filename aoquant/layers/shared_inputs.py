@@ -3,9 +3,9 @@
 Between a layer's forward and its backward autograd keeps the codes of its input. As long as it does, another layer that
 is given the same input, in the same format, takes those codes instead of making them again, and both keep one. This
 keeps no codes alive: an encoding is remembered as weak references to its storages. (One exception: where autograd
-keeps the column side alone, the row codes of the latest input are held until that input goes.) Without gradients, or
-with a frozen weight, autograd keeps no codes, so nothing is shared; after backward the codes are gone, and so is the
-record of them.
+keeps the column side alone, or the input itself, the row codes of the latest input are held until that input goes.)
+Without gradients, or with a frozen weight, autograd keeps no codes, so nothing is shared; after backward the codes are
+gone, and so is the record of them.
 
 The same input means: the same tensor object, or an equal view of it, with the same address and version counter, on the
 same stream. Every in-place operation that autograd can see moves that counter. A write that it cannot see (through
@@ -106,7 +106,7 @@ class SharedInput:
     def put(self, encoded: Encoded, *, alive: bool = False) -> None:
         """Remember what this layer made.
 
-        alive: autograd keeps other codes of the input, so these are held until the input goes, or the next one is
+        alive: autograd keeps another form of the input, so these are held until the input goes, or the next one is
             encoded.
         """
         global _latest

@@ -100,6 +100,11 @@ class Side:
         return law.contract(self.grad_as, self.backward)
 
     @cached_property
+    def keeps_rows(self) -> bool:
+        """Whether forward keeps the codes that it multiplied."""
+        return self.keeps in ("rows", "square")
+
+    @cached_property
     def multiple(self) -> int:
         """Columns are padded to a multiple of it."""
         assert self.grad_as is not None and self.backward is not None

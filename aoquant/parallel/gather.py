@@ -94,8 +94,14 @@ def _why_not(recipe: LinearRecipe, p: Any) -> str | None:
 def reads_values(recipe: LinearRecipe) -> str | None:
     """Why a layer with this recipe needs the weight itself, and not its codes alone; None when it does not."""
     side = recipe.weight_side
-    if recipe.holds or recipe.weight_clips or isinstance(recipe.fprop_weight.format, HighPrecision):
-        return "the layer reads the weight itself"
+    if recipe.history:
+        return "its scales are delayed, and codes are made outside of the layer, which has their history: use scales of the step (amax_history=0)"
+    if recipe.holds:
+        return "the layer encodes its weight by scales or a transform that it holds (static, learned or fitted)"
+    if recipe.weight_clips:
+        return "straight_through='clipped' masks gradients by the weight itself"
+    if isinstance(recipe.fprop_weight.format, HighPrecision):
+        return "its forward does not quantise the weight"
     if side.keeps == "values" and side.forward is None and (side.backward is None or side.backward.draws):
         return "dgrad starts from the weight itself"
     return None

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from aoquant.formats import Encoded, Operand
 
 PACKED = "its weight is packed by quantized_model_init: call masters.restore() first"
 aten = torch.ops.aten
+_GRAD: Any = Tensor.grad  # the descriptor of what autograd accumulates
 
 
 class _Field(NamedTuple):
@@ -119,9 +121,12 @@ class GatheredWeight(Tensor):
     """A weight (N, K), of which this process has the codes and scales alone. Only prepared layers take it.
 
     key: of the recipe that it was encoded for. rows: of W. columns: of W^T, where dgrad reads it. parts: their tensors.
+    master: whose gradient is this one's too, for `model.zero_grad()`, `clip_grad_norm_(model.parameters())` and
+        whatever else looks for it here.
     """
 
     key: str
+    master: Tensor | None = None
     rows: Encoded
     columns: Encoded | None
     parts: list[Tensor]
@@ -144,6 +149,29 @@ class GatheredWeight(Tensor):
         made.key, made.rows, made.columns = key, rows, columns
         made.parts = [t for e in (rows, columns) if e is not None for t in e.tensors if t is not None]
         return made
+
+    @property
+    def grad(self) -> Tensor | None:
+        if self.master is None or TracingContext.try_get() is not None:  # a compiler wants the dtype of the weight
+            return self.accumulated
+        return self.master.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.master is None:
+            self.accumulated = value
+        else:
+            self.master.grad = value
+
+    @property
+    def accumulated(self) -> Tensor | None:
+        """What autograd has accumulated here."""
+        grad: Tensor | None = _GRAD.__get__(self)
+        return grad
+
+    @accumulated.setter
+    def accumulated(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
 
     @torch.no_grad()
     def take_parts(self, parts: Sequence[Tensor]) -> None:

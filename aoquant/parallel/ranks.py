@@ -31,12 +31,22 @@ def expect(layer: nn.Module) -> None:
     _waiting.add(layer)
 
 
+def of(layer: Any) -> int:
+    """The rank of `layer`, which draws; 0 where there is none to be found (yet)."""
+    # A compiler keeps the first value of an attribute that it reads: `find` comes before.
+    if torch.compiler.is_compiling() or layer._data_rank is None:
+        find()
+    rank: int | None = layer._data_rank
+    return rank or 0
+
+
 @torch.compiler.assume_constant_result
 def find() -> None:
     """Tell every waiting layer its rank among those that share out its tokens, once FSDP2 or DDP has it.
 
-    A compiler calls it while it traces, and guards on the layers' ranks, which are equal, so that blocks share code. An
-    answer stays: activations are recomputed outside of DDP's forward.
+    A compiler calls it while it traces, and guards on the layers' ranks, which are equal, so that blocks share code; it
+    does not trace again when DDP wraps a model afterwards. An answer stays: activations are recomputed outside of DDP's
+    forward.
     """
     global _looked
     if not (dist.is_available() and dist.is_initialized()):

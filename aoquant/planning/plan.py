@@ -42,6 +42,7 @@ from aoquant.targets import Target, fake_target, resolve, supported
 from aoquant.tensor import PackedTensor
 
 SHOWN = 10  # problems that an error lists
+ANOTHER_BACKWARD = "HybridConfig.bwd(...) changes its backward alone"
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,9 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
         target = _deployed(prepared, config)
     else:
         if prepared is not None and not _replaces(config):
-            raise ValueError(f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name")
+            raise ValueError(
+                f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name; {ANOTHER_BACKWARD}"
+            )
         if isinstance(chosen.weight, TorchAOBaseTensor):
             named, instead = type(chosen.weight).__name__, _or_unpack(chosen.weight)
             raise ValueError(f"is quantised already ({named}); {instead}leave it out by name")
@@ -235,7 +238,8 @@ def plan_layer(
     else:
         if isinstance(module, QATLayer) and not _replaces(config):
             raise ValueError(
-                f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn"
+                f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn; "
+                f"{ANOTHER_BACKWARD}"
             )
         if isinstance(module.weight, TorchAOBaseTensor):
             named, instead = type(module.weight).__name__, _or_unpack(module.weight)
@@ -366,13 +370,16 @@ def prepare_target(config: QATConfig) -> Target:
 
 def _check_base(hybrid: HybridConfig, target: Target) -> None:
     """Raise ValueError where a HybridConfig names a forward, and its base deploys another."""
-    for slot, operand in hybrid.forward().items():
-        deployed: Operand | None = getattr(target.recipe, slot)
-        asked, deploys = (o.name if o is not None else "high-precision" for o in (operand, deployed))
-        if asked != deploys:
-            raise ValueError(
-                f"HybridConfig: fprop: {slot} is {asked}, and the base deploys {deploys}: give the base alone"
-            )
+    named = hybrid.forward()
+    asked = {slot: named.get(slot, getattr(target.recipe, slot)) for slot in ("fprop_input", "fprop_weight")}
+    deployed = {slot: getattr(target.recipe, slot) for slot in asked}
+    names = [[o.name if o is not None else "high-precision" for o in both.values()] for both in (asked, deployed)]
+    if names[0] != names[1]:
+        (x, w), (base_x, base_w) = names
+        raise ValueError(
+            f"HybridConfig: fprop: input {x} and weight {w}, and the base deploys input {base_x} and weight {base_w}: give the base "
+            "with HybridConfig.bwd(...), or quantize_ the HybridConfig alone"
+        )
 
 
 def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,23 @@ def test_a_layer_encodes_by_the_factors_of_earlier_steps(steps: int, select: str
             a.append(float(t.abs().max()))
 
 
+def test_layers_wake_up_from_the_output_unless_a_large_loss_wakes_them() -> None:
+    """As in TransformerEngine: a factor stays 1 while the maximum is 0."""
+
+    def awake(scale: float) -> list[bool]:
+        model.zero_grad()
+        (model(x).square().mean() * scale).backward()
+        return [bool(model[i].weight.grad.any()) for i in range(3)]
+
+    torch.manual_seed(0)
+    x, model = torch.randn(16, 64) * 1e-3, nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    quantize_(model, config(16))
+    asleep = copy.deepcopy(model)
+    assert [awake(1) for _ in range(4)] == [[False] * 3, [False, False, True], [False, True, True], [True] * 3]
+    model = asleep
+    assert awake(2**16) == awake(1) == [True] * 3
+
+
 @pytest.mark.parametrize("steps", [1, 3, 16])
 def test_a_maximum_is_forgotten_after_as_many_steps_as_the_history_holds(steps: int) -> None:
     state, seen = fresh(1, steps), list[float]()
@@ -138,7 +156,14 @@ def test_the_history_is_part_of_the_state_dict() -> None:
     other.load_state_dict(state)
     assert_same(trained(other, 2)[1], trained(linear, 2)[1])
     plain = layer(None)
-    linear.load_state_dict(plain.state_dict())  # a checkpoint from before begins at step 0
+    factors = linear.amax_factor.tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear.load_state_dict(state)
+        linear.load_state_dict({"bias": plain.bias}, strict=False)
+        assert linear.amax_factor.tolist() == factors
+    with pytest.warns(UserWarning, match="has no amax_history for layers with delayed scaling: theirs begins anew"):
+        linear.load_state_dict(plain.state_dict())  # a checkpoint from before begins at step 0
     assert linear.amax_factor.tolist() == [1, 1, 1]
 
 

@@ -79,6 +79,8 @@ MIXES = ("mxfp8-nvfp4", "nvfp4-mxfp8", "fp8-hybrid", "nvfp4-training", "mxfp8-hp
             "te-hadamard stands before both operands of wgrad",
         ),
         ({"fprop_input": "mxfp8", "fprop_weight": "mxfp8", "amax_history": 16}, "delayed scaling is for te-fp8-tensor"),
+        ({"dgrad_grad_output": "mxfp8", "dgrad_weight": "mxfp8", "amax_history": 16}, "delayed scaling is for"),
+        ({"amax_history": 16}, "delayed scaling is for"),
     ],
 )
 def test_5_mismatches_are_refused_at_construction(casts: dict[str, Any], said: str) -> None:
@@ -113,6 +115,14 @@ def test_18_a_config_is_a_value(tmp_path: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1  # type: ignore[misc]
     assert config.dgrad_weight == Cast("te-nvfp4", "forward") and config.wgrad_input == Cast("te-nvfp4")
+
+
+def test_18_a_config_loads_weights_only(tmp_path: Any) -> None:
+    """Beside weights in a checkpoint."""
+    for config in (NVFP4_TRAINING, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4", seed=7)):
+        torch.save({"config": config, "weight": torch.ones(2)}, tmp_path / "state.pt")
+        again = torch.load(tmp_path / "state.pt", weights_only=True)["config"]
+        assert again == config and hash(again) == hash(config)
 
 
 def test_18_weights_only_load(tmp_path: Any) -> None:
@@ -157,8 +167,13 @@ def test_beside_a_base() -> None:
     assert linear.prepared.config.seed == 3
     agreeing = HybridConfig.fwd_bwd("mxfp8", "te-nvfp4")
     assert layer(QATConfig(MXFP8WeightConfig(), backward=agreeing)).prepared.recipe.fprop_weight.name == "mxfp8"
-    with pytest.raises(ValueError, match="fprop_input is mxfp8, and the base deploys nvfp4-row"):
+    both = "input mxfp8 and weight mxfp8, and the base deploys input nvfp4-row and weight nvfp4: give the base with"
+    with pytest.raises(ValueError, match=both):
         layer(QATConfig(NVFP4WeightConfig(), backward=agreeing))
+    with pytest.raises(ValueError, match=r"convert it first.*HybridConfig\.bwd\(\.\.\.\) changes its backward alone"):
+        quantize_(nn.ModuleDict({"layer": linear}), QATConfig(NVFP4WeightConfig(), backward="mxfp8"))
+    with pytest.raises(ValueError, match="seed=5, and its HybridConfig has seed=3: give one of them"):
+        QATConfig(NVFP4WeightConfig(), backward=HybridConfig.bwd("mxfp8", seed=3), seed=5)
     with pytest.raises(ValueError, match="leaves fprop to a base needs one"):
         layer(HybridConfig.bwd("mxfp8"))
     with pytest.raises(ValueError, match="without a transform"):

@@ -203,7 +203,7 @@ def test_compiled_with_dynamic_tokens(name: str) -> None:
         return aot_eager(graph, inputs)
 
     run = torch.compile(model, backend=backend, fullgraph=True)
-    for rows in (48, 40, 33, 17, 64):
+    for rows in (300, 270, 33, 17, 320):  # `formats.scales.absmax` reads 16384 values and more in another way
         x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
         for m, f in ((model, run), (again, again)):
             m.zero_grad()

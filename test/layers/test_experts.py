@@ -29,7 +29,6 @@ from aoquant import (
 )
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.packed_experts import PackedExperts
-from aoquant.layers.qat import Prepared, QATLinear
 from aoquant.ops import grouped as grouped_ops
 
 
@@ -109,58 +108,6 @@ def test_prepared_is_converted_under_autocast(family: str, implementation: str) 
                     y = model(*batch)
                     assert torch.equal(converted(*batch), y)
                 assert y.dtype == x_dtype
-
-
-LOOPS = [*((family, None) for family in FAMILIES), ("mixtral", "quartet2"), ("gpt-oss", "quartet2")]
-
-
-@pytest.mark.parametrize(("family", "backward"), LOOPS)
-def test_23_prepared_is_a_loop_of_prepared_linear_layers(family: str, backward: str | None) -> None:
-    """Outputs and gradients; an expert without tokens has a zero gradient."""
-    model, (x, index, weights) = made(family, "grouped_mm", torch.float32), routed(24, "random", torch.float32)
-    plain = copy.deepcopy(model.experts)
-    config = QATConfig(NVFP4WeightConfig(), step="prepare", backward=backward)
-    quantize_(model, config)
-    x.requires_grad_()
-    model(x, index, weights).square().sum().backward()
-    got = {name: p.grad for name, p in model.experts.named_parameters()} | {"x": x.grad}
-    assert got["gate_up_proj"] is not None
-    assert torch.count_nonzero(got["gate_up_proj"][3]) == torch.count_nonzero(got["down_proj"][3]) == 0
-    assert all(torch.count_nonzero(got["gate_up_proj"][e]) for e in range(3))
-    if backward is not None:  # random numbers go by the order of the calls
-        again = made(family, "grouped_mm", torch.float32)
-        quantize_(again, config)
-        again(x.detach(), index, weights).square().sum().backward()
-        assert torch.equal(again.experts.gate_up_proj.grad, got["gate_up_proj"])
-        return
-    recipe = model.experts.stacks["gate_up_proj"].recipe
-
-    def linear(w: Tensor, rows: Tensor) -> Tensor:
-        layer = nn.Linear(*(w.shape if plain.is_transposed else w.shape[::-1]), bias=False)
-        layer.weight = nn.Parameter((w.t() if plain.is_transposed else w).detach().contiguous())
-        QATLinear.prepare(layer, Prepared(recipe, config, ""))
-        layers.append(layer)
-        y: Tensor = layer(rows)
-        return y
-
-    layers: list[nn.Linear] = []
-    leaf = x.detach().requires_grad_()
-    out = torch.zeros_like(leaf)
-    for e in range(3):
-        token, position = torch.where(index == e)
-        y = linear(plain.gate_up_proj[e], leaf[token])
-        y = plain._apply_gate(y + plain.gate_up_proj_bias[e] if plain.has_bias else y)
-        y = linear(plain.down_proj[e], y)
-        y = y + plain.down_proj_bias[e] if plain.has_bias else y
-        out = out.index_add(0, token, y * weights[token, position, None])
-    torch.testing.assert_close(out, model(x, index, weights), rtol=1e-6, atol=1e-6)  # two addends a token
-    out.square().sum().backward()
-    torch.testing.assert_close(leaf.grad, x.grad, rtol=1e-5, atol=1e-5)
-    for e, name in [(e, name) for e in range(3) for name in ("gate_up_proj", "down_proj")]:
-        grad = layers[2 * e + (name == "down_proj")].weight.grad
-        assert grad is not None
-        wanted = grad.t() if plain.is_transposed else grad
-        torch.testing.assert_close(got[name][e], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_activations_are_quantised_by_token_unless_the_format_has_one_scale() -> None:

@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig as torchao_int8
 
-from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, calibrate, quantize_, report, unprepare, verify
+from aoquant import (
+    HybridConfig,
+    Int4WeightConfig,
+    NVFP4WeightConfig,
+    QATConfig,
+    calibrate,
+    quantize_,
+    report,
+    unprepare,
+    verify,
+)
 from aoquant.config import Int8WeightConfig
 from aoquant.layers import direct_reads, gradient_watch
 from aoquant.layers.qat import QATLayer
@@ -86,6 +96,14 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w = ctx.saved_tensors
         return grad @ w, grad.t() @ x
+
+
+def test_a_backward_after_another_recipe_belongs_to_the_forward_before_it() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(2, 64)
+    quantize_(model, HybridConfig.fwd_bwd("mxfp8", "te-nvfp4"))
+    y = model(x)
+    quantize_(model, HybridConfig.bwd("mxfp8"))
+    assert said(lambda: y.sum().backward()) == []
 
 
 def test_what_forward_hides_backward_shows() -> None:

@@ -143,6 +143,33 @@ def test_a_bf16_model_trains_without_autocast() -> None:
         assert torch.equal(model.to(torch.bfloat16)(x), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_clipped_and_cleared_through_the_model(dtype: torch.dtype) -> None:
+    """Compiled too, with a gradient there when it is traced."""
+    states = []
+    for own, compiled in ((False, False), (True, False), (True, True)):
+        model = network().to(dtype)
+        masters = quantized_model_init(model, CONFIGS["fp8-hybrid"]())
+        seen: nn.Module = model if own else masters
+        optimizer, run = adamw(masters), torch.compile(model, backend="aot_eager") if compiled else model
+        for i in range(4):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(i))
+            run(x.to(dtype)).float().square().sum().backward()
+            assert model[0].weight.grad is next(masters.masters()).grad
+            if i == 0:
+                torch._dynamo.reset()
+            if i % 2:
+                assert float(nn.utils.clip_grad_norm_(seen.parameters(), 0.5)) > 1
+                optimizer.step()
+                seen.zero_grad(set_to_none=i == 3)
+                assert not any(p.grad is not None and bool(p.grad.any()) for p in masters.parameters())
+        model[0].weight.grad = torch.ones(96, WIDTH)
+        assert next(masters.masters()).grad is model[0].weight.grad
+        states.append(masters.state_dict())
+    for state in states[1:]:
+        assert all(torch.equal(state[key], value) for key, value in states[0].items())
+
+
 def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
     model = network()
     quantized_model_init(model, CONFIGS["fp8-hybrid"]())
@@ -153,6 +180,9 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
     assert torch.equal(model[0].bias, bias), "nothing has moved"
     for layer in (model[0], model[2]):
         layer.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="its weight is packed"):
+        adamw(model).step()  # it would add the gradient that is there
+    model.zero_grad()
     adamw(model).step()  # frozen ones need not move
 
 
@@ -179,6 +209,9 @@ def test_what_reads_the_weight_itself_is_refused() -> None:
     config = HybridConfig.fwd_bwd("mxfp8", None).replaced(dgrad_weight=Cast(None))
     with pytest.raises(ValueError, match="0: quantized_model_init: dgrad starts from the weight itself"):
         quantized_model_init(network(), config)
+    delayed = HybridConfig.fwd_bwd("te-fp8-tensor", "te-fp8-tensor", amax_history=16)
+    with pytest.raises(ValueError, match=r"0: quantized_model_init: its scales are delayed.*amax_history=0"):
+        quantized_model_init(network(), delayed)
     with pytest.raises(ValueError, match="needs a config that prepares"):
         quantized_model_init(network(), "int4-g32")
 

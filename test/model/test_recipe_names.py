@@ -39,6 +39,19 @@ def test_quantize_takes_a_name() -> None:
     assert torch.equal(by_name(x), by_config(x))
 
 
+@pytest.mark.parametrize("config", ["nvfp4-training", FqnToConfig({"0": "nvfp4-training"})])
+def test_a_recipe_for_training_warns_where_it_does_not_train(config: object) -> None:
+    """Its formats are packed all the same."""
+    with pytest.warns(UserWarning, match=r"to train, give QATConfig\('nvfp4-training', step='prepare'\)"):
+        quantize_(m := model(), config)
+    assert isinstance(m[0].weight, PackedTensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_(model(), aoquant.get_recipe("nvfp4-training").make())
+        quantize_(m := model(), QATConfig("nvfp4-training"))
+        quantize_(m, QATConfig("nvfp4-training", step="convert"))
+
+
 def test_qat_config_takes_a_name_in_both_steps() -> None:
     m = model()
     quantize_(m, QATConfig("int4-g64", step="prepare"))

@@ -1,4 +1,5 @@
-"""FSDP2, DDP and tensor parallelism on the CPU: two processes, gloo, every check of `distributed_checks`.
+"""FSDP2, DDP and tensor parallelism on the CPU: two processes, gloo, every check of `distributed_checks` but the
+numbered ones, which test/hybrid/test_hybrid_gather.py makes.
 
 One test, because starting the processes takes longer than most of the checks, and each worker of pytest-xdist would
 start its own.
@@ -17,7 +18,8 @@ def failures(results: dict[str, str], wanted: list[str]) -> str:
 
 
 def test_two_processes_and_then_one(tmp_path: Path) -> None:
-    fast = [name for name in distributed_checks.CHECKS if name not in distributed_checks.SLOW]
+    elsewhere = {*distributed_checks.SLOW, *distributed_checks.NUMBERED}
+    fast = [name for name in distributed_checks.CHECKS if name not in elsewhere]
     assert not (failed := failures(distributed_checks.run("gloo", "cpu", tmp_path, fast), fast)), failed
     for how in distributed_checks.RESUMED:
         distributed_checks.one_process_resumes(tmp_path, how)

@@ -162,13 +162,14 @@ def a_quantised_backward_of_a_sequence_parallel_model(c: Ranks) -> None:
         equal(two.get_submodule(layer).weight.grad, one.get_submodule(layer).weight.grad, layer)
 
 
-@check("FSDP2", "HSDP", "DDP", "FSDP2 recomputed")
+@check("FSDP2", "HSDP", "DDP", "FSDP2 recomputed", "FSDP2 compiled", "DDP compiled")
 def data_parallel_ranks_draw_independently(c: Ranks, how: str) -> None:
     """Two steps of two micro-batches: each rank draws under its own seed, and the mean of the gradients is that of one
     process that plays both ranks. The state in the checkpoint is the same on both.
     """
     one, two = layer(c, "nvfp4-training"), layer(c, "nvfp4-training")
-    if how == "DDP":
+    ddp = how.startswith("DDP")
+    if ddp:
         model: Any = DistributedDataParallel(nn.Sequential(two["layer"]))
     else:
         mesh = (
@@ -180,6 +181,7 @@ def data_parallel_ranks_draw_independently(c: Ranks, how: str) -> None:
         vars(m["layer"])["_data_rank"] = rank
     if how.endswith("recomputed"):
         model.forward = functools.partial(checkpoint, model.forward, use_reentrant=False)
+    run = torch.compile(model, backend="aot_eager") if how.endswith("compiled") else model
     x, dy = data(c)
     for i in range(2):
         model.zero_grad()
@@ -187,12 +189,12 @@ def data_parallel_ranks_draw_independently(c: Ranks, how: str) -> None:
             m.zero_grad()
         for last in (False, True):
             seen, wanted = x * (1 + c.rank + last), [x * (1 + r + last) for r in range(WORLD)]
-            if how == "DDP":
+            if ddp:
                 with contextlib.nullcontext() if last else model.no_sync():
-                    model(seen.requires_grad_()).backward(dy)
+                    run(seen.requires_grad_()).backward(dy)
             else:
                 model.set_requires_gradient_sync(last)
-                model(seen.requires_grad_()).backward(dy)
+                run(seen.requires_grad_()).backward(dy)
             for m, seen_by in zip(played, wanted, strict=True):
                 m["layer"](seen_by.requires_grad_()).backward(dy)
         grads = [[p.grad for p in m.parameters()] for m in played]

@@ -1,6 +1,6 @@
 """FSDP2 that gathers codes: the whole weight's, the bytes that travel, and a training run that does not notice.
 
-A check with a number in its name is that point of docs/hybrid.md's list.
+A check with a number in its name is that point of docs/hybrid.md's list; test/hybrid/test_hybrid_gather.py runs those.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONFIGS: dict[str, Any] = {
 SENT = {
     "mxfp8-original": "bf16: its codes take 2.06",
     "mxfp8-hp-original": "bf16: dgrad starts from the weight",
-    "quartet": "bf16: the layer reads the weight",
+    "quartet": "bf16: straight_through='clipped' masks gradients",
     "nvfp4-original": "rows and columns",
 }
 

@@ -10,9 +10,11 @@ from support import (
 )
 from support.distributed_setup import CHECKS, SLOW, WORLD, run
 
+NUMBERED = [name for name in CHECKS if name.startswith("test_")]  # points of docs/hybrid.md's list
 one_process_resumes, RESUMED = checks_checkpoints.one_process_resumes, checks_checkpoints.RESUMED
 __all__ = [
     "CHECKS",
+    "NUMBERED",
     "RESUMED",
     "SLOW",
     "WORLD",
