@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from torchao.core.config import AOBaseConfig
+from torchao.quantization import FqnToConfig
 
 from aoquant import serving
 from aoquant._options import check_types, choice, group_size, rule_of
@@ -47,6 +48,8 @@ SCHEMA = 1  # of checkpoints: raise it when older versions could not read what i
 MX_RULES = ("rceil", "floor", "ceil", "even")  # torchao's
 # every expert, stacked or a list of layers, but a router that lies among them (JetMoe's attention)
 ALL_EXPERTS = r"re:(.*\.)?experts(\.(?!(.*\.)?router(\.|$)).*)?"
+# attention under the names that models give it; Nemotron-H calls it "mixer", as its other layers, so by its layers, too
+ATTENTION = r"re:(?i:(.*\.)?[^.]*(attn|attention)[^.]*(\..*)?|.*\.[qkvo]_proj)"
 
 
 @dataclass
@@ -440,9 +443,12 @@ class QATConfig(AOBaseConfig):
             raise ValueError(f"QATConfig: gpu={gpu!r} says where an engine runs: give engine too, such as 'vllm'")
         if engine is not None:
             serving.check(engine, gpu)
-            if self.step == "prepare" and isinstance(base_config, WeightConfig):
-                recipe = base_config.recipe().holding(scales)
-                for said in (*serving.differences(recipe, engine, gpu), *serving.refused(recipe, engine)):
+            by_name = base_config.fqn_to_config if isinstance(base_config, FqnToConfig) else {"": base_config}
+            bases = {repr(b): b for b in by_name.values() if isinstance(b, WeightConfig)}
+            for base in bases.values() if self.step == "prepare" else ():
+                recipe = base.recipe().holding(scales)
+                refused = serving.refused(recipe, engine, experts=ALL_EXPERTS in by_name)
+                for said in (*serving.differences(recipe, engine, gpu), *refused):
                     warnings.warn(said, AoquantWarning, stacklevel=2)
 
 

@@ -32,6 +32,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 
 from aoquant.config import (
     ALL_EXPERTS,
+    ATTENTION,
     FP8WeightConfig,
     GridFlipFP4WeightConfig,
     Int4WeightConfig,
@@ -94,6 +95,11 @@ def _experts_only(config: AOBaseConfig) -> AOBaseConfig:
     router that lies among experts (JetMoE's attention).
     """
     return FqnToConfig({ALL_EXPERTS: config})
+
+
+def _without_attention(config: AOBaseConfig) -> AOBaseConfig:
+    """`config` for all that is quantised by default but attention: experts, shared experts, MLPs; routers are float."""
+    return by_layer({ATTENTION: None, "_default": config})
 
 
 _RECIPES = (
@@ -195,6 +201,16 @@ _RECIPES = (
         "experts alone: MXFP4 weights, high-precision activations; all else in high precision",
         experts=True,
     ),
+    Recipe(
+        "int4-g32-no-attention",
+        lambda: _without_attention(Int4WeightConfig(32)),
+        "int4-g32 but for attention, which stays in high precision as routers do: experts, shared experts, MLPs",
+    ),
+    Recipe(
+        "mxfp4-no-attention",
+        lambda: _without_attention(MXFP4WeightConfig(activation=None)),
+        "mxfp4-weight but for attention, which stays in high precision as routers do",
+    ),
     Recipe("int8", lambda: Int8WeightConfig(activation="int8-row"), "int8 weights per row, int8 activations per token"),
     Recipe(
         "int8-static",
@@ -211,6 +227,17 @@ _RECIPES = (
         "vllm-w4a16-g32",
         lambda: Packed4WeightConfig("intx4-g32", contract="dequantize"),
         "the same in groups of 32",
+    ),
+    Recipe(
+        "vllm-w4a16-g32-experts",
+        lambda: _experts_only(Packed4WeightConfig("intx4-g32", contract="dequantize")),
+        "experts alone: vllm-w4a16-g32, which an exported folder holds, as Kimi K2's; all else in high precision",
+        experts=True,
+    ),
+    Recipe(
+        "vllm-w4a16-g32-no-attention",
+        lambda: _without_attention(Packed4WeightConfig("intx4-g32", contract="dequantize")),
+        "vllm-w4a16-g32 but for attention, which stays in high precision as routers do",
     ),
     Recipe(
         "vllm-fp8",
@@ -378,7 +405,7 @@ def named(config: Any) -> Any:
     if isinstance(config, str):
         return get_recipe(config).make()
     if isinstance(config, FqnToConfig) and any(isinstance(c, str) for c in config.fqn_to_config.values()):
-        return _by_layer({name: named(c) for name, c in config.fqn_to_config.items()})
+        return by_layer({name: named(c) for name, c in config.fqn_to_config.items()})
     return config
 
 
@@ -424,10 +451,11 @@ def mixed(
         by_name[name] = make(get_recipe(other)) if equals else default
     if all("=" in entry for entry in layers):
         by_name["_default"] = default
-    return _by_layer(by_name)
+    return by_layer(by_name)
 
 
-def _by_layer(configs: Mapping[str, AOBaseConfig | None]) -> FqnToConfig:
+def by_layer(configs: Mapping[str, Any]) -> FqnToConfig:
+    """torchao's `FqnToConfig`, without its warning of "_default"."""
     with warnings.catch_warnings():  # plans know "_default", and checkpoints name every layer
         warnings.filterwarnings("ignore", message="Config Deprecation: _default")
         return FqnToConfig(dict(configs))

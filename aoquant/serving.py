@@ -17,8 +17,9 @@ _HOPPER = ("h100", "h200")
 _FP8 = ("fp8-row-mslk",)
 FP8_BLOCKS = "vLLM's CUDA kernel scales 128 activations by another formula (on an H200 13.8 % of scales and 98.4 % of codes are equal)"
 
-# engine -> why its layouts cannot hold what a recipe trains, or None: export, a tier above this one, puts it here
-REFUSALS: dict[str, Callable[[LinearRecipe], str | None]] = {}
+# engine -> (recipe, whether advice is for experts) -> why its layouts cannot hold what the recipe trains, or None. export, a
+# tier above this one, adds itself.
+REFUSALS: dict[str, Callable[[LinearRecipe, bool], str | None]] = {}
 
 
 def check(engine: str, gpu: str | None) -> None:
@@ -40,14 +41,14 @@ def differences(recipe: LinearRecipe, engine: str, gpu: str | None = None) -> li
     return _vllm(recipe, gpu) if engine == "vllm" else _llama_cpp(recipe, gpu)
 
 
-def refused(recipe: LinearRecipe, engine: str) -> list[str]:
+def refused(recipe: LinearRecipe, engine: str, *, experts: bool = False) -> list[str]:
     """Why layers that train `recipe` could not be exported to `engine`, by export's own checks; empty where they can,
-    or where the libraries of export are missing.
+    or where the libraries of export are missing. experts: advice is for experts.
     """
     if engine not in REFUSALS:  # `_llama_cpp` has the types of its file
         return []
     try:
-        reason = REFUSALS[engine](recipe)
+        reason = REFUSALS[engine](recipe, experts)
     except ImportError:
         return []
     held = f"vLLM's formats cannot hold {recipe.fprop_weight.name}{f' with {x} activations' if (x := recipe.input_name) else ''}"

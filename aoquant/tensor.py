@@ -12,6 +12,7 @@ copy fused q/k/v shards row by row and a 0-d scale would be overwritten by the l
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
+from aoquant._warning import AoquantWarning
 from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_operand
 from aoquant.layers.bound import BoundWeight
 from aoquant.layers.embedding import looked_up
@@ -323,6 +325,24 @@ def _storage(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         "a PackedTensor is several tensors, which safetensors cannot write as one: save the model with aoquant.save_pretrained(model, directory), or "
         "its state_dict with torch.save"
     )
+
+
+@PackedTensor.implements_torch_function([Tensor.requires_grad_, Tensor.requires_grad.__set__])  # type: ignore[attr-defined]
+def _requires_grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Codes get no gradient. A parameter is told so; `nn.Parameter` asks too, before its tensor is one."""
+
+    def asked(packed: Tensor, requires_grad: bool = True) -> bool:
+        return requires_grad and getattr(packed, "_is_param", False)
+
+    if asked(*args, **(kwargs or {})):
+        warnings.warn(
+            f"packed codes ({args[0].format}) get no gradient, so an optimizer leaves them as they are: aoquant.unpack_(model) makes prepared "
+            "layers of them, which train on from these codes",
+            AoquantWarning,
+            stacklevel=4,
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
 
 
 @PackedTensor.implements_torch_function([Tensor.share_memory_])

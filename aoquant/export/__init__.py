@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 FORMATS = {"compressed-tensors": "compressed_tensors", "modelopt": "compressed_tensors", "gguf": "gguf"}
 
 
-def _refused_by_vllm(recipe: LinearRecipe) -> str | None:
+def _refused_by_vllm(recipe: LinearRecipe, experts: bool) -> str | None:
     from aoquant.export.foresee import refusal  # which needs compressed-tensors
 
-    return refusal(recipe)
+    return refusal(recipe, experts=experts)
 
 
 serving.REFUSALS["vllm"] = _refused_by_vllm

@@ -25,7 +25,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor, nn
 
-from aoquant.export.targets import Stored, Unfit, power_of_two
+from aoquant.export.targets import Stored, Unfit, power_of_two, symmetric
 from aoquant.formats import (
     MX,
     NVFP4,
@@ -95,7 +95,8 @@ def _weight(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor
         return {name: e.codes, "weight_scale": e.scale.view(torch.uint8)}, args
     if (isinstance(format, NVFP4 | FourOverSix) and not isinstance(format, GridFlip)) and format.tile_rows == 1:
         return _nvfp4(format, p)
-    raise Unfit(f"no scheme holds {format.name}", _instead(format, p))
+    integers = isinstance(format, Int4 | TinyGemm) and format.block
+    raise Unfit(f"no scheme holds {format.name}", _instead(format, p), symmetric(integers) if integers else None)
 
 
 def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:

@@ -22,9 +22,8 @@ from aoquant._warning import AoquantWarning
 from aoquant.export.fused import check_fused
 from aoquant.export.plan import Plan
 from aoquant.export.source import Source
-from aoquant.export.targets import Description
+from aoquant.export.targets import EXPERT, Description, symmetric
 
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 # transformers 5.17 asks for experts' weight_packed, weight_scale and weight_shape, or for fp8's weight and weight_scale
 _IN_TRANSFORMERS = {
     "int-quantized": "cannot load",
@@ -64,7 +63,7 @@ def describe(source: Source, plan: Plan) -> Description:
         config_groups=schemes,
         format=formats.pop() if len(formats) == 1 else "mixed-precision",
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=[*(m for m in _ignored(source) if m not in plan.layers), *_patterns(filter(_EXPERT.match, left))],
+        ignore=[*(m for m in _ignored(source) if m not in plan.layers), *_patterns(filter(EXPERT.match, left))],
     )
     content: dict[str, Any] = json.loads(config.model_dump_json())
     return Description({**content, "version": compressed_tensors.__version__})
@@ -77,25 +76,26 @@ def _ignored(source: Source) -> list[str]:
 
 def _patterns(modules: Iterable[str]) -> list[str]:
     """The modules by name, the experts of a layer by one pattern."""
-    found = (_EXPERT.match(module) or module for module in modules)
+    found = (EXPERT.match(module) or module for module in modules)
     return list(dict.fromkeys(f if isinstance(f, str) else rf"re:{re.escape(f[1])}\..*" for f in found))
 
 
 def _check_symmetric(groups: Iterable[_Group]) -> None:
     """Raise ValueError for experts of integers with zero points, which vLLM's kernels for experts do not take."""
     for scheme, modules in groups:
-        expert = next(filter(_EXPERT.match, modules), None)
+        expert = next(filter(EXPERT.match, modules), None)
         if expert and scheme.weights is not None and scheme.weights.type == "int" and not scheme.weights.symmetric:
+            weights = scheme.weights
+            advice = symmetric(weights.group_size or 0) if weights.num_bits == 4 else "train a symmetric format"
             raise ValueError(
-                f"{expert}: vLLM runs experts of symmetric integers alone, and these have zero points: train a symmetric format, "
-                "such as intx4-g32; nothing was written"
+                f"{expert}: vLLM runs experts of symmetric integers alone, and these have zero points: {advice}; nothing was written"
             )
 
 
 def _warn_transformers(groups: Iterable[_Group]) -> None:
     """Warn of experts that transformers' own reader of these folders cannot load, or loads with other values."""
     for scheme, modules in groups:
-        expert = next(filter(_EXPERT.match, modules), None)
+        expert = next(filter(EXPERT.match, modules), None)
         layout = CompressionFormat(scheme.format).value
         if expert and (fact := _IN_TRANSFORMERS.get(layout)):
             warnings.warn(
@@ -113,7 +113,7 @@ def _check_experts(groups: Iterable[Iterable[str]]) -> None:
     seen: dict[str, int] = {}
     for number, modules in enumerate(groups):
         for module in modules:
-            if (match := _EXPERT.match(module)) and seen.setdefault(match[1], number) != number:
+            if (match := EXPERT.match(module)) and seen.setdefault(match[1], number) != number:
                 raise ValueError(
                     f"{match[1]}: vLLM runs the experts of a layer under one scheme, and {module} has another one: quantise "
                     "gate_up_proj and down_proj alike; nothing was written"

@@ -23,9 +23,9 @@ _LAYOUTS = ("compressed-tensors", "modelopt")
 
 
 @torch.no_grad()
-def refusal(recipe: LinearRecipe) -> str | None:
+def refusal(recipe: LinearRecipe, *, experts: bool = False) -> str | None:
     """Why each of vLLM's layouts would refuse layers that train `recipe`, with what to train instead; None where one
-    takes them.
+    takes them. experts: advice is for experts.
     """
     layers = _siblings(recipe)
     first = None
@@ -37,7 +37,7 @@ def refusal(recipe: LinearRecipe) -> str | None:
                 return None
             reason = f"q, k, v and gate, up would each have their own {found[0].kind}, and it fuses them under one. Instead: {found[0].instead}"
         except Unfit as error:
-            reason = f"{error.reason}. Instead: {error.instead}"
+            reason = f"{error.reason}. Instead: {error.beside_experts if experts else error.instead}"
         first = first or reason
     return first
 

@@ -1,8 +1,8 @@
 """The plan of an export: every file and tensor is decided for the whole model before anything is written.
 
-Every quantised layer is asked for its scheme with its codes left on meta. A layer that the target cannot hold is listed
-with the reason and the nearest format that would; all of them in one error. `skip` leaves layers in the model's float
-dtype: their values are those that the layer multiplies by, decoded once.
+Every quantised layer is asked for its scheme with its codes left on meta. Layers that the target cannot hold are in one
+error, each of the first ten with the reason and the nearest format that would. `skip` leaves layers in the model's
+float dtype: their values are those that the layer multiplies by, decoded once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from aoquant._warning import AoquantWarning
 from aoquant.export.advice import advice, asker
 from aoquant.export.experts import Weight
 from aoquant.export.source import Source
-from aoquant.export.targets import Stored, Unfit
+from aoquant.export.targets import EXPERT, Stored, Unfit
 from aoquant.tensor import PackedTensor
 
 Store = Callable[[PackedTensor], Stored]
+SHOWN = 10  # layers that an error lists
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
     embeddings = source.embeddings()
     layers: dict[str, Stored] = {}
     others_of = asker(source, target)
-    problems, notes = [], dict[str, list[str]]()
+    experts = any(map(EXPERT.match, quantised))
+    problems, notes = list[str](), dict[str, list[str]]()
     for module, weight in quantised.items():
         if module in left:
             continue
@@ -67,15 +69,18 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
             assert isinstance(packed, PackedTensor)
             layers[module] = store(packed)
         except Unfit as error:
-            others = [] if module in embeddings else others_of([weight])
-            problems.append(f"  {module}: {error.reason}. Instead: {error.instead}{advice(others)}")
+            others = [] if module in embeddings or len(problems) >= SHOWN else others_of([weight])
+            instead = error.beside_experts if experts else error.instead
+            problems.append(f"  {module}: {error.reason}. Instead: {instead}{advice(others)}")
             continue
         for note in layers[module].notes:
             notes.setdefault(note, []).append(module)
     if problems:
+        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError(
             f"{len(problems)} layer(s) do not fit {target} without rounding, and nothing was written:\n"
-            + "\n".join(problems)
+            + "\n".join(problems[:SHOWN])
+            + more
             + "\nOr leave layers in high precision: skip=[...] (--skip)"
         )
     if not layers:

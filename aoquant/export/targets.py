@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+EXPERT = re.compile(r"(.*\.experts)\.\d+\.")  # one expert's matrix, by its module; the group names all of the layer's
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,22 @@ class Description:
 
 
 class Unfit(Exception):
-    """A target cannot hold a layer's numbers as they are. instead: what would fit, as advice."""
+    """A target cannot hold a layer's numbers as they are. instead: what would fit, as advice; beside_experts: what
+    would in a model with experts, where that is something else.
+    """
 
-    def __init__(self, reason: str, instead: str) -> None:
+    def __init__(self, reason: str, instead: str, beside_experts: str | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.instead = reason, instead
+        self.reason, self.instead, self.beside_experts = reason, instead, beside_experts or instead
+
+
+def symmetric(group: int) -> str:
+    """Advice for 4-bit integers of experts: engines' kernels for these have no zero points."""
+    recipes = {
+        32: "the recipe vllm-w4a16-g32-experts, or vllm-w4a16-g32 for linear layers too",
+        128: "the recipe vllm-w4a16-g128",
+    }
+    return f"train {recipes.get(group, f'intx4-g{group or 32}')} (symmetric integers, as engines run experts)"
 
 
 def power_of_two(t: Tensor) -> bool:

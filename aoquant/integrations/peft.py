@@ -98,6 +98,16 @@ def _only_lora(tuner: BaseTuner) -> Iterator[None]:
         del tuner._create_and_replace
 
 
+def _said_otherwise(config: Any) -> str:
+    """The end of an advice: peft makes target_parameters of target_modules that mean experts."""
+    others = config.target_modules
+    if not others or isinstance(others, str):
+        return ""
+    return (
+        f"; target_modules='all-linear', or experts' names there, mean them too: give target_modules={sorted(others)}"
+    )
+
+
 def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
     """The LoRA layer for a layer of ours, None for any other.
 
@@ -110,7 +120,7 @@ def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -
         if is_packed(getattr(base, parameter, None)):
             raise ValueError(
                 f"{name}: target_parameters={parameter!r} adapts a packed weight, whose codes are fixed: prepare the model instead of "
-                "quantising it, or leave the parameter out of target_parameters"
+                f"quantising it, or leave the parameter out of target_parameters{_said_otherwise(config)}"
             )
         return (
             QATParamWrapper(target, adapter_name, config=config, **kwargs) if isinstance(base, PreparedModule) else None

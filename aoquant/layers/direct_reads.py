@@ -57,6 +57,7 @@ PRODUCTS = {
 # fmt: on
 PACKED_ADVICE = "call the layer instead of reading its weight, or leave it out of quantize_ (filter_fn, or None for its name in FqnToConfig)"
 SHOWN = 10  # names in a warning
+_MOVED = nn.Module._apply.__code__  # of `.to()`, which Switch-Transformers' router calls in every forward
 
 
 class _Running(threading.local):
@@ -186,6 +187,7 @@ class _Watch(TorchFunctionMode):
         self._made_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._codes = {cls.forward.__code__ for cls in _subclasses(QATLayer)}
         self._codes |= {type(m).forward.__code__ for m in layers.values() if isinstance(type(m).forward, FunctionType)}
+        self._codes.add(_MOVED)
         self._packed = {fqn for fqn, m in layers.items() if is_packed(m.weight)}
         self._find_weights()
 
@@ -240,11 +242,13 @@ class _Watch(TorchFunctionMode):
         return self._made_of.get(t, ()) if self._made_of else ()
 
     def _in_own_forward(self) -> bool:
-        """Whether a prepared layer's forward is on the stack; which layer's is noted."""
+        """Whether a layer's own forward is on the stack; which layer's is noted. A module that is moved or cast reads
+        no weight, either, and torch swaps its tensors, which nothing may watch then.
+        """
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code not in self._codes:
             frame = frame.f_back
-        if frame is not None:
+        if frame is not None and frame.f_code is not _MOVED:
             self._ran.add(id(frame.f_locals.get("self")))
         return frame is not None
 

@@ -268,7 +268,10 @@ class QATExperts(PreparedModule):
             except ValueError as error:
                 raise ValueError(f"{prepared.fqn}: {error}") from None
         bias: Tensor | None = getattr(self, f"{name}_bias") if self.has_bias else None
-        return y if bias is None else y + bias[ids]
+        if bias is None:
+            return y
+        # transformers' grouped_mm adds in place: under autocast the sum has the product's dtype, not a wider bias's
+        return y + bias[ids] if eager else (y + bias[ids]).to(y.dtype)
 
     def _draws(self, name: str) -> tuple[Tensor | None, int]:
         """The state of a parameter's random numbers, and this rank among those with other tokens."""

@@ -46,11 +46,16 @@ class Rows(NamedTuple):
     place: Tensor | None = None
 
 
-def why_not_at_once(recipe: LinearRecipe, w: Tensor | Encoded, transposed: bool, experts: int = 0) -> str | None:
+def why_not_at_once(
+    recipe: LinearRecipe, w: Tensor | Encoded, transposed: bool, experts: int = 0, *, op_on_cpu: bool = False
+) -> str | None:
     """Why the experts' product is a loop; None when it is one. w: (E, N, K), or (E, K, N) when `transposed`; or codes
-    (E * N, K) of so many `experts`, of weights in the dtype that products compute in.
+    (E * N, K) of so many `experts`, of weights in the dtype that products compute in. op_on_cpu: the loop of the op
+    itself, which a compiler does not see, will do on a CPU.
     """
     if isinstance(w, Encoded):
+        if op_on_cpu and w.codes.device.type == "cpu":
+            return _why_no_op(recipe.key, w.codes.shape[0] // experts)
         return _why_not(recipe.key, torch.bfloat16, w.codes.shape[0] // experts, w.k, str(w.codes.device))
     if type(w) not in (Tensor, nn.Parameter):
         return f"takes plain tensors, not {type(w).__name__}"
@@ -67,6 +72,13 @@ def _why_not(key: str, dtype: torch.dtype, n: int, k: int, device: str) -> str |
         or grouped.why_not(dtype, k, n, torch.device(device))
         or stacks.why_not(recipe.fprop_weight, n)
     )
+
+
+@torch.compiler.assume_constant_result
+def _why_no_op(key: str, n: int) -> str | None:
+    """As `_why_not`, wherever the op runs."""
+    recipe = recipe_of(key)
+    return _why_not_recipe(recipe) or stacks.why_not(recipe.fprop_weight, n)
 
 
 def _why_not_recipe(recipe: LinearRecipe) -> str | None:
@@ -212,8 +224,8 @@ def grouped_bias(y: Tensor, bias: Tensor, expert: Tensor, ends: Tensor) -> Tenso
     expert: (S,) int64, sorted. ends: (E,) int32, for each expert the row behind its last; rows behind all of them add
     nothing to a gradient.
     """
-    if bias.dtype is not y.dtype:  # autocast leaves biases as they are, and PyTorch promotes
-        return y + bias[expert]
+    if bias.dtype is not y.dtype:  # autocast leaves biases as they are, and transformers adds them in place
+        return (y + bias[expert]).to(y.dtype)
     added: Tensor = GroupedBias.apply(y, bias, expert, ends)  # type: ignore[no-untyped-call]
     return added
 

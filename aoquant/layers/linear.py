@@ -47,17 +47,17 @@ def check_dtype(x: Tensor, weight: torch.dtype, contract: str) -> None:
     """Raise ValueError where nn.Linear would: outside autocast x has another dtype than the weight. torchao's kernels
     have rules of their own.
     """
-    if contract in OWN_CONTRACTS and x.dtype != weight and not _autocasts(x.device.type):
+    if contract in OWN_CONTRACTS and x.dtype != weight and not autocasts(x.device.type):
         raise ValueError(f"the layer's input is {x.dtype} and its weight {weight}: cast one of them, or use autocast")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a linear layer computes in: its input's, or autocast's."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if _autocasts(device) else x.dtype
+    return torch.get_autocast_dtype(device) if autocasts(device) else x.dtype
 
 
-def _autocasts(device: str) -> bool:
+def autocasts(device: str) -> bool:
     """Whether autocast is on for this type of device; meta has none, and torch raises where it is asked."""
     return device != "meta" and torch.is_autocast_enabled(device)
 

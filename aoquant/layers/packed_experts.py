@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from aoquant.formats import Encoded
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
-from aoquant.layers.linear import quantized_linear
+from aoquant.layers.linear import compute_dtype, quantized_linear
 from aoquant.tensor import PackedTensor, cut_columns, cut_rows
 
 aten = torch.ops.aten
@@ -133,8 +133,15 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
                 f"expert {index} is ({got}) and expert 0 ({wanted}): stacked experts have one format, shape and dtype"
             )
     columns = [[getattr(e, name) for e in experts] for name in _PARTS]
-    stacked = [None if c[0] is None else torch.stack(c) for c in columns]
+    stacked = [None if c[0] is None else _stacked(c) for c in columns]
     return experts[0]._like(PackedExperts, [*stacked, None], None, None, transposed=transposed)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """torch.stack, which knows no float8 under autocast."""
+    if parts[0].element_size() > 1:
+        return torch.stack(list(parts))
+    return torch.stack([t.view(torch.uint8) for t in parts]).view(parts[0].dtype)
 
 
 @PackedTensor.implements([aten.unsqueeze.default])
@@ -261,12 +268,13 @@ def _grouped_mm(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def grouped(x_SK: Tensor, w_EKN: PackedExperts, offsets: Tensor) -> Tensor:
     """(S, N). offsets: for each expert, the row after its last."""
     experts = w_EKN.shape[0]
-    if x_SK.dtype == torch.bfloat16 == w_EKN.dtype:
+    if compute_dtype(x_SK) == torch.bfloat16 == compute_dtype(w_EKN):
         e = w_EKN.encoded
         codes, scale, zero, outer = (None if t is None else t.flatten(0, 1) for t in e.tensors)
         assert codes is not None
         stack = Encoded(codes, scale, zero, outer, e.k)
-        if why_not_at_once(w_EKN.recipe, stack, False, experts) is None:
+        compiled = torch.compiler.is_compiling()
+        if why_not_at_once(w_EKN.recipe, stack, False, experts, op_on_cpu=compiled) is None:
             return grouped_at_once(x_SK, stack, Rows(offsets.to(torch.int32)), w_EKN.recipe)
     return _in_a_loop(x_SK, w_EKN, offsets)
 

@@ -281,7 +281,8 @@ def set_fake_quant(model: nn.Module, enabled: bool) -> int:
     layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
     if not layers:
         raise ValueError(
-            f"the {type(model).__name__} has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before training"
+            f"the {type(model).__name__} has no prepared layer: call quantize_(model, QATConfig(base, step='prepare')) before "
+            "training, or aoquant.unpack_(model) where it is packed"
         )
     for layer in layers:
         layer.fake_quant = enabled

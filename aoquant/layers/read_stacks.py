@@ -11,11 +11,16 @@ these classes use, each with quantised products:
 
 Any other operation on it is an error, so nothing is multiplied by the float weight by accident. Converted, the same
 forward finds `PackedExperts`, which answer the same operations with the same products.
+
+A cast, such as torchtitan's `w.bfloat16()`, says in which dtype the product is computed, and the weight is encoded from
+the dtype that it is stored in: convert packed those codes. That is what autocast means to a quantised layer, so the
+product runs under autocast of that dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +29,7 @@ from torch.nn import functional as F
 
 from aoquant.formats import Scales
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
-from aoquant.layers.linear import quantized_linear
+from aoquant.layers.linear import autocasts, check_dtype, compute_dtype, quantized_linear
 from aoquant.layers.recipe import LinearRecipe
 
 
@@ -50,6 +55,13 @@ def reading_of(cls: type[nn.Module]) -> Reading | None:
     return next((READINGS[c.__name__] for c in cls.__mro__ if c.__name__ in READINGS), None)
 
 
+def why_not_read(module: nn.Module) -> str | None:
+    """Why a class's forward, as it is set on this module, cannot run over packed experts; None when it can."""
+    if reading_of(type(module)) is not None and getattr(module, "use_grouped_mm", True) is False:
+        return "use_grouped_mm=False multiplies by w[e].transpose(-2, -1), which packed experts do not answer: set use_grouped_mm=True"
+    return None
+
+
 class Product(NamedTuple):
     """What a stack's products need beside rows and weights.
 
@@ -68,21 +80,25 @@ class Stack:
     """A prepared parameter (E, N, K), or (E, K, N), as its class's forward reads it.
 
     w: as it is stored; transposed: whether that is (E, K, N); turned: whether this is read with its last two dimensions
-    exchanged.
+    exchanged; dtype: that products are computed in, by default w's.
     """
 
-    def __init__(self, w: Tensor, transposed: bool, product: Product, turned: bool = False) -> None:
+    def __init__(
+        self,
+        w: Tensor,
+        transposed: bool,
+        product: Product,
+        turned: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.w, self.transposed, self.product, self.turned = w, transposed, product, turned
+        self.dtype = dtype or w.dtype
         self.matrices = w.unbind(0)  # one gradient for the whole stack, zero where an expert had no tokens
 
     @property
     def shape(self) -> torch.Size:
         e, rows, columns = self.w.shape
         return torch.Size((e, columns, rows) if self.turned else (e, rows, columns))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.w.dtype
 
     @property
     def device(self) -> torch.device:
@@ -102,10 +118,15 @@ class Stack:
     def transpose(self, a: int, b: int) -> Stack:
         if {a % 3, b % 3} != {1, 2}:
             raise ValueError(f"{self.product.fqn}: prepared experts are transposed in their last two dimensions")
-        return Stack(self.w, self.transposed, self.product, not self.turned)
+        return Stack(self.w, self.transposed, self.product, not self.turned, self.dtype)
 
     def to(self, dtype: torch.dtype) -> Stack:
-        return self if dtype == self.dtype else Stack(self.w.to(dtype), self.transposed, self.product, self.turned)
+        if dtype not in (self.w.dtype, torch.bfloat16, torch.float16):  # the dtypes of autocast
+            raise ValueError(
+                f"{self.product.fqn} is {self.w.dtype} and its class casts it to {dtype}: prepared experts are multiplied in their own dtype, "
+                "bfloat16 or float16: leave them out by name"
+            )
+        return Stack(self.w, self.transposed, self.product, self.turned, dtype)
 
     def bfloat16(self) -> Stack:
         return self.to(torch.bfloat16)
@@ -115,23 +136,35 @@ class Stack:
         p = self.product
         held = None if p.scales_of is None else p.scales_of(expert)
         try:
-            return quantized_linear(x, self._matrix(expert), None, p.recipe, w_held=held, random=p.random, rank=p.rank)
+            with self._computing(x):
+                w = self._matrix(expert)
+                return quantized_linear(x, w, None, p.recipe, w_held=held, random=p.random, rank=p.rank)
         except ValueError as error:
             raise ValueError(f"{self.product.fqn}: {error}") from None
 
     def grouped(self, x_SK: Tensor, offsets: Tensor) -> Tensor:
         """Rows sorted by expert, times their experts; zero behind the last offset, as packed experts do it."""
-        recipe, scales_of = self.product.recipe, self.product.scales_of
         try:
-            if x_SK.dtype == torch.bfloat16 and why_not_at_once(recipe, self.w, self.transposed) is None:
-                return grouped_at_once(x_SK, self.w, Rows(offsets.to(torch.int32)), recipe, self.transposed)
-            ends: list[int] = offsets.tolist()
-            rest = ends, self.w.shape[2 if self.transposed else 1], recipe, self.product.random, self.product.rank
-            x_SK, behind = x_SK[: ends[-1]], len(x_SK) - ends[-1]
-            y = grouped_linear(x_SK, self._matrix, *rest, scales_of=scales_of)
+            with self._computing(x_SK):
+                return self._grouped(x_SK, offsets)
         except ValueError as error:
             raise ValueError(f"{self.product.fqn}: {error}") from None
-        return F.pad(y, (0, 0, 0, behind))
+
+    def _grouped(self, x_SK: Tensor, offsets: Tensor) -> Tensor:
+        recipe, scales_of = self.product.recipe, self.product.scales_of
+        if compute_dtype(x_SK) == torch.bfloat16 and why_not_at_once(recipe, self.w, self.transposed) is None:
+            return grouped_at_once(x_SK, self.w, Rows(offsets.to(torch.int32)), recipe, self.transposed)
+        ends: list[int] = offsets.tolist()
+        rest = ends, self.w.shape[2 if self.transposed else 1], recipe, self.product.random, self.product.rank
+        x_SK, behind = x_SK[: ends[-1]], len(x_SK) - ends[-1]
+        return F.pad(grouped_linear(x_SK, self._matrix, *rest, scales_of=scales_of), (0, 0, 0, behind))
+
+    def _computing(self, x: Tensor) -> AbstractContextManager[object]:
+        """Under which a product with x is computed in this dtype, though the weight is stored in another."""
+        if self.dtype == self.w.dtype or autocasts(x.device.type):
+            return nullcontext()
+        check_dtype(x, self.dtype, self.product.recipe.contract)
+        return torch.autocast(x.device.type, self.dtype)
 
     def _matrix(self, expert: int) -> Tensor:
         """One expert as (N, K): a transposed one is copied, because encoders read rows."""

@@ -1,25 +1,23 @@
 """The routers of a mixture-of-experts model: the modules that give each token its experts.
 
-A router stands beside the experts in one module, and one of its parameters has a row for each expert. Its name and its
-class are the model's own ("gate", "router"), so they are not asked.
+A router stands beside the experts in one module. It is called so ("router", "gate") or is of such a class, and a "gate"
+has a row for each expert; where no module beside stacked experts has such a name, it is the one with a row for each.
 
-`READ_LINEARS` lists the classes of routers that hold an nn.Linear and multiply by its weight themselves. Prepared, it
-would compute float numbers, and converted others, so it is a router's weight like any other and stays float.
+A router decides what a token computes, and costs next to nothing. So all of it stays float unless a name or a filter
+picks it, whether its matrix is a parameter (Mixtral, DeepSeek, gpt-oss) or an nn.Linear (Jamba, Aria, DBRX, Gemma 4).
+Some classes also read that layer themselves: LongCat-Flash multiplies by its weight.
 """
 
 from __future__ import annotations
+
+import re
 
 from torch import nn
 
 from aoquant.layers.experts import stacks_of
 
-READ_LINEARS = {"LongcatFlashTopkRouter": "classifier"}  # class of the router: its linear layer
-
-
-def is_read_by_router(model: nn.Module, fqn: str) -> bool:
-    """Whether a layer's weight is read by the router that holds it."""
-    parent, _, own = fqn.rpartition(".")
-    return any(READ_LINEARS.get(c.__name__) == own for c in type(model.get_submodule(parent)).__mro__)
+_ROUTER = re.compile("router", re.IGNORECASE)
+_GATE = re.compile(r"(^|_)(gate|gating|wg)$|(Gate|Gating)$")
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -28,25 +26,54 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers of a model's stacked experts, by name."""
+    """The routers of a model's experts, stacked or in a list, by name."""
     found = dict[str, nn.Module]()
-    for name, experts in experts_of(model).items():
-        parent = name.rpartition(".")[0]
-        rows = getattr(experts, stacks_of(experts)[0]).shape[0]
-        beside = _beside(model, parent, rows)
-        if not beside and "expert" in parent.rpartition(".")[2]:  # Aria's experts are two modules in one
-            beside = _beside(model, parent.rpartition(".")[0], rows)
-        found |= beside
+    for parent, module in model.named_modules():
+        numbers = _numbers_of_experts(module)
+        if numbers is None:
+            continue
+        beside = {own: child for own, child in module.named_children() if "expert" not in own and _has_matrix(child)}
+        called = {own: child for own, child in beside.items() if _is_called_router(own, child, numbers)}
+        stacked = any(stacks_of(child) for child in module.children())
+        chosen = called or {own: child for own, child in beside.items() if stacked and _has_rows(child, numbers)}
+        found |= {f"{parent}.{own}" if parent else own: child for own, child in chosen.items()}
     return found
 
 
-def _beside(model: nn.Module, parent: str, experts: int) -> dict[str, nn.Module]:
-    """The children of a module that have a matrix with a row for each expert, by name."""
-    return {
-        f"{parent}.{own}" if parent else own: module
-        for own, module in model.get_submodule(parent).named_children()
-        if "expert" not in own and any(p.dim() == 2 and len(p) == experts for p in module.parameters())
-    }
+def router_modules(model: nn.Module) -> set[int]:
+    """Ids of the routers of a model and of all modules in them."""
+    return {id(part) for router in routers_of(model).values() for part in router.modules()}
+
+
+def _numbers_of_experts(module: nn.Module) -> set[int] | None:
+    """The numbers of experts that children of a module have; None where none of them are experts."""
+    numbers, found = set[int](), False
+    for own, child in module.named_children():
+        inside = (child, *child.children()) if "expert" in own else (child,)  # Aria's experts are two modules in one
+        stacks = {getattr(m, name).shape[0] for m in inside for name in stacks_of(m)}
+        others = "expert" in own and not isinstance(child, nn.Linear) and next(child.parameters(), None) is not None
+        if not stacks and not others:
+            continue
+        found = True
+        numbers |= stacks
+        numbers |= {len(child)} if isinstance(child, nn.ModuleList | nn.ModuleDict) else set()
+        numbers |= {n for n in (getattr(child, "num_experts", None),) if isinstance(n, int)}
+    return numbers if found else None
+
+
+def _is_called_router(own: str, module: nn.Module, numbers: set[int]) -> bool:
+    """Whether a module beside experts has a router's name or class."""
+    names = own, type(module).__name__
+    return any(map(_ROUTER.search, names)) or (any(map(_GATE.search, names)) and _has_rows(module, numbers))
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(p.dim() == 2 for p in module.parameters())
+
+
+def _has_rows(module: nn.Module, numbers: set[int]) -> bool:
+    """Whether a module has a matrix with a row for each expert."""
+    return any(p.dim() == 2 and len(p) in numbers for p in module.parameters())
 
 
 def freeze_routers(model: nn.Module) -> list[str]:
@@ -55,7 +82,7 @@ def freeze_routers(model: nn.Module) -> list[str]:
     Tokens may still change experts, because what reaches a router is trained: `aoquant.router_drift` counts them.
 
     Raises:
-        ValueError: the model has no router beside stacked experts.
+        ValueError: the model has no router beside experts.
 
     Example:
 
@@ -64,7 +91,7 @@ def freeze_routers(model: nn.Module) -> list[str]:
     routers = routers_of(model)
     if not routers:
         raise ValueError(
-            f"freeze_routers: no router beside stacked experts in {type(model).__name__}: set requires_grad by hand"
+            f"freeze_routers: no router beside experts in {type(model).__name__}: set requires_grad by hand"
         )
     for router in routers.values():
         router.requires_grad_(False)

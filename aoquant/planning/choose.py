@@ -1,6 +1,7 @@
 """Which layer gets which config: filter functions, names and patterns, and what applies when neither says.
 
-By default every linear layer is chosen but the output head, which costs quality and is often tied, and no embedding.
+By default every linear layer is chosen but the output head, which costs quality and is often tied, and those in
+routers of experts; and no embedding.
 A filter function replaces that rule. torchao's `FqnToConfig` chooses by exact names, then "re:" patterns in their
 order, then "_default"; a key names a layer ("model.layers.0.mlp.up_proj") or its weight ("....up_proj.weight").
 
@@ -27,10 +28,14 @@ from aoquant.config import ALL_EXPERTS, QATConfig
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, kind_of
 from aoquant.layers.qat import QATLayer
-from aoquant.layers.routers import experts_of, is_read_by_router
+from aoquant.layers.routers import experts_of, router_modules
 from aoquant.planning import owners, tied
 from aoquant.planning.experts import ChosenStack, why_unsupported
+from aoquant.recipes import by_layer
 
+UNPREPARED = (
+    "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
+)
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 
 
@@ -73,16 +78,16 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     if by_name is not None and filter_fn is not None:
         raise ValueError("FqnToConfig chooses the layers itself: give filter_fn or FqnToConfig, not both")
     _check_patterns(by_name or {})
-    found, used = Choice(), set[str]()
+    found, used, routers = Choice(), set[str](), router_modules(model)
 
     def config_for(module: nn.Module, fqn: str) -> Any:
         """The config of a layer under one of its names, None to leave it as it is."""
         if by_name is not None:
             used.update(key for key in by_name if _means(key, fqn))
-            key = key_of(by_name, fqn, default=is_usual(model, module, fqn))
+            key = key_of(by_name, fqn, default=is_usual(model, module, fqn, routers))
             return by_name[key] if key else None
         # a head or an embedding that was prepared by name is converted with the others
-        usual = isinstance(module, QATLayer) or is_usual(model, module, fqn)
+        usual = isinstance(module, QATLayer) or is_usual(model, module, fqn, routers)
         return config if (usual if filter_fn is None else filter_fn(module, fqn)) else None
 
     def config_for_stack(module: nn.Module, fqn: str, parameter: str) -> Any:
@@ -159,9 +164,12 @@ def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool, parameter: st
     return "_default" if default and "_default" in by_name else None
 
 
-def is_usual(model: nn.Module, module: nn.Module, fqn: str) -> bool:
-    """Whether a layer is quantised by default: every linear layer is but the output head and what a router reads."""
-    return is_linear(module) and not is_head(model, module, fqn) and not is_read_by_router(model, fqn)
+def is_usual(model: nn.Module, module: nn.Module, fqn: str, routers: Collection[int]) -> bool:
+    """Whether a layer is quantised by default: every linear layer is but the output head and those in routers.
+
+    routers: ids of the modules in the model's routers.
+    """
+    return is_linear(module) and not is_head(model, module, fqn) and id(module) not in routers
 
 
 def is_head(model: nn.Module, module: nn.Module, fqn: str) -> bool:
@@ -175,12 +183,14 @@ def _pushed_into_names(config: Any) -> Any:
     if not (isinstance(config, QATConfig) and isinstance(config.base_config, FqnToConfig)):
         return config
     by_name = config.base_config.fqn_to_config
-    return FqnToConfig({key: base and dataclasses.replace(config, base_config=base) for key, base in by_name.items()})
+    return by_layer({key: base and dataclasses.replace(config, base_config=base) for key, base in by_name.items()})
 
 
 def each(config: Any) -> list[Any]:
-    """The configs of an `FqnToConfig`; of another config itself."""
-    return list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
+    """The configs of an `FqnToConfig`, but None, which leaves layers out; of another config itself."""
+    if isinstance(config, FqnToConfig):
+        return [c for c in config.fqn_to_config.values() if c is not None]
+    return [config]
 
 
 def _check_patterns(keys: Mapping[str, Any]) -> None:
@@ -294,6 +304,9 @@ def _for_experts_alone(keys: Collection[str]) -> bool:
 
 def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = ()) -> str:
     """Why no layer was chosen. converts: the step is "convert". keys: names and patterns that choose."""
+    met = any(_means(k, fqn, p) for k in keys for fqn, m in model.named_modules() for p in m._parameters)
+    if converts and _for_experts_alone(keys) and met:
+        return UNPREPARED
     if _for_experts_alone(keys) and (experts := experts_of(model)):
         names = [_join(fqn, parameter) for fqn, module in experts.items() for parameter in stacks_of(module)]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -313,12 +326,12 @@ def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = 
             f"nothing to quantise: all {len(linears)} linear layer(s) are subclasses of nn.Linear, which are left alone"
         )
     if converts:
-        return "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
+        return UNPREPARED
     if not linears:
         return f"nothing to quantise: {type(model).__name__} has no nn.Linear{_instead(model)}"
     return (
         f"nothing to quantise: {len(linears)} linear layer(s), such as {', '.join(linears[:3])}, and none was chosen. "
-        f"lm_head and embeddings are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns{_instead(model)}"
+        f"lm_head, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns{_instead(model)}"
     )
 
 

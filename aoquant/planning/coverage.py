@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
-from aoquant.layers.routers import is_read_by_router
+from aoquant.layers.routers import router_modules
 from aoquant.planning.choose import is_head
 from aoquant.planning.experts import why_unsupported
 from aoquant.planning.sizes import stored_bytes
@@ -205,10 +205,10 @@ def inventory(
                 key = identity(parameter)
                 tensors[key] = parameter
                 users.setdefault(key, []).extend(Owner(fqn, name, module) for fqn in names)
-    rows, small = list[Weight](), list[Weight]()
+    rows, small, routers = list[Weight](), list[Weight](), router_modules(model)
     for key, owners in users.items():
         tensor = tensors[key]
-        state, about = _state(model, tensor, owners, planned.get(key), left_out, skipped)
+        state, about = _state(model, tensor, owners, planned.get(key), left_out, skipped, routers)
         if state == "left out" and any(id(o.module) in missed for o in owners):
             state, about = (
                 "unsupported",
@@ -255,6 +255,7 @@ def _state(
     planned: str | None,
     left_out: Collection[int],
     skipped: dict[int, str],
+    routers: Collection[int],
 ) -> tuple[str, str]:
     """(state, about) of one parameter, from the modules that hold it."""
     if is_packed(tensor):
@@ -283,7 +284,7 @@ def _state(
         return "default", "the output head: left out unless it is named"
     if isinstance(module, nn.Embedding):
         return "default", "an embedding: left out unless it is named"
-    if all(is_read_by_router(model, o.fqn) for o in owners):
+    if all(id(o.module) in routers for o in owners):
         return "default", "a router, which decides what experts a token meets: stays float"
     if kind_of(module) is not None and name == "weight":
         return "left out", "no config was given to this layer"

@@ -21,7 +21,7 @@ from aoquant.formats import NVFP4PowerOfTwo, Scales
 from aoquant.layers.experts import PROTOCOL, QATExperts, is_transposed, lacks
 from aoquant.layers.packed_experts import PackedExperts, packed_experts
 from aoquant.layers.qat import Prepared
-from aoquant.layers.read_stacks import reading_of
+from aoquant.layers.read_stacks import reading_of, why_not_read
 from aoquant.parallel import experts as sharded
 from aoquant.parallel.fsdp import GATHER, layer_class, swap_class
 from aoquant.parallel.linear import all_finite
@@ -78,7 +78,7 @@ def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
     managed = bool(getattr(chosen.module, "_is_fsdp_managed_module", False))
     if isinstance(weight, DTensor) and reading_of(layer_class(chosen.module)) and not (managed and kind == "prepare"):
         return f"it is sharded, and its class multiplies by it in a forward of its own: {GATHER}, and quantise that"
-    if (reason := sharded.why_not(weight, kind, recipe, managed=managed)) is not None:
+    if (reason := why_not_read(chosen.module) or sharded.why_not(weight, kind, recipe, managed=managed)) is not None:
         return reason
     if (reason := target.why_not(n, k, weight.dtype)) is not None:
         return reason

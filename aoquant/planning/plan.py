@@ -41,6 +41,7 @@ from aoquant.planning import tied as sharing
 from aoquant.planning.choose import Choice, Filter, choose, keys_of, nothing_chosen
 from aoquant.planning.experts import ChosenStack, ExpertStep
 from aoquant.targets import Target, fake_target, resolve, supported
+from aoquant.tensor import PackedTensor
 
 SHOWN = 10  # problems that an error lists
 ANOTHER_BACKWARD = "HybridConfig.bwd(...) changes its backward alone"
@@ -151,7 +152,8 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
                 f"is prepared already ({prepared.recipe}); convert it first, or leave it out by name; {ANOTHER_BACKWARD}"
             )
         if isinstance(chosen.weight, TorchAOBaseTensor):
-            raise ValueError(f"is quantised already ({type(chosen.weight).__name__}); leave it out by name")
+            named, instead = type(chosen.weight).__name__, _or_unpack(chosen.weight)
+            raise ValueError(f"is quantised already ({named}); {instead}leave it out by name")
         target = experts.with_own_scales(prepare_target(config)) if isinstance(config, QATConfig) else resolve(config)
         if prepared is not None:
             _check_same_forward(prepared.recipe, target)
@@ -241,8 +243,9 @@ def plan_layer(
                 f"{ANOTHER_BACKWARD}"
             )
         if isinstance(module.weight, TorchAOBaseTensor):
+            named, instead = type(module.weight).__name__, _or_unpack(module.weight)
             raise ValueError(
-                f"{label}: its weight is quantised already ({type(module.weight).__name__}); leave it out with filter_fn"
+                f"{label}: its weight is quantised already ({named}); {instead}leave it out with filter_fn"
             )
         try:
             if isinstance(config, QATConfig):
@@ -273,6 +276,11 @@ def plan_layer(
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
     return Step(fqn, module, layer, kind, config, target, dtype or weight.dtype)
+
+
+def _or_unpack(weight: Any) -> str:
+    """How to train on from a quantised weight's codes, where they are ours; the start of an advice."""
+    return "aoquant.unpack_(model) trains on from its codes; or " if isinstance(weight, PackedTensor) else ""
 
 
 def not_finite(weight: torch.Tensor) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -166,8 +167,16 @@ def test_several_schemes_name_experts_by_a_pattern(tmp_path: Path) -> None:
     ("family", "config", "message"),
     [
         ("gpt-oss", only_experts("mxfp4-even"), r"experts\.down_proj: its experts are one tensor.*save_pretrained"),
-        ("mixtral", only_experts("intx4-g32-asym"), r"experts\.0\.w1: vLLM runs experts of symmetric integers alone"),
-        ("mixtral", "int4-g32-experts", r"experts\.0\.w1: no scheme holds int4-g32.*train intx4-g32-asym"),
+        (
+            "mixtral",
+            only_experts("intx4-g32-asym"),
+            r"experts\.0\.w1: vLLM runs experts of symmetric integers alone.*train the recipe vllm-w4a16-g32-experts",
+        ),
+        (
+            "mixtral",
+            "int4-g32-experts",
+            r"^48 layer.*experts\.0\.w1: no scheme holds int4-g32.*train the recipe vllm-w4a16-g32-experts",
+        ),
         (
             "qwen3-moe",
             FqnToConfig({r"re:.*\.experts\.down_proj": PackedWeightConfig("intx4-g32", contract="dequantize")}),
@@ -180,6 +189,32 @@ def test_experts_that_an_engine_cannot_run_are_refused(family: str, config: Any,
     with pytest.raises(ValueError, match=f"(?s){message}"):
         export(converted(family, config), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_refusal_advises_is_exported(tmp_path: Path) -> None:
+    """int4 with float zero points is refused in a few lines, and the recipe that these name is held."""
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        export(converted("qwen3-moe", "int4-g32-experts"), tmp_path / "out")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 13 and lines[-2] == "  and 38 more"  # of 2 layers of 8 experts
+    recipe = re.findall(r"train the recipe ([\w-]+)", lines[1])[0]
+    with pytest.warns(UserWarning, match=rf"vLLM's formats cannot hold int4-g32: .*train the recipe {recipe}"):
+        QATConfig("int4-g32-experts", engine="vllm")
+    model = model_of("qwen3-moe").eval()
+    quantize_(model, QATConfig(recipe, step="prepare"))
+    wanted = logits(model)
+    quantize_(model, QATConfig(step="convert"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = export(model, tmp_path / "out")
+        QATConfig(recipe, engine="vllm")
+    told = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert told["format"] == "pack-quantized"
+    assert (
+        told["config_groups"]["group_0"]["weights"] | {"num_bits": 4, "group_size": 32, "symmetric": True}
+        == (told["config_groups"]["group_0"]["weights"])
+    )
+    assert torch.equal(logits(load_pretrained(out)), wanted)
 
 
 def test_skipped_experts_leave_as_values(tmp_path: Path) -> None:
@@ -283,6 +318,24 @@ def test_gpt_oss_is_read_with_its_codes_and_trained_from_them(tmp_path: Path) ->
     save_pretrained(model, tmp_path / "saved")
     assert torch.equal(logits(load_pretrained(tmp_path / "saved")), logits(model))
     trains_from_its_codes(model, held=False)  # scales made anew give the same values
+
+
+def test_those_who_would_train_packed_experts_are_led_to_unpack(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path / "oss")
+    model = load_pretrained(tmp_path / "oss")
+    w = model.model.layers[0].mlp.experts.down_proj
+    with pytest.raises(ValueError, match=r"down_proj .*: is quantised already .*aoquant\.unpack_\(model\) trains on"):
+        quantize_(model, QATConfig("mxfp4-experts", step="prepare"))
+    for ask in (lambda: w.requires_grad_(), lambda: setattr(w, "requires_grad", True)):
+        with pytest.warns(UserWarning, match=r"no gradient.*aoquant\.unpack_\(model\)"):
+            ask()
+        w.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.nn.Parameter(w.data)
+        copy.deepcopy(model)
+        unpack_(model)
+        model.requires_grad_(True)
 
 
 def trains_from_its_codes(model: Any, *, held: bool) -> None:

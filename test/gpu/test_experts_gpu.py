@@ -267,6 +267,22 @@ def test_prepared_is_converted(config: Any, family: str) -> None:
         assert torch.equal(model["experts"](*batch), packed["experts"](*batch))
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_prepared_is_converted_under_autocast(config: Any, family: str) -> None:
+    """float32 parameters are multiplied at once in both forms, though transformers casts x to their dtype."""
+    model = made(family).float()
+    for p in model.parameters():
+        p.data += 1e-4 * torch.randn_like(p)  # values that bfloat16 does not have
+    quantize_(model, QATConfig(config, step="prepare"))
+    packed = copy.deepcopy(model)
+    quantize_(packed, QATConfig(step="convert"))
+    with torch.no_grad(), torch.autocast("cuda", BF16):
+        for tokens in (1, 16, 64, 1000):
+            batch = routed(tokens)
+            assert torch.equal(model["experts"](*batch), packed["experts"](*batch)), tokens
+
+
 def off(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 

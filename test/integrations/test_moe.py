@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
 import subprocess
@@ -167,3 +168,24 @@ def test_adapters_of_packed_experts_are_refused_by_name() -> None:
     quantize_(model, "int4-g32-experts")
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts.down_proj: target_parameters='down_proj' adapts"):
         adapted(model, PARAMETERS[1:])
+
+
+def test_all_linear_means_experts_too() -> None:
+    """peft adapts them where it can, prepared; packed ones are refused, and the layers that it can adapt are named."""
+    prepared, packed = model_of("mixtral"), model_of("mixtral")
+    quantize_(prepared, QATConfig("int4-g32-experts", step="prepare"))
+    peft_model = get_peft_model(prepared, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    wanted = peft_model(input_ids=IDS).logits
+    merged = peft_model.merge_and_unload()
+    quantize_(merged, QATConfig(step="convert"))
+    torch.testing.assert_close(
+        merged(input_ids=IDS).logits, wanted, rtol=2e-2, atol=2e-2
+    )  # peft's merge of float layers
+    quantize_(packed, "int4-g32-experts")
+    with pytest.raises(ValueError, match=r"'all-linear'.* give target_modules=(.*)$") as error:
+        get_peft_model(packed, LoraConfig(r=4, target_modules="all-linear"))
+    named = ast.literal_eval(str(error.value).rpartition("=")[2])
+    assert named == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    packed = model_of("mixtral")
+    quantize_(packed, "int4-g32-experts")
+    get_peft_model(packed, LoraConfig(r=4, target_modules=named))(input_ids=IDS, labels=IDS).loss.backward()

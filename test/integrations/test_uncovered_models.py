@@ -94,6 +94,9 @@ def test_run_takes_recipes_of_experts_and_says_where_there_are_none() -> None:
     options.check()
     model_class, config = MODELS["mixtral"]
     assert chosen_layers(model_class(config).eval(), options)[1] == {}
+    but_attention = Options(recipe="int4-g32-no-attention", device="cpu")
+    but_attention.check()
+    assert chosen_layers(model_class(config).eval(), but_attention)[1] == {}
     mamba = MambaForCausalLM(MambaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=64)).eval()
     with pytest.raises(ValueError, match=r"for experts alone .*MambaForCausalLM has no experts: choose"):
         chosen_layers(mamba, options)

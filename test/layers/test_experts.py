@@ -91,6 +91,25 @@ def test_prepared_is_converted(config: Any, family: str, implementation: str) ->
         assert outer is None or outer.shape == (E, n, 1)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prepared_is_converted_under_autocast(family: str, implementation: str) -> None:
+    """float32 parameters; tokens and weights of either dtype, as norms and routers leave them."""
+    for config in (Int4WeightConfig(32), NVFP4WeightConfig()):
+        model = made(family, implementation, torch.float32)
+        quantize_(model, QATConfig(config, step="prepare"))
+        converted = copy.deepcopy(model)
+        quantize_(converted, QATConfig(step="convert"))
+        for cast in (torch.bfloat16, torch.float16):
+            for x_dtype, weights_dtype in ((torch.float32, torch.float32), (cast, torch.float32), (cast, cast)):
+                x, index, weights = routed(16, "random", torch.float32)
+                batch = x.to(x_dtype), index, weights.to(weights_dtype)
+                with torch.autocast("cpu", cast):
+                    y = model(*batch)
+                    assert torch.equal(converted(*batch), y)
+                assert y.dtype == x_dtype
+
+
 def test_activations_are_quantised_by_token_unless_the_format_has_one_scale() -> None:
     x, index, weights = routed(16, "one expert")
     for name, config in (("row", CONFIGS["int8"]), ("tensor", CONFIGS["int8-tensor"])):

@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from aoquant import Int4WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, QATConfig, quantize_
 from aoquant.formats import get_operand
-from aoquant.layers import grouped, packed_experts
+from aoquant.layers import experts, grouped, packed_experts
 from aoquant.layers.grouped import why_not_at_once
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import grouped as grouped_ops
@@ -36,11 +36,11 @@ CONFIGS = {
 
 def made(family: str) -> Any:
     torch.manual_seed(0)
-    experts = MADE[family]().to(torch.bfloat16)
-    experts.config._experts_implementation = "grouped_mm"
-    for p in experts.parameters():
+    layer = MADE[family]().to(torch.bfloat16)
+    layer.config._experts_implementation = "grouped_mm"
+    for p in layer.parameters():
         p.data.normal_(0, 0.2)
-    return nn.ModuleDict({"experts": experts})
+    return nn.ModuleDict({"experts": layer})
 
 
 def routed() -> tuple[Tensor, Tensor, Tensor]:
@@ -87,21 +87,30 @@ def test_all_at_once_is_the_loop(config: Any, family: str, monkeypatch: pytest.M
             assert torch.equal(dw_once[name], grad), name
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "float32 under autocast"])
 @pytest.mark.parametrize("family", MADE)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.usefixtures("at_once")
-def test_prepared_is_converted(config: Any, family: str) -> None:
+def test_prepared_is_converted(config: Any, family: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = made(family), routed()
+    if autocast:
+        model = model.float()
+        for p in model.parameters():
+            p.data += 1e-4 * torch.randn_like(p)  # values that bfloat16 does not have
     quantize_(model, QATConfig(config, step="prepare"))
-    y = model["experts"](*batch)
-    quantize_(model, QATConfig(step="convert"))
     calls = []
-    packed_experts.grouped_at_once = lambda *args: (calls.append(args), grouped.grouped_at_once(*args))[1]  # type: ignore[func-returns-value]
-    try:
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args)
+        return grouped.grouped_at_once(*args)
+
+    for module in (experts, packed_experts):
+        monkeypatch.setattr(module, "grouped_at_once", counted)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model["experts"](*batch)
+        quantize_(model, QATConfig(step="convert"))
         assert torch.equal(model["experts"](*batch), y)
-    finally:
-        packed_experts.grouped_at_once = grouped.grouped_at_once
-    assert len(calls) == 2
+    assert len(calls) == 4
 
 
 @pytest.mark.usefixtures("at_once")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from support.expert_cases import FAMILIES, IMPLEMENTATIONS, WIDTH, E, H, Holder, made, routed
-from support.moe_models import model_of
+from support.moe_models import IDS, MODELS, model_of
 from torch import nn
 from torchao.quantization import FqnToConfig, Int8DynamicActivationInt8WeightConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -22,6 +23,7 @@ from aoquant import (
     QATConfig,
     quantize_,
 )
+from aoquant.config import ATTENTION
 from aoquant.layers.packed_experts import PackedExperts
 
 
@@ -46,6 +48,63 @@ def test_names_choose_a_module_or_one_parameter() -> None:
     model = made("mixtral", "eager")
     quantize_(model, QATConfig(FqnToConfig({"experts.up": None, "_default": int4}), step="prepare"))
     assert set(model.experts.stacks) == {"gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [*((family, "int4-g32") for family in MODELS), ("deepseek-v3", "mxfp4"), ("deepseek-v3", "vllm-w4a16-g32")],
+)
+def test_a_recipe_leaves_out_attention_and_another_all_but_experts(family: str, recipe: str) -> None:
+    """Routers stay float under both; shared experts and dense MLPs are in the one."""
+    attention = re.compile(r"\.self_attn\.")
+    states = {}
+    for end in ("-no-attention", "-experts"):
+        model = model_of(family)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            quantize_(model, QATConfig(recipe + end, step="prepare"), strict=True)
+        states[end] = {w.names[0]: w.state for w in aoquant.coverage(model).weights if w.state != "small"}
+        y = model(input_ids=IDS).logits
+        quantize_(model, QATConfig(step="convert"))
+        assert torch.equal(model(input_ids=IDS).logits, y)
+    prepared = {end: {n for n, s in found.items() if s == "prepared"} for end, found in states.items()}
+    floats = {n: s for n, s in states["-no-attention"].items() if s != "prepared"}
+    assert prepared["-experts"] == {n for n in states["-experts"] if re.search(r"\.experts\.\w+$", n)}
+    assert prepared["-experts"] <= prepared["-no-attention"]
+    assert (prepared["-experts"] < prepared["-no-attention"]) == (family == "deepseek-v3")
+    assert {n for n, s in floats.items() if s == "left out"} == {n for n in floats if attention.search(n)}
+    assert {s for n, s in floats.items() if not attention.search(n)} == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_attention"),
+    [
+        ("model.layers.0.self_attn.q_a_proj", True),
+        ("transformer.blocks.0.norm_attn_norm.attn.Wqkv", True),
+        ("encoder.block.0.layer.0.SelfAttention.q", True),
+        ("model.layers.3.linear_attn.in_proj", True),
+        ("backbone.layers.7.mixer.q_proj", True),
+        ("attn", True),
+        ("backbone.layers.7.mixer.in_proj", False),
+        ("model.layers.0.mlp.gate_up_proj", False),
+        ("model.layers.0.mlp.experts.down_proj", False),
+    ],
+)
+def test_what_is_called_attention(name: str, is_attention: bool) -> None:
+    assert (re.fullmatch(ATTENTION.removeprefix("re:"), name) is not None) == is_attention
+
+
+def test_convert_without_prepare_says_so() -> None:
+    model = model_of("mixtral")
+    one = FqnToConfig({"model.layers.0.mlp.experts.down_proj": Int4WeightConfig(32)})
+    for base in ("int4-g32-experts", "int4-g32-no-attention", one, None):
+        with pytest.raises(ValueError, match="nothing to convert: no layer is prepared"):
+            quantize_(model, QATConfig(base, step="convert"))
+    quantize_(model, "int4-g32-experts")
+    with pytest.raises(ValueError, match="nothing to convert: no layer is prepared"):
+        quantize_(model, QATConfig("int4-g32-experts", step="convert"))
+    with pytest.raises(ValueError, match=r"for experts alone .*, and Linear has no experts"):
+        quantize_(nn.Linear(64, 64), QATConfig("int4-g32-experts", step="convert"))
 
 
 REFUSED = {

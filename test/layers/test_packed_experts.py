@@ -83,7 +83,9 @@ def linear_of(w: Tensor, recipe: str) -> nn.Linear:
 
 
 def test_the_loop_of_packed_experts_in_a_compiled_model() -> None:
-    """Under "eager" it runs outside the graph; under "grouped_mm" the error says what is not compiled."""
+    """Under "eager" it runs outside the graph; under "grouped_mm" the error says what is not compiled: activations with
+    one scale for the tensor, say.
+    """
     model, batch = made("mixtral", "eager"), routed(16, "random")
     quantize_(model, QATConfig(CONFIGS["int4"], step="prepare"))
     with torch.no_grad():
@@ -92,9 +94,24 @@ def test_the_loop_of_packed_experts_in_a_compiled_model() -> None:
         torch.compiler.reset()
         assert torch.equal(torch.compile(model, backend="aot_eager")(*batch), y)
         grouped = made("mixtral", "grouped_mm")
-        quantize_(grouped, CONFIGS["int4"])
+        quantize_(grouped, CONFIGS["int8-tensor"])
         torch.compiler.reset()
         with pytest.raises(
             NotImplementedError, match=r"packed experts \(.*their loop, which is not compiled: run the model eagerly"
         ):
             torch.compile(grouped, backend="aot_eager")(*batch)
+
+
+@pytest.mark.parametrize(("family", "config"), [("mixtral", "int4"), ("mixtral", "nvfp4"), ("gpt-oss", "mxfp4")])
+def test_packed_experts_are_one_op_of_a_compiled_model_on_a_cpu(family: str, config: str) -> None:
+    """As one graph, to the bit what runs eagerly; the gradient of the tokens, too."""
+    model, (x, index, weights) = made(family, "grouped_mm"), routed(16, "random")
+    quantize_(model, CONFIGS[config])
+    torch.compiler.reset()
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        given = x.clone().requires_grad_()
+        y = run(given, index, weights)
+        y.float().square().sum().backward()
+        found.append((y, given.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -166,6 +166,45 @@ def test_prepared_is_converted(family: str, config: Any) -> None:
     assert torch.equal(converted(*batch), y)
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["loop", "at once"])
+@pytest.mark.parametrize("config", ["int4-g32", "nvfp4", "mxfp4", "fp8", "int8-weight"])
+def test_float32_experts_that_their_class_casts_are_converted(
+    config: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchtitan's forward casts parameters to bfloat16, and their codes are those of the float32 values."""
+    if at_once:
+        monkeypatch.setattr(grouped_ops, "why_not", lambda *args: None)
+    model, (x, rows) = made("torchtitan")
+    model.float()
+    for p in model.parameters():
+        p.data.normal_(0, 0.2)  # values that bfloat16 does not have
+    rounded = copy.deepcopy(model).bfloat16()
+    x = x.float().requires_grad_()
+    for m in (model, rounded):
+        quantize_(m, QATConfig(config, step="prepare"))
+    y = model(x, rows)
+    y.square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and torch.count_nonzero(p.grad) for p in (x, *model.parameters()))
+    assert not torch.equal(y, rounded(x.bfloat16(), rows).float())
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(x.detach(), rows), y)
+
+
+def test_a_cast_that_no_product_is_computed_in_is_refused() -> None:
+    class GroupedExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1 = nn.Parameter(torch.randn(2, 32, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w1.to(torch.float64)[0]
+
+    model = Holder(GroupedExperts())
+    quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+    with pytest.raises(ValueError, match=r"experts.w1 is torch.float32 and its class casts it to torch.float64"):
+        model(torch.randn(3, 32, dtype=torch.float64))
+
+
 def test_torchtitans_experts_are_multiplied_at_once_as_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a GPU takes all experts at once: prepared, converted, and rows behind the last expert's."""
     model, (x, rows) = made("torchtitan")
@@ -179,14 +218,32 @@ def test_torchtitans_experts_are_multiplied_at_once_as_in_a_loop(monkeypatch: py
     assert torch.equal(model(x, rows), wanted)
 
 
-def test_torchtitans_loop_is_trained_and_a_quantised_backward_draws() -> None:
+@pytest.mark.parametrize("step", ["prepare", "quantize"])
+def test_torchtitans_loop_which_packed_experts_cannot_run_is_refused(step: str) -> None:
+    model, _ = made("torchtitan")
+    model.experts.use_grouped_mm = False
+    config = MXFP4WeightConfig(activation=None)
+    with pytest.raises(
+        ValueError, match=r"(?s)3 layer.*experts\.w1 .*: use_grouped_mm=False .*: set use_grouped_mm=True"
+    ):
+        quantize_(model, QATConfig(config, step="prepare") if step == "prepare" else config)
+    assert type(model.experts) is GroupedExperts
+
+
+def test_torchtitans_loop_is_not_converted_and_a_quantised_backward_draws() -> None:
+    """A loop that is asked for after prepare multiplies quantised weights, too."""
     model, batch = made("torchtitan")
+    quantize_(model, QATConfig(MXFP4WeightConfig(activation=None), step="prepare"))
     model.experts.use_grouped_mm = False
     wanted = fake_quantised(model, "mxfp4")(*batch)
-    quantize_(model, QATConfig(MXFP4WeightConfig(activation=None), step="prepare"))
+    assert not torch.equal(wanted, fake_quantised(model, "int8-row")(*batch))
     assert torch.equal(model(*batch), wanted)
+    with pytest.raises(ValueError, match="set use_grouped_mm=True"):
+        quantize_(model, QATConfig(step="convert"))
+    model.experts.use_grouped_mm = True
     unprepare(model)
     quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare", backward="quartet2"))
+    model.experts.use_grouped_mm = False
     grads = []
     for _ in range(2):
         model.zero_grad()
@@ -280,7 +337,7 @@ def test_a_router_among_experts_is_no_expert() -> None:
     states = {
         w.names[0].removeprefix("model.layers.0.self_attention."): w.state for w in aoquant.coverage(model).weights
     }
-    assert states["experts.router.layer.weight"] == "left out"
+    assert states["experts.router.layer.weight"] == "default"
     assert states["experts.input_linear.weight"] == "quantised"
 
 

@@ -12,23 +12,40 @@ import pytest
 import torch
 from support.moe_models import IDS, MODELS, RANKS, model_of
 from torch import nn
+from torchao.quantization import FqnToConfig
 from transformers import (
+    DbrxConfig,
     Gemma4ForCausalLM,
     JetMoeConfig,
     JetMoeForCausalLM,
     Llama4ForCausalLM,
     LongcatFlashConfig,
     LongcatFlashForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
 from transformers.models.aria.configuration_aria import AriaTextConfig
 from transformers.models.aria.modeling_aria import AriaTextForCausalLM
+from transformers.models.dbrx.modeling_dbrx import DbrxFFN
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 
-from aoquant import IntxWeightConfig, QATConfig, coverage, freeze_routers, quantize_, report, router_drift
+from aoquant import (
+    Int4WeightConfig,
+    IntxWeightConfig,
+    PackedTensor,
+    QATConfig,
+    coverage,
+    freeze_routers,
+    quantize_,
+    report,
+    router_drift,
+)
 from aoquant.integrations.trainer import DRIFT, QATCallback
+from aoquant.layers.qat import QATLinear
+from aoquant.layers.routers import routers_of
 from aoquant.report.routing import changed_share, drift
 
 BATCH = {"input_ids": IDS}
@@ -118,7 +135,7 @@ def test_frozen_routers_stay_as_they_are(family: str) -> None:
 
 
 def test_a_model_without_routers_is_told_so() -> None:
-    with pytest.raises(ValueError, match="no router beside stacked experts in Linear"):
+    with pytest.raises(ValueError, match="no router beside experts in Linear"):
         freeze_routers(nn.Linear(2, 2))
 
 
@@ -166,12 +183,102 @@ def test_arias_router_is_frozen() -> None:
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["model.layers.0.mlp.router.weight"]
 
 
-def test_a_linear_layer_that_its_router_reads_stays_float() -> None:
+def longcat() -> Any:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "zero_expert_num": 1, "moe_topk": 2}
     sizes = {"hidden_size": 64, "vocab_size": 64, "num_hidden_layers": 2, **RANKS, **heads}
+    return LongcatFlashForCausalLM(LongcatFlashConfig(**sizes, **LONGCAT))
+
+
+def jetmoe() -> Any:
+    return JetMoeForCausalLM(SORTED["jetmoe"][1])
+
+
+def switch() -> Any:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    sparse = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    return SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(vocab_size=64, **sizes, **sparse))
+
+
+class Listed(nn.Module):
+    """Experts in a list, a gate by their number, and two layers that are no routers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, 4)
+        self.output_gate = nn.Linear(64, 64)
+        self.shared_expert_gate = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+
+DBRX = {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4}
+ROUTERS: dict[str, tuple[Any, set[str]]] = {
+    "aria": (lambda: AriaTextForCausalLM(SORTED["aria"][1]), {"model.layers.0.mlp.router"}),
+    "dbrx": (
+        lambda: nn.ModuleDict({"ffn": DbrxFFN(DbrxConfig(ffn_config=DBRX)), "other": nn.Linear(64, 64)}),
+        {"ffn.router.layer"},
+    ),
+    "gemma-4": (gemma, {f"model.layers.{i}.router.proj" for i in range(2)}),
+    "jetmoe": (jetmoe, {"model.layers.0.mlp.router.layer", "model.layers.0.self_attention.experts.router.layer"}),
+    "longcat-flash": (longcat, {"model.layers.0.mlp.router.classifier"}),
+    "switch": (
+        switch,
+        {"encoder.block.1.layer.1.mlp.router.classifier", "decoder.block.1.layer.2.mlp.router.classifier"},
+    ),
+    "a list": (Listed, {"gate"}),
+}
+
+
+@pytest.mark.parametrize(("make", "names"), ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.filterwarnings("ignore:.*matrices without support", "ignore:Config Deprecation")
+def test_routers_of_linear_layers_stay_float_unless_they_are_named(make: Any, names: set[str]) -> None:
+    int4 = Int4WeightConfig(32)
+    by_default = FqnToConfig({"re:.*experts": None, "_default": QATConfig(int4, step="prepare")})
+    for config in (QATConfig(int4, step="prepare"), by_default, None):
+        model = make()
+        if config is not None:
+            quantize_(model, config)
+        found = {w.names[0].removesuffix(".weight"): w for w in coverage(model).float_weights}
+        assert {n for n, w in found.items() if "a router, which decides" in w.about and w.state == "default"} == names
+        assert config is None or all(type(model.get_submodule(n)) is nn.Linear for n in names)
+    assert {f"{n}.weight" for n in names} <= {
+        f"{n}.{p}" for n, r in routers_of(make()).items() for p, _ in r.named_parameters()
+    }
+    model = make()
+    quantize_(model, FqnToConfig({n: QATConfig(int4, step="prepare") for n in names}))
+    assert {n for n, m in model.named_modules() if isinstance(m, QATLinear)} == names
+    quantize_(model, QATConfig(step="convert"))
+    assert all(isinstance(model.get_submodule(n).weight.data, PackedTensor) for n in names)
+
+
+def test_a_gate_of_another_width_and_other_experts_are_no_routers() -> None:
+    model = Listed()
+    quantize_(model, QATConfig(Int4WeightConfig(32), step="prepare"))
+    assert isinstance(model.output_gate, QATLinear) and isinstance(model.shared_expert_gate, QATLinear)
+    attention = nn.ModuleDict({"k_proj": nn.Linear(64, 8), "experts": nn.Linear(64, 8)})
+    assert routers_of(attention) == {}
+
+
+def test_a_layer_of_attention_with_as_many_rows_as_experts_is_not_frozen() -> None:
+    """Gemma 4's experts lie beside attention, whose k_proj may have a row for each expert."""
+    model = gemma()
+    model.model.layers[0].self_attn.q_proj = nn.Linear(64, 8, bias=False)
+    assert freeze_routers(model) == [f"model.layers.{i}.router" for i in range(2)]
+
+
+def test_a_router_that_casts_its_layer_in_every_forward_runs_converted() -> None:
     torch.manual_seed(0)
-    config = LongcatFlashConfig(**sizes, **LONGCAT)
-    model: Any = LongcatFlashForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    model = switch().to(torch.bfloat16).eval()
+    batch = {"input_ids": IDS, "decoder_input_ids": IDS}
+    names = FqnToConfig({r"re:.*(router\.classifier|experts\..*)": QATConfig("int4-g32", step="prepare")})
+    quantize_(model, names)
+    wanted = model(**batch).logits
+    quantize_(model, QATConfig(step="convert"))
+    assert torch.equal(model(**batch).logits, wanted)
+
+
+def test_a_linear_layer_that_its_router_reads_stays_float() -> None:
+    torch.manual_seed(0)
+    model: Any = longcat().to(torch.bfloat16).eval()
     for p in model.parameters():
         p.data.normal_(0, 0.05)
     quantize_(model, QATConfig("int4-g32", step="prepare"), strict=True)
