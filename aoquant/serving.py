@@ -17,8 +17,8 @@ _HOPPER = ("h100", "h200")
 _FP8 = ("fp8-row-mslk",)
 FP8_BLOCKS = "vLLM's CUDA kernel scales 128 activations by another formula (on an H200 13.8 % of scales and 98.4 % of codes are equal)"
 
-# engine -> (recipe, whether advice is for experts) -> why its layouts cannot hold what the recipe trains, or None. export, a
-# tier above this one, adds itself.
+# engine -> (recipe, whether advice is for experts) -> why its layouts cannot hold what the recipe trains, or None.
+# export, a tier above this one, adds itself.
 REFUSALS: dict[str, Callable[[LinearRecipe, bool], str | None]] = {}
 
 
