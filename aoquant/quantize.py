@@ -21,6 +21,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Collection, Hashable
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -313,8 +314,18 @@ def packed_config(weight: PackedTensor) -> Packed4WeightConfig | PackedWeightCon
 def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
     """The deployed tensor (N, K) of a layer's float weight, under the scales that the layer holds or its step has.
 
-    weight: as the layer stores it. device: where the tensor is made, by default where the weight is.
+    weight: as the layer stores it. device: where the tensor is made, by default where the weight is. Autocast changes
+    nothing: the codes are those of the stored weight, as in the prepared layer.
     """
+    places = {weight.device.type, torch.device(device or weight.device).type} - {"meta"}
+    with ExitStack() as off:
+        for place in places:
+            off.enter_context(torch.autocast(place, enabled=False))
+        return _packed(step, weight, device)
+
+
+def _packed(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
+    """`pack`, without autocast."""
     module, target, scales = step.module, step.target, step.scales
     trained = step.layer.matrix(weight.detach()).to(dtype=step.dtype).contiguous()
     weight = trained.to(device)
