@@ -27,7 +27,7 @@ from aoquant import (
     quantize_,
     unprepare,
 )
-from aoquant.formats import Format, Random
+from aoquant.formats import Format, Operand, Random, as_operand
 from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT
 from aoquant.layers.qat import RANDOM
 from aoquant.layers.recipe import LinearRecipe
@@ -56,7 +56,7 @@ def gradients(layer: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     return {"x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
 
 
-def product(a: Tensor, b: Tensor, f: Format, state: Tensor | None, side: int) -> Tensor:
+def product(a: Tensor, b: Tensor, f: Format | Operand, state: Tensor | None, side: int) -> Tensor:
     """a b^T by hand: each operand padded with zeros and encoded along its last axis, float32 sums, outer scales, one
     rounding.
     """
@@ -64,8 +64,8 @@ def product(a: Tensor, b: Tensor, f: Format, state: Tensor | None, side: int) ->
     for i, t in enumerate((a, b)):
         t = F.pad(t, (0, -t.shape[1] % f.period))
         e = f.encode(t, random=Random(state, side + i)) if f.draws else f.encode(t)
-        operands.append(f.operand(e, F32))
-        alphas.append(f.alpha(e))
+        operands.append(as_operand(f).format.operand(e, F32))
+        alphas.append(as_operand(f).format.alpha(e))
     y = operands[0] @ operands[1].t()
     for alpha in alphas:
         y = y if alpha is None else y * alpha
