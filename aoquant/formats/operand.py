@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,14 @@ class Operand:
 
     def __hash__(self) -> int:
         return hash(self.name)  # computed once; the fields' own would be hashed again at every look-up
+
+    if not TYPE_CHECKING:  # the package itself reads what is not listed here off `format`, which mypy checks
+
+        def __getattr__(self, name: str) -> Any:
+            """Ask the format for attributes that a transform does not change."""
+            if name.startswith("__") or name == "format":  # while unpickling there is no format yet
+                raise AttributeError(name)
+            return getattr(self.format, name)
 
     @cached_property
     def name(self) -> str:
