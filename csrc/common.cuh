@@ -60,7 +60,7 @@ __device__ __forceinline__ void let_next_begin() {
 }
 
 template <typename... Parameters>
-void launch_early(void (*kernel)(Parameters...), int grid, int threads, int shared_bytes, cudaStream_t stream, Parameters... arguments) {
+void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream, Parameters... arguments) {
   int device = 0, major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -68,13 +68,13 @@ void launch_early(void (*kernel)(Parameters...), int grid, int threads, int shar
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes, config.stream = stream;
   config.attrs = &early, config.numAttrs = major >= 9 ? 1 : 0;
   cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 template <typename... Parameters>
-void launch_early(void (*kernel)(Parameters...), int grid, int threads, cudaStream_t stream, Parameters... arguments) {
+void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream, Parameters... arguments) {
   launch_early(kernel, grid, threads, 0, stream, arguments...);
 }
 

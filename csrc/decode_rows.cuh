@@ -48,7 +48,7 @@ struct ScaleRows {
 template <int UNIT>
 __device__ __forceinline__ void stage_by(const ScaleRows& s, uint32_t to, int rows, int threads) {
   const int chunks = s.width / UNIT;
-  const uint32_t inverse = uint32_t((0x100000000ull + chunks - 1) / chunks);  // 0 for 1
+  const uint32_t inverse = 0xFFFFFFFFu / uint32_t(chunks) + 1;  // 2^32 / chunks, rounded up; 0 for 1
   for (int i = threadIdx.x; i < rows * chunks; i += threads) {
     const int r = chunks == 1 ? i : __umulhi(i, inverse), at = (i - r * chunks) * UNIT;
     const bool there = at < s.bytes;

@@ -1,8 +1,9 @@
 // The operand that a packed W is, as a GEMM of many rows reads it: decoded in one launch, for the host's sake. Triton's
 // decoders (ops/triton) make the same bytes, and take Python five times as long to call.
 //
-// A thread makes 8 values of a row, 16 bytes, of the 4 or 8 bytes of their codes. The arithmetic is decode.cuh's, whose
-// pairs (k, k + 4) are put back into k's order.
+// A thread makes 8 values, 16 bytes, of the 4 or 8 bytes of their codes, in each of some rows that follow one another: it
+// asks for the codes and scales of all of them before it decodes the first. A block's threads lie side by side along K, so
+// that nothing is divided by K. The arithmetic is decode.cuh's, whose pairs (k, k + 4) are put back into k's order.
 #include "common.cuh"
 #include "decode.cuh"
 #include "decode_op.cuh"
@@ -12,25 +13,44 @@ namespace aoquant {
 
 namespace {
 
-constexpr int THREADS = 256, AHEAD = 4;
+constexpr int THREADS = 256, ROWS = 4;
 
-template <int F, typename T>
-__device__ __forceinline__ uint4 eight(const DecodeArgs& a, int64_t row, int at) {
-  using namespace decode;
+// The codes of 8 values, and what decodes them.
+template <int F>
+struct Eight {
+  using Codes = std::conditional_t<F == FP8, uint2, uint32_t>;
+  Codes codes;
+  decode::RawScale scale;  // not of fp8, whose scales are factors of sums
+};
+
+template <int F>
+__device__ __forceinline__ Eight<F> load_eight(const DecodeArgs& a, int row, int at) {
   DEVICE_ASSERT(row < a.n && at + 8 <= a.k);
+  Eight<F> e;
+  e.codes = *reinterpret_cast<const typename Eight<F>::Codes*>(a.codes + (int64_t(row) * a.k + at) / (F == FP8 ? 1 : 2));
+  if constexpr (F != FP8) {
+    const uint32_t scales = F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32;
+    e.scale = decode::load_scale<F>(a, (uint32_t(row) >> a.tile_log2) * scales, at, true);
+  }
+  return e;
+}
+
+// half: which 16 of a scale's 32 columns these are
+template <int F, typename T>
+__device__ __forceinline__ uint4 values(const Eight<F>& e, const DecodeArgs& a, int half) {
+  using namespace decode;
   if constexpr (F == FP8) {
-    const uint2 w = *reinterpret_cast<const uint2*>(a.codes + row * a.k + at);
     uint32_t low[2], high[2];
-    pairs(low, w.x, T());
-    pairs(high, w.y, T());
+    pairs(low, e.codes.x, T());
+    pairs(high, e.codes.y, T());
     return make_uint4(low[0], low[1], high[0], high[1]);
   } else {
-    const uint32_t w = *reinterpret_cast<const uint32_t*>(a.codes + (row * a.k + at) / 2);
-    const uint32_t scales = F == INT4 ? uint32_t(a.k) >> a.group_log2 : uint32_t(a.k) / 32;
-    const Scale<T> scale = scale_pairs<F, T>(load_scale<F>(a, (uint32_t(row) >> a.tile_log2) * scales, at, true), a);
-    const int half = at / 16 % 2;
+    RawScale raw = e.scale;
+    if constexpr (F == NVFP4) raw.s >>= 8 * half;  // then only one of two scales is decoded; GridFlip's differ in more than bytes
+    const int of = F == GRIDFLIP ? half : 0;
+    const Scale<T> scale = scale_pairs<F, T>(raw, a);
     uint32_t v[4];
-    operands<F, T>(v, w, scale.s[half], scale.z[half]);
+    operands<F, T>(v, e.codes, scale.s[of], scale.z[of]);
     if constexpr (Folded<F, T>::YES) {
       const uint32_t times = Pair<T>::both(Folded<F, T>::TIMES);
 #pragma unroll
@@ -40,25 +60,28 @@ __device__ __forceinline__ uint4 eight(const DecodeArgs& a, int64_t row, int at)
   }
 }
 
+// Grid: rows of W along x, whose limit is 2^31, and columns along y.
 template <int F, typename T>
 __global__ void __launch_bounds__(THREADS) values_kernel(const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
   wait_for_inputs();
   let_next_begin();
-  const int64_t total = int64_t(a.n) * (a.k / 8), first = int64_t(blockIdx.x) * THREADS * AHEAD + threadIdx.x;
-  uint4* y = static_cast<uint4*>(a.y);
+  const int first = blockIdx.x * ROWS, at = (blockIdx.y * THREADS + threadIdx.x) * 8;
+  if (at >= a.k) return;
+  Eight<F> eight[ROWS];
 #pragma unroll
-  for (int i = 0; i < AHEAD; ++i) {
-    const int64_t unit = first + int64_t(i) * THREADS;
-    if (unit < total) y[unit] = eight<F, T>(a, unit / (a.k / 8), int(unit % (a.k / 8)) * 8);
-  }
+  for (int i = 0; i < ROWS; ++i) eight[i] = load_eight<F>(a, min(first + i, a.n - 1), at);
+  uint4* y = static_cast<uint4*>(a.y) + (int64_t(first) * a.k + at) / 8;
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i, y += a.k / 8)
+    if (first + i < a.n) *y = values<F, T>(eight[i], a, at / 16 % 2);
 #endif
 }
 
 template <int F, typename T>
 void decode(const DecodeArgs& a, cudaStream_t stream) {
-  const int64_t per_block = THREADS * AHEAD, blocks = (int64_t(a.n) * (a.k / 8) + per_block - 1) / per_block;
-  launch_early(values_kernel<F, T>, int(blocks), THREADS, stream, a);
+  constexpr int COLUMNS = THREADS * 8;
+  launch_early(values_kernel<F, T>, dim3((a.n + ROWS - 1) / ROWS, (a.k + COLUMNS - 1) / COLUMNS), THREADS, stream, a);
   check_launch();
 }
 
