@@ -205,11 +205,13 @@ def _is_taken(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
 
 
 def _static(part: Tensor) -> Tensor:
-    """A view with a static address, so that a CUDA graph does not copy it.
+    """A view with a static address, so that a CUDA graph does not copy it, and with static sizes, or a model that is
+    compiled after one of another format would get symbols for them, as inputs of its graph.
 
     guard=False: a guard on the address would compile each layer apart.
     """
     view = part.detach()
+    torch._dynamo.mark_static(view)
     torch._dynamo.mark_static_address(view, guard=False)
     return view
 

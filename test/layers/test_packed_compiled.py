@@ -67,6 +67,21 @@ def test_blocks_share_one_graph(name: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+def test_a_layer_compiled_after_another_format_has_no_symbols() -> None:
+    """Dynamo takes a size that differs between two compilations of the same code for a dynamic one."""
+    inputs: list[list[Any]] = []
+
+    def keep(graph: Any, given: list[Any]) -> Any:
+        inputs.append(given)
+        return graph.forward
+
+    with torch.no_grad():
+        for name in ("int4-g32", "nvfp4-dynamic", "mxfp8-act"):
+            module, x = packed(name), data("normal", 3, BY_NAME[name].k, BF16)
+            assert_equal(torch.compile(module, backend=keep, fullgraph=True)(x), module(x))
+    assert len(inputs) == 3 and all(type(i) is Tensor or isinstance(i, nn.Parameter) for given in inputs for i in given)
+
+
 def test_a_compiled_step_has_one_op_and_guards_on_no_subclass() -> None:
     from torch._dynamo.backends.common import aot_autograd
 
