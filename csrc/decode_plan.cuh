@@ -1,7 +1,7 @@
 // Chooses the kernel (decode.cuh, decode_rows.cuh, decode_once.cuh or decode_tiles.cuh) and how it cuts K. Both depend
 // on (n, k) and on the range that m is in, never on m inside a range. So a row of y does not depend on how many rows
-// there are. Ranges end at 4, 16, 32, 64 and 256. The ranges 17 to 32 and 33 to 64 have different kernels, but the same
-// cuts of K for an (n, k): there the order of additions, and so a row's bits, is one.
+// there are. Ranges end at 4, 16, 64 and 256. Up to 32 and up to 64 rows have different kernels, and so have up to 128 and
+// up to 256, but the same cuts of K for an (n, k): there the order of additions, and so a row's bits, is one.
 //
 // The cuts were measured on an H200: enough blocks for its 132 multiprocessors, but no more sums to add than pays.
 #pragma once
@@ -65,6 +65,8 @@ cudaError_t run(const DecodeCall& c) {
     if (narrow) return decode::launch_tiles<F, T, 1, 2, 64, 2, 8>(a, c.image, c.stream);
     return wide ? decode::launch_tiles<F, T, 2, 2, 64, 1, 6>(a, c.image, c.stream) : decode::launch_tiles<F, T, 2, 2, 64, 2, 6>(a, c.image, c.stream);
   }
+  // up to 128 rows blocks of 64 rows of W, for twice as many multiprocessors; the cuts of K, and so the bits, are one
+  if (narrow && m <= 128) return decode::launch_tiles<F, T, 1, 1, 128, 2, 6>(a, c.image, c.stream);
   if (!wide) return decode::launch_tiles<F, T, 2, 1, 128, 2, 4>(a, c.image, c.stream);
   return m <= 128 ? decode::launch_tiles<F, T, 2, 1, 128, 1, 4>(a, c.image, c.stream) : decode::launch_tiles<F, T, 2, 1, 256, 1, 3>(a, c.image, c.stream);
 }

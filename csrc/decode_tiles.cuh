@@ -115,9 +115,10 @@ struct TileLayout {
   static constexpr int ROWS = 64 * RG * R, MULTIPLY = 128 * RG * KG, THREADS = MULTIPLY + 128;
   static constexpr int X = TM * 256, W = ROWS * 64, S = ROWS * 16, PLACE = X + W + S, PITCH = ROWS + 4, PARTIAL = TM * PITCH * 4;
   static constexpr int BARRIERS = D * PLACE > KG * PARTIAL ? D * PLACE : KG * PARTIAL, BYTES = BARRIERS + 16 * D;
-  // Registers: an even share for all, then traded between groups of four warps. FILLS: of the group that fills the
-  // ring. MULTIPLIES: of the groups that multiply.
+  // Registers: an even share for all, then traded between groups of four warps, unless the share is all that a thread can
+  // have. FILLS: of the group that fills the ring. MULTIPLIES: of the groups that multiply.
   static constexpr int EVEN = 65536 / THREADS / 8 * 8, FILLS = R == 1 ? 56 : 80, MULTIPLIES = (EVEN * THREADS - FILLS * 128) / MULTIPLY / 8 * 8;
+  static constexpr bool TRADES = EVEN < 256;
   static_assert(D % KG == 0 && PLACE % 1024 == 0);
   static_assert(BYTES >= MORE_THAN_HALF && BYTES <= 227 * 1024);
 };
@@ -321,14 +322,14 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
   __syncthreads();
 
   if (warp >= WARPS) {  // the ring
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Layout::FILLS));
+    if constexpr (Layout::TRADES) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Layout::FILLS));
     const uint8_t* source = image + (int64_t(blockIdx.y) * steps + from) * X;
     fill_ring<F, Layout, RG, D>(a, ring, full, empty, warp - WARPS, copies, first_row, from, mine, [&](int i, int place) {
       if (i >= D) copy_w(i, place);
       copy_bytes(source + int64_t(i) * X, base + place * PLACE, X, full + 8 * place);
     });
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Layout::MULTIPLIES));
+    if constexpr (Layout::TRADES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Layout::MULTIPLIES));
     multiply_tiles<F, T, Layout, RG, KG, TM, CK, D>(a, ring, base, full, empty, thread, warp, rank, first_row, first_token, mine);
   }
 #endif
