@@ -39,7 +39,7 @@ from experiments import cost, table, worker
 from experiments.processes import Processes
 from experiments.publish import publish
 from experiments.records import Run
-from experiments.rows import Row, load_all
+from experiments.rows import Row, at_rates_of, load_all
 from experiments.setting import Setting, settings_of
 
 GRACE = 60.0  # seconds after the limit until a process that has not stopped is ended
@@ -53,7 +53,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wikitext", type=Path, required=True)
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="needed until OUT holds the tokens")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", nargs="*", help="these alone; all that have a model by default")
+    parser.add_argument("--rows", nargs="*", help="these alone, in this order; all that have a model by default")
     parser.add_argument("--losses", nargs="*", default=["kl", "ce"], help="these alone")
     parser.add_argument("--tokens", type=int, default=15_000_000, help="of a run")
     parser.add_argument("--batch", type=int, default=16, help="blocks a step")
@@ -61,6 +61,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--documents", type=int, help="score the first test pages only")
     parser.add_argument("--score-batch", type=int, default=32, help="windows scored at once")
     parser.add_argument("--search", type=float, default=0.2, help="share of the tokens that tries a learning rate")
+    parser.add_argument("--rates", type=Path, help="a results.csv: its learning rates and losses, without a search")
     parser.add_argument("--seeds", type=int, help="of a row at most")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once, over all GPUs; 0: in this one")
     parser.add_argument("--limit", type=float, help="seconds after which processes save and stop")
@@ -98,8 +99,10 @@ def chosen(o: argparse.Namespace) -> dict[str, Row]:
     rows = load_all(o.configs) if o.configs else load_all()
     if unknown := set(o.rows or ()) - rows.keys():
         raise ValueError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
+    if o.rates is not None:
+        rows = at_rates_of(o.rates, rows)
     there = {"dense": o.model, "moe": o.moe_model}
-    found = {n: r for n, r in rows.items() if there[r.model] is not None and (o.rows is None or n in o.rows)}
+    found = {n: rows[n] for n in (rows if o.rows is None else o.rows) if there[rows[n].model] is not None}
     return {n: replace(r, seeds=min(r.seeds, o.seeds or r.seeds)) for n, r in found.items()}
 
 
