@@ -37,7 +37,7 @@ from checkout import commit
 
 from experiments import cost, table, worker
 from experiments.processes import Processes
-from experiments.publish import publish
+from experiments.publish import publish, publish_second
 from experiments.records import Run
 from experiments.rows import Row, at_rates_of, load_all
 from experiments.setting import Setting, settings_of
@@ -69,7 +69,10 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--configs", type=Path, help="another folder of rows")
     parser.add_argument("--cost", action="store_true", help="measure the cost columns and nothing else")
     parser.add_argument("--table", action="store_true", help="write the table and nothing else")
-    parser.add_argument("--publish", action="store_true", help="write the table, the README's and the pages' from it")
+    publishing = {"nargs": "?", "const": "first", "choices": ("first", "second")}
+    parser.add_argument(
+        "--publish", **publishing, help="write the table and the pages from it; second: as another model's"
+    )
     parser.add_argument("--tokenise", action="store_true", help="write the token ids and nothing else")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and nothing else")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
@@ -205,8 +208,10 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
             failed = measure_all(o, rows, until) if o.cost else run_all(o, rows, until, lock)
     text, broken = show(o, rows)
     print(text)
-    if o.publish:
+    if o.publish == "first":
         publish(o.out)
+    elif o.publish == "second":
+        publish_second(o.out, o.model)
     if failed or broken:
         sys.exit(f"failed: {'; '.join([*failed, *broken])}")
 

@@ -106,9 +106,7 @@ def at_rates_of(table: Path, rows: Mapping[str, Row]) -> dict[str, Row]:
     # the line that is published comes last, and counts
     found = {line["row"]: line for line in sorted(lines, key=lambda line: line["published"] == "True")}
     return {
-        name: dataclasses.replace(
-            row, losses=(found[name]["loss"],), learning_rates=(float(found[name]["rate"]),)
-        )
+        name: dataclasses.replace(row, losses=(found[name]["loss"],), learning_rates=(float(found[name]["rate"]),))
         if name in found
         else row
         for name, row in rows.items()
