@@ -37,9 +37,9 @@ from checkout import commit
 
 from experiments import cost, table, worker
 from experiments.processes import Processes
-from experiments.publish import publish
+from experiments.publish import publish, publish_second
 from experiments.records import Run
-from experiments.rows import Row, load_all
+from experiments.rows import Row, at_rates_of, load_all
 from experiments.setting import Setting, settings_of
 
 GRACE = 60.0  # seconds after the limit until a process that has not stopped is ended
@@ -53,7 +53,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wikitext", type=Path, required=True)
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="needed until OUT holds the tokens")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", nargs="*", help="these alone; all that have a model by default")
+    parser.add_argument("--rows", nargs="*", help="these alone, in this order; all that have a model by default")
     parser.add_argument("--losses", nargs="*", default=["kl", "ce"], help="these alone")
     parser.add_argument("--tokens", type=int, default=15_000_000, help="of a run")
     parser.add_argument("--batch", type=int, default=16, help="blocks a step")
@@ -61,6 +61,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--documents", type=int, help="score the first test pages only")
     parser.add_argument("--score-batch", type=int, default=32, help="windows scored at once")
     parser.add_argument("--search", type=float, default=0.2, help="share of the tokens that tries a learning rate")
+    parser.add_argument("--rates", type=Path, help="a results.csv: its learning rates and losses, without a search")
     parser.add_argument("--seeds", type=int, help="of a row at most")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once, over all GPUs; 0: in this one")
     parser.add_argument("--limit", type=float, help="seconds after which processes save and stop")
@@ -68,7 +69,10 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--configs", type=Path, help="another folder of rows")
     parser.add_argument("--cost", action="store_true", help="measure the cost columns and nothing else")
     parser.add_argument("--table", action="store_true", help="write the table and nothing else")
-    parser.add_argument("--publish", action="store_true", help="write the table, the README's and the pages' from it")
+    publishing = {"nargs": "?", "const": "first", "choices": ("first", "second")}
+    parser.add_argument(
+        "--publish", **publishing, help="write the table and the pages from it; second: as another model's"
+    )
     parser.add_argument("--tokenise", action="store_true", help="write the token ids and nothing else")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and nothing else")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
@@ -98,8 +102,10 @@ def chosen(o: argparse.Namespace) -> dict[str, Row]:
     rows = load_all(o.configs) if o.configs else load_all()
     if unknown := set(o.rows or ()) - rows.keys():
         raise ValueError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
+    if o.rates is not None:
+        rows = at_rates_of(o.rates, rows)
     there = {"dense": o.model, "moe": o.moe_model}
-    found = {n: r for n, r in rows.items() if there[r.model] is not None and (o.rows is None or n in o.rows)}
+    found = {n: rows[n] for n in (rows if o.rows is None else o.rows) if there[rows[n].model] is not None}
     return {n: replace(r, seeds=min(r.seeds, o.seeds or r.seeds)) for n, r in found.items()}
 
 
@@ -202,8 +208,10 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
             failed = measure_all(o, rows, until) if o.cost else run_all(o, rows, until, lock)
     text, broken = show(o, rows)
     print(text)
-    if o.publish:
+    if o.publish == "first":
         publish(o.out)
+    elif o.publish == "second":
+        publish_second(o.out, o.model)
     if failed or broken:
         sys.exit(f"failed: {'; '.join([*failed, *broken])}")
 

@@ -12,8 +12,10 @@ any run begins.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,3 +93,21 @@ def load_all(folder: Path = CONFIGS) -> dict[str, Row]:
         if row.against is not None and row.against not in found:
             raise ValueError(f"{folder / row.name}.toml: against names no row, got {row.against!r}")
     return found
+
+
+def at_rates_of(table: Path, rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Rows that a results.csv has a learning rate for: under the table's loss alone, at that rate, which is not
+    searched again. Other rows are as they were. Raises ValueError where there is no such file.
+    """
+    if not table.is_file():
+        raise ValueError(f"--rates must be a results.csv, got {str(table)!r}")
+    with table.open(encoding="utf-8", newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["rate"]]
+    # the line that is published comes last, and counts
+    found = {line["row"]: line for line in sorted(lines, key=lambda line: line["published"] == "True")}
+    return {
+        name: dataclasses.replace(row, losses=(found[name]["loss"],), learning_rates=(float(found[name]["rate"]),))
+        if name in found
+        else row
+        for name, row in rows.items()
+    }

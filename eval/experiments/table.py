@@ -32,7 +32,8 @@ Found = Mapping[Run, Mapping[str, Any]]
 @dataclass(frozen=True)
 class Line:
     """A row under one loss. rate, ptq: None where not there, or not run. runs, checked: results by seed. at_end: no
-    rate was tried beyond this one. as_prepared: why a prepared model was scored in place of a converted one, if any.
+    rate was tried beyond this one. given: no rate was tried. as_prepared: why a prepared model was scored in place of a
+    converted one, if any.
     """
 
     row: Row
@@ -44,6 +45,7 @@ class Line:
     checked: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     as_prepared: str = ""
     at_end: bool = False
+    given: bool = False
 
     @property
     def perplexities(self) -> dict[int, float]:
@@ -77,12 +79,9 @@ def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
         ptq = untrained.get("word_perplexity")
         for loss in row.losses:
             tried = searched(found, row.name, loss)
-            rate, best = (
-                chosen_rate(found, row.name, loss, row.rates(loss)),
-                min(tried, key=tried.__getitem__, default=None),
-            )
-            if rate is None and best is not None and _seeds(found, Run(row.name, "qat", loss, best)):
-                rate = best  # of an earlier search, which ended where today's goes on
+            rate = chosen_rate(found, row.name, loss, row.rates(loss))
+            if rate is None:
+                rate = _rate_of_runs(found, row.name, loss, tried)
             run = Run(row.name, "qat", loss, rate or 0.0)
             runs = {} if rate is None else _seeds(found, run)
             if runs or (loss == row.losses[0] and (ptq is not None or row.kind == "float")):
@@ -90,8 +89,16 @@ def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
                 checked = {seed: r for seed, r in _seeds(found, replace(run, stage="checks")).items() if seed in runs}
                 at_end = len(tried) > 1 and rate in (min(tried), max(tried))
                 score = whole["word_perplexity"]
-                made.append(Line(row, loss, rate, score, ptq, runs, checked, (reasons or [""])[0], at_end))
+                given = bool(runs) and not tried
+                made.append(Line(row, loss, rate, score, ptq, runs, checked, (reasons or [""])[0], at_end, given))
     return made
+
+
+def _rate_of_runs(found: Found, row: str, loss: str, tried: Mapping[float, float]) -> float | None:
+    """The rate of whole runs whose search ended where today's goes on, or that had none: `--rates` gave it."""
+    rates = {run.rate for run in found if (run.row, run.stage, run.loss) == (row, "qat", loss)}
+    best = min(tried, key=tried.__getitem__) if tried else min(rates, default=None)
+    return best if best in rates else None
 
 
 def _seeds(found: Found, of: Run) -> dict[int, Mapping[str, Any]]:
@@ -158,7 +165,7 @@ def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]
         "row": line.row.name,
         "bits": f"{bits[-1]:.2f}" if bits else "",
         "loss": line.loss,
-        "rate": "" if line.rate is None else f"{line.rate:g}" + ", at an end" * line.at_end,
+        "rate": "" if line.rate is None else f"{line.rate:g}" + ", at an end" * line.at_end + ", given" * line.given,
         "seeds": len(line.perplexities),
         "float": f"{line.float_model:.3f}",
         "PTQ": "" if line.ptq is None else f"{line.ptq:.3f}",

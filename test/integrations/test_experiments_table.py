@@ -128,6 +128,63 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     assert (root / "README.md").read_text(encoding="utf-8") == readme  # a second time changes nothing
 
 
+def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Path) -> None:
+    records, table, rows, publish = (
+        importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
+    )
+    out, root, every = tmp_path / "out", tmp_path / "root", rows.load_all()
+    model, results, page = tmp_path / "run" / "model", root / "benchmarks" / "results", root / "docs" / "experiments.md"
+    for folder in (out, model, results, page.parent):
+        folder.mkdir(parents=True)
+    shutil.copyfile(ROOT / "docs" / "experiments.md", page)
+    found = {records.Run("bf16", "float"): {"word_perplexity": 50.0}}
+    kept = {name: every[name] for name in ("bf16", "mxfp4", "torchao-mxfp4", "quartet")}
+    for row in list(kept.values())[1:]:
+        found[records.Run(row.name, "ptq")] = {"word_perplexity": 70.0}
+        for seed in range(2):
+            qat = {"mxfp4": 53.0}.get(row.name, 55.0) + seed
+            result = {"validation_loss": 1.0, "word_perplexity": qat, "prepared_word_perplexity": qat}
+            found[records.Run(row.name, "qat", "kl", 3e-4, seed)] = {**result, "weight_bits": 4.25}
+    table.write(
+        out, kept, found, {"device": "a GPU", "date": "2026", "dense parameters": 2e7, "dense tokens a run": 1e7}
+    )
+    (out / "runs.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="train_log.json beside it"):
+        publish.publish_second(out, model, root)
+    (model.parent / "train_log.json").write_text('{"date": "2026", "losses": [1.0]}')
+    (model.parent / "loss.csv").write_text("step\n")
+    publish.publish_second(out, model, root)
+    names = {path.name for path in results.iterdir()}
+    runs = {f"experiments_second{end}" for end in (".csv", ".md", "_runs.jsonl")}
+    assert names == runs | {"pretrain_llama_second.json", "pretrain_llama_second_loss.csv"}  # nothing of the first's
+    assert "losses" not in (results / "pretrain_llama_second.json").read_text()
+    said = page.read_text(encoding="utf-8")
+    assert "| `mxfp4` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 2 | 55.50 ± 0.71 |" in said
+    assert "| -0.0367 ± 0.0043, 2 seeds: better |" in said and "| `quartet` | 4.25 |" in said
+    assert "No row of it" not in said and said.count("## Stopping and going on") == 1
+    assert ", given |" in (out / "results.md").read_text(encoding="utf-8")
+
+
+def test_the_rates_of_a_table_are_taken_without_a_search(modules: ModuleType, tmp_path: Path) -> None:
+    records, table, rows = (importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows"))
+    row, other = (rows.Row(name, "", "aoquant", "mxfp4", learning_rates=(*SEARCH,)) for name in "ab")
+    found = results(records, {"kl": SEARCH, "ce": {rate: loss - 0.5 for rate, loss in SEARCH.items()}})
+    facts = {"device": "a GPU", "date": "2026", "dense parameters": 2e7, "dense tokens a run": 1e7}
+    table.write(tmp_path, {"a": row}, found, facts)
+    taken = rows.at_rates_of(tmp_path / "results.csv", {"a": row, "b": other})
+    assert taken["b"] == other and (taken["a"].losses, taken["a"].learning_rates) == (("ce",), (1e-3,))
+    assert records.next_rate({}, taken["a"].rates("ce")) is None  # no search
+    # runs without a search are a line, also where the table is made without --rates
+    kept = {run: result for run, result in found.items() if run.stage != "search"}
+    assert [(x.loss, x.rate, x.given, x.at_end) for x in table.lines({"a": row}, kept)] == [
+        ("kl", 1e-3, True, False),
+        ("ce", 1e-3, True, False),
+    ]
+    assert not any(line.given for line in table.lines({"a": row}, found))
+    with pytest.raises(ValueError, match="--rates must be a results.csv"):
+        rows.at_rates_of(tmp_path / "none.csv", {})
+
+
 @pytest.mark.parametrize(
     ("stage", "change", "said"),
     [
