@@ -62,7 +62,7 @@ def publish(out: Path, root: Path = ROOT) -> None:
     subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
 
 
-def publish_second(out: Path, model: Path, root: Path = ROOT) -> None:
+def publish_second(out: Path, model: Path | None, root: Path = ROOT) -> None:
     """Write what there is of a second model from a table in `out`. model: as pretrain.py wrote it.
 
     Raises:
@@ -71,7 +71,7 @@ def publish_second(out: Path, model: Path, root: Path = ROOT) -> None:
     rows = read(out)
     if not trained(rows):
         raise ValueError(f"{out / 'results.csv'} has no row that was trained: nothing to publish")
-    if not (model.parent / "train_log.json").is_file():
+    if model is None or not (model.parent / "train_log.json").is_file():
         raise ValueError(
             f"--model must be the folder model of a run of eval/pretrain.py with train_log.json beside it, got {str(model)!r}"
         )

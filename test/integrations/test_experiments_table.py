@@ -149,8 +149,9 @@ def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Pa
         out, kept, found, {"device": "a GPU", "date": "2026", "dense parameters": 2e7, "dense tokens a run": 1e7}
     )
     (out / "runs.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="train_log.json beside it"):
-        publish.publish_second(out, model, root)
+    for wrong in (None, model):
+        with pytest.raises(ValueError, match=r"train_log\.json beside it"):
+            publish.publish_second(out, wrong, root)
     (model.parent / "train_log.json").write_text('{"date": "2026", "losses": [1.0]}')
     (model.parent / "loss.csv").write_text("step\n")
     publish.publish_second(out, model, root)
@@ -181,7 +182,7 @@ def test_the_rates_of_a_table_are_taken_without_a_search(modules: ModuleType, tm
         ("ce", 1e-3, True, False),
     ]
     assert not any(line.given for line in table.lines({"a": row}, found))
-    with pytest.raises(ValueError, match="--rates must be a results.csv"):
+    with pytest.raises(ValueError, match=r"--rates must be a results\.csv"):
         rows.at_rates_of(tmp_path / "none.csv", {})
 
 
