@@ -6,6 +6,7 @@ knows tensors, numbers and strings. Here, and nowhere else, the one becomes the 
     Operand                   its name; "" for None
     Encoded, Tensor | Encoded codes (or the tensor), scale, zero, outer, and K, which is None for a plain tensor
     Scales | None             scale, zero, outer, transform
+    another NamedTuple        its fields, each as above; None for it is None for its first field
     a result that is missing  an empty 1-D tensor, since a schema has no optional results
 
 `torch.compile` keeps float32 between fused operations where eager rounds to bf16, which moves scales by an ulp and
@@ -25,7 +26,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
@@ -54,7 +55,8 @@ class Op(Generic[P, R]):
         self._names = list(hints)
         self._kinds = [_kind(hint) for hint in hints.values()]
         self._defaults = [p.default for p in inspect.signature(body).parameters.values()]
-        self._tensors = [i for i, kind in enumerate(self._kinds) if kind.holds_tensors]
+        # where tensors are: an argument, or a field of one that is a NamedTuple of ours
+        self._tensors = [(i, at) for i, kind in enumerate(self._kinds) for at in kind.tensors]
         self._result = _Result(result)
         self._fake = fake
         schema = [f for name, kind in zip(self._names, self._kinds, strict=True) for f in kind.schema(name)]
@@ -70,8 +72,8 @@ class Op(Generic[P, R]):
             given = self._whole(given, kwargs)
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_dispatch_stack():
             return self._dispatched(given)
-        for i in self._tensors:  # no function for one of them: this loop stands in front of every kernel
-            value = given[i]
+        for i, at in self._tensors:  # no function for one of them: this loop stands in front of every kernel
+            value = given[i] if at is None else given[i][at]
             if type(value) is Encoded:
                 value = value.codes
             for t in value if type(value) is Scales else (value,):
@@ -135,16 +137,20 @@ def op(fake: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Op[P, R]]:
 
 
 class _Kind(NamedTuple):
-    """A type of argument: its part of a schema, and the way there and back."""
+    """A type of argument: its part of a schema, and the way there and back.
+
+    tensors: where it holds some: None, itself; a number, that field of it.
+    """
 
     schema: Callable[[str], list[str]]
     flat: Callable[[Any], Sequence[Any]]
     built: Callable[[Iterator[Any]], Any]
-    holds_tensors: bool = False
+    tensors: tuple[int | None, ...] = ()
 
 
 def _simple(type_: str) -> _Kind:
-    return _Kind(lambda name: [f"{type_} {name}"], lambda value: (value,), next, type_.startswith("Tensor"))
+    tensors = (None,) if type_.startswith("Tensor") else ()
+    return _Kind(lambda name: [f"{type_} {name}"], lambda value: (value,), next, tensors)
 
 
 def _matrix_flat(value: Tensor | Encoded | None) -> Sequence[Any]:
@@ -160,7 +166,7 @@ _MATRIX = _Kind(
     lambda n: [f"Tensor {n}", f"Tensor? {n}_scale", f"Tensor? {n}_zero", f"Tensor? {n}_outer", f"SymInt? {n}_k"],
     _matrix_flat,
     _matrix_built,
-    True,
+    (None,),
 )
 
 
@@ -173,7 +179,7 @@ _SCALES = _Kind(
     lambda n: [f"Tensor? {n}_{field}" for field in Scales._fields],
     lambda value: value or Scales(),
     _scales_built,
-    True,
+    (None,),
 )
 _OPERAND = _Kind(
     lambda n: [f"str {n}"],
@@ -193,12 +199,33 @@ _KINDS: dict[Any, _Kind] = {
     torch.dtype: _simple("ScalarType"),
     int: _simple("SymInt"),
     bool: _simple("bool"),
-    str: _simple("str"),
+    str: _Kind(lambda n: [f"str {n}"], lambda value: (value or "",), next),  # None: of a NamedTuple that is missing
 }
 
 
 def _kind(hint: Any) -> _Kind:
-    return _KINDS[hint]
+    found = _KINDS.get(hint)
+    return _fields(hint) if found is None else found
+
+
+def _fields(hint: Any) -> _Kind:
+    """Of a NamedTuple that is none of the above."""
+    type_ = hint if hasattr(hint, "_fields") else next(t for t in get_args(hint) if t is not NoneType)
+    kinds = [(name, _kind(of)) for name, of in get_type_hints(type_).items()]
+
+    def built(parts: Iterator[Any]) -> Any:
+        values = [kind.built(parts) for _, kind in kinds]
+        return None if values[0] is None else type_(*values)
+
+    missing = (None,) * len(kinds)
+    return _Kind(
+        lambda n: [f for name, kind in kinds for f in kind.schema(f"{n}_{name}")],
+        lambda value: [
+            part for (_, kind), field in zip(kinds, value or missing, strict=True) for part in kind.flat(field)
+        ],
+        built,
+        tuple(i for i, (_, kind) in enumerate(kinds) if kind.tensors),
+    )
 
 
 class _Result:
@@ -221,10 +248,10 @@ class _Result:
         """The inverse. first: the op's first argument, whose width is that of every matrix that the op encodes."""
         if self._type is Tensor:
             return tensors
-        parts = iter(tensors)
+        parts, k = iter(tensors), first.k if type(first) is Encoded else first.shape[-1]
         if self._type is Encoded:
-            return _encoded(parts, first)
-        return self._type(*(_encoded(parts, first) if f is Encoded else _present(next(parts), f) for f in self._fields))
+            return _encoded(parts, k)
+        return self._type(*(_encoded(parts, k) if f is Encoded else _present(next(parts), f) for f in self._fields))
 
 
 def _apart(results: Any, given: Sequence[Any]) -> Any:
@@ -242,10 +269,10 @@ def _tensors(value: Tensor | Encoded | None) -> Sequence[Tensor | None]:
     return value.tensors if isinstance(value, Encoded) else (value,)
 
 
-def _encoded(parts: Iterator[Tensor], first: Tensor) -> Encoded:
+def _encoded(parts: Iterator[Tensor], k: int) -> Encoded:
     codes, scale, zero, outer = (_present(next(parts), Tensor | None) for _ in range(4))
     assert codes is not None
-    return Encoded(codes, scale, zero, outer, first.shape[1])
+    return Encoded(codes, scale, zero, outer, k)
 
 
 def _present(t: Tensor, hint: Any) -> Tensor | None:

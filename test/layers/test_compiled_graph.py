@@ -117,7 +117,7 @@ def test_a_compiled_hybrid_step_has_four_ops_and_the_next_step_of_its_numbers(mo
         assert_equal(got, want)
     assert state[2] == 1
     found = graphs.kernels()
-    ops = Counter({"encode_input": 1, "encode_with_values": 1, "scaled_mm": 1, "gradients": 1})
+    ops = Counter({"encode_input": 1, "scaled_mm_keeping": 1, "gradients": 1})
     assert found == ops | STEP, found
 
 
@@ -133,7 +133,7 @@ def test_backward_is_told_the_outer_scale_of_the_weight(name: str, monkeypatch: 
     forward, backward = graphs.made
     (dgrad,) = (n for n in backward.graph.nodes if n.target is torch.ops.aoquant.dgrad.default)
     names = [a.name for a in dgrad.target._schema.arguments]
-    measured = dgrad.args[names.index("measured")]
+    measured = dgrad.args[names.index("w_measured")]
     assert measured.op == "placeholder" and measured.meta["val"].shape == (1, 1)
     (gemm,) = (n for n in forward.graph.nodes if n.target is torch.ops.aoquant.scaled_mm.default)
     assert gemm in {n.args[0] for n in forward.graph.nodes if n.name == measured.name}

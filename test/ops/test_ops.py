@@ -171,9 +171,9 @@ def test_scaled_mm_is_well_formed_for_strided_and_nd_inputs() -> None:
 def test_gradient_ops_are_well_formed(name: str) -> None:
     x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
     operand = get_operand(name)
-    opcheck(ops.dgrad, g, w, operand)
-    opcheck(ops.dgrad, g, encoded(name, w), operand)
-    opcheck(ops.wgrad, g, encoded(name, x), operand)
+    opcheck(ops.dgrad, g, ops.Kept(w, operand))
+    opcheck(ops.dgrad, g, ops.Kept(encoded(name, w), operand))
+    opcheck(ops.wgrad, g, ops.Kept(encoded(name, x), operand))
     opcheck(ops.saturated, x, operand)
 
 
@@ -185,8 +185,8 @@ def test_ops_behind_a_transform_are_well_formed(name: str) -> None:
     held, operand = Scales(transform=t), get_operand(name)
     opcheck(ops.encode, x, operand, held)
     opcheck(ops.encode, x[:0], operand, held, symbolic=False)
-    opcheck(ops.dgrad, g, w, operand, held)
-    opcheck(ops.wgrad, g, x, operand, held)
+    opcheck(ops.dgrad, g, ops.Kept(w, operand, held))
+    opcheck(ops.wgrad, g, ops.Kept(x, operand, held))
     opcheck(ops.saturated, x, operand, held)
     opcheck(ops.pull_back, x, operand, t)
     opcheck(ops.pull_back, x.t().contiguous().t(), operand, t)
