@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
@@ -55,8 +56,10 @@ class Op(Generic[P, R]):
         self._names = list(hints)
         self._kinds = [_kind(hint) for hint in hints.values()]
         self._defaults = [p.default for p in inspect.signature(body).parameters.values()]
+        self._optional = sum(default is not inspect.Parameter.empty for default in self._defaults)
         # where tensors are: an argument, or a field of one that is a NamedTuple of ours
         self._tensors = [(i, at) for i, kind in enumerate(self._kinds) for at in kind.tensors]
+        self._builders = _builders(self._kinds, 0)
         self._result = _Result(result)
         self._fake = fake
         schema = [f for name, kind in zip(self._names, self._kinds, strict=True) for f in kind.schema(name)]
@@ -109,11 +112,12 @@ class Op(Generic[P, R]):
         return self.body(*args)
 
     def _built(self, flat: Sequence[Any]) -> list[Any]:
-        parts = iter(flat)
-        return [kind.built(parts) for kind in self._kinds]
+        return [built(flat) for built in self._builders]
 
     def _whole(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """All arguments in order, defaults filled in."""
+        if not kwargs and len(args) + self._optional >= len(self._kinds):
+            return [*args, *self._defaults[len(args) :]]
         rest = zip(self._names[len(args) :], self._defaults[len(args) :], strict=True)
         whole = [*args, *(kwargs.pop(name, default) for name, default in rest)]
         assert not kwargs and all(value is not inspect.Parameter.empty for value in whole), (
@@ -136,30 +140,35 @@ def op(fake: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Op[P, R]]:
     return lambda body: Op(body, fake)
 
 
+Built = Callable[[Sequence[Any]], Any]
+
+
 class _Kind(NamedTuple):
     """A type of argument: its part of a schema, and the way there and back.
 
+    built: from the place of its first part to a function, of all parts of a call, that makes the argument: what is
+        known before the call is looked up before it.
     tensors: where it holds some: None, itself; a number, that field of it.
     """
 
     schema: Callable[[str], list[str]]
     flat: Callable[[Any], Sequence[Any]]
-    built: Callable[[Iterator[Any]], Any]
+    built: Callable[[int], Built]
     tensors: tuple[int | None, ...] = ()
 
 
 def _simple(type_: str) -> _Kind:
     tensors = (None,) if type_.startswith("Tensor") else ()
-    return _Kind(lambda name: [f"{type_} {name}"], lambda value: (value,), next, tensors)
+    return _Kind(lambda name: [f"{type_} {name}"], lambda value: (value,), itemgetter, tensors)
 
 
 def _matrix_flat(value: Tensor | Encoded | None) -> Sequence[Any]:
     return value if type(value) is Encoded else (value, None, None, None, None)
 
 
-def _matrix_built(parts: Iterator[Any]) -> Tensor | Encoded:
-    codes, scale, zero, outer, k = (next(parts) for _ in range(5))
-    return codes if k is None else Encoded(codes, scale, zero, outer, k)
+def _matrix_built(at: int) -> Built:
+    k, end = at + 4, at + 5
+    return lambda parts: parts[at] if parts[k] is None else Encoded(*parts[at:end])
 
 
 _MATRIX = _Kind(
@@ -168,23 +177,31 @@ _MATRIX = _Kind(
     _matrix_built,
     (None,),
 )
+_NO_SCALES = (None,) * len(Scales._fields)
 
 
-def _scales_built(parts: Iterator[Any]) -> Scales | None:
-    scales = Scales(*(next(parts) for _ in Scales._fields))
-    return None if all(t is None for t in scales) else scales
+def _scales_built(at: int) -> Built:
+    end = at + len(Scales._fields)
+
+    def built(parts: Sequence[Any]) -> Scales | None:
+        for t in parts[at:end]:
+            if t is not None:
+                return Scales(*parts[at:end])
+        return None
+
+    return built
 
 
 _SCALES = _Kind(
     lambda n: [f"Tensor? {n}_{field}" for field in Scales._fields],
-    lambda value: value or Scales(),
+    lambda value: value or _NO_SCALES,
     _scales_built,
     (None,),
 )
 _OPERAND = _Kind(
     lambda n: [f"str {n}"],
     lambda value: (value.name if value is not None else "",),
-    lambda parts: get_operand(name) if (name := next(parts)) else None,
+    lambda at: lambda parts: get_operand(parts[at]) if parts[at] else None,
 )
 _KINDS: dict[Any, _Kind] = {
     Tensor: _simple("Tensor"),
@@ -199,7 +216,7 @@ _KINDS: dict[Any, _Kind] = {
     torch.dtype: _simple("ScalarType"),
     int: _simple("SymInt"),
     bool: _simple("bool"),
-    str: _Kind(lambda n: [f"str {n}"], lambda value: (value or "",), next),  # None: of a NamedTuple that is missing
+    str: _simple("str")._replace(flat=lambda value: (value or "",)),  # None: of a NamedTuple that is missing
 }
 
 
@@ -211,21 +228,37 @@ def _kind(hint: Any) -> _Kind:
 def _fields(hint: Any) -> _Kind:
     """Of a NamedTuple that is none of the above."""
     type_ = hint if hasattr(hint, "_fields") else next(t for t in get_args(hint) if t is not NoneType)
-    kinds = [(name, _kind(of)) for name, of in get_type_hints(type_).items()]
-
-    def built(parts: Iterator[Any]) -> Any:
-        values = [kind.built(parts) for _, kind in kinds]
-        return None if values[0] is None else type_(*values)
-
+    kinds = {name: _kind(of) for name, of in get_type_hints(type_).items()}
     missing = (None,) * len(kinds)
+
+    def flat(value: Any) -> list[Any]:
+        fields = zip(kinds.values(), value or missing, strict=True)
+        return [part for kind, field in fields for part in kind.flat(field)]
+
+    def built(at: int) -> Built:
+        first, *rest = _builders(kinds.values(), at)
+
+        def made(parts: Sequence[Any]) -> Any:
+            value = first(parts)
+            return None if value is None else type_(value, *(build(parts) for build in rest))
+
+        return made
+
     return _Kind(
-        lambda n: [f for name, kind in kinds for f in kind.schema(f"{n}_{name}")],
-        lambda value: [
-            part for (_, kind), field in zip(kinds, value or missing, strict=True) for part in kind.flat(field)
-        ],
+        lambda n: [f for name, kind in kinds.items() for f in kind.schema(f"{n}_{name}")],
+        flat,
         built,
-        tuple(i for i, (_, kind) in enumerate(kinds) if kind.tensors),
+        tuple(i for i, kind in enumerate(kinds.values()) if kind.tensors),
     )
+
+
+def _builders(kinds: Iterable[_Kind], at: int) -> list[Built]:
+    """`built` of each, whose parts lie one behind the other from `at`."""
+    found = []
+    for kind in kinds:
+        found.append(kind.built(at))
+        at += len(kind.schema(""))
+    return found
 
 
 class _Result:
@@ -256,9 +289,9 @@ class _Result:
 
 def _apart(results: Any, given: Sequence[Any]) -> Any:
     """`results`, with a copy of each tensor that is a given one, or an earlier result."""
+    taken, apart = set(map(id, given)), list[Tensor]()
     if isinstance(results, Tensor):
-        return results.clone() if any(results is t for t in given) else results
-    taken, apart = {id(t) for t in given}, list[Tensor]()
+        return results.clone() if id(results) in taken else results
     for t in results:
         apart.append(t.clone() if id(t) in taken else t)
         taken.add(id(t))

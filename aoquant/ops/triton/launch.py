@@ -85,7 +85,7 @@ class Launch:
                 key.append(t.dtype)
         assert some is not None
         device = some.get_device()
-        if device >= 0 and device != torch.cuda.current_device():  # a layer that a device map placed on another GPU
+        if device >= 0 and device != torch._C._cuda_getDevice():  # a layer that a device map placed on another GPU
             with torch.cuda.device(device):
                 return self(*tensors)
         key.append(device)
