@@ -261,12 +261,6 @@ class LinearRecipe:
         return any(f.draws for f in self.backward_operands)
 
     @cached_property
-    def shares_grad(self) -> bool:
-        """Whether dgrad and wgrad read the same codes of dy, wgrad the transposed ones."""
-        dgrad, wgrad = self.dgrad_grad_output, self.wgrad_grad_output
-        return dgrad is not None and wgrad is not None and ops.shares_codes(dgrad, wgrad)
-
-    @cached_property
     def reads_input_once(self) -> bool:
         """Whether forward can encode both sides of the input together: both of the original, the first as a GEMM of
         operands reads it.

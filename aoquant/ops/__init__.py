@@ -18,7 +18,7 @@ Everything that rounds runs inside an op, and `router` says on which backend.
 from __future__ import annotations
 
 from . import codec, router
-from .backward import Kept, Pair, contraction, shares_codes
+from .backward import Kept, Pair, contraction
 from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
@@ -90,7 +90,6 @@ __all__ = [
     "scaled_mm",
     "scaled_mm_keeping",
     "schemas",
-    "shares_codes",
     "transposed",
     "wgrad",
 ]
