@@ -5,8 +5,8 @@ forward:   1. encode the input, or take the codes of a layer that was given the 
            2. multiply; W is encoded on the way
            3. keep for backward what the gradients that are asked for will read (sides.py)
 backward:  1. dx = dy W^: W is encoded again   2. dW = dy^T x^ from x's codes   3. db = the sum of dy
-           dy is encoded once where its two sides have the same codes (a square tile, or one scale for the tensor), and
-           read once, for both, where a GPU multiplies quantised operands
+           both quantised GEMMs are one op: dy is encoded once where its two sides have the same codes (a square tile,
+           or one scale for the tensor), and read once, for both, where a GPU multiplies quantised operands
 
 Rounding passes the gradient straight through; values that their codes clip pass theirs to a learned scale, or to
 nothing. Behind a transform both GEMMs multiply in the transformed domain, where the codes are. Clipped values are
@@ -34,7 +34,7 @@ from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
-from aoquant.layers.sides import SharedGrad, gradients
+from aoquant.ops.linear import dgrad_of_parts, wgrad_of_parts
 from aoquant.parallel import amax as reduced
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
@@ -121,29 +121,32 @@ class QuantizedLinear(torch.autograd.Function):
         dx: Tensor | None = None
         dw: Tensor | None = None
         db = dx_scale = dw_scale = None
-        both = (needs.x or needs.x_scale) and (needs.w or needs.w_scale)
-        grad_q = _shared_grad(grad_MN, recipe, ctx.delayed, both and ctx.parts is None)
+        dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
+        along_n, along_m = recipe.weight_side.pair, recipe.input_side.pair
+        grad_held = None if ctx.delayed is None else Scales(ctx.delayed.factor[2:].view(1, 1))
+        w_kept: Any = _kept_weight(ctx, recipe, saved, grad.dtype) if dgrad else None
+        x_kept: Any = recipe.input_side.kept(x, x_held) if wgrad else None
+        if dgrad and wgrad and along_n is not None and along_m is not None and ctx.parts is None:
+            dx, dw = ops.gradients(grad_MN, w_kept, along_n, x_kept, along_m, random, grad_held)
 
-        columns: Any = None
-        if needs.x or needs.x_scale:
-            columns = w if ctx.w_columns else _fixed_columns(ctx.fixed, recipe, w, w_held, grad.dtype)
-        if both and recipe.reads_grad_once and one_pass(grad) and columns is grad_q is ctx.parts is None:
-            sides = recipe.weight_side, recipe.input_side
-            dx, dw = gradients(*sides, grad_MN, w, w_held, saved.measured, x, x_held, random)
-
-        if needs.x or needs.x_scale:
-            if dx is None:
-                how = saved.measured, random, grad_q, columns, ctx.parts
-                dx = recipe.weight_side.dgrad(grad_MN, w, w_held, *how)
+        if dgrad:
+            if ctx.parts is not None:
+                dx = dgrad_of_parts(grad_MN, w_kept, along_n, random, ctx.parts.dgrad)
+            elif dx is None:
+                dx = ops.dgrad(grad_MN, w_kept, along_n, random, grad_held)
             clipped = saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
                 clipped = ops.saturated(x, x_as, x_held)
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
-        if needs.w or needs.w_scale:
-            if dw is None:
-                dw = recipe.input_side.wgrad(grad_MN, x, x_held, random, grad_q, ctx.parts)
+        if wgrad:
+            if ctx.parts is not None:
+                dw = wgrad_of_parts(grad_MN, x_kept, along_m, random, ctx.parts.wgrad)
+            elif dw is None and along_m is None and x_kept.forward is None:
+                dw = grad_MN.t() @ x_kept.matrix  # no op: a compiler may know better
+            elif dw is None:
+                dw = ops.wgrad(grad_MN, x_kept, along_m, random, grad_held)
             if needs.w_scale:
                 dw_scale = ops.scale_grad(dw, w, w_as, w.numel() // w_held.scale.numel(), w_held.scale, w_held.zero)
             if needs.w:
@@ -186,24 +189,26 @@ def multiply(
             if given.shared is not None:
                 given.shared.put(x_q, alive=not recipe.input_side.keeps_rows)
 
-    # 2. The product. On a GPU the GEMM quantises W and makes its operand in one pass. Elsewhere, or under held scales,
-    # W is encoded first, with its operand where backward reads the codes.
+    # 2. The product. W is encoded on the way where backward reads its codes, which come back then; and on a GPU, where
+    # the GEMM makes W's operand in the same pass. Elsewhere, or under held scales, W is encoded first.
     keeps_w = dgrad and w is not None and recipe.weight_side.keeps_codes(fixed=given.fixed is not None)
     w_q = given.packed if w is None else w
-    w_values = None
     assert w_q is not None
     if isinstance(w, GatheredWeight):
         w_q = w.rows
     elif w is not None and given.fixed is not None:
         w_q = given.fixed.rows(w, functools.partial(ops.encode, w, w_as, w_held))
-    elif w is not None and keeps_w and w.dtype is x.dtype:
-        w_q, w_values = _encoded(w, w_as, w_held, ops.reads(contract))
-    elif w is not None and (w_held is not None or keeps_w or not one_pass(w)):
+    elif w is not None and not keeps_w and (w_held is not None or not one_pass(w)):
         w_q = ops.encode(w, w_as, w_held)
     lead, strides = list(x.shape[:-1]), None
     if x_as is not None and contract == "dequantize" and not x.is_contiguous():
         strides = list(torch.empty_like(x, device="meta").stride())  # of an elementwise operation's result
-    y, measured = ops.scaled_mm(x_q, w_q, bias, x_as, w_as, contract, lead, x.dtype, values, strides, w_values)
+    measured = None
+    how = bias, x_as, w_as, contract, lead, x.dtype, values, strides
+    if keeps_w and isinstance(w_q, Tensor):
+        y, w_q = ops.scaled_mm_keeping(x_q, w_q, *how, w_held)
+    else:
+        y, measured = ops.scaled_mm(x_q, w_q, *how)
     if not any(needs):
         return y, Saved()
 
@@ -227,13 +232,14 @@ def multiply(
     return y, saved
 
 
-def _shared_grad(grad_MN: Tensor, recipe: LinearRecipe, delayed: Delayed | None, both: bool) -> SharedGrad | None:
-    """dy's codes, where dgrad reads them and wgrad their transpose; None where each encodes its own."""
-    if delayed is not None:
-        return recipe.input_side.encoded_grad(grad_MN, Scales(delayed.factor[2:].view(1, 1)), both)
-    if not both or not recipe.shares_grad or grad_MN.shape[1] % recipe.weight_side.multiple:
-        return None
-    return recipe.input_side.encoded_grad(grad_MN, None, both)
+def _kept_weight(ctx: Any, recipe: LinearRecipe, saved: Saved, dtype: torch.dtype) -> ops.Kept:
+    """What dgrad reads of the weight, or the column side that is there already."""
+    side, w = recipe.weight_side, saved.w
+    assert w is not None
+    columns: Any = w if ctx.w_columns else _fixed_columns(ctx.fixed, recipe, w, saved.w_held, dtype)
+    if columns is not None:
+        return side.kept(columns, None, keeps="columns")
+    return side.kept(w, saved.w_held, saved.measured)
 
 
 def _advance(state: Delayed, amax: Tensor | None, grad_MN: Tensor, recipe: LinearRecipe) -> None:

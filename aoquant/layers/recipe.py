@@ -261,20 +261,6 @@ class LinearRecipe:
         return any(f.draws for f in self.backward_operands)
 
     @cached_property
-    def shares_grad(self) -> bool:
-        """Whether dgrad and wgrad read the same codes of dy, wgrad the transposed ones."""
-        dgrad, wgrad = self.dgrad_grad_output, self.wgrad_grad_output
-        if dgrad is None or wgrad is None or dgrad.name != wgrad.name or dgrad.transform is not None:
-            return False
-        return dgrad.format.square and not dgrad.draws
-
-    @cached_property
-    def reads_grad_once(self) -> bool:
-        """Whether one op computes both backward GEMMs, and encodes dy for both."""
-        quantised = self.dgrad_grad_output is not None and self.wgrad_grad_output is not None
-        return quantised and self.weight_side.contract == self.input_side.contract == "aoquant"
-
-    @cached_property
     def reads_input_once(self) -> bool:
         """Whether forward can encode both sides of the input together: both of the original, the first as a GEMM of
         operands reads it.

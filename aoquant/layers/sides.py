@@ -1,4 +1,4 @@
-"""The sides of input and weight that a layer keeps for backward, and the backward GEMMs that read them.
+"""The sides of input and weight that a layer keeps for backward.
 
 `LinearRecipe.save` says what forward keeps, and `Side.keeps` what that means for one operand:
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,17 +26,9 @@ from aoquant.formats import Encoded, HighPrecision, Operand, Scales
 from aoquant.formats.operand import DELAYED
 from aoquant.layers import law
 from aoquant.ops import backward as gemms
-from aoquant.ops.linear import dgrad_of_parts, wgrad_of_column_parts, wgrad_of_parts
 from aoquant.parallel.shards import Shards
 
 SAVES = ("row", "col", "hp")
-
-
-class SharedGrad(NamedTuple):
-    """dy's codes, which both backward GEMMs read: rows for dgrad; columns for wgrad, None until it transposes them."""
-
-    rows: Encoded
-    columns: Encoded | None
 
 
 @dataclass(frozen=True)
@@ -100,6 +91,13 @@ class Side:
         return law.contract(self.grad_as, self.backward)
 
     @cached_property
+    def pair(self) -> ops.Pair | None:
+        """Both operands of the backward GEMM; None where it multiplies in high precision."""
+        if self.grad_as is None or self.backward is None:
+            return None
+        return ops.Pair(self.grad_as, self.backward, self.contract)
+
+    @cached_property
     def keeps_rows(self) -> bool:
         """Whether forward keeps the codes that it multiplied."""
         return self.keeps in ("rows", "square")
@@ -137,112 +135,24 @@ class Side:
                 return self.columns(kept, kept)
             kept = ops.encode(kept, self.forward, held)
         if self.keeps == "square":
-            return self.transposed(kept, self.backward)
+            assert self.backward is not None
+            return self._padded(ops.transposed(kept, self.backward, self.multiple), kept.codes.shape[0])
         if self.keeps == "columns":
             return kept
         assert self.forward is not None
         values = ops.decode(kept, self.forward, dtype)
         return self.columns(values, values)
 
-    def transposed(self, e: Encoded, operand: Operand | None) -> Encoded:
-        """The column side of what e encodes in a square format."""
-        assert operand is not None
-        return self._padded(ops.transposed(e, operand, self.multiple), e.codes.shape[0])
-
-    def encoded_grad(self, grad_MN: Tensor, held: Scales | None, both: bool) -> SharedGrad:
-        """dy's codes, as wgrad's side of them is padded. both: whether both GEMMs will read them."""
-        assert self.grad_as is not None
-        if held is not None or not both:
-            return SharedGrad(ops.encode(grad_MN, self.grad_as, held), None)
-        made = ops.encode_sides(grad_MN, self.grad_as, self.multiple)
-        return SharedGrad(made.rows, self._padded(made.columns, grad_MN.shape[0]))
+    def kept(
+        self, matrix: Tensor | Encoded, held: Scales | None, measured: Tensor | None = None, keeps: str = ""
+    ) -> ops.Kept:
+        """What forward kept, for the backward GEMM. keeps: where `matrix` is another side than this one keeps."""
+        if isinstance(matrix, Tensor) and matrix.dim() != 2:
+            matrix = matrix.reshape(-1, matrix.shape[-1])
+        return ops.Kept(matrix, self.forward, held, measured, keeps or self.keeps)
 
     def _padded(self, made: ops.Columns, rows: int) -> Encoded:
         return Encoded(*made, k=rows + -rows % self.multiple)
-
-    def dgrad(
-        self,
-        grad_MN: Tensor,
-        w: Tensor | Encoded,
-        held: Scales | None,
-        measured: Tensor | None,
-        random: Tensor | None,
-        grad: SharedGrad | None = None,
-        columns: Encoded | None = None,
-        parts: Shards | None = None,
-    ) -> Tensor:
-        """dx (M, K), from what was kept of the weight.
-
-        grad: dy's codes, where both backward GEMMs share them. columns: the weight's column side, where it is fixed or
-            gathered. parts: that this rank has of the layer.
-        """
-        along_n = self.grad_as, self.backward
-        if grad is not None:
-            other = self.made(w, held, grad_MN.dtype) if columns is None else columns
-            return self._product(grad.rows, other, grad_MN.dtype)
-        if columns is not None:
-            assert self.grad_as is not None and self.backward is not None
-            return ops.dgrad_of_columns(grad_MN, columns, self.grad_as, self.backward, random, self.contract)
-        square, contract = self.keeps == "square", self.contract
-        if parts is not None:
-            return dgrad_of_parts(
-                grad_MN, w, self.forward, held, measured, *along_n, random, square, contract, parts.dgrad
-            )
-        return ops.dgrad(grad_MN, w, self.forward, held, measured, *along_n, random, square, contract)
-
-    def wgrad(
-        self,
-        grad_MN: Tensor,
-        x: Tensor | Encoded,
-        held: Scales | None,
-        random: Tensor | None,
-        grad: SharedGrad | None = None,
-        parts: Shards | None = None,
-    ) -> Tensor:
-        """dW (N, K), from what was kept of the input."""
-        if grad is not None:
-            columns = grad.columns or self.transposed(grad.rows, self.grad_as)
-            return self._product(columns, self.made(x, held, grad_MN.dtype), grad_MN.dtype)
-        if self.keeps == "columns":
-            assert isinstance(x, Encoded) and self.grad_as is not None and self.backward is not None
-            pair = x, self.grad_as, self.backward
-            if parts is not None:
-                return wgrad_of_column_parts(grad_MN, *pair, random, self.contract, parts.wgrad)
-            return ops.wgrad_of_columns(grad_MN, *pair, random, self.contract)
-        if isinstance(x, Tensor) and self.forward is None:
-            x = x.reshape(-1, x.shape[-1])
-            if self.backward is None:
-                return grad_MN.t() @ x
-        square = self.keeps == "square"
-        how = self.grad_as, self.backward, random, square, self.contract
-        if parts is not None:
-            return wgrad_of_parts(grad_MN, x, self.forward, held, *how, parts.wgrad)
-        return ops.wgrad(grad_MN, x, self.forward, held, *how)
-
-    def _product(self, grad: Encoded, other: Encoded, dtype: torch.dtype) -> Tensor:
-        assert self.grad_as is not None and self.backward is not None
-        return ops.product(grad, other, self.grad_as, self.backward, self.contract, dtype)
-
-
-def gradients(
-    weight: Side,
-    input: Side,
-    grad_MN: Tensor,
-    w: Tensor | Encoded,
-    w_held: Scales | None,
-    measured: Tensor | None,
-    x: Tensor | Encoded,
-    x_held: Scales | None,
-    random: Tensor | None,
-) -> ops.Gradients:
-    """`weight.dgrad` and `input.wgrad` of quantised operands, from what was kept."""
-    if isinstance(x, Tensor):
-        x = x.reshape(-1, x.shape[-1])
-    assert weight.grad_as is not None and weight.backward is not None
-    assert input.grad_as is not None and input.backward is not None
-    of_w = w, weight.forward, w_held, measured, weight.keeps == "square", weight.grad_as, weight.backward
-    of_x = x, input.forward, x_held, input.keeps, input.grad_as, input.backward
-    return ops.gradients(grad_MN, *of_w, *of_x, random)
 
 
 def _same_codes(forward: Operand | None, backward: Operand | None) -> bool:

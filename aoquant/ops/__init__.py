@@ -18,7 +18,7 @@ Everything that rounds runs inside an op, and `router` says on which backend.
 from __future__ import annotations
 
 from . import codec, router
-from .backward import contraction
+from .backward import Kept, Pair, contraction
 from .call import Call, gemm_request
 from .codec import finds_outer, masked
 from .contracts import CONTRACTS, input_error, reads
@@ -33,15 +33,12 @@ from .linear import (
     Columns,
     bgrad,
     dgrad,
-    dgrad_of_columns,
     encode_columns,
     encode_input,
-    encode_sides,
-    product,
     scaled_mm,
+    scaled_mm_keeping,
     transposed,
     wgrad,
-    wgrad_of_columns,
 )
 from .lookup import embedding, embedding_grad
 from .router import Backend, CodecRequest, Request, backend, backend_names, code_readers, explain, register
@@ -53,6 +50,8 @@ __all__ = [
     "CodecRequest",
     "Columns",
     "Gradients",
+    "Kept",
+    "Pair",
     "Request",
     "absmax",
     "advance",
@@ -64,13 +63,11 @@ __all__ = [
     "contraction",
     "decode",
     "dgrad",
-    "dgrad_of_columns",
     "embedding",
     "embedding_grad",
     "encode",
     "encode_columns",
     "encode_input",
-    "encode_sides",
     "encode_with_values",
     "explain",
     "finds_outer",
@@ -84,7 +81,6 @@ __all__ = [
     "grouped_wgrad",
     "input_error",
     "masked",
-    "product",
     "pull_back",
     "reads",
     "register",
@@ -92,10 +88,10 @@ __all__ = [
     "saturated",
     "scale_grad",
     "scaled_mm",
+    "scaled_mm_keeping",
     "schemas",
     "transposed",
     "wgrad",
-    "wgrad_of_columns",
 ]
 
 register(*BACKENDS)

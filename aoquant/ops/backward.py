@@ -27,6 +27,7 @@ from aoquant.formats.random import DGRAD_GRAD_OUTPUT, WGRAD_GRAD_OUTPUT, Place
 
 from . import codec
 from .call import Call, scale_dtype
+from .encoding import encode
 from .router import CodesAndValues, Multiplier, Operands, Request, routed
 
 
@@ -65,11 +66,10 @@ class Turned(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A backward GEMM of a (R, C) and b (columns, C): how both are made."""
+    """A backward GEMM of a (R, C), which is dy, and b (S, C): how both are made."""
 
     a_as: Operand
     b_as: Operand
-    columns: int
     contract: str = "aoquant"
 
     @property
@@ -80,24 +80,70 @@ class Pair(NamedTuple):
         """The length of the contracted axis, with zeros."""
         return padded_rows(c, self.multiple)
 
-    def multiplier(self, a_RC: Tensor, b: Tensor | Encoded) -> Multiplier | None:
-        """The product of two operands without codes, on the backend of this GEMM; None where that reads codes."""
+    def multiplier(self, a_RC: Tensor, b: Tensor | Encoded, columns: int) -> Multiplier | None:
+        """The product of two operands without codes, S = `columns`, on the backend of this GEMM; None where that reads
+        codes.
+        """
         rows, c = a_RC.shape
-        if self.contract != "aoquant" or not a_RC.is_cuda or not rows or not c or not self.columns:
+        if self.contract != "aoquant" or not a_RC.is_cuda or not rows or not c or not columns:
             return None
-        formats, sizes = (self.a_as.format, self.b_as.format), (rows, self.columns, self.padded(c))
+        formats, sizes = (self.a_as.format, self.b_as.format), (rows, columns, self.padded(c))
         request = self.contract, *formats, a_RC.device, a_RC.dtype, *sizes, scale_dtype(self.b_as, b)
         return routed(Request, *request).multiply
+
+
+class Kept(NamedTuple):
+    """The operand of a backward GEMM that is no gradient, W of dgrad or x of wgrad, as forward kept it.
+
+    matrix: (R, K), encoded along K, or values; or encoded along R, (K, R padded), where it keeps "columns".
+    forward: its operand in forward, whose values backward reads; None: values are read as they are. held: scales and
+        the transform that the layer holds for it. measured: what `scaled_mm` measured of W.
+    keeps: as `layers/sides.py` says; what matters here is "square", codes that are transposed, and "columns".
+    """
+
+    matrix: Tensor | Encoded
+    forward: Operand | None = None
+    held: Scales | None = None
+    measured: Tensor | None = None
+    keeps: str = "rows"
+
+    @property
+    def k(self) -> int:
+        """K of the layer."""
+        if isinstance(self.matrix, Tensor):
+            return self.matrix.shape[1]
+        return self.matrix.codes.shape[0] if self.keeps == "columns" else self.matrix.k
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """(R, K): those of forward in `dtype`, or the matrix itself."""
+        if self.forward is None:
+            assert isinstance(self.matrix, Tensor)
+            return self.matrix
+        if isinstance(self.matrix, Tensor) and self.held is None:
+            return codec.encode_with_values(self.forward, self.matrix, dtype, measured=self.measured).values
+        e = self.matrix if isinstance(self.matrix, Encoded) else encode.body(self.matrix, self.forward, self.held)
+        return codec.decode(self.forward.format, e, dtype)
+
+    def transpose(self, dtype: torch.dtype) -> Tensor | Encoded | Turned:
+        """(K, R), for `product`."""
+        if isinstance(self.matrix, Encoded) and self.keeps in ("square", "columns"):
+            return Turned(self.matrix) if self.keeps == "square" else self.matrix
+        return self.values(dtype).t()
+
+    def columns(self, pair: Pair, dtype: torch.dtype) -> Encoded:
+        """Codes (K, R padded) along R."""
+        b_KR = self.transpose(dtype)
+        if isinstance(b_KR, Turned):
+            return transposed(b_KR.encoded, pair.b_as, pair.multiple)
+        return b_KR if isinstance(b_KR, Encoded) else columns(b_KR.t(), pair.b_as, pair.multiple)
 
 
 def product(
     a_RC: Tensor,
     b_SC: Tensor | Encoded | Turned,
-    a_as: Operand,
-    b_as: Operand,
+    pair: Pair,
     state: Tensor | None,
     side: int,
-    contract: str = "aoquant",
     parts: Parts | None = None,
     made: CodesAndValues | None = None,
 ) -> Tensor:
@@ -106,10 +152,9 @@ def product(
     b_SC: encoded here, or encoded already, padded along C. state: of the random numbers, where an operand draws; side:
         of a, b's is the next. parts: of which a and b are this rank's. made: the operand of a_RC, by `both`.
     """
-    rows, columns = a_RC.shape[0], _rows(b_SC)
-    pair = Pair(a_as, b_as, columns, contract)
+    rows, columns, (a_as, b_as, contract) = a_RC.shape[0], _rows(b_SC), pair
     like = b_SC.encoded if isinstance(b_SC, Turned) else b_SC
-    if parts is None and (multiply := pair.multiplier(a_RC, like)) is not None:
+    if parts is None and (multiply := pair.multiplier(a_RC, like, columns)) is not None:
         padded, dtype = pair.padded(a_RC.shape[1]), a_RC.dtype
         made = made or operand(a_RC, a_as, padded, dtype, state, side)
         other = operand(b_SC, b_as, padded, dtype, state, side + 1)
@@ -124,7 +169,7 @@ def product(
         return a_RC.new_zeros(rows, columns)
     if contract != "aoquant":  # codes are what its kernel reads
         encoded = b_SC if isinstance(b_SC, Encoded) else b_from.codes()  # type: ignore[union-attr]
-        return of_codes(a_from.codes(), encoded, a_as, b_as, contract, a_RC.dtype)
+        return of_codes(a_from.codes(), encoded, pair, a_RC.dtype)
     a = a_from.encoded(a_RC.dtype)
     if b_from is None:
         assert isinstance(b_SC, Encoded)
@@ -163,15 +208,21 @@ def operand(
     return made
 
 
-def both(grad_MN: Tensor, dgrad: Pair, wgrad: Pair, state: Tensor | None) -> Operands | None:
+def both(grad_MN: Tensor, w: Kept, dgrad: Pair, x: Kept, wgrad: Pair, state: Tensor | None) -> Operands | None:
     """dy's operands for both GEMMs, in one pass over dy; None where one of them reads codes."""
     m, n = grad_MN.shape
-    if dgrad.multiplier(grad_MN, grad_MN) is None or wgrad.multiplier(grad_MN.t(), grad_MN) is None:
+    if dgrad.multiplier(grad_MN, grad_MN, w.k) is None or wgrad.multiplier(grad_MN.t(), grad_MN, x.k) is None:
         return None
     return codec.operands(
         grad_MN, dgrad.a_as, wgrad.a_as, wgrad.padded(m), dgrad.padded(n), grad_MN.dtype,
         _random(dgrad.a_as, state, DGRAD_GRAD_OUTPUT), _random(wgrad.a_as, state, WGRAD_GRAD_OUTPUT),
     )  # fmt: skip
+
+
+@cache
+def shares_codes(dgrad: Operand, wgrad: Operand) -> bool:
+    """Whether dy's codes for wgrad are those for dgrad, transposed."""
+    return dgrad.name == wgrad.name and dgrad.transform is None and dgrad.format.square and not dgrad.draws
 
 
 def _random(operand: Operand, state: Tensor | None, side: int) -> Random | None:
@@ -181,9 +232,14 @@ def _random(operand: Operand, state: Tensor | None, side: int) -> Random | None:
     return Random(state, side, None)
 
 
-def of_codes(a: Encoded, b: Encoded, a_as: Operand, b_as: Operand, contract: str, dtype: torch.dtype) -> Tensor:
-    """(R, S) = a b^T in `dtype`, both encoded along C and padded alike."""
-    return Call(contract, a, a_as, b, b_as, None, [a.codes.shape[0]], dtype).run()
+def of_codes(a: Encoded, b: Encoded, pair: Pair, dtype: torch.dtype) -> Tensor:
+    """(R, S) = a b^T in `dtype`, both encoded along C. a of one byte a code may lack b's padding."""
+    rows, missing = a.codes.shape[0], b.codes.shape[1] - a.codes.shape[1]
+    if missing > 0:
+        a = a._replace(codes=pad(a.codes.view(torch.uint8), (0, missing)).view(a.codes.dtype), k=b.k)
+    if not a.codes.numel() or not b.codes.numel():
+        return a.codes.new_zeros(rows, b.codes.shape[0], dtype=dtype)
+    return Call(pair.contract, a, pair.a_as, b, pair.b_as, None, [rows], dtype).run()
 
 
 def columns(x_RC: Tensor, operand: Operand, multiple: int, part: Part | None = None) -> Encoded:

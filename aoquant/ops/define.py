@@ -6,6 +6,7 @@ knows tensors, numbers and strings. Here, and nowhere else, the one becomes the 
     Operand                   its name; "" for None
     Encoded, Tensor | Encoded codes (or the tensor), scale, zero, outer, and K, which is None for a plain tensor
     Scales | None             scale, zero, outer, transform
+    another NamedTuple        its fields, each as above; None for it is None for its first field
     a result that is missing  an empty 1-D tensor, since a schema has no optional results
 
 `torch.compile` keeps float32 between fused operations where eager rounds to bf16, which moves scales by an ulp and
@@ -24,8 +25,9 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace, UnionType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
@@ -54,7 +56,10 @@ class Op(Generic[P, R]):
         self._names = list(hints)
         self._kinds = [_kind(hint) for hint in hints.values()]
         self._defaults = [p.default for p in inspect.signature(body).parameters.values()]
-        self._tensors = [i for i, kind in enumerate(self._kinds) if kind.holds_tensors]
+        self._optional = sum(default is not inspect.Parameter.empty for default in self._defaults)
+        # where tensors are: an argument, or a field of one that is a NamedTuple of ours
+        self._tensors = [(i, at) for i, kind in enumerate(self._kinds) for at in kind.tensors]
+        self._builders = _builders(self._kinds, 0)
         self._result = _Result(result)
         self._fake = fake
         schema = [f for name, kind in zip(self._names, self._kinds, strict=True) for f in kind.schema(name)]
@@ -70,8 +75,8 @@ class Op(Generic[P, R]):
             given = self._whole(given, kwargs)
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or _len_torch_dispatch_stack():
             return self._dispatched(given)
-        for i in self._tensors:  # no function for one of them: this loop stands in front of every kernel
-            value = given[i]
+        for i, at in self._tensors:  # no function for one of them: this loop stands in front of every kernel
+            value = given[i] if at is None else given[i][at]
             if type(value) is Encoded:
                 value = value.codes
             for t in value if type(value) is Scales else (value,):
@@ -107,11 +112,12 @@ class Op(Generic[P, R]):
         return self.body(*args)
 
     def _built(self, flat: Sequence[Any]) -> list[Any]:
-        parts = iter(flat)
-        return [kind.built(parts) for kind in self._kinds]
+        return [built(flat) for built in self._builders]
 
     def _whole(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """All arguments in order, defaults filled in."""
+        if not kwargs and len(args) + self._optional >= len(self._kinds):
+            return [*args, *self._defaults[len(args) :]]
         rest = zip(self._names[len(args) :], self._defaults[len(args) :], strict=True)
         whole = [*args, *(kwargs.pop(name, default) for name, default in rest)]
         assert not kwargs and all(value is not inspect.Parameter.empty for value in whole), (
@@ -134,51 +140,68 @@ def op(fake: Callable[[Any], Any]) -> Callable[[Callable[P, R]], Op[P, R]]:
     return lambda body: Op(body, fake)
 
 
+Built = Callable[[Sequence[Any]], Any]
+
+
 class _Kind(NamedTuple):
-    """A type of argument: its part of a schema, and the way there and back."""
+    """A type of argument: its part of a schema, and the way there and back.
+
+    built: from the place of its first part to a function, of all parts of a call, that makes the argument: what is
+        known before the call is looked up before it.
+    tensors: where it holds some: None, itself; a number, that field of it.
+    """
 
     schema: Callable[[str], list[str]]
     flat: Callable[[Any], Sequence[Any]]
-    built: Callable[[Iterator[Any]], Any]
-    holds_tensors: bool = False
+    built: Callable[[int], Built]
+    tensors: tuple[int | None, ...] = ()
 
 
 def _simple(type_: str) -> _Kind:
-    return _Kind(lambda name: [f"{type_} {name}"], lambda value: (value,), next, type_.startswith("Tensor"))
+    tensors = (None,) if type_.startswith("Tensor") else ()
+    return _Kind(lambda name: [f"{type_} {name}"], lambda value: (value,), itemgetter, tensors)
 
 
 def _matrix_flat(value: Tensor | Encoded | None) -> Sequence[Any]:
     return value if type(value) is Encoded else (value, None, None, None, None)
 
 
-def _matrix_built(parts: Iterator[Any]) -> Tensor | Encoded:
-    codes, scale, zero, outer, k = (next(parts) for _ in range(5))
-    return codes if k is None else Encoded(codes, scale, zero, outer, k)
+def _matrix_built(at: int) -> Built:
+    k, end = at + 4, at + 5
+    return lambda parts: parts[at] if parts[k] is None else Encoded(*parts[at:end])
 
 
 _MATRIX = _Kind(
     lambda n: [f"Tensor {n}", f"Tensor? {n}_scale", f"Tensor? {n}_zero", f"Tensor? {n}_outer", f"SymInt? {n}_k"],
     _matrix_flat,
     _matrix_built,
-    True,
+    (None,),
 )
+_NO_SCALES = (None,) * len(Scales._fields)
 
 
-def _scales_built(parts: Iterator[Any]) -> Scales | None:
-    scales = Scales(*(next(parts) for _ in Scales._fields))
-    return None if all(t is None for t in scales) else scales
+def _scales_built(at: int) -> Built:
+    end = at + len(Scales._fields)
+
+    def built(parts: Sequence[Any]) -> Scales | None:
+        for t in parts[at:end]:
+            if t is not None:
+                return Scales(*parts[at:end])
+        return None
+
+    return built
 
 
 _SCALES = _Kind(
     lambda n: [f"Tensor? {n}_{field}" for field in Scales._fields],
-    lambda value: value or Scales(),
+    lambda value: value or _NO_SCALES,
     _scales_built,
-    True,
+    (None,),
 )
 _OPERAND = _Kind(
     lambda n: [f"str {n}"],
     lambda value: (value.name if value is not None else "",),
-    lambda parts: get_operand(name) if (name := next(parts)) else None,
+    lambda at: lambda parts: get_operand(parts[at]) if parts[at] else None,
 )
 _KINDS: dict[Any, _Kind] = {
     Tensor: _simple("Tensor"),
@@ -193,12 +216,49 @@ _KINDS: dict[Any, _Kind] = {
     torch.dtype: _simple("ScalarType"),
     int: _simple("SymInt"),
     bool: _simple("bool"),
-    str: _simple("str"),
+    str: _simple("str")._replace(flat=lambda value: (value or "",)),  # None: of a NamedTuple that is missing
 }
 
 
 def _kind(hint: Any) -> _Kind:
-    return _KINDS[hint]
+    found = _KINDS.get(hint)
+    return _fields(hint) if found is None else found
+
+
+def _fields(hint: Any) -> _Kind:
+    """Of a NamedTuple that is none of the above."""
+    type_ = hint if hasattr(hint, "_fields") else next(t for t in get_args(hint) if t is not NoneType)
+    kinds = {name: _kind(of) for name, of in get_type_hints(type_).items()}
+    missing = (None,) * len(kinds)
+
+    def flat(value: Any) -> list[Any]:
+        fields = zip(kinds.values(), value or missing, strict=True)
+        return [part for kind, field in fields for part in kind.flat(field)]
+
+    def built(at: int) -> Built:
+        first, *rest = _builders(kinds.values(), at)
+
+        def made(parts: Sequence[Any]) -> Any:
+            value = first(parts)
+            return None if value is None else type_(value, *(build(parts) for build in rest))
+
+        return made
+
+    return _Kind(
+        lambda n: [f for name, kind in kinds.items() for f in kind.schema(f"{n}_{name}")],
+        flat,
+        built,
+        tuple(i for i, kind in enumerate(kinds.values()) if kind.tensors),
+    )
+
+
+def _builders(kinds: Iterable[_Kind], at: int) -> list[Built]:
+    """`built` of each, whose parts lie one behind the other from `at`."""
+    found = []
+    for kind in kinds:
+        found.append(kind.built(at))
+        at += len(kind.schema(""))
+    return found
 
 
 class _Result:
@@ -221,17 +281,17 @@ class _Result:
         """The inverse. first: the op's first argument, whose width is that of every matrix that the op encodes."""
         if self._type is Tensor:
             return tensors
-        parts = iter(tensors)
+        parts, k = iter(tensors), first.k if type(first) is Encoded else first.shape[-1]
         if self._type is Encoded:
-            return _encoded(parts, first)
-        return self._type(*(_encoded(parts, first) if f is Encoded else _present(next(parts), f) for f in self._fields))
+            return _encoded(parts, k)
+        return self._type(*(_encoded(parts, k) if f is Encoded else _present(next(parts), f) for f in self._fields))
 
 
 def _apart(results: Any, given: Sequence[Any]) -> Any:
     """`results`, with a copy of each tensor that is a given one, or an earlier result."""
+    taken, apart = set(map(id, given)), list[Tensor]()
     if isinstance(results, Tensor):
-        return results.clone() if any(results is t for t in given) else results
-    taken, apart = {id(t) for t in given}, list[Tensor]()
+        return results.clone() if id(results) in taken else results
     for t in results:
         apart.append(t.clone() if id(t) in taken else t)
         taken.add(id(t))
@@ -242,10 +302,10 @@ def _tensors(value: Tensor | Encoded | None) -> Sequence[Tensor | None]:
     return value.tensors if isinstance(value, Encoded) else (value,)
 
 
-def _encoded(parts: Iterator[Tensor], first: Tensor) -> Encoded:
+def _encoded(parts: Iterator[Tensor], k: int) -> Encoded:
     codes, scale, zero, outer = (_present(next(parts), Tensor | None) for _ in range(4))
     assert codes is not None
-    return Encoded(codes, scale, zero, outer, first.shape[1])
+    return Encoded(codes, scale, zero, outer, k)
 
 
 def _present(t: Tensor, hint: Any) -> Tensor | None:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from . import grouped, linear
+from .gradients import gradients
 
 
 def _forward(x: Sequence[int], _scale: Any, _zero: Any, _outer: Any, k: int | None, *rest: Any, out_shape: Any) -> int:
@@ -30,10 +31,16 @@ def _wgrad(grad: Sequence[int], *rest: Any, out_shape: Sequence[int]) -> int:
     return 2 * math.prod(out_shape[-2:]) * grad[0]
 
 
+def _gradients(grad: Sequence[int], *rest: Any, out_shape: Sequence[Sequence[int]]) -> int:
+    """dx (M, K) and dW (N, K)."""
+    return sum(formula(grad, out_shape=shape) for formula, shape in zip((_dgrad, _wgrad), out_shape, strict=True))
+
+
 _FORMULAS: dict[Callable[..., int], tuple[Any, ...]] = {
-    _forward: (linear.scaled_mm, linear.product, grouped.grouped_mm),
-    _dgrad: (linear.dgrad, linear.dgrad_of_columns, grouped.grouped_dgrad),
-    _wgrad: (linear.wgrad, linear.wgrad_of_columns, grouped.grouped_wgrad),
+    _forward: (linear.scaled_mm, linear.scaled_mm_keeping, grouped.grouped_mm),
+    _dgrad: (linear.dgrad, grouped.grouped_dgrad),
+    _wgrad: (linear.wgrad, grouped.grouped_wgrad),
+    _gradients: (gradients,),
 }
 
 

@@ -1,4 +1,8 @@
-"""Both backward GEMMs of a linear layer whose operands are quantised, in one op: dy is read once for both."""
+"""Both backward GEMMs of a linear layer whose operands are quantised, in one op: dy is read once for both.
+
+A compiled step calls each op through the dispatcher, which takes the host as long as a launch. So what one op can make
+is one op: dy's codes or operands, the transposed codes of W and x, and both products.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from aoquant.formats import Encoded, Operand, Scales
+from aoquant.formats import Encoded, Scales
 
-from . import backward
+from . import backward, codec
+from .backward import Kept, Pair
 from .define import op
-from .linear import dgrad_of_parts, wgrad_of_column_parts, wgrad_of_parts
+from .encoding import encode
+from .linear import dgrad_of_parts, wgrad_of_parts
 
 
 class Gradients(NamedTuple):
@@ -21,40 +27,48 @@ class Gradients(NamedTuple):
 
 
 def _shapes(a: Any) -> Gradients:
-    (m, n), k = a.grad_MN.shape, a.w.k if isinstance(a.w, Encoded) else a.w.shape[1]
+    (m, n), k = a.grad_MN.shape, a.w.k
     return Gradients(a.grad_MN.new_empty(m, k), a.grad_MN.new_empty(n, k))
 
 
 @op(_shapes)
 def gradients(
     grad_MN: Tensor,
-    w: Tensor | Encoded,
-    w_operand: Operand | None,
-    w_held: Scales | None,
-    measured: Tensor | None,
-    w_transposes: bool,
-    dgrad_grad_as: Operand,
-    w_as: Operand,
-    x: Tensor | Encoded,
-    x_operand: Operand | None,
-    x_held: Scales | None,
-    x_keeps: str,
-    wgrad_grad_as: Operand,
-    x_as: Operand,
+    w: Kept,
+    dgrad: Pair,
+    x: Kept,
+    wgrad: Pair,
     random: Tensor | None = None,
+    grad_held: Scales | None = None,
 ) -> Gradients:
-    """`dgrad` and `wgrad`, or `wgrad_of_columns` where x_keeps is "columns", under the contract "aoquant".
-
-    w_*: dgrad's arguments. x_*: wgrad's. x_keeps: what forward kept of x, one of `sides.Side.keeps`.
+    """`dgrad` and `wgrad`, with one encoding of dy where both read the same codes, and one pass over it where they
+    multiply operands.
     """
-    k = w.k if isinstance(w, Encoded) else w.shape[1]
-    pairs = backward.Pair(dgrad_grad_as, w_as, k), backward.Pair(wgrad_grad_as, x_as, k)
-    rows, columns = backward.both(grad_MN, *pairs, random) or (None, None)
-    how = dgrad_grad_as, w_as, random, w_transposes, "aoquant", None
-    dx = dgrad_of_parts(grad_MN, w, w_operand, w_held, measured, *how, rows)
+    sides = _codes(grad_MN, dgrad, wgrad, grad_held)
+    if sides is not None:
+        dtype = grad_MN.dtype
+        dx = backward.of_codes(sides.rows, w.columns(dgrad, dtype), dgrad, dtype)
+        return Gradients(dx, backward.of_codes(sides.columns, x.columns(wgrad, dtype), wgrad, dtype))
+    rows, columns = backward.both(grad_MN, w, dgrad, x, wgrad, random) or (None, None)
+    dx = dgrad_of_parts(grad_MN, w, dgrad, random, None, rows)
     del rows
-    if x_keeps == "columns":
-        assert isinstance(x, Encoded)
-        return Gradients(dx, wgrad_of_column_parts(grad_MN, x, wgrad_grad_as, x_as, random, "aoquant", None, columns))
-    how = wgrad_grad_as, x_as, random, x_keeps == "square", "aoquant", None
-    return Gradients(dx, wgrad_of_parts(grad_MN, x, x_operand, x_held, *how, columns))
+    return Gradients(dx, wgrad_of_parts(grad_MN, x, wgrad, random, None, columns))
+
+
+class _Codes(NamedTuple):
+    """Of dy along N, and along M."""
+
+    rows: Encoded
+    columns: Encoded
+
+
+def _codes(grad_MN: Tensor, dgrad: Pair, wgrad: Pair, held: Scales | None) -> _Codes | None:
+    """dy's codes, where both GEMMs read the same; None where each has its own."""
+    a_as, moved = dgrad.a_as, None
+    if held is not None:
+        rows = encode.body(grad_MN, a_as, held)
+    elif not backward.shares_codes(a_as, wgrad.a_as) or grad_MN.shape[1] % dgrad.multiple:
+        return None
+    else:
+        rows, moved = codec.sides(a_as, grad_MN, wgrad.padded(grad_MN.shape[0]))
+    return _Codes(rows, backward.transposed(rows, wgrad.a_as, wgrad.multiple, moved))

@@ -26,6 +26,7 @@ from torch import Tensor
 from aoquant.formats import Encoded, Operand
 
 from . import codec, expert_rows, stacks, tiles
+from .backward import Kept
 from .call import Call, scale_dtype
 from .define import op
 from .gemm import few_rows
@@ -83,7 +84,7 @@ def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand |
     if not grad_SN.is_cuda:
         dx_SK = grad_SN.new_zeros(grad_SN.shape[0], k)
         for e, rows in _hit(ends):
-            dx_SK[rows] = dgrad.body(grad_SN[rows], _matrix(w, e, transposed), w_operand)
+            dx_SK[rows] = dgrad.body(grad_SN[rows], Kept(_matrix(w, e, transposed), w_operand))
         return dx_SK
     if w_operand is not None:
         w = stacks.values(w_operand, w, transposed, grad_SN.dtype, alpha_apart=False).values
@@ -110,7 +111,7 @@ def grouped_wgrad(
     if not grad_SN.is_cuda:
         dw = _wgrad_shape(grad_SN, ends, x, transposed).zero_()
         for e, rows in _hit(ends):
-            made = wgrad.body(grad_SN[rows], _rows_of(x, token, rows), x_operand)
+            made = wgrad.body(grad_SN[rows], Kept(_rows_of(x, token, rows), x_operand))
             dw[e] = made.t() if transposed else made
         return dw
     x_TK = codec.decode(x_operand.format, x, dtype) if x_operand is not None and isinstance(x, Encoded) else x

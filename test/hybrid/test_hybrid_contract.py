@@ -8,9 +8,8 @@ import pytest
 import torch
 from support.hybrid_cases import data, layer, named, step
 
-from aoquant import HybridConfig, backend, get_format
+from aoquant import HybridConfig, backend
 from aoquant.layers import law
-from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import Request, backward, linear, router
 from aoquant.recipes import get_recipe
 
@@ -101,18 +100,13 @@ def test_a_product_of_nothing_has_its_shape() -> None:
     x_as = named("te-fp8-tensor")
     assert x_as is not None
     x, y = x_as.encode(torch.randn(0, 32)), x_as.encode(torch.randn(48, 32))
-    assert linear.product(x, y, x_as, x_as, FP8, torch.bfloat16).shape == (0, 48)
+    assert backward.of_codes(x, y, backward.Pair(x_as, x_as, FP8), torch.bfloat16).shape == (0, 48)
 
 
 @pytest.mark.parametrize(
-    ("dgrad", "wgrad", "shared"),
-    [(E4M3, E4M3, True), (E5M2, E4M3, False), (E4M3, None, False), (None, E4M3, False), ("mxfp8", "mxfp8", False)],
+    ("dgrad", "wgrad", "shared"), [(E4M3, E4M3, True), (E5M2, E4M3, False), ("mxfp8", "mxfp8", False)]
 )
-def test_codes_of_dy_are_shared_where_both_gemms_read_the_same(
-    dgrad: str | None, wgrad: str | None, shared: bool
-) -> None:
-    recipe = LinearRecipe(
-        None, get_format("high-precision"),
-        dgrad_grad_output=named(dgrad), dgrad_weight=named(dgrad), wgrad_grad_output=named(wgrad), wgrad_input=named(wgrad),
-    )  # fmt: skip
-    assert recipe.shares_grad == shared
+def test_codes_of_dy_are_shared_where_both_gemms_read_the_same(dgrad: str, wgrad: str, shared: bool) -> None:
+    first, second = named(dgrad), named(wgrad)
+    assert first is not None and second is not None
+    assert backward.shares_codes(first, second) == shared

@@ -12,10 +12,11 @@ from support.gemm import arguments, parts
 from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from aoquant import backend, explain, get_format, ops
 from aoquant.formats import Encoded, Scales, get_operand
-from aoquant.ops import CONTRACTS, Request
+from aoquant.ops import CONTRACTS, Request, flops
 
 K, N, M = 192, 16, 6  # a multiple of every block; N and K of 16 for torch._scaled_mm
 
@@ -171,10 +172,44 @@ def test_scaled_mm_is_well_formed_for_strided_and_nd_inputs() -> None:
 def test_gradient_ops_are_well_formed(name: str) -> None:
     x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
     operand = get_operand(name)
-    opcheck(ops.dgrad, g, w, operand)
-    opcheck(ops.dgrad, g, encoded(name, w), operand)
-    opcheck(ops.wgrad, g, encoded(name, x), operand)
+    opcheck(ops.dgrad, g, ops.Kept(w, operand))
+    opcheck(ops.dgrad, g, ops.Kept(encoded(name, w), operand))
+    opcheck(ops.wgrad, g, ops.Kept(encoded(name, x), operand))
     opcheck(ops.saturated, x, operand)
+
+
+@pytest.mark.parametrize(
+    ("name", "contract"), [("mxfp8", "aoquant"), ("te-nvfp4-16x16", "aoquant"), ("te-fp8-tensor", "fp8_scaled_mm")]
+)
+def test_a_product_that_keeps_the_weights_codes_is_well_formed(name: str, contract: str) -> None:
+    """And its parts are those of the two ops that it stands for."""
+    x, w, operand = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), get_operand(name)
+    how = None, operand, operand, contract, [M], BF16
+    opcheck(ops.scaled_mm_keeping, encoded(name, x), w, *how)
+    got = ops.scaled_mm_keeping(encoded(name, x), w, *how)
+    codes = ops.encode(w, operand)
+    parts = (*got.w.tensors, got.y), (*codes.tensors, ops.scaled_mm(encoded(name, x), codes, *how).y)
+    for a, b in zip(*parts, strict=True):
+        assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_gradients_are_those_of_both_gemms() -> None:
+    """dy's codes or operands are made once; the bits are those of `dgrad` and `wgrad`, and so is what is counted."""
+    x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
+    e5m2, e4m3, mx = (get_operand(name) for name in ("te-fp8-e5m2-tensor", "te-fp8-tensor", "mxfp8"))
+    square = [ops.Kept(ops.encode(t, e4m3), keeps="square") for t in (w, x)]
+    flops.register()
+    for pair, kept in (
+        (ops.Pair(e5m2, e4m3, "fp8_scaled_mm_precise"), square),
+        (ops.Pair(mx, mx), [ops.Kept(w), ops.Kept(x)]),
+        (ops.Pair(mx, mx), [ops.Kept(w, mx), ops.Kept(ops.encode(x, mx), mx)]),
+    ):
+        with FlopCounterMode(display=False) as together:
+            got = ops.gradients(g, kept[0], pair, kept[1], pair)
+        with FlopCounterMode(display=False) as apart:
+            want = ops.dgrad(g, kept[0], pair), ops.wgrad(g, kept[1], pair)
+        assert torch.equal(got.dx, want[0]) and torch.equal(got.dw, want[1])
+        assert together.get_total_flops() == apart.get_total_flops() == 4 * M * N * K
 
 
 @pytest.mark.parametrize("name", ["hadamard16+nvfp4", "hadamard32-s5-inverse+mxfp4", "wush16+nvfp4"])
@@ -185,8 +220,8 @@ def test_ops_behind_a_transform_are_well_formed(name: str) -> None:
     held, operand = Scales(transform=t), get_operand(name)
     opcheck(ops.encode, x, operand, held)
     opcheck(ops.encode, x[:0], operand, held, symbolic=False)
-    opcheck(ops.dgrad, g, w, operand, held)
-    opcheck(ops.wgrad, g, x, operand, held)
+    opcheck(ops.dgrad, g, ops.Kept(w, operand, held))
+    opcheck(ops.wgrad, g, ops.Kept(x, operand, held))
     opcheck(ops.saturated, x, operand, held)
     opcheck(ops.pull_back, x, operand, t)
     opcheck(ops.pull_back, x.t().contiguous().t(), operand, t)

@@ -67,25 +67,22 @@ class Launch:
 
     def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
         """Launch on the tensors' device, in its current stream. None: a kernel without this tensor."""
-        addresses: list[Any] = []
-        key: list[Any] = []
+        addresses: list[Any] = list(tensors)
+        key: list[Any] = list(tensors)  # None stays None
         low, some = 0, None
-        for t in tensors:
+        for i, t in enumerate(tensors):
             if t is None:
-                addresses.append(None)
-                key.append(None)
-            elif isinstance(t, TensorDescriptor):
-                some = t.base
-                addresses.append(t)
-                key.append(some.dtype)
-            else:
-                address, some = t.data_ptr(), t
+                continue
+            if isinstance(t, Tensor):
+                some = t
+                addresses[i] = address = t.data_ptr()
                 low |= address
-                addresses.append(address)
-                key.append(t.dtype)
+            else:
+                some = t.base
+            key[i] = some.dtype
         assert some is not None
         device = some.get_device()
-        if device >= 0 and device != torch.cuda.current_device():  # a layer that a device map placed on another GPU
+        if device >= 0 and device != torch._C._cuda_getDevice():  # a layer that a device map placed on another GPU
             with torch.cuda.device(device):
                 return self(*tensors)
         key.append(device)
