@@ -118,6 +118,11 @@ class FixedWeight:
         """The weight is another one from now on, whatever its version says."""
         self._weight = None
 
+    def end(self) -> None:
+        """Let go of the codes that calls without gradients multiply, now and not at a garbage collection."""
+        if self._bound is not None:
+            self._bound.end()
+
     def columns(self, dtype: torch.dtype, encode: Callable[[], Encoded]) -> Encoded:
         """The codes that the gradient of the input reads, for gradients of `dtype`: `encode()`, the first time.
 
@@ -174,12 +179,15 @@ def fixed_weights(model: nn.Module) -> Iterator[None]:
     finally:
         steps.remove()
         for layer in layers:
+            if layer.fixed is not None:
+                layer.fixed.end()
             layer.fixed = None
 
 
 def _weights(model: nn.Module, layers: list[QATLinear]) -> Iterator[tuple[QATLinear, Tensor]]:
-    """Each layer with its weight, and with the shard of it that an optimizer has under FSDP2."""
-    yield from ((layer, layer.weight) for layer in layers)
+    """Each layer with its weight, the weight's learned scale, and the shard that an optimizer has under FSDP2."""
+    for layer in layers:
+        yield from ((layer, p) for name, p in layer.named_parameters(recurse=False) if name.startswith("weight"))
     ids = {id(layer) for layer in layers}
     for _, p in fsdp.sharded_parameters(model):
         for module in (p._module_info.module, *p._module_info.shared_modules):
