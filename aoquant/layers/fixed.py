@@ -91,7 +91,7 @@ class FixedWeight:
         whole = w if w._base is None else w._base
         if self._rows is None:
             with torch.inference_mode(False), torch.no_grad():  # a training step may read them too
-                self._rows, self._weight, self._state = encode(), weakref.ref(whole), _State(whole)
+                self._weight, self._state, self._rows = weakref.ref(whole), _State(whole), encode()
         elif not self._is(whole):
             raise ValueError(_CHANGED)
         return self._rows
