@@ -150,9 +150,11 @@ _CHANGED = (
 
 @contextmanager
 def fixed_weights(model: nn.Module) -> Iterator[None]:
-    """Encode each side of the weights of `model`'s prepared linear layers once inside the block: for micro-batches.
+    """Encode each side of the weights of `model`'s prepared linear layers once inside the block: for micro-batches, and
+    for `generate` of a model in training, whose layers then multiply as converted ones do.
 
         with aoquant.fixed_weights(model):
+            ids = model.generate(prompts)
             for batch in micro_batches:
                 loss(model, batch).backward()
         optimizer.step()

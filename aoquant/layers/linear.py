@@ -67,7 +67,8 @@ def autocasts(device: str) -> bool:
 
 def cast(x: Tensor) -> Tensor:
     """x in the dtype that a linear layer computes in."""
-    return x.to(compute_dtype(x))
+    dtype = compute_dtype(x)
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def quantized_linear(

@@ -1,5 +1,5 @@
-"""Without gradients inside `fixed_weights`: a prepared layer multiplies codes that were made once, as its converted form
-does, with the bits that it has outside.
+"""Without gradients inside `fixed_weights`: a prepared layer multiplies codes that were made once, as its converted
+form does, with the bits that it has outside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from aoquant.layers.qat import QATLinear
 from aoquant.ops import codec, router
 from aoquant.recipes import get_recipe
 
-cases = pytest.mark.parametrize("case", BY_NAME.values(), ids=repr)
+cases = pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] if c.variant else []) for c in BY_NAME.values()], ids=repr
+)
 RECIPES = ("int4-g32", "nvfp4-act", "nvfp4-h16", "fp8-row-act", "int8-row-act", "mxfp4-act", "gridflip-act")
 
 
@@ -178,7 +180,7 @@ def test_a_weight_that_changes_is_refused_by_name(write: Callable[[nn.Linear], N
 
 @torch.no_grad()
 def test_a_step_of_a_learned_scale_is_a_write() -> None:
-    case = BY_NAME["intx4-g32"] if "intx4-g32" in BY_NAME else BY_NAME["intx3-g32"]
+    case = BY_NAME["intx4-g32"]
     linear = prepared(case, layer(case, F32), scales="learned")
     x, scale = torch.ones(2, case.k), linear.get_parameter("weight_scale")
     with fixed_weights(linear):

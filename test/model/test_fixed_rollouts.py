@@ -1,5 +1,5 @@
-"""Rollouts from a model in training: inside `fixed_weights` generate has the tokens of the prepared and of the converted
-model, eager and compiled, and encodes no weight after its first token.
+"""Rollouts from a model in training: inside `fixed_weights` generate has the tokens of the prepared and of the
+converted model, eager and compiled, and encodes no weight after its first token.
 """
 
 from __future__ import annotations
