@@ -177,10 +177,9 @@ class PackedTensor(TorchAOBaseTensor):
         cls, e: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None = None
     ) -> PackedTensor:
         """Pack what `recipe.fprop_weight.encode` returned for a weight of `dtype`. matrix: T of a fitted transform."""
-        outer = None if e.outer is None else e.outer.expand(e.codes.shape[0], 1).contiguous()
         names = (recipe.fprop_weight.name, recipe.input_name, recipe.contract)
         matrix = None if matrix is None else matrix.to(e.codes.device, torch.bfloat16)  # bf16 numbers already
-        return cls(e.codes, *names, e.k, dtype, e.scale, e.zero, outer, matrix)
+        return cls(e.codes, *names, e.k, dtype, e.scale, e.zero, e.by_row.outer, matrix)
 
     @property
     def encoded(self) -> Encoded:

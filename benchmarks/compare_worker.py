@@ -13,15 +13,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HOST_RECIPES = ("int4-g128", "nvfp4-weight", "nvfp4", "fp8", "int8")
+HOST_RECIPES = ("int4-g128", "nvfp4-weight", "nvfp4", "fp8", "int8", "mxfp4", "fp8-hybrid")
 Row = dict[str, Any]
 Chunk = tuple[str, ...]
 _GIVEN: dict[tuple[str, str], Any] = {}
+_OPEN = ExitStack()  # blocks that last as long as the process
 
 
 def chunks(suites: list[str]) -> list[Chunk]:
@@ -92,18 +93,20 @@ def _layer(group: str, shape: int) -> Callable[[], list[Row]]:
 
 
 def _host(recipe: str, quick: bool) -> Callable[[], list[Row]]:
-    """Microseconds of Python for a packed F.linear of one row, and for a step of a prepared layer with 16."""
+    """Microseconds of Python for one row of a packed layer and of a prepared one, and for its step with 16 rows."""
     import torch
     from torch import nn
 
-    from aoquant import quantize_
+    from aoquant import fixed_weights, quantize_
     from aoquant.recipes import get_recipe
 
     device, size = ("cuda" if torch.cuda.is_available() else "cpu"), 128 if quick else 1024
     new = {"bias": False, "dtype": torch.bfloat16, "device": device}
-    packed, prepared = (nn.Sequential(nn.Linear(size, size, **new)) for _ in range(2))
+    packed, prepared, fixed = (nn.Sequential(nn.Linear(size, size, **new)) for _ in range(3))
     quantize_(packed, get_recipe(recipe).make())
     quantize_(prepared, get_recipe(recipe).prepare())
+    quantize_(fixed, get_recipe(recipe).prepare())
+    _OPEN.enter_context(fixed_weights(fixed))
     one = torch.randn(1, size, dtype=torch.bfloat16, device=device)
     x = torch.randn(16, size, dtype=torch.bfloat16, device=device, requires_grad=True)
     g = torch.randn(16, size, dtype=torch.bfloat16, device=device)
@@ -116,12 +119,21 @@ def _host(recipe: str, quick: bool) -> Callable[[], list[Row]]:
         with torch.no_grad():
             prepared(one)
 
+    def rollout() -> None:
+        with torch.no_grad():
+            fixed(one)
+
     def step() -> None:
         x.grad = None
         prepared.zero_grad()
         prepared(x).backward(g)
 
-    named = {"packed F.linear": forward, "prepared, no grad": evaluation, "prepared, step": step}
+    named = {
+        "packed F.linear": forward,
+        "prepared, no grad": evaluation,
+        "prepared, fixed weights": rollout,
+        "prepared, step": step,
+    }
 
     def timed(call: Callable[[], None]) -> float:
         for _ in range(3):

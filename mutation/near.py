@@ -177,7 +177,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         *_of("hybrid/test_hybrid_saved.py", "14_bytes_for_each_value_of_the_input", "8_double_quantisation_keeps_no_row",
              "12_encodings_of_a_step", "12_unused_casts_encode_nothing"),
     ),
-    "layers/fixed.py": ("hybrid/test_fixed_weights.py",),
+    "layers/fixed.py": ("hybrid/test_fixed_weights.py", "layers/test_fixed_layers.py"),
     "layers/gradient_watch.py": ("model/test_direct_reads.py",),
     "layers/shared_operands.py": ("layers/test_shared_operands.py",),
     "layers/held.py": ("formats/test_held_scales.py", *_of(

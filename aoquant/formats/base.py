@@ -50,6 +50,11 @@ class Encoded(NamedTuple):
         """All but K: codes, scale, zero, outer."""
         return self.codes, self.scale, self.zero, self.outer
 
+    @property
+    def by_row(self) -> Encoded:
+        """The same with an outer scale for each row, (R, 1), as a packed tensor stores it."""
+        return self if self.outer is None else self._replace(outer=self.outer.expand(len(self.codes), 1).contiguous())
+
 
 class Scales(NamedTuple):
     """Scales of `Format.measure`: all that `Format.quantize` needs to know of the tensor as a whole.

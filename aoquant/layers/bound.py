@@ -66,7 +66,8 @@ class BoundWeight:
         self.readers: WeakSet[Any] = WeakSet()
 
     def end(self) -> None:
-        """Have the layers that read it forget what they hold of it."""
+        """Forget the steps, which hold codes and this, and have the layers that read it forget what they hold of it."""
+        self._steps = {}
         for reader in list(self.readers):
             reader.forget(self)
 

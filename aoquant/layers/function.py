@@ -19,7 +19,7 @@ A side that no GEMM will read (a frozen weight, an input without gradient) is ne
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from aoquant import ops
 from aoquant.formats import Encoded, Operand, Scales
 from aoquant.formats.delayed import Delayed
 from aoquant.formats.random import of_rank
-from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.recipe import LinearRecipe, recipe_of
 from aoquant.layers.saved import Saved, keep, kept
 from aoquant.layers.shared_inputs import SharedInput
@@ -38,6 +37,9 @@ from aoquant.ops.linear import dgrad_of_parts, wgrad_of_parts
 from aoquant.parallel import amax as reduced
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
+
+if TYPE_CHECKING:
+    from aoquant.layers.fixed import FixedWeight  # which multiplies by what this module makes
 
 
 class Given(NamedTuple):
@@ -197,7 +199,7 @@ def multiply(
     if isinstance(w, GatheredWeight):
         w_q = w.rows
     elif w is not None and given.fixed is not None:
-        w_q = given.fixed.rows(w, functools.partial(ops.encode, w, w_as, w_held))
+        w_q = given.fixed.rows(functools.partial(ops.encode, w, w_as, w_held))
     elif w is not None and not keeps_w and (w_held is not None or not one_pass(w)):
         w_q = ops.encode(w, w_as, w_held)
     lead, strides = list(x.shape[:-1]), None

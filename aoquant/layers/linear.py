@@ -7,6 +7,7 @@ them, see shared_inputs.py), and of the weight what `sides.py` says.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from aoquant import ops
 from aoquant.formats import FLOAT_DTYPES, Encoded, Scales
 from aoquant.formats.delayed import Delayed
 from aoquant.layers import gradient_watch, shared_inputs
-from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.function import Given, QuantizedLinear, multiply, refuse_transforms
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel import linear as sharding
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.parallel.shards import Shards
+
+if TYPE_CHECKING:
+    from aoquant.layers.fixed import FixedWeight  # which imports this module
 
 OWN_CONTRACTS = ("aoquant", "ggml")
 NOT_CALIBRATED = (
@@ -64,7 +67,8 @@ def autocasts(device: str) -> bool:
 
 def cast(x: Tensor) -> Tensor:
     """x in the dtype that a linear layer computes in."""
-    return x.to(compute_dtype(x))
+    dtype = compute_dtype(x)
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def quantized_linear(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,15 @@ from aoquant.formats.delayed import Delayed, fresh, resized
 from aoquant.formats.operand import SCALES
 from aoquant.formats.random import fresh_state
 from aoquant.layers import held
-from aoquant.layers.fixed import FixedWeight
 from aoquant.layers.linear import NOT_CALIBRATED, quantized_linear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import flops
 from aoquant.parallel import ranks
 from aoquant.parallel.fsdp import swap_class
 from aoquant.parallel.gathered import PACKED, GatheredWeight
+
+if TYPE_CHECKING:
+    from aoquant.layers.fixed import FixedWeight  # which imports this module
 
 DELAYED_STATE = ("amax_history", "amax_factor")  # buffers of a layer whose scales are delayed: the fields of `Delayed`
 NO_HISTORY = (
@@ -170,7 +172,7 @@ class QATLinear(QATLayer, nn.Linear):
         if steps != prepared.recipe.history:
             self._register_delayed(state)
         if self.fixed is not None:
-            self.fixed = FixedWeight(prepared.fqn)
+            self.fixed = self.fixed.anew()
 
     def _register_random(self) -> None:
         prepared = self.prepared
@@ -237,11 +239,13 @@ class QATLinear(QATLayer, nn.Linear):
         try:
             if not self.calibrated:
                 raise ValueError(NOT_CALIBRATED)
+            fixed = None if torch.compiler.is_compiling() else self.fixed
+            if fixed is not None and not torch.is_grad_enabled() and (y := fixed.product(input)) is not None:
+                return y
             recipe = self.prepared.recipe
             scales = (self.held_scales("input"), self.held_scales("weight")) if recipe.holds else (None, None)
             random = self._buffers.get(RANDOM)
             rank = 0 if random is None else ranks.of(self)
-            fixed = None if torch.compiler.is_compiling() else self.fixed
             return quantized_linear(
                 input, self.matrix(), self.bias, recipe, *scales, random, fixed, self.delayed, rank=rank
             )

@@ -124,7 +124,8 @@ class Call:
     def x_matrix(self, out: torch.dtype | None = None, *, operand: bool = True) -> Tensor:
         """(M, K) that the matrix unit multiplies, made in `dtype`, then cast to `out`; or decoded values."""
         if self.x is None:
-            return self.x_hp.reshape(-1, self.k).to(out or self.x_hp.dtype)
+            x_MK = self.x_hp.reshape(-1, self.k)
+            return x_MK if out is None else x_MK.to(out)
         if self.x_values is not None:
             return self.x_values.to(out or self.dtype)
         return codec.decode(self.x_format, self.x, self.dtype, operand=operand, out=out)

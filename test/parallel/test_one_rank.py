@@ -160,10 +160,14 @@ def test_a_step_under_fsdp_changes_fixed_weights(mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.ones(4, 32)
+    want = model(x).detach()
     with fixed_weights(model):
         for _ in range(2):
             model(x).sum().backward()
+            with torch.no_grad():
+                assert torch.equal(model(x), want)
         optimizer.step()
-        with pytest.raises(ValueError, match="0: its weight changed inside"):
-            model(x)
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode(), pytest.raises(ValueError, match="0: its weight changed inside"):
+                model(x)
     model(x)

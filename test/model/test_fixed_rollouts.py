@@ -1,0 +1,95 @@
+"""Rollouts from a model in training: inside `fixed_weights` generate has the tokens of the prepared and of the
+converted model, eager and compiled, and encodes no weight after its first token.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support.models import IDS, logits, narrow_llama
+from support.packed_cases import dynamo_afresh
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import aoquant
+from aoquant import QATConfig, fixed_weights, quantize_
+from aoquant.ops import codec
+from aoquant.recipes import get_recipe
+
+RECIPES = ("int4-g32", "nvfp4", "fp8-hybrid", "int8-static")
+fresh_dynamo = pytest.fixture(dynamo_afresh, autouse=True)
+
+
+def model(recipe: str) -> LlamaForCausalLM:
+    made = narrow_llama()
+    quantize_(made, get_recipe(recipe).prepare())
+    if recipe == "int8-static":
+        aoquant.calibrate(made, lambda m: m(IDS))
+    return made
+
+
+def tokens(of: LlamaForCausalLM, **options: Any) -> Tensor:
+    ids: Tensor = of.generate(IDS, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0, **options)
+    return ids
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tokens_and_logits(recipe: str) -> None:
+    prepared = model(recipe)
+    converted = copy.deepcopy(prepared)
+    quantize_(converted, QATConfig(step="convert"))
+    want = tokens(converted), logits(converted)
+    assert torch.equal(tokens(prepared), want[0])
+    with fixed_weights(prepared):
+        for mode in (prepared.eval(), prepared.train()):
+            assert torch.equal(tokens(mode), want[0]) and torch.equal(logits(mode), want[1])
+        assert torch.equal(tokens(prepared, cache_implementation="static"), want[0])
+
+
+def test_no_weight_is_encoded_after_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, made = model("nvfp4"), list[int]()
+    shapes = {m.weight.shape for m in prepared.modules() if hasattr(m, "prepared")}
+    real = codec.encode
+
+    def counted(operand: Any, x: Tensor, *rest: Any) -> Any:
+        made.append(x.shape in shapes)
+        return real(operand, x, *rest)
+
+    monkeypatch.setattr(codec, "encode", counted)
+    with fixed_weights(prepared):
+        logits(prepared)
+        assert sum(made) == 14, "seven layers in each of two blocks"
+        tokens(prepared)
+        assert sum(made) == 14 < len(made), "inputs alone"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("first", ["eager", "compiled"])
+@torch.no_grad()
+def test_compiled(recipe: str, first: str) -> None:
+    """It encodes as usual, so it sees a weight that is written."""
+    prepared = model(recipe)
+    want = logits(prepared)
+    compiled = torch.compile(prepared, backend="aot_eager", fullgraph=True)
+    with fixed_weights(prepared):
+        for run in (prepared, compiled) if first == "eager" else (compiled, prepared):
+            assert torch.equal(logits(run), want)
+        prepared.model.layers[0].mlp.up_proj.weight.mul_(2)
+        written = logits(compiled)
+    assert torch.equal(written, logits(prepared)) and not torch.equal(written, want)
+
+
+def test_threads() -> None:
+    prepared = model("nvfp4")
+    want, found = tokens(prepared), list[Tensor]()
+    with fixed_weights(prepared):
+        threads = [threading.Thread(target=lambda: found.append(tokens(prepared))) for _ in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert len(found) == 2 and all(torch.equal(t, want) for t in found)
