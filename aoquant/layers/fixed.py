@@ -30,30 +30,35 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from aoquant import ops
 from aoquant.formats import Encoded
+from aoquant.layers import held
 from aoquant.layers.bound import BoundWeight
 from aoquant.layers.qat import QATLinear
 from aoquant.parallel import fsdp
 
 
-class _State:
-    """What changes with a write. The address of memory says nothing: FSDP2 frees and takes it around each use."""
+class _Seen:
+    """A tensor that codes were made of, and what changes with a write. The address of memory says nothing: FSDP2 frees
+    and takes it around each use.
+    """
 
-    def __init__(self, w: Tensor) -> None:
-        self._version = _version(w)
-        self._storage = StorageWeakRef(w.untyped_storage())  # held, so that its number is no other storage's
-        self._offset, self._stride = w.storage_offset(), w.stride()
+    def __init__(self, t: Tensor) -> None:
+        self._tensor, self._version = weakref.ref(t), t._version
+        self._storage = StorageWeakRef(t.untyped_storage())  # held, so that its number is no other storage's
+        self._offset, self._stride = t.storage_offset(), t.stride()
 
-    def is_of(self, w: Tensor) -> bool:
+    def is_still(self, t: Tensor | None) -> bool:
         return (
-            self._version == _version(w)
-            and self._storage.cdata == w.untyped_storage()._cdata
-            and self._offset == w.storage_offset()
-            and self._stride == w.stride()
+            t is not None
+            and self._tensor() is t
+            and self._version == t._version
+            and self._storage.cdata == t.untyped_storage()._cdata
+            and self._offset == t.storage_offset()
+            and self._stride == t.stride()
         )
 
-
-def _version(w: Tensor) -> int:
-    return 0 if w.is_inference() else w._version
+    @property
+    def tensor(self) -> Tensor | None:
+        return self._tensor()
 
 
 class FixedWeight:
@@ -61,8 +66,8 @@ class FixedWeight:
 
     def __init__(self, layer: QATLinear) -> None:
         self._layer, self._fqn = weakref.ref(layer), layer.prepared.fqn
-        self._weight: weakref.ref[Tensor] | None = None
-        self._state: _State | None = None
+        self._weight: _Seen | None = None
+        self._scales: list[_Seen] = []  # that the layer holds for it
         self._rows: Encoded | None = None
         self._columns: dict[torch.dtype, Encoded] = {}
         self._bound: BoundWeight | None = None
@@ -81,17 +86,27 @@ class FixedWeight:
         assert layer is not None
         return layer
 
+    @property
+    def of_this_call(self) -> FixedWeight | None:
+        """This; or None for a call that encodes as usual: its codes would be of this call alone (a weight that an adapter
+        merges, a parametrisation computes or `functional_call` gives), or nothing would tell that they are old (a
+        weight made in inference mode, which counts no writes, and delayed scales, which every backward moves).
+        """
+        w = self._owner._parameters.get("weight")
+        watched = isinstance(w, nn.Parameter) and not w.is_inference() and not self._owner.prepared.recipe.history
+        return self if watched else None
+
     def rows(self, encode: Callable[[], Encoded]) -> Encoded:
         """The codes that forward multiplies: `encode()`, the first time.
 
         Raises:
-            ValueError: the layer's weight is not what it was then.
+            ValueError: the layer's weight, or a scale of it, is not what it was then.
         """
         w = self._owner.weight
         whole = w if w._base is None else w._base
         if self._rows is None:
             with torch.inference_mode(False), torch.no_grad():  # a training step may read them too
-                self._weight, self._state, self._rows = weakref.ref(whole), _State(whole), encode()
+                self._weight, self._scales, self._rows = _Seen(whole), list(map(_Seen, self._held())), encode()
         elif not self._is(whole):
             raise ValueError(_CHANGED)
         return self._rows
@@ -106,7 +121,7 @@ class FixedWeight:
         layer = self._owner
         w, recipe = layer._parameters.get("weight"), layer.prepared.recipe
         if type(w) is not nn.Parameter or recipe.fitted or recipe.input_scales != "dynamic":
-            return None  # sharded, gathered or parametrised; or the input's scales are read in each call
+            return None  # sharded or gathered; or the input's scales are read in each call
         if self._bound is None:
             e = self.rows(partial(ops.encode, layer.matrix(), recipe.fprop_weight, layer.held_scales("weight")))
             self._bound = BoundWeight(e.by_row, recipe, w.dtype, None)
@@ -129,21 +144,28 @@ class FixedWeight:
         Raises:
             ValueError: the weight is not what forward encoded, naming the layer.
         """
-        whole = None if self._weight is None else self._weight()
-        if whole is None or not self._is(whole):
+        if self._weight is None or not self._is(self._weight.tensor):
             raise ValueError(f"{self._fqn or 'linear'}: {_CHANGED}")
         if dtype not in self._columns:
             self._columns[dtype] = encode()
         return self._columns[dtype]
 
-    def _is(self, whole: Tensor) -> bool:
-        """Whether `whole` is the weight that was encoded, and was not written since."""
-        seen, state = self._weight, self._state
-        return seen is not None and state is not None and seen() is whole and state.is_of(whole)
+    def _held(self) -> list[Tensor]:
+        """What else the layer holds for the weight: learned or static scales, a fitted transform."""
+        recipe = self._owner.prepared.recipe
+        if recipe.weight_scales == "dynamic" and not recipe.fitted:
+            return []
+        return [t for t in held.read(self._owner, "weight") if t is not None]
+
+    def _is(self, whole: Tensor | None) -> bool:
+        """Whether `whole` is the weight that was encoded, and neither it nor its scales were written since."""
+        if self._weight is None or not self._weight.is_still(whole):
+            return False
+        return not self._scales or all(seen.is_still(t) for seen, t in zip(self._scales, self._held(), strict=True))
 
 
 _CHANGED = (
-    "its weight changed inside aoquant.fixed_weights(model), which multiplies the codes of the first micro-batch: leave the block "
+    "its weight, or a scale of it, changed inside aoquant.fixed_weights(model), which multiplies the codes of the first micro-batch: leave the block "
     "before optimizer.step() and before loading weights"
 )
 
@@ -160,7 +182,8 @@ def fixed_weights(model: nn.Module) -> Iterator[None]:
         optimizer.step()
 
     The codes live until the block ends: as much memory as the packed model, once for each side. Stacked experts,
-    compiled layers, and layers that tensor parallelism or FSDP1 shards encode as usual.
+    compiled layers, layers that tensor parallelism or FSDP1 shards, weights that are computed for each call (merged
+    adapters, parametrisations) or made in inference mode, and delayed scales encode as usual.
 
     Raises:
         ValueError: inside the block, where a weight has changed, naming the layer.
