@@ -88,9 +88,9 @@ class FixedWeight:
 
     @property
     def of_this_call(self) -> FixedWeight | None:
-        """This; or None for a call that encodes as usual: its codes would be of this call alone (a weight that an adapter
-        merges, a parametrisation computes or `functional_call` gives), or nothing would tell that they are old (a
-        weight made in inference mode, which counts no writes, and delayed scales, which every backward moves).
+        """This; or None for a call that encodes as usual: its codes would be of this call alone (a weight that an
+        adapter merges, a parametrisation computes or `functional_call` gives), or nothing would tell that they are old
+        (a weight made in inference mode, which counts no writes, and delayed scales, which every backward moves).
         """
         w = self._owner._parameters.get("weight")
         watched = isinstance(w, nn.Parameter) and not w.is_inference() and not self._owner.prepared.recipe.history
