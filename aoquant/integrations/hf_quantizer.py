@@ -2,13 +2,14 @@
 
 `from_pretrained` and `save_pretrained` ask a quantizer how tensor subclasses become plain tensors and back.
 transformers keeps one for each quantisation method; importing aoquant puts this subclass of its torchao quantizer in
-that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds five things and
-changes no tensor:
+that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds six things and
+changes no code and no scale:
 
 - a checksum for each tensor on saving, compared on loading (`checksums.py`);
 - a packed weight that the head and the input embedding share is written once, as transformers writes a float one;
 - a loaded model can be saved again: transformers 5.17 would run the rebuilding of the tensors backwards, which has no
   reverse, and fails with an empty NotImplementedError;
+- a packed weight takes the dtype that the model is loaded in, as a float weight does;
 - a loaded linear layer with a packed weight gets the class that convert gives it (layers/packed.py);
 - config.json says that the checkpoint needs `import aoquant`.
 
@@ -32,6 +33,7 @@ from transformers.utils.quantization_config import TorchAoConfig
 
 from aoquant.config import WeightConfig
 from aoquant.integrations import checksums
+from aoquant.integrations.stored_names import wide_dtype
 from aoquant.layers.packed import adopt, name_families
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
@@ -60,6 +62,12 @@ class Quantizer(TorchAoHfQuantizer):
     def set_metadata(self, checkpoint_files: list[str]) -> None:
         super().set_metadata(checkpoint_files)
         checksums.verify_unless_told(Path(f) for f in checkpoint_files if f.endswith(".safetensors"))
+
+    def get_weight_conversions(self) -> list[Any]:
+        conversions: list[Any] = super().get_weight_conversions()
+        for conversion in conversions:
+            conversion.operations = [Rebuild(self)]
+        return conversions
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The content of a checkpoint: plain tensors, and each file's metadata with the checksums.
@@ -92,6 +100,16 @@ class Quantizer(TorchAoHfQuantizer):
         if needs_aoquant(self.quantization_config):
             self.quantization_config.__class__ = NotedConfig
         return model
+
+
+class Rebuild(TorchAoDeserialize):
+    """transformers' step that rebuilds a tensor subclass, in the dtype that a float weight would get in its place."""
+
+    def convert(self, input_dict: Any, *, model: Any, full_layer_name: str, **kwargs: Any) -> dict[str, torch.Tensor]:
+        dtype = model.get_parameter(full_layer_name).dtype  # of the empty parameter that is filled
+        dtype = wide_dtype(model, full_layer_name, dtype) or dtype
+        rebuilt = super().convert(input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
+        return {name: weight.to(dtype) for name, weight in rebuilt.items()}
 
 
 class NotedConfig(TorchAoConfig):

@@ -67,8 +67,16 @@ def keep_wide(model: Any, dtype: torch.dtype) -> None:
     """Give parameters and buffers that an architecture keeps in another dtype than its model's `dtype` their own, as
     `from_pretrained` does: DeepSeek's routing biases stay float32.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if wide := wide_dtype(model, name, dtype):
+            tensor.data = tensor.data.to(wide)
+
+
+def wide_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that an architecture keeps a tensor in where its model is loaded in `dtype`; None: in that one."""
     if exceptions := model._get_dtype_plan(dtype):
         pattern, keys, _ = build_glob_alternation(list(exceptions))
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if (match := pattern.search(name)) and match.lastgroup:
-                tensor.data = tensor.data.to(exceptions[keys[match.lastgroup]])
+        if (match := pattern.search(name)) and match.lastgroup:
+            found: torch.dtype = exceptions[keys[match.lastgroup]]
+            return found
+    return None
