@@ -1,7 +1,8 @@
 // Chooses the kernel (decode.cuh, decode_rows.cuh, decode_once.cuh or decode_tiles.cuh) and how it cuts K. Both depend
 // on (n, k) and on the range that m is in, never on m inside a range. So a row of y does not depend on how many rows
 // there are. Ranges end at 4, 16, 64 and 256. Up to 32 and up to 64 rows have different kernels, and so have up to 128 and
-// up to 256, but the same cuts of K for an (n, k): there the order of additions, and so a row's bits, is one.
+// up to 256, but the same cuts of K for an (n, k): there the order of additions, and so a row's bits, is one. fp8 up to 16
+// rows is decode_fp8.cu's.
 //
 // The cuts were measured on an H200: enough blocks for its 132 multiprocessors, but no more sums to add than pays.
 #pragma once
