@@ -39,6 +39,11 @@ template <int F, typename T>
 cudaError_t run_many(const DecodeArgs& a, uint8_t* image, cudaStream_t stream) {
   const int m = a.m, n = a.n;
   const bool narrow = n <= 132 * 32, wide = n > 8192;  // narrow: a block of 32 rows for each multiprocessor, or fewer
+  if constexpr (decode::ROW_FORMAT<F> != 0)
+    if (m <= 32 && a.encodes) {  // two launches all the same
+      if (narrow) return decode::launch_tiles<F, T, 1, 2, 32, 2, 12>(a, image, stream);
+      return wide ? decode::launch_tiles<F, T, 2, 2, 32, 1, 8>(a, image, stream) : decode::launch_tiles<F, T, 2, 2, 32, 2, 8>(a, image, stream);
+    }
   if (m <= 32) {
     if (narrow) return decode::launch_once<F, T, 1, 2, 2, 12, 2>(a, stream);
     return wide ? decode::launch_once<F, T, 2, 2, 1, 8, 1>(a, stream) : decode::launch_once<F, T, 2, 2, 2, 8, 1>(a, stream);

@@ -7,7 +7,8 @@
 //
 // wgmma reads x from shared memory, so no warp can pair its values on the way. So a small kernel first writes x once in
 // the order in which W comes, as images of shared memory. The second kernel starts while the first runs (programmatic
-// launch). It sends for W at once, and for x after it has waited for the first kernel.
+// launch). It sends for W at once, and for x after it has waited for the first kernel. That one encodes x too, if the
+// product is to.
 //
 // A block has RG x KG groups of four warps that multiply and one group that fills the ring. It has 64 x RG rows of W
 // and TM rows of x. Each block of a cluster takes a run of K's steps, and the block's KG groups take these steps in
@@ -20,6 +21,7 @@
 #include "copy_engine.cuh"
 #include "decode.cuh"
 #include "fp8_pairs.cuh"
+#include "row_encoder.cuh"
 #include "wgmma.cuh"
 
 namespace aoquant::decode {
@@ -62,6 +64,37 @@ __global__ void __launch_bounds__(64) arrange(const T* __restrict__ x, uint4* __
   for (int q = 0; q < 4; ++q) {
     const int i = q * 64 + threadIdx.x;
     to[i / 128 * TM * 8 + i % 128] = (&tile[0][0][0])[i];
+  }
+#endif
+}
+
+// `arrange` of x that it encodes first, in the format of rows that goes with W's. A block has a row, or zeros behind the
+// last one. shared: the row's operand.
+template <int F>
+constexpr int ROW_FORMAT = F == NVFP4 ? NVFP4_ROW : F == FP8 ? FP8_ROW : 0;
+template <int F, typename T, int TM>
+__global__ void __launch_bounds__(1024) encode_arranged(const T* __restrict__ x, uint4* __restrict__ image, float* __restrict__ scale, int m, int k) {
+#ifdef AOQUANT_HOPPER
+  extern __shared__ __align__(16) uint4 row[];
+  asm volatile("griddepcontrol.launch_dependents;");
+  const int token = blockIdx.x, steps = (k + 127) / 128;
+  if (token < m) {
+    auto put = [&](int b, const rows::Sixteen& values) { row[2 * b] = values.half[0], row[2 * b + 1] = values.half[1]; };
+    const float s = rows::encode_row(x + int64_t(token) * k, k, ROW_FORMAT<F>, false, put);
+    if (threadIdx.x == 0) scale[token] = s;
+  }
+  __syncthreads();
+  uint4* to = image + int64_t(token / TM) * steps * TM * 16 + token % TM * 8;
+  for (int i = threadIdx.x; i < 4 * steps; i += blockDim.x) {
+    const int step = i / 4, j = i % 4;
+    uint4 v[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const int at = step * 128 + 32 * t + 8 * j;
+      v[t] = token < m && at < k ? row[at / 8] : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int p = 0; p < 4; ++p) to[step * TM * 16 + j / 2 * TM * 8 + (chunk_of(j, p) ^ (token % 8))] = paired<F>(v, p);
   }
 #endif
 }
@@ -430,16 +463,25 @@ __global__ void __launch_bounds__(TileLayout<RG, KG, TM, D>::THREADS, 1)
 #endif
 }
 
-// image: workspace of ceil(m / TM) * TM * steps * 256 bytes
+// image: workspace of ceil(m / TM) * TM rows of steps * 256 bytes, and of 4 bytes for the scale of a row of x that is
+// encoded here
 template <int F, typename T, int RG, int KG, int TM, int CK, int D>
-cudaError_t launch_tiles(const DecodeArgs& a, uint8_t* image, cudaStream_t stream) {
+cudaError_t launch_tiles(DecodeArgs a, uint8_t* image, cudaStream_t stream) {
   using Layout = TileLayout<RG, KG, TM, D, 1, CODE_BITS<F>>;
   auto* function = tiles<F, T, RG, KG, TM, CK, D>;
   const int steps = (a.k + 127) / 128, tiles_m = (a.m + TM - 1) / TM;
   CUtensorMap codes;
   cudaError_t error = map_codes<F, Layout>(&codes, a);
   if (error != cudaSuccess) return error;
-  arrange<F, T, TM><<<dim3(steps, tiles_m * TM / 16), 64, 0, stream>>>(static_cast<const T*>(a.x), reinterpret_cast<uint4*>(image), a.m, a.k);
+  const T* x = static_cast<const T*>(a.x);
+  uint4* to = reinterpret_cast<uint4*>(image);
+  if (a.encodes) {
+    float* scale = reinterpret_cast<float*>(image + int64_t(tiles_m) * TM * steps * 256);
+    a.alpha_x = scale, a.alpha_x_stride = 1;
+    if constexpr (ROW_FORMAT<F> != 0) encode_arranged<F, T, TM><<<tiles_m * TM, rows::encode_threads(a.k), 2 * a.k, stream>>>(x, to, scale, a.m, a.k);
+  } else {
+    arrange<F, T, TM><<<dim3(steps, tiles_m * TM / 16), 64, 0, stream>>>(x, to, a.m, a.k);
+  }
   return launch_kernel<CK>(function, dim3((a.n + Layout::ROWS - 1) / Layout::ROWS * CK, tiles_m), Layout::THREADS, Layout::BYTES, stream, codes, a, static_cast<const uint8_t*>(image));
 }
 

@@ -108,14 +108,14 @@ def test_it_equals_its_encoder_and_its_gemm(name: str, bias: torch.dtype | None)
 def test_a_product_that_encodes_gives_the_bits_of_two_launches(
     name: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """For each kernel of few rows, by itself and for siblings; steps of 128 and rows of 512 do not divide every K."""
+    """For each kernel, by itself and for siblings; steps of 128 and rows of 512 do not divide every K."""
     n, k = shape
     module = layer(name, True, n, k, dtype)
     codes, scale, zero, alpha, bias, number = _arguments(module)
     encodes = linear_plan.ROW_FORMATS[f"{name}-row"]
     assert number >> 4 & 15 == encodes
     how = (linear_plan.CUDA_FORMATS["fp8"], 1) if name == "fp8" else (linear_plan.CUDA_FORMATS["e4m3"], 16)
-    for rows in (1, 2, 3, 4, 5, 8, 11, 16):
+    for rows in (1, 2, 3, 4, 5, 8, 11, 16, 17, 32, 33, 100, 200):
         x = hard_rows(rows, k, dtype)
         operand, alpha_x = native.operator("encode_rows")(x, encodes, False)
         want = native.operator("decode_mm")(operand, codes, scale, zero, alpha_x, alpha, bias, *how, 1, 0.0, 0.0)
