@@ -79,7 +79,7 @@ void launch(DecodeCall& call, int64_t format, const Tensor& like) {
   const auto type = like.scalar_type();
   const int64_t m = call.args.m, k = call.args.k;
   std::optional<Tensor> image;
-  if (decode_reorders(m, call.args.encodes)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
+  if (decode_reorders(int(format), m, call.args.encodes)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
     const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256, size[] = {tokens * ((k + 127) / 128 * 256 + 4)};
     image = torch::stable::new_empty(like, {size, 1}, ScalarType::Byte);
     call.image = static_cast<uint8_t*>(image->data_ptr());

@@ -1,5 +1,6 @@
-// y = x W^T for 17 to 32 rows of x and a packed W in one launch. It is decode_tiles.cuh's product, but the warps
-// that fill the ring read x as it lies in memory and pair its values on the way.
+// y = x W^T for up to 32 rows of x and a packed W in one launch, once the rows are not few (decode_call.cuh). It is
+// decode_tiles.cuh's product, but the warps that fill the ring read x as it lies in memory and pair its values on the
+// way.
 //
 // decode_tiles.cuh has a small kernel reorder x first. For few rows that second launch costs more than it saves. Here
 // two groups of four warps take turns in filling the ring, AHEAD of the steps in use: the copy engine brings W's codes,

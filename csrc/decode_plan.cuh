@@ -1,8 +1,8 @@
 // Chooses the kernel (decode.cuh, decode_rows.cuh, decode_once.cuh or decode_tiles.cuh) and how it cuts K. Both depend
 // on (n, k) and on the range that m is in, never on m inside a range. So a row of y does not depend on how many rows
-// there are. Ranges end at 4, 16, 64 and 256. Up to 32 and up to 64 rows have different kernels, and so have up to 128 and
-// up to 256, but the same cuts of K for an (n, k): there the order of additions, and so a row's bits, is one. fp8 up to 16
-// rows is decode_fp8.cu's.
+// there are. Ranges end at 4, 16, 64 and 256; of fp8 at 8, 64 and 256, and up to 8 rows are decode_fp8.cu's. Up to 32
+// and up to 64 rows have different kernels, and so have up to 128 and up to 256, but the same cuts of K for an (n, k):
+// there the order of additions, and so a row's bits, is one.
 //
 // The cuts were measured on an H200: enough blocks for its 132 multiprocessors, but no more sums to add than pays.
 #pragma once
@@ -48,7 +48,7 @@ cudaError_t run_many(const DecodeArgs& a, uint8_t* image, cudaStream_t stream) {
     if (narrow) return decode::launch_once<F, T, 1, 2, 2, 12, 2>(a, stream);
     return wide ? decode::launch_once<F, T, 2, 2, 1, 8, 1>(a, stream) : decode::launch_once<F, T, 2, 2, 2, 8, 1>(a, stream);
   }
-  if (m <= 64) {  // cuts of K as for 17 to 32 rows
+  if (m <= 64) {  // cuts of K as for up to 32 rows
     if (narrow) return decode::launch_tiles<F, T, 1, 2, 64, 2, 8>(a, image, stream);
     return wide ? decode::launch_tiles<F, T, 2, 2, 64, 1, 6>(a, image, stream) : decode::launch_tiles<F, T, 2, 2, 64, 2, 6>(a, image, stream);
   }
@@ -76,7 +76,7 @@ cudaError_t run(const DecodeCall& c) {
     if (form > 1) return m == 1 ? decode::launch<F, T, 1, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 2, 8, 3>(a, c.stream);
     return m == 1 ? decode::launch<F, T, 1, 1, 8, 3>(a, c.stream) : decode::launch<F, T, 4, 1, 8, 3>(a, c.stream);
   }
-  if (decode_is_few(m)) {
+  if (decode_is_few(F, m)) {
     if (run_large<F, T, 16>(a, c.stream, error)) return error;
     if (form == 1) return decode::launch<F, T, 16, 1, 8, 3>(a, c.stream);
     return form == 2 ? decode::launch<F, T, 16, 2, 8, 3>(a, c.stream) : decode::launch<F, T, 16, 2, 8, 2>(a, c.stream);

@@ -55,10 +55,11 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
     products.push_back({ys.back(), layers[i].w, layers[i].plan.packing()});
   }
   const int encodes = layers[0].plan.encodes;
-  bool encoded_there = count == 1 || decode_is_few(m);  // many rows are encoded once for siblings
+  bool encoded_there = true;
   for (int64_t i = 0; i < count; ++i) {
     const int format = layers[i].plan.format, own = format == NVFP4 ? NVFP4_ROW : format == FP8 ? FP8_ROW : 0;
-    encoded_there = encoded_there && encodes == own && decode_encodes(format, m, layers[i].w.codes.size(0), k);
+    const bool once = count == 1 || decode_is_few(format, m);  // many rows are encoded once for siblings
+    encoded_there = encoded_there && once && encodes == own && decode_encodes(format, m, layers[i].w.codes.size(0), k);
   }
   if (encoded_there) {
     decode_into(products.data(), count, x, x.data_ptr(), m, k, {nullptr, false}, true);

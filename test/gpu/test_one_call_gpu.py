@@ -89,7 +89,7 @@ def test_rows_are_encoded_as_triton_encodes_them(k: int, dtype: torch.dtype) -> 
 def test_it_equals_its_encoder_and_its_gemm(name: str, bias: torch.dtype | None) -> None:
     module = layer(name)
     b = None if bias is None else torch.randn(N, device=CUDA).to(bias)
-    for rows in (1, 2, 4, 5, 16, 17, 64, 65, 256):
+    for rows in (1, 2, 4, 5, 8, 9, 16, 17, 64, 65, 256):
         for x in (hard_rows(rows, K, BF16), torch.eye(K, device=CUDA, dtype=BF16)[torch.arange(rows) * 7 % K]):
             with torch.no_grad():
                 y = module.weight.bound.product(x, b)
@@ -115,7 +115,7 @@ def test_a_product_that_encodes_gives_the_bits_of_two_launches(
     encodes = linear_plan.ROW_FORMATS[f"{name}-row"]
     assert number >> 4 & 15 == encodes
     how = (linear_plan.CUDA_FORMATS["fp8"], 1) if name == "fp8" else (linear_plan.CUDA_FORMATS["e4m3"], 16)
-    for rows in (1, 2, 3, 4, 5, 8, 11, 16, 17, 32, 33, 100, 200):
+    for rows in (1, 2, 3, 4, 5, 8, 9, 11, 16, 17, 32, 33, 100, 200):
         x = hard_rows(rows, k, dtype)
         operand, alpha_x = native.operator("encode_rows")(x, encodes, False)
         want = native.operator("decode_mm")(operand, codes, scale, zero, alpha_x, alpha, bias, *how, 1, 0.0, 0.0)
@@ -219,7 +219,7 @@ def test_few_rows_of_fp8(dtype: torch.dtype) -> None:
         )
         without = torch.ones(n, dtype=torch.bool, device=CUDA).index_fill_(0, of_nan, False)  # there 0 * NaN is NaN
         codes = e._replace(codes=every.view(torch.float8_e4m3fn), scale=torch.ones(n, 1, device=CUDA))
-        for rows in (16, 17, 32, 64, 128, 256):
+        for rows in (8, 9, 16, 32, 64, 128, 256):
             for start in (0, 60, -rows):
                 at = (torch.arange(rows, device=CUDA) + start) % k
                 x = torch.zeros(rows, k, device=CUDA, dtype=dtype).scatter_(1, at[:, None], 1.0)
@@ -228,10 +228,10 @@ def test_few_rows_of_fp8(dtype: torch.dtype) -> None:
                 assert torch.equal(y[:, without], want[:, without]) and y[:, of_nan].isnan().all(), (n, k, rows)
         values = f.operand(e, dtype).double() * e.scale.double()
         for first, last, bias in (
-            (1, 16, None),
-            (1, 16, torch.randn(n, device=CUDA).to(dtype)),
-            (17, 64, None),
-            (17, 64, torch.randn(n, device=CUDA)),
+            (1, 8, None),
+            (1, 8, torch.randn(n, device=CUDA).to(dtype)),
+            (9, 64, None),
+            (9, 64, torch.randn(n, device=CUDA)),
             (65, 256, None),
             (65, 256, torch.randn(n, device=CUDA).to(dtype)),
         ):
@@ -242,7 +242,7 @@ def test_few_rows_of_fp8(dtype: torch.dtype) -> None:
                 exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
             slack = magnitude * (k / 16 + 24) * 2.0**-23 + exact.abs() * torch.finfo(dtype).eps / 2
             assert ((y.double() - exact).abs() <= slack * (1 + 2.0**-6) + torch.finfo(dtype).tiny).all(), (n, k)
-            for m in {first, first + 1, 7, 8, 9, 15, 32, 33, 63, 100, 128, 129, 255} & set(range(first, last)):
+            for m in {first, first + 1, 7, 15, 16, 17, 32, 33, 63, 100, 128, 129, 255} & set(range(first, last)):
                 assert torch.equal(product(f, e, x[:m], bias), y[:m]), (n, k, m)
 
 

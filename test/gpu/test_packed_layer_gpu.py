@@ -17,7 +17,7 @@ from aoquant.recipes import get_recipe
 pytestmark = pytest.mark.gpu
 
 RECIPES = ["int4-g128", "nvfp4-weight", "nvfp4", "mxfp4", "fp8", "int8"]
-ROWS = (1, 4, 5, 16, 17, 64, 65, 256, 257, 1024)
+ROWS = (1, 4, 5, 8, 9, 16, 17, 64, 65, 256, 257, 1024)
 N, K = 512, 1024
 recipes = pytest.mark.parametrize("name", RECIPES)
 
