@@ -1,6 +1,7 @@
 """compute-sanitizer over every kernel of csrc: addresses out of bounds, and races in shared memory.
 
-    python benchmarks/sanitize.py [--tools memcheck racecheck] [--types bf16 f16] [--limit SECONDS] [--out DIR]
+    python benchmarks/sanitize.py [--tools memcheck racecheck] [--types bf16 f16] [--only TEXT] [--limit SECONDS]
+        [--out DIR]
 
 Needs a Hopper GPU, csrc and compute-sanitizer. sanitize_worker.py launches the kernels, first under torch's profiler,
 which says which of them ran, then once under each tool. A tensor is an allocation of its own there, with a gap behind
@@ -11,6 +12,9 @@ Prints a table and writes benchmarks/results/sanitize.csv; the tools' own words 
 
     launches, forms  how often a kernel was launched, and how many instances of its template
     errors           reports of the tool that name it. "" where the run did not end: the note says in which case
+
+`--only` runs the cases whose names have TEXT in them, where the time is too short for all. In the file it replaces the
+rows of the kernels that it launched, for the tools that it ran, and leaves the others; each row has its own command.
 
 Versions of compute-sanitizer differ: before 2026.3 racecheck reports races that are none where barriers count bytes of
 the copy engine (its release notes), which `tiles`, `tiles_once` and encode_tensor.cuh's `kernel` wait for.
@@ -90,12 +94,12 @@ def reports(log: str) -> Counter[str]:
     return found
 
 
-def sanitized(tool: str, types: list[str], limit: float, out: Path) -> Run:
-    """Run the cases under a tool."""
+def sanitized(tool: str, cases: list[str], limit: float, out: Path) -> Run:
+    """Run the cases under a tool. cases: the worker's arguments that say which."""
     log = out / f"sanitize_{tool}.log"
     command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], "--kernel-name", "kernel_substring=aoquant"]
     command += ["--report-api-errors", "no", "--print-limit", "0", "--log-file", str(log)]
-    command += [sys.executable, str(WORKER), "--types", *types]
+    command += [sys.executable, str(WORKER), *cases]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment, check=False)
@@ -107,11 +111,11 @@ def sanitized(tool: str, types: list[str], limit: float, out: Path) -> Run:
     return Run(reports(text), "" if lines[-1] == "finished" else f"ended in case {len(lines)}, {lines[-1]}; {wrong}")
 
 
-def launched(types: list[str]) -> list[str]:
+def launched(cases: list[str]) -> list[str]:
     """Names of all kernels that the cases launch."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
-        command = [sys.executable, str(WORKER), "--types", *types, "--trace", str(trace)]
+        command = [sys.executable, str(WORKER), *cases, "--trace", str(trace)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"the cases fail without a sanitizer:\n{done.stdout[-300:]}\n{done.stderr[-2000:]}")
@@ -119,11 +123,19 @@ def launched(types: list[str]) -> list[str]:
     return names
 
 
+def kept(file: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The file's rows of kernels and tools that `rows` have not."""
+    new = {(row["kernel"], row["tool"]) for row in rows}
+    with file.open(encoding="utf-8", newline="") as old:
+        return [row for row in csv.DictReader(old) if (row["kernel"], row["tool"]) not in new]
+
+
 def main() -> int:
     """Print and write the table; 1 where anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=["memcheck", "racecheck"])
     parser.add_argument("--types", nargs="+", choices=("bf16", "f16"), default=["bf16"])
+    parser.add_argument("--only", default="", metavar="TEXT", help="of the cases' names")
     parser.add_argument("--limit", type=float, default=250.0, help="seconds for a tool")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
@@ -132,28 +144,33 @@ def main() -> int:
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
     args.out.mkdir(parents=True, exist_ok=True)
-    names = launched(args.types)
+    cases = ["--types", *args.types, "--only", args.only]
+    names = launched(cases)
     launches = Counter(filter(None, map(named, names)))
     forms = Counter(filter(None, map(named, set(names))))
-    runs = {tool: sanitized(tool, args.types, args.limit, args.out) for tool in args.tools}
+    runs = {tool: sanitized(tool, cases, args.limit, args.out) for tool in args.tools}
     said = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=False).stdout
     where = versions(torch.device("cuda")) | {"sanitizer": said.strip().splitlines()[-1] if said else "?"}
     rows = []
-    for kernel in sorted(defined() | launches.keys() | {k for run in runs.values() for k in run.errors}):
+    expected = set() if args.only else defined()
+    for kernel in sorted(expected | launches.keys() | {k for run in runs.values() for k in run.errors}):
         for tool, run in runs.items():
             ended = "" if run.note and not run.errors[kernel] else str(run.errors[kernel])
             rows.append(
-                {"kernel": kernel, "launches": launches[kernel], "forms": forms[kernel], "tool": tool, "errors": ended,
-                 "note": run.note} | where
+                {"kernel": kernel, "launches": str(launches[kernel]), "forms": str(forms[kernel]), "tool": tool,
+                 "errors": ended, "note": run.note} | where
             )  # fmt: skip
             print(f"{kernel:24}{launches[kernel]:6}{forms[kernel]:5}  {tool:10}{ended or '-':>6}")
     for tool, run in runs.items():
         print(f"{tool}: {sum(run.errors.values())} reports{'; ' + run.note if run.note else ''}")
-    with (args.out / "sanitize.csv").open("w", newline="") as file:
+    table = args.out / "sanitize.csv"
+    if args.only and table.exists():
+        rows = sorted([*kept(table, rows), *rows], key=lambda row: (row["kernel"], row["tool"]))
+    with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    if missing := sorted(defined() - launches.keys()):
+    if missing := sorted(expected - launches.keys()):
         print(f"not launched: {', '.join(missing)}")
     return int(bool(missing) or any(run.note or run.errors for run in runs.values()))
 

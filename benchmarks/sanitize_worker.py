@@ -1,6 +1,6 @@
 """The process that benchmarks/sanitize.py starts under compute-sanitizer: every kernel of csrc, on small tensors.
 
-    python benchmarks/sanitize_worker.py [--types bf16 f16] [--trace FILE]
+    python benchmarks/sanitize_worker.py [--types bf16 f16] [--only TEXT] [--trace FILE]
 
 Cases call csrc's operators themselves. Shapes reach every branch of the launchers: each range of rows of x, N on each
 side of the bounds in csrc/decode_plan.cuh, K that steps of 128 divide and that they do not, rings of shared memory that
@@ -48,6 +48,9 @@ SHAPES: tuple[tuple[int, int, Sequence[int]], ...] = (
     (8300, 4064, (1, 8, 9, 16)),
     (14336, 2368, (1, 8, 9, 16)),
 )
+# ends of experts: one without rows, and rows for products of each width of expert_wide.cuh; (N, K) with scales that
+# pass through each of its two ways, and more tiles than blocks
+WIDE_ENDS, WIDE_SHAPES = (0, 340, 530, 816, 856), ((200, 1184), (200, 512), (3000, SHORT))
 SMALL = ((1, 16), (3, 48), (33, 176), (64, 512))  # matrices to encode
 
 
@@ -124,13 +127,12 @@ def siblings(weight: Weight, m: int, encoder: str | None) -> None:
     call("siblings", weight.x(m), *([part] * 3 for part in parts))
 
 
-def experts(weight: Weight, count: int, rows: int, many: bool) -> None:
-    """A stack of `count` experts, one of them without rows, and a row behind the last one's."""
+def experts(weight: Weight, ends: Sequence[int], rows: int, many: bool) -> None:
+    """A stack of experts, and rows of x behind the last one's."""
     f, w, _ = weight
-    ends = torch.tensor([(rows - 1) * i // count for i in range(count)], dtype=torch.int32)
     alpha_w = None if alpha_of(f, w) is None else torch.ones(w.codes.shape[0], 1).cuda()
     given = torch.ones(rows, 1).cuda(), alpha_w, weight.plan(None), many
-    call("experts_mm", weight.x(rows), ends.cuda(), w.codes, w.scale, w.zero, *given)
+    call("experts_mm", weight.x(rows), torch.tensor(ends, dtype=torch.int32).cuda(), w.codes, w.scale, w.zero, *given)
 
 
 def decode_values(weight: Weight) -> None:
@@ -164,14 +166,22 @@ def of_weights(types: Sequence[str]) -> Iterator[Case]:
 
 
 def of_experts() -> Iterator[Case]:
-    """Few rows of each expert, of small and large weights, and many."""
+    """Few rows of each expert, of small and large weights, and many, in slots of 128 and of up to 256."""
+    formats = ("int4-g32", "nvfp4", "mxfp4", "gridflip")
+
+    def spread(count: int, rows: int) -> list[int]:
+        return [(rows - 1) * i // count for i in range(count)]
+
     for (count, n, k), rows in product(((5, 200, SHORT), (2, 2100, 16032), (2, 8300, 4064)), (5, 40)):
-        for name, weight in weights(("bf16",), ("int4-g32", "nvfp4", "mxfp4", "gridflip"), count * n, k):
-            yield Case(f"experts_mm {name} rows={rows}", partial(experts, weight, count, rows, False))
+        for name, weight in weights(("bf16",), formats, count * n, k):
+            yield Case(f"experts_mm {name} rows={rows}", partial(experts, weight, spread(count, rows), rows, False))
             if k == SHORT:
-                yield Case(
-                    f"experts_mm {name} rows={10 * rows}, many", partial(experts, weight, count, 10 * rows, True)
-                )
+                many = partial(experts, weight, spread(count, 10 * rows), 10 * rows, True)
+                yield Case(f"experts_mm {name} rows={10 * rows}, many", many)
+    for n, k in WIDE_SHAPES:
+        for name, weight in weights(("bf16",), formats, len(WIDE_ENDS) * n, k):
+            wide = partial(experts, weight, WIDE_ENDS, WIDE_ENDS[-1] + 1, True)
+            yield Case(f"experts_mm {name} rows={WIDE_ENDS[-1] + 1}, wide", wide)
 
 
 def of_rows(types: Sequence[str]) -> Iterator[Case]:
@@ -214,25 +224,25 @@ def of_transforms(types: Sequence[str]) -> Iterator[Case]:
                 yield Case(f"encode_fitted {block} {known} {name}", run)
 
 
-def cases(types: Sequence[str]) -> Iterator[Case]:
-    """Every case; its tensors are made when its turn comes."""
+def cases(types: Sequence[str], only: str = "") -> Iterator[Case]:
+    """Every case whose name has `only` in it; its tensors are made when its turn comes."""
     torch.manual_seed(0)
-    for part in (of_rows, of_blocks, of_transforms, of_weights):
-        yield from part(types)
-    yield from of_experts()
+    parts = (*(part(types) for part in (of_rows, of_blocks, of_transforms, of_weights)), of_experts())
+    yield from (case for part in parts for case in part if only in case.name)
 
 
 def main() -> None:
-    """Run them all, or trace them."""
+    """Run them, or trace them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", choices=TYPES, default=["bf16"])
+    parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--trace", type=Path)
     args = parser.parse_args()
     profiler: Any = (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if args.trace else nullcontext()
     )
     with profiler:
-        for case in cases(args.types):
+        for case in cases(args.types, args.only):
             print(case.name, flush=True)
             case.run()
             torch.cuda.synchronize()

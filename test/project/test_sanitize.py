@@ -85,10 +85,23 @@ def test_reports_are_counted_by_kernel() -> None:
     assert not sanitize.reports(clean) and not sanitize.reports("")
 
 
+def test_a_run_of_some_cases_keeps_the_rows_of_other_kernels(tmp_path: Path) -> None:
+    """And of other tools."""
+    old = [{"kernel": k, "tool": t, "errors": "0", "date": "old"} for k in ("a", "b") for t in ("memcheck", "racecheck")]
+    file = tmp_path / "sanitize.csv"
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, old[0])
+        writer.writeheader()
+        writer.writerows(old)
+    new = [{"kernel": "b", "tool": "memcheck", "errors": "1", "date": "new"}]
+    assert sanitize.kept(file, new) == [old[0], old[1], old[3]]
+
+
 def test_cases_call_every_operator_as_it_is_defined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of x from each range, W's on each side of the bounds of the launchers."""
     called: Counter[str] = Counter()
     products: set[tuple[int, int, int]] = set()
+    wide: set[tuple[bool, int]] = set()  # by `wide_takes` of csrc/expert_wide.cuh, and format
 
     def fits(given: Any, wanted: str) -> bool:
         if wanted.endswith("[]"):
@@ -106,6 +119,10 @@ def test_cases_call_every_operator_as_it_is_defined(monkeypatch: pytest.MonkeyPa
             for value, argument in zip(given, arguments, strict=True):
                 assert fits(value, str(argument.type)), (name, argument.name, value)
             called[name] += 1
+            if name == "experts_mm":
+                x, ends, codes, *_, many = given
+                experts = ends.numel()
+                wide.add((many and len(x) > 128 * experts and len(codes) // experts % 4 == 0, given[-2] & 15))
             if name == "decode_mm":
                 products.add((given[0].shape[0], given[1].shape[0], given[-5]))
             return native._FAKES[name](*given) if name == "finite_absmax" else None
@@ -119,9 +136,12 @@ def test_cases_call_every_operator_as_it_is_defined(monkeypatch: pytest.MonkeyPa
     for case in sanitize_worker.cases(["bf16", "f16"]):
         case.run()
     assert called.keys() == schemas().keys()
+    assert wide == {(taken, format) for taken in (False, True) for format in range(4)}
+    only = [case.name for case in sanitize_worker.cases(["bf16"], "wide")]
+    assert len(only) == 12 and all("experts_mm" in name for name in only)
     for format in range(5):
         for n in (200, 2100, 5000, 8500, 14336):
             rows = {m for m, of, how in products if (of, how) == (n, format)}
             assert {1, 9, 16} <= rows or {1, 4, 5, 16} <= rows, (format, n)
-            if format < 4 and n < 8300:
+            if n < 8300:
                 assert {17, 32, 33, 64, 65, 128, 256} <= rows, (format, n)
