@@ -22,7 +22,7 @@ from aoquant import quantize_
 from aoquant.recipes import get_recipe
 
 BASE, BF16 = "bf16", torch.bfloat16
-RECIPES = (BASE, "int4-g128", "nvfp4-weight", "nvfp4", "fp8")
+RECIPES = (BASE, "int4-g128", "nvfp4-weight", "nvfp4", "fp8", "fp8-scaled-mm")
 SHAPES = ((2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096), (4096, 14336), (14336, 4096))  # K, N
 ROWS = (1, 8, 16, 17, 32, 64, 128, 256)
 CALLS, ROUNDS = 48, 12
