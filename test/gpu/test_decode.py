@@ -232,7 +232,8 @@ def test_prepared_equals_converted(recipe: str, bias: bool) -> None:
     model = nn.Sequential(nn.Linear(4096, 1024, bias=bias, dtype=BF16, device=CUDA))
     quantize_(model, QATConfig(get_recipe(recipe).make()))
     xs = [
-        torch.randn(m, 4096, device=CUDA, dtype=BF16) for m in (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 100, 256, 257, 1024, 4096)
+        torch.randn(m, 4096, device=CUDA, dtype=BF16)
+        for m in (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 100, 256, 257, 1024, 4096)
     ]
     trained = [model(x).detach() for x in xs]
     with torch.no_grad():

@@ -87,7 +87,9 @@ def test_reports_are_counted_by_kernel() -> None:
 
 def test_a_run_of_some_cases_keeps_the_rows_of_other_kernels(tmp_path: Path) -> None:
     """And of other tools."""
-    old = [{"kernel": k, "tool": t, "errors": "0", "date": "old"} for k in ("a", "b") for t in ("memcheck", "racecheck")]
+    old = [
+        {"kernel": k, "tool": t, "errors": "0", "date": "old"} for k in ("a", "b") for t in ("memcheck", "racecheck")
+    ]
     file = tmp_path / "sanitize.csv"
     with file.open("w", newline="") as out:
         writer = csv.DictWriter(out, old[0])
