@@ -37,7 +37,7 @@ from checkout import commit
 
 from experiments import cost, table, worker
 from experiments.processes import Processes
-from experiments.publish import publish, publish_second
+from experiments.publish import OTHERS, publish, publish_other
 from experiments.records import Run
 from experiments.rows import Row, at_rates_of, load_all
 from experiments.setting import Setting, settings_of
@@ -69,9 +69,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--configs", type=Path, help="another folder of rows")
     parser.add_argument("--cost", action="store_true", help="measure the cost columns and nothing else")
     parser.add_argument("--table", action="store_true", help="write the table and nothing else")
-    publishing = {"nargs": "?", "const": "first", "choices": ("first", "second")}
+    publishing = {"nargs": "?", "const": "first", "choices": ("first", *OTHERS)}
     parser.add_argument(
-        "--publish", **publishing, help="write the table and the pages from it; second: as another model's"
+        "--publish", **publishing, help="write the table and the pages from it; second, moe: as another model's"
     )
     parser.add_argument("--tokenise", action="store_true", help="write the token ids and nothing else")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and nothing else")
@@ -210,8 +210,8 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
     print(text)
     if o.publish == "first":
         publish(o.out)
-    elif o.publish == "second":
-        publish_second(o.out, o.model)
+    elif o.publish:
+        publish_other(o.out, o.moe_model if o.publish == "moe" else o.model, OTHERS[o.publish])
     if failed or broken:
         sys.exit(f"failed: {'; '.join([*failed, *broken])}")
 

@@ -5,10 +5,10 @@
     docs/figures/bits.svg                                   perplexity against bits a weight
     README.md, between its two marks                        the headline rows beside torchao's, and the figure
 
-and of a table of a second model (`--publish second`), whose numbers are not compared with the first one's:
+and of a table of another model (`--publish second`, `--publish moe`), whose numbers are not compared with these:
 
     benchmarks/results/experiments_second{.csv,.md,_runs.jsonl}           the same
-    benchmarks/results/pretrain_llama_second.json, ..._second_loss.csv    what pretrain.py logged beside --model
+    benchmarks/results/pretrain_llama_second.json, ..._second_loss.csv    what pretrain.py logged beside the model
     docs/experiments.md, between two marks                                all rows beside torchao's
 
 Nothing is typed by hand, so that a page has the numbers of the runs; a later table replaces an earlier one.
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pages
@@ -36,8 +37,30 @@ HOW_TO_READ = (
     "Scored as converted, but where marked; ±: deviation over seeds. "
     "Recovered: (PTQ - QAT) / (PTQ - float) in log perplexity."
 )
+HOW_TO_COMPARE = (
+    "The last column is ours less torchao's, with its 95 % interval over paired seeds: below zero, ours is better. "
+)
+TORCHAO = "torchao's QAT"
 DIFFERENCE = "log perplexity less the other's"
-HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "seeds", "torchao's QAT", "recovered, %", "seeds")
+HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "seeds", TORCHAO, "recovered, %", "seeds")
+
+
+@dataclass(frozen=True)
+class Other:
+    """A table of another model. results, log: names in benchmarks/results; mark: in docs/experiments.md; option: of
+    the model.
+    """
+
+    results: str
+    log: str
+    mark: str
+    option: str
+
+
+OTHERS = {
+    "second": Other("experiments_second", "pretrain_llama_second", "second model", "--model"),
+    "moe": Other("experiments_moe", "pretrain_moe", "experts", "--moe-model"),
+}
 
 
 def publish(out: Path, root: Path = ROOT) -> None:
@@ -62,8 +85,8 @@ def publish(out: Path, root: Path = ROOT) -> None:
     subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
 
 
-def publish_second(out: Path, model: Path | None, root: Path = ROOT) -> None:
-    """Write what there is of a second model from a table in `out`. model: as pretrain.py wrote it.
+def publish_other(out: Path, model: Path | None, other: Other, root: Path = ROOT) -> None:
+    """Write what there is of another model from a table in `out`. model: as pretrain.py wrote it.
 
     Raises:
         ValueError: there is no table, or no log of the model.
@@ -73,16 +96,17 @@ def publish_second(out: Path, model: Path | None, root: Path = ROOT) -> None:
         raise ValueError(f"{out / 'results.csv'} has no row that was trained: nothing to publish")
     if model is None or not (model.parent / "train_log.json").is_file():
         raise ValueError(
-            f"--model must be the folder model of a run of eval/pretrain.py with train_log.json beside it, got {str(model)!r}"
+            f"{other.option} must be the folder model of a run of eval/pretrain.py with train_log.json beside it, "
+            f"got {str(model)!r}"
         )
     results = root / "benchmarks" / "results"
     log = json.loads((model.parent / "train_log.json").read_text(encoding="utf-8"))
     del log["losses"]  # the curve's
-    (results / "pretrain_llama_second.json").write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
-    shutil.copyfile(model.parent / "loss.csv", results / "pretrain_llama_second_loss.csv")
-    copy_results(out, root, "experiments_second")
-    content = f"{second(rows)}\n\n{note_of_second(rows, choosing.source(out / 'measured.csv'))}"
-    pages.between(root / "docs" / "experiments.md", "second model", content)
+    (results / f"{other.log}.json").write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
+    shutil.copyfile(model.parent / "loss.csv", results / f"{other.log}_loss.csv")
+    copy_results(out, root, other.results)
+    content = f"{all_rows(rows)}\n\n{note_of_other(rows, choosing.source(out / 'measured.csv'), other)}"
+    pages.between(root / "docs" / "experiments.md", other.mark, content)
 
 
 def read(out: Path) -> list[dict[str, str]]:
@@ -114,15 +138,15 @@ def readme(rows: Sequence[Mapping[str, str]]) -> str:
     return table(HEADS, [(f"`{row['recipe']}`", *numbers(rows, row)) for row in headlines(rows)])
 
 
-def second(rows: Sequence[Mapping[str, str]]) -> str:
-    """All rows, with the difference from the torchao row that each is compared with."""
-    return table(
-        (*HEADS, DIFFERENCE),
-        [
-            (f"`{row['row']}`", *numbers(rows, row), row[DIFFERENCE].partition(": ")[2] if beside(rows, row) else "")
-            for row in trained(rows)
-        ],
-    )
+def all_rows(rows: Sequence[Mapping[str, str]]) -> str:
+    """All rows, with the torchao row that each is compared with and the difference, where any has one."""
+    lines = [
+        (f"`{row['row']}`", *numbers(rows, row), row[DIFFERENCE].partition(": ")[2] if beside(rows, row) else "")
+        for row in trained(rows)
+    ]
+    heads = (*HEADS, DIFFERENCE)
+    shown = len(heads) if any(beside(rows, row) for row in trained(rows)) else HEADS.index(TORCHAO)
+    return table(heads[:shown], [line[:shown] for line in lines])
 
 
 def numbers(rows: Sequence[Mapping[str, str]], row: Mapping[str, str]) -> tuple[str, ...]:
@@ -165,21 +189,21 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
     return wrapped(words).replace(UNBROKEN, " ") + f"\n\n{picture}"
 
 
-def note_of_second(rows: Sequence[Mapping[str, str]], source: str) -> str:
-    """What stands below the second model's table."""
+def note_of_other(rows: Sequence[Mapping[str, str]], source: str, other: Other) -> str:
+    """What stands below another model's table."""
+    compared = any(beside(rows, row) for row in trained(rows))
     words = (
-        f"{source} {HOW_TO_READ} {tuned(rows)}{as_prepared(rows, trained(rows))}The last column is ours less torchao's, with "
-        "its 95 % interval over paired seeds: below zero, ours is better. "
-        "[All rows and checks](../benchmarks/results/experiments_second.md); "
-        "the model's [settings](../benchmarks/results/pretrain_llama_second.json) and "
-        "[loss](../benchmarks/results/pretrain_llama_second_loss.csv)."
+        f"{source} {HOW_TO_READ} {tuned(rows)}{as_prepared(rows, trained(rows))}{HOW_TO_COMPARE if compared else ''}"
+        f"[All rows and checks](../benchmarks/results/{other.results}.md); "
+        f"the model's [settings](../benchmarks/results/{other.log}.json) and "
+        f"[loss](../benchmarks/results/{other.log}_loss.csv)."
     )
     return wrapped(words).replace(UNBROKEN, " ")
 
 
 def tuned(rows: Sequence[Mapping[str, str]]) -> str:
     """A sentence on the fine-tuned float model, where it was run."""
-    floats = [row for row in rows if row["row"] == "bf16" and row["QAT"]]
+    floats = [row for row in rows if row["kind"] == "float" and row["QAT"]]
     end = " (its rate is an end of the search)" if floats and floats[0]["rate at an end"] == "True" else ""
     return f"Float, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}{end}. " if floats else ""
 

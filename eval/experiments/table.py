@@ -27,6 +27,7 @@ from experiments.rows import Row
 from experiments.verdicts import COLUMNS, Verdict, verdicts
 
 Found = Mapping[Run, Mapping[str, Any]]
+KINDS = {"dense": "Llama", "moe": "Mixtral"}  # of models
 
 
 @dataclass(frozen=True)
@@ -223,18 +224,21 @@ def write(out: Path, rows: Mapping[str, Row], found: Found, facts: Mapping[str, 
     return body
 
 
-def plain(row: Row) -> bool:
-    """aoquant's recipes as they are, on the dense model: without a trick."""
-    return row.kind == "aoquant" and row.model == "dense" and not row.trick
+def plain(row: Row, model: str = "dense") -> bool:
+    """aoquant's recipes as they are, on this model: without a trick."""
+    return row.kind == "aoquant" and row.model == model and not row.trick
 
 
 def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -> None:
-    """What `aoquant recipes --for` and docs/choosing.md read: plain rows, each under the loss that validation chose."""
-    published = preferred(made)
-    shown = [x for x in made if plain(x.row) and published.get(x.row.name) == x.loss and x.ptq is not None]
-    model, tokens = facts["dense parameters"] / 1e6, facts["dense tokens a run"] / 1e6
+    """What `aoquant recipes --for` and docs/choosing.md read: plain rows, each under the loss that validation chose.
+
+    Of the dense model, or of the model of experts where it is alone.
+    """
+    published, model = preferred(made), "dense" if "dense parameters" in facts else "moe"
+    shown = [x for x in made if plain(x.row, model) and published.get(x.row.name) == x.loss and x.ptq is not None]
+    size, tokens = facts[f"{model} parameters"] / 1e6, facts[f"{model} tokens a run"] / 1e6
     words = (
-        f"Word perplexity by lm-eval's wikitext of a Llama with {model:.1f} M parameters; QAT {by(made, shown)}, "
+        f"Word perplexity by lm-eval's wikitext of a {KINDS[model]} with {size:.1f} M parameters; QAT {by(made, shown)}, "
         f"{tokens:.1f} M tokens, mean over seeds. {facts['device']}, {str(facts['date'])[:10]}."
     )
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from support.experiments import ROOT, arguments, experiments_inputs, experiments_modules, runs
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from aoquant.integrations.schedule import order_of_blocks
 
@@ -73,6 +73,31 @@ def test_a_table_from_end_to_end(
     assert runs(out) == found  # nothing is done twice
     call(modules, inputs, out, "--rows", "bf16", "--cost", "--table")  # --table runs nothing
     assert runs(out) == found
+
+
+@pytest.mark.slow
+def test_a_model_of_experts_from_end_to_end(modules: ModuleType, inputs: Path, tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(
+        vocab_size=8192, max_position_embeddings=64, num_local_experts=2, num_key_value_heads=1, **small
+    )
+    MixtralForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    for file in (inputs / "model").glob("tokenizer*"):
+        shutil.copyfile(file, tmp_path / "model" / file.name)
+    (tmp_path / "configs").mkdir()
+    for name in ("bf16-moe", "moe-int4-g32-experts"):
+        text = (ROOT / "eval" / "experiments" / "configs" / f"{name}.toml").read_text()
+        (tmp_path / "configs" / f"{name}.toml").write_text(f"{text}learning_rates = [1e-3]\n")
+    out, main = tmp_path / "out", importlib.import_module("experiments.command")
+    given = arguments(
+        inputs, out, "--configs", str(tmp_path / "configs"), "--jobs", "0", "--seeds", "1", "--losses", "kl"
+    )
+    given[:2] = ["--moe-model", str(tmp_path / "model")]  # without --model
+    main.main(main.options(given))
+    with (out / "results.csv").open() as file:
+        rows = {row["row"]: row for row in csv.DictReader(file)}
+    assert rows["moe-int4-g32-experts"]["before and after convert"] == "equal"
+    assert rows["bf16-moe"]["QAT"] and "a Mixtral with" in (out / "measured.csv").read_text()
 
 
 @pytest.mark.slow

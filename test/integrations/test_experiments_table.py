@@ -151,10 +151,10 @@ def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Pa
     (out / "runs.jsonl").write_text("{}\n")
     for wrong in (None, model):
         with pytest.raises(ValueError, match=r"train_log\.json beside it"):
-            publish.publish_second(out, wrong, root)
+            publish.publish_other(out, wrong, publish.OTHERS["second"], root)
     (model.parent / "train_log.json").write_text('{"date": "2026", "losses": [1.0]}')
     (model.parent / "loss.csv").write_text("step\n")
-    publish.publish_second(out, model, root)
+    publish.publish_other(out, model, publish.OTHERS["second"], root)
     names = {path.name for path in results.iterdir()}
     runs = {f"experiments_second{end}" for end in (".csv", ".md", "_runs.jsonl")}
     assert names == runs | {"pretrain_llama_second.json", "pretrain_llama_second_loss.csv"}  # nothing of the first's
@@ -164,6 +164,36 @@ def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Pa
     assert "| -0.0367 ± 0.0043, 2 seeds: better |" in said and "| `quartet` | 4.25 |" in said
     assert "No row of it" not in said and said.count("## Stopping and going on") == 1
     assert ", given |" in (out / "results.md").read_text(encoding="utf-8")
+
+
+def test_a_model_of_experts_alone_has_a_table(modules: ModuleType, tmp_path: Path) -> None:
+    records, table, rows, publish = (
+        importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
+    )
+    out, root, model, every = tmp_path / "out", tmp_path / "root", tmp_path / "run" / "model", rows.load_all()
+    results, page = root / "benchmarks" / "results", root / "docs" / "experiments.md"
+    for folder in (out, model, results, page.parent):
+        folder.mkdir(parents=True)
+    shutil.copyfile(ROOT / "docs" / "experiments.md", page)
+    (out / "runs.jsonl").write_text("{}\n")
+    (model.parent / "train_log.json").write_text('{"date": "2026", "losses": [1.0]}')
+    (model.parent / "loss.csv").write_text("step\n")
+    kept, run = {name: every[name] for name in ("bf16-moe", "moe-int4-g32-experts")}, records.Run
+    qat = {"validation_loss": 1.0, "word_perplexity": 53.0, "prepared_word_perplexity": 53.0, "weight_bits": 5.25}
+    found = {
+        run("bf16-moe", "float"): {"word_perplexity": 50.0},
+        run("moe-int4-g32-experts", "ptq"): {"word_perplexity": 70.0},
+    }
+    found |= {run("moe-int4-g32-experts", "qat", "kl", 3e-4): qat, run("bf16-moe", "qat", "ce", 1e-5): qat}
+    facts = {"device": "a GPU", "date": "2026", "moe parameters": 2e7, "moe tokens a run": 1e7}
+    table.write(out, kept, found, facts)
+    publish.publish_other(out, model, publish.OTHERS["moe"], root)
+    assert {path.name for path in results.glob("experiments*")} == {
+        f"experiments_moe{e}" for e in (".csv", ".md", "_runs.jsonl")
+    }
+    said = page.read_text(encoding="utf-8")
+    assert "| `moe-int4-g32-experts` | 5.25 | 50.00 | 70.00 | 53.00 | 82.7 | 1 |\n\n" in said  # no column of torchao's
+    assert "a Mixtral with 20.0 M parameters" in (words := said.replace("\n", " ")) and "same tokens: 53.00." in words
 
 
 def test_the_rates_of_a_table_are_taken_without_a_search(modules: ModuleType, tmp_path: Path) -> None:
