@@ -47,7 +47,9 @@ class Flat(NamedTuple):
 
 def flat(parts: Iterable[Any]) -> Flat:
     """Parts of arguments, sorted."""
-    tensors, numbers, words = list[Tensor](), list[int](), list[str]()
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    words: list[str] = []
     for part in parts:
         if isinstance(part, Tensor):
             tensors.append(part)
