@@ -26,6 +26,7 @@ import torch
 from layers import SHAPES, TOKENS, host_ms, peak_mib, plain, reason, results, step
 from run import BF16, CUDA, Row, interleaved, percentiles, same
 from torch import nn
+from torch._dynamo.utils import counters
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from aoquant import QATConfig, quantize_
@@ -104,9 +105,12 @@ def variants(k: int, n: int, x: torch.Tensor, g: torch.Tensor) -> tuple[dict[tup
     for name, make in makes.items():
         for how in HOWS:
             model: Any = ready(make(), how)
+            counters.clear()
             try:
                 for _ in range(WARM):
                     stepped(model, how, x, g)
+                if counters["inductor"]["cudagraph_skips"]:
+                    raise RuntimeError("torch.compile skipped CUDA graphs")
             except Exception as error:
                 failed.append({"variant": name, "how": how, "note": reason(error)})
                 continue

@@ -252,7 +252,7 @@ class Result:
         self.schema = "Tensor" if tensors == 1 else f"({', '.join(['Tensor'] * tensors)})"
 
     def flat(self, value: Any) -> Any:
-        """A tensor, or a sequence of tensors and None."""
+        """A tensor, or several; None is missing."""
         if self._type is Tensor:
             return value
         if self._type is Encoded:
@@ -263,7 +263,7 @@ class Result:
                 parts += field.tensors
             else:
                 parts.append(field)
-        return parts
+        return tuple(parts)
 
     def made(self, tensors: Any, first: Any) -> Any:
         """The inverse. first: the op's first argument, whose width is that of every matrix that the op encodes."""
