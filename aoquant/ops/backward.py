@@ -14,7 +14,7 @@ memory, and dy's two operands, for dgrad and for wgrad, come of one pass over dy
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from math import lcm
 from typing import NamedTuple
 
@@ -65,16 +65,18 @@ class Turned(NamedTuple):
     encoded: Encoded
 
 
-class Pair(NamedTuple):
-    """A backward GEMM of a (R, C), which is dy, and b (S, C): how both are made."""
-
+class _Pair(NamedTuple):
     a_as: Operand
     b_as: Operand
     contract: str = "aoquant"
 
-    @property
+
+class Pair(_Pair):
+    """A backward GEMM of a (R, C), which is dy, and b (S, C): how both are made."""
+
+    @cached_property
     def multiple(self) -> int:
-        return contraction(self.a_as, self.b_as, self.contract)
+        return contraction(*self)
 
     def padded(self, c: int) -> int:
         """The length of the contracted axis, with zeros."""

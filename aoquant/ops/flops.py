@@ -14,26 +14,29 @@ from typing import Any
 from . import grouped, linear
 from .gradients import gradients
 
+Shapes = Sequence[Sequence[int]]  # of the tensors that an op is given, dy or x first
 
-def _forward(x: Sequence[int], _scale: Any, _zero: Any, _outer: Any, k: int | None, *rest: Any, out_shape: Any) -> int:
+
+def _forward(given: Shapes, numbers: Sequence[int], words: str, out_shape: Any) -> int:
     """y (..., N) of x (..., K), whose packed codes say K beside them; `scaled_mm` has a second result."""
     y = out_shape if isinstance(out_shape[0], int) else out_shape[0]
-    return 2 * math.prod(y) * (x[-1] if k is None else k)
+    coded = words.split("|")[4] == "#"  # K, the last part of an encoded matrix
+    return 2 * math.prod(y) * (numbers[0] if coded else given[0][-1])
 
 
-def _dgrad(grad: Sequence[int], *rest: Any, out_shape: Sequence[int]) -> int:
+def _dgrad(given: Shapes, *rest: Any, out_shape: Sequence[int]) -> int:
     """dx (M, K) of dy (M, N)."""
-    return 2 * math.prod(out_shape) * grad[1]
+    return 2 * math.prod(out_shape) * given[0][1]
 
 
-def _wgrad(grad: Sequence[int], *rest: Any, out_shape: Sequence[int]) -> int:
+def _wgrad(given: Shapes, *rest: Any, out_shape: Sequence[int]) -> int:
     """dW (N, K), or (E, N, K) of which a row of dy meets one expert's, of dy (M, N)."""
-    return 2 * math.prod(out_shape[-2:]) * grad[0]
+    return 2 * math.prod(out_shape[-2:]) * given[0][0]
 
 
-def _gradients(grad: Sequence[int], *rest: Any, out_shape: Sequence[Sequence[int]]) -> int:
+def _gradients(given: Shapes, *rest: Any, out_shape: Shapes) -> int:
     """dx (M, K) and dW (N, K)."""
-    return sum(formula(grad, out_shape=shape) for formula, shape in zip((_dgrad, _wgrad), out_shape, strict=True))
+    return sum(formula(given, out_shape=shape) for formula, shape in zip((_dgrad, _wgrad), out_shape, strict=True))
 
 
 _FORMULAS: dict[Callable[..., int], tuple[Any, ...]] = {

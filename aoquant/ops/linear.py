@@ -18,7 +18,7 @@ from . import backward, codec, contracts
 from .backward import Kept, Pair
 from .call import Call
 from .define import op
-from .encoding import encode, encode_with_values
+from .encoding import encode
 from .router import CodesAndValues
 
 
@@ -101,12 +101,14 @@ def scaled_mm_keeping(
     held: Scales | None = None,
 ) -> ProductAndCodes:
     """`scaled_mm` where backward reads W's codes too. held: scales of W that the layer holds."""
-    values, reads = None, contracts.reads(contract)
+    values, alpha, reads = None, None, contracts.reads(contract)
     if reads == "codes" or held is not None or not w.is_cuda or w.dtype is not dtype:
         encoded = encode.body(w, w_operand, held)
-    else:  # its operand in the same pass
-        encoded, values = encode_with_values.body(w, w_operand, reads == "operand")
-    call = Call(contract, x, x_operand, encoded, w_operand, bias, lead, dtype, strides, x_values, values)
+    else:  # its operand in the same pass, and what the accumulator is multiplied by
+        made = codec.encode_with_values(w_operand, w, dtype, operand=reads == "operand", keep=True)
+        assert made.encoded is not None
+        encoded, values, alpha = made.encoded, made.values, made.alpha
+    call = Call(contract, x, x_operand, encoded, w_operand, bias, lead, dtype, strides, x_values, values, None, alpha)
     return ProductAndCodes(_multiplied(call), encoded)
 
 

@@ -81,11 +81,10 @@ def opcheck(op: Any, *args: Any, only: tuple[str, ...] = (), symbolic: bool = Tr
         torch.equal(t.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for t, b in zip(tensors, before, strict=True)
     )
-    storages = [t.untyped_storage()._cdata for t in (*tensors, *tree_leaves(outputs)) if t.numel()]
+    results = [t for t in tree_leaves(outputs) if t is not None and t.numel()]
+    storages = [t.untyped_storage()._cdata for t in (*tensors, *results) if t.numel()]
     distinct_inputs = len({t.untyped_storage()._cdata for t in tensors if t.numel()})
-    assert len(set(storages)) == distinct_inputs + sum(1 for t in tree_leaves(outputs) if t.numel()), (
-        "an output is an alias"
-    )
+    assert len(set(storages)) == distinct_inputs + len(results), "an output is an alias"
 
 
 # Traces with symbolic sizes: once per operand here, and `slow` for float32, and for empty inputs, whose size 0 is no

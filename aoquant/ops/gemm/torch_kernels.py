@@ -75,7 +75,7 @@ def _product(contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tenso
                 x_MK,
                 w.codes.t(),
                 scale_a=scale,
-                scale_b=w.scale.t(),
+                scale_b=w.scale if w.scale.numel() == 1 else w.scale.t(),
                 bias=None if late is not None else bias,
                 out_dtype=dtype,
                 use_fast_accum=fast,

@@ -1,0 +1,279 @@
+"""What of a call crosses PyTorch's dispatcher, and what it becomes on the other side.
+
+Callers and bodies of ops speak of operands, encoded matrices and scales, with None for what is missing. An argument has
+one part or more:
+
+    Operand                   its name; "" for None
+    Encoded, Tensor | Encoded codes (or the tensor), scale, zero, outer, and K, which is None for a plain tensor
+    Scales | None             scale, zero, outer, transform
+    another NamedTuple        its fields, each as above; None for it is None for its first field
+
+The dispatcher takes the host's time for each argument, also for one that is None, and a backward has forty parts. So
+three arguments cross: the tensors that are there, the integers, which may be symbolic, and one string with a word for
+each part:
+
+    T      the next tensor        -            None
+    #      the next integer       + or !       True or False
+    #3     the next three, a list :bfloat16    a dtype
+                                  'text        a string
+
+A step of training repeats its calls word by word. So what the words say is worked out once and becomes a Python
+expression (`Arguments.read`), in which what holds neither a tensor nor an integer is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType, SimpleNamespace
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from aoquant.formats import Encoded, Operand, Scales, get_operand
+
+SCHEMA = "Tensor[] tensors, SymInt[] numbers, str words"
+_LITERALS = {"-": None, "+": True, "!": False}
+_WORDS = {value: word for word, value in _LITERALS.items()}
+
+
+class Flat(NamedTuple):
+    """The arguments of a registered op."""
+
+    tensors: list[Tensor]
+    numbers: list[int]
+    words: str
+
+
+def flat(parts: Iterable[Any]) -> Flat:
+    """Parts of arguments, sorted."""
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    words: list[str] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+            words.append("T")
+        elif part is None or isinstance(part, bool):
+            words.append(_WORDS[part])
+        elif isinstance(part, str):
+            words.append(f"'{part}")
+        elif isinstance(part, torch.dtype):
+            words.append(f":{str(part).removeprefix('torch.')}")
+        elif isinstance(part, Sequence):
+            numbers.extend(part)
+            words.append(f"#{len(part)}")
+        else:
+            numbers.append(part)
+            words.append("#")
+    return Flat(tensors, numbers, "|".join(words))
+
+
+class _Part(NamedTuple):
+    """A part of an argument, or what is made of several: a constant, or the source of one that each call has anew."""
+
+    constant: Any = None
+    source: str = ""
+    make: Callable[..., Any] | None = None
+    parts: Sequence[_Part] = ()
+
+    @property
+    def known(self) -> bool:
+        return not self.source and self.make is None
+
+    @property
+    def missing(self) -> bool:
+        return self.known and self.constant is None
+
+
+def _of(make: Callable[..., Any], parts: Sequence[_Part]) -> _Part:
+    """`make` of parts: now, if they are known."""
+    if all(part.known for part in parts):
+        return _Part(make(*(part.constant for part in parts)))
+    return _Part(make=make, parts=parts)
+
+
+def _written(part: _Part, names: dict[str, Any]) -> str:
+    """The expression of a part, in the tensors t and the numbers n of a call and in `names`, to which it adds."""
+    if part.source:
+        return part.source
+    name = f"c{len(names)}"
+    names[name] = part.constant if part.make is None else part.make
+    return name if part.make is None else f"{name}({', '.join(_written(p, names) for p in part.parts)})"
+
+
+def _read(words: str) -> Iterator[_Part]:
+    """A part for each word."""
+    tensors = numbers = 0
+    for word in words.split("|"):
+        if word == "T":
+            yield _Part(source=f"t[{tensors}]")
+            tensors += 1
+        elif word == "#":
+            yield _Part(source=f"n[{numbers}]")
+            numbers += 1
+        elif word[0] == "#":
+            first, numbers = numbers, numbers + int(word[1:])
+            yield _Part(source=f"n[{first}:{numbers}]")
+        elif word[0] == ":":
+            yield _Part(getattr(torch, word[1:]))
+        else:
+            yield _Part(word[1:] if word[0] == "'" else _LITERALS[word])
+
+
+class Kind(NamedTuple):
+    """A type of argument.
+
+    parts: from its name to type and name of each of its parts. flat: its parts. made: the argument of its parts.
+    tensors: where it holds some: None, itself; a number, that field of it.
+    """
+
+    parts: Callable[[str], list[str]]
+    flat: Callable[[Any], Sequence[Any]]
+    made: Callable[[Sequence[_Part]], _Part]
+    tensors: tuple[int | None, ...] = ()
+
+
+def _simple(type_: str) -> Kind:
+    tensors = (None,) if type_.startswith("Tensor") else ()
+    return Kind(lambda name: [f"{type_} {name}"], lambda value: (value,), lambda parts: parts[0], tensors)
+
+
+def _matrix_flat(value: Tensor | Encoded | None) -> Sequence[Any]:
+    return value if type(value) is Encoded else (value, None, None, None, None)
+
+
+_MATRIX = Kind(
+    lambda n: [f"Tensor {n}", f"Tensor? {n}_scale", f"Tensor? {n}_zero", f"Tensor? {n}_outer", f"SymInt? {n}_k"],
+    _matrix_flat,
+    lambda parts: parts[0] if parts[4].missing else _of(Encoded, parts),
+    (None,),
+)
+_NO_SCALES = (None,) * len(Scales._fields)
+_SCALES = Kind(
+    lambda n: [f"Tensor? {n}_{field}" for field in Scales._fields],
+    lambda value: value or _NO_SCALES,
+    lambda parts: _Part(None) if all(part.missing for part in parts) else _of(Scales, parts),
+    (None,),
+)
+_OPERAND = Kind(
+    lambda n: [f"str {n}"],
+    lambda value: (value.name if value is not None else "",),
+    lambda parts: _of(lambda name: get_operand(name) if name else None, parts),
+)
+_KINDS: dict[Any, Kind] = {
+    Tensor: _simple("Tensor"),
+    Tensor | None: _simple("Tensor?"),
+    Encoded: _MATRIX,
+    Tensor | Encoded: _MATRIX,
+    Scales | None: _SCALES,
+    Operand: _OPERAND,
+    Operand | None: _OPERAND,
+    Sequence[int]: _simple("SymInt[]"),
+    Sequence[int] | None: _simple("SymInt[]?"),
+    torch.dtype: _simple("ScalarType"),
+    int: _simple("SymInt"),
+    bool: _simple("bool"),
+    str: _simple("str")._replace(flat=lambda value: (value or "",)),  # None: of a NamedTuple that is missing
+}
+
+
+def kind(hint: Any) -> Kind:
+    """Of a type of argument."""
+    found = _KINDS.get(hint)
+    return _fields(hint) if found is None else found
+
+
+def _fields(hint: Any) -> Kind:
+    """Of a NamedTuple that is none of the above."""
+    type_ = hint if hasattr(hint, "_fields") else next(t for t in get_args(hint) if t is not NoneType)
+    kinds = {name: kind(of) for name, of in get_type_hints(type_).items()}
+    missing = (None,) * len(kinds)
+
+    def flat(value: Any) -> list[Any]:
+        fields = zip(kinds.values(), value or missing, strict=True)
+        return [part for kind, field in fields for part in kind.flat(field)]
+
+    def made(parts: Sequence[_Part]) -> _Part:
+        fields = _each(kinds.values(), iter(parts))
+        return fields[0] if fields[0].missing else _of(type_, fields)
+
+    return Kind(
+        lambda n: [f for name, kind in kinds.items() for f in kind.parts(f"{n}_{name}")],
+        flat,
+        made,
+        tuple(i for i, kind in enumerate(kinds.values()) if kind.tensors),
+    )
+
+
+def _each(kinds: Iterable[Kind], parts: Iterator[_Part]) -> list[_Part]:
+    """The argument of each kind, of parts that lie one behind the other."""
+    return [kind.made([next(parts) for _ in kind.parts("")]) for kind in kinds]
+
+
+class Arguments:
+    """The arguments of an op, by name."""
+
+    def __init__(self, hints: dict[str, Any]) -> None:
+        self.names = list(hints)
+        self.kinds = [kind(hint) for hint in hints.values()]
+        # where tensors are: an argument, or a field of one that is a NamedTuple of ours
+        self.tensors = [(i, at) for i, kind in enumerate(self.kinds) for at in kind.tensors]
+        self.parts = [part for name, kind in zip(hints, self.kinds, strict=True) for part in kind.parts(name)]
+        self._readers: dict[str, Callable[[Sequence[Tensor], Sequence[int]], list[Any]]] = {}
+
+    def flat(self, given: Sequence[Any]) -> Flat:
+        """What crosses of a call."""
+        return flat(part for kind, value in zip(self.kinds, given, strict=True) for part in kind.flat(value))
+
+    def read(self, tensors: Sequence[Tensor], numbers: Sequence[int], words: str) -> list[Any]:
+        """`flat`'s inverse."""
+        reader = self._readers.get(words)
+        if reader is None:
+            names: dict[str, Any] = {}
+            written = ", ".join(_written(part, names) for part in _each(self.kinds, _read(words)))
+            reader = self._readers[words] = eval(f"lambda t, n: [{written}]", names)
+        return reader(tensors, numbers)
+
+    def named(self, given: Sequence[Any]) -> SimpleNamespace:
+        return SimpleNamespace(**dict(zip(self.names, given, strict=True)))
+
+
+class Result:
+    """The result of an op: a tensor, an Encoded, or a NamedTuple of tensors and Encodeds. A tensor that is missing is
+    None, which the dispatcher knows as an undefined one.
+    """
+
+    def __init__(self, hint: Any) -> None:
+        self._type = hint
+        fields: list[Any] = list(get_type_hints(hint).values()) if hasattr(hint, "_fields") else [hint]
+        self._encoded = [field is Encoded for field in fields]
+        tensors = 4 if hint is Encoded else sum(4 if encoded else 1 for encoded in self._encoded)
+        self.schema = "Tensor" if tensors == 1 else f"({', '.join(['Tensor'] * tensors)})"
+
+    def flat(self, value: Any) -> Any:
+        """A tensor, or several; None is missing."""
+        if self._type is Tensor:
+            return value
+        if self._type is Encoded:
+            return value.tensors
+        parts: list[Tensor | None] = []
+        for field, encoded in zip(value, self._encoded, strict=True):
+            if encoded:
+                parts += field.tensors
+            else:
+                parts.append(field)
+        return tuple(parts)
+
+    def made(self, tensors: Any, first: Any) -> Any:
+        """The inverse. first: the op's first argument, whose width is that of every matrix that the op encodes."""
+        if self._type is Tensor:
+            return tensors
+        parts, k = iter(tensors), first.k if type(first) is Encoded else first.shape[-1]
+        if self._type is Encoded:
+            return _encoded(parts, k)
+        return self._type(*(_encoded(parts, k) if encoded else next(parts) for encoded in self._encoded))
+
+
+def _encoded(parts: Iterator[Any], k: int) -> Encoded:
+    return Encoded(next(parts), next(parts), next(parts), next(parts), k)
