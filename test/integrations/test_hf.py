@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from support import forked
 from support.checkpoint_configs import OURS, TORCHAO
 from support.models import IDS, llama, logits
 from torch import nn
@@ -196,7 +195,7 @@ model = AutoModelForCausalLM.from_pretrained({str(saved)!r})
 with torch.no_grad():
     torch.save(model(torch.arange(24).view(2, 12)).logits, {str(tmp_path / "logits.pt")!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked.python(code)
     assert done.returncode == 0, done.stderr
     here = AutoModelForCausalLM.from_pretrained(saved)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(here))
