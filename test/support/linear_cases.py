@@ -296,20 +296,31 @@ BY_NAME = {c.name: c for c in (*TORCHAO_CASES, *AOQUANT_CASES, INT4, NVFP4, NVFP
 
 
 def with_dtypes(cases: tuple[Case, ...]) -> list[Any]:
-    """(case, dtype) parameters with readable ids."""
-    return [pytest.param(c, d, id=f"{c.name}-{dtype_name(d)}") for c in cases for d in c.dtypes]
+    """(case, dtype) parameters with readable ids. Dtypes after the first are slow where a case is like another."""
+    return [
+        pytest.param(
+            c,
+            d,
+            id=f"{c.name}-{dtype_name(d)}",
+            marks=[pytest.mark.slow] if d != c.dtypes[0] and like_another(c) else [],
+        )
+        for c in cases
+        for d in c.dtypes
+    ]
 
 
 KINDS = ("normal", "outlier", "zero", "constant", "onehot", "mixed")
 _LIKE_ANOTHER = re.compile(
     r"intx[3567]|mxfp\d-(floor|ceil|even)|e5m2|hqq"
 )  # widths and rules whose neighbours are always run
+_WIDE_SCALE = re.compile(r"tensor|nvfp4|gridflip|fouroversix")  # of a tensor, or of tiles
 
 
 def with_kinds(cases: tuple[Case, ...], kinds: tuple[str, ...] = KINDS) -> list[Any]:
     """(case, dtype, kind of data) parameters. "mixed" holds the other kinds row by row, and its product every pair of
-    them: it is never slow. The other kinds are where a case is like another, and in float32 and float16, all but
-    "zero", which makes scales of a whole tensor zero.
+    them: it is slow in dtypes after the first of a case that is like another, and never else. The other kinds are
+    slow, all but what one row among others cannot show: "zero", which makes scales of a whole tensor zero, and every
+    kind in bfloat16 where a scale is of more than a row.
     """
     return [
         pytest.param(
@@ -325,11 +336,17 @@ def with_kinds(cases: tuple[Case, ...], kinds: tuple[str, ...] = KINDS) -> list[
     ]
 
 
+def like_another(case: Case) -> bool:
+    return case.variant or bool(_LIKE_ANOTHER.search(case.name))
+
+
 def _always(case: Case, dtype: torch.dtype) -> tuple[str, ...]:
     """The kinds that are run in every commit's tests."""
-    if case.variant or _LIKE_ANOTHER.search(case.name):
+    if like_another(case):
+        return ("mixed",) if dtype == case.dtypes[0] else ()
+    if dtype != case.dtypes[0]:
         return ("mixed",)
-    return KINDS if dtype == BF16 else ("zero", "mixed")
+    return KINDS if _WIDE_SCALE.search(case.name) else ("zero", "mixed")
 
 
 def data(kind: str, rows: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
