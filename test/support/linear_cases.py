@@ -296,13 +296,13 @@ BY_NAME = {c.name: c for c in (*TORCHAO_CASES, *AOQUANT_CASES, INT4, NVFP4, NVFP
 
 
 def with_dtypes(cases: tuple[Case, ...]) -> list[Any]:
-    """(case, dtype) parameters with readable ids. Dtypes after the first are slow where a case is like another."""
+    """(case, dtype) parameters with readable ids. Dtypes after the first are slow."""
     return [
         pytest.param(
             c,
             d,
             id=f"{c.name}-{dtype_name(d)}",
-            marks=[pytest.mark.slow] if d != c.dtypes[0] and like_another(c) else [],
+            marks=[pytest.mark.slow] if d != c.dtypes[0] else [],
         )
         for c in cases
         for d in c.dtypes
