@@ -49,7 +49,13 @@ from aoquant.integrations import checkpoint, hf
 FP8_BLOCKS = Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])])
 BF16_ONLY = ("fp8-fp8", "mxfp8-emulated")  # torchao's kernels
 CASES = [
-    pytest.param(config, tied, dtype, id=f"{name}-{str(dtype)[6:]}-{'tied' if tied else 'untied'}")
+    pytest.param(
+        config,
+        tied,
+        dtype,
+        id=f"{name}-{str(dtype)[6:]}-{'tied' if tied else 'untied'}",
+        marks=[pytest.mark.slow] if dtype == torch.float32 and name in TORCHAO else [],
+    )
     for name, config in (OURS | TORCHAO).items()
     for tied, dtype in ((True, torch.bfloat16), (False, torch.float32))
     if dtype == torch.bfloat16 or name not in BF16_ONLY
