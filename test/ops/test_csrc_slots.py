@@ -101,6 +101,7 @@ def test_wide_slots(library: ctypes.CDLL, experts: int, most: int) -> None:
     assert len(want) == sum(-(-size // 256) for size in sizes)
 
 
+@pytest.mark.slow
 def test_wide_slots_of_every_size(library: ctypes.CDLL) -> None:
     """Experts of 0 to 299, and then of 300 to 599 rows: at each border between cuts."""
     for sizes in (list(range(300)), list(range(300, 600))):
