@@ -42,7 +42,7 @@ demo: setup
 	$(BIN)/aoquant run --out aoquant-run
 
 test: setup
-	$(PYTEST) -n $(WORKERS) -m "not gpu and not slow and not nightly"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not nightly"
 
 # Processes share the device, since most of the time goes into compiling kernels; tests that tune the same kernel go together. NCCL's
 # tests run where there are two devices. Without a device this fails instead of skipping everything.

@@ -24,6 +24,7 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("MSLK_PYTHON_ONLY", "1")  # where mslk is installed without a GPU, its import breaks torchao's
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, each of which imports torch
 
 # A slow machine is not a bug, so no deadline; the pytest timeout catches what hangs.
 settings.register_profile("aoquant", deadline=None)

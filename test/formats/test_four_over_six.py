@@ -55,7 +55,7 @@ def check(name: str, x: Tensor, what: str) -> None:
     assert compared.any(), what
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.slow), F32], ids=str)
 @every_case
 def test_bytes_are_the_oracles(name: str, dtype: torch.dtype) -> None:
     for kind in DATA:

@@ -7,14 +7,13 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import forked
 from support.hybrid_cases import assert_same, data, layer, slope, step, values
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -143,13 +142,7 @@ def test_17_resumed_in_a_new_process(tmp_path: Path) -> None:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{name}-two.pt")
         train(model, optimizer, 2)
         wanted[name] = dict(model.state_dict())
-    code = f"""
-import sys
-sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parent)!r}]
-import test_hybrid_training
-test_hybrid_training.resume({str(tmp_path)!r})
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    forked.call(resume, str(tmp_path))
     for name in MIXES:
         assert_same(torch.load(tmp_path / f"{name}-four.pt", weights_only=True), wanted[name])
 
@@ -190,7 +183,7 @@ def test_22_the_loss_falls(name: str) -> None:
     assert all(b < a for a, b in itertools.pairwise(losses))
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", [pytest.param("mxfp8-nvfp4", marks=pytest.mark.slow), "fp8-hybrid", "nvfp4-training"])
 def test_compiled_with_dynamic_tokens(name: str) -> None:
     torch._dynamo.reset()
     model = network(get_recipe(name).prepare(seed=3))

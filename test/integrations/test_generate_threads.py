@@ -34,7 +34,9 @@ def tokens(model: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recipe", ["int4-g32", "nvfp4", "int8-int4", "fp8"])
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", "int8-int4", *(pytest.param(r, marks=pytest.mark.slow) for r in ("int4-g32", "fp8"))]
+)
 def test_two_threads_get_the_tokens_of_one(recipe: str, device: str) -> None:
     torch.manual_seed(0)
     model = llama().to(device).requires_grad_(False)

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from support import forked
 from support.checkpoint_configs import OURS, TORCHAO
 from support.models import IDS, llama, logits
 from torch import nn
@@ -50,7 +49,13 @@ from aoquant.integrations import checkpoint, hf
 FP8_BLOCKS = Float8DynamicActivationFloat8WeightConfig(granularity=[PerBlock([1, 128]), PerBlock([128, 128])])
 BF16_ONLY = ("fp8-fp8", "mxfp8-emulated")  # torchao's kernels
 CASES = [
-    pytest.param(config, tied, dtype, id=f"{name}-{str(dtype)[6:]}-{'tied' if tied else 'untied'}")
+    pytest.param(
+        config,
+        tied,
+        dtype,
+        id=f"{name}-{str(dtype)[6:]}-{'tied' if tied else 'untied'}",
+        marks=[pytest.mark.slow] if dtype == torch.float32 and name in TORCHAO else [],
+    )
     for name, config in (OURS | TORCHAO).items()
     for tied, dtype in ((True, torch.bfloat16), (False, torch.float32))
     if dtype == torch.bfloat16 or name not in BF16_ONLY
@@ -196,7 +201,7 @@ model = AutoModelForCausalLM.from_pretrained({str(saved)!r})
 with torch.no_grad():
     torch.save(model(torch.arange(24).view(2, 12)).logits, {str(tmp_path / "logits.pt")!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked.python(code)
     assert done.returncode == 0, done.stderr
     here = AutoModelForCausalLM.from_pretrained(saved)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(here))

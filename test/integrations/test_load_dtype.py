@@ -53,8 +53,15 @@ def test_a_packed_model_generates_in_the_dtype_that_it_is_loaded_in(
     assert torch.equal(tokens(loaded), tokens(cast(tmp_path, dtype)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("config", OURS | TORCHAO)
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        pytest.param(config, dtype, marks=[] if i % len(DTYPES) == j else [pytest.mark.slow])
+        for i, config in enumerate(OURS | TORCHAO)
+        for j, dtype in enumerate(DTYPES)
+    ],
+    ids=str,
+)
 def test_every_kind_of_weight_is_what_a_cast_makes_of_it(config: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = llama(num_hidden_layers=1)
     quantize_(model, (OURS | TORCHAO)[config])

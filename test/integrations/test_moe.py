@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support import forked
 from support.moe_models import IDS, MODELS, model_of
 from transformers import AutoModelForCausalLM
 
@@ -73,7 +71,8 @@ def test_experts_alone_are_trained_converted_saved_and_loaded(family: str, tmp_p
         if family == "gpt-oss":  # a new process, with transformers' own loader
             torch.save(IDS, tmp_path / "ids.pt")
             arguments = [str(tmp_path / name) for name in ("saved", "ids.pt", "logits.pt")]
-            subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True, env=dict(os.environ))
+            done = forked.python(PROGRAM, *arguments)
+            assert done.returncode == 0, done.stderr
             assert torch.equal(torch.load(tmp_path / "logits.pt"), wanted)
 
 

@@ -176,7 +176,10 @@ def test_learning_rate_schedules(scripts: dict[str, ModuleType], text: Path, tmp
     assert pretrain.lr_at(cosine, 6) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("options", [{}, {"first": "vocabulary", "greedy": 3, "top_k": 50, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"first": "vocabulary", "greedy": 3, "top_k": 50, "top_p": 0.9}, marks=pytest.mark.slow)],
+)
 def test_generation_repeats_and_its_two_sets_are_disjoint(
     scripts: dict[str, ModuleType], model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -24,6 +24,7 @@ from support.linear_cases import (
     data,
     dtype_name,
     layer,
+    like_another,
     prepared,
 )
 from torch import nn
@@ -33,13 +34,25 @@ from aoquant import PackedWeightConfig, QATConfig, get_format, list_formats, qua
 from aoquant.tensor import same_bits
 
 PAIRS = [(F32, BF16), (F32, F16), (BF16, F16), (BF16, BF16)]
-pairs = pytest.mark.parametrize(
-    ("stored", "cast"), [pytest.param(s, c, id=f"{dtype_name(s)}-in-{dtype_name(c)}") for s, c in PAIRS]
+
+
+def often(case: Case) -> list[tuple[torch.dtype, torch.dtype]]:
+    """Pairs that are run in every commit's tests: two dtypes, and one; of a case that is like another, the first."""
+    return [(F32, BF16)] if like_another(case) else [(F32, BF16), (BF16, BF16)]
+
+
+NAMED = [(pair, f"{dtype_name(pair[0])}-in-{dtype_name(pair[1])}") for pair in PAIRS]
+pairs = pytest.mark.parametrize(("stored", "cast"), [pytest.param(*pair, id=name) for pair, name in NAMED])
+cases = pytest.mark.parametrize(
+    ("case", "stored", "cast"),
+    [
+        pytest.param(c, *pair, id=f"{c}-{name}", marks=[pytest.mark.slow] if pair not in often(c) else [])
+        for c in AOQUANT_CASES
+        for pair, name in NAMED
+    ],
 )
-cases = pytest.mark.parametrize("case", AOQUANT_CASES, ids=repr)
 
 
-@pairs
 @cases
 def test_prepared_equals_converted(case: Case, stored: torch.dtype, cast: torch.dtype) -> None:
     for bias in (True, False):
@@ -54,7 +67,6 @@ def test_prepared_equals_converted(case: Case, stored: torch.dtype, cast: torch.
             assert_equal(y, of_cast)  # nothing else of the input is read
 
 
-@pairs
 @cases
 def test_weight_is_encoded_from_its_stored_dtype(case: Case, stored: torch.dtype, cast: torch.dtype) -> None:
     """convert sees the stored weight, so prepare must: a weight cast to bf16 first has other codes."""

@@ -176,7 +176,7 @@ def test_layers_that_read_one_input_encode_it_once(gpu: bool, monkeypatch: pytes
     assert found["dgrad"] == found["wgrad"] == 3
 
 
-@pytest.mark.parametrize("name", ["nvfp4-act", "int4-g32"])
+@pytest.mark.parametrize("name", [pytest.param("nvfp4-act", marks=pytest.mark.slow), "int4-g32"])
 def test_checkpointed_layers_compile_whole(name: str) -> None:
     """What checkpointing recomputes is in the graph too, and gives the bits of an eager step."""
     case = BY_NAME[name]

@@ -171,7 +171,9 @@ def test_bare_scales_make_the_product_16_ninths_too_small() -> None:
 ERROR = {"mxfp4-sr": 0.057, "nvfp4-sr": 0.049, "rht32+mxfp4-sr": 0.06, "rht128+ms-eden": 0.02}
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize(
+    "name", [n if n.startswith("rht") else pytest.param(n, marks=pytest.mark.slow) for n in STOCHASTIC]
+)
 def test_the_mean_gradient_is_the_exact_one(name: str) -> None:
     draws = 64
     for part, (slope, error) in averaged(name, draws).items():

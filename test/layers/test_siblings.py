@@ -123,7 +123,7 @@ def test_three_layers_keep_one_encoding(recipe: str, bytes_: float) -> None:
     assert saved_bytes(lambda x: apart(model, x), inner(), model) > 2.9 * bytes_ * ROWS * K
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "int8-int4"])
+@pytest.mark.parametrize("recipe", [pytest.param("nvfp4", marks=pytest.mark.slow), "int8-int4"])
 def test_compiled_encodes_once_too(recipe: str) -> None:
     model, x = Three(recipe, bias=False), inner()
     y = model(x)

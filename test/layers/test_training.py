@@ -426,9 +426,11 @@ def trained_toy(recipe: str) -> tuple[float, nn.Module, Tensor, Tensor]:
     return toy(RECIPES[recipe], anneal=True)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-row", "fp8-tensor", "int8-int8", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["int8-int8", *(pytest.param(r, marks=pytest.mark.slow) for r in ("fp8-row", "fp8-tensor", "mxfp8"))]
+)
 def test_toy_in_eight_bits_is_within_five_percent_of_float32(recipe: str) -> None:
-    """At a constant learning rate. Measured: 1.002, 1.002, 0.997 and 1.008 times float32's loss."""
+    """At a constant learning rate. Measured: 0.997, 1.002, 1.002 and 1.008 times float32's loss."""
     assert toy(RECIPES[recipe], anneal=False)[0] <= 1.05 * float32_toy(anneal=False)[0]
 
 
@@ -439,7 +441,9 @@ def test_toy_in_eight_bits_is_within_five_percent_of_float32(recipe: str) -> Non
 FOUR_BITS = {"int4": 1.05, "int4-int8": 1.05, "nvfp4": 1.15, "mxfp4": 1.2}
 
 
-@pytest.mark.parametrize("recipe", FOUR_BITS)
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", *(pytest.param(r, marks=pytest.mark.slow) for r in ("int4", "int4-int8", "mxfp4"))]
+)
 def test_toy_in_four_bits_beats_rounding_afterwards(recipe: str) -> None:
     """Training recovers at least a quarter of what rounding costs."""
     float32, model, x, target = float32_toy(anneal=True)

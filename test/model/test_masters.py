@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support import forked
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -234,7 +233,6 @@ def resume(directory: str, how: str, result: str) -> None:
 
 
 def test_a_new_process_resumes(tmp_path: Path) -> None:
-    """One process for both ways to save."""
     model = network()
     masters = quantized_model_init(model, CONFIGS["nvfp4-training"]())
     optimizer = adamw(masters)
@@ -246,9 +244,8 @@ def test_a_new_process_resumes(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "torch.save" / "state.pt")
     train(model, masters, optimizer, 3, 2)
     calls = [(str(tmp_path / how), how, str(tmp_path / f"{how}.pt")) for how in ("dcp", "torch.save")]
-    here = str(Path(__file__).parent)
-    code = f"import sys; sys.path.insert(0, {here!r}); import test_masters as t; [t.resume(*c) for c in {calls!r}]"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    for call in calls:
+        forked.call(resume, *call)
     for *_, how, result in calls:
         for key, value in torch.load(result, weights_only=True).items():
             torch.testing.assert_close(

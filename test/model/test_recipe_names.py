@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
+from support import forked
 from torch import nn
 from torchao.quantization import FqnToConfig
 
@@ -131,6 +130,6 @@ def test_star_import_without_transformers() -> None:
         "try: aoquant.load_pretrained\n"
         "except ImportError as e: print(e)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked.python(code)
     assert done.returncode == 0, done.stderr
     assert re.search("checkpoints need transformers", done.stdout)

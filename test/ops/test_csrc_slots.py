@@ -35,8 +35,16 @@ def wanted(sizes: list[int]) -> list[list[int]]:
     return slots
 
 
-@pytest.mark.parametrize("experts", [1, 3, 31, 128, 129, 300])
-@pytest.mark.parametrize("most", [1, 8, 20])
+def experts_and_most(experts: tuple[int, ...], most: tuple[int, ...]) -> pytest.MarkDecorator:
+    """(experts, the most rows of one): a third of the pairs, and the others slow, for 32 threads meet at each step."""
+    pairs = [(i, j) for i in range(len(experts)) for j in range(len(most))]
+    return pytest.mark.parametrize(
+        ("experts", "most"),
+        [pytest.param(experts[i], most[j], marks=[] if i % 3 == j else [pytest.mark.slow]) for i, j in pairs],
+    )
+
+
+@experts_and_most((1, 3, 31, 300, 128, 129), (20, 8, 1))
 def test_slots(library: ctypes.CDLL, experts: int, most: int) -> None:
     """Each expert's rows in order; what is left of as many slots as there could be has no expert."""
     g = torch.Generator().manual_seed(experts + most)
@@ -76,8 +84,7 @@ def wanted_wide(size: int) -> list[list[int]]:
     return slots
 
 
-@pytest.mark.parametrize("experts", [1, 31, 129, 300])
-@pytest.mark.parametrize("most", [1, 300, 700])
+@experts_and_most((1, 31, 300, 129), (700, 300, 1))
 def test_wide_slots(library: ctypes.CDLL, experts: int, most: int) -> None:
     """Each row of each expert is in one slot of up to 256 rows, and there are as many slots as even ones would be.
     Those of more than 128 rows come first, by expert.
@@ -94,6 +101,7 @@ def test_wide_slots(library: ctypes.CDLL, experts: int, most: int) -> None:
     assert len(want) == sum(-(-size // 256) for size in sizes)
 
 
+@pytest.mark.slow
 def test_wide_slots_of_every_size(library: ctypes.CDLL) -> None:
     """Experts of 0 to 299, and then of 300 to 599 rows: at each border between cuts."""
     for sizes in (list(range(300)), list(range(300, 600))):

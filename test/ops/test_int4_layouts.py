@@ -188,7 +188,9 @@ class Peak(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", ["int4-tinygemm-hqq-g64", "int4-tinygemm-cpu-hqq-g32"])
+@pytest.mark.parametrize(
+    "name", ["int4-tinygemm-hqq-g64", pytest.param("int4-tinygemm-cpu-hqq-g32", marks=pytest.mark.slow)]
+)
 def test_hqq_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes some rows at a time, with one intermediate of the whole matrix, |w - v|, beside three of some
     rows.

@@ -87,8 +87,9 @@ def opcheck(op: Any, *args: Any, only: tuple[str, ...] = (), symbolic: bool = Tr
     assert len(set(storages)) == distinct_inputs + len(results), "an output is an alias"
 
 
-# Traces with symbolic sizes: once per operand here, and `slow` for float32, and for empty inputs, whose size 0 is no
-# symbol.
+# Traces with symbolic sizes: operands of TRACED here, and `slow` for the others, for float32, and for empty inputs,
+# whose size 0 is no symbol.
+TRACED = ("int4-g32", "intx8-row-asym-native", "fp8-row", "nvfp4", "hadamard16+nvfp4")
 SYMBOLIC = "test_aot_dispatch_dynamic"
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", SYMBOLIC)
 
@@ -98,11 +99,12 @@ OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", SYMB
 @pytest.mark.parametrize("name", FORMATS)
 def test_encode_is_well_formed(name: str, dtype: torch.dtype, rows: int) -> None:
     x = data("normal", rows, K, dtype)
-    opcheck(ops.encode, x, get_operand(name), symbolic=dtype == BF16 and rows > 0)
+    opcheck(ops.encode, x, get_operand(name), symbolic=name in TRACED and dtype == BF16 and rows > 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "rows"), [(F32, 5), (BF16, 0), (F32, 0)], ids=["f32", "empty", "f32-empty"])
+@pytest.mark.parametrize("rows", [5, 0], ids=["rows", "empty"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
 @pytest.mark.parametrize("name", FORMATS)
 def test_encode_is_traced_with_symbolic_sizes(name: str, dtype: torch.dtype, rows: int) -> None:
     opcheck(ops.encode, data("normal", rows, K, dtype), get_operand(name), only=(SYMBOLIC,))
@@ -123,14 +125,14 @@ def test_codes_and_scales_are_contiguous_whatever_the_input(name: str) -> None:
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_scaled_mm_is_well_formed(contract: str, dtype: torch.dtype) -> None:
     for bias in (True, False):
-        opcheck(ops.scaled_mm, *gemm(contract, dtype, bias=bias), symbolic=dtype == BF16)
+        opcheck(ops.scaled_mm, *gemm(contract, dtype, bias=bias), symbolic=bias and dtype == BF16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("contract", CONTRACTS)
-def test_scaled_mm_in_float32_is_traced_with_symbolic_sizes(contract: str) -> None:
-    for bias in (True, False):
-        opcheck(ops.scaled_mm, *gemm(contract, F32, bias=bias), only=(SYMBOLIC,))
+def test_scaled_mm_is_traced_with_symbolic_sizes(contract: str) -> None:
+    for dtype, bias in ((BF16, False), (F32, True), (F32, False)):
+        opcheck(ops.scaled_mm, *gemm(contract, dtype, bias=bias), only=(SYMBOLIC,))
 
 
 @pytest.mark.parametrize("m", [M, 0], ids=["rows", "empty"])
@@ -167,14 +169,20 @@ def test_scaled_mm_is_well_formed_for_strided_and_nd_inputs() -> None:
     opcheck(ops.scaled_mm, *arguments(encoded(name, x.reshape(-1, K)), w, *rest, strides=list(x.stride())))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_gradient_ops_are_well_formed(name: str) -> None:
+def symbolic(names: tuple[str, ...]) -> pytest.MarkDecorator:
+    """(name, whether to trace with symbolic sizes)."""
+    others = [pytest.param(name, True, marks=pytest.mark.slow) for name in names if name not in TRACED]
+    return pytest.mark.parametrize(("name", "symbolic"), [*((name, name in TRACED) for name in names), *others])
+
+
+@symbolic(FORMATS)
+def test_gradient_ops_are_well_formed(name: str, symbolic: bool) -> None:
     x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
     operand = get_operand(name)
-    opcheck(ops.dgrad, g, ops.Kept(w, operand))
-    opcheck(ops.dgrad, g, ops.Kept(encoded(name, w), operand))
-    opcheck(ops.wgrad, g, ops.Kept(encoded(name, x), operand))
-    opcheck(ops.saturated, x, operand)
+    opcheck(ops.dgrad, g, ops.Kept(w, operand), symbolic=symbolic)
+    opcheck(ops.dgrad, g, ops.Kept(encoded(name, w), operand), symbolic=symbolic)
+    opcheck(ops.wgrad, g, ops.Kept(encoded(name, x), operand), symbolic=symbolic)
+    opcheck(ops.saturated, x, operand, symbolic=symbolic)
 
 
 @pytest.mark.parametrize(
@@ -211,22 +219,22 @@ def test_gradients_are_those_of_both_gemms() -> None:
         assert together.get_total_flops() == apart.get_total_flops() == 4 * M * N * K
 
 
-@pytest.mark.parametrize("name", ["hadamard16+nvfp4", "hadamard32-s5-inverse+mxfp4", "wush16+nvfp4"])
-def test_ops_behind_a_transform_are_well_formed(name: str) -> None:
+@symbolic(("hadamard16+nvfp4", "hadamard32-s5-inverse+mxfp4", "wush16+nvfp4"))
+def test_ops_behind_a_transform_are_well_formed(name: str, symbolic: bool) -> None:
     """T is an argument where it is data."""
     x, w, g = data("normal", M, K, BF16, 1), data("normal", N, K, BF16, 2), data("normal", M, N, BF16, 3)
     t = torch.randn(K // 16, 16, 16) if name.startswith("wush") else None
     held, operand = Scales(transform=t), get_operand(name)
-    opcheck(ops.encode, x, operand, held)
+    opcheck(ops.encode, x, operand, held, symbolic=symbolic)
     opcheck(ops.encode, x[:0], operand, held, symbolic=False)
-    opcheck(ops.dgrad, g, ops.Kept(w, operand, held))
-    opcheck(ops.wgrad, g, ops.Kept(x, operand, held))
-    opcheck(ops.saturated, x, operand, held)
-    opcheck(ops.pull_back, x, operand, t)
-    opcheck(ops.pull_back, x.t().contiguous().t(), operand, t)
+    opcheck(ops.dgrad, g, ops.Kept(w, operand, held), symbolic=symbolic)
+    opcheck(ops.wgrad, g, ops.Kept(x, operand, held), symbolic=symbolic)
+    opcheck(ops.saturated, x, operand, held, symbolic=symbolic)
+    opcheck(ops.pull_back, x, operand, t, symbolic=symbolic)
+    opcheck(ops.pull_back, x.t().contiguous().t(), operand, t, symbolic=symbolic)
 
 
-@pytest.mark.parametrize("rows", [5, 0], ids=["rows", "empty"])
+@pytest.mark.parametrize("rows", [5, pytest.param(0, marks=pytest.mark.slow)], ids=["rows", "empty"])
 @pytest.mark.parametrize("names", [("te-nvfp4", "te-hadamard16-sd7e8+te-nvfp4"), ("mxfp8", "te-nvfp4")])
 def test_encoding_both_sides_of_an_input_is_well_formed(names: tuple[str, str], rows: int) -> None:
     """And its parts are those of the two ops that it stands for."""

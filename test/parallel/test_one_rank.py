@@ -115,7 +115,7 @@ def test_a_quantised_backward_under_fully_shard_is_the_whole_models(mesh: Device
     assert [b.tolist() for b in sharded.buffers()] == [b.tolist() for b in whole.buffers()]
 
 
-@pytest.mark.parametrize("codes", [False, True], ids=["bf16", "codes"])
+@pytest.mark.parametrize("codes", [pytest.param(False, marks=pytest.mark.slow), True], ids=["bf16", "codes"])
 def test_compiled_blocks_under_fully_shard(mesh: DeviceMesh, codes: bool) -> None:
     """Outputs of eager training, no graph break, and no more graphs after the second number of tokens; weights gathered
     in bf16 and as codes.

@@ -5,22 +5,19 @@ does not end the run.
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ["bf16", "int4-g128", "torchao:int4"]
 
 
 def ran(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own with one thread."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    """In a process of its own."""
+    return forked.script(ROOT / "benchmarks" / script, "--quick", *arguments)
 
 
 def rows(file: Path) -> list[dict[str, str]]:

@@ -6,12 +6,11 @@ import ast
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import forked
 from torchao.core.config import ALLOWED_AO_MODULES, config_from_dict, config_to_dict
 from transformers import TorchAoConfig
 from transformers.quantizers.quantizer_torchao import _fuzzy_match_size
@@ -129,7 +128,7 @@ for module, (_, name, imported) in zip(modules, cases):
 
 def test_missing_private_symbol_is_one_clear_message() -> None:
     arguments = [argument for removed, imported, _ in REMOVED for argument in (removed, imported)]
-    done = subprocess.run([sys.executable, "-c", _WITHOUT, *arguments], capture_output=True, text=True, check=False)
+    done = forked.python(_WITHOUT, *arguments)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert len(said) == len(REMOVED)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from support import forked
 
 ROOT = Path(__file__).parents[2]
 SLACK = 0.1
@@ -16,9 +15,8 @@ def test_the_table_of_walks_is_up_to_date() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([a-z ]+), now \| ([\d |]+) \|$", page, re.MULTILINE)
     said = {step: [int(n) for n in re.findall(r"\d+", numbers)] for step, numbers in rows}
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "benchmarks" / "walk.py"), "nvfp4", "--no-times"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = forked.script(ROOT / "benchmarks" / "walk.py", "nvfp4", "--no-times")
+    assert done.returncode == 0, done.stderr
     counted = dict(re.findall(r"^([a-z][a-z ]*?) {2,}([\d ]+)$", done.stdout, re.MULTILINE))
     assert said.keys() == counted.keys() == {"forward", "backward", "packed forward", "prepare"}
     for step, numbers in counted.items():

@@ -162,7 +162,7 @@ def a_quantised_backward_of_a_sequence_parallel_model(c: Ranks) -> None:
         equal(two.get_submodule(layer).weight.grad, one.get_submodule(layer).weight.grad, layer)
 
 
-@check("FSDP2", "HSDP", "DDP", "FSDP2 recomputed", "FSDP2 compiled", "DDP compiled")
+@check("FSDP2", "HSDP", "DDP", "FSDP2 recomputed", "DDP compiled", slow=("FSDP2 compiled",))
 def data_parallel_ranks_draw_independently(c: Ranks, how: str) -> None:
     """Two steps of two micro-batches: each rank draws under its own seed, and the mean of the gradients is that of one
     process that plays both ranks. The state in the checkpoint is the same on both.

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from support import forked
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -252,7 +253,8 @@ def run(backend: str, device: str, directory: Path, names: Sequence[str]) -> dic
         port = s.getsockname()[1]
     # a rank that dies takes what it would have checked with it: those results are missing
     with contextlib.suppress(mp.ProcessRaisedException, mp.ProcessExitedException):
-        mp.spawn(_process, (backend, device, port, str(directory), tuple(names)), WORLD)
+        arguments = (backend, device, port, str(directory), tuple(names))
+        mp.start_processes(_process, arguments, WORLD, start_method=forked.METHOD if device == "cpu" else "spawn")
     ranks = [json.loads(_results(directory, rank).read_text()) for rank in range(WORLD)]
     return {name: "\n".join(filter(None, (r[name] for r in ranks))) for name in ranks[0] if name in ranks[1]}
 

@@ -5,12 +5,11 @@ exported.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from support import forked
 from support.models import IDS
 from support.models import llama as plain_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -83,9 +82,7 @@ print(json.dumps(found))
 
 def load_elsewhere(folders: list[Path]) -> dict[str, dict[str, Any]]:
     """Load folders with transformers in a process without aoquant, and compare with FOLDER.pt; by the folder's name."""
-    run = subprocess.run(
-        [sys.executable, "-c", _ELSEWHERE, *map(str, folders)], capture_output=True, text=True, check=False
-    )
+    run = forked.python(_ELSEWHERE, *folders)
     assert run.returncode == 0, run.stderr[-3000:]
     return {Path(folder).name: content for folder, content in json.loads(run.stdout.splitlines()[-1]).items()}
 

@@ -297,20 +297,31 @@ BY_NAME = {c.name: c for c in (*TORCHAO_CASES, *AOQUANT_CASES, INT4, NVFP4, NVFP
 
 
 def with_dtypes(cases: tuple[Case, ...]) -> list[Any]:
-    """(case, dtype) parameters with readable ids."""
-    return [pytest.param(c, d, id=f"{c.name}-{dtype_name(d)}") for c in cases for d in c.dtypes]
+    """(case, dtype) parameters with readable ids. Dtypes after the first are slow."""
+    return [
+        pytest.param(
+            c,
+            d,
+            id=f"{c.name}-{dtype_name(d)}",
+            marks=[pytest.mark.slow] if d != c.dtypes[0] else [],
+        )
+        for c in cases
+        for d in c.dtypes
+    ]
 
 
 KINDS = ("normal", "outlier", "zero", "constant", "onehot", "mixed")
 _LIKE_ANOTHER = re.compile(
     r"intx[3567]|mxfp\d-(floor|ceil|even)|e5m2|hqq"
 )  # widths and rules whose neighbours are always run
+_WIDE_SCALE = re.compile(r"tensor|nvfp4|gridflip|fouroversix")  # of a tensor, or of tiles
 
 
 def with_kinds(cases: tuple[Case, ...], kinds: tuple[str, ...] = KINDS) -> list[Any]:
     """(case, dtype, kind of data) parameters. "mixed" holds the other kinds row by row, and its product every pair of
-    them: it is never slow. The other kinds are where a case is like another, and in float32 and float16, all but
-    "zero", which makes scales of a whole tensor zero.
+    them: it is run in the first dtype and in float32, of a case that is like another in the first alone. The other
+    kinds are run in the first dtype, where a row among others cannot show them: "zero", which makes scales of a whole
+    tensor zero, and every kind where a scale is of more than a row. What is not run here is slow.
     """
     return [
         pytest.param(
@@ -326,11 +337,17 @@ def with_kinds(cases: tuple[Case, ...], kinds: tuple[str, ...] = KINDS) -> list[
     ]
 
 
+def like_another(case: Case) -> bool:
+    return case.variant or bool(_LIKE_ANOTHER.search(case.name))
+
+
 def _always(case: Case, dtype: torch.dtype) -> tuple[str, ...]:
     """The kinds that are run in every commit's tests."""
-    if case.variant or _LIKE_ANOTHER.search(case.name):
-        return ("mixed",)
-    return KINDS if dtype == BF16 else ("zero", "mixed")
+    if like_another(case):
+        return ("mixed",) if dtype == case.dtypes[0] else ()
+    if dtype != case.dtypes[0]:
+        return ("mixed",) if dtype == F32 else ()
+    return KINDS if _WIDE_SCALE.search(case.name) else ("zero", "mixed")
 
 
 def data(kind: str, rows: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 from collections.abc import Callable
 from typing import Any
+
+from . import forked
 
 
 def on_two_ranks(worker: Callable[[int, int, Any], None]) -> list[Any]:
@@ -13,11 +14,8 @@ def on_two_ranks(worker: Callable[[int, int, Any], None]) -> list[Any]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    workers = [context.Process(target=worker, args=(rank, port, queue)) for rank in range(2)]
-    for process in workers:
-        process.start()
+    queue = forked.context.SimpleQueue()
+    workers = [forked.process(worker, rank, port, queue) for rank in range(2)]
     found = [queue.get() for _ in workers]
     for process in workers:
         process.join(60)
