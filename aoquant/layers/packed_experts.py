@@ -13,7 +13,7 @@ transformers multiplies by it as it stands:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,9 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
         ValueError: there is none; or one differs from the first in format, shape or dtype, or has a fitted transform:
             the message says which.
     """
+    if isinstance(experts, Tensor) or not isinstance(experts, Iterable):
+        raise ValueError(f"packed_experts takes a list of PackedTensors (N, K), got {type(experts).__name__}")
+    experts = list(experts)
     if not experts:
         raise ValueError("packed_experts needs at least one PackedTensor, got none")
     for index, e in enumerate(experts):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from aoquant._arguments import check_model
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
 from aoquant.formats.random import Place, Span
 from aoquant.layers.qat import QATLinear
@@ -48,6 +49,7 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
         ValueError: a rank's rows would cut through a tile or a block; found from shapes, on every rank alike, before
             any communicates.
     """
+    check_model(model)
     names = {module: fqn for fqn, module in model.named_modules()}
     fsdp.reshard(model)
     found: dict[str, str] = {}

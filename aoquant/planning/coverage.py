@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from aoquant._arguments import check_model
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
@@ -169,8 +170,7 @@ def coverage(model: nn.Module) -> Coverage:
     Raises:
         ValueError: `model` is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_model(model)
     return inventory(model)
 
 

@@ -87,10 +87,10 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     elif isinstance(weight, PackedTensor):
         recipe, kind = weight.recipe, "converted"
     else:
-        name = type(weight.data).__name__ if isinstance(weight, torch.Tensor) else type(what).__name__
+        held = f" with a weight of {type(weight.data).__name__}" if isinstance(weight, torch.Tensor) else ""
         raise ValueError(
-            f"explain takes a request, a prepared linear layer or one with a PackedTensor, got {name}: for a model, choose a layer with "
-            "model.get_submodule(name); torchao's tensors call their own kernels, without this router"
+            f"explain takes a request, a prepared linear layer or one with a PackedTensor, got {type(what).__name__}{held}: "
+            "for a model, choose a layer with model.get_submodule(name); torchao's tensors call their own kernels, without this router"
         )
     assert isinstance(weight, torch.Tensor)
     n, k = weight.shape

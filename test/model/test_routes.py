@@ -138,11 +138,11 @@ def test_requests_are_answered_as_before() -> None:
 
 def test_what_has_no_router_is_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
-    for what, name in ((model, "Sequential"), (model[0], "Tensor|Parameter")):
+    for what, name in ((model, "Sequential"), (model[0], "Linear with a weight of (Tensor|Parameter)")):
         with pytest.raises(ValueError, match=rf"got ({name}).*get_submodule"):
             explain(what)
     quantize_(model, Int8DynamicActivationInt8WeightConfig())
-    with pytest.raises(ValueError, match="got Int8Tensor"):
+    with pytest.raises(ValueError, match="got Linear with a weight of Int8Tensor"):
         explain(model[0])
     with pytest.raises(ValueError, match=r"explain takes a request, a prepared linear layer .*, got str"):
         explain("nvfp4")
