@@ -96,6 +96,30 @@ def test_prepared_and_converted_layers_say_the_same_of_their_gemm() -> None:
     )
 
 
+def test_a_fixed_weight_is_said_and_is_not_encoded() -> None:
+    m = layer()
+    outside = explain(m)
+    with aoquant.fixed_weights(m):
+        inside = explain(m)
+        m(torch.randn(2, 64, dtype=torch.bfloat16))
+        assert explain(m) == inside  # before the codes are made and after
+        assert explain(copy.deepcopy(m)) == outside  # a copy is outside of the block
+    assert explain(m) == outside and "fixed" not in str(outside)
+    assert inside.layer == f"{outside.layer}; its weight is fixed: codes made once are multiplied without encoding"
+    assert [r.step for r in inside.routes] == ["encode the input", "decode the weight", "multiply"]
+    quantize_(nn.Sequential(m), QATConfig(step="convert"))
+    assert inside.routes == explain(m).routes
+
+
+def test_a_weight_that_fixed_weights_leaves_alone_is_said() -> None:
+    m = layer()
+    nn.utils.parametrize.register_parametrization(m, "weight", nn.Identity())
+    with aoquant.fixed_weights(m):
+        found = explain(m)
+    assert "it encodes as usual inside fixed_weights, as its weight is computed" in found.layer
+    assert [r.step for r in found.routes] == ["encode the input", "encode the weight", "multiply"]
+
+
 def test_nothing_is_made_of_a_packed_weight_whose_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that says so for M up to 16; and the GEMMs of this machine that say so do not call the codec."""
     few = Backend("few", 40, lambda r: None if r.m <= 16 else "for up to 16 rows", lambda c: c, reads_codes=True)
