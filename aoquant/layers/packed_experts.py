@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from aoquant.formats import Encoded
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
 from aoquant.layers.linear import compute_dtype, quantized_linear
-from aoquant.tensor import PackedTensor, cut_columns, cut_rows
+from aoquant.layers.packed_moves import cut_columns, cut_rows
+from aoquant.tensor import PackedTensor
 
 aten = torch.ops.aten
 _PARTS = ("qdata", "scale", "zero_point", "per_tensor_scale")
