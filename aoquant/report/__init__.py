@@ -232,6 +232,8 @@ def verify(
             quantize_(model, QATConfig(step="convert"))
             verify(prepared, model, {"input_ids": ids})   # raises unless every layer is bit-equal
     """
+    check_model(prepared, "prepared")
+    check_model(converted, "converted")
     found = report(prepared, converted, batch, progress=False)
     exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers)
     judged = [
