@@ -314,7 +314,9 @@ def unprepare(model: nn.Module) -> int:
             raise ValueError(f"{name or 'linear'}: {PACKED}")
     layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
     if not layers:
-        raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")
+        raise ValueError(
+            f"nothing to unprepare: no layer of the {type(model).__name__} is prepared; aoquant.unpack_(model) prepares packed ones"
+        )
     for layer in layers:
         layer.unprepare()
     from aoquant.layers import fast_path  # which imports this module

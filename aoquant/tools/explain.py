@@ -26,6 +26,7 @@ from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import CodecRequest, gemm_request, router
 from aoquant.ops.gemm import one_call, tensor_cores
+from aoquant.parallel.gathered import GatheredWeight
 from aoquant.tensor import PackedTensor
 
 Rows = list[tuple[str, str]]
@@ -81,13 +82,12 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     """
     if isinstance(what, (ops.Request, ops.CodecRequest)):
         return ops.explain(what)
-    weight, said = getattr(what, "weight", None), ""
-    codes: Encoded | None = None
+    weight, known = getattr(what, "weight", None), _Known()
     if isinstance(what, torch.nn.Module) and stacks_of(what):
         return _experts(what, dtype, engine, gpu)
     if isinstance(what, QATLinear):
         recipe, kind, weight = what.prepared.recipe, "prepared", what.matrix()
-        codes, said = _fixed(what)
+        known = _known(what)
     elif isinstance(weight, PackedTensor):
         recipe, kind = weight.recipe, "converted"
     else:
@@ -102,19 +102,31 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     served = _served(recipe, engine, gpu)
     if engine is not None and kind == "prepared":
         served += tuple(serving.refused(recipe, engine))
-    title = f"{n} x {k} {kind} layer, {recipe}; {rows}{said}"
-    return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind, codes), served)
+    title = f"{n} x {k} {kind} layer, {recipe}; {rows}{known.said}"
+    return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind, known), served)
 
 
-def _fixed(layer: QATLinear) -> tuple[Encoded | None, str]:
-    """The codes that a layer multiplies inside `fixed_weights`, and the end of its title."""
+class _Known(NamedTuple):
+    """The codes of a weight that are there before a forward. bound: calls without gradients go through a `BoundWeight`.
+    said: of a prepared layer, the end of its title.
+    """
+
+    codes: Encoded | None = None
+    bound: bool = False
+    said: str = ""
+
+
+def _known(layer: QATLinear) -> _Known:
+    """The codes of a prepared layer: of `quantized_model_init`, or inside `fixed_weights`."""
+    if isinstance(layer.weight, GatheredWeight):
+        return _Known(layer.weight.rows, False, "; its weight is codes already, which are multiplied without encoding")
     if layer.fixed is None or isinstance(layer.weight, DTensor):  # a shard's codes are made when it is gathered
-        return None, ""
+        return _Known()
     if layer.fixed.of_this_call is None:
-        return None, (
-            "; it encodes as usual inside fixed_weights, as its weight is computed or of inference mode, or its scales are delayed"
-        )
-    return layer.encode_weight().by_row, "; its weight is fixed: codes made once are multiplied without encoding"
+        why = "as its weight is computed or of inference mode, or its scales are delayed"
+        return _Known(said=f"; it encodes as usual inside fixed_weights, {why}")
+    codes = layer.encode_weight().by_row
+    return _Known(codes, True, "; its weight is fixed: codes made once are multiplied without encoding")
 
 
 def _served(recipe: LinearRecipe, engine: str | None, gpu: str | None) -> tuple[str, ...]:
@@ -144,7 +156,7 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
         titles.append(f"{name}: {len(stack)} experts of {n} x {k}, {kind}, {recipe}")
         routes += [
             dataclasses.replace(r, step=f"{name}: {r.step}")
-            for r in _routes(recipe, weight, dtype or weight.dtype, kind)
+            for r in _routes(recipe, weight, dtype or weight.dtype, kind, _Known())
         ]
         served += _served(recipe, engine, gpu)
     if not titles:
@@ -153,11 +165,12 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
 
 
 def _routes(
-    recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str, codes: Encoded | None = None
+    recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str, known: _Known
 ) -> tuple[Route, ...]:
-    """The steps of a forward. codes: of the weight, where they are there before it."""
+    """The steps of a forward."""
     if isinstance(weight, PackedTensor):
-        codes = weight.encoded
+        known = _Known(weight.encoded, bound=True)
+    codes = known.codes
     (n, k), device, found = weight.shape, weight.device, list[Route]()
     if (x := recipe.fprop_input) is not None:
         role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
@@ -183,7 +196,7 @@ def _routes(
         if role:
             rows = ops.explain(CodecRequest(role, w, device, dtype, n, k, role != "quantize"))
             found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
-    if codes is None:
+    if codes is None or not known.bound:
         return (*found, *gemms)
     found = [
         dataclasses.replace(r, rows=_decoded(r.rows, recipe, codes, dtype)) if r.step == "decode the weight" else r

@@ -111,6 +111,18 @@ def test_a_fixed_weight_is_said_and_is_not_encoded() -> None:
     assert inside.routes == explain(m).routes
 
 
+def test_a_weight_of_codes_alone_is_said_and_is_not_encoded() -> None:
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    masters = aoquant.quantized_model_init(model, aoquant.HybridConfig.fwd_bwd("mxfp8", "mxfp8"))
+    found = explain(model[0])
+    with aoquant.fixed_weights(model):
+        assert explain(model[0]) == found
+    masters.restore()
+    assert found.layer.endswith("; its weight is codes already, which are multiplied without encoding")
+    steps = [[r.step for r in one.routes] for one in (found, explain(model[0]))]
+    assert steps == [["encode the input", f"{verb} the weight", "multiply"] for verb in ("decode", "encode")]
+
+
 def test_a_weight_that_fixed_weights_leaves_alone_is_said() -> None:
     m = layer()
     nn.utils.parametrize.register_parametrization(m, "weight", nn.Identity())
