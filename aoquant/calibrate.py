@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
+from aoquant._arguments import check_model
 from aoquant.formats import Operand, Scales
 from aoquant.formats.operand import SCALES
 from aoquant.layers import held
@@ -48,15 +49,16 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
         largest input value of each layer, transforms from all of its input values.
 
     Raises:
-        ValueError: forward_loop is neither; no layer holds scales; or naming each layer that the loop did not reach,
-            or that saw nothing but zeros, NaN or Inf, or the first that got an input of a wrong width. The scales are
-            what they were then.
+        ValueError: `model` is no module, or forward_loop neither; no layer holds scales; or naming each layer that the
+            loop did not reach, or that saw nothing but zeros, NaN or Inf, or the first that got an input of a wrong
+            width. The scales are what they were then.
 
     Example:
 
             quantize_(model, QATConfig(Int8WeightConfig(activation="int8-tensor-static"), step="prepare"))
             calibrate(model, [batch_1, batch_2])
     """
+    check_model(model)
     one = isinstance(forward_loop, Tensor | Mapping | str)  # iterating over these gives no batches
     if not callable(forward_loop) and (
         one or not (isinstance(forward_loop, Iterable) or hasattr(forward_loop, "__getitem__"))

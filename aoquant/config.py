@@ -398,31 +398,40 @@ class QATConfig(AOBaseConfig):
             backward = training.get("backward") if backward is None else backward
             straight_through = training.get("straight_through") if straight_through is None else straight_through
             scales = training.get("scales") if scales is None else scales
-        base_config = named(base_config)
         if straight_through is None:
             straight_through = "clipped" if backward == "quartet" else "identity"
-        self.base_config, self.activation_config, self.weight_config = base_config, activation_config, weight_config
-        self.straight_through = straight_through
         own = backward.seed if isinstance(backward, HybridConfig) else 0
-        if seed is None:
-            seed = own
-        elif own and seed != own:
-            raise ValueError(f"QATConfig: seed={seed!r}, and its HybridConfig has seed={own}: give one of them")
-        scales = "dynamic" if scales is None else scales
-        self.scales, self.backward, self.seed = scales, backward, seed
+        self.base_config = named(base_config)
+        self.activation_config, self.weight_config = activation_config, weight_config
+        self.straight_through, self.scales = straight_through, "dynamic" if scales is None else scales
+        self.backward, self.seed = backward, own if seed is None else seed
         self.engine, self.gpu = engine, gpu
-        parts = activation_config is not None or weight_config is not None
+        if own and self.seed != own:
+            raise ValueError(f"QATConfig: seed={seed!r}, and its HybridConfig has seed={own}: give one of them")
         if self.step not in STEPS:
             raise ValueError(f"QATConfig: step must be one of {', '.join(STEPS)}, got {step!r}")
-        if straight_through not in STRAIGHT_THROUGH:
+        self._check_training()
+        self._check_base()
+        for said in self._served():
+            warnings.warn(said, AoquantWarning, stacklevel=2)
+
+    def _check_training(self) -> None:
+        """Raise ValueError for what training does not know."""
+        if self.straight_through not in STRAIGHT_THROUGH:
             raise ValueError(
-                f"QATConfig: straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {straight_through!r}"
+                f"QATConfig: straight_through is one of {', '.join(STRAIGHT_THROUGH)}, got {self.straight_through!r}"
             )
-        if scales not in SCALES:
-            raise ValueError(f"QATConfig: scales is one of {', '.join(SCALES)}, got {scales!r}")
-        backward_slots(backward)  # a wrong name is an error here
+        if self.scales not in SCALES:
+            raise ValueError(f"QATConfig: scales is one of {', '.join(SCALES)}, got {self.scales!r}")
+        backward_slots(self.backward)  # a wrong name is an error here
+        seed: object = self.seed
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
             raise ValueError(f"QATConfig: seed must be an integer of 0 to 2^32 - 1, got {seed!r}")
+
+    def _check_base(self) -> None:
+        """Raise ValueError unless base, parts and step go together."""
+        base_config: object = self.base_config
+        parts = self.activation_config is not None or self.weight_config is not None
         if base_config is not None and parts:
             raise ValueError("QATConfig: give base_config, or weight_config and activation_config, not both")
         if isinstance(base_config, HybridConfig):
@@ -439,17 +448,27 @@ class QATConfig(AOBaseConfig):
             raise ValueError("QATConfig: prepare needs a base_config, or a weight_config, or an activation_config")
         if self.step == "convert" and parts:
             raise ValueError("QATConfig: convert takes no weight_config or activation_config; layers remember theirs")
-        if engine is None and gpu is not None:
-            raise ValueError(f"QATConfig: gpu={gpu!r} says where an engine runs: give engine too, such as 'vllm'")
-        if engine is not None:
-            serving.check(engine, gpu)
-            by_name = base_config.fqn_to_config if isinstance(base_config, FqnToConfig) else {"": base_config}
-            bases = {repr(b): b for b in by_name.values() if isinstance(b, WeightConfig)}
-            for base in bases.values() if self.step == "prepare" else ():
-                recipe = base.recipe().holding(scales)
-                refused = serving.refused(recipe, engine, experts=ALL_EXPERTS in by_name)
-                for said in (*serving.differences(recipe, engine, gpu), *refused):
-                    warnings.warn(said, AoquantWarning, stacklevel=2)
+
+    def _served(self) -> list[str]:
+        """What the engine will compute otherwise than is trained.
+
+        Raises:
+            ValueError: the engine, or where it runs, is not known.
+        """
+        engine, gpu, base_config = self.engine, self.gpu, self.base_config
+        if engine is None:
+            if gpu is not None:
+                raise ValueError(f"QATConfig: gpu={gpu!r} says where an engine runs: give engine too, such as 'vllm'")
+            return []
+        serving.check(engine, gpu)
+        by_name = base_config.fqn_to_config if isinstance(base_config, FqnToConfig) else {"": base_config}
+        bases = {repr(b): b for b in by_name.values() if isinstance(b, WeightConfig)}
+        said = list[str]()
+        for base in bases.values() if self.step == "prepare" else ():
+            recipe = base.recipe().holding(self.scales)
+            said += serving.differences(recipe, engine, gpu)
+            said += serving.refused(recipe, engine, experts=ALL_EXPERTS in by_name)
+        return said
 
 
 __all__ = [

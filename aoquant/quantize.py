@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torchao.utils import TorchAOBaseTensor
 
 from aoquant import ops
+from aoquant._arguments import check_model
 from aoquant._warning import AoquantWarning
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
@@ -94,8 +95,7 @@ def quantize_(
             quantize_(model, QATConfig("int4-g32", step="prepare"))   # then train, then step="convert"
             quantize_(model, "int4-g32")                              # or at once, without training
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_model(model)
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function (module, name) -> bool, got {type(filter_fn).__name__}")
     if filter_fn is not None:

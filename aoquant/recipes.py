@@ -375,6 +375,10 @@ def get_recipe(name: str) -> Recipe:
     Raises:
         ValueError: there is none; the message lists the nearest.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"a recipe is named by a string, such as 'nvfp4', got {type(name).__name__}: a config is given to quantize_ as it is"
+        )
     weight, slash, activation = name.partition("/")
     if slash:
         return _of_formats(name, weight, activation)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops
+from aoquant._arguments import check_model
 from aoquant.formats import Encoded
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.packed_experts import PackedExperts
@@ -37,6 +38,8 @@ def refresh_(packed: nn.Module, prepared: nn.Module) -> int:
         ValueError: the two do not belong together: layers or floats that one of them lacks, shapes, dtypes, formats, or
             constant activation scales, which are part of the copy's compiled code. Nothing is changed then.
     """
+    check_model(packed, "packed")
+    check_model(prepared, "prepared")
     layers = {name: m for name, m in prepared.named_modules() if isinstance(m, QATLayer)}
     experts = {name: m for name, m in prepared.named_modules() if isinstance(m, QATExperts)}
     if not layers and not experts:
@@ -111,7 +114,8 @@ def _packed(owner: str, parameter: str, weight: Any, recipe: LinearRecipe, packe
     found = getattr(module, parameter, None)
     if not isinstance(found, PackedTensor):
         raise ValueError(
-            f"refresh_: {name} is prepared, and in the converted model its weight is {type(found).__name__}: convert a copy"
+            f"refresh_: {name} is prepared, and in the first model its weight is {type(found).__name__}, no codes: "
+            "give (converted copy, model in training)"
         )
     if isinstance(weight, DTensor):
         raise ValueError(f"refresh_: {name} is sharded over ranks: gather it first")

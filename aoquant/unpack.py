@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 
+from aoquant._arguments import check_model
 from aoquant.config import QATConfig
 from aoquant.formats import Encoded, Format, Operand, Scales
 from aoquant.layers import held
@@ -59,10 +60,14 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
         raise ValueError(
             f"unpack_: scales is static or learned, got {scales!r}: scales made anew would give other codes"
         )
+    check_model(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and isinstance(m.weight, PackedTensor)}
     stacks = _stacks(model)
     if not layers and not stacks:
-        raise ValueError("nothing to unpack: no linear layer holds a PackedTensor, and no experts are packed")
+        raise ValueError(
+            "nothing to unpack: no linear layer holds a PackedTensor, and no experts are packed. It takes a converted model; prepared layers "
+            "train as they are"
+        )
     if stacks and scales == "learned":
         raise ValueError(f"{stacks[0].fqn}: stacked experts hold no learned scales: use scales='static'")
     packed: dict[str, Any] = {name: m.weight for name, m in layers.items()}

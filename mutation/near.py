@@ -165,7 +165,12 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/direct_reads.py": ("model/test_direct_reads.py",),
     "layers/experts.py": (*_EXPERTS, *_PACKED_EXPERTS),
     "layers/routers.py": ("model/test_routing.py",),
+    "_arguments.py": ("model/test_arguments.py",),
     "report/routing.py": ("model/test_routing.py",),
+    "layers/packed_moves.py": (
+        "layers/test_packed_moves.py", "model/test_state_dict.py",
+        *_of("formats/test_wush.py", "slices", "rows_of_another_transform_are_not_fused_in", "rows_of_the_same_transform_are_fused_in"),
+    ),
     "layers/packed_experts.py": (*_PACKED_EXPERTS, *_EXPERTS),
     "layers/read_stacks.py": ("layers/test_read_stacks.py",),
     "layers/fast_path.py": ("model/test_fast_path.py",),
@@ -215,8 +220,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "layers/embedding.py": ("layers/test_embedding.py",),
     "tensor.py": (
         "layers/test_bound_weights.py::test_bound_weights_answer_ordinary_calls_alone",
-        "model/test_packed_linear.py", "model/test_state_dict.py",
-        *_of("formats/test_wush.py", "slices", "rows_of_another_transform_are_not_fused_in", "rows_of_the_same_transform_are_fused_in"),
+        "model/test_packed_linear.py",
         *_of("layers/test_embedding.py", "a_packed_weight_is_not_renormalised_and_not_an_index", "prepared_equals_converted"),
     ),
     "targets/": ("targets/test_every_torchao_config.py", "targets/test_torchao_bugs.py", "layers/test_fake_quantize_configs.py"),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from aoquant import serving
+from aoquant._arguments import check_path
 from aoquant.layers.recipe import LinearRecipe
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ def export(
     _check_tokenizer(tokenizer)
     from aoquant.export import source
 
+    check_path(directory, "directory", "the folder to write")
+    if not isinstance(model, nn.Module):
+        check_path(model, "model", "a converted model or the folder of one")
     found = source.of_model(model) if isinstance(model, nn.Module) else source.of_checkpoint(Path(model))
     writer: Callable[..., Path] = _writer(format)
     return writer(found, Path(directory), tokenizer=tokenizer, skip=tuple(skip), max_shard_size=max_shard_size)

@@ -18,8 +18,9 @@ from torch import Tensor
 from aoquant.integrations.safetensors_file import StoredTensor
 from aoquant.integrations.stored_names import Piece, pieces_of, stored_name
 from aoquant.layers.experts import stacks_of
+from aoquant.layers.packed_moves import cut_rows
 from aoquant.layers.routers import experts_of
-from aoquant.tensor import PackedTensor, cut_rows
+from aoquant.tensor import PackedTensor
 
 
 @dataclass(frozen=True)

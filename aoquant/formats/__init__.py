@@ -190,7 +190,6 @@ def register_format(format: Format) -> Format:
     return format
 
 
-@cache
 def get_format(name: str) -> Format | Operand:
     """The format called `name`; an `Operand`, which encodes and decodes like one, for a name with a transform:
     "hadamard16+nvfp4".
@@ -211,7 +210,7 @@ def get_format(name: str) -> Format | Operand:
         ValueError: no format has that name; the message lists the nearest ones.
     """
     if not isinstance(name, str):
-        raise ValueError(f"a format is named by a string, such as 'nvfp4', got {name!r}")
+        raise ValueError(f"a format is named by a string, such as 'nvfp4', got {type(name).__name__}")
     return get_operand(name) if is_composed(name) and transforms.parse(name.partition("+")[0]) else _plain(name)
 
 

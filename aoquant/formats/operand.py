@@ -249,7 +249,11 @@ class Operand:
 
 def as_operand(x: Format | Operand) -> Operand:
     """x itself, or an operand of format x without a transform."""
-    return x if isinstance(x, Operand) else Operand(x)
+    if isinstance(x, Operand):
+        return x
+    if not isinstance(x, Format):
+        raise ValueError(f"an operand is made of a format, such as aoquant.get_format('nvfp4'), got {x!r}")
+    return Operand(x)
 
 
 def is_composed(name: str) -> bool:

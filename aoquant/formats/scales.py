@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .elements import Element
 
-E8M0_BIAS = 127
 _MANTISSA = 23  # float32
 _LONG = 1 << 14  # values of a row, or of a tensor as one row, that are not copied to find the largest
 

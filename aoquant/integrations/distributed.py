@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aoquant._arguments import check_model
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.parallel import experts
 from aoquant.parallel.fsdp import reshard
@@ -33,6 +34,7 @@ def full_state_dict(model: nn.Module, *, cpu_offload: bool = False) -> dict[str,
     in param_dtype is here in that dtype (converted weights) or in the parameter's own (the rest): cast the rest to
     compute the same.
     """
+    check_model(model)
     reshard(model)
     keep = not cpu_offload or dist.get_rank() == 0
     done: dict[int, Tensor] = {}  # tied weights stay tied

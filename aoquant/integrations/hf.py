@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from aoquant import _register
+from aoquant._arguments import check_path
 from aoquant.config import PackedWeightConfig
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.kinds import is_layer, is_linear, kind_of, matrix_of
@@ -92,6 +93,7 @@ def save_pretrained(
                 f"save_pretrained takes no {argument}=: HF flattens a quantised model's own weights for safetensors; "
                 "leave it out"
             )
+    check_path(directory, "directory", "the folder to write")
     checkpoint.check_shard_size(kwargs.get("max_shard_size", 1))
     attach(model)
     model.hf_quantizer.original_names = kwargs.get("save_original_format", True)
@@ -129,6 +131,7 @@ def load_pretrained(
     for argument in ("quantization_config", "output_loading_info", "variant", "subfolder"):
         if argument in kwargs:
             raise ValueError(f"load_pretrained takes no {argument}=; use the model class's from_pretrained for that")
+    check_path(directory, "directory", "a checkpoint folder")
     method = checkpoint.method(Path(directory))
     if method in _READERS:
         reader: Any = import_module(_READERS[method])

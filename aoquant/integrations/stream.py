@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 
+from aoquant._arguments import check_path
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.progress import progress
 from aoquant.integrations.safetensors_file import StoredTensor, flush, header, reading, replace_metadata, reserve
@@ -96,6 +97,8 @@ def convert_checkpoint(
         ValueError: `model` is no complete float checkpoint of a model that transformers knows, a layer cannot take its
             config or holds NaN or Inf, `out` exists, or the disk is too small. Nothing is left behind then.
     """
+    check_path(model, "model", "a model folder")
+    check_path(out, "out", "the folder to write")
     began = time.monotonic()
     source, out = Path(model), Path(out)
     stored = _stored(source)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from aoquant._arguments import check_model
 from aoquant.integrations.vllm_experts import STACKS, owner_in_files
 from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import QATLayer
@@ -62,6 +63,7 @@ def sync_vllm(llm: Any, prepared: nn.Module) -> int:
             "sync_vllm: the engine's model is in another process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, and use "
             "one GPU or distributed_executor_backend='external_launcher'"
         )
+    check_model(prepared, "prepared")
     layers, stacks = _layers(prepared), _stacks(prepared)
     if not layers and not stacks:
         raise ValueError("sync_vllm: the second model has no prepared layer; give (engine, model in training)")

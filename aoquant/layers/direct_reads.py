@@ -113,7 +113,7 @@ def _take_hooks_away(model: nn.Module) -> None:
 
 def _begin(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: start to watch this forward."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return
     layers = {fqn: m for fqn, m in module.named_modules() if _is_watched(m) and getattr(m, "fake_quant", True)}
     if not (module.training or torch.is_grad_enabled()) and any(

@@ -60,11 +60,6 @@ def is_transposed(module: nn.Module) -> bool:
     return bool(module.is_transposed) if reading is None else reading.transposed
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether `module`, plain or prepared, has the experts protocol."""
-    return bool(stacks_of(module))
-
-
 def lacks(module: nn.Module) -> list[str]:
     """Attributes of the protocol that a module lacks."""
     missing = [name for name in PROTOCOL if not hasattr(module, name)]

@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from aoquant import ops
+from aoquant._arguments import check_model
 from aoquant.formats import Encoded
 from aoquant.layers import held
 from aoquant.layers.bound import BoundWeight
@@ -185,9 +186,12 @@ def fixed_weights(model: nn.Module) -> Iterator[None]:
     compiled layers, layers that tensor parallelism or FSDP1 shards, weights that are computed for each call (merged
     adapters, parametrisations) or made in inference mode, and delayed scales encode as usual.
 
+    A model without prepared layers stays as it is: converted ones hold their codes, float ones have none.
+
     Raises:
-        ValueError: inside the block, where a weight has changed, naming the layer.
+        ValueError: `model` is no module; or inside the block, where a weight has changed, naming the layer.
     """
+    check_model(model)
     layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fixed is None and not fsdp.is_flattened(m)]
     for layer in layers:
         layer.fixed = FixedWeight(layer)

@@ -110,7 +110,7 @@ def quantized_linear(
         if recipe.backward_operands:
             return _sharded(x, rows, bias, recipe, x_held, w_held, random, rank)
         on_shard = functools.partial(_on_shard, recipe)
-        sides = sharding.Side(recipe.fprop_input, x_held), sharding.Side(recipe.fprop_weight, w_held)
+        sides = sharding.HeldOperand(recipe.fprop_input, x_held), sharding.HeldOperand(recipe.fprop_weight, w_held)
         return sharding.linear(on_shard, x, rows, bias, *sides)
     if given_x.dtype not in FLOAT_DTYPES:  # autocast leaves them alone
         raise ValueError(f"the layer's input must be float32, bfloat16 or float16, got {given_x.dtype}: cast it")
@@ -171,7 +171,7 @@ def _sharded(
     if isinstance(random, DTensor):  # parallelize_module makes one of every buffer; the local tensor is the same memory
         random = random.to_local()
     on_shard = functools.partial(_on_shard, recipe, random=random, rank=rank)
-    sides = sharding.Side(recipe.fprop_input, x_held), sharding.Side(recipe.fprop_weight, w_held)
+    sides = sharding.HeldOperand(recipe.fprop_input, x_held), sharding.HeldOperand(recipe.fprop_weight, w_held)
     return sharding.linear(on_shard, x, w, bias, *sides, recipe)
 
 

@@ -13,7 +13,7 @@ transformers multiplies by it as it stands:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from aoquant.formats import Encoded
 from aoquant.layers.grouped import Rows, grouped_at_once, grouped_linear, why_not_at_once
 from aoquant.layers.linear import compute_dtype, quantized_linear
-from aoquant.tensor import PackedTensor, cut_columns, cut_rows
+from aoquant.layers.packed_moves import cut_columns, cut_rows
+from aoquant.tensor import PackedTensor
 
 aten = torch.ops.aten
 _PARTS = ("qdata", "scale", "zero_point", "per_tensor_scale")
@@ -119,6 +120,9 @@ def packed_experts(experts: Sequence[PackedTensor], *, transposed: bool = False)
         ValueError: there is none; or one differs from the first in format, shape or dtype, or has a fitted transform:
             the message says which.
     """
+    if isinstance(experts, Tensor) or not isinstance(experts, Iterable):
+        raise ValueError(f"packed_experts takes a list of PackedTensors (N, K), got {type(experts).__name__}")
+    experts = list(experts)
     if not experts:
         raise ValueError("packed_experts needs at least one PackedTensor, got none")
     for index, e in enumerate(experts):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from aoquant._arguments import check_model
 from aoquant._warning import AoquantWarning
 from aoquant.formats import Encoded, Scales
 from aoquant.formats.delayed import Delayed, fresh, resized
@@ -282,6 +283,7 @@ def set_fake_quant(model: nn.Module, enabled: bool) -> int:
     Raises:
         ValueError: no layer is prepared.
     """
+    check_model(model)
     layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
     if not layers:
         raise ValueError(
@@ -301,6 +303,7 @@ def unprepare(model: nn.Module) -> int:
     Raises:
         ValueError: no layer is prepared, or one has an adapter, or is packed by `quantized_model_init`.
     """
+    check_model(model)
     for name, module in model.named_modules():  # peft's tuner layers
         if isinstance(getattr(module, "base_layer", None), PreparedModule) and hasattr(module, "merged"):
             raise ValueError(
@@ -311,7 +314,9 @@ def unprepare(model: nn.Module) -> int:
             raise ValueError(f"{name or 'linear'}: {PACKED}")
     layers = [m for m in model.modules() if isinstance(m, PreparedModule)]
     if not layers:
-        raise ValueError(f"nothing to unprepare: no layer of the {type(model).__name__} is prepared")
+        raise ValueError(
+            f"nothing to unprepare: no layer of the {type(model).__name__} is prepared; aoquant.unpack_(model) prepares packed ones"
+        )
     for layer in layers:
         layer.unprepare()
     from aoquant.layers import fast_path  # which imports this module

@@ -14,6 +14,7 @@ import re
 
 from torch import nn
 
+from aoquant._arguments import check_model
 from aoquant.layers.experts import stacks_of
 
 _ROUTER = re.compile("router", re.IGNORECASE)
@@ -88,6 +89,7 @@ def freeze_routers(model: nn.Module) -> list[str]:
 
             freeze_routers(model)  # before the optimizer is made
     """
+    check_model(model)
     routers = routers_of(model)
     if not routers:
         raise ValueError(

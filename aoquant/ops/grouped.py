@@ -11,7 +11,7 @@ On a GPU three kernels run, chosen by shapes alone. Few rows are multiplied by 4
 Hopper many rows are too (expert_rows.py). Other rows meet the operand in bf16: all of it at once if the weight is whole
 already, else 64 MB at a time, decoded from the codes. One kernel does both (triton/grouped.py), and its bits are those
 of multiplying the codes. The GEMMs of a backward in high precision have no outer scales and round once, so
-`torch._grouped_mm` computes them. On other devices each expert is an ordinary product.
+`F.grouped_mm` computes them. On other devices each expert is an ordinary product.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from aoquant.formats import Encoded, Operand
 
@@ -90,7 +91,7 @@ def grouped_dgrad(grad_SN: Tensor, ends: Tensor, w: Tensor, w_operand: Operand |
         w = stacks.values(w_operand, w, transposed, grad_SN.dtype, alpha_apart=False).values
     elif transposed:
         w = w.transpose(1, 2)
-    dx_SK = torch._grouped_mm(grad_SN.contiguous(), w, offs=ends)
+    dx_SK = F.grouped_mm(grad_SN.contiguous(), w, offs=ends)
     _kernels().zero_behind(dx_SK, ends)
     return dx_SK
 
@@ -119,8 +120,8 @@ def grouped_wgrad(
     x_SK = (x_SK if token is None else x_SK.index_select(0, token)).to(dtype).contiguous()
     grad_SN = grad_SN.contiguous()
     if transposed:
-        return torch._grouped_mm(x_SK.t(), grad_SN, offs=ends)
-    return torch._grouped_mm(grad_SN.t(), x_SK, offs=ends)
+        return F.grouped_mm(x_SK.t(), grad_SN, offs=ends)
+    return F.grouped_mm(grad_SN.t(), x_SK, offs=ends)
 
 
 @op(lambda a: a.rows_SK.new_empty(a.place_TJ.shape[0], a.rows_SK.shape[1]))
@@ -140,7 +141,7 @@ def why_not(x: torch.dtype, k: int, n: int, device: torch.device) -> str | None:
     if k % 16 or n % 16:
         return f"K and N have to be multiples of 16, got {k} and {n}"
     if torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return "needs compute capability 9.0 or 10.0, where torch._grouped_mm does not wait for the offsets"
+        return "needs compute capability 9.0 or 10.0, where F.grouped_mm does not wait for the offsets"
     return codec.lacks_triton(device)
 
 

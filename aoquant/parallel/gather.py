@@ -25,13 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from aoquant._arguments import check_model
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
 from aoquant.formats.random import Place, Span
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import backward, codec
 from aoquant.parallel import fsdp, shards
-from aoquant.parallel.gathered import GatheredWeight, Side
+from aoquant.parallel.gathered import GatheredWeight, Layout
 
 
 def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> dict[str, str]:
@@ -48,6 +49,7 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
         ValueError: a rank's rows would cut through a tile or a block; found from shapes, on every rank alike, before
             any communicates.
     """
+    check_model(model)
     names = {module: fqn for fqn, module in model.named_modules()}
     fsdp.reshard(model)
     found: dict[str, str] = {}
@@ -141,8 +143,8 @@ class Gathering:
     recipe: LinearRecipe
     shape: torch.Size
     dtype: torch.dtype
-    rows: Side
-    columns: Side | None
+    rows: Layout
+    columns: Layout | None
 
     @classmethod
     def of(cls, recipe: LinearRecipe, shape: torch.Size, part: int, dtype: torch.dtype) -> Gathering:
@@ -153,12 +155,12 @@ class Gathering:
         """
         (n, k), side = shape, recipe.weight_side
         _whole_blocks(recipe.fprop_weight, "tile of rows", recipe.fprop_weight.tile_rows, n, part)
-        rows, columns = Side.of(recipe.fprop_weight, (part, k), (n, k), 0, dtype, 0), None
+        rows, columns = Layout.of(recipe.fprop_weight, (part, k), (n, k), 0, dtype, 0), None
         if side.keeps == "values" and side.forward is None:
             assert side.backward is not None
             _whole_blocks(side.backward, "block of dgrad", side.multiple, n, part)
             padded = [-(-size // side.multiple) * side.multiple for size in (part, n)]
-            columns = Side.of(side.backward, (k, padded[0]), (k, padded[1]), 1, dtype, rows.end)
+            columns = Layout.of(side.backward, (k, padded[0]), (k, padded[1]), 1, dtype, rows.end)
         return cls(recipe, shape, dtype, rows, columns)
 
     @property

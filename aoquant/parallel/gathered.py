@@ -47,8 +47,9 @@ class _Field(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Side:
-    """One encoding of a weight: of W (N, K), or of W^T (K, N), whose columns the ranks share out.
+class Layout:
+    """How one encoding of a weight lies in a rank's buffer: of W (N, K), or of W^T (K, N), whose columns the ranks
+    share out.
 
     width: values of a row. fields: for codes, scale, zero and outer scale, None for what the format has not.
     """
@@ -65,7 +66,7 @@ class Side:
         grows: int,
         dtype: torch.dtype,
         begin: int,
-    ) -> Side:
+    ) -> Layout:
         """Of a matrix of shape `whole` and `dtype`, of which a rank has a `part`, cut along dimension `grows`; from
         byte `begin` of its buffer.
         """

@@ -39,7 +39,7 @@ from . import shards
 from .shards import Backward, Shards
 
 
-class Side(NamedTuple):
+class HeldOperand(NamedTuple):
     """How an operand of the product is encoded, and the scales that it is held to."""
 
     operand: Operand | None
@@ -63,8 +63,8 @@ def linear(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    x_side: Side,
-    w_side: Side,
+    x_side: HeldOperand,
+    w_side: HeldOperand,
     backward: Backward | None = None,
 ) -> DTensor:
     """y (..., N) of a layer whose weight (N, K) is a DTensor, differentiable in all three.
@@ -179,7 +179,7 @@ def why_not(w: Tensor, operands: Sequence[Operand | None], unit: int = 1) -> str
     return None
 
 
-def _scales(side: Side, shard: Tensor, whole: DTensor) -> Scales | None:
+def _scales(side: HeldOperand, shard: Tensor, whole: DTensor) -> Scales | None:
     """The scales of one rank's shard of `whole`: held ones, cut like the shard, or those of the whole."""
     operand, held = side
     mesh, placements = whole.device_mesh, whole.placements

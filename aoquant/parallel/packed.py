@@ -49,8 +49,8 @@ class ShardedLinear(nn.Linear):
             input,
             _on_mesh(w, input.device_mesh),
             bias,
-            sharding.Side(recipe.fprop_input, None),
-            sharding.Side(None, None),
+            sharding.HeldOperand(recipe.fprop_input, None),
+            sharding.HeldOperand(None, None),
         )
 
 

@@ -26,16 +26,13 @@ from torchao.quantization import FqnToConfig
 from aoquant._warning import AoquantWarning
 from aoquant.config import ALL_EXPERTS, QATConfig
 from aoquant.layers.experts import stacks_of
-from aoquant.layers.kinds import is_layer, is_linear, kind_of
+from aoquant.layers.kinds import is_layer, is_linear, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
 from aoquant.layers.routers import experts_of, router_modules
 from aoquant.planning import owners, tied
 from aoquant.planning.experts import ChosenStack, why_unsupported
 from aoquant.recipes import by_layer
 
-UNPREPARED = (
-    "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
-)
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 
 
@@ -306,7 +303,7 @@ def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = 
     """Why no layer was chosen. converts: the step is "convert". keys: names and patterns that choose."""
     met = any(_means(k, fqn, p) for k in keys for fqn, m in model.named_modules() for p in m._parameters)
     if converts and _for_experts_alone(keys) and met:
-        return UNPREPARED
+        return _unprepared(model)
     if _for_experts_alone(keys) and (experts := experts_of(model)):
         names = [_join(fqn, parameter) for fqn, module in experts.items() for parameter in stacks_of(module)]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -326,13 +323,24 @@ def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = 
             f"nothing to quantise: all {len(linears)} linear layer(s) are subclasses of nn.Linear, which are left alone"
         )
     if converts:
-        return UNPREPARED
+        return _unprepared(model)
     if not linears:
         return f"nothing to quantise: {type(model).__name__} has no nn.Linear{_instead(model)}"
     return (
         f"nothing to quantise: {len(linears)} linear layer(s), such as {', '.join(linears[:3])}, and none was chosen. "
         f"lm_head, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns{_instead(model)}"
     )
+
+
+def _unprepared(model: nn.Module) -> str:
+    """Why there is nothing to convert."""
+    packed = [name for name, p in model.named_parameters() if is_packed(p)]
+    if packed:
+        return (
+            f"nothing to convert: no layer is prepared, and {len(packed)} weight(s), such as {packed[0]}, are packed already: "
+            "the model is converted"
+        )
+    return "nothing to convert: no layer is prepared. Call quantize_(model, QATConfig(base, step='prepare')) before training"
 
 
 def _instead(model: nn.Module) -> str:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from aoquant._arguments import check_model
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 WORTH_A_WARNING = 0.05  # share of a model's elements in unsupported matrices
 SKIPPED = "aoquant_skipped"  # attribute of a layer that skip_incompatible left out: why
 REACHED = ("quantised", "prepared")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Owner(NamedTuple):
@@ -169,8 +171,7 @@ def coverage(model: nn.Module) -> Coverage:
     Raises:
         ValueError: `model` is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_model(model)
     return inventory(model)
 
 
@@ -301,7 +302,7 @@ def _state(
 
 def _why_unsupported(module: nn.Module, fqn: str, tensor: Tensor) -> str:
     kind = type(module).__name__
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, _CONVOLUTIONS):
         return f"{kind} is a convolution"
     named = "expert" in kind.lower()  # DBRX's are stacked into two dimensions
     if named or (tensor.dim() > 2 and re.search("expert|moe", f"{fqn} {kind}", re.IGNORECASE)):

@@ -232,50 +232,55 @@ def plan_layer(
             f"{label}: QATConfig(FqnToConfig(...)) needs layer names: use aoquant.quantize_, or put a QATConfig into each value"
         )
     kind = config.step if isinstance(config, QATConfig) else "quantize"
-    if kind == "convert":
-        if not isinstance(module, QATLayer):
-            return None
-        target = _convert_target(module, config, label)
-    else:
-        if isinstance(module, QATLayer) and not _replaces(config):
-            raise ValueError(
-                f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn; "
-                f"{ANOTHER_BACKWARD}"
-            )
-        if isinstance(module.weight, TorchAOBaseTensor):
-            named, instead = type(module.weight).__name__, _or_unpack(module.weight)
-            raise ValueError(
-                f"{label}: its weight is quantised already ({named}); {instead}leave it out with filter_fn"
-            )
-        try:
-            if isinstance(config, QATConfig):
-                target = prepare_target(config)
-                if isinstance(module, QATLayer):
-                    _check_same_forward(module.prepared.recipe, target, replaces=isinstance(module, QATLinear))
-            else:
-                target = resolve(config)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
-    if layer.gemm:
-        n, k = weight.shape if layer.transposed else (module.out_features, module.in_features)
-        reason = target.why_not(n, k, dtype or weight.dtype)
-    else:
-        reason = target.why_not_embedding(module, has_gemm=has_gemm or kind == "convert")
-        if reason is None and target.recipe.holds:
-            reason = (
-                "an embedding's scales are made from its rows, so there are none to hold: use scales='dynamic' for it"
-            )
-    if reason is None:
-        reason = sharded.why_not(module, kind, target.recipe, dtype)
+    if kind == "convert" and not isinstance(module, QATLayer):
+        return None
+    target = _convert_target(module, config, label) if kind == "convert" else _new_target(module, config, label)
+    step = Step(fqn, module, layer, kind, config, target, dtype or weight.dtype)
+    reason = _why_not_shape(step, has_gemm) or sharded.why_not(module, kind, target.recipe, dtype)
     if reason is None and layer.transposed and kind != "prepare" and isinstance(module.weight, DTensor):
         reason = f"a sharded {layer.plain.__name__} is not converted in place: {GATHER}, and convert that"
     if reason is None and kind != "prepare":
         reason = _not_calibrated(module, target)
-    if reason is None:
-        reason = owners.why_not(module, kind) or not_finite(weight)
-    if reason is not None:
+    if reason := reason or owners.why_not(module, kind) or not_finite(weight):
         raise ValueError(f"{label}: {reason}")
-    return Step(fqn, module, layer, kind, config, target, dtype or weight.dtype)
+    return step
+
+
+def _new_target(module: Any, config: Any, label: str) -> Target:
+    """What a layer deploys that is prepared, or quantised at once.
+
+    Raises:
+        ValueError: it is prepared or quantised already, or the config cannot be deployed.
+    """
+    if isinstance(module, QATLayer) and not _replaces(config):
+        raise ValueError(
+            f"{label}: is prepared already ({module.prepared.recipe}); convert it first, or leave it out with filter_fn; "
+            f"{ANOTHER_BACKWARD}"
+        )
+    if isinstance(module.weight, TorchAOBaseTensor):
+        named, instead = type(module.weight).__name__, _or_unpack(module.weight)
+        raise ValueError(f"{label}: its weight is quantised already ({named}); {instead}leave it out with filter_fn")
+    try:
+        if not isinstance(config, QATConfig):
+            return resolve(config)
+        target = prepare_target(config)
+        if isinstance(module, QATLayer):
+            _check_same_forward(module.prepared.recipe, target, replaces=isinstance(module, QATLinear))
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
+    return target
+
+
+def _why_not_shape(step: Step, has_gemm: bool) -> str | None:
+    """Why a layer's target does not take its shape and dtype, or its kind; None when it does."""
+    module, layer, target = step.module, step.layer, step.target
+    if layer.gemm:
+        n, k = layer.matrix(module.weight).shape if layer.transposed else (module.out_features, module.in_features)
+        return target.why_not(n, k, step.dtype)
+    reason = target.why_not_embedding(module, has_gemm=has_gemm or step.kind == "convert")
+    if reason is None and target.recipe.holds:
+        return "an embedding's scales are made from its rows, so there are none to hold: use scales='dynamic' for it"
+    return reason
 
 
 def _or_unpack(weight: Any) -> str:

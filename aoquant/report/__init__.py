@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aoquant._arguments import check_model
 from aoquant._warning import AoquantWarning
 from aoquant.layers.experts import stacks_of
 from aoquant.parallel import fsdp
@@ -169,8 +170,7 @@ def report(
     if not isinstance(batch, Tensor | tuple | list | Mapping):
         raise ValueError(f"batch must be a tensor, a tuple or list, or a dict, got {type(batch).__name__}")
     for side, model in zip("ab", (model_a, model_b), strict=True):
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model_{side} must be an nn.Module, got {type(model).__name__}")
+        check_model(model, f"model_{side}")
     a, b = (getattr(model, "_orig_mod", model) for model in (model_a, model_b))  # what torch.compile wrapped
     for side, model in zip("ab", (a, b), strict=True):
         if (borrowed := owners.borrowed(model)) is not None:
@@ -232,6 +232,8 @@ def verify(
             quantize_(model, QATConfig(step="convert"))
             verify(prepared, model, {"input_ids": ids})   # raises unless every layer is bit-equal
     """
+    check_model(prepared, "prepared")
+    check_model(converted, "converted")
     found = report(prepared, converted, batch, progress=False)
     exact = all(r.output_sqnr_db in (None, math.inf) for r in found.layers)
     judged = [

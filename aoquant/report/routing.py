@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aoquant._arguments import check_model
 from aoquant.layers.routers import experts_of, routers_of
 from aoquant.report.measure import run, undisturbed
 
@@ -47,14 +48,16 @@ def router_drift(model_a: nn.Module, model_b: nn.Module, batch: Any) -> tuple[Ro
     as they are.
 
     Raises:
-        ValueError: the models have no stacked experts of the same names, or do not run them equally often; or their
-            class is not called with each token's experts (Llama 4, Aria, JetMoE).
+        ValueError: one is no module; the models have no stacked experts of the same names, or do not run them equally
+            often; or their class is not called with each token's experts (Llama 4, Aria, JetMoE).
 
     Example:
 
             for layer in router_drift(float_model, prepared, {"input_ids": ids}):
                 print(f"{layer.fqn}: {layer.changed_share:.2%} of {layer.tokens} tokens")
     """
+    check_model(model_a, "model_a")
+    check_model(model_b, "model_b")
     a, b = (routes(model, batch) for model in (model_a, model_b))
     return drift(a, b)
 

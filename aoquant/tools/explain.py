@@ -3,8 +3,8 @@
 The router decides call by call, from a request that holds no data, so asking it costs nothing: `explain` asks for
 every M that a threshold is likely at, and bisects between two that differ. A threshold and its opposite between two
 neighbours of `_PROBES` would be missed; up to 64 every M is asked. What is made of the weight depends on the GEMM
-that reads it: a backend that multiplies codes wants those of a prepared layer encoded, and takes a packed layer's as
-they are.
+that reads it: a backend that multiplies codes wants those of a prepared layer encoded, and takes those of a packed
+layer, or of one inside `fixed_weights`, as they are.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from aoquant import ops, serving
+from aoquant.formats import Encoded
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import CodecRequest, gemm_request, router
 from aoquant.ops.gemm import one_call, tensor_cores
+from aoquant.parallel.gathered import GatheredWeight
 from aoquant.tensor import PackedTensor
 
 Rows = list[tuple[str, str]]
@@ -68,8 +71,8 @@ class Routes:
 def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None = None, gpu: str | None = None) -> Any:
     """Which backend runs, and why the others do not.
 
-    what: a prepared layer, or a converted one: `Routes`, for every M. Stacked experts: the same, M the tokens of
-        one expert. Or a request (`ops.Request`,
+    what: a prepared layer, or a converted one: `Routes`, for every M. Inside `fixed_weights` a prepared layer's weight
+        is codes already. Stacked experts: the same, M the tokens of one expert. Or a request (`ops.Request`,
         `ops.CodecRequest`): a list of (backend, "runs" | "willing, lower priority" | reason why not).
     dtype: of the activations, by default the weight's.
     engine, gpu: as in `QATConfig`: say too what that engine will compute otherwise than the layer.
@@ -79,18 +82,19 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     """
     if isinstance(what, (ops.Request, ops.CodecRequest)):
         return ops.explain(what)
-    weight = getattr(what, "weight", None)
+    weight, known = getattr(what, "weight", None), _Known()
     if isinstance(what, torch.nn.Module) and stacks_of(what):
         return _experts(what, dtype, engine, gpu)
     if isinstance(what, QATLinear):
         recipe, kind, weight = what.prepared.recipe, "prepared", what.matrix()
+        known = _known(what)
     elif isinstance(weight, PackedTensor):
         recipe, kind = weight.recipe, "converted"
     else:
-        name = type(weight.data).__name__ if isinstance(weight, torch.Tensor) else type(what).__name__
+        held = f" with a weight of {type(weight.data).__name__}" if isinstance(weight, torch.Tensor) else ""
         raise ValueError(
-            f"explain takes a request, a prepared linear layer or one with a PackedTensor, got {name}: for a model, choose a layer with "
-            "model.get_submodule(name); torchao's tensors call their own kernels, without this router"
+            f"explain takes a request, a prepared linear layer or one with a PackedTensor, got {type(what).__name__}{held}: "
+            "for a model, choose a layer with model.get_submodule(name); torchao's tensors call their own kernels, without this router"
         )
     assert isinstance(weight, torch.Tensor)
     n, k = weight.shape
@@ -98,8 +102,31 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     served = _served(recipe, engine, gpu)
     if engine is not None and kind == "prepared":
         served += tuple(serving.refused(recipe, engine))
-    title = f"{n} x {k} {kind} layer, {recipe}; {rows}"
-    return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind), served)
+    title = f"{n} x {k} {kind} layer, {recipe}; {rows}{known.said}"
+    return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind, known), served)
+
+
+class _Known(NamedTuple):
+    """The codes of a weight that are there before a forward. bound: calls without gradients go through a `BoundWeight`.
+    said: of a prepared layer, the end of its title.
+    """
+
+    codes: Encoded | None = None
+    bound: bool = False
+    said: str = ""
+
+
+def _known(layer: QATLinear) -> _Known:
+    """The codes of a prepared layer: of `quantized_model_init`, or inside `fixed_weights`."""
+    if isinstance(layer.weight, GatheredWeight):
+        return _Known(layer.weight.rows, False, "; its weight is codes already, which are multiplied without encoding")
+    if layer.fixed is None or isinstance(layer.weight, DTensor):  # a shard's codes are made when it is gathered
+        return _Known()
+    if layer.fixed.of_this_call is None:
+        why = "as its weight is computed or of inference mode, or its scales are delayed"
+        return _Known(said=f"; it encodes as usual inside fixed_weights, {why}")
+    codes = layer.encode_weight().by_row
+    return _Known(codes, True, "; its weight is fixed: codes made once are multiplied without encoding")
 
 
 def _served(recipe: LinearRecipe, engine: str | None, gpu: str | None) -> tuple[str, ...]:
@@ -129,7 +156,7 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
         titles.append(f"{name}: {len(stack)} experts of {n} x {k}, {kind}, {recipe}")
         routes += [
             dataclasses.replace(r, step=f"{name}: {r.step}")
-            for r in _routes(recipe, weight, dtype or weight.dtype, kind)
+            for r in _routes(recipe, weight, dtype or weight.dtype, kind, _Known())
         ]
         served += _served(recipe, engine, gpu)
     if not titles:
@@ -137,25 +164,31 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
     return Routes("\n".join(titles), tuple(routes), tuple(served))
 
 
-def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str) -> tuple[Route, ...]:
+def _routes(
+    recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str, known: _Known
+) -> tuple[Route, ...]:
+    """The steps of a forward."""
+    if isinstance(weight, PackedTensor):
+        known = _Known(weight.encoded, bound=True)
+    codes = known.codes
     (n, k), device, found = weight.shape, weight.device, list[Route]()
     if (x := recipe.fprop_input) is not None:
         role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
         kept = role == "encode" or kind == "prepared"  # for backward
         found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k, kept)))
-    w, held = recipe.fprop_weight, weight.encoded if isinstance(weight, PackedTensor) else weight
+    w, held = recipe.fprop_weight, weight if codes is None else codes
     gemms = _ranges(
         "multiply",
         lambda m: ops.explain(gemm_request(recipe.contract, recipe.fprop_input, w, held, dtype, m)),
     )
-    codes = ops.code_readers()
+    readers = ops.code_readers()
     whole = ops.reads(recipe.contract) == "codes" or device.type != "cuda"
 
     def made_of_weight(gemm: Route) -> str:
-        if kind == "converted":
-            return "" if gemm.backend in codes else "decode"
+        if codes is not None:
+            return "" if gemm.backend in readers else "decode"
         return (
-            "encode" if whole or gemm.backend in codes else "quantize"
+            "encode" if whole or gemm.backend in readers else "quantize"
         )  # codes, or in one pass what the GEMM reads of them
 
     for role, same in groupby(gemms, made_of_weight):
@@ -163,19 +196,19 @@ def _routes(recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind
         if role:
             rows = ops.explain(CodecRequest(role, w, device, dtype, n, k, role != "quantize"))
             found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
-    if kind == "converted":
-        found = [
-            dataclasses.replace(r, rows=_decoded(r.rows, recipe, held, dtype)) if r.step == "decode the weight" else r
-            for r in found
-        ]
-    together = [] if kind != "converted" else _one_call(recipe, held, dtype)
-    return (*found, *together, *gemms)
+    if codes is None or not known.bound:
+        return (*found, *gemms)
+    found = [
+        dataclasses.replace(r, rows=_decoded(r.rows, recipe, codes, dtype)) if r.step == "decode the weight" else r
+        for r in found
+    ]
+    return (*found, *_one_call(recipe, codes, dtype), *gemms)
 
 
-def _decoded(rows: Rows, recipe: LinearRecipe, w: Any, dtype: torch.dtype) -> Rows:
+def _decoded(rows: Rows, recipe: LinearRecipe, w: Encoded, dtype: torch.dtype) -> Rows:
     """With csrc's operator in front, where calls without gradients decode the weight by it."""
     request = gemm_request(recipe.contract, recipe.fprop_input, recipe.fprop_weight, w, dtype, 1 << 12)
-    if router.forcing() or recipe.holds or not tensor_cores.by_csrc(request, w):
+    if router.forcing() or recipe.deployed.holds or not tensor_cores.by_csrc(request, w):
         return rows
     return [
         ("aoquant_native::decode_values", "runs"),
@@ -183,9 +216,9 @@ def _decoded(rows: Rows, recipe: LinearRecipe, w: Any, dtype: torch.dtype) -> Ro
     ]
 
 
-def _one_call(recipe: LinearRecipe, w: Any, dtype: torch.dtype) -> list[Route]:
+def _one_call(recipe: LinearRecipe, w: Encoded, dtype: torch.dtype) -> list[Route]:
     """Where a call without gradients makes the launches of the routes at once, by one operator."""
-    if router.forcing() or recipe.holds:
+    if router.forcing() or recipe.deployed.holds:
         return []
 
     def ask(m: int) -> Rows:

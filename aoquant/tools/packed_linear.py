@@ -50,6 +50,9 @@ def packed_linear(
     f = get_format(format)
     if f.bits != 4 or not isinstance(f, MX | NVFP4 | FourOverSix | MXFP4Dialect | NVFP4Dialect):
         raise ValueError(f"packed_linear: format must be an FP4 one, such as 'nvfp4' or 'xx-mxfp4', got {format!r}")
+    for name, given in (("codes", codes), ("scale", scale), *(() if bias is None else (("bias", bias),))):
+        if not isinstance(given, Tensor):
+            raise ValueError(f"packed_linear: {name} must be a tensor, got {type(given).__name__}")
     codes = codes.view(torch.uint8) if codes.dtype == torch.float4_e2m1fn_x2 else codes
     if codes.dim() != 2 or codes.dtype != torch.uint8:
         raise ValueError(

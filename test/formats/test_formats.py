@@ -401,4 +401,5 @@ def test_a_registered_format_is_found_by_name_and_keeps_it(monkeypatch: pytest.M
     for odd in ("Own", "own+own", "own-static:1", ""):
         with pytest.raises(ValueError, match="lower-case letters"):
             formats.register_format(_Own(called=odd))
-    get_format.cache_clear()
+    for cached in (formats.get_operand, formats._plain):
+        cached.cache_clear()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aoquant import QATConfig, fixed_weights, quantize_
+from aoquant import QATConfig, explain, fixed_weights, quantize_
 from aoquant.ops import native
 from aoquant.recipes import get_recipe
 
@@ -47,6 +47,19 @@ def test_bits_are_those_outside_and_of_the_converted_layer(name: str) -> None:
             for m, x in given.items():
                 assert torch.equal(model(x), want[m]), m
                 assert torch.equal(converted(x), want[m]), m
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *OTHERS])
+def test_explain_names_the_kernels_of_the_converted_layer(name: str) -> None:
+    """All but what encodes the input, whose codes a prepared layer may keep for backward."""
+    model = prepared(name)
+    converted = copy.deepcopy(model)
+    quantize_(converted, QATConfig(step="convert"))
+    with fixed_weights(model):
+        inside = explain(model[0])
+    assert "its weight is fixed" in inside.layer and "encode the weight" not in {r.step for r in inside.routes}
+    of_weight = [[r for r in found.routes if "input" not in r.step] for found in (inside, explain(converted[0]))]
+    assert of_weight[0] == of_weight[1] != []
 
 
 @pytest.mark.parametrize("name", RECIPES)

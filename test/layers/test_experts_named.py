@@ -101,7 +101,9 @@ def test_convert_without_prepare_says_so() -> None:
         with pytest.raises(ValueError, match="nothing to convert: no layer is prepared"):
             quantize_(model, QATConfig(base, step="convert"))
     quantize_(model, "int4-g32-experts")
-    with pytest.raises(ValueError, match="nothing to convert: no layer is prepared"):
+    with pytest.raises(
+        ValueError, match=r"nothing to convert: no layer is prepared, and 4 weight\(s\), such as model\.layers"
+    ):
         quantize_(model, QATConfig("int4-g32-experts", step="convert"))
     with pytest.raises(ValueError, match=r"for experts alone .*, and Linear has no experts"):
         quantize_(nn.Linear(64, 64), QATConfig("int4-g32-experts", step="convert"))

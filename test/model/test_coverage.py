@@ -285,8 +285,8 @@ def test_wrong_arguments_are_named() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(ValueError, match=r"^model must be an nn.Module, got str"):
         aoquant.coverage("x")  # type: ignore[arg-type]
-    for a, b, side in ((model, None, "b"), ("x", model, "a")):
-        with pytest.raises(ValueError, match=rf"^model_{side} must be an nn.Module"):
+    for a, b, name in ((model, None, "converted"), ("x", model, "prepared")):
+        with pytest.raises(ValueError, match=rf"^{name} must be an nn.Module"):
             verify(a, b, torch.zeros(1, 64))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"called as filter_fn\(module, name\), got a function only\(module\)"):
         quantize_(model, Int4WeightConfig(32), only)  # type: ignore[arg-type]

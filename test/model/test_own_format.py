@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import aoquant
 from aoquant import QATConfig, formats, quantize_
-from aoquant.formats import Encoded, Format, Scales, get_format, get_operand, layout, register_format
+from aoquant.formats import Encoded, Format, Scales, get_operand, layout, register_format
 
 MAGNITUDES = torch.tensor(
     [*(m / 16 for m in range(4)), *((1 + m / 4) * 2.0**e for e in range(-2, 5) for m in range(4))]
@@ -73,7 +73,7 @@ class Unfinished(E3M2):
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> E3M2:
     monkeypatch.setattr(formats, "_REGISTERED", {})
-    for cached in (get_format, get_operand, formats._plain):
+    for cached in (get_operand, formats._plain):
         cached.cache_clear()
     return E3M2()
 

@@ -129,7 +129,7 @@ def test_models_that_do_not_belong_together_are_refused() -> None:
     converted, prepared = pair(CONFIGS["intx4"])
     with pytest.raises(ValueError, match="the second model has no prepared layer"):
         refresh_(prepared, converted)
-    with pytest.raises(ValueError, match="is prepared, and in the converted model its weight is Parameter"):
+    with pytest.raises(ValueError, match="is prepared, and in the first model its weight is Parameter, no codes"):
         refresh_(llama(), prepared)
     other, _ = pair(CONFIGS["int4"])
     before = [w.qdata.clone() for w in packed(other).values()]

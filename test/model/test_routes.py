@@ -96,6 +96,42 @@ def test_prepared_and_converted_layers_say_the_same_of_their_gemm() -> None:
     )
 
 
+def test_a_fixed_weight_is_said_and_is_not_encoded() -> None:
+    m = layer()
+    outside = explain(m)
+    with aoquant.fixed_weights(m):
+        inside = explain(m)
+        m(torch.randn(2, 64, dtype=torch.bfloat16))
+        assert explain(m) == inside  # before the codes are made and after
+        assert explain(copy.deepcopy(m)) == outside  # a copy is outside of the block
+    assert explain(m) == outside and "fixed" not in str(outside)
+    assert inside.layer == f"{outside.layer}; its weight is fixed: codes made once are multiplied without encoding"
+    assert [r.step for r in inside.routes] == ["encode the input", "decode the weight", "multiply"]
+    quantize_(nn.Sequential(m), QATConfig(step="convert"))
+    assert inside.routes == explain(m).routes
+
+
+def test_a_weight_of_codes_alone_is_said_and_is_not_encoded() -> None:
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    masters = aoquant.quantized_model_init(model, aoquant.HybridConfig.fwd_bwd("mxfp8", "mxfp8"))
+    found = explain(model[0])
+    with aoquant.fixed_weights(model):
+        assert explain(model[0]) == found
+    masters.restore()
+    assert found.layer.endswith("; its weight is codes already, which are multiplied without encoding")
+    steps = [[r.step for r in one.routes] for one in (found, explain(model[0]))]
+    assert steps == [["encode the input", f"{verb} the weight", "multiply"] for verb in ("decode", "encode")]
+
+
+def test_a_weight_that_fixed_weights_leaves_alone_is_said() -> None:
+    m = layer()
+    nn.utils.parametrize.register_parametrization(m, "weight", nn.Identity())
+    with aoquant.fixed_weights(m):
+        found = explain(m)
+    assert "it encodes as usual inside fixed_weights, as its weight is computed" in found.layer
+    assert [r.step for r in found.routes] == ["encode the input", "encode the weight", "multiply"]
+
+
 def test_nothing_is_made_of_a_packed_weight_whose_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that says so for M up to 16; and the GEMMs of this machine that say so do not call the codec."""
     few = Backend("few", 40, lambda r: None if r.m <= 16 else "for up to 16 rows", lambda c: c, reads_codes=True)
@@ -138,11 +174,11 @@ def test_requests_are_answered_as_before() -> None:
 
 def test_what_has_no_router_is_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
-    for what, name in ((model, "Sequential"), (model[0], "Tensor|Parameter")):
+    for what, name in ((model, "Sequential"), (model[0], "Linear with a weight of (Tensor|Parameter)")):
         with pytest.raises(ValueError, match=rf"got ({name}).*get_submodule"):
             explain(what)
     quantize_(model, Int8DynamicActivationInt8WeightConfig())
-    with pytest.raises(ValueError, match="got Int8Tensor"):
+    with pytest.raises(ValueError, match="got Linear with a weight of Int8Tensor"):
         explain(model[0])
     with pytest.raises(ValueError, match=r"explain takes a request, a prepared linear layer .*, got str"):
         explain("nvfp4")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from aoquant.integrations.text import assets, load_documents, token_blocks
 from aoquant.integrations.vllm_experts import owner_in_files
-from aoquant.layers.experts import is_experts
+from aoquant.layers.experts import stacks_of
 
 ROOT = Path(__file__).parents[2]
 IDS_SHAPE = (8, 256)
@@ -61,7 +61,7 @@ def request(model: PreTrainedModel, ids: torch.Tensor, **more: Any) -> dict[str,
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             hooks.append(module.register_forward_hook(partial(keep, name=name)))
-        elif is_experts(module):
+        elif stacks_of(module):
             hooks.append(module.register_forward_hook(partial(keep_experts, name=name)))
     with torch.no_grad():
         model(ids[:1])
