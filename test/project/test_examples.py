@@ -40,7 +40,8 @@ def test_an_example_runs(
     finally:
         router._backends[:] = backends  # own_kernel's goes with the test
         router._routes.clear()
-        formats.get_format.cache_clear()
+        for cached in (formats.get_operand, formats._plain):
+            cached.cache_clear()
     assert LAST[name] in capsys.readouterr().out
 
 
