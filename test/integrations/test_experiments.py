@@ -120,6 +120,7 @@ def test_processes_an_export_lora_and_costs(modules: ModuleType, inputs: Path, t
     assert cost["train_tokens_s"] > 0 and cost["model_bytes"] > 0 and cost["generate_tokens_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_met_its_deadline_goes_on_with_the_same_bits(
     modules: ModuleType, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,14 @@ modules = pytest.fixture(experiments_modules)
 inputs = pytest.fixture(scope="module")(experiments_inputs)
 
 
-@pytest.mark.parametrize("trick", ["average", "dampen", "features", "freeze", "soft", "scales"])
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "average",
+        "features",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dampen", "freeze", "soft", "scales")),
+    ],
+)
 def test_a_trick_changes_the_weights_and_goes_on_after_a_stop(
     modules: ModuleType, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trick: str
 ) -> None:

@@ -74,8 +74,8 @@ def test_stopping_and_resuming_changes_no_bit(
 @pytest.mark.parametrize(
     ("recipe", "backward"),
     [
-        ("quartet2", None),
-        *(pytest.param(*v, marks=pytest.mark.slow) for v in (("quartet", None), ("gridflip", "nvfp4-sr"))),
+        pytest.param(*v, marks=pytest.mark.slow)
+        for v in (("quartet2", None), ("quartet", None), ("gridflip", "nvfp4-sr"))
     ],
 )
 def test_a_recipe_from_scratch_resumes_bit_for_bit(

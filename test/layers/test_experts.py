@@ -170,7 +170,7 @@ def test_fake_quantisation_is_switched_off_and_undone() -> None:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        pytest.param(f, d, marks=[pytest.mark.slow] if d == torch.float32 else [])
+        pytest.param(f, d, marks=[pytest.mark.slow] if d == torch.float32 or f not in ("mixtral", "gpt-oss") else [])
         for f in FAMILIES
         for d in (torch.bfloat16, torch.float32)
     ],

@@ -82,6 +82,7 @@ def linear_of(w: Tensor, recipe: str) -> nn.Linear:
     return layer
 
 
+@pytest.mark.slow
 def test_the_loop_of_packed_experts_in_a_compiled_model() -> None:
     """Under "eager" it runs outside the graph; under "grouped_mm" the error says what is not compiled: activations with
     one scale for the tensor, say.

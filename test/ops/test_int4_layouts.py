@@ -384,6 +384,7 @@ def outputs_under(capability: str) -> dict[str, tuple[int, str]]:
     return {dtype: (int(count), out) for dtype, count, out in rows}
 
 
+@pytest.mark.slow
 def test_another_instruction_set_is_followed() -> None:
     """ATEN_CPU_CAPABILITY=avx2 selects the operator's other rule, and the reference goes with it."""
     here = torch.backends.cpu.get_cpu_capability()

@@ -99,6 +99,7 @@ def test_a_run_of_some_cases_keeps_the_rows_of_other_kernels(tmp_path: Path) -> 
     assert sanitize.kept(file, new) == [old[0], old[1], old[3]]
 
 
+@pytest.mark.slow
 def test_cases_call_every_operator_as_it_is_defined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of x from each range, W's on each side of the bounds of the launchers."""
     called: Counter[str] = Counter()
