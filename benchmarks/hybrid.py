@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def measure(rounds: int) -> list[Row]:
         x = torch.randn(TOKENS, k, device=CUDA, dtype=BF16).requires_grad_()
         g = torch.randn(TOKENS, n, device=CUDA, dtype=BF16)
         models, failed = variants(k, n, x, g)
-        runs = {key: (lambda m=m, how=key[1]: stepped(m, how, x, g)) for key, m in models.items()}  # type: ignore[misc]  # noqa: B023
+        runs = {key: partial(stepped, m, key[1], x, g) for key, m in models.items()}
         times = interleaved({" ".join(key): run for key, run in runs.items()}, rounds)
         reference = percentiles(times["nn.Linear eager"])[1]
         everywhere = {"suite": "hybrid", "shape": f"K{k} N{n}"}
