@@ -28,7 +28,7 @@ from torch import Tensor
 from aoquant import get_format
 from aoquant.formats import Encoded, Format
 from aoquant.ops import native
-from aoquant.ops.gemm.few_rows import CUDA_FP8_ROWS, alpha_of, kind, plan_of, shifts
+from aoquant.ops.gemm.few_rows import alpha_of, kind, plan_of, shifts
 from aoquant.ops.linear_plan import CUDA_FORMATS, ROW_FORMATS
 
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -101,10 +101,6 @@ def weights(types: Sequence[str], names: Sequence[str], n: int, k: int) -> Itera
             yield f"{name} {t} {n}x{k}", packed(name, n, k, TYPES[t])
 
 
-def multiplies(weight: Weight, m: int) -> bool:
-    return m <= CUDA_FP8_ROWS or kind(weight.format) != "fp8"
-
-
 def multiply(weight: Weight, m: int) -> None:
     """decode_mm, with one alpha for all rows of x or one for each, and each kind of bias."""
     f, w, dtype = weight
@@ -151,19 +147,17 @@ def of_weights(types: Sequence[str]) -> Iterator[Case]:
     for n, k, rows in SHAPES:
         for name, weight in weights(types, ("int4-g32", "nvfp4", "mxfp4", "gridflip", "fp8-row"), n, k):
             for m in rows:
-                if multiplies(weight, m):
-                    yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
+                yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
                 if k == SHORT and m in (1, 4, 16):
                     yield Case(f"siblings {name} m={m}", partial(siblings, weight, m, None))
     for name, weight in weights(types[:1], ("gridflip-16x16", "int4-g128"), 200, 512):
         for m in ROWS:
             yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
     for encoder, of in (("nvfp4-row", "nvfp4"), ("fp8-row", "fp8-row"), ("nvfp4-row", "int4-g128")):
-        for (n, k), m in product(((200, 512), (2100, 2048), (8500, 256)), (1, 2, 4, 8, 16, 40)):
+        for (n, k), m in product(((200, 512), (2100, 2048), (8500, 256)), (1, 2, 4, 8, 16, 20, 40, 100)):
             for name, weight in weights(types, (of,), n, k):
-                if multiplies(weight, m):
-                    yield Case(f"linear {name} m={m}, encoded", partial(linear, weight, m, encoder))
-                    yield Case(f"siblings {name} m={m}, encoded", partial(siblings, weight, m, encoder))
+                yield Case(f"linear {name} m={m}, encoded", partial(linear, weight, m, encoder))
+                yield Case(f"siblings {name} m={m}, encoded", partial(siblings, weight, m, encoder))
     for n, k in ((3, 96), (2100, SHORT)):
         for name, weight in weights(types, ("int4-g32", "nvfp4", "mxfp4", "gridflip-16x16", "fp8-row"), n, k):
             yield Case(f"decode_values {name}", partial(decode_values, weight))

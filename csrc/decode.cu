@@ -1,6 +1,6 @@
-// The operator over decode.cuh, decode_rows.cuh, decode_once.cuh and decode_tiles.cuh: y = x W^T * alpha_x * alpha_w +
-// bias, rounded once, with W packed in 4 bits or in fp8. The operator that encodes x as well is in linear.cu.
-// decode_plan.cuh chooses the kernel.
+// The operator over decode.cuh, decode_rows.cuh, decode_fp8.cu, decode_once.cuh and decode_tiles.cuh: y = x W^T *
+// alpha_x * alpha_w + bias, rounded once, with W packed in 4 bits or in fp8. The operator that encodes x as well is in
+// linear.cu. decode_plan.cuh chooses the kernel.
 #include "common.cuh"
 #include "decode_op.cuh"
 
@@ -79,8 +79,8 @@ void launch(DecodeCall& call, int64_t format, const Tensor& like) {
   const auto type = like.scalar_type();
   const int64_t m = call.args.m, k = call.args.k;
   std::optional<Tensor> image;
-  if (decode_reorders(m)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
-    const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256, size[] = {tokens * ((k + 127) / 128) * 256};
+  if (decode_reorders(m, call.args.encodes)) {  // x as decode_tiles.cuh wants it, for whichever kernel it is
+    const int64_t tokens = m <= 64 ? 64 : (m + 255) / 256 * 256, size[] = {tokens * ((k + 127) / 128 * 256 + 4)};
     image = torch::stable::new_empty(like, {size, 1}, ScalarType::Byte);
     call.image = static_cast<uint8_t*>(image->data_ptr());
   }
@@ -120,7 +120,7 @@ void decode_into(const DecodeProduct* products, int64_t count, const Tensor& lik
     while (taken < most && next + taken < count && alike(first, products[next + taken], m, k)) {
       const DecodeProduct& p = products[next + taken];
       check_weight(p.w, like.scalar_type(), k, p.plan);
-      STD_TORCH_CHECK(m > 0 && (format != FP8 || decode_is_few(m)), "fp8 multiplies from 1 to 16 rows of x, other formats 1 or more, got ", m);
+      STD_TORCH_CHECK(m > 0, "x must have rows");
       DecodeArgs& a = args[taken];
       a = arguments(p.w, k, p.plan);
       a.x = x;

@@ -39,9 +39,13 @@ constexpr int SIBLINGS = 3;  // that a launch takes, at most: q, k and v
 // have nothing to do.
 constexpr int MORE_THAN_HALF = 115 * 1024;
 
+// Bytes of dynamic shared memory that every launch may have: 48 KB, less what a kernel declares itself (scales of 16
+// rows).
+constexpr int WITHOUT_ASKING = 47 * 1024;
+
 struct DecodeCall {
   DecodeArgs args;
-  uint8_t* image;  // workspace where `decode_reorders`: ceil(m / TM) * TM rows of ceil(k / 128) * 256 bytes
+  uint8_t* image;  // workspace where `decode_reorders`: ceil(m / TM) * TM rows of ceil(k / 128) * 256 + 4 bytes
   cudaStream_t stream;
 };
 
@@ -49,7 +53,7 @@ struct DecodeCall {
 inline bool decode_is_few(int64_t m) { return m <= 16; }
 
 // Whether decode_tiles.cuh multiplies W; it reorders x first. The other kernels read x as it lies in memory.
-inline bool decode_reorders(int64_t m) { return m > 32; }
+inline bool decode_reorders(int64_t m, bool encodes) { return m > 32 || (encodes && !decode_is_few(m)); }
 
 // Whether decode_rows.cuh multiplies a W, for few rows of x.
 inline bool decode_is_large(int64_t n, int64_t k) { return n > 2048 && n * k >= (1 << 25); }
@@ -84,10 +88,12 @@ inline int rows_warps(int64_t m, int64_t n, int64_t k) { return m <= 4 && n <= 2
 inline int decode_cut(int format, int64_t m, int64_t n, int64_t k) { return format == FP8 ? decode_fp8_units(n) : rows_warps(m, n, k); }
 
 // Whether the product encodes x itself, in place of a launch before it: by rows of NVFP4 for an NVFP4 W, by rows of fp8
-// for an fp8 W. Every block then encodes all of x. On an H200 that pays up to 8192 values of a row times the blocks of
+// for an fp8 W. From 17 rows on, the kernel that reorders x does it, with a row in a block's shared memory. With one row
+// every block encodes x. On an H200 that pays up to 8192 values of a row times the blocks of
 // a multiprocessor (NVFP4, 4096 x 4096: 6.2 us, and 7.6 with the launch). With 8 rows of 2048 values it takes 6.7 us,
 // and 5.2 with the launch.
 inline bool decode_encodes(int format, int64_t m, int64_t n, int64_t k) {
+  if (!decode_is_few(m)) return (format == NVFP4 || format == FP8) && 2 * k <= WITHOUT_ASKING;
   if (m != 1 || (format == NVFP4 ? decode_is_large(n, k) : format != FP8)) return false;
   const bool narrow = n <= 2048 || (n > 132 * 32 && n <= 6144);  // decode_plan.cuh's rows of a block
   const int64_t rows = format == FP8 ? 16 * decode_fp8_units(n) : narrow ? 16 : 32, blocks = (n + rows - 1) / rows;

@@ -1,5 +1,5 @@
 // y = x W^T for up to 16 rows of x and W in e4m3, a scale for each row of W being a factor of its sums: the few rows of
-// decode.cuh, with 8 bits. From 17 rows on W is decoded once (aoquant/ops/gemm/few_rows.py).
+// decode.cuh, with 8 bits. From 17 rows on decode_plan.cuh chooses the kernel, as for 4 bits.
 //
 // As in decode.cuh, W is the left operand of mma.m16n8k16, and k is permuted alike on both sides. Warp s % WARPS
 // multiplies step s of 64 values, and the warps' sums are added in order. So a row of y depends on that row of x and on
@@ -9,6 +9,7 @@
 // Asynchronous copies bring W, for the reasons in decode_rows.cuh. A lane asks for the bytes that it will read itself,
 // S steps of RT units of 16 rows ahead. It asks for x AHEAD steps ahead, once for all RT units. If N allows it, there
 // are as many blocks as multiprocessors, or a few less.
+#include "decode_plan.cuh"
 #include "fp8_pairs.cuh"
 
 namespace aoquant {
@@ -194,7 +195,7 @@ template <typename T>
 cudaError_t run_fp8(const DecodeCall& c) {
   DecodeArgs a = c.args;
   a.times = 1.0f;
-  if (!decode_is_few(a.m)) return cudaErrorInvalidValue;
+  if (!decode_is_few(a.m)) return run_many<FP8, T>(a, c.image, c.stream);
   return a.m <= 8 ? launch_fp8_of<T, 8>(a, c.stream) : launch_fp8_of<T, 16>(a, c.stream);
 }
 

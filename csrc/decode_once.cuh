@@ -1,4 +1,4 @@
-// y = x W^T for 17 to 32 rows of x and a packed 4-bit W in one launch. It is decode_tiles.cuh's product, but the warps
+// y = x W^T for 17 to 32 rows of x and a packed W in one launch. It is decode_tiles.cuh's product, but the warps
 // that fill the ring read x as it lies in memory and pair its values on the way.
 //
 // decode_tiles.cuh has a small kernel reorder x first. For few rows that second launch costs more than it saves. Here
@@ -14,17 +14,17 @@ namespace aoquant::decode {
 
 constexpr int ONCE_TOKENS = 32;  // rows of x at most, a quarter of a group's threads each
 
-template <int RG, int KG, int D>
-struct OnceLayout : TileLayout<RG, KG, ONCE_TOKENS, D> {
-  static constexpr int GROUPS = 2, THREADS = TileLayout<RG, KG, ONCE_TOKENS, D>::MULTIPLY + 128 * GROUPS;
+template <int F, int RG, int KG, int D>
+struct OnceLayout : TileLayout<RG, KG, ONCE_TOKENS, D, 1, CODE_BITS<F>> {
+  static constexpr int GROUPS = 2, THREADS = TileLayout<RG, KG, ONCE_TOKENS, D, 1, CODE_BITS<F>>::MULTIPLY + 128 * GROUPS;
   static_assert(D % GROUPS == 0);
 };
 
 template <int F, typename T, int RG, int KG, int CK, int D, int AHEAD>
-__global__ void __launch_bounds__(OnceLayout<RG, KG, D>::THREADS, 1) tiles_once(const __grid_constant__ CUtensorMap codes_map, const DecodeArgs a) {
+__global__ void __launch_bounds__(OnceLayout<F, RG, KG, D>::THREADS, 1) tiles_once(const __grid_constant__ CUtensorMap codes_map, const DecodeArgs a) {
 #ifdef AOQUANT_HOPPER
   extern __shared__ __align__(1024) uint8_t ring[];
-  using Layout = OnceLayout<RG, KG, D>;
+  using Layout = OnceLayout<F, RG, KG, D>;
   constexpr int ROWS = Layout::ROWS, PLACE = Layout::PLACE, X = Layout::X, W = Layout::W, WARPS = Layout::MULTIPLY / 32, GROUPS = Layout::GROUPS;
   uint32_t base = uint32_t(__cvta_generic_to_shared(ring)), thread = threadIdx.x;
   asm volatile("" : "+r"(base), "+r"(thread));
@@ -65,8 +65,9 @@ __global__ void __launch_bounds__(OnceLayout<RG, KG, D>::THREADS, 1) tiles_once(
         DEVICE_ASSERT(!there || holds_x(a, token, start + 32 * q + 8 * j, 8));
         if (there) to.x[q] = __ldg(reinterpret_cast<const uint4*>(x + start + 32 * q));
       }
+      if constexpr (F != FP8)
 #pragma unroll
-      for (int u = 0; u < U; ++u) to.scale[u] = load_scale<F>(a, rows[u], start + 32 * t, i < mine && start + 32 * t < a.k);
+        for (int u = 0; u < U; ++u) to.scale[u] = load_scale<F>(a, rows[u], start + 32 * t, i < mine && start + 32 * t < a.k);
     };
     // all that this kernel reads may be what the one before it wrote
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -84,16 +85,17 @@ __global__ void __launch_bounds__(OnceLayout<RG, KG, D>::THREADS, 1) tiles_once(
         wait(empty + 8 * turn.at, turn.parity);
         if (in_group == 0) {
           expect(full + 8 * turn.at, W);
-          copy_box(codes_map, base + turn.at * PLACE + X, (from + i) * 64, first_row, full + 8 * turn.at);
+          copy_box(codes_map, base + turn.at * PLACE + X, (from + i) * Layout::CODES, first_row, full + 8 * turn.at);
         }
         uint8_t* place = ring + turn.at * PLACE;
         DEVICE_ASSERT(turn.at < D && first + 8 * (U - 1) < ROWS && from + i < steps);
         uint32_t* to = reinterpret_cast<uint32_t*>(place + X + W) + first * 4 + t;
+        if constexpr (F != FP8)
 #pragma unroll
-        for (int u = 0; u < U; ++u) to[32 * u] = F == INT4 ? ahead[p].scale[u].s | ahead[p].scale[u].z << 16 : ahead[p].scale[u].s;
+          for (int u = 0; u < U; ++u) to[32 * u] = F == INT4 ? ahead[p].scale[u].s | ahead[p].scale[u].z << 16 : ahead[p].scale[u].s;
 #pragma unroll
         for (int q = 0; q < 4; ++q)
-          reinterpret_cast<uint4*>(place)[(j / 2 * ONCE_TOKENS + token) * 8 + (chunk_of(j, q) ^ (token % 8))] = paired(ahead[p].x, q);
+          reinterpret_cast<uint4*>(place)[(j / 2 * ONCE_TOKENS + token) * 8 + (chunk_of(j, q) ^ (token % 8))] = paired<F>(ahead[p].x, q);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // x is wgmma's
         __syncwarp();
         if (lane == 0) arrive(full + 8 * turn.at);
@@ -109,10 +111,10 @@ __global__ void __launch_bounds__(OnceLayout<RG, KG, D>::THREADS, 1) tiles_once(
 
 template <int F, typename T, int RG, int KG, int CK, int D, int AHEAD>
 cudaError_t launch_once(const DecodeArgs& a, cudaStream_t stream) {
-  using Layout = OnceLayout<RG, KG, D>;
+  using Layout = OnceLayout<F, RG, KG, D>;
   auto* function = tiles_once<F, T, RG, KG, CK, D, AHEAD>;
   CUtensorMap codes;
-  cudaError_t error = map_bytes(&codes, a.codes, a.n, a.k / 2, Layout::ROWS, 64);
+  cudaError_t error = map_codes<F, Layout>(&codes, a);
   if (error != cudaSuccess) return error;
   return launch_kernel<CK>(function, dim3((a.n + Layout::ROWS - 1) / Layout::ROWS * CK), Layout::THREADS, Layout::BYTES, stream, codes, a);
 }

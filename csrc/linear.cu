@@ -3,7 +3,7 @@
 // here and not in Python: the shape of y, the operand and its scales, and the choice of the kernels.
 //
 // The launches, and so the bits, are those of encode_rows.cuh and of decode.cu. If it pays, the product encodes x
-// itself (encode_here.cuh), and there is one launch.
+// itself (encode_here.cuh), or the launch that reorders x for it does (decode_tiles.cuh), and there is one launch less.
 #include <array>
 #include <vector>
 
@@ -55,7 +55,7 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
     products.push_back({ys.back(), layers[i].w, layers[i].plan.packing()});
   }
   const int encodes = layers[0].plan.encodes;
-  bool encoded_there = true;
+  bool encoded_there = count == 1 || decode_is_few(m);  // many rows are encoded once for siblings
   for (int64_t i = 0; i < count; ++i) {
     const int format = layers[i].plan.format, own = format == NVFP4 ? NVFP4_ROW : format == FP8 ? FP8_ROW : 0;
     encoded_there = encoded_there && encodes == own && decode_encodes(format, m, layers[i].w.codes.size(0), k);

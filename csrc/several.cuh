@@ -46,10 +46,6 @@ Several<COUNT> several_of(const DecodeArgs& a, int rows) {
   return several;
 }
 
-// Bytes of dynamic shared memory that every launch may have: 48 KB, less what a kernel declares itself (scales of 16
-// rows).
-constexpr int WITHOUT_ASKING = 47 * 1024;
-
 // Launches the blocks of a kernel, in clusters of CK; they may start before the kernel in front has ended.
 template <int CK, typename K, typename... A>
 cudaError_t launch_kernel(K* kernel, dim3 blocks, int threads, int bytes, cudaStream_t stream, const A&... a) {

@@ -81,7 +81,7 @@ class BoundWeight:
             return ""
         named = recipe.contract, recipe.fprop_input, w_as, self._w, self._dtype
         first = one_call.number(*named, 1)
-        return str(first) if first is not None and first == one_call.number(*named, one_call.most_rows(first)) else ""
+        return str(first) if first is not None and first == one_call.number(*named, one_call.MOST_ROWS) else ""
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copied weight makes its own."""

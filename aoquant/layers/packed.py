@@ -91,7 +91,7 @@ class PackedLinear(nn.Linear):
         k = codes.shape[1] if fp8 else codes.shape[1] * 2
         if (
             not _is_ordinary(input, linear_plan.dtype_of(number), codes.device, k)
-            or not 0 < input.numel() <= one_call.most_rows(number) * k
+            or not 0 < input.numel() <= one_call.MOST_ROWS * k
             or router.any_open
             or not (bias is None or _is_taken(bias, input.dtype, codes.shape[0]))
         ):

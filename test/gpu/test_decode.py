@@ -1,4 +1,4 @@
-"""Few rows of x against a 4-bit W: operands to the bit, sums within a stated bound, rows whatever their number."""
+"""Few rows of x against a packed W: operands to the bit, sums within a stated bound, rows whatever their number."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ FORMATS = (
     "gridflip-16x16",
     "te-nvfp4-16x16",
     "xx-mxfp4",
+    "fp8-row",
 )
 # 17 to 32 and 33 to 64 rows have different kernels, and one order of additions
 RANGES = {"cuda-decode": ((1, 4), (5, 16), (17, 64), (65, 256)), "triton-decode": ((1, 16), (17, 32), (33, 64))}
@@ -197,7 +198,7 @@ def test_every_scale_byte_of_fp4(format_name: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("format_name", ["int4-g128", "nvfp4", "mxfp4", "gridflip"])
+@pytest.mark.parametrize("format_name", ["int4-g128", "nvfp4", "mxfp4", "gridflip", "fp8-row"])
 def test_rows_do_not_depend_on_their_number(format_name: str, name: str) -> None:
     least = 128 if format_name == "int4-g128" else 32  # of K: a group
     shapes = (
@@ -224,7 +225,7 @@ def test_rows_do_not_depend_on_their_number(format_name: str, name: str) -> None
                 assert torch.equal(product(name, format, e, x[-m:].contiguous()), whole[-m:]), (n, k, m)
 
 
-@pytest.mark.parametrize("recipe", ["int4-g128", "nvfp4-weight", "nvfp4", "mxfp4", "gridflip"])
+@pytest.mark.parametrize("recipe", ["int4-g128", "nvfp4-weight", "nvfp4", "mxfp4", "gridflip", "fp8"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_prepared_equals_converted(recipe: str, bias: bool) -> None:
     model = nn.Sequential(nn.Linear(4096, 1024, bias=bias, dtype=BF16, device=CUDA))
@@ -248,7 +249,7 @@ def test_both_forms_make_one_request() -> None:
     """Prepared and converted see the same backends: the request does not tell them apart."""
     from aoquant.ops.call import Call
 
-    for name in ("int4-g128", "nvfp4", "gridflip", "mxfp4"):
+    for name in ("int4-g128", "nvfp4", "gridflip", "mxfp4", "fp8-row"):
         for dtype in (BF16, F16, torch.float32):
             w = torch.randn(256, 512, device=CUDA, dtype=dtype)
             format, x = get_format(name), torch.randn(3, 512, device=CUDA, dtype=BF16)
@@ -257,7 +258,7 @@ def test_both_forms_make_one_request() -> None:
 
 
 def test_graphs_views_and_no_synchronisation() -> None:
-    for name in ("int4-g128", "nvfp4", "gridflip"):
+    for name in ("int4-g128", "nvfp4", "gridflip", "fp8-row"):
         format, e = packed(name, 1024, 2048)
         for m in (1, 16, 32, 64, 256):
             x = torch.randn(m, 2048, device=CUDA, dtype=BF16)
@@ -304,7 +305,7 @@ def test_what_is_refused() -> None:
     assert packed("nvfp4", 16, 32)[1].k == 32
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-weight", "int4-g128"])
+@pytest.mark.parametrize("recipe", ["nvfp4-weight", "int4-g128", "fp8"])
 def test_explain_says_when_the_weight_is_decoded(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first M that decodes W is the first whose GEMM does not read codes; below it the codec never sees W."""
     layer = nn.Linear(1024, 512, dtype=BF16, device=CUDA)

@@ -108,14 +108,14 @@ def test_it_equals_its_encoder_and_its_gemm(name: str, bias: torch.dtype | None)
 def test_a_product_that_encodes_gives_the_bits_of_two_launches(
     name: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """For each kernel of few rows, by itself and for siblings; steps of 128 and rows of 512 do not divide every K."""
+    """For each kernel, by itself and for siblings; steps of 128 and rows of 512 do not divide every K."""
     n, k = shape
     module = layer(name, True, n, k, dtype)
     codes, scale, zero, alpha, bias, number = _arguments(module)
     encodes = linear_plan.ROW_FORMATS[f"{name}-row"]
     assert number >> 4 & 15 == encodes
     how = (linear_plan.CUDA_FORMATS["fp8"], 1) if name == "fp8" else (linear_plan.CUDA_FORMATS["e4m3"], 16)
-    for rows in (1, 2, 3, 4, 5, 8, 11, 16):
+    for rows in (1, 2, 3, 4, 5, 8, 11, 16, 17, 32, 33, 100, 200):
         x = hard_rows(rows, k, dtype)
         operand, alpha_x = native.operator("encode_rows")(x, encodes, False)
         want = native.operator("decode_mm")(operand, codes, scale, zero, alpha_x, alpha, bias, *how, 1, 0.0, 0.0)
@@ -131,7 +131,7 @@ def test_it_is_what_runs(name: str) -> None:
     module = layer(name)
     said = {r.step: r for r in explain(module).routes}
     together = said["in one call"]
-    assert together.backend == one_call.NAME and (together.first, together.last) == (1, 16 if name == "fp8" else 256)
+    assert together.backend == one_call.NAME and (together.first, together.last) == (1, 256)
     with torch.no_grad():
         x = torch.randn(2, 2, K, dtype=BF16, device=CUDA)
         want = module(x)
@@ -203,36 +203,46 @@ def test_blocks_of_a_large_weight(name: str, bias: bool, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_few_rows_of_fp8(dtype: torch.dtype) -> None:
     """One-hot rows give the codes, NaN included; sums are within the bound of test_decode.py; a row does not know how
-    many there are.
+    many there are in its range. For each number of rows and of W's rows that has a kernel of its own.
     """
     f = get_format("fp8-row")
-    for n, k in ((264, 1152), (2048, 2048), (2200, 96), (5000, 4128), (40, 32), (14336, 512)):
+    for n, k in ((264, 1152), (2048, 2048), (2200, 96), (5000, 4128), (40, 32), (8200, 1120), (14336, 512)):
         torch.manual_seed(n)
         w = torch.randn(n, k, device=CUDA) * torch.randn(n, 1, device=CUDA).exp() * 0.02
         e = f.encode(w.to(dtype))
         assert e.scale is not None
         every = torch.arange(n * k, device=CUDA, dtype=torch.int32).to(torch.uint8).view(n, k)
         every[every & 127 == 127] = 1
-        every[5, k // 2] = 0xFF
+        of_nan = torch.tensor([5, 22, n - 1], device=CUDA)
+        every[of_nan, torch.tensor([k // 2, 0, k - 1], device=CUDA)] = torch.tensor(
+            [0xFF, 0x7F, 0x7F], dtype=torch.uint8, device=CUDA
+        )
+        without = torch.ones(n, dtype=torch.bool, device=CUDA).index_fill_(0, of_nan, False)  # there 0 * NaN is NaN
         codes = e._replace(codes=every.view(torch.float8_e4m3fn), scale=torch.ones(n, 1, device=CUDA))
-        places = torch.tensor([*range(min(k, 70)), *range(k - 20, k)], device=CUDA)
-        for start in range(0, len(places), 16):
-            at = places[start : start + 16]
-            x = torch.zeros(len(at), k, device=CUDA, dtype=dtype).scatter_(1, at[:, None], 1.0)
-            y = product(f, codes, x)
-            want = codes.codes.to(dtype)[:, at].t()
-            without = torch.arange(n, device=CUDA) != 5  # there 0 * NaN is NaN
-            assert torch.equal(y[:, without], want[:, without]) and y[:, 5].isnan().all()
+        for rows in (16, 17, 32, 64, 128, 256):
+            for start in (0, 60, -rows):
+                at = (torch.arange(rows, device=CUDA) + start) % k
+                x = torch.zeros(rows, k, device=CUDA, dtype=dtype).scatter_(1, at[:, None], 1.0)
+                y = product(f, codes, x)
+                want = codes.codes.to(dtype)[:, at].t()
+                assert torch.equal(y[:, without], want[:, without]) and y[:, of_nan].isnan().all(), (n, k, rows)
         values = f.operand(e, dtype).double() * e.scale.double()
-        x = torch.randn(16, k, device=CUDA, dtype=dtype)
-        for bias in (None, torch.randn(n, device=CUDA).to(dtype)):
+        for first, last, bias in (
+            (1, 16, None),
+            (1, 16, torch.randn(n, device=CUDA).to(dtype)),
+            (17, 64, None),
+            (17, 64, torch.randn(n, device=CUDA)),
+            (65, 256, None),
+            (65, 256, torch.randn(n, device=CUDA).to(dtype)),
+        ):
+            x = torch.randn(last, k, device=CUDA, dtype=dtype)
             y = product(f, e, x, bias)
             exact, magnitude = x.double() @ values.t(), x.double().abs() @ values.abs().t()
             if bias is not None:
                 exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
             slack = magnitude * (k / 16 + 24) * 2.0**-23 + exact.abs() * torch.finfo(dtype).eps / 2
             assert ((y.double() - exact).abs() <= slack * (1 + 2.0**-6) + torch.finfo(dtype).tiny).all(), (n, k)
-            for m in (1, 2, 7, 8, 9, 15):
+            for m in {first, first + 1, 7, 8, 9, 15, 32, 33, 63, 100, 128, 129, 255} & set(range(first, last)):
                 assert torch.equal(product(f, e, x[:m], bias), y[:m]), (n, k, m)
 
 
@@ -328,8 +338,6 @@ def test_many_rows_by_a_bound_weight_are_the_general_products(name: str) -> None
 def test_siblings_are_the_layers_one_by_one(name: str, rows: int, outputs: tuple[int, ...]) -> None:
     """In one launch where K is cut alike, else in several, with biases here and there."""
     layers = [layer(name, bias=i % 2 == 1, n=n) for i, n in enumerate(outputs)]
-    if rows > one_call.most_rows(int(layers[0]._one_call)):
-        pytest.skip("few rows are fewer for this weight")
     x = hard_rows(rows, K, BF16)
     ys = torch.ops.aoquant_native.siblings(x, *map(list, zip(*map(_arguments, layers), strict=True)))
     with torch.no_grad():

@@ -53,7 +53,7 @@ def test_shifts_are_the_formats(c: str) -> None:
     assert few_rows.shifts(get_format("nvfp4")) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ["int4-g128", "int4-bf16-g128", "nvfp4", "gridflip", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4-g128", "int4-bf16-g128", "nvfp4", "gridflip", "mxfp4", "fp8-row"])
 def test_prepared_and_packed_ask_for_the_same(name: str) -> None:
     f, x = get_format(name), torch.randn(3, 256, dtype=BF16)
     for dtype in (BF16, F16, F32):

@@ -17,7 +17,7 @@ from aoquant import get_format
 from aoquant.formats import as_operand
 from aoquant.ops import codec, gemm_request, linear_plan, native, tiles
 from aoquant.ops.call import Call
-from aoquant.ops.gemm import few_rows, one_call, tensor_cores
+from aoquant.ops.gemm import one_call, tensor_cores
 
 BF16 = torch.bfloat16
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -82,7 +82,6 @@ def test_a_layers_plan(
     assert linear_plan.has_zero(plan) == weight.startswith("int4") and linear_plan.dtype_of(plan) == dtype
     assert linear_plan.has_alpha(plan) == (not weight.startswith(("int4", "mxfp4")))
     assert linear_plan.is_fp8(plan) == (weight == "fp8-row") and linear_plan.encodes(plan) == encodes
-    assert one_call.most_rows(plan) == few_rows.most_rows(few_rows.kind(get_format(weight)))
 
 
 def test_every_field_has_bits_of_its_own(csrc: ctypes.CDLL) -> None:

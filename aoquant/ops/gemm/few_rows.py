@@ -2,8 +2,8 @@
 on.
 
 Two backends keep the contract "aoquant" from the packed tensor's own bytes, without a second copy of W: "cuda-decode",
-kernels of `csrc/`, fp8's among them, and "triton-decode", for an aoquant that was installed without them. Above `rows`
-rows of x it is cheaper to decode W once and to leave the GEMM to `matmul.py`.
+kernels of `csrc/`, fp8's among them, and "triton-decode", for an aoquant that was installed without them. Above
+CUDA_ROWS and TRITON_ROWS rows of x it is cheaper to decode W once and to leave the GEMM to `matmul.py`.
 
 Both choose how they cut K by N, K and a range of M, so within a range a row of y does not depend on how many rows there
 are; between two ranges, and between backends, the order of additions differs. A prepared layer asks for the same (M, N,
@@ -37,7 +37,7 @@ from ..call import Call
 from ..linear_plan import CUDA_FORMATS, LinearPlan
 from ..router import Backend, Multiply, Request
 
-CUDA_ROWS, CUDA_FP8_ROWS, TRITON_ROWS = 256, 16, 64
+CUDA_ROWS, TRITON_ROWS = 256, 64
 _KINDS: dict[type[Format], str] = {
     Int4: "int4",
     NVFP4: "e4m3",
@@ -79,7 +79,7 @@ def _why_not(r: Request) -> str | None:
 
 
 def _why_not_cuda(r: Request) -> str | None:
-    return _why_not_csrc(r) or _too_many(r, most_rows(kind(r.w_format)))
+    return _why_not_csrc(r) or _too_many(r, CUDA_ROWS)
 
 
 def decodes(r: Request) -> bool:
@@ -104,11 +104,6 @@ def _why_not_csrc(r: Request) -> str | None:
     if how == "int4" and (f.block or 0) < 32:
         return f"needs groups of at least 32, got {f.block}"
     return None
-
-
-def most_rows(how: str | None) -> int:
-    """For how many rows "cuda-decode" decodes codes of this kind."""
-    return CUDA_FP8_ROWS if how == "fp8" else CUDA_ROWS
 
 
 def plan_of(f: Format, w: Encoded, dtype: torch.dtype, encoder: str | None = None) -> int:

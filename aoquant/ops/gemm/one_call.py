@@ -16,11 +16,12 @@ from aoquant.formats import Encoded, Format, Operand
 
 from .. import native
 from ..call import gemm_request
-from ..linear_plan import ROW_FORMATS, is_fp8
+from ..linear_plan import ROW_FORMATS
 from ..router import CodecRequest, runner
-from .few_rows import CUDA_FP8_ROWS, CUDA_ROWS, alpha_of, is_aligned, kind, plan_of
+from .few_rows import CUDA_ROWS, alpha_of, is_aligned, kind, plan_of
 
 NAME = "aoquant_native::linear"
+MOST_ROWS = CUDA_ROWS  # for which the number made for one row is valid
 _TYPES = (torch.bfloat16, torch.float16)
 Step = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -62,8 +63,3 @@ def step(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Step) ->
         return y
 
     return multiplied
-
-
-def most_rows(number: int) -> int:
-    """The largest M for which the plan made for one row is valid."""
-    return CUDA_FP8_ROWS if is_fp8(number) else CUDA_ROWS

@@ -1,0 +1,40 @@
+// A row of x encoded by a block of threads, of formats that scale each row by itself (row_blocks.cuh).
+#pragma once
+
+#include "row_blocks.cuh"
+
+namespace aoquant {
+
+namespace rows {
+
+// Returns the scale of a row, NVFP4's outer one; `put(b, values)` gets the operand or the decoded values of its b-th 16
+// values. All threads of a block call it, with whole warps, and read the row twice, the second time out of the cache.
+template <typename T, typename Put>
+__device__ __forceinline__ float encode_row(const T* __restrict__ x, int k, int format, bool decoded, Put put) {
+  const int blocks = k / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float v[16];
+  uint32_t most = 0;
+  for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+    load16(v, x + 16 * b);
+    most = max(most, absmax_bits(v));
+  }
+  __shared__ uint32_t of_warps[32];
+  most = __reduce_max_sync(0xFFFFFFFFu, most);
+  if (lane == 0) of_warps[warp] = most;
+  __syncthreads();
+  most = __reduce_max_sync(0xFFFFFFFFu, lane < int(blockDim.x) / 32 ? of_warps[lane] : 0);
+  const float amax = __uint_as_float(most);
+  const float s = format == NVFP4_ROW ? nvfp4_outer(most) : through(__fmul_rn(amax, OF_448), T());
+  const float inverse = __fdiv_rn(1.0f, s);
+  for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+    if (blocks > int(blockDim.x)) load16(v, x + 16 * b);  // otherwise they are still there
+    put(b, format == NVFP4_ROW ? nvfp4_block<T>(v, s, inverse, decoded) : fp8_block<T>(v, s, decoded));
+  }
+  return s;
+}
+
+// Threads of a block, for rows of k values.
+inline int encode_threads(int64_t k) { return k >= 16 * 1024 ? 1024 : int((k / 16 + 31) / 32 * 32); }
+
+}  // namespace rows
+}  // namespace aoquant
