@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import random
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,16 +82,17 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
 def interleaved(runs: dict[str, Callable[[], Any]], rounds: int, per_run: int = 1) -> dict[str, list[float]]:
     """Milliseconds of each run, `rounds` times in turn; one run does its work `per_run` times.
 
-    Each round begins with another run, and with an untimed one, so that nobody pays for a GPU that waits for its first
+    Each round has another order, drawn once for all: a run that the host is late for waits less behind one that keeps
+    the GPU busy for longer. It begins with an untimed run, so that nobody pays for a GPU that waits for its first
     launch.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for round_ in range(rounds + 3):
         events = []
-        first = round_ % len(names)
-        runs[names[first - 1]]()
-        for name in names[first:] + names[:first]:
+        order = random.Random(round_).sample(names, len(names))
+        runs[order[-1]]()
+        for name in order:
             run = runs[name]
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
