@@ -6,6 +6,7 @@ A recipe whose converted layer needs a package that is not installed is tested u
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -23,6 +24,7 @@ BF16, CUDA = torch.bfloat16, torch.device("cuda")
 N, K, M = 512, 1024, 192
 NO_GPU = {"torchao-int4-cpu"}  # its converted layer is a CPU's
 PRINTS = "torchao-int8"  # torchao's int8 layer looks for "FakeTensor" in its input's repr, which waits for the values
+MISSING = "raise in forward here"  # what convert says of torchao's layers whose kernels are in mslk, where it is absent
 TUNED = "torchao-fp8-block"  # torchao's kernel is tuned for half a minute, for each N and K, once a process
 RECIPES = [
     pytest.param(r.name, marks=pytest.mark.xdist_group("512x1024")) if r.name == TUNED else r.name
@@ -44,7 +46,12 @@ def converted(model: nn.Module, recipe: str) -> nn.Module:
     if recipe in NO_GPU:
         pytest.skip("its converted layer runs on a CPU alone")
     model = copy.deepcopy(model)
-    quantize_(model, QATConfig(step="convert"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        quantize_(model, QATConfig(step="convert"))
+    for warning in said:
+        if MISSING in str(warning.message):
+            pytest.skip(str(warning.message))
     return model
 
 
