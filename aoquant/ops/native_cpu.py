@@ -8,6 +8,7 @@ fakes.
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -60,12 +61,20 @@ def _found(name: str) -> Callable[..., Any]:
     return found
 
 
+def level() -> str:
+    """The instructions that the library's kernels are made of here; ask `why_not` first."""
+    return {1: "AVX2" if platform.machine() in ("x86_64", "AMD64") else "portable code", 2: "AVX-512"}[
+        operator("level")()
+    ]
+
+
 @cache
-def multiplies_exactly() -> bool:
-    """Whether torch._int_mm keeps every bit on this CPU, asked by its largest products: without VNNI instructions the
-    sums of two may be held in 16 bits, and saturate.
+def torch_multiplies_integers() -> bool:
+    """Whether torch._int_mm has instructions for its products on this CPU, and keeps every bit, asked by the largest
+    ones. Below AVX-512 it is a plain loop, 20 times slower than a float32 GEMM; without VNNI sums of two may be held in
+    16 bits, and saturate.
     """
-    if not hasattr(torch, "_int_mm"):
+    if not hasattr(torch, "_int_mm") or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     extremes = torch.tensor([-128, 127], dtype=torch.int8)
     x_MK = extremes.repeat(16).unsqueeze(1).repeat(1, 64)

@@ -50,7 +50,7 @@ def versions() -> list[tuple[str, str]]:
         except importlib.metadata.PackageNotFoundError:
             rows.append((package, "not installed"))
     rows.append(("CUDA kernels", native.why_not() or "built"))
-    rows.append(("CPU kernels", native_cpu.why_not() or "built"))
+    rows.append(("CPU kernels", native_cpu.why_not() or f"built; run by {native_cpu.level()}"))
     if not torch.cuda.is_available():
         return [*rows, ("GPU", "none that torch can use; everything runs on the CPU by the reference backend")]
     for i in range(torch.cuda.device_count()):

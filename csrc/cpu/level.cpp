@@ -5,16 +5,14 @@
 // and 1 are added, then `sum`'s tree. Products of bfloat16 are exact in float32, so there each addition rounds once.
 #include "weight.h"
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include "decoded_rows.h"
+#endif
+
 namespace aoquant::cpu::AOQUANT_LEVEL {
 
 namespace {
 
-constexpr int CHUNK = 2 * LANES;  // k's that are read at once
-#ifdef __AVX512F__
-constexpr int ROWS = 8;  // of x that are multiplied with what was decoded: as many as registers hold sums of
-#else
-constexpr int ROWS = 2;
-#endif
 
 void arrange(const void* x, bool bfloat16, bool nibbles, int64_t values, float* arranged) {
   const auto at = [&](int64_t i) { return bfloat16 ? Number<BFloat16>::wide(static_cast<const BFloat16*>(x)[i]) : static_cast<const float*>(x)[i]; };
@@ -23,8 +21,10 @@ void arrange(const void* x, bool bfloat16, bool nibbles, int64_t values, float* 
     return;
   }
   for (int64_t c = 0; c < values; c += CHUNK)
-    for (int l = 0; l < LANES; ++l) arranged[c + l] = at(c + 2 * l), arranged[c + LANES + l] = at(c + 2 * l + 1);
+    for (int i = 0; i < CHUNK; ++i) arranged[c + place(i)] = at(c + i);
 }
+
+Pair bytes_of(const uint8_t* codes) { return {Vector::from_int8(codes), Vector::from_int8(codes + LANES)}; }
 
 float numbers_at(const void* p, bool bfloat16, int64_t i) {
   return bfloat16 ? Number<BFloat16>::wide(static_cast<const BFloat16*>(p)[i]) : static_cast<const float*>(p)[i];
@@ -57,33 +57,35 @@ inline void finish(const Epilogue& e, int64_t row, int64_t n, int64_t column, co
   for (int i = 0; i < M * N; ++i) out[i / N * n + i % N] = {uint16_t(bits_of(y[i]) >> 16)};
 }
 
+// A Pair's lanes as a Vector whose `sum` is theirs: lanes p = 0 plus lanes p = 1.
+template <Kind KIND>
+Vector joined(const Pair& p) {
+  return KIND == INT8 ? p.first + p.second : folded(p);
+}
+
 // y of M rows of x, from `row` on, and N rows of w, from `column` on.
 template <Kind KIND, typename T, int M, int N>
 void tile(const Weight& w, const float* x, int64_t row, int64_t column, const Epilogue& e) {
   constexpr bool NIBBLES = KIND != INT8;
   const int64_t k = w.k, bytes = NIBBLES ? k / 2 : k, group = NIBBLES ? w.group : k;
   const uint8_t* codes = w.codes + column * bytes;
-  Vector sums[M][N][2], values[N];
+  Pair sums[M][N];
+  using Look = Table<Groups<KIND, T>::NARROW>;
+  Look tables[N];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) sums[m][n][0] = sums[m][n][1] = Vector::zero();
+    for (int n = 0; n < N; ++n) sums[m][n] = {Vector::zero(), Vector::zero()};
 
   const auto chunk = [&](int64_t at) __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      Vector first, second;
       if (M == 1) __builtin_prefetch(codes + (n + N) * bytes + (NIBBLES ? at / 2 : at));  // what the next tile reads
-      if (NIBBLES) {
-        const Nibbles nibbles(codes + n * bytes + at / 2);
-        first = nibbles.low(values[n]), second = nibbles.high(values[n]);
-      } else {
-        first = Vector::from_int8(codes + n * bytes + at), second = Vector::from_int8(codes + n * bytes + at + LANES);
-      }
+      const Pair values = NIBBLES ? tables[n].of(codes + n * bytes + at / 2) : bytes_of(codes + n * bytes + at);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        sums[m][n][0] = fma(first, Vector::load(x + m * k + at), sums[m][n][0]);
-        sums[m][n][1] = fma(second, Vector::load(x + m * k + at + LANES), sums[m][n][1]);
+        sums[m][n].first = fma(values.first, Vector::load(x + m * k + at), sums[m][n].first);
+        sums[m][n].second = fma(values.second, Vector::load(x + m * k + at + LANES), sums[m][n].second);
       }
     }
   };
@@ -97,7 +99,7 @@ void tile(const Weight& w, const float* x, int64_t row, int64_t column, const Ep
       for (int n = 0; n < N; ++n) groups[n].read(w, column + n, g, count);
       for (int i = 0; i < count; ++i) {
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) values[n] = groups[n].values(i);
+        for (int n = 0; n < N; ++n) tables[n] = Look::from(groups[n].values(i));
         for (const int64_t end = at + group; at < end; at += CHUNK) chunk(at);
       }
     }
@@ -105,7 +107,7 @@ void tile(const Weight& w, const float* x, int64_t row, int64_t column, const Ep
   float totals[M * N];
   Vector both[M * N];
 #pragma GCC unroll 8
-  for (int i = 0; i < M * N; ++i) both[i] = sums[i / N][i % N][0] + sums[i / N][i % N][1];
+  for (int i = 0; i < M * N; ++i) both[i] = joined<KIND>(sums[i / N][i % N]);
   if constexpr (M * N % 4 == 0) {
 #pragma GCC unroll 8
     for (int i = 0; i < M * N; i += 4) AOQUANT_LEVEL::sums(both + i, totals + i);
@@ -124,6 +126,48 @@ void strip(const Weight& w, const float* x, int64_t& row, int64_t m, int64_t fro
   }
 }
 
+// f(at, Pair) for each chunk of a row of W
+template <Kind KIND, typename T, typename F>
+void decode_row(const Weight& w, int64_t row, const F& f) {
+  if constexpr (KIND == INT8) {
+    for (int64_t at = 0; at < w.k; at += CHUNK) f(at, bytes_of(w.codes + row * w.k + at));
+  } else {
+    Groups<KIND, T> groups;
+    for (int64_t g = 0, at = 0; at < w.k; ++g) {
+      if (g % LANES == 0) groups.read(w, row, g, int(w.groups - g < LANES ? w.groups - g : LANES));
+      const auto table = Table<Groups<KIND, T>::NARROW>::from(groups.values(int(g % LANES)));
+      for (const int64_t end = at + w.group; at < end; at += CHUNK) f(at, table.of(w.codes + (row * w.k + at) / 2));
+    }
+  }
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// y of M rows of x, from `row` on, and N decoded rows of w, from `column` on.
+template <Kind KIND, int M, int N>
+void decoded_tile(const Weight& w, const float* x, const float* decoded, int64_t row, int64_t column, const Epilogue& e) {
+  alignas(32) float lanes[M * N * CHUNK], totals[M * N];
+  lanes_of<M, N>(x + row * w.k, decoded, w.k, lanes);
+  for (int i = 0; i < M * N; ++i) totals[i] = sum(joined<KIND>({Vector::load(lanes + i * CHUNK), Vector::load(lanes + i * CHUNK + LANES)}));
+  finish<M, N>(e, row, w.n, column, totals);
+}
+
+template <Kind KIND, typename T>
+void decoded_rows(const Weight& w, const float* x, int64_t m, int64_t from, int64_t to, const Epilogue& e) {
+  std::vector<float> decoded(COLUMNS * w.k);
+  const auto columns = [&]<int N>(int64_t column) {
+    for (int n = 0; n < N; ++n)
+      decode_row<KIND, T>(w, column + n, [&](int64_t at, const Pair& values) { values.first.store(&decoded[n * w.k + at]), values.second.store(&decoded[n * w.k + at + LANES]); });
+    int64_t row = 0;
+    for (; row + 3 <= m; row += 3) decoded_tile<KIND, 3, N>(w, x, decoded.data(), row, column, e);
+    for (; row + 2 <= m; row += 2) decoded_tile<KIND, 2, N>(w, x, decoded.data(), row, column, e);
+    for (; row < m; ++row) decoded_tile<KIND, 1, N>(w, x, decoded.data(), row, column, e);
+  };
+  int64_t column = from;
+  for (; column + COLUMNS <= to; column += COLUMNS) columns.template operator()<COLUMNS>(column);
+  for (; column < to; ++column) columns.template operator()<1>(column);
+}
+#endif
+
 template <Kind KIND, typename T>
 void all_rows(const Weight& w, const float* x, int64_t m, int64_t from, int64_t to, const Epilogue& e) {
   int64_t row = 0;
@@ -132,7 +176,10 @@ void all_rows(const Weight& w, const float* x, int64_t m, int64_t from, int64_t 
   strip<KIND, T, 4, 2>(w, x, row, m, from, to, e);
   strip<KIND, T, 2, 4>(w, x, row, m, from, to, e);
   strip<KIND, T, 1, 4>(w, x, row, m, from, to, e);
-#else  // sixteen registers of eight lanes
+#elif defined(__AVX2__)
+  if (m > 1) return decoded_rows<KIND, T>(w, x, m, from, to, e);
+  strip<KIND, T, 1, 2>(w, x, row, m, from, to, e);
+#else
   strip<KIND, T, 2, 1>(w, x, row, m, from, to, e);
   strip<KIND, T, 1, 2>(w, x, row, m, from, to, e);
 #endif
@@ -149,6 +196,12 @@ void with_kind(const Weight& w, const F& f) {
 void products(const Weight& w, const float* x, int64_t m, int64_t from, int64_t to, const Epilogue& e) {
   with_kind(w, [&]<Kind KIND, typename T>() { all_rows<KIND, T>(w, x, m, from, to, e); });
 }
+
+#ifdef __AVX512F__
+constexpr int INTEGER_ROWS = 4;  // of x, as many as registers hold sums of
+#else
+constexpr int INTEGER_ROWS = 2;
+#endif
 
 // Sums of M rows of int8 x with N of w: exact, in any order.
 template <int M, int N>
@@ -188,6 +241,31 @@ void integer_tile(const Weight& w, const int8_t* x, int64_t row, int64_t column,
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) totals[m * N + n] = float(int32_t(int64_t(_mm512_reduce_add_epi32(sums[m][n])) - correction));
   }
+#elif defined(__AVX2__)
+  const auto wide = [](const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); };
+  __m256i sums[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) sums[m][n] = _mm256_setzero_si256();
+  for (int64_t at = 0; at < k; at += 16) {
+    __m256i values[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) values[n] = wide(codes + n * k + at);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const __m256i given = wide(x + m * k + at);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) sums[m][n] = _mm256_add_epi32(sums[m][n], _mm256_madd_epi16(given, values[n]));
+    }
+  }
+  float totals[M * N];
+  for (int i = 0; i < M * N; ++i) {
+    int32_t parts[8], total = 0;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(parts), sums[i / N][i % N]);
+    for (int32_t part : parts) total += part;
+    totals[i] = float(total);
+  }
 #else
   float totals[M * N];
   for (int m = 0; m < M; ++m)
@@ -209,43 +287,24 @@ void integer_strip(const Weight& w, const int8_t* x, int64_t row, int64_t from, 
 
 void integer_products(const Weight& w, const int8_t* x, int64_t m, int64_t from, int64_t to, const Epilogue& e) {
   int64_t row = 0;
-  for (; row + 4 <= m; row += 4) integer_strip<4, 4>(w, x + row * w.k, row, from, to, e);
+  for (; row + INTEGER_ROWS <= m; row += INTEGER_ROWS) integer_strip<INTEGER_ROWS, 4>(w, x + row * w.k, row, from, to, e);
   for (; row < m; ++row) integer_strip<1, 4>(w, x + row * w.k, row, from, to, e);
 }
 
 template <Kind KIND, typename T>
 void all_values(const Weight& w, int64_t from, int64_t to, void* out, bool bfloat16) {
-  constexpr bool NIBBLES = KIND != INT8;
-  const int64_t bytes = NIBBLES ? w.k / 2 : w.k;
-  const auto keep = [&](int64_t i, const Vector* made) {
-    float f[CHUNK];
-    made[0].store(f), made[1].store(f + LANES);
-    if (bfloat16)
-      for (int l = 0; l < CHUNK; ++l) static_cast<BFloat16*>(out)[i + l] = {uint16_t(bits_of(f[l]) >> 16)};  // exact
-    else
-      memcpy(static_cast<float*>(out) + i, f, sizeof f);
-  };
-  for (int64_t row = from; row < to; ++row) {
-    const uint8_t* codes = w.codes + row * bytes;
-    if constexpr (!NIBBLES) {
-      for (int64_t at = 0; at < w.k; at += CHUNK) {
-        const Vector made[] = {Vector::from_int8(codes + at), Vector::from_int8(codes + at + LANES)};
-        keep(row * w.k + at, made);
-      }
-    } else {
-      Groups<KIND, T> groups;
-      for (int64_t g = 0, at = 0; at < w.k; ++g) {
-        if (g % LANES == 0) groups.read(w, row, g, int(w.groups - g < LANES ? w.groups - g : LANES));
-        const Vector table = groups.values(int(g % LANES));
-        for (const int64_t end = at + w.group; at < end; at += CHUNK) {
-          const Nibbles nibbles(codes + at / 2);
-          Vector made[2];
-          interleave(nibbles.low(table), nibbles.high(table), made);
-          keep(row * w.k + at, made);
-        }
-      }
-    }
-  }
+  for (int64_t row = from; row < to; ++row)
+    decode_row<KIND, T>(w, row, [&](int64_t at, const Pair& values) {
+      float f[CHUNK];
+      if (KIND == INT8)
+        values.first.store(f), values.second.store(f + LANES);
+      else
+        in_order(values, f);
+      if (bfloat16)
+        for (int l = 0; l < CHUNK; ++l) static_cast<BFloat16*>(out)[row * w.k + at + l] = {uint16_t(bits_of(f[l]) >> 16)};  // exact
+      else
+        memcpy(static_cast<float*>(out) + row * w.k + at, f, sizeof f);
+    });
 }
 
 void values(const Weight& w, int64_t from, int64_t to, void* out, bool bfloat16) {

@@ -20,7 +20,7 @@ import aoquant
 from aoquant import QATConfig, get_format, quantize_
 from aoquant.formats import Encoded, Format
 from aoquant.formats.elements import fma
-from aoquant.ops import Request, codec, explain, native_cpu
+from aoquant.ops import Request, codec, explain, native_cpu, router
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import cpu
 from aoquant.recipes import get_recipe
@@ -151,9 +151,9 @@ def test_integer_sums_are_exact(k: int, rows: int, monkeypatch: pytest.MonkeyPat
     assert torch.equal(cpu._integer_product(f, w, BF16)(x_codes, alpha, bias), want)
     call = native_cpu.operator("integer_mm")
     assert torch.equal(call(x_codes, w.codes, alpha, w.scale, bias, True), want)
-    if native_cpu.multiplies_exactly():
-        monkeypatch.setattr(native_cpu, "LIBRARY", Path("absent.so"))
-        assert torch.equal(cpu._integer_product(f, w, BF16)(x_codes, alpha, bias), want)
+    assert torch.equal(cpu._torch_product(f, w, BF16)(x_codes, alpha, bias), want)
+    monkeypatch.setattr(native_cpu, "torch_multiplies_integers", lambda: False)
+    assert torch.equal(cpu._torch_product(f, w, BF16)(x_codes, alpha, bias), want)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -179,15 +179,23 @@ def test_prepared_equals_packed(name: str, bias: bool) -> None:
                 assert torch.equal(packed(x_grad), y)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [("int4-g128", "cpu-decode"), ("int8-int4", "cpu-decode"), ("int8", "cpu-integers")]
-)
-def test_explain_names_the_kernels(name: str, backend: str) -> None:
+def kernels(name: str) -> list[tuple[str | None, int]]:
+    """(backend, the last M that it takes; 0: all above) of a packed layer."""
     layer = nn.Sequential(nn.Linear(256, 64, dtype=BF16))
     quantize_(layer, get_recipe(name).make())
     routes = aoquant.explain(layer[0]).routes
-    assert {r.backend for r in routes if r.step == "multiply"} == {backend}
     assert all(r.backend == "cpu" for r in routes if r.step != "multiply")
+    return [(r.backend, r.last or 0) for r in routes if r.step == "multiply"]
+
+
+def test_explain_names_the_kernels_for_each_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("int4-g128", "int8-int4", "int8-weight"):
+        assert kernels(name) == [("cpu-decode", 64), ("cpu-blocks", 0)]
+    for quick, found in ((False, [("cpu-integers", 0)]), (True, [("cpu-integers", 7), ("torch-integers", 0)])):
+        monkeypatch.setattr(native_cpu, "torch_multiplies_integers", lambda quick=quick: quick)
+        router._routes.clear()
+        assert kernels("int8") == found
+    router._routes.clear()
 
 
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +204,9 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         scales = more.get("scales", dtype)
         assert scales is None or isinstance(scales, torch.dtype)
         x_format = None if x is None else get_format(x)
-        return dict(explain(Request(contract, x_format, get_format(w), CPU, dtype, 1, 64, k, scales)))[backend]
+        m = more.get("m", 1)
+        assert isinstance(m, int)
+        return dict(explain(Request(contract, x_format, get_format(w), CPU, dtype, m, 64, k, scales)))[backend]
 
     assert why("cpu-decode", "int4-g128") == "runs" and why("cpu-integers", "int8-row", "int8-row") == "runs"
     assert "int8 by int8" in why("cpu-integers", "int8-row") and "int8 by int8" in why(
@@ -208,10 +218,18 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "in one type" in why("cpu-decode", "int4-g128", scales=F32)
     assert "bias_after" in why("cpu-decode", "int4-g128", contract="bias_after")
     assert "65536" in why("cpu-integers", "int8-row", "int8-row", k=1 << 17)
+    assert "up to 64 rows of x" in why("cpu-decode", "int4-g128", m=65)
+    assert why("cpu-integers", "int8-row", "int8-row", k=250).endswith("got K = 250")
+    for quick, said in (
+        (True, "slower than cpu-integers below 8 rows"),
+        (False, "slower than cpu-integers on this CPU"),
+    ):
+        monkeypatch.setattr(native_cpu, "torch_multiplies_integers", lambda quick=quick: quick)
+        assert said in why("torch-integers", "int8-row", "int8-row")
     monkeypatch.setattr(native_cpu, "LIBRARY", Path("absent.so"))
     assert "installed without its CPU kernels" in why("cpu-decode", "int4-g128")
-    monkeypatch.setattr(native_cpu, "multiplies_exactly", lambda: False)
     assert "installed without its CPU kernels" in why("cpu-integers", "int8-row", "int8-row")
+    assert why("torch-integers", "int8-row", "int8-row") == "runs"
 
 
 def test_scales_in_another_type_than_the_input_are_decoded_by_the_format() -> None:

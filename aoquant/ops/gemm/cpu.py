@@ -1,13 +1,16 @@
 """GEMMs with a packed W on a CPU, decoded on the way: the contract "aoquant" by the kernels of `csrc/cpu/`.
 
 A token of `generate` reads every weight once. The reference writes float32 values of all of W for it, in a dozen
-passes; these kernels decode a code in a register. Above FEW rows of x it is cheaper to decode some rows of W into
-memory that stays in a cache, and to multiply them by PyTorch's own float32 GEMM.
+passes; these kernels decode a code in a register.
 
-"cpu-decode" sums in float32. For up to FEW rows its order of additions is that of `csrc/cpu/level.cpp`, the same for
-every number of rows, threads and kind of CPU; above, it is MKL's. "cpu-integers" multiplies int8 by int8, sums in int32
-and rounds that sum to float32 once, so no order shows. A prepared layer asks for the same (M, N, K) as the converted
-one and has the same kernels, so it has the same bits.
+    cpu-decode      up to FEW rows of x: codes decoded in registers, or a few rows of W in a cache. The order of
+                    additions is that of `csrc/cpu/level.cpp`, for every number of rows, threads and kind of CPU
+    cpu-blocks      more rows: some rows of W decoded at a time, and multiplied by PyTorch's float32 GEMM, in its order
+    cpu-integers    int8 by int8: sums in int32, rounded to float32 once, so no order shows
+    torch-integers  the same sums by PyTorch: `torch._int_mm` where the CPU has instructions for it, float32 GEMMs of so
+                    few products that they are exact where it has not
+
+A prepared layer asks for the same (M, N, K) as the converted one and has the same kernels, so it has the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from ..call import Call
 from ..router import Backend, Multiply, Request
 from .reference import rescaled
 
-FEW, FEW_INTEGERS = 64, 8
+FEW = 64
+MANY_INTEGERS = 8  # rows from which torch._int_mm is faster, if the CPU has instructions for it
 LONGEST = 1 << 16  # K of integer sums
+EXACT = 1 << 10  # products of int8 whose sum float32 holds: 2^10 * 2^14
 
 
 def _why_not(r: Request) -> str | None:
@@ -38,11 +43,12 @@ def _why_not(r: Request) -> str | None:
 
 def _why_not_shape(r: Request) -> str | None:
     if r.k % 32 or (r.w_format.block or 32) % 32:
-        return f"needs K and groups to be multiples of 32, got K = {r.k} and groups of {r.w_format.block}"
+        groups = f" and groups of {r.w_format.block}" if r.w_format.block else ""
+        return f"needs K and groups to be multiples of 32, got K = {r.k}{groups}"
     return None
 
 
-def _why_not_decode(r: Request) -> str | None:
+def _why_not_blocks(r: Request) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
     how = native_cpu.kind(r.w_format)
@@ -54,7 +60,13 @@ def _why_not_decode(r: Request) -> str | None:
     return _why_not_shape(r) or native_cpu.why_not()
 
 
-def _why_not_integers(r: Request) -> str | None:
+def _why_not_decode(r: Request) -> str | None:
+    if (reason := _why_not_blocks(r)) is not None:
+        return reason
+    return f"takes up to {FEW} rows of x" if r.m > FEW else None
+
+
+def _why_not_sums(r: Request) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
     if native_cpu.kind(r.w_format) != "int8" or r.x_format is None or native_cpu.kind(r.x_format) != "int8":
@@ -62,9 +74,19 @@ def _why_not_integers(r: Request) -> str | None:
         return f"multiplies int8 by int8, got {r.w_format.name} and {given}"
     if r.k > LONGEST:
         return f"sums up to {LONGEST} products in int32, got K = {r.k}"
-    if (reason := _why_not_shape(r)) is not None:
+    return _why_not_shape(r)
+
+
+def _why_not_integers(r: Request) -> str | None:
+    return _why_not_sums(r) or native_cpu.why_not()
+
+
+def _why_not_torch(r: Request) -> str | None:
+    if (reason := _why_not_sums(r)) is not None or native_cpu.why_not() is not None:
         return reason
-    return None if native_cpu.multiplies_exactly() else native_cpu.why_not()
+    if not native_cpu.torch_multiplies_integers():
+        return "is slower than cpu-integers on this CPU"
+    return f"is slower than cpu-integers below {MANY_INTEGERS} rows of x" if r.m < MANY_INTEGERS else None
 
 
 def _decode(c: Call) -> Tensor:
@@ -83,11 +105,11 @@ def _as_it_lies(w: Encoded) -> bool:
 def _product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     """x (M, K) -> y (M, N)."""
     told = native_cpu.told(f, w, dtype)
+    if told is None:
+        return _by_blocks(f, w)
     multiply = native_cpu.operator("decode_mm")
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
-        if told is None or x_MK.shape[0] > FEW:
-            return _by_blocks(f, w, x_MK, alpha_x, bias)
         y_MN: Tensor = multiply(
             x_MK.contiguous(),
             told.codes,
@@ -104,16 +126,28 @@ def _product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     return product
 
 
-def _by_blocks(f: Format, w: Encoded, x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
-    """y (M, N) with W's float32 values some rows at a time: as many as stay in a cache."""
-    n, x32 = w.codes.shape[0], x_MK.float()
-    acc_MN = torch.empty(x_MK.shape[0], n, dtype=torch.float32)
-    rows = max(16, tiles.TILE // w.k // 16 * 16)
-    for start in range(0, n, rows):
-        some = slice(start, min(start + rows, n))
-        part = codec.decode(f, tiles.rows_of(f, w, some), x_MK.dtype, operand=True, out=torch.float32)
-        torch.mm(x32, part.t(), out=acc_MN[:, some])
-    return rescaled(acc_MN, alpha_x, f.alpha(w), bias, x_MK.dtype)
+def _blocks(c: Call) -> Tensor:
+    return c.shaped(_by_blocks(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
+
+
+def _bind_blocks(r: Request, w: Encoded) -> Multiply | None:
+    return _by_blocks(r.w_format, w) if _as_it_lies(w) else None
+
+
+def _by_blocks(f: Format, w: Encoded) -> Multiply:
+    """x (M, K) -> y (M, N), with W's float32 values some rows at a time: as many as stay in a cache."""
+    n, rows = w.codes.shape[0], max(16, tiles.TILE // w.k // 16 * 16)
+
+    def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
+        x32 = x_MK.float()
+        acc_MN = torch.empty(x_MK.shape[0], n, dtype=torch.float32)
+        for start in range(0, n, rows):
+            some = slice(start, min(start + rows, n))
+            part = codec.decode(f, tiles.rows_of(f, w, some), x_MK.dtype, operand=True, out=torch.float32)
+            torch.mm(x32, part.t(), out=acc_MN[:, some])
+        return rescaled(acc_MN, alpha_x, f.alpha(w), bias, x_MK.dtype)
+
+    return product
 
 
 def _taken(bias: Tensor | None) -> Tensor | None:
@@ -134,20 +168,49 @@ def _bind_integers(r: Request, w: Encoded) -> Multiply | None:
 
 def _integer_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     """x (M, K), integers of any type -> y (M, N)."""
-    codes, has_library, exact = w.codes.contiguous(), native_cpu.why_not() is None, native_cpu.multiplies_exactly()
+    codes, multiply = w.codes.contiguous(), native_cpu.operator("integer_mm")
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         x_MK = x_MK.to(torch.int8).contiguous()
-        if has_library and (x_MK.shape[0] < FEW_INTEGERS or not exact):
-            call = native_cpu.operator("integer_mm")
-            y_MN: Tensor = call(x_MK, codes, alpha_x, f.alpha(w), _taken(bias), dtype == torch.bfloat16)
-            return y_MN
-        return rescaled(torch._int_mm(x_MK, codes.t()).float(), alpha_x, f.alpha(w), bias, dtype)
+        y_MN: Tensor = multiply(x_MK, codes, alpha_x, f.alpha(w), _taken(bias), dtype == torch.bfloat16)
+        return y_MN
 
     return product
 
 
+def _torch_integers(c: Call) -> Tensor:
+    assert c.x is not None
+    return c.shaped(_torch_product(c.w_format, c.w, c.dtype)(c.x.codes, c.alpha_x, c.bias))
+
+
+def _bind_torch(r: Request, w: Encoded) -> Multiply | None:
+    return _torch_product(r.w_format, w, r.dtype) if _as_it_lies(w) else None
+
+
+def _torch_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
+    """x (M, K), integers of any type -> y (M, N)."""
+
+    def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
+        if native_cpu.torch_multiplies_integers():
+            sums_MN = torch._int_mm(x_MK.to(torch.int8).contiguous(), w.codes.t())
+        else:
+            sums_MN = _sums(x_MK, w.codes)
+        return rescaled(sums_MN.float(), alpha_x, f.alpha(w), bias, dtype)
+
+    return product
+
+
+def _sums(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """x w^T in int32 (M, N), exact: float32 GEMMs of EXACT products a sum."""
+    sums_MN = torch.zeros(x_MK.shape[0], w_NK.shape[0], dtype=torch.int32)
+    for x, w in zip(x_MK.split(EXACT, 1), w_NK.split(EXACT, 1), strict=True):
+        sums_MN += torch.mm(x.float(), w.float().t()).to(torch.int32)
+    return sums_MN
+
+
 BACKENDS = (
+    Backend("torch-integers", 10, _why_not_torch, _torch_integers, reads_codes=True, bind=_bind_torch),
     Backend("cpu-integers", 9, _why_not_integers, _integers, reads_codes=True, bind=_bind_integers),
     Backend("cpu-decode", 8, _why_not_decode, _decode, reads_codes=True, bind=_bind_decode),
+    Backend("cpu-blocks", 7, _why_not_blocks, _blocks, reads_codes=True, bind=_bind_blocks),
 )
