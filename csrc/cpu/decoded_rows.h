@@ -17,29 +17,30 @@ constexpr int COLUMNS = 4, NEAR = 256;  // k's at a time: their 7 KB stay in the
 template <int M, int N>
 void lanes_of(const float* x, const float* w, int64_t k, float* lanes) {
   for (int i = 0; i < M * N * CHUNK; ++i) lanes[i] = 0.0f;
-  for (int64_t from = 0; from < k; from += NEAR)
-  for (int part = 0; part < CHUNK; part += 8) {
-    __m256 sums[M][N];
+  for (int64_t near = 0; near < k; near += NEAR) {
+    const int64_t end = near + NEAR < k ? near + NEAR : k;
+    for (int part = 0; part < CHUNK; part += 8) {
+      __m256 sums[M][N];
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m)
+      for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[m][n] = _mm256_loadu_ps(lanes + (m * N + n) * CHUNK + part);
-    const int64_t to = from + NEAR < k ? from + NEAR : k;
-    for (int64_t at = from + part; at < to; at += CHUNK) {
-      __m256 values[N];
+        for (int n = 0; n < N; ++n) sums[m][n] = _mm256_loadu_ps(lanes + (m * N + n) * CHUNK + part);
+      for (int64_t at = near + part; at < end; at += CHUNK) {
+        __m256 values[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) values[n] = _mm256_loadu_ps(w + n * k + at);
+        for (int n = 0; n < N; ++n) values[n] = _mm256_loadu_ps(w + n * k + at);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const __m256 row = _mm256_loadu_ps(x + m * k + at);
+        for (int m = 0; m < M; ++m) {
+          const __m256 row = _mm256_loadu_ps(x + m * k + at);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sums[m][n] = _mm256_fmadd_ps(values[n], row, sums[m][n]);
+          for (int n = 0; n < N; ++n) sums[m][n] = _mm256_fmadd_ps(values[n], row, sums[m][n]);
+        }
       }
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) _mm256_storeu_ps(lanes + (m * N + n) * CHUNK + part, sums[m][n]);
     }
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) _mm256_storeu_ps(lanes + (m * N + n) * CHUNK + part, sums[m][n]);
   }
 }
 

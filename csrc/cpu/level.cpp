@@ -21,7 +21,7 @@ void arrange(const void* x, bool bfloat16, bool nibbles, int64_t values, float* 
     return;
   }
   for (int64_t c = 0; c < values; c += CHUNK)
-    for (int i = 0; i < CHUNK; ++i) arranged[c + place(i)] = at(c + i);
+    for (int i = 0; i < CHUNK; ++i) arranged[c + i] = at(c + k_of(i));
 }
 
 Pair bytes_of(const uint8_t* codes) { return {Vector::from_int8(codes), Vector::from_int8(codes + LANES)}; }

@@ -2,7 +2,7 @@
 // has neither. Each operation rounds once and alike in all three, so the levels agree to the last bit; sums are fused
 // multiply-adds everywhere. What the functions do is said in vectors_avx512.h.
 //
-// A level may keep 32 values of 4-bit codes in an order of its own (`Pair`), if `arrange` brings x into it (`place`) and
+// A level may keep 32 values of 4-bit codes in an order of its own (`Pair`), if `arrange` brings x into it (`k_of`) and
 // `folded` takes the sums out of it: a lane's chain of additions is the same wherever the lane lies.
 #pragma once
 

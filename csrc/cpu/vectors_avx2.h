@@ -2,8 +2,8 @@
 //
 // A permutation of 32-bit lanes looks up 8 values; of the 16 that a code of 4 bits can stand for, it would take two and a
 // choice for each 8 codes. So `Table` looks up bytes, 32 codes at once: for values that bfloat16 holds, one look-up for
-// the upper byte and one for the lower. What comes out is 16-bit words, which lie in 32-bit lanes by twos: of the even
-// k's 0 2 4 6 | of the odd ones 0 2 4 6, then 1 3 5 7 | 1 3 5 7, and so on (`place`).
+// the upper byte and one for the lower. What comes out is 16-bit words, which lie in 32-bit lanes by twos: k's 0 4 8 12 |
+// 1 5 9 13 in a register, 2 6 10 14 | 3 7 11 15 in the next, and so on (`k_of`).
 #pragma once
 
 #include <immintrin.h>
@@ -82,10 +82,7 @@ struct Pair {
   Vector first, second;  // of k's 0 to 15 and 16 to 31
 };
 
-constexpr int place(int k) {
-  const int odd = k % 2, lane = k / 2;
-  return lane / 8 * LANES + lane % 2 * 8 + odd * 4 + lane % 8 / 2;
-}
+constexpr int k_of(int lane) { return lane / LANES * 16 + lane % 4 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2; }
 
 // Bytes 0 to 3 of the 16 values, from the lowest on; NARROW: 2 and 3 alone, the others are 0.
 template <bool NARROW>

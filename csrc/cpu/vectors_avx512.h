@@ -71,8 +71,8 @@ struct Pair {
   Vector first, second;
 };
 
-// Where the number at k of a chunk of 32 lies in a Pair.
-constexpr int place(int k) { return k % 2 * LANES + k / 2; }
+// The k, within its chunk of 32, that a lane of a Pair has.
+constexpr int k_of(int lane) { return lane % LANES * 2 + lane / LANES; }
 
 // The 16 values that codes of 4 bits stand for; NARROW: bfloat16 can hold them.
 template <bool NARROW>

@@ -111,7 +111,7 @@ struct Pair {
   Vector first, second;
 };
 
-constexpr int place(int k) { return k % 2 * LANES + k / 2; }
+constexpr int k_of(int lane) { return lane % LANES * 2 + lane / LANES; }
 
 template <bool NARROW>
 struct Table {
