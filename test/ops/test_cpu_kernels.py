@@ -180,8 +180,8 @@ def test_prepared_equals_packed(name: str, bias: bool) -> None:
 
 
 def kernels(name: str) -> list[tuple[str | None, int]]:
-    """(backend, the last M that it takes; 0: all above) of a packed layer. Ranges that differ in other backends' reasons
-    alone are one.
+    """(backend, the last M that it takes; 0: all above) of a packed layer. Ranges that differ in the reasons of other
+    backends alone are one.
     """
     layer = nn.Sequential(nn.Linear(256, 64, dtype=BF16))
     quantize_(layer, get_recipe(name).make())

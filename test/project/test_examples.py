@@ -22,7 +22,7 @@ LAST = {
     "lora": "adapters beside packed weights:\n  step 0",
     "grpo": "2 rollouts by the packed copy, with the log-probabilities of the model in training",
     "own_format": "bits a weight: PackedTensor",
-    "own_kernel": "multiply, M = 1 and above: own",
+    "own_kernel": ": own\n",
 }
 FSDP2 = "2 ranks: shards hold the codes of the whole weight"
 
