@@ -56,6 +56,8 @@ def test_run_writes_everything_and_verifies(out: Path) -> None:
     assert numbers["stages"][4]["bytes"] < 0.7 * numbers["stages"][0]["bytes"]
     text = (out / "report.md").read_text()
     assert "int4-g32" in text
+    assert f"trained on 2 steps of 2 x 64 tokens of {job.assets()}/train.jsonl\n" in text
+    assert f"scored on 1 documents of {job.assets()}/heldout.jsonl; window 256 tokens\n" in text
     assert "recovered by QAT: n/a" in text  # a single document
     assert "logits bit-equal" in text
     rows = list(csv.DictReader((out / "report.csv").open()))
@@ -139,6 +141,12 @@ def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[
         (["run", "--out", "{full}"], "is not an empty folder"),
         (["run", "--wikitext", "{full}"], "test.jsonl"),
         (["run", "--model", "/nowhere"], "model must be a folder that exists"),
+        (
+            ["run", "--model", "owner/model"],
+            "--model owner/model needs --train-text FILE ... to train on and --wikitext",
+        ),
+        (["run", "--model", "owner/model", "--train-text", "a.txt"], "to be scored on, got no --wikitext: "),
+        (["run", "--model", "owner/model", "--wikitext", "hub"], "to be scored on, got no --train-text: "),
         (["run", "--device", "tpu"], "device must be one that torch finds"),
         (["run", "--limit", "0"], "limit and window must be at least 1"),
         (["run", "--train-text", "nowhere.txt"], "missing: nowhere.txt"),
@@ -372,7 +380,7 @@ def test_an_export_that_does_not_fit_is_found_before_the_first_stage(
 
 
 def test_the_summary_names_the_exported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = job.Result("gguf-q4_0", tmp_path / "run", [], "", 0.0, 0, "", "", "")
+    done = job.Result("gguf-q4_0", tmp_path / "run", [], "", 0.0, 0, "", "", "", "")
     asked: list[object] = []
 
     def exported(*arguments: object) -> Path:

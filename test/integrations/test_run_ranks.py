@@ -172,6 +172,7 @@ def test_fewer_documents_than_ranks_are_refused_before_a_model_is_loaded(
     inputs(tmp_path)
     monkeypatch.setattr(job, "joined", lambda device: nullcontext(Ranks(size=2)))
     monkeypatch.setattr(job, "load_float", lambda *_: pytest.fail("a model was loaded"))
-    o = Options(model=str(tmp_path / "model"), wikitext=str(tmp_path), limit=1, out=tmp_path / "out", device="cpu")
+    text: Any = {"train_text": [tmp_path / "text.txt"], "wikitext": str(tmp_path)}
+    o = Options(model=str(tmp_path / "model"), **text, limit=1, out=tmp_path / "out", device="cpu")
     with pytest.raises(ValueError, match=r"2 ranks need as many documents to share.* limit=1"):
         job.run(o)

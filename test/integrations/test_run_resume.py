@@ -136,8 +136,10 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", lambda *a, **k: Tokenizer())
     (tmp_path / "text.txt").write_text("all that glitters is not gold " * 30)
+    (tmp_path / "test.jsonl").write_text('{"page": "all that glitters"}')
     monkeypatch.chdir(tmp_path)
-    options = {"model": folder, "train-text": "text.txt", "steps": 2, "batch-size": 2, "block": 16, "device": "cpu"}
+    texts = {"train-text": "text.txt", "wikitext": "."}
+    options = {"model": folder, **texts, "steps": 2, "batch-size": 2, "block": 16, "device": "cpu"}
     return [str(a) for name, value in options.items() for a in (f"--{name}", value)]
 
 
@@ -272,7 +274,9 @@ def test_a_model_that_is_nowhere_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run([], "--model", "nosuchdir", "--device", "cpu", "--out", "a") == 2
+    Path("text.txt").write_text("all that glitters is not gold")
+    texts = ("--train-text", "text.txt", "--wikitext", "hub")
+    assert run([], "--model", "nosuchdir", *texts, "--device", "cpu", "--out", "a") == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith("aoquant: model must be a folder of a causal language model, or its id on the hub")
     assert "nosuchdir" in said[-1] and "Traceback" not in "".join(said)

@@ -92,7 +92,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     config, skipped = ranks.share(lambda: chosen_layers(float_model, o))
     for reason in folded(skipped.values()) if ranks.first else ():
         print(f"left out: {reason}", file=sys.stderr)
-    documents = [d for path in o.train_text or [assets() / "train.jsonl"] for d in load_documents(path)]
+    documents = [d for path in o.texts for d in load_documents(path)]
     blocks = token_blocks(documents, tokenizer, o.block, progress=ranks.first)
     tuning: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
     tune = finetune_sharded if ranks.launched else finetune
@@ -178,6 +178,7 @@ class _End:
             reload=_reload(o, batch["input_ids"], fingerprint),
             coverage=str(covered),
             stay_float=listed(covered.float_weights),
+            trained_on=f"{o.steps} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(str, o.texts))}",
             skipped=self.skipped,
         )
         record = {
