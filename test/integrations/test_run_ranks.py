@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,11 +72,15 @@ def worker(rank: int, port: int, queue: SimpleQueue[Any]) -> None:
     launched(rank, 2, port)
     with joined("cpu") as ranks:
         fine_tune = stop_and_go_on(ranks)
-        shared, alone = (evaluate(*scored(), wikitext=folder(), progress=False, shared=s) for s in (True, False))
+        with redirect_stderr(io.StringIO()) as said:
+            shared = evaluate(*scored(), wikitext=folder(), shared=True)
+        alone = evaluate(*scored(), wikitext=folder(), progress=False)
     os.environ["MASTER_PORT"] = str(port + 1)
     result = job.run(options("out"))
     perplexities = [stage.perplexity.word_perplexity for stage in result.stages]
-    queue.put((rank, fine_tune, shared.loglikelihoods == alone.loglikelihoods, perplexities, result.min_sqnr_db))
+    equal = shared.loglikelihoods == alone.loglikelihoods
+    windows = [line for line in said.getvalue().splitlines() if " windows, " in line]
+    queue.put((rank, fine_tune, equal, perplexities, result.min_sqnr_db, windows))
 
 
 def scored() -> tuple[Any, Any]:
@@ -109,7 +114,8 @@ def inputs(path: Path) -> None:
     """A model and text in `path`."""
     llama(None, 8192).save_pretrained(path / "model")
     AutoTokenizer.from_pretrained(ROOT / "eval" / "assets").save_pretrained(path / "model")
-    pages = [" ".join(f"word {i * j % 7}" for i in range(20 + j)) for j in range(5)]
+    words = [20, 99, 20, 99, 20]  # with two ranks the second has more
+    pages = [" ".join(f"word {i * j % 7}" for i in range(count)) for j, count in enumerate(words)]
     (path / "text.txt").write_text("\n<|endoftext|>\n".join(pages))
     (path / "test.jsonl").write_text("\n".join(json.dumps({"page": page}) for page in pages))
 
@@ -118,8 +124,9 @@ def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("AOQUANT_TEST_FOLDER", str(tmp_path))
     inputs(tmp_path)
     first, second = sorted(on_two_ranks(worker))
-    assert first[1:] == second[1:]
-    _, (losses, again, step, same), scores_are_equal, perplexities, sqnr = first
+    assert first[1:-1] == second[1:-1]
+    _, (losses, again, step, same), scores_are_equal, perplexities, sqnr, progress = first
+    assert " windows, 100 %" in progress[-1] and second[-1] == []
     assert again == losses and same and step == 2
     assert scores_are_equal  # of each document, shared out or not
     assert perplexities[3] == perplexities[4] != perplexities[0] and sqnr == float("inf")
@@ -174,13 +181,21 @@ def test_without_a_launcher_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -
     assert ranks.share(lambda: 5) == 5
 
 
-def test_fewer_documents_than_ranks_are_refused_before_a_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"limit": 1}, r"2 ranks need as many documents to share.* limit=1"),
+        ({"batch_size": 3}, r"batch_size must be a multiple of the 2 ranks, got 3"),
+    ],
+    ids=["documents", "batch"],
+)
+def test_what_ranks_cannot_share_is_refused_before_a_model_is_loaded(
+    given: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs(tmp_path)
     monkeypatch.setattr(job, "joined", lambda device: nullcontext(Ranks(size=2)))
     monkeypatch.setattr(job, "load_float", lambda *_: pytest.fail("a model was loaded"))
     text: Any = {"train_text": [tmp_path / "text.txt"], "wikitext": str(tmp_path)}
-    o = Options(model=str(tmp_path / "model"), **text, limit=1, out=tmp_path / "out", device="cpu")
-    with pytest.raises(ValueError, match=r"2 ranks need as many documents to share.* limit=1"):
+    o = Options(model=str(tmp_path / "model"), **text, **given, out=tmp_path / "out", device="cpu")
+    with pytest.raises(ValueError, match=message):
         job.run(o)

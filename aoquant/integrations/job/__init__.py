@@ -30,7 +30,7 @@ from aoquant import __version__
 from aoquant.config import WeightConfig
 from aoquant.export import check as check_export
 from aoquant.export import export
-from aoquant.integrations.finetune import finetune
+from aoquant.integrations.finetune import check_batch, finetune
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.evaluation import evaluation
 from aoquant.integrations.job.fingerprint import RESULTS, check_fingerprint, environment, logits_fingerprint
@@ -71,6 +71,7 @@ def run(o: Options) -> Result:
     """
     with joined(o.device) as ranks:
         ranks.share(o.check)
+        ranks.share(lambda: check_batch(o.batch_size, ranks.size))
         ranks.share(lambda: check_shares(find_pages(o.wikitext, None), o.limit, ranks.size))
         folder = Folder(o, ranks)
         done = folder.finished()
