@@ -178,22 +178,19 @@ def test_mistakes_are_one_line(
     assert message in error
 
 
-def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
     for command in ("formats", "recipes", "doctor"):
         cli.main([command])
     printed = capsys.readouterr().out
+    assert [w for w in recwarn if "matches no linear layer" in str(w.message)] == []  # doctor's layer is no attention
     for word in ("nvfp4-none", "int8-int4", "torch._scaled_mm", "bit-equal", *COMPOSED):
         assert word in printed
     assert "DIFFERENT" not in printed
     assert "0 (128, 256)" not in printed
     table = printed.split("names that are put together")[0]
-    said = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in table.splitlines() if "|" in line}
-    assert (said["nvfp4"], said["nvfp4-row"], said["nvfp4-static:0.001"], said["fp8-tensor"]) == (
-        "no",
-        "yes",
-        "yes",
-        "no",
-    )
+    invariant = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in table.splitlines() if "|" in line}
+    names = ("nvfp4", "nvfp4-row", "nvfp4-static:0.001", "fp8-tensor")
+    assert [invariant[name] for name in names] == ["no", "yes", "yes", "no"]
 
 
 def perplexity(*nats: float) -> Perplexity:
