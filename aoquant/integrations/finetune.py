@@ -1,42 +1,40 @@
-"""Fine-tuning for the main job: transformers' Trainer with three additions.
+"""Fine-tuning for the main job: one loop, for one process and for the ranks of a launcher.
 
 Distillation: the student's next-token distribution follows the float model's by KL divergence. QAT has to undo a
 rounding, and the float model's whole distribution says more about it than one sampled token does.
 
 Float32 masters: a bf16 weight near 0.02 has an ulp of 1e-4, and most AdamW updates are smaller. Layers compute in the
-dtype that is deployed, while AdamW steps float32 copies and writes them back rounded. The copies are part of the
-optimizer's state, so a fine-tune that goes on from a checkpoint takes the same steps as one that was never stopped.
+dtype that is deployed, while AdamW steps float32 copies and writes them back rounded. The copies are part of a
+checkpoint, so a fine-tune that goes on from one takes the same steps as one that was never stopped.
 
-Checkpoints, where a folder for them is given: every five minutes, at the end, and on Ctrl-C, which lets the step
-finish.
+Ranks: a batch is shared out, so its size is that of all ranks together. Its text and its rate are `schedule.py`'s,
+whatever the number of ranks. Every rank holds the whole model in its own dtype, before and after; while it trains, a
+copy sharded by FSDP2 holds each rank's part of the weights, gradients, masters and moments.
+
+Checkpoints, where a folder for them is given: `finetune_checkpoints.py`.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import signal
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.optim import AdamW
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import PreTrainedModel
 
+from aoquant.integrations.distributed import full_state_dict
+from aoquant.integrations.finetune_checkpoints import Checkpoints, interrupts
 from aoquant.integrations.progress import progress
+from aoquant.integrations.schedule import order_of_blocks, rate_at
 
 LOSSES = ("kl", "ce")
-CHECKPOINT_SECONDS = 300.0
 
 
 def finetune(
@@ -51,58 +49,64 @@ def finetune(
     seed: int,
     label: str,
     checkpoints: Path | None = None,
+    shared: bool = False,
 ) -> list[float]:
     """Train `model` in place on token blocks for `steps` steps of `batch_size` blocks; returns the loss of every step.
 
-    blocks_BT: int64 token ids (B, T). loss: "ce", or "kl" to `teacher`'s distribution, in nats per token. Blocks are
-    drawn by a generator seeded with `seed`, so runs with equal arguments see equal batches. checkpoints: a folder to
-    keep the newest checkpoint in; training goes on from the one that is there, and is not repeated when it was
-    complete.
+    blocks_BT: int64 token ids (B, T). loss: "ce", or "kl" to `teacher`'s distribution, in nats per token. Runs with
+    equal arguments see equal batches. checkpoints: a folder to keep the newest checkpoint in; training goes on from the
+    one that is there, and is not repeated when it was complete. shared: the ranks of the default process group train
+    one model, which is whole on each; all call it.
 
     Raises:
-        ValueError: unknown loss, or "kl" without a teacher, or no steps or blocks.
+        ValueError: unknown loss, or "kl" without a teacher, no steps or blocks, or a batch_size that the ranks cannot
+            share out evenly.
         KeyboardInterrupt: Ctrl-C, after the step and its checkpoint.
     """
     check(loss, teacher, steps, blocks_BT)
-    before = _newest(checkpoints)
-    if before is not None and _state(before)["global_step"] >= steps:
-        return _take(model, before)
-    arguments = TrainingArguments(
-        output_dir=str(checkpoints or tempfile.gettempdir()),  # required, and made if missing
-        max_steps=steps,
-        per_device_train_batch_size=batch_size,
-        learning_rate=learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=max(1, steps // 20),
-        max_grad_norm=1.0,
-        logging_steps=1,
-        save_strategy="no",  # `Checkpoints` decides
-        save_total_limit=1,
-        report_to=[],
-        seed=seed,
-        data_seed=seed,
-        use_cpu=model.device.type == "cpu",
-        disable_tqdm=True,  # one labelled bar of our own instead
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-    )
-    optimizer = master_adamw(model, learning_rate)
-    keeper = Checkpoints() if checkpoints is not None else None
-    trainer = _Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=[{"input_ids": ids, "labels": ids} for ids in blocks_BT],
-        optimizers=(optimizer, None),
-        callbacks=[_Bar(label), *([keeper] if keeper else [])],
-        teacher=teacher if loss == "kl" else None,
-    )
-    trainer.remove_callback(PrinterCallback)
-    with interrupts(keeper):
-        trainer.train(resume_from_checkpoint=str(before) if before else None)
-    if keeper is not None and keeper.interrupted:
-        raise KeyboardInterrupt
+    rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+    check_batch(batch_size, size)
+    trained = shard(copy.deepcopy(model)) if shared else model
+    trained.train()
+    optimizer = master_adamw(trained, learning_rate)
+    losses, first = torch.zeros(steps), 0
+    keeper = None
+    if checkpoints is not None:
+        keeper = Checkpoints(checkpoints, trained, optimizer, losses)
+        first = keeper.load()
+    order_SB = order_of_blocks(len(blocks_BT), steps, batch_size, seed)
+    mine = slice(rank * batch_size // size, (rank + 1) * batch_size // size)
+    with progress(steps, label, "step", show=rank == 0) as bar, interrupts(keeper, echo=2.0 if shared else 0.0):
+        if first:
+            bar.update(first)
+        for step in range(first, steps):
+            torch.manual_seed((seed * steps + step) * size + rank)  # dropout's, the same after a stop
+            (group,) = optimizer.param_groups
+            group["lr"] = rate_at(learning_rate, step, steps)
+            value = _loss(trained, teacher, blocks_BT[order_SB[step, mine]].to(model.device), loss)
+            value.backward()
+            nn.utils.clip_grad_norm_([p for p in trained.parameters() if p.requires_grad], 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            trained.zero_grad(set_to_none=True)
+            # one collective: the mean loss, and whether any rank wants a checkpoint or was interrupted
+            wishes = keeper.wishes() if keeper is not None else (False, False)
+            told = torch.tensor([float(value.detach()), *map(float, wishes)], device=model.device)
+            if shared:
+                dist.all_reduce(told)
+            summed, due, stop = told.tolist()
+            losses[step] = summed / size
+            bar.update(1)
+            bar.set_postfix(loss=f"{losses[step]:.4f}")
+            if keeper is not None and (due or stop or step + 1 == steps):
+                keeper.save(step + 1)
+            if stop:
+                raise KeyboardInterrupt
+    if shared:
+        model.load_state_dict(full_state_dict(trained))
     model.eval()
-    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    found: list[float] = losses.tolist()
+    return found
 
 
 def check(loss: str, teacher: PreTrainedModel | None, steps: int, blocks_BT: Tensor) -> None:
@@ -115,25 +119,31 @@ def check(loss: str, teacher: PreTrainedModel | None, steps: int, blocks_BT: Ten
         )
 
 
-def _newest(folder: Path | None) -> Path | None:
-    """The newest checkpoint that is complete: the Trainer writes its state last."""
-    last = get_last_checkpoint(str(folder)) if folder is not None and folder.is_dir() else None
-    return Path(last) if last is not None and (Path(last) / "trainer_state.json").is_file() else None
+def check_batch(batch_size: int, ranks: int) -> None:
+    """Raise ValueError for a batch that the ranks cannot share out evenly."""
+    if batch_size % ranks:
+        raise ValueError(f"batch_size must be a multiple of the {ranks} ranks, got {batch_size}")
 
 
-def _state(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    return state
+def shard(model: PreTrainedModel) -> PreTrainedModel:
+    """FSDP2 over all ranks: every decoder layer is a unit, and so is the rest. Gradients are reduced in float32."""
+    mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    units = set(model._no_split_modules or ())
+    for module in model.modules():
+        if type(module).__name__ in units:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
-def _take(model: PreTrainedModel, checkpoint: Path) -> list[float]:
-    """Give `model` the weights of a fine-tune that is complete; returns its losses."""
-    stored = {k: v for file in sorted(checkpoint.glob("*.safetensors")) for k, v in load_file(file).items()}
-    missing, unexpected = model.load_state_dict(stored, strict=False)
-    model.tie_weights()
-    assert not unexpected and set(missing) <= set(model.all_tied_weights_keys), (missing, unexpected)
-    model.eval()
-    return [float(entry["loss"]) for entry in _state(checkpoint)["log_history"] if "loss" in entry]
+def _loss(model: Any, teacher: Any, ids_BT: Tensor, loss: str) -> Tensor:
+    if loss == "ce":
+        value: Tensor = model(input_ids=ids_BT, labels=ids_BT).loss
+        return value
+    with torch.no_grad():
+        target = teacher(input_ids=ids_BT).logits
+    return distillation_loss(model(input_ids=ids_BT).logits, target)
 
 
 def distillation_loss(student_BTV: Tensor, teacher_BTV: Tensor) -> Tensor:
@@ -146,7 +156,7 @@ def distillation_loss(student_BTV: Tensor, teacher_BTV: Tensor) -> Tensor:
 def master_adamw(model: torch.nn.Module, learning_rate: float | Tensor, **options: Any) -> AdamW:
     """AdamW on float32 copies of the trainable parameters, written back rounded after every step.
 
-    The copies are in its state_dict, as "master" of each parameter. options: of AdamW, such as fused and capturable.
+    The copies are its parameters, in the order of the model's. options: of AdamW, such as fused and capturable.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     masters = [torch.nn.Parameter(p.detach().float().clone()) for p in parameters]
@@ -161,102 +171,6 @@ def master_adamw(model: torch.nn.Module, learning_rate: float | Tensor, **option
             for p, m in zip(parameters, masters, strict=True):
                 p.copy_(m)
 
-    def put_masters_in_state(*_: Any) -> None:
-        for m in masters:
-            if optimizer.state.get(m):  # AdamW makes its own state at the first step, where there is none
-                optimizer.state[m]["master"] = m.detach()
-
-    def take_masters_from_state(*_: Any) -> None:
-        with torch.no_grad():
-            for m in masters:
-                if "master" in optimizer.state.get(m, {}):
-                    m.copy_(optimizer.state[m]["master"])
-
     optimizer.register_step_pre_hook(take_gradients)
     optimizer.register_step_post_hook(write_back)
-    optimizer.register_state_dict_pre_hook(put_masters_in_state)
-    optimizer.register_load_state_dict_post_hook(take_masters_from_state)
     return optimizer
-
-
-class _Bar(TrainerCallback):
-    """One bar with the loss, or lines of it."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar = progress(state.max_steps, self.label, "step")
-        if state.global_step:
-            self.bar.update(state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.update(1)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if logs and "loss" in logs:
-            self.bar.set_postfix(loss=f"{float(logs['loss']):.4f}")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.close()
-
-
-class Checkpoints(TrainerCallback):
-    """Saves every `CHECKPOINT_SECONDS`, after the last step, and when interrupted, which then ends training."""
-
-    def __init__(self) -> None:
-        self.interrupted, self.saved = False, time.monotonic()
-
-    def wishes(self) -> tuple[bool, bool]:
-        """(a checkpoint is due, the user wants to stop)."""
-        return time.monotonic() - self.saved >= CHECKPOINT_SECONDS, self.interrupted
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if any(self.wishes()) or state.global_step >= state.max_steps:
-            control.should_save, self.saved = True, time.monotonic()
-        if self.interrupted:
-            control.should_training_stop = True
-
-
-@contextmanager
-def interrupts(keeper: Checkpoints | None, *, echo: float = 0.0) -> Iterator[None]:
-    """The first Ctrl-C asks `keeper` to save and stop, the second one interrupts at once.
-
-    echo: seconds in which another signal is the same Ctrl-C: torchrun passes on what its ranks got from the terminal.
-    """
-    if keeper is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    first = -math.inf
-
-    def ask(*_: Any) -> None:
-        nonlocal first
-        now = time.monotonic()
-        if keeper.interrupted and now - first >= echo:
-            raise KeyboardInterrupt
-        if not keeper.interrupted:
-            keeper.interrupted, first = True, now
-            print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class _Trainer(Trainer):
-    """Trainer with KL to a teacher; without one, the model's own cross entropy."""
-
-    def __init__(self, *args: Any, teacher: PreTrainedModel | None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.teacher = teacher
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        if self.teacher is None:
-            return super().compute_loss(model, inputs, return_outputs, **kwargs)
-        outputs = model(input_ids=inputs["input_ids"])
-        with torch.no_grad():
-            target = self.teacher(input_ids=inputs["input_ids"]).logits
-        value = distillation_loss(outputs.logits, target)
-        return (value, outputs) if return_outputs else value

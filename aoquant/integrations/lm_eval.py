@@ -185,7 +185,8 @@ class _Model:
 class _LM(huggingface.HFLM):
     """HFLM that says how many windows there will be: it encodes all pages before it scores one.
 
-    Between ranks it speaks by torch.distributed; HFLM needs accelerate for that, and takes the rank within a host.
+    Between ranks it speaks by torch.distributed; HFLM needs accelerate for that, and takes the rank within a host. What
+    it gathers last is the number of windows of each, which all then pad to the largest.
     """
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -193,7 +194,9 @@ class _LM(huggingface.HFLM):
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self._world_size)]
         dist.all_gather(parts, tensor)
-        return torch.stack(parts)
+        gathered = torch.stack(parts)
+        self.model.bar.total = int(gathered.max())
+        return gathered
 
     def barrier(self) -> None:
         if self._world_size > 1:

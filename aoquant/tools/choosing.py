@@ -73,7 +73,7 @@ CHOICES = (
     Choice("Blackwell, MX kernels", "MXFP4", "mxfp4-h32", "MXFP4WeightConfig(transform=Hadamard(32))", OWN, ("blackwell",)),
     Choice("nothing fixed yet", "the least error at 4.5 bits, no training", "gridflip-search",
            'GridFlipFP4WeightConfig("search")', OWN, (ANY,), True),
-    Choice("vLLM or SGLang, Hopper to Blackwell", "fast decoding, few tokens at a time", "vllm-w4a16-g128",
+    Choice("vLLM or SGLang, Ampere to Blackwell", "fast decoding, few tokens at a time", "vllm-w4a16-g128",
            'Packed4WeightConfig("intx4-g128", contract="dequantize")', ("vllm", "sglang", "transformers"), _GPUS, True),
     Choice("vLLM on Hopper, Ada or Blackwell", "speed with many tokens", "vllm-fp8",
            'PackedWeightConfig("fp8-row", "fp8-row-vllm")', ("vllm",), ("hopper", "ada", "blackwell"), True),
@@ -119,10 +119,11 @@ def find(asked: str) -> list[Choice]:
             ptq = True
         elif word not in _MAKERS:
             known = [name for table in (_ENGINES, _DEVICES, _BUDGETS) for names in table.values() for name in names]
-            near = difflib.get_close_matches(word, known, 3, 0.5)
+            near = ", ".join(difflib.get_close_matches(word, known, 3, 0.5))
+            hint = f" (near it: {near})" if near else ""
             raise ValueError(
-                f"--for takes an engine, a GPU or CPU, and ptq for no training, got {word!r}"
-                f"{f' (near it: {chr(44).join(near)})' if near else ''}; engines: {', '.join(_ENGINES)}; devices: {', '.join(_DEVICES)}"
+                f"--for takes an engine, a GPU or CPU, and ptq for no training, got {word!r}{hint}; "
+                f"engines: {', '.join(_ENGINES)}; devices: {', '.join(_DEVICES)}"
             )
     found = [choice for choice in CHOICES if choice.fits(engines, devices, ptq)]
     if not found or not (engines or devices or ptq):

@@ -56,6 +56,8 @@ def test_run_writes_everything_and_verifies(out: Path) -> None:
     assert numbers["stages"][4]["bytes"] < 0.7 * numbers["stages"][0]["bytes"]
     text = (out / "report.md").read_text()
     assert "int4-g32" in text
+    assert f"trained on 2 steps of 2 x 64 tokens of {job.assets()}/train.jsonl\n" in text
+    assert f"scored on 1 documents of {job.assets()}/heldout.jsonl; window 256 tokens\n" in text
     assert "recovered by QAT: n/a" in text  # a single document
     assert "logits bit-equal" in text
     rows = list(csv.DictReader((out / "report.csv").open()))
@@ -139,6 +141,12 @@ def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[
         (["run", "--out", "{full}"], "is not an empty folder"),
         (["run", "--wikitext", "{full}"], "test.jsonl"),
         (["run", "--model", "/nowhere"], "model must be a folder that exists"),
+        (
+            ["run", "--model", "owner/model"],
+            "--model owner/model needs --train-text FILE ... to train on and --wikitext",
+        ),
+        (["run", "--model", "owner/model", "--train-text", "a.txt"], "to be scored on, got no --wikitext: "),
+        (["run", "--model", "owner/model", "--wikitext", "hub"], "to be scored on, got no --train-text: "),
         (["run", "--device", "tpu"], "device must be one that torch finds"),
         (["run", "--limit", "0"], "limit and window must be at least 1"),
         (["run", "--train-text", "nowhere.txt"], "missing: nowhere.txt"),
@@ -170,22 +178,19 @@ def test_mistakes_are_one_line(
     assert message in error
 
 
-def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_formats_recipes_doctor(capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
     for command in ("formats", "recipes", "doctor"):
         cli.main([command])
     printed = capsys.readouterr().out
+    assert [w for w in recwarn if "matches no linear layer" in str(w.message)] == []  # doctor's layer is no attention
     for word in ("nvfp4-none", "int8-int4", "torch._scaled_mm", "bit-equal", *COMPOSED):
         assert word in printed
     assert "DIFFERENT" not in printed
     assert "0 (128, 256)" not in printed
     table = printed.split("names that are put together")[0]
-    said = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in table.splitlines() if "|" in line}
-    assert (said["nvfp4"], said["nvfp4-row"], said["nvfp4-static:0.001"], said["fp8-tensor"]) == (
-        "no",
-        "yes",
-        "yes",
-        "no",
-    )
+    invariant = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in table.splitlines() if "|" in line}
+    names = ("nvfp4", "nvfp4-row", "nvfp4-static:0.001", "fp8-tensor")
+    assert [invariant[name] for name in names] == ["no", "yes", "yes", "no"]
 
 
 def perplexity(*nats: float) -> Perplexity:
@@ -372,7 +377,7 @@ def test_an_export_that_does_not_fit_is_found_before_the_first_stage(
 
 
 def test_the_summary_names_the_exported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = job.Result("gguf-q4_0", tmp_path / "run", [], "", 0.0, 0, "", "", "")
+    done = job.Result("gguf-q4_0", tmp_path / "run", [], "", 0.0, 0, "", "", "", "")
     asked: list[object] = []
 
     def exported(*arguments: object) -> Path:

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -193,7 +194,17 @@ def test_run_gives_the_table_of_a_mixtral_whose_experts_are_int4(
     settings = MOE | {"vocab": 384, "steps": 4, "window": 128, "shard_mb": 0.2}
     scripts["pretrain"].main(scripts["pretrain"].Config(text=(text,), out=tmp_path / "demo", **settings))
     options = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--device", "cpu"]
-    options += ["--train-text", str(text), "--recipe", "int4-g32-experts", "--out", str(out)]
+    shutil.copy(EVAL / "assets" / "heldout.jsonl", tmp_path / "test.jsonl")
+    options += [
+        "--train-text",
+        str(text),
+        "--wikitext",
+        str(tmp_path),
+        "--recipe",
+        "int4-g32-experts",
+        "--out",
+        str(out),
+    ]
     cli.main(["run", "--model", str(tmp_path / "demo" / "model"), *options])
     numbers = json.loads((out / job.RESULTS).read_text())
     words = [s["perplexity"]["word_perplexity"] for s in numbers["stages"]]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,13 +21,12 @@ from torch.multiprocessing import SimpleQueue
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, quantize_
-from aoquant.integrations import finetune as single
 from aoquant.integrations import job
-from aoquant.integrations.job.folder import _differences
+from aoquant.integrations.finetune import finetune
+from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.lm_eval import evaluate
 from aoquant.integrations.ranks import Ranks, joined
-from aoquant.integrations.sharded import NEWEST, finetune_sharded
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
@@ -43,11 +43,11 @@ def llama(recipe: str | None, vocabulary: int = 32) -> LlamaForCausalLM:
     return model
 
 
-def tune(model: Any, checkpoints: Path | None, loss: str = "kl") -> list[float]:
+def tune(model: Any, checkpoints: Path | None, loss: str = "kl", *, shared: bool = True) -> list[float]:
     teacher = llama(None) if loss == "kl" else None
-    return finetune_sharded(
+    return finetune(
         model, BLOCKS, steps=STEPS, batch_size=4, learning_rate=1e-2, loss=loss, teacher=teacher, seed=3, label="tune",
-        checkpoints=checkpoints,
+        checkpoints=checkpoints, shared=shared,
     )  # fmt: skip
 
 
@@ -72,11 +72,15 @@ def worker(rank: int, port: int, queue: SimpleQueue[Any]) -> None:
     launched(rank, 2, port)
     with joined("cpu") as ranks:
         fine_tune = stop_and_go_on(ranks)
-        shared, alone = (evaluate(*scored(), wikitext=folder(), progress=False, shared=s) for s in (True, False))
+        with redirect_stderr(io.StringIO()) as said:
+            shared = evaluate(*scored(), wikitext=folder(), shared=True)
+        alone = evaluate(*scored(), wikitext=folder(), progress=False)
     os.environ["MASTER_PORT"] = str(port + 1)
     result = job.run(options("out"))
     perplexities = [stage.perplexity.word_perplexity for stage in result.stages]
-    queue.put((rank, fine_tune, shared.loglikelihoods == alone.loglikelihoods, perplexities, result.min_sqnr_db))
+    equal = shared.loglikelihoods == alone.loglikelihoods
+    windows = [line for line in said.getvalue().splitlines() if " windows, " in line]
+    queue.put((rank, fine_tune, equal, perplexities, result.min_sqnr_db, windows))
 
 
 def scored() -> tuple[Any, Any]:
@@ -86,20 +90,21 @@ def scored() -> tuple[Any, Any]:
 def stop_and_go_on(ranks: Ranks) -> tuple[list[float], list[float], int, bool]:
     """Losses of a run, of one that is stopped after two steps and goes on, and whether weights are equal."""
     straight, stopped, calls = llama("quartet"), llama("quartet"), 0  # its backward draws random numbers
-    losses, wishes = tune(straight, None), single.Checkpoints.wishes
+    losses, wishes = tune(straight, None), Checkpoints.wishes
 
-    def interrupted(keeper: single.Checkpoints) -> tuple[bool, bool]:
+    def interrupted(keeper: Checkpoints) -> tuple[bool, bool]:
         nonlocal calls
         calls += 1
         if calls == 2 and ranks.first:
             signal.raise_signal(signal.SIGINT)  # of one rank alone: all stop
         return wishes(keeper)
 
-    with mock.patch.object(single.Checkpoints, "wishes", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(Checkpoints, "wishes", interrupted), pytest.raises(KeyboardInterrupt):
         tune(stopped, folder() / "kept")
     step: int = json.loads((folder() / "kept" / NEWEST).read_text())["step"]
     if ranks.first:
-        shutil.copytree(folder() / "kept", folder() / "for one rank")
+        for goes_on in ("one rank", "one process"):
+            shutil.copytree(folder() / "kept", folder() / goes_on)
     again = tune(stopped, folder() / "kept")
     same = all(torch.equal(value, stopped.state_dict()[name]) for name, value in straight.state_dict().items())
     return losses, again, step, same
@@ -109,7 +114,8 @@ def inputs(path: Path) -> None:
     """A model and text in `path`."""
     llama(None, 8192).save_pretrained(path / "model")
     AutoTokenizer.from_pretrained(ROOT / "eval" / "assets").save_pretrained(path / "model")
-    pages = [" ".join(f"word {i * j % 7}" for i in range(20 + j)) for j in range(5)]
+    words = [20, 99, 20, 99, 20]  # with two ranks the second has more
+    pages = [" ".join(f"word {i * j % 7}" for i in range(count)) for j, count in enumerate(words)]
     (path / "text.txt").write_text("\n<|endoftext|>\n".join(pages))
     (path / "test.jsonl").write_text("\n".join(json.dumps({"page": page}) for page in pages))
 
@@ -118,8 +124,9 @@ def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("AOQUANT_TEST_FOLDER", str(tmp_path))
     inputs(tmp_path)
     first, second = sorted(on_two_ranks(worker))
-    assert first[1:] == second[1:]
-    _, (losses, again, step, same), scores_are_equal, perplexities, sqnr = first
+    assert first[1:-1] == second[1:-1]
+    _, (losses, again, step, same), scores_are_equal, perplexities, sqnr, progress = first
+    assert " windows, 100 %" in progress[-1] and second[-1] == []
     assert again == losses and same and step == 2
     assert scores_are_equal  # of each document, shared out or not
     assert perplexities[3] == perplexities[4] != perplexities[0] and sqnr == float("inf")
@@ -127,13 +134,28 @@ def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pyt
     assert record["ranks"] == 2 and record["reload"] == "logits bit-equal"
     assert (tmp_path / "out" / "report.md").is_file() and not list((tmp_path / "out").rglob("step-*"))
 
-    # one rank goes on with the checkpoint of two
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with joined("cpu"):
-        alone = tune(llama("quartet"), tmp_path / "for one rank")
+    # one goes on with the checkpoint of two, by torchrun and without
+    with one_rank(monkeypatch):
+        alone = tune(llama("quartet"), tmp_path / "one rank")
     assert alone[:step] == losses[:step]
     assert alone[step:] == pytest.approx(losses[step:], rel=0.1) and alone[step:] != alone[:step]
+    assert tune(llama("quartet"), tmp_path / "one process", shared=False) == alone
+
+
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[Ranks]:
+    """A process group of this process alone."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    return joined("cpu")
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+def test_one_process_trains_as_torchrun_with_one_rank(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ranked = llama("quartet"), llama("quartet")
+    losses = tune(plain, None, loss, shared=False)
+    with one_rank(monkeypatch):
+        assert tune(ranked, None, loss) == losses
+    assert all(torch.equal(value, ranked.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
 @pytest.mark.slow
@@ -159,19 +181,21 @@ def test_without_a_launcher_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -
     assert ranks.share(lambda: 5) == 5
 
 
-def test_a_folder_of_torchrun_says_how_one_process_goes_on() -> None:
-    before, now = {"launcher": "torchrun", "steps": 2}, {"steps": 3}
-    said = ["torchrun began it; on one device: torchrun --nproc-per-node 1 -m aoquant run", "steps was 2 and is 3"]
-    assert _differences(before, now) == said
-    assert _differences(now, before)[0] == "it was begun without torchrun"
-
-
-def test_fewer_documents_than_ranks_are_refused_before_a_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"limit": 1}, r"2 ranks need as many documents to share.* limit=1"),
+        ({"batch_size": 3}, r"batch_size must be a multiple of the 2 ranks, got 3"),
+    ],
+    ids=["documents", "batch"],
+)
+def test_what_ranks_cannot_share_is_refused_before_a_model_is_loaded(
+    given: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs(tmp_path)
     monkeypatch.setattr(job, "joined", lambda device: nullcontext(Ranks(size=2)))
     monkeypatch.setattr(job, "load_float", lambda *_: pytest.fail("a model was loaded"))
-    o = Options(model=str(tmp_path / "model"), wikitext=str(tmp_path), limit=1, out=tmp_path / "out", device="cpu")
-    with pytest.raises(ValueError, match=r"2 ranks need as many documents to share.* limit=1"):
+    text: Any = {"train_text": [tmp_path / "text.txt"], "wikitext": str(tmp_path)}
+    o = Options(model=str(tmp_path / "model"), **text, **given, out=tmp_path / "out", device="cpu")
+    with pytest.raises(ValueError, match=message):
         job.run(o)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, cli, quantize_
 from aoquant.integrations import finetune as tuning
-from aoquant.integrations import job
+from aoquant.integrations import finetune_checkpoints, job
 from aoquant.integrations.finetune import finetune
+from aoquant.integrations.finetune_checkpoints import Checkpoints
 from aoquant.integrations.job import models
 from aoquant.integrations.lm_eval import Perplexity
 
@@ -50,7 +52,7 @@ def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
     whole = llama(recipe)
     losses = tune(whole, None)
     calls = 0
-    step = tuning._Trainer.compute_loss
+    step = tuning._loss
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -59,7 +61,7 @@ def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
             signal.raise_signal(signal.SIGINT)
         return step(*args, **kwargs)
 
-    monkeypatch.setattr(tuning._Trainer, "compute_loss", interrupted)
+    monkeypatch.setattr(tuning, "_loss", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tune(llama(recipe), tmp_path)
     assert calls == 2  # the step was finished, and no other begun
@@ -80,24 +82,39 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(tuning._Trainer, "compute_loss", twice)
+    monkeypatch.setattr(tuning, "_loss", twice)
     with pytest.raises(KeyboardInterrupt):
         tune(llama(None), tmp_path)
-    assert list(tmp_path.glob("checkpoint-*")) == []
+    assert list(tmp_path.glob("step-*")) == []
 
 
 def test_checkpoints_are_kept_as_time_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(finetune_checkpoints, "CHECKPOINT_SECONDS", 0.0)
     saved: list[int] = []
-    save = tuning._Trainer._save_checkpoint
-    monkeypatch.setattr(
-        tuning._Trainer,
-        "_save_checkpoint",
-        lambda self, *a, **k: (saved.append(self.state.global_step), save(self, *a, **k)),
-    )
-    tune(llama(None), tmp_path)
+    save = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self, step: (saved.append(step), save(self, step)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as DCP's, of a process alone
+        tune(llama(None), tmp_path)
     assert saved == [1, 2, 3, 4]
-    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-4"]
+
+
+def test_parameters_without_a_gradient_are_kept_too(tmp_path: Path) -> None:
+    def with_unused() -> LlamaForCausalLM:
+        model = llama(None)
+        model.model.norm.weight.requires_grad_(False)
+        model.model.unused = torch.nn.Parameter(torch.ones(3))
+        return model
+
+    losses = tune(with_unused(), tmp_path)
+    assert tune(with_unused(), tmp_path) == losses
+
+
+def test_the_first_step_trains() -> None:
+    before, model = llama(None), llama(None)
+    tune(model, None, steps=1)
+    assert not torch.equal(before.lm_head.weight, model.lm_head.weight)
 
 
 # ---- the whole job, with a small model and an evaluation that costs nothing
@@ -136,8 +153,10 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", lambda *a, **k: Tokenizer())
     (tmp_path / "text.txt").write_text("all that glitters is not gold " * 30)
+    (tmp_path / "test.jsonl").write_text('{"page": "all that glitters"}')
     monkeypatch.chdir(tmp_path)
-    options = {"model": folder, "train-text": "text.txt", "steps": 2, "batch-size": 2, "block": 16, "device": "cpu"}
+    texts = {"train-text": "text.txt", "wikitext": "."}
+    options = {"model": folder, **texts, "steps": 2, "batch-size": 2, "block": 16, "device": "cpu"}
     return [str(a) for name, value in options.items() for a in (f"--{name}", value)]
 
 
@@ -195,7 +214,7 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(
     assert numbers("parts")["stages"] == numbers("whole")["stages"]
     assert numbers("parts")["logits_sha256"] == numbers("whole")["logits_sha256"]
     assert numbers("parts")["options"]["train_text"] == ["text.txt"]
-    assert list(Path("parts").rglob("checkpoint-*")) == []  # nothing needs them any more
+    assert list(Path("parts").rglob("step-*")) == []  # nothing needs them any more
 
     assert run(arguments, "--out", "parts") == 0
     assert scored == whole  # the table again, and nothing is computed
@@ -272,7 +291,9 @@ def test_a_model_that_is_nowhere_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run([], "--model", "nosuchdir", "--device", "cpu", "--out", "a") == 2
+    Path("text.txt").write_text("all that glitters is not gold")
+    texts = ("--train-text", "text.txt", "--wikitext", "hub")
+    assert run([], "--model", "nosuchdir", *texts, "--device", "cpu", "--out", "a") == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith("aoquant: model must be a folder of a causal language model, or its id on the hub")
     assert "nosuchdir" in said[-1] and "Traceback" not in "".join(said)

@@ -7,7 +7,7 @@ back, in log perplexity, (PTQ - QAT) / (PTQ - float); it is n/a when PTQ's loss 
 paired over documents. The prepared and the converted model are compared layer by layer before anything is called done,
 and the saved checkpoint is loaded again and must give the same logits, bit for bit.
 
-Started by torchrun or `accelerate launch` it is one job on all their GPUs (`ranks.py`, `sharded.py`).
+Started by torchrun or `accelerate launch` it is one job on all their GPUs (`ranks.py`, `finetune.py`).
 
 The plan is checked on the whole model before the first stage. A stage that is done is written down (`folder.py`), and
 fine-tunes keep checkpoints, so the same command goes on where an interrupt or a crash stopped it.
@@ -30,7 +30,7 @@ from aoquant import __version__
 from aoquant.config import WeightConfig
 from aoquant.export import check as check_export
 from aoquant.export import export
-from aoquant.integrations.finetune import finetune
+from aoquant.integrations.finetune import check_batch, finetune
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.evaluation import evaluation
 from aoquant.integrations.job.fingerprint import RESULTS, check_fingerprint, environment, logits_fingerprint
@@ -48,7 +48,6 @@ from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.result import Result, Stage, folded, recovered, recovered_share, write
 from aoquant.integrations.lm_eval import Perplexity, check_shares, check_window, evaluate
 from aoquant.integrations.ranks import Ranks, joined
-from aoquant.integrations.sharded import finetune_sharded
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.coverage import coverage, listed
@@ -72,6 +71,7 @@ def run(o: Options) -> Result:
     """
     with joined(o.device) as ranks:
         ranks.share(o.check)
+        ranks.share(lambda: check_batch(o.batch_size, ranks.size))
         ranks.share(lambda: check_shares(find_pages(o.wikitext, None), o.limit, ranks.size))
         folder = Folder(o, ranks)
         done = folder.finished()
@@ -92,10 +92,10 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     config, skipped = ranks.share(lambda: chosen_layers(float_model, o))
     for reason in folded(skipped.values()) if ranks.first else ():
         print(f"left out: {reason}", file=sys.stderr)
-    documents = [d for path in o.train_text or [assets() / "train.jsonl"] for d in load_documents(path)]
+    documents = [d for path in o.texts for d in load_documents(path)]
     blocks = token_blocks(documents, tokenizer, o.block, progress=ranks.first)
-    tuning: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
-    tune = finetune_sharded if ranks.launched else finetune
+    budget: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
+    tuning = {**budget, "blocks_BT": blocks, "shared": ranks.launched}
 
     def score(model: PreTrainedModel) -> Perplexity:
         return evaluate(model, tokenizer, wikitext=o.wikitext, window=o.window, limit=o.limit, shared=ranks.launched)
@@ -107,7 +107,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
 
     def tuned_stage() -> Stage:
         tuned = copy.deepcopy(float_model)
-        tune(tuned, blocks, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED), **tuning)
+        finetune(tuned, loss="ce", teacher=None, label=TUNED, checkpoints=folder.checkpoints(TUNED), **tuning)
         return Stage(TUNED, score(tuned), model_bytes(tuned))
 
     if o.export is not None and not folder.has(FLOAT):
@@ -123,7 +123,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
 
     prepared = prepared_copy()
     kept = folder.checkpoints(PREPARED)
-    tune(prepared, blocks, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", checkpoints=kept, **tuning)
+    finetune(prepared, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", checkpoints=kept, **tuning)
     converted = copy.deepcopy(prepared)
     convert(converted)
     qat = folder.stage(PREPARED, lambda: Stage(PREPARED, score(prepared), model_bytes(prepared)))
@@ -178,6 +178,7 @@ class _End:
             reload=_reload(o, batch["input_ids"], fingerprint),
             coverage=str(covered),
             stay_float=listed(covered.float_weights),
+            trained_on=f"{o.steps} steps of {o.batch_size} x {o.block} tokens of {', '.join(map(str, o.texts))}",
             skipped=self.skipped,
         )
         record = {

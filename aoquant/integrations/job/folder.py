@@ -2,7 +2,7 @@
 
     OUT/stages/command.json       what was asked for: options, versions, device, and the sizes and times of input files
     OUT/stages/NAME.json          a stage that is done
-    OUT/stages/NAME/checkpoint-*  a fine-tune that is not scored yet; removed when nothing needs it any more
+    OUT/stages/NAME/step-*        a fine-tune that is not scored yet; removed when nothing needs it any more
     OUT/aoquant_run.json          the run is complete
 
 Stages of two different commands must not be mixed into one table, so a folder goes on with its own command alone.
@@ -36,7 +36,7 @@ class Folder:
             ValueError: it holds something else, or a run of another command; or it cannot be made.
         """
         self.out, self.stages, self.ranks = o.out, o.out / "stages", ranks or Ranks()
-        self.command_file, self.command = self.stages / "command.json", _command(o, self.ranks)
+        self.command_file, self.command = self.stages / "command.json", _command(o)
         self.ranks.share(lambda: self._look(o))
 
     def _look(self, o: Options) -> None:
@@ -106,7 +106,7 @@ class Folder:
         self.ranks.share(lambda: shutil.rmtree(self.checkpoints(name), ignore_errors=True))
 
 
-def _command(o: Options, ranks: Ranks) -> dict[str, Any]:
+def _command(o: Options) -> dict[str, Any]:
     """The settings that have to be equal for stages to stand in one table; the number of ranks need not be."""
     options = {name: value for name, value in o.as_json().items() if name != "out"}
     here = environment(o.device)
@@ -114,8 +114,7 @@ def _command(o: Options, ranks: Ranks) -> dict[str, Any]:
     inputs = [*([Path(o.model)] if o.model else []), *o.train_text, *([Path(o.wikitext)] if o.wikitext else [])]
     files = [f for p in inputs for f in (sorted(p.iterdir()) if p.is_dir() else [p]) if f.is_file()]
     stamps = {str(f): [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
-    launched = {"launcher": "torchrun"} if ranks.launched else {}  # its checkpoints have another layout
-    return {**options, **here, **launched, "aoquant": aoquant.__version__, "input files": stamps}
+    return {**options, **here, "aoquant": aoquant.__version__, "input files": stamps}
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -126,11 +125,6 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if a != b:
             if name == "input files":
                 found.append("input files have changed")
-            elif name == "launcher":
-                one = "torchrun --nproc-per-node 1 -m aoquant run"
-                found.append(
-                    "it was begun without torchrun" if a is None else f"torchrun began it; on one device: {one}"
-                )
             else:
                 found.append(f"{name} was {a} and is {b}")
     return found

@@ -18,7 +18,7 @@ import torch
 
 from aoquant.integrations.finetune import LOSSES
 from aoquant.integrations.hf import check_storable
-from aoquant.integrations.text import find_pages
+from aoquant.integrations.text import assets, find_pages
 from aoquant.planning.choose import each
 from aoquant.recipes import mixed
 from aoquant.targets import resolve
@@ -75,7 +75,7 @@ class Training:
     seed: int = 0
     """Of the order of batches, and of a backward that rounds at random."""
     train_text: list[Path] = field(default_factory=list)
-    """Files of text (.txt, .jsonl, .xz); by default text that the embedded model generated."""
+    """Files of text (.txt, .jsonl, .xz). The embedded model alone has a default: text that it generated."""
 
 
 @dataclass
@@ -83,7 +83,8 @@ class Evaluation:
     """How every model is scored."""
 
     wikitext: str | None = None
-    """hub, or a folder with WikiText-2 as test.jsonl; held-out generated documents by default."""
+    """hub, or a folder with WikiText-2, or other pages, as test.jsonl. The embedded model alone has a default:
+    held-out documents that it generated."""
     window: int | None = None
     """Tokens that a prediction sees at most; the model's positions by default."""
     limit: int | None = None
@@ -125,6 +126,7 @@ class Options(Model, Layers, Training, Evaluation, Output):
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.model is not None and self.model.startswith((".", "/", "~")) and not Path(self.model).is_dir():
             raise ValueError(f"model must be a folder that exists, or a hub id, got {self.model!r}")
+        self._check_texts()
         check_device(self.device)
         if (self.limit is not None and self.limit < 1) or (self.window is not None and self.window < 1):
             raise ValueError(f"limit and window must be at least 1, got {self.limit} and {self.window}")
@@ -133,6 +135,20 @@ class Options(Model, Layers, Training, Evaluation, Output):
 
         if self.export is not None and self.export.exists():
             raise ValueError(f"{self.export} exists: remove it or choose another --export")
+
+    def _check_texts(self) -> None:
+        lacks = [o for o, text in (("--train-text", self.train_text), ("--wikitext", self.wikitext)) if not text]
+        if self.model is not None and lacks:
+            raise ValueError(
+                f"--model {self.model} needs --train-text FILE ... to train on and --wikitext hub, or a folder with "
+                f"test.jsonl, to be scored on, got no {' and no '.join(lacks)}: the default texts are the embedded "
+                "model's own, and say nothing about another model"
+            )
+
+    @property
+    def texts(self) -> list[Path]:
+        """The files that are trained on."""
+        return self.train_text or [assets() / "train.jsonl"]
 
     def as_json(self) -> dict[str, Any]:
         """The options in JSON's types."""

@@ -41,7 +41,7 @@ class Result:
     exported: the folder or file for an engine.
 
     coverage: the share of parameters in quantised layers, a sentence. stay_float: matrices that stay in high precision,
-        and why.
+        and why. trained_on: the budget and the files of the fine-tunes, in words.
     """
 
     recipe: str
@@ -53,6 +53,7 @@ class Result:
     reload: str
     coverage: str
     stay_float: str
+    trained_on: str
     skipped: Mapping[str, str] = field(default_factory=dict)
     exported: Path | None = None
 
@@ -84,7 +85,8 @@ class Result:
             (
                 tabulate(rows, heads, tablefmt="github", floatfmt=("", ".3f", ".4f", ".4f", ".2f", "")),
                 "",
-                f"recipe {self.recipe}; window {first.window} tokens; {first.documents} documents of {first.source}",
+                f"recipe {self.recipe}; trained on {self.trained_on}",
+                f"scored on {first.documents} documents of {first.source}; window {first.window} tokens",
                 self.coverage,
                 f"stay in high precision: {self.stay_float or 'biases, norms and scales alone'}",
                 *left,
@@ -118,6 +120,7 @@ class Result:
             reload=found["reload"],
             coverage=found["coverage"],
             stay_float=found["stay_float"],
+            trained_on=found["trained_on"],
             skipped=found["skipped"],
         )
 
@@ -139,6 +142,7 @@ def write(result: Result, layers: Report, error: Report, record: Mapping[str, An
         "reload": result.reload,
         "coverage": result.coverage,
         "stay_float": result.stay_float,
+        "trained_on": result.trained_on,
         "skipped": dict(result.skipped),
     }
     for folder in (out / "checkpoint", out):  # in `out` last: its presence says that the run is complete
