@@ -4,12 +4,14 @@
     aoquant/tools/measured.csv                              `aoquant recipes --for`, and the table of docs/choosing.md
     docs/figures/bits.svg                                   perplexity against bits a weight
     README.md, between its two marks                        the headline rows beside torchao's, and the figure
+    docs/experiments.md, between two marks                  the seconds that runs took
 
 and of a table of another model (`--publish second`, `--publish moe`), whose numbers are not compared with these:
 
     benchmarks/results/experiments_second{.csv,.md,_runs.jsonl}           the same
     benchmarks/results/pretrain_llama_second.json, ..._second_loss.csv    what pretrain.py logged beside the model
     docs/experiments.md, between two marks                                all rows beside torchao's
+    docs/experiments.md, between two marks                                the seconds that runs took
 
 Nothing is typed by hand, so that a page has the numbers of the runs; a later table replaces an earlier one.
 """
@@ -29,6 +31,7 @@ import pages
 
 from aoquant.tools import choosing
 from aoquant.tools.markdown import table, wrapped
+from experiments.durations import durations
 
 ROOT = Path(__file__).resolve().parents[2]
 UNBROKEN = "\0"  # a space at which no line is wrapped: a part of a message may mean something to Markdown
@@ -118,9 +121,11 @@ def read(out: Path) -> list[dict[str, str]]:
 
 
 def copy_results(out: Path, root: Path, name: str) -> None:
-    """The table and its runs, where they are committed."""
+    """The table and its runs, where they are committed; and how long they took."""
+    results = root / "benchmarks" / "results"
     for source, target in (("results.csv", ".csv"), ("results.md", ".md"), ("runs.jsonl", "_runs.jsonl")):
-        shutil.copyfile(out / source, root / "benchmarks" / "results" / f"{name}{target}")
+        shutil.copyfile(out / source, results / f"{name}{target}")
+    pages.between(root / "docs" / "experiments.md", "durations", durations(results))
 
 
 def trained(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:

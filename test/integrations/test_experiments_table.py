@@ -79,7 +79,7 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     )
     out, root, every = tmp_path / "out", tmp_path / "root", rows.load_all()
     facts = {"device": "a GPU", "date": "2026-01-02T03", "dense parameters": 2e7, "dense tokens a run": 1e7}
-    names = ("README.md", "docs/choosing.md", "docs/figures/draw.py", "aoquant/tools/measured.csv")
+    names = ("README.md", "docs/choosing.md", "docs/experiments.md", "docs/figures/draw.py", "aoquant/tools/measured.csv")
     figures = (f"benchmarks/results/{name}.csv" for name in ("recover_h200", "gradients", "pretrain_mixes_h200"))
     for name in (*names, *figures):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Pa
     table.write(
         out, kept, found, {"device": "a GPU", "date": "2026", "dense parameters": 2e7, "dense tokens a run": 1e7}
     )
-    (out / "runs.jsonl").write_text("{}\n")
+    (out / "runs.jsonl").write_text("")
     for wrong in (None, model):
         with pytest.raises(ValueError, match=r"train_log\.json beside it"):
             publish.publish_other(out, wrong, publish.OTHERS["second"], root)
@@ -175,7 +175,7 @@ def test_a_model_of_experts_alone_has_a_table(modules: ModuleType, tmp_path: Pat
     for folder in (out, model, results, page.parent):
         folder.mkdir(parents=True)
     shutil.copyfile(ROOT / "docs" / "experiments.md", page)
-    (out / "runs.jsonl").write_text("{}\n")
+    (out / "runs.jsonl").write_text("")
     (model.parent / "train_log.json").write_text('{"date": "2026", "losses": [1.0]}')
     (model.parent / "loss.csv").write_text("step\n")
     kept, run = {name: every[name] for name in ("bf16-moe", "moe-int4-g32-experts")}, records.Run

@@ -1,0 +1,30 @@
+"""The pages of the experiments say what the committed runs say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.experiments import ROOT, experiments_modules
+
+modules = pytest.fixture(experiments_modules)
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_the_page_has_the_seconds_of_the_committed_runs(modules: ModuleType, tmp_path: Path) -> None:
+    durations = importlib.import_module("experiments.durations").durations
+    assert f"\n{durations(RESULTS)}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+
+    def line(row: str, loss: str, seconds: float) -> str:
+        run = {"row": row, "stage": "qat", "loss": loss, "rate": 1.0, "seed": 0}
+        return json.dumps({"run": run, "result": {"train_seconds": seconds, "score_seconds": seconds / 2}})
+
+    taken = [("a", "kl", 4.0), ("b", "kl", 6.0), ("torchao-a", "kl", 10.0), ("a", "ce", 2.0)]
+    (tmp_path / "experiments_runs.jsonl").write_text("\n".join(line(*what) for what in taken))
+    cells = "4.0 to 6.0 | 10.0 to 10.0 | 1.0 to 5.0"
+    assert durations(tmp_path).splitlines()[2:] == [
+        f"| [first](../benchmarks/results/experiments_runs.jsonl) | {cells} |"
+    ]
