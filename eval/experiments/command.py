@@ -13,8 +13,9 @@ A process takes one row under one loss; `--jobs` of them run at once, spread ove
 rows with the first loss come first, then the other rows, then the second loss. Rows of the float model have a loss of
 their own, whatever `--losses` says. A result is appended to OUT/runs.jsonl the moment it is known. `--limit` seconds
 after the start processes save what they are training and stop; the same command goes on from there, and skips what is
-done. Carried to another machine without OUT/state, only the runs that were being trained begin again. A second call in
-the same OUT is refused while one runs, or a process of one that was killed; SIGTERM ends a call with its processes.
+done. A call that leaves runs says how many, and its exit status is 3. Carried to another machine without OUT/state,
+only the runs that were being trained begin again. A second call in the same OUT is refused while one runs, or a process
+of one that was killed; SIGTERM ends a call with its processes.
 """
 
 from __future__ import annotations
@@ -174,6 +175,14 @@ def measure_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> li
     return failed
 
 
+def undone(o: argparse.Namespace, rows: dict[str, Row]) -> int:
+    """Runs that a call has left, as far as searches are known; with --cost, rows without a cost."""
+    settings = settings_of(o, rows.values())
+    if o.cost:
+        return sum(Run(row.name, "cost") not in settings[row.model].records.read() for row in rows.values())
+    return sum(max(1, sum(worker.left(settings[row.model], row, loss))) for row, loss in tasks(o, rows, settings))
+
+
 def show(o: argparse.Namespace, rows: dict[str, Row]) -> tuple[str, list[str]]:
     """Write the table of what there is; returns it, and the rows that break the contract."""
     found: dict[Run, dict[str, Any]] = {}
@@ -198,7 +207,7 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
     if o.dry_run:
         print(planned(o, rows))
         return
-    failed: list[str] = []
+    failed, left = list[str](), 0
     if not (o.table or o.publish):
         with alone(o.out) as lock:
             if o.tokenise:
@@ -206,14 +215,19 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
                     setting.tokenise()
                 return
             failed = measure_all(o, rows, until) if o.cost else run_all(o, rows, until, lock)
+            left = undone(o, rows)
     text, broken = show(o, rows)
     print(text)
     if o.publish == "first":
         publish(o.out)
     elif o.publish:
         publish_other(o.out, o.moe_model if o.publish == "moe" else o.model, OTHERS[o.publish])
+    if left:
+        print(f"{left} runs left: the same command goes on", file=sys.stderr)
     if failed or broken:
         sys.exit(f"failed: {'; '.join([*failed, *broken])}")
+    if left:
+        sys.exit(worker.UNFINISHED)
 
 
 def start(began: float) -> None:

@@ -35,7 +35,7 @@ from experiments.setting import Setting, scored, setting_of
 from experiments.students import Student, weight_bits
 from experiments.tuning import FineTune
 
-UNFINISHED = 3  # exit status of a worker that met its deadline
+UNFINISHED = 3  # exit status of a worker that met its deadline, and of a call that leaves runs
 
 
 def next_run(setting: Setting, row: Row, loss: str) -> Run | None:
