@@ -36,12 +36,13 @@ from typing import Any, TextIO
 import torch
 from checkout import commit
 
+from aoquant.integrations.finetune import LOSSES
 from experiments import cost, table, worker
 from experiments.processes import Processes
 from experiments.publish import OTHERS, publish, publish_other
 from experiments.records import Run
 from experiments.rows import Row, at_rates_of, load_all
-from experiments.setting import Setting, settings_of
+from experiments.setting import OPTIONS, Setting, settings_of
 
 GRACE = 60.0  # seconds after the limit until a process that has not stopped is ended
 
@@ -54,8 +55,8 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wikitext", type=Path, required=True)
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="needed until OUT holds the tokens")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", nargs="*", help="these alone, in this order; all that have a model by default")
-    parser.add_argument("--losses", nargs="*", default=["kl", "ce"], help="these alone")
+    parser.add_argument("--rows", nargs="+", help="these alone, in this order; all that have a model by default")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="these alone")
     parser.add_argument("--tokens", type=int, default=15_000_000, help="of a run")
     parser.add_argument("--batch", type=int, default=16, help="blocks a step")
     parser.add_argument("--block", type=int, default=1024, help="tokens a block")
@@ -99,14 +100,21 @@ def alone(out: Path) -> Iterator[TextIO]:
 
 
 def chosen(o: argparse.Namespace) -> dict[str, Row]:
-    """The rows asked for: those that have a model."""
+    """The rows asked for, by default all that have a model. Raises ValueError where one has none, or there is none."""
     rows = load_all(o.configs) if o.configs else load_all()
     if unknown := set(o.rows or ()) - rows.keys():
         raise ValueError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
     if o.rates is not None:
         rows = at_rates_of(o.rates, rows)
     there = {"dense": o.model, "moe": o.moe_model}
-    found = {n: rows[n] for n in (rows if o.rows is None else o.rows) if there[rows[n].model] is not None}
+    for name in o.rows or ():
+        if there[rows[name].model] is None:
+            raise ValueError(
+                f"--rows {name} needs {OPTIONS[rows[name].model]}: the folder of the model that it quantises"
+            )
+    found = {n: rows[n] for n in o.rows or rows if there[rows[n].model] is not None}
+    if not found:
+        raise ValueError("no row has a model: give --model, and for the rows of experts --moe-model")
     return {n: replace(r, seeds=min(r.seeds, o.seeds or r.seeds)) for n, r in found.items()}
 
 

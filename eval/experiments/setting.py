@@ -28,6 +28,7 @@ from experiments.records import Records, others
 from experiments.rows import Row
 from experiments.tuning import ATTENTION, Budget, next_token_loss
 
+OPTIONS = {"dense": "--model", "moe": "--moe-model"}  # of the folder of each model
 CHARACTERS = 5.5  # of a token at most, for a first guess at how much text is enough
 
 
@@ -53,8 +54,7 @@ class Setting:
         self.o, self.model = o, model
         self.folder: Path | None = o.model if model == "dense" else o.moe_model
         if self.folder is None or not self.folder.is_dir():
-            option = "--model" if model == "dense" else "--moe-model"
-            raise ValueError(f"{option} must be a folder of a {model} model, got {str(self.folder)!r}")
+            raise ValueError(f"{OPTIONS[model]} must be a folder of a {model} model, got {str(self.folder)!r}")
         for name in ("test", "validation"):
             if not (o.wikitext / f"{name}.jsonl").is_file():
                 raise ValueError(f"--wikitext must be a folder with {name}.jsonl, got {str(o.wikitext)!r}")

@@ -79,7 +79,13 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     )
     out, root, every = tmp_path / "out", tmp_path / "root", rows.load_all()
     facts = {"device": "a GPU", "date": "2026-01-02T03", "dense parameters": 2e7, "dense tokens a run": 1e7}
-    names = ("README.md", "docs/choosing.md", "docs/experiments.md", "docs/figures/draw.py", "aoquant/tools/measured.csv")
+    names = (
+        "README.md",
+        "docs/choosing.md",
+        "docs/experiments.md",
+        "docs/figures/draw.py",
+        "aoquant/tools/measured.csv",
+    )
     figures = (f"benchmarks/results/{name}.csv" for name in ("recover_h200", "gradients", "pretrain_mixes_h200"))
     for name in (*names, *figures):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
