@@ -27,8 +27,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -47,6 +47,31 @@ from experiments.setting import OPTIONS, Setting, settings_of
 GRACE = 60.0  # seconds after the limit until a process that has not stopped is ended
 
 
+def whole(least: int) -> Callable[[str], int]:
+    """For an option: a number of this much or more."""
+
+    def read(given: str) -> int:
+        if not given.isdecimal() or int(given) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {given}")
+        return int(given)
+
+    return read
+
+
+def positive(most: float = math.inf) -> Callable[[str], float]:
+    """For an option: a number above 0, at most this."""
+
+    def read(given: str) -> float:
+        with suppress(ValueError):
+            if 0 < float(given) <= most:
+                return float(given)
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0{f', at most {most:g}' * (most < math.inf)}, got {given}"
+        )
+
+    return read
+
+
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,16 +82,18 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", nargs="+", help="these alone, in this order; all that have a model by default")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="these alone")
-    parser.add_argument("--tokens", type=int, default=15_000_000, help="of a run")
-    parser.add_argument("--batch", type=int, default=16, help="blocks a step")
-    parser.add_argument("--block", type=int, default=1024, help="tokens a block")
-    parser.add_argument("--documents", type=int, help="score the first test pages only")
-    parser.add_argument("--score-batch", type=int, default=32, help="windows scored at once")
-    parser.add_argument("--search", type=float, default=0.2, help="share of the tokens that tries a learning rate")
+    parser.add_argument("--tokens", type=whole(1), default=15_000_000, help="of a run")
+    parser.add_argument("--batch", type=whole(1), default=16, help="blocks a step")
+    parser.add_argument("--block", type=whole(1), default=1024, help="tokens a block")
+    parser.add_argument("--documents", type=whole(1), help="score the first test pages only")
+    parser.add_argument("--score-batch", type=whole(1), default=32, help="windows scored at once")
+    parser.add_argument(
+        "--search", type=positive(1.0), default=0.2, help="share of the tokens that tries a learning rate"
+    )
     parser.add_argument("--rates", type=Path, help="a results.csv: its learning rates and losses, without a search")
-    parser.add_argument("--seeds", type=int, help="of a row at most")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once, over all GPUs; 0: in this one")
-    parser.add_argument("--limit", type=float, help="seconds after which processes save and stop")
+    parser.add_argument("--seeds", type=whole(1), help="of a row at most")
+    parser.add_argument("--jobs", type=whole(0), default=1, help="processes at once, over all GPUs; 0: in this one")
+    parser.add_argument("--limit", type=positive(), help="seconds after which processes save and stop")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--configs", type=Path, help="another folder of rows")
     parser.add_argument("--cost", action="store_true", help="measure the cost columns and nothing else")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import math
 import random
+import warnings
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from aoquant import AoquantWarning
 from aoquant.integrations.job.models import load_float
 from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.integrations.text import load_documents, read_jsonl, token_blocks
@@ -58,7 +61,17 @@ class Setting:
         for name in ("test", "validation"):
             if not (o.wikitext / f"{name}.jsonl").is_file():
                 raise ValueError(f"--wikitext must be a folder with {name}.jsonl, got {str(o.wikitext)!r}")
-        steps = max(1, round(o.tokens / (o.batch * o.block)))
+        for file in o.text:
+            if not file.is_file():
+                raise ValueError(f"--text must be files, got {str(file)!r}")
+        positions = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+        if o.block > positions:
+            raise ValueError(f"--block must be at most the {positions} positions of {OPTIONS[model]}, got {o.block}")
+        if o.tokens < o.batch * o.block:
+            raise ValueError(
+                f"--tokens must be at least a step of --batch {o.batch} times --block {o.block}, got {o.tokens}"
+            )
+        steps = round(o.tokens / (o.batch * o.block))
         self.budget = Budget(steps, o.batch, o.block)
         self.search_steps = max(1, round(o.search * steps))
         self.settings = {
@@ -136,8 +149,16 @@ class Setting:
         pages = read_jsonl(self.o.wikitext / "validation.jsonl", ("page",))
         detokenised = [wikitext_detokenizer({"page": page}) for page in pages]
         validation = token_blocks(detokenised, tokenizer, self.o.block, progress=False)
+        wanted = self.budget.steps * self.budget.batch
+        if len(train) < wanted:
+            warnings.warn(
+                f"--text has {len(train) * self.budget.block} tokens: a run of {self.budget.tokens} passes over it "
+                f"{wanted / len(train):.1f} times",
+                AoquantWarning,
+                stacklevel=2,
+            )
         dtype = torch.uint16 if len(tokenizer) <= 2**16 else torch.int32
-        return {"train": train[: self.budget.steps * self.o.batch].to(dtype), "validation": validation.to(dtype)}
+        return {"train": train[:wanted].to(dtype), "validation": validation.to(dtype)}
 
     @torch.no_grad()
     def validation_loss(self, model: Any) -> float:

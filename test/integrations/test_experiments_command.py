@@ -12,6 +12,8 @@ from unittest.mock import patch
 import pytest
 from support.experiments import ROOT, arguments, experiments_inputs, experiments_modules
 
+from aoquant import AoquantWarning
+
 modules = pytest.fixture(experiments_modules)
 inputs = pytest.fixture(scope="module")(experiments_inputs)
 
@@ -59,3 +61,31 @@ def test_what_cannot_be_meant_is_refused(
     assert said((), without="--model").startswith("experiments: no row has a model: give --model")
     rows = ("--rows", "moe-int4-g32-experts", "bf16")
     assert said(rows).startswith("experiments: --rows moe-int4-g32-experts needs --moe-model")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--text nothere.txt", "experiments: --text must be files, got 'nothere.txt'"),
+        ("--block 128", "experiments: --block must be at most the 64 positions of --model, got 128"),
+        ("--tokens 63", "experiments: --tokens must be at least a step of --batch 2 times --block 32, got 63"),
+        ("--batch 0", "argument --batch: must be a whole number of at least 1, got 0"),
+        ("--block 0", "argument --block: must be a whole number of at least 1, got 0"),
+        ("--tokens -5", "argument --tokens: must be a whole number of at least 1, got -5"),
+        ("--seeds 0", "argument --seeds: must be a whole number of at least 1, got 0"),
+        ("--search 3", "argument --search: must be a number above 0, at most 1, got 3"),
+        ("--limit 0", "argument --limit: must be a number above 0, got 0"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(
+    modules: ModuleType, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        start(*arguments(inputs, tmp_path / "out", *more.split()), "--dry-run")
+    message = str(ended.value.code) if isinstance(ended.value.code, str) else capsys.readouterr().err.splitlines()[-1]
+    assert message.endswith(said) and "\n" not in message
+
+
+def test_a_text_that_is_shorter_than_the_budget_is_told(modules: ModuleType, inputs: Path, tmp_path: Path) -> None:
+    with pytest.warns(AoquantWarning, match=r"--text has 2\d+ tokens: a run of 64000 passes over it 2\d\.\d times"):
+        call(*arguments(inputs, tmp_path / "out", "--tokens", "64000", "--rows", "bf16", "--tokenise"))
