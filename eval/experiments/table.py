@@ -234,11 +234,12 @@ def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -
 
     Of the dense model, or of the model of experts where it is alone.
     """
-    published, model = preferred(made), "dense" if "dense parameters" in facts else "moe"
+    published, model = preferred(made), "dense" if "dense tokens a run" in facts else "moe"
     shown = [x for x in made if plain(x.row, model) and published.get(x.row.name) == x.loss and x.ptq is not None]
-    size, tokens = facts[f"{model} parameters"] / 1e6, facts[f"{model} tokens a run"] / 1e6
+    size, tokens = facts.get(f"{model} parameters"), facts[f"{model} tokens a run"] / 1e6
+    known = f" with {size / 1e6:.1f} M parameters" if size else ""
     words = (
-        f"Word perplexity by lm-eval's wikitext of a {KINDS[model]} with {size:.1f} M parameters; QAT {by(made, shown)}, "
+        f"Word perplexity by lm-eval's wikitext of a {KINDS[model]}{known}; QAT {by(made, shown)}, "
         f"{tokens:.1f} M tokens, mean over seeds. {facts['device']}, {str(facts['date'])[:10]}."
     )
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -89,3 +91,69 @@ def test_what_a_user_can_mend_is_one_line(
 def test_a_text_that_is_shorter_than_the_budget_is_told(modules: ModuleType, inputs: Path, tmp_path: Path) -> None:
     with pytest.warns(AoquantWarning, match=r"--text has 2\d+ tokens: a run of 64000 passes over it 2\d\.\d times"):
         call(*arguments(inputs, tmp_path / "out", "--tokens", "64000", "--rows", "bf16", "--tokenise"))
+
+
+def recorded(inputs: Path, out: Path, *more: str) -> None:
+    """Results in OUT that no run made: bf16's score, and PTQ of two rows."""
+    command, records, setting = (importlib.import_module(f"experiments.{n}") for n in ("command", "records", "setting"))
+    made = setting.Setting(command.options(arguments(inputs, out, "--commit", "abc", *more)), "dense")
+    kept, parameters = made.records, made.parameters()
+    kept.add(records.Run("bf16", "float"), {"word_perplexity": 10.0, "parameters": parameters})
+    for row in ("int4", "theirs"):
+        kept.add(records.Run(row, "ptq"), {"word_perplexity": 20.0})
+
+
+def of_out(inputs: Path, out: Path, *more: str) -> list[str]:
+    """The command line of docs/experiments.md for a table: no text, no budget."""
+    given = arguments(inputs, out)
+    return [*given[: given.index("--text")], "--device", "cpu", *more]
+
+
+def test_a_table_takes_the_budget_that_out_has(modules: ModuleType, inputs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    recorded(inputs, out, "--search", "0.5")
+    call(*of_out(inputs, out, "--table"))
+    assert "'steps': 8, 'search_steps': 4, 'batch': 2, 'block': 32" in (out / "results.md").read_text()
+    with pytest.raises(
+        ValueError, match=r"has runs of --tokens 512 --batch 2 --block 32 --search 0\.5: give these, or"
+    ):
+        call(*of_out(inputs, out, "--table", "--tokens", "4096", "--batch", "4", "--block", "64"))
+    recorded(inputs, out, "--tokens", "1024")
+    twice = (
+        r"has runs of --tokens 512 --batch 2 --block 32 --search 0\.5 and of --tokens 1024 --batch 2 --block 32: give"
+    )
+    with pytest.raises(ValueError, match=twice):
+        call(*of_out(inputs, out, "--table"))
+    call(*of_out(inputs, out, "--table", "--tokens", "1000"))
+    assert "'steps': 16" in (out / "results.md").read_text()
+
+
+def test_a_table_needs_out_alone(modules: ModuleType, inputs: Path, tmp_path: Path) -> None:
+    out, configs = tmp_path / "out", ("--configs", str(inputs / "configs"))
+    with pytest.raises(ValueError, match=r"--out must hold runs\.jsonl"):
+        call("--out", str(out), "--table", *configs)
+    recorded(inputs, out)
+    call(*of_out(inputs, out, "--table"))
+    names = ("results.csv", "results.md", "measured.csv")
+    files = [(out / name).read_text() for name in names]
+    assert "a Llama with 0.3 M parameters" in files[2]
+    for name in names:
+        (out / name).unlink()
+    call("--out", str(out), "--table", *configs)
+    assert [(out / name).read_text() for name in names] == files
+    recorded(inputs, out, "--tokens", "1024")
+    with pytest.raises(ValueError, match="has runs of 2 settings: give --model, --wikitext and the budget"):
+        call("--out", str(out), "--table", *configs)
+    call("--out", str(out), "--table", "--tokens", "512", *configs)
+
+
+@pytest.mark.parametrize("how", [("--table",), ("--limit", "1e-9"), ("--cost", "--limit", "1e-9")])
+def test_the_table_has_all_rows_whatever_is_run(
+    modules: ModuleType, inputs: Path, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    out = tmp_path / "out"
+    recorded(inputs, out)
+    with pytest.raises(SystemExit) if "--limit" in how else nullcontext():
+        call(*arguments(inputs, out, "--rows", "bf16", *how))
+    with (out / "results.csv").open() as file:
+        assert [row["row"] for row in csv.DictReader(file)] == ["bf16", "int4", "theirs"]

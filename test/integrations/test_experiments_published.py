@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -28,3 +29,13 @@ def test_the_page_has_the_seconds_of_the_committed_runs(modules: ModuleType, tmp
     assert durations(tmp_path).splitlines()[2:] == [
         f"| [first](../benchmarks/results/experiments_runs.jsonl) | {cells} |"
     ]
+
+
+@pytest.mark.parametrize("name", ["experiments", "experiments_second", "experiments_moe"])
+def test_the_committed_runs_make_the_committed_table(modules: ModuleType, tmp_path: Path, name: str) -> None:
+    shutil.copyfile(RESULTS / f"{name}_runs.jsonl", tmp_path / "runs.jsonl")
+    command = importlib.import_module("experiments.command")
+    command.main(command.options(["--out", str(tmp_path), "--table", "--commit", "abc"]))
+    assert (tmp_path / "results.csv").read_text() == (RESULTS / f"{name}.csv").read_text()
+    kept, made = (folder.read_text().splitlines() for folder in (RESULTS / f"{name}.md", tmp_path / "results.md"))
+    assert [line for line in kept if not line.startswith(("- dense parameters: ", "- moe parameters: "))] == made
