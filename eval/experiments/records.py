@@ -58,15 +58,14 @@ class Records:
         return found
 
     def made(self) -> dict[str, str]:
-        """Devices, versions and the last date of the runs."""
-        found: dict[str, list[str]] = {}
-        for content in self._lines():
-            for key, value in content["made"].items():
-                found.setdefault(key, []).append(value)
-        dates = found.pop("date", [])
-        return {key: ", ".join(dict.fromkeys(values)) for key, values in found.items()} | {
-            "date": max(dates, default="")
-        }
+        """Devices, versions and commits, "none" with the number of lines where some name none, and the last date."""
+        about = [content["made"] for content in self._lines()]
+        found = {}
+        for key in ("device", "torch", "commit"):
+            values = list(dict.fromkeys(line[key] for line in about if key in line))
+            without = sum(key not in line for line in about)
+            found[key] = ", ".join([*values, *([f"none ({without} lines)"] if without else [])])
+        return found | {"date": max((line["date"] for line in about), default="")}
 
     def parameters(self) -> int | None:
         """Of the model; None where the runs are older than 2026-11-24, which did not keep it."""

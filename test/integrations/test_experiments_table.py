@@ -287,3 +287,14 @@ def test_a_rate_at_an_end_is_marked_and_its_runs_stay(modules: ModuleType) -> No
     assert line.at_end and table.cells(line, [line], found)["rate"] == "1e-05, at an end" and len(line.runs) == 2
     (line,) = table.lines({"a": row}, results(records, {"kl": {3e-6: 3.0, **tried}}))
     assert not line.at_end
+
+
+def test_a_table_says_how_many_lines_name_no_commit(modules: ModuleType, tmp_path: Path) -> None:
+    records = importlib.import_module("experiments.records")
+    for commit, seeds in (("abc", (0, 1)), ("", (2, 3, 4)), ("def", (5,))):
+        kept = records.Records(tmp_path / "runs.jsonl", {}, "cpu", commit)
+        for seed in seeds:
+            kept.add(records.Run("a", "qat", "kl", 1.0, seed), {})
+    made = kept.made()
+    assert made["commit"] == "abc, def, none (3 lines)"
+    assert "none" not in made["torch"] and made["date"].startswith("20")
