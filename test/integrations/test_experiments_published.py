@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import shutil
@@ -39,3 +40,18 @@ def test_the_committed_runs_make_the_committed_table(modules: ModuleType, tmp_pa
     assert (tmp_path / "results.csv").read_text() == (RESULTS / f"{name}.csv").read_text()
     kept, made = (folder.read_text().splitlines() for folder in (RESULTS / f"{name}.md", tmp_path / "results.md"))
     assert [line for line in kept if not line.startswith(("- dense parameters: ", "- moe parameters: "))] == made
+
+
+def test_the_documented_commands_run_the_rows_of_the_committed_tables(modules: ModuleType) -> None:
+    command, known = (importlib.import_module(f"experiments.{name}") for name in ("command", "known"))
+    page = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").partition("## Repeat it")[2]
+    lines = page.partition("```sh")[2].partition("```")[0].replace("\\\n", " ").splitlines()
+    commands = [line.split()[2:] for line in lines if line.startswith("python eval/experiments ")]
+    for given, name in zip(commands, ("experiments", "experiments_second", "experiments_moe"), strict=True):
+        o = command.options([*given, "--commit", "abc"])
+        runs = [json.loads(line) for line in (RESULTS / f"{name}_runs.jsonl").read_text().splitlines()]
+        assert all(known.of_options(o).items() <= run["settings"].items() for run in runs)
+        with (RESULTS / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+            assert {row["row"] for row in csv.DictReader(file)} <= command.chosen(o).keys()
+        trained = {(run["run"]["row"], run["run"]["loss"]) for run in runs if run["run"]["stage"] == "qat"}
+        assert all(loss in o.losses or row.startswith("bf16") for row, loss in trained)

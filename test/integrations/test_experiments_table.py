@@ -63,7 +63,7 @@ def test_rates_are_chosen_on_validation_pages_and_shares_are_of_log_perplexity(m
     assert records.chosen_rate({}, "a", "kl", (3e-4,)) == 3e-4  # a single one is not searched
     # pairs: the common factor of a seed drops out
     assert table.difference({0: 11.0, 1: 22.0, 2: 5.51}, {0: 10.0, 1: 20.0, 2: 5.0}).endswith("3 seeds: worse")
-    assert table.difference({0: 11.0, 1: 18.0}, {0: 10.0, 1: 20.0}).endswith("2 seeds: within noise")
+    assert table.difference({0: 11.0, 1: 18.0}, {0: 10.0, 1: 20.0}).endswith("2 seeds: not told apart")
 
 
 def test_the_search_for_a_rate_goes_on_while_the_best_lies_at_an_end(modules: ModuleType) -> None:
