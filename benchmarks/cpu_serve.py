@@ -12,6 +12,7 @@ most bytes of tensors that one call holds beside them, counted by torch's profil
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from llamas import BASE, BF16, TORCHAO, build, deploy, llama
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 DEMO = Path(__file__).resolve().parents[1] / "eval" / "assets"
 PEERS = {"int4-g128": "int4-cpu", "int8-int4": "int8-int4", "int8": "int8"}  # recipe -> torchao's, in llamas.py
@@ -117,8 +119,15 @@ def rows(part: str, name: str, args: argparse.Namespace, clock: Callable[[], flo
         }
 
 
+def _quiet() -> None:
+    """No bars and no lines of the profiler between the rows."""
+    logging.disable_progress_bar()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when the first profile starts
+
+
 def serve(args: argparse.Namespace, facts: dict[str, str], clock: Callable[[], float]) -> int:
     """Print the table; 1 if a row of ours takes longer than torchao's by more than `SLACK`."""
+    _quiet()
     lines = [f"# {key}: {value}" for key, value in facts.items()]
     lines += [
         f"# generate: {args.new} tokens behind {args.prompt}; prefill: {args.prefill} tokens; batch 1, bf16, eager; least of {args.rounds} rounds",

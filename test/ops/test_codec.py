@@ -37,6 +37,21 @@ def test_the_reference_runs_and_the_others_say_why_not(role: str) -> None:
     assert below == ([] if role == "decode" else [("qutlass", True)])
 
 
+@pytest.mark.parametrize(
+    ("name", "k", "reason"),
+    [
+        ("nvfp4", 256, "decodes int4 and int8, not nvfp4"),
+        ("fp8-row", 256, "decodes int4 and int8, not fp8-row"),
+        ("mxfp4", 40, "decodes int4 and int8, not mxfp4"),
+        ("int8-row", 40, "decodes K and groups that are multiples of 32, not K = 40 of int8-row"),
+        ("intx4-g16", 256, "decodes K and groups that are multiples of 32, not K = 256 of intx4-g16"),
+    ],
+)
+def test_the_cpu_kernels_say_what_they_do_not_decode(name: str, k: int, reason: str) -> None:
+    """The format where it is the reason, and its width only where the format is taken."""
+    assert dict(explain(CodecRequest("decode", get_format(name), CPU, BF16, 6, k)))["cpu"] == reason
+
+
 def test_forcing_triton_on_a_cpu_is_an_error_with_its_reason() -> None:
     x = data("normal", 6, 192, BF16)
     with backend("triton"), pytest.raises(ValueError, match=r"encode \(nvfp4, 6 x 192, .*for CUDA devices.*another"):

@@ -34,6 +34,7 @@ def test_generate_has_a_row_for_every_variant() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run([*command, *sizes], env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode in (0, 1), run.stderr[-2000:]
+    assert "Loading weights" not in run.stderr and "profiler_st" not in run.stderr  # nothing between rows
     names, *rows = [line.split(",") for line in run.stdout.splitlines() if line and not line.startswith("#")]
     table = [dict(zip(names, row, strict=True)) for row in rows]
     assert len(table) == 14 and {row["part"] for row in table} == {"generate", "prefill"}

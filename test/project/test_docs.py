@@ -29,9 +29,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
-BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>.+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
-NOT_RUN = 3
+NOT_RUN = 4
 WIDTH, ROW, README = 120, 400, 130
 DRAW = runpy.run_path(str(DOCS / "figures" / "draw.py"))
 FIGURES = DRAW["FIGURES"]

@@ -33,8 +33,10 @@ def _why_not_decode(r: CodecRequest) -> str | None:
     if (reason := _why_not(r)) is not None:
         return reason
     f = r.operand.format
-    if native_cpu.kind(f) is None or r.k % 32 or (f.block or 32) % 32:
-        return f"decodes int4 and int8 in groups of multiples of 32, not K = {r.k} of {f.name}"
+    if native_cpu.kind(f) is None:
+        return f"decodes int4 and int8, not {f.name}"
+    if r.k % 32 or (f.block or 32) % 32:
+        return f"decodes K and groups that are multiples of 32, not K = {r.k} of {f.name}"
     return native_cpu.why_not()
 
 
