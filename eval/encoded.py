@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 
 def encoded(sources: Sources, held_out: tuple[Path, ...], folder: Path, device: str) -> tuple[Corpus, dict[str, Any]]:
-    """The corpus on `device`, and what the log states of it; from `folder`, or made and written there.
+    """The corpus on `device`, and what the log states of it, with the sha256 of every text and of the tokenizer; from
+    `folder`, or made and written there.
 
     Raises:
         ValueError: the folder holds the ids of something else.
@@ -56,7 +57,10 @@ def encoded(sources: Sources, held_out: tuple[Path, ...], folder: Path, device: 
     tokenizer.model_max_length = sources.window
     kept = torch.load(ids, weights_only=True)
     text, validation = (kept[name].int().to(device) for name in ("ids", "validation"))
-    return Corpus(tokenizer, text, kept["main"], validation, kept["validation_bytes"]), found["facts"]
+    return Corpus(tokenizer, text, kept["main"], validation, kept["validation_bytes"]), {
+        **found["facts"],
+        "made_from": found["made_from"],
+    }
 
 
 def _files(sources: Sources, held_out: tuple[Path, ...]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _by_transformers_alone(setting: Setting, converted: Any) -> float | str:
         command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", arguments]
         command += ["--tasks", "wikitext_local", "--include_path", str(tasks), "--device", o.device]
         command += ["--batch_size", str(o.score_batch), "--output_path", str(Path(scratch) / "results")]
-        command += ["--limit", str(o.documents)] if o.documents else []
+        command += ["--limit", str(documents)] if (documents := setting.settings["documents"]) else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         files = list((Path(scratch) / "results").rglob("results*.json"))
         if done.returncode or not files:

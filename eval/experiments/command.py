@@ -4,7 +4,7 @@
     python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --tokenise  # the text alone, no GPU
     python eval/experiments --model DIR --wikitext DIR --text mix.txt.xz --out OUT --dry-run   # what would be trained
     python eval/experiments --model DIR --wikitext DIR --out OUT --cost     # the cost columns, one row at a time
-    python eval/experiments --model DIR --wikitext DIR --out OUT --table    # the files again, nothing is run
+    python eval/experiments --out OUT --table    # the files again, nothing is run
 
 --model: a Hugging Face folder with its tokenizer. --wikitext: WikiText-2 as test.jsonl and validation.jsonl. Learning
 rates are chosen on validation pages; test pages are scored for every run of the whole budget and chosen from in none.
@@ -13,8 +13,9 @@ A process takes one row under one loss; `--jobs` of them run at once, spread ove
 rows with the first loss come first, then the other rows, then the second loss. Rows of the float model have a loss of
 their own, whatever `--losses` says. A result is appended to OUT/runs.jsonl the moment it is known. `--limit` seconds
 after the start processes save what they are training and stop; the same command goes on from there, and skips what is
-done. Carried to another machine without OUT/state, only the runs that were being trained begin again. A second call in
-the same OUT is refused while one runs, or a process of one that was killed; SIGTERM ends a call with its processes.
+done. A call that leaves runs says how many, and its exit status is 3. Carried to another machine without OUT/state,
+only the runs that were being trained begin again. A second call in the same OUT is refused while one runs, or a process
+of one that was killed; SIGTERM ends a call with its processes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,40 +36,71 @@ from typing import Any, TextIO
 import torch
 from checkout import commit
 
-from experiments import cost, table, worker
+from aoquant.integrations.finetune import LOSSES
+from experiments import cost, known, table, worker
 from experiments.processes import Processes
 from experiments.publish import OTHERS, publish, publish_other
 from experiments.records import Run
 from experiments.rows import Row, at_rates_of, load_all
-from experiments.setting import Setting, settings_of
+from experiments.setting import OPTIONS, Setting, records_of, settings_of
 
 GRACE = 60.0  # seconds after the limit until a process that has not stopped is ended
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """For an option: a number of this much or more."""
+
+    def read(given: str) -> int:
+        if not given.isdecimal() or int(given) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {given}")
+        return int(given)
+
+    return read
+
+
+def positive(most: float = math.inf) -> Callable[[str], float]:
+    """For an option: a number above 0, at most this."""
+
+    def read(given: str) -> float:
+        with suppress(ValueError):
+            if 0 < float(given) <= most:
+                return float(given)
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0{f', at most {most:g}' * (most < math.inf)}, got {given}"
+        )
+
+    return read
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    otherwise = "without --text as the runs in OUT, else %s"
     parser.add_argument("--model", type=Path)
     parser.add_argument("--moe-model", type=Path)
-    parser.add_argument("--wikitext", type=Path, required=True)
+    parser.add_argument("--wikitext", type=Path)
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="needed until OUT holds the tokens")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", nargs="*", help="these alone, in this order; all that have a model by default")
-    parser.add_argument("--losses", nargs="*", default=["kl", "ce"], help="these alone")
-    parser.add_argument("--tokens", type=int, default=15_000_000, help="of a run")
-    parser.add_argument("--batch", type=int, default=16, help="blocks a step")
-    parser.add_argument("--block", type=int, default=1024, help="tokens a block")
-    parser.add_argument("--documents", type=int, help="score the first test pages only")
-    parser.add_argument("--score-batch", type=int, default=32, help="windows scored at once")
-    parser.add_argument("--search", type=float, default=0.2, help="share of the tokens that tries a learning rate")
+    parser.add_argument("--rows", nargs="+", help="these alone, in this order; all that have a model by default")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="these alone")
+    parser.add_argument("--tokens", type=whole(1), help=f"of a run; {otherwise % f'{known.TOKENS:,}'}")
+    parser.add_argument("--batch", type=whole(1), help=f"blocks a step; {otherwise % known.BATCH}")
+    parser.add_argument("--block", type=whole(1), help=f"tokens a block; {otherwise % known.BLOCK}")
+    parser.add_argument("--documents", type=whole(1), help="score the first test pages only")
+    parser.add_argument("--score-batch", type=whole(1), default=32, help="windows scored at once")
+    parser.add_argument(
+        "--search",
+        type=positive(1.0),
+        help=f"share of the tokens that tries a learning rate; {otherwise % known.SEARCH}",
+    )
     parser.add_argument("--rates", type=Path, help="a results.csv: its learning rates and losses, without a search")
-    parser.add_argument("--seeds", type=int, help="of a row at most")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once, over all GPUs; 0: in this one")
-    parser.add_argument("--limit", type=float, help="seconds after which processes save and stop")
+    parser.add_argument("--seeds", type=whole(1), help="of a row at most")
+    parser.add_argument("--jobs", type=whole(0), default=1, help="processes at once, over all GPUs; 0: in this one")
+    parser.add_argument("--limit", type=positive(), help="seconds after which processes save and stop")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--configs", type=Path, help="another folder of rows")
     parser.add_argument("--cost", action="store_true", help="measure the cost columns and nothing else")
-    parser.add_argument("--table", action="store_true", help="write the table and nothing else")
+    parser.add_argument("--table", action="store_true", help="write the table and nothing else; needs OUT alone")
     publishing = {"nargs": "?", "const": "first", "choices": ("first", *OTHERS)}
     parser.add_argument(
         "--publish", **publishing, help="write the table and the pages from it; second, moe: as another model's"
@@ -97,16 +129,29 @@ def alone(out: Path) -> Iterator[TextIO]:
         yield lock
 
 
-def chosen(o: argparse.Namespace) -> dict[str, Row]:
-    """The rows asked for: those that have a model."""
+def modelled(o: argparse.Namespace) -> dict[str, Row]:
+    """All rows that have a model; every row for a table without one, which is of the runs in OUT."""
     rows = load_all(o.configs) if o.configs else load_all()
-    if unknown := set(o.rows or ()) - rows.keys():
-        raise ValueError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
     if o.rates is not None:
         rows = at_rates_of(o.rates, rows)
     there = {"dense": o.model, "moe": o.moe_model}
-    found = {n: rows[n] for n in (rows if o.rows is None else o.rows) if there[rows[n].model] is not None}
-    return {n: replace(r, seeds=min(r.seeds, o.seeds or r.seeds)) for n, r in found.items()}
+    of_runs = (o.table or o.publish) and not any(there.values())
+    return {name: row for name, row in rows.items() if of_runs or there[row.model] is not None}
+
+
+def chosen(o: argparse.Namespace) -> dict[str, Row]:
+    """The rows to run. Raises ValueError for a row that has no model, or is none, and where no row has one."""
+    rows, every = modelled(o), load_all(o.configs) if o.configs else load_all()
+    if unknown := set(o.rows or ()) - every.keys():
+        raise ValueError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+    for name in o.rows or ():
+        if name not in rows:
+            raise ValueError(
+                f"--rows {name} needs {OPTIONS[every[name].model]}: the folder of the model that it quantises"
+            )
+    if not rows:
+        raise ValueError("no row has a model: give --model, and for the rows of experts --moe-model")
+    return {n: replace(rows[n], seeds=min(rows[n].seeds, o.seeds or rows[n].seeds)) for n in o.rows or rows}
 
 
 def tasks(o: argparse.Namespace, rows: dict[str, Row], settings: dict[str, Setting]) -> list[tuple[Row, str]]:
@@ -140,7 +185,7 @@ def run_all(o: argparse.Namespace, rows: dict[str, Row], until: float, lock: Tex
                 print(f"ended: {', '.join(processes.running)}", file=sys.stderr)
                 break
             if time.time() > written + 30:
-                show(o, rows)
+                show(o)
                 written = time.time()
             time.sleep(0.2)
     finally:
@@ -156,7 +201,12 @@ def planned(o: argparse.Namespace, rows: dict[str, Row]) -> str:
     for row, loss in tasks(o, rows, settings):
         setting = settings[row.model]
         short, whole = worker.left(setting, row, loss)
-        tokens = (short * setting.search_steps + whole * setting.budget.steps) * o.batch * o.block / 1e6
+        tokens = (
+            (short * setting.search_steps + whole * setting.budget.steps)
+            * setting.budget.batch
+            * setting.budget.block
+            / 1e6
+        )
         lines.append((row.name, loss, short, whole, f"{tokens:.1f}"))
         total += tokens
     heads = ("row", "loss", "search, at least", "runs", "M tokens, at least")
@@ -174,15 +224,25 @@ def measure_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> li
     return failed
 
 
-def show(o: argparse.Namespace, rows: dict[str, Row]) -> tuple[str, list[str]]:
-    """Write the table of what there is; returns it, and the rows that break the contract."""
+def undone(o: argparse.Namespace, rows: dict[str, Row]) -> int:
+    """Runs that a call has left, as far as searches are known; with --cost, rows without a cost."""
+    settings = settings_of(o, rows.values())
+    if o.cost:
+        return sum(Run(row.name, "cost") not in settings[row.model].records.read() for row in rows.values())
+    return sum(max(1, sum(worker.left(settings[row.model], row, loss))) for row, loss in tasks(o, rows, settings))
+
+
+def show(o: argparse.Namespace) -> tuple[str, list[str]]:
+    """Write the table of what there is, whatever `--rows` says; returns it, and the rows that break the contract."""
     found: dict[Run, dict[str, Any]] = {}
     facts: dict[str, Any] = {}
-    for model, setting in settings_of(o, rows.values()).items():
-        found |= setting.records.read()
-        facts |= setting.records.made()
-        facts |= {f"{model} model": setting.settings, f"{model} parameters": setting.parameters()}
-        facts |= {f"{model} tokens a run": setting.budget.tokens}
+    rows = modelled(o)
+    for model, (records, parameters) in records_of(o, rows.values()).items():
+        found |= records.read()
+        facts |= records.made()
+        facts |= {f"{model} model": records.settings}
+        facts |= {f"{model} parameters": parameters} if parameters else {}
+        facts |= {f"{model} tokens a run": math.prod(records.settings[name] for name in ("steps", "batch", "block"))}
     return table.write(o.out, rows, found, facts), table.broken(rows, found)
 
 
@@ -198,7 +258,7 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
     if o.dry_run:
         print(planned(o, rows))
         return
-    failed: list[str] = []
+    failed, left = list[str](), 0
     if not (o.table or o.publish):
         with alone(o.out) as lock:
             if o.tokenise:
@@ -206,14 +266,19 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
                     setting.tokenise()
                 return
             failed = measure_all(o, rows, until) if o.cost else run_all(o, rows, until, lock)
-    text, broken = show(o, rows)
+            left = undone(o, rows)
+    text, broken = show(o)
     print(text)
     if o.publish == "first":
         publish(o.out)
     elif o.publish:
         publish_other(o.out, o.moe_model if o.publish == "moe" else o.model, OTHERS[o.publish])
+    if left:
+        print(f"{left} runs left: the same command goes on", file=sys.stderr)
     if failed or broken:
         sys.exit(f"failed: {'; '.join([*failed, *broken])}")
+    if left:
+        sys.exit(worker.UNFINISHED)
 
 
 def start(began: float) -> None:

@@ -33,7 +33,7 @@ def measure(o: argparse.Namespace, row: Row) -> None:
     _reset_peak(cuda)
     how = how_to_step(o, row)
     tuning = FineTune(student.prepared(0), None, setting.corpus["train"], setting.budget, **how)
-    batch = tuning.blocks_BT[: o.batch]
+    batch = tuning.blocks_BT[: setting.budget.batch]
     for _ in range(3):
         tuning.step(batch).item()
     began = time.perf_counter()

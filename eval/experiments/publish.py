@@ -4,12 +4,15 @@
     aoquant/tools/measured.csv                              `aoquant recipes --for`, and the table of docs/choosing.md
     docs/figures/bits.svg                                   perplexity against bits a weight
     README.md, between its two marks                        the headline rows beside torchao's, and the figure
+    docs/experiments.md, between two marks                  the seconds that runs took
 
 and of a table of another model (`--publish second`, `--publish moe`), whose numbers are not compared with these:
 
     benchmarks/results/experiments_second{.csv,.md,_runs.jsonl}           the same
     benchmarks/results/pretrain_llama_second.json, ..._second_loss.csv    what pretrain.py logged beside the model
     docs/experiments.md, between two marks                                all rows beside torchao's
+    aoquant/tools/measured.csv, docs/choosing.md                          as above, for recipes that only it has
+    docs/experiments.md, between two marks                                the seconds that runs took
 
 Nothing is typed by hand, so that a page has the numbers of the runs; a later table replaces an earlier one.
 """
@@ -29,6 +32,8 @@ import pages
 
 from aoquant.tools import choosing
 from aoquant.tools.markdown import table, wrapped
+from experiments.durations import durations
+from experiments.measured import remember
 
 ROOT = Path(__file__).resolve().parents[2]
 UNBROKEN = "\0"  # a space at which no line is wrapped: a part of a message may mean something to Markdown
@@ -47,10 +52,11 @@ HEADS = ("recipe", "bits", "float", "PTQ", "QAT", "recovered, %", "seeds", TORCH
 
 @dataclass(frozen=True)
 class Other:
-    """A table of another model. results, log: names in benchmarks/results; mark: in docs/experiments.md; option: of
-    the model.
+    """A table of another model. name: in measured.csv; results, log: names in benchmarks/results; mark: in
+    docs/experiments.md; option: of the model.
     """
 
+    name: str
     results: str
     log: str
     mark: str
@@ -58,8 +64,8 @@ class Other:
 
 
 OTHERS = {
-    "second": Other("experiments_second", "pretrain_llama_second", "second model", "--model"),
-    "moe": Other("experiments_moe", "pretrain_moe", "experts", "--moe-model"),
+    "second": Other("second", "experiments_second", "pretrain_llama_second", "second model", "--model"),
+    "moe": Other("moe", "experiments_moe", "pretrain_moe", "experts", "--moe-model"),
 }
 
 
@@ -73,15 +79,9 @@ def publish(out: Path, root: Path = ROOT) -> None:
     if not headlines(rows):
         raise ValueError(f"{out / 'results.csv'} has no headline row that was trained: nothing to publish")
     copy_results(out, root, "experiments")
-    shutil.copyfile(out / "measured.csv", root / "aoquant" / "tools" / "measured.csv")
-    source = choosing.source(root / "aoquant" / "tools" / "measured.csv")
+    write_choices(out, root, "first")
+    source = choosing.source(out / "measured.csv")
     pages.between(root / "README.md", "experiments", f"{readme(rows)}\n\n{note(rows, source)}")
-    page = root / "docs" / "choosing.md"
-    lines = page.read_text(encoding="utf-8").split("\n")
-    first = lines.index(next(line for line in lines if line.startswith(f"| {choosing.HEADS[0]} |")))
-    last = lines.index("", first)
-    lines[first:last] = choosing.markdown(choosing.measured(root / "aoquant" / "tools" / "measured.csv")).split("\n")
-    page.write_text("\n".join(lines), encoding="utf-8")
     subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
 
 
@@ -105,6 +105,7 @@ def publish_other(out: Path, model: Path | None, other: Other, root: Path = ROOT
     (results / f"{other.log}.json").write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(model.parent / "loss.csv", results / f"{other.log}_loss.csv")
     copy_results(out, root, other.results)
+    write_choices(out, root, other.name)
     content = f"{all_rows(rows)}\n\n{note_of_other(rows, choosing.source(out / 'measured.csv'), other)}"
     pages.between(root / "docs" / "experiments.md", other.mark, content)
 
@@ -118,9 +119,22 @@ def read(out: Path) -> list[dict[str, str]]:
 
 
 def copy_results(out: Path, root: Path, name: str) -> None:
-    """The table and its runs, where they are committed."""
+    """The table and its runs, where they are committed; and how long they took."""
+    results = root / "benchmarks" / "results"
     for source, target in (("results.csv", ".csv"), ("results.md", ".md"), ("runs.jsonl", "_runs.jsonl")):
-        shutil.copyfile(out / source, root / "benchmarks" / "results" / f"{name}{target}")
+        shutil.copyfile(out / source, results / f"{name}{target}")
+    pages.between(root / "docs" / "experiments.md", "durations", durations(results))
+
+
+def write_choices(out: Path, root: Path, model: str) -> None:
+    """measured.csv, and the table of docs/choosing.md, which is made from it."""
+    file, page = root / "aoquant" / "tools" / "measured.csv", root / "docs" / "choosing.md"
+    remember(out / "measured.csv", file, model)
+    lines = page.read_text(encoding="utf-8").split("\n")
+    first = lines.index(next(line for line in lines if line.startswith(f"| {choosing.HEADS[0]} |")))
+    last = lines.index("", first)
+    lines[first:last] = choosing.markdown(choosing.measured(file)).split("\n")
+    page.write_text("\n".join(lines), encoding="utf-8")
 
 
 def trained(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:

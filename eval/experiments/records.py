@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,19 @@ class Records:
         return found
 
     def made(self) -> dict[str, str]:
-        """Devices, versions and the last date of the runs."""
-        found: dict[str, list[str]] = {}
-        for content in self._lines():
-            for key, value in content["made"].items():
-                found.setdefault(key, []).append(value)
-        dates = found.pop("date", [])
-        return {key: ", ".join(dict.fromkeys(values)) for key, values in found.items()} | {
-            "date": max(dates, default="")
-        }
+        """Devices, versions and commits, "none" with the number of lines where some name none, and the last date."""
+        about = [content["made"] for content in self._lines()]
+        found = {}
+        for key in ("device", "torch", "commit"):
+            values = list(dict.fromkeys(line[key] for line in about if key in line))
+            without = sum(key not in line for line in about)
+            found[key] = ", ".join([*values, *([f"none ({without} lines)"] if without else [])])
+        return found | {"date": max((line["date"] for line in about), default="")}
+
+    def parameters(self) -> int | None:
+        """Of the model; None where the runs are older than 2026-11-24, which did not keep it."""
+        sizes = (result["parameters"] for result in self.read().values() if "parameters" in result)
+        return next(sizes, None)
 
     def _lines(self) -> list[dict[str, Any]]:
         return [content for content in _read(self.file) if content["settings"] == self.settings]
@@ -87,13 +91,17 @@ def _read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
-def others(file: Path, settings: Mapping[str, Any], name: str) -> set[str]:
-    """The values of one more setting that the lines of a file have beside these."""
-    return {
-        line["settings"][name]
-        for line in _read(file)
-        if name in line["settings"] and {**line["settings"], **settings} == line["settings"]
-    }
+def distinct(
+    file: Path, settings: Mapping[str, Any], names: Sequence[str], rows: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """What the lines of a file that have these settings, and are of these rows, have by these names; each once."""
+    found = []
+    for line in _read(file):
+        have = line["settings"]
+        of_these = {**have, **settings} == have and have.keys() >= {*names}
+        if of_these and (rows is None or line["run"]["row"] in rows):
+            found.append({name: have[name] for name in names})
+    return [value for i, value in enumerate(found) if value not in found[:i]]
 
 
 def searched(found: Mapping[Run, Mapping[str, Any]], row: str, loss: str) -> dict[float, float]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import math
 import random
+import warnings
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +23,16 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from aoquant import AoquantWarning
 from aoquant.integrations.job.models import load_float
 from aoquant.integrations.lm_eval import Perplexity, evaluate
 from aoquant.integrations.text import load_documents, read_jsonl, token_blocks
-from experiments.records import Records, others
+from experiments.known import BUDGET, budget, known_records, listed
+from experiments.records import Records, distinct
 from experiments.rows import Row
 from experiments.tuning import ATTENTION, Budget, next_token_loss
 
+OPTIONS = {"dense": "--model", "moe": "--moe-model"}  # of the folder of each model
 CHARACTERS = 5.5  # of a token at most, for a first guess at how much text is enough
 
 
@@ -53,34 +58,39 @@ class Setting:
         self.o, self.model = o, model
         self.folder: Path | None = o.model if model == "dense" else o.moe_model
         if self.folder is None or not self.folder.is_dir():
-            option = "--model" if model == "dense" else "--moe-model"
-            raise ValueError(f"{option} must be a folder of a {model} model, got {str(self.folder)!r}")
+            raise ValueError(f"{OPTIONS[model]} must be a folder of a {model} model, got {str(self.folder)!r}")
         for name in ("test", "validation"):
-            if not (o.wikitext / f"{name}.jsonl").is_file():
+            if o.wikitext is None or not (o.wikitext / f"{name}.jsonl").is_file():
                 raise ValueError(f"--wikitext must be a folder with {name}.jsonl, got {str(o.wikitext)!r}")
-        steps = max(1, round(o.tokens / (o.batch * o.block)))
-        self.budget = Budget(steps, o.batch, o.block)
-        self.search_steps = max(1, round(o.search * steps))
+        for file in o.text:
+            if not file.is_file():
+                raise ValueError(f"--text must be files, got {str(file)!r}")
+        runs = o.out / "runs.jsonl"
         self.settings = {
             "model": digest(self.folder, "*.safetensors"),
             "text": digest(o.wikitext, "test.jsonl"),
             "validation": digest(o.wikitext, "validation.jsonl"),
-            "steps": steps,
-            "search_steps": self.search_steps,
-            "batch": o.batch,
-            "block": o.block,
-            "documents": o.documents,
         }
-        runs = o.out / "runs.jsonl"
+        self.settings |= budget(o, runs, self.settings)
+        self.budget = Budget(*(self.settings[name] for name in ("steps", "batch", "block")))
+        self.search_steps = self.settings["search_steps"]
+        positions = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+        if self.budget.block > positions:
+            raise ValueError(
+                f"--block must be at most the {positions} positions of {OPTIONS[model]}, got {self.budget.block}"
+            )
         self.settings["train"] = contents(o.text) if o.text else self._trained_on(runs)
         self.records = Records(runs, self.settings, o.device, o.commit)
 
     def _trained_on(self, runs: Path) -> str:
         """The text of the tokens that OUT holds, else of the runs that are there."""
-        found = {path.name.split("-")[2] for path in self.o.out.glob(self._tokens("*").name)} or others(
-            runs, self.settings, "train"
-        )
+        found = {path.name.split("-")[2] for path in self.o.out.glob(self._tokens("*").name)} or {
+            other["train"] for other in distinct(runs, self.settings, ("train",))
+        }
         if not found:
+            digests = {name: self.settings[name] for name in ("model", "text", "validation")}
+            if there := distinct(runs, digests, BUDGET):
+                raise ValueError(f"--out {self.o.out} has runs of {listed(there)}: give these, or --text")
             raise ValueError(f"--text is needed: {self.o.out} holds no tokens of an earlier call")
         if len(found) > 1:
             raise ValueError(f"--text is needed: {self.o.out} holds tokens or runs of {len(found)} texts")
@@ -114,7 +124,7 @@ class Setting:
         assert self.folder is not None
         out: Path = self.o.out
         made_from = f"{digest(self.folder, 'tokenizer.json')}-{text}-{self.settings['validation']}"
-        return out / f"corpus-{made_from}-{self.budget.tokens}-{self.o.block}.pt"
+        return out / f"corpus-{made_from}-{self.budget.tokens}-{self.budget.block}.pt"
 
     @cached_property
     def corpus(self) -> dict[str, Tensor]:
@@ -132,12 +142,20 @@ class Setting:
         count, size = 0, 0
         while count < len(documents) and size < CHARACTERS * self.budget.tokens:
             size, count = size + len(documents[count]), count + 1
-        train = token_blocks(documents[:count], tokenizer, self.o.block, progress=False)
+        train = token_blocks(documents[:count], tokenizer, self.budget.block, progress=False)
         pages = read_jsonl(self.o.wikitext / "validation.jsonl", ("page",))
         detokenised = [wikitext_detokenizer({"page": page}) for page in pages]
-        validation = token_blocks(detokenised, tokenizer, self.o.block, progress=False)
+        validation = token_blocks(detokenised, tokenizer, self.budget.block, progress=False)
+        wanted = self.budget.steps * self.budget.batch
+        if len(train) < wanted:
+            warnings.warn(
+                f"--text has {len(train) * self.budget.block} tokens: a run of {self.budget.tokens} passes over it "
+                f"{wanted / len(train):.1f} times",
+                AoquantWarning,
+                stacklevel=2,
+            )
         dtype = torch.uint16 if len(tokenizer) <= 2**16 else torch.int32
-        return {"train": train[: self.budget.steps * self.o.batch].to(dtype), "validation": validation.to(dtype)}
+        return {"train": train[:wanted].to(dtype), "validation": validation.to(dtype)}
 
     @torch.no_grad()
     def validation_loss(self, model: Any) -> float:
@@ -150,7 +168,7 @@ class Setting:
     def score(self, model: Any) -> Perplexity:
         """lm-eval's word perplexity on the test pages."""
         tokenizer, _ = self.loaded
-        options = {"limit": self.o.documents, "batch_size": self.o.score_batch, "progress": False}
+        options = {"limit": self.settings["documents"], "batch_size": self.o.score_batch, "progress": False}
         return evaluate(model, tokenizer, wikitext=str(self.o.wikitext), **options)
 
 
@@ -169,3 +187,21 @@ def setting_of(o: argparse.Namespace, row: Row) -> Setting:
 def settings_of(o: argparse.Namespace, rows: Iterable[Row]) -> dict[str, Setting]:
     """The setting of each model that rows have; made once, as every file of it is hashed."""
     return {model: Setting(o, model) for model in sorted({row.model for row in rows})}
+
+
+def records_of(o: argparse.Namespace, rows: Iterable[Row]) -> dict[str, tuple[Records, int | None]]:
+    """What a table is made of, by model, with its parameters: of the models that are given, or without one of the runs
+    in OUT, which know the parameters since they keep them.
+
+    Raises:
+        ValueError: OUT holds none, or of several settings.
+    """
+    if o.model or o.moe_model:
+        return {name: (setting.records, setting.parameters()) for name, setting in settings_of(o, rows).items()}
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row.model, []).append(row.name)
+    found = {model: known_records(o, o.out / "runs.jsonl", of_model) for model, of_model in names.items()}
+    if not any(found.values()):
+        raise ValueError(f"--out must hold runs.jsonl, got {str(o.out)!r}: give --model to make runs")
+    return {model: (records, records.parameters()) for model, records in found.items() if records is not None}

@@ -5,8 +5,8 @@ that is the lowest or highest of those tried is marked: a better one may lie bey
 Where a row was trained by both losses, validation pages choose the one that is published. Spread is
 the standard deviation over seeds. Recovered is (PTQ - QAT) / (PTQ - float) in log perplexity, mean and spread over
 seeds. Rows that name another one (`against`) are compared with it seed by seed: a seed fixes the order of the text for
-both, so what the order does to both drops out; the difference is called noise when zero is within its 95 % interval
-of Student's t.
+both, so what the order does to both drops out; the two are not told apart when zero is within the difference's 95 %
+interval of Student's t.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def difference(mine: Mapping[int, float], other: Mapping[int, float]) -> str:
         return "" if not pairs else f"{pairs[0]:+.4f} (one seed)"
     error = stdev(pairs) / math.sqrt(len(pairs))
     reach = float(student_t.ppf(0.975, len(pairs) - 1)) * error
-    verdict = "within noise" if abs(mean(pairs)) <= reach else ("better" if mean(pairs) < 0 else "worse")
+    verdict = "not told apart" if abs(mean(pairs)) <= reach else ("better" if mean(pairs) < 0 else "worse")
     return f"{mean(pairs):+.4f} ± {reach:.4f}, {len(pairs)} seeds: {verdict}"
 
 
@@ -234,11 +234,12 @@ def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -
 
     Of the dense model, or of the model of experts where it is alone.
     """
-    published, model = preferred(made), "dense" if "dense parameters" in facts else "moe"
+    published, model = preferred(made), "dense" if "dense tokens a run" in facts else "moe"
     shown = [x for x in made if plain(x.row, model) and published.get(x.row.name) == x.loss and x.ptq is not None]
-    size, tokens = facts[f"{model} parameters"] / 1e6, facts[f"{model} tokens a run"] / 1e6
+    size, tokens = facts.get(f"{model} parameters"), facts[f"{model} tokens a run"] / 1e6
+    known = f" with {size / 1e6:.1f} M parameters" if size else ""
     words = (
-        f"Word perplexity by lm-eval's wikitext of a {KINDS[model]} with {size:.1f} M parameters; QAT {by(made, shown)}, "
+        f"Word perplexity by lm-eval's wikitext of a {KINDS[model]}{known}; QAT {by(made, shown)}, "
         f"{tokens:.1f} M tokens, mean over seeds. {facts['device']}, {str(facts['date'])[:10]}."
     )
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -35,7 +35,7 @@ from experiments.setting import Setting, scored, setting_of
 from experiments.students import Student, weight_bits
 from experiments.tuning import FineTune
 
-UNFINISHED = 3  # exit status of a worker that met its deadline
+UNFINISHED = 3  # exit status of a worker that met its deadline, and of a call that leaves runs
 
 
 def next_run(setting: Setting, row: Row, loss: str) -> Run | None:
@@ -156,7 +156,8 @@ def untrained(setting: Setting, row: Row, student: Student) -> None:
     whole = float_run(row)
     if whole not in found:
         loss = setting.validation_loss(tokenizer_model[1])
-        setting.records.add(whole, {**scored(setting.score(tokenizer_model[1])), "validation_loss": loss})
+        result = {**scored(setting.score(tokenizer_model[1])), "validation_loss": loss}
+        setting.records.add(whole, {**result, "parameters": setting.parameters()})
     ptq = Run(row.name, "ptq")
     if row.kind == "float" or ptq in found:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import importlib
 import json
 import os
@@ -85,6 +86,12 @@ def test_a_mixtral_is_trained_resumed_and_saved_in_shards(
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["2", "4", "6"]
     assert [float(row["loss"]) for row in rows] == log["losses"]
+    made_from, sha = (
+        log["made_from"],
+        [hashlib.sha256(p.read_bytes()).hexdigest() for p in (text, folder / "tokenizer.json")],
+    )
+    assert [made_from[name] for name in ("text", "anneal", "validation", "held_out")] == [sha[:1], [], sha[:1], sha[:1]]
+    assert made_from["tokenizer"] == sha[1]
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 2 and all(shard.stat().st_size <= 200_000 for shard in shards)
     assert set(log["model_sha256"]) == {shard.name for shard in shards}

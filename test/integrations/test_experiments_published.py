@@ -1,0 +1,57 @@
+"""The pages of the experiments say what the committed runs say."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.experiments import ROOT, experiments_modules
+
+modules = pytest.fixture(experiments_modules)
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_the_page_has_the_seconds_of_the_committed_runs(modules: ModuleType, tmp_path: Path) -> None:
+    durations = importlib.import_module("experiments.durations").durations
+    assert f"\n{durations(RESULTS)}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+
+    def line(row: str, loss: str, seconds: float) -> str:
+        run = {"row": row, "stage": "qat", "loss": loss, "rate": 1.0, "seed": 0}
+        return json.dumps({"run": run, "result": {"train_seconds": seconds, "score_seconds": seconds / 2}})
+
+    taken = [("a", "kl", 4.0), ("b", "kl", 6.0), ("torchao-a", "kl", 10.0), ("a", "ce", 2.0)]
+    (tmp_path / "experiments_runs.jsonl").write_text("\n".join(line(*what) for what in taken))
+    cells = "4.0 to 6.0 | 10.0 to 10.0 | 1.0 to 5.0"
+    assert durations(tmp_path).splitlines()[2:] == [
+        f"| [first](../benchmarks/results/experiments_runs.jsonl) | {cells} |"
+    ]
+
+
+@pytest.mark.parametrize("name", ["experiments", "experiments_second", "experiments_moe"])
+def test_the_committed_runs_make_the_committed_table(modules: ModuleType, tmp_path: Path, name: str) -> None:
+    shutil.copyfile(RESULTS / f"{name}_runs.jsonl", tmp_path / "runs.jsonl")
+    command = importlib.import_module("experiments.command")
+    command.main(command.options(["--out", str(tmp_path), "--table", "--commit", "abc"]))
+    assert (tmp_path / "results.csv").read_text() == (RESULTS / f"{name}.csv").read_text()
+    kept, made = (folder.read_text().splitlines() for folder in (RESULTS / f"{name}.md", tmp_path / "results.md"))
+    assert [line for line in kept if not line.startswith(("- dense parameters: ", "- moe parameters: "))] == made
+
+
+def test_the_documented_commands_run_the_rows_of_the_committed_tables(modules: ModuleType) -> None:
+    command, known = (importlib.import_module(f"experiments.{name}") for name in ("command", "known"))
+    page = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").partition("## Repeat it")[2]
+    lines = page.partition("```sh")[2].partition("```")[0].replace("\\\n", " ").splitlines()
+    commands = [line.split()[2:] for line in lines if line.startswith("python eval/experiments ")]
+    for given, name in zip(commands, ("experiments", "experiments_second", "experiments_moe"), strict=True):
+        o = command.options([*given, "--commit", "abc"])
+        runs = [json.loads(line) for line in (RESULTS / f"{name}_runs.jsonl").read_text().splitlines()]
+        assert all(known.of_options(o).items() <= run["settings"].items() for run in runs)
+        with (RESULTS / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+            assert {row["row"] for row in csv.DictReader(file)} <= command.chosen(o).keys()
+        trained = {(run["run"]["row"], run["run"]["loss"]) for run in runs if run["run"]["stage"] == "qat"}
+        assert all(loss in o.losses or row.startswith("bf16") for row, loss in trained)
