@@ -126,6 +126,16 @@ def test_the_record_has_every_option(out: Path) -> None:
     assert options["train_text"] == []
 
 
+def test_the_demo_is_float32_where_a_cpu_has_no_instructions_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the embedded model alone, and only as long as nobody says otherwise."""
+    for capability, dtype in (("AVX2", "float32"), ("AVX512", "bfloat16")):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        assert job.Options(device="cpu").dtype == dtype
+        assert job.Options(device="cuda").dtype == "bfloat16"
+        assert job.Options(device="cpu", model="folder").dtype == "bfloat16"
+        assert job.Options(device="cpu", dtype="float16").dtype == "float16"
+
+
 def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["eval", str(job.assets()), "--limit", "1", "--window", "256", "--device", "cpu"])
     assert "no fingerprint" in capsys.readouterr().out

@@ -87,6 +87,7 @@ def _engine_format(o: Options) -> str:
 
 
 def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
+    assert o.dtype is not None  # the options chose one
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
     ranks.share(lambda: check_window(float_model, tokenizer, o.window))
     config, skipped = ranks.share(lambda: chosen_layers(float_model, o))
