@@ -259,12 +259,13 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_compiled_is_eager() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_is_eager(backend: str) -> None:
     """Learned, asymmetric, with its gradients; then converted."""
     torch._dynamo.reset()
     model = nn.Sequential(prepared("int8-asym-learned").up)
     results = []
-    for run in (model, torch.compile(model, fullgraph=True)):
+    for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
         model.zero_grad()
         x = batches(1)[0].requires_grad_()
         y = run(x)
@@ -274,7 +275,7 @@ def test_compiled_is_eager() -> None:
     quantize_(model, QATConfig(step="convert"))
     torch._dynamo.reset()
     with torch.no_grad():
-        assert torch.equal(torch.compile(model, fullgraph=True)(batches(1)[0]), results[0][0])
+        assert torch.equal(torch.compile(model, fullgraph=True, backend=backend)(batches(1)[0]), results[0][0])
 
 
 @pytest.mark.slow
