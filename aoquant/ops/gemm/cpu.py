@@ -15,6 +15,8 @@ A prepared layer asks for the same (M, N, K) as the converted one and has the sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -89,14 +91,6 @@ def _why_not_torch(r: Request) -> str | None:
     return f"is slower than cpu-integers below {MANY_INTEGERS} rows of x" if r.m < MANY_INTEGERS else None
 
 
-def _decode(c: Call) -> Tensor:
-    return c.shaped(_product(c.w_format, c.w, c.dtype)(c.x_matrix(), c.alpha_x, c.bias))
-
-
-def _bind_decode(r: Request, w: Encoded) -> Multiply | None:
-    return _product(r.w_format, w, r.dtype) if _as_it_lies(w) else None
-
-
 def _as_it_lies(w: Encoded) -> bool:
     """Whether kernels read W's own bytes. They must not read a copy, which would miss later writes in place."""
     return all(t is None or t.is_contiguous() for t in w.tensors)
@@ -106,7 +100,7 @@ def _product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     """x (M, K) -> y (M, N)."""
     told = native_cpu.told(f, w, dtype)
     if told is None:
-        return _by_blocks(f, w)
+        return _by_blocks(f, w, dtype)
     multiply = native_cpu.operator("decode_mm")
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -126,15 +120,7 @@ def _product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     return product
 
 
-def _blocks(c: Call) -> Tensor:
-    return c.shaped(_by_blocks(c.w_format, c.w)(c.x_matrix(), c.alpha_x, c.bias))
-
-
-def _bind_blocks(r: Request, w: Encoded) -> Multiply | None:
-    return _by_blocks(r.w_format, w) if _as_it_lies(w) else None
-
-
-def _by_blocks(f: Format, w: Encoded) -> Multiply:
+def _by_blocks(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     """x (M, K) -> y (M, N), with W's float32 values some rows at a time: as many as stay in a cache."""
     n, rows = w.codes.shape[0], max(16, tiles.TILE // w.k // 16 * 16)
 
@@ -143,9 +129,9 @@ def _by_blocks(f: Format, w: Encoded) -> Multiply:
         acc_MN = torch.empty(x_MK.shape[0], n, dtype=torch.float32)
         for start in range(0, n, rows):
             some = slice(start, min(start + rows, n))
-            part = codec.decode(f, tiles.rows_of(f, w, some), x_MK.dtype, operand=True, out=torch.float32)
+            part = codec.decode(f, tiles.rows_of(f, w, some), dtype, operand=True, out=torch.float32)
             torch.mm(x32, part.t(), out=acc_MN[:, some])
-        return rescaled(acc_MN, alpha_x, f.alpha(w), bias, x_MK.dtype)
+        return rescaled(acc_MN, alpha_x, f.alpha(w), bias, dtype)
 
     return product
 
@@ -155,15 +141,6 @@ def _taken(bias: Tensor | None) -> Tensor | None:
     if bias is None or (bias.dtype in (torch.bfloat16, torch.float32) and bias.is_contiguous()):
         return bias
     return bias.float().contiguous()
-
-
-def _integers(c: Call) -> Tensor:
-    assert c.x is not None
-    return c.shaped(_integer_product(c.w_format, c.w, c.dtype)(c.x.codes, c.alpha_x, c.bias))
-
-
-def _bind_integers(r: Request, w: Encoded) -> Multiply | None:
-    return _integer_product(r.w_format, w, r.dtype) if _as_it_lies(w) else None
 
 
 def _integer_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
@@ -178,21 +155,12 @@ def _integer_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     return product
 
 
-def _torch_integers(c: Call) -> Tensor:
-    assert c.x is not None
-    return c.shaped(_torch_product(c.w_format, c.w, c.dtype)(c.x.codes, c.alpha_x, c.bias))
-
-
-def _bind_torch(r: Request, w: Encoded) -> Multiply | None:
-    return _torch_product(r.w_format, w, r.dtype) if _as_it_lies(w) else None
-
-
 def _torch_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
     """x (M, K), integers of any type -> y (M, N)."""
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         if native_cpu.torch_multiplies_integers():
-            sums_MN = torch._int_mm(x_MK.to(torch.int8).contiguous(), w.codes.t())
+            sums_MN = torch._int_mm(x_MK.to(torch.int8).contiguous(), w.codes.contiguous().t())
         else:
             sums_MN = _sums(x_MK, w.codes)
         return rescaled(sums_MN.float(), alpha_x, f.alpha(w), bias, dtype)
@@ -208,9 +176,29 @@ def _sums(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     return sums_MN
 
 
+def _backend(
+    name: str,
+    priority: int,
+    why_not: Callable[[Request], str | None],
+    product: Callable[[Format, Encoded, torch.dtype], Multiply],
+    *,
+    of_codes: bool = False,
+) -> Backend:
+    """of_codes: the product is of x's codes, else of x's values."""
+
+    def run(c: Call) -> Tensor:
+        x_MK = c.x.codes if of_codes and c.x is not None else c.x_matrix()
+        return c.shaped(product(c.w_format, c.w, c.dtype)(x_MK, c.alpha_x, c.bias))
+
+    def bind(r: Request, w: Encoded) -> Multiply | None:
+        return product(r.w_format, w, r.dtype) if _as_it_lies(w) else None
+
+    return Backend(name, priority, why_not, run, reads_codes=True, bind=bind)
+
+
 BACKENDS = (
-    Backend("torch-integers", 10, _why_not_torch, _torch_integers, reads_codes=True, bind=_bind_torch),
-    Backend("cpu-integers", 9, _why_not_integers, _integers, reads_codes=True, bind=_bind_integers),
-    Backend("cpu-decode", 8, _why_not_decode, _decode, reads_codes=True, bind=_bind_decode),
-    Backend("cpu-blocks", 7, _why_not_blocks, _blocks, reads_codes=True, bind=_bind_blocks),
+    _backend("torch-integers", 10, _why_not_torch, _torch_product, of_codes=True),
+    _backend("cpu-integers", 9, _why_not_integers, _integer_product, of_codes=True),
+    _backend("cpu-decode", 8, _why_not_decode, _product),
+    _backend("cpu-blocks", 7, _why_not_blocks, _by_blocks),
 )
