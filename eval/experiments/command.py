@@ -215,20 +215,27 @@ def planned(o: argparse.Namespace, rows: dict[str, Row]) -> str:
 
 def measure_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> list[str]:
     """The cost of every row that lacks it, a process each, one after the other."""
-    failed, settings = [], settings_of(o, rows.values())
-    for row in rows.values():
-        if time.time() > until or Run(row.name, "cost") in settings[row.model].records.read():
-            continue
+    failed = []
+    for row in without_cost(o, rows):
+        if time.time() > until:
+            break
         if subprocess.run([sys.executable, *sys.argv, "--worker", row.name, "cost"], check=False).returncode:
             failed.append(f"{row.name}, cost")
     return failed
 
 
+def without_cost(o: argparse.Namespace, rows: dict[str, Row]) -> list[Row]:
+    """Rows whose cost is left to measure; a row with a trick costs what its recipe does, but for the trick."""
+    settings = settings_of(o, rows.values())
+    plain = [row for row in rows.values() if not row.trick]
+    return [row for row in plain if Run(row.name, "cost") not in settings[row.model].records.read()]
+
+
 def undone(o: argparse.Namespace, rows: dict[str, Row]) -> int:
     """Runs that a call has left, as far as searches are known; with --cost, rows without a cost."""
-    settings = settings_of(o, rows.values())
     if o.cost:
-        return sum(Run(row.name, "cost") not in settings[row.model].records.read() for row in rows.values())
+        return len(without_cost(o, rows))
+    settings = settings_of(o, rows.values())
     return sum(max(1, sum(worker.left(settings[row.model], row, loss))) for row, loss in tasks(o, rows, settings))
 
 
