@@ -52,6 +52,10 @@ __device__ __forceinline__ BlockScale mxfp4_scale(uint32_t amax_bits) {
   return {byte, __uint_as_float(byte == 255 ? NOT_A_NUMBER : inverse)};
 }
 
+__device__ __forceinline__ float e8m0_value(uint32_t byte) {
+  return __uint_as_float(byte == 255 ? NOT_A_NUMBER : byte == 0 ? 1u << 22 : byte << 23);
+}
+
 // Codes of 16 values; zeros without signs where the scale is NaN.
 __device__ __forceinline__ uint2 fp4_codes(const float (&v)[16], const BlockScale& scale) {
   const uint2 codes = encode16<false, true>(v, scale.inverse, 1.0f, 0.0f);

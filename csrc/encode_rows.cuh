@@ -1,4 +1,4 @@
-// Encodes formats that scale each row by itself, for a product without gradients: it writes the product's operand, or
+// Encodes rows in one of row_blocks.cuh's formats, for a product without gradients: it writes the product's operand, or
 // decoded values. It writes no codes, which only backward would read. A block has a row (row_encoder.cuh).
 #pragma once
 
@@ -10,7 +10,7 @@ namespace aoquant {
 
 namespace rows {
 
-// A block for each row. out: operand or decoded values; scale: the outer scale, or the scale, of each row.
+// A block for each row. out: operand or decoded values; scale: the outer scale, or the scale, of each row; of MXFP4 1.
 template <typename T>
 __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T* __restrict__ out, float* __restrict__ scale, int k, int format,
                                                       int decoded) {
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T
   // With more than four rows, this kernel still occupies its multiprocessors when the product starts, and two of the
   // product's blocks could land on one. So the product is not started early.
   if (gridDim.x <= 4) let_next_begin();
-  DEVICE_ASSERT(k % 16 == 0 && blockDim.x % 32 == 0);
+  DEVICE_ASSERT(k % (format == MXFP4_ROW ? 32 : 16) == 0 && blockDim.x % 32 == 0);
   const int64_t start = int64_t(blockIdx.x) * k;
   const float s = encode_row(x + start, k, format, decoded, [&](int b, const Sixteen& values) { store16(out + start + 16 * b, values); });
   if (threadIdx.x == 0) scale[blockIdx.x] = s;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T
 
 }  // namespace rows
 
-// x (m, k), contiguous and aligned to 16 bytes, bfloat16 or float16, k a multiple of 16. out, scale: of encode_kernel.
+// x (m, k), contiguous and aligned to 16 bytes, bfloat16 or float16, k a multiple of 16, of 32 for MXFP4. out, scale: of encode_kernel.
 inline void launch_encode_rows(const void* x, ScalarType type, int64_t m, int64_t k, int format, bool decoded, void* out, float* scale,
                                cudaStream_t stream) {
   auto launch = [&](auto kernel, auto unit) {

@@ -73,8 +73,10 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
   const int64_t bytes[] = {m * (2 * k + 4)};
   const Tensor operand = torch::stable::new_empty(x, {bytes, 1}, ScalarType::Byte);
   float* scales = reinterpret_cast<float*>(static_cast<uint8_t*>(operand.data_ptr()) + 2 * m * k);
+  STD_TORCH_CHECK(encodes != MXFP4_ROW || k % 32 == 0, "x must have rows of a multiple of 32 values");
   launch_encode_rows(x.data_ptr(), type, m, k, encodes, false, operand.data_ptr(), scales, current_stream(x));
-  decode_into(products.data(), count, x, operand.data_ptr(), m, k, {scales, m > 1});
+  const Alpha alpha = encodes == MXFP4_ROW ? Alpha{nullptr, false} : Alpha{scales, m > 1};
+  decode_into(products.data(), count, x, operand.data_ptr(), m, k, alpha);
   return ys;
 }
 
@@ -104,7 +106,7 @@ std::tuple<Tensor, Tensor> encode_rows(const Tensor& x, int64_t format, bool dec
   STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must be contiguous, on a CUDA device and aligned to 16 bytes");
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
   STD_TORCH_CHECK(x.dim() == 2 && x.size(0) > 0 && x.size(1) > 0 && x.size(1) % 16 == 0, "x must be (m, k) with k a multiple of 16");
-  STD_TORCH_CHECK(format == NVFP4_ROW || format == FP8_ROW, "format must be one of RowFormat");
+  STD_TORCH_CHECK(format == NVFP4_ROW || format == FP8_ROW || (format == MXFP4_ROW && x.size(1) % 32 == 0), "format must be one of RowFormat, k of MXFP4 a multiple of 32");
   DeviceGuard guard(x.get_device_index());
   Tensor out = make(x, x.size(0), x.size(1), type), scale = make(x, x.size(0), 1, ScalarType::Float);
   launch_encode_rows(x.data_ptr(), type, x.size(0), x.size(1), int(format), decoded, out.data_ptr(), static_cast<float*>(scale.data_ptr()), current_stream(x));

@@ -1,14 +1,15 @@
-// Blocks of 16 values of formats that scale each row by itself, as the operand of a product or as decoded values.
+// Blocks of 16 values of formats whose rows are encoded one by one, as the operand of a product or as decoded values.
 //
 // The arithmetic is the reference's (formats/blockscaled.py, formats/float8.py) in the order of the Triton kernels that
-// encode many rows (ops/triton/nvfp4_rows.py, ops/triton/float8.py), so the bytes are theirs.
+// encode many rows (ops/triton/nvfp4_rows.py, ops/triton/float8.py, ops/triton/blockscaled.py), so the bytes are theirs.
 #pragma once
 
 #include "block_scales.cuh"
 
 namespace aoquant {
 
-enum RowFormat { NVFP4_ROW = 1, FP8_ROW = 2 };
+// MXFP4's rows have no scale: a block of 32 values has.
+enum RowFormat { NVFP4_ROW = 1, FP8_ROW = 2, MXFP4_ROW = 3 };
 
 namespace rows {
 
@@ -61,10 +62,9 @@ __device__ __forceinline__ uint32_t e2m1_index(float v) {
   return __float_as_uint(fminf(fminf(low, __fmaf_rn(v, 0.5f, INTEGERS + 4.0f)), INTEGERS + 7.0f));
 }
 
+// The nearest e2m1 values of v * inverse, times `times`.
 template <typename T>
-__device__ __forceinline__ Sixteen nvfp4_block(const float (&v)[16], float outer, float inverse_outer, bool decoded) {
-  const BlockScale found = nvfp4_scale(absmax_bits(v), outer, inverse_outer);
-  const float scale = e4m3_value(found.byte), inverse = found.inverse, times = decoded ? __fmul_rn(outer, scale) : scale;
+__device__ __forceinline__ Sixteen e2m1_block(const float (&v)[16], float inverse, float times) {
   float y[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -72,6 +72,20 @@ __device__ __forceinline__ Sixteen nvfp4_block(const float (&v)[16], float outer
     y[i] = __fmul_rn(__fmul_rn(__uint_as_float(((index << 22) & 0x1C00000u) | (x & 0x80000000u)), 0x1p126f), times);
   }
   return packed16<T>(y);
+}
+
+template <typename T>
+__device__ __forceinline__ Sixteen nvfp4_block(const float (&v)[16], float outer, float inverse_outer, bool decoded) {
+  const BlockScale found = nvfp4_scale(absmax_bits(v), outer, inverse_outer);
+  const float scale = e4m3_value(found.byte);
+  return e2m1_block<T>(v, found.inverse, decoded ? __fmul_rn(outer, scale) : scale);
+}
+
+// Half of a block of 32. most: the bits of the block's largest magnitude.
+template <typename T>
+__device__ __forceinline__ Sixteen mxfp4_half_block(const float (&v)[16], uint32_t most) {
+  const BlockScale found = mxfp4_scale(most);
+  return e2m1_block<T>(v, found.inverse, e8m0_value(found.byte));
 }
 
 template <typename T>

@@ -1,4 +1,4 @@
-// A row of x encoded by a block of threads, of formats that scale each row by itself (row_blocks.cuh).
+// A row of x encoded by a block of threads, in one of row_blocks.cuh's formats.
 #pragma once
 
 #include "row_blocks.cuh"
@@ -7,13 +7,23 @@ namespace aoquant {
 
 namespace rows {
 
-// Returns the scale of a row, NVFP4's outer one; `put(b, values)` gets the operand or the decoded values of its b-th 16
-// values. All threads of a block call it, with whole warps, and read the row twice, the second time out of the cache.
+// Returns the scale of a row: NVFP4's outer one, of MXFP4 1. `put(b, values)` gets the operand or the decoded values of its b-th 16
+// values. All threads of a block call it, with whole warps, and read the row twice, the second time out of the cache;
+// MXFP4's once.
 template <typename T, typename Put>
 __device__ __forceinline__ float encode_row(const T* __restrict__ x, int k, int format, bool decoded, Put put) {
   const int blocks = k / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float v[16];
   uint32_t most = 0;
+  if (format == MXFP4_ROW) {
+    for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+      load16(v, x + 16 * b);
+      const int left = blocks - (b - lane);  // for this warp; even, so that both halves of a block are there
+      const uint32_t mine = absmax_bits(v), other = __shfl_xor_sync(left >= 32 ? 0xFFFFFFFFu : (1u << left) - 1, mine, 1);
+      put(b, mxfp4_half_block<T>(v, max(mine, other)));
+    }
+    return 1.0f;
+  }
   for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
     load16(v, x + 16 * b);
     most = max(most, absmax_bits(v));

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3, "fp8": 4}  # `Format` of csrc/decode_call.cuh
-ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2}  # `RowFormat` of csrc/row_blocks.cuh
+ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2, "mxfp4": 3}  # `RowFormat` of csrc/row_blocks.cuh
 
 
 @dataclass(frozen=True)

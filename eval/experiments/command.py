@@ -214,12 +214,14 @@ def planned(o: argparse.Namespace, rows: dict[str, Row]) -> str:
 
 
 def measure_all(o: argparse.Namespace, rows: dict[str, Row], until: float) -> list[str]:
-    """The cost of every row that lacks it, a process each, one after the other."""
+    """The cost of every row that lacks it, one after the other, a process each but where --jobs is 0."""
     failed = []
     for row in without_cost(o, rows):
         if time.time() > until:
             break
-        if subprocess.run([sys.executable, *sys.argv, "--worker", row.name, "cost"], check=False).returncode:
+        if not o.jobs:
+            cost.measure(o, row)
+        elif subprocess.run([sys.executable, *sys.argv, "--worker", row.name, "cost"], check=False).returncode:
             failed.append(f"{row.name}, cost")
     return failed
 
@@ -228,7 +230,7 @@ def without_cost(o: argparse.Namespace, rows: dict[str, Row]) -> list[Row]:
     """Rows whose cost is left to measure; a row with a trick costs what its recipe does, but for the trick."""
     settings = settings_of(o, rows.values())
     plain = [row for row in rows.values() if not row.trick]
-    return [row for row in plain if Run(row.name, "cost") not in settings[row.model].records.read()]
+    return [row for row in plain if cost.left(row, settings[row.model].records.read())]
 
 
 def undone(o: argparse.Namespace, rows: dict[str, Row]) -> int:

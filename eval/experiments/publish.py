@@ -3,7 +3,7 @@
     benchmarks/results/experiments{.csv,.md,_runs.jsonl}    every row, the same to read, every run
     aoquant/tools/measured.csv                              `aoquant recipes --for`, and the table of docs/choosing.md
     docs/figures/bits.svg                                   perplexity against bits a weight
-    README.md, between its two marks                        the headline rows beside torchao's, and the figure
+    README.md, between two pairs of marks                   the headline rows beside torchao's; a note, and the figure
     docs/experiments.md, between two marks                  the seconds that runs took
 
 and of a table of another model (`--publish second`, `--publish moe`), whose numbers are not compared with these:
@@ -13,6 +13,7 @@ and of a table of another model (`--publish second`, `--publish moe`), whose num
     docs/experiments.md, between two marks                                all rows beside torchao's
     aoquant/tools/measured.csv, docs/choosing.md                          as above, for recipes that only it has
     docs/experiments.md, between two marks                                the seconds that runs took
+    docs/experiments.md, README.md's table                                what rows cost, of the second model
 
 Nothing is typed by hand, so that a page has the numbers of the runs; a later table replaces an earlier one.
 """
@@ -32,6 +33,7 @@ import pages
 
 from aoquant.tools import choosing
 from aoquant.tools.markdown import table, wrapped
+from experiments import costs
 from experiments.durations import durations
 from experiments.measured import remember
 
@@ -44,6 +46,10 @@ HOW_TO_READ = (
 )
 HOW_TO_COMPARE = (
     "The last column is ours less torchao's, with its 95 % interval over paired seeds: below zero, ours is better. "
+)
+HOW_IT_COSTS = (
+    "Training and generate: tokens/s over bf16's; memory: peak of training over bf16's; MB: of the converted model "
+    "([how](docs/experiments.md#what-it-costs)). "
 )
 TORCHAO = "torchao's QAT"
 DIFFERENCE = "log perplexity less the other's"
@@ -75,13 +81,14 @@ def publish(out: Path, root: Path = ROOT) -> None:
     Raises:
         ValueError: there is no table, or the README has no place for it.
     """
-    rows = read(out)
+    rows = read(out / "results.csv")
     if not headlines(rows):
         raise ValueError(f"{out / 'results.csv'} has no headline row that was trained: nothing to publish")
     copy_results(out, root, "experiments")
     write_choices(out, root, "first")
+    write_readme(root)
     source = choosing.source(out / "measured.csv")
-    pages.between(root / "README.md", "experiments", f"{readme(rows)}\n\n{note(rows, source)}")
+    pages.between(root / "README.md", "note on experiments", note(rows, source))
     subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
 
 
@@ -91,7 +98,7 @@ def publish_other(out: Path, model: Path | None, other: Other, root: Path = ROOT
     Raises:
         ValueError: there is no table, or no log of the model.
     """
-    rows = read(out)
+    rows = read(out / "results.csv")
     if not trained(rows):
         raise ValueError(f"{out / 'results.csv'} has no row that was trained: nothing to publish")
     if model is None or not (model.parent / "train_log.json").is_file():
@@ -108,13 +115,23 @@ def publish_other(out: Path, model: Path | None, other: Other, root: Path = ROOT
     write_choices(out, root, other.name)
     content = f"{all_rows(rows)}\n\n{note_of_other(rows, choosing.source(out / 'measured.csv'), other)}"
     pages.between(root / "docs" / "experiments.md", other.mark, content)
+    if other.results + "_runs.jsonl" == costs.MEASURED:
+        pages.between(root / "docs" / "experiments.md", "costs", costs.page(costs.published(results)))
+        write_readme(root)
 
 
-def read(out: Path) -> list[dict[str, str]]:
+def write_readme(root: Path) -> None:
+    """Its table, of the committed results."""
+    results = root / "benchmarks" / "results"
+    table = readme(read(results / "experiments.csv"), costs.published(results))
+    pages.between(root / "README.md", "experiments", table)
+
+
+def read(results: Path) -> list[dict[str, str]]:
     """The rows of a table. Raises ValueError where there is none."""
-    if not (out / "results.csv").is_file():
-        raise ValueError(f"--out must hold results.csv, got {str(out)!r}: run with --table first")
-    with (out / "results.csv").open(encoding="utf-8", newline="") as file:
+    if not results.is_file():
+        raise ValueError(f"--out must hold {results.name}, got {str(results.parent)!r}: run with --table first")
+    with results.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -147,9 +164,13 @@ def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     return [r for r in trained(rows) if r["headline"] == "True"]
 
 
-def readme(rows: Sequence[Mapping[str, str]]) -> str:
-    """Headline rows, and the torchao row that each is compared with."""
-    return table(HEADS, [(f"`{row['recipe']}`", *numbers(rows, row)) for row in headlines(rows)])
+def readme(rows: Sequence[Mapping[str, str]], measured: Mapping[str, costs.Cost]) -> str:
+    """Headline rows, the torchao row that each is compared with, and what the row cost, where that was measured."""
+    lines = [
+        (f"`{row['recipe']}`", *numbers(rows, row), *measured.get(row["row"], costs.Cost())) for row in headlines(rows)
+    ]
+    shown = len(HEADS) + len(costs.HEADS) * bool(measured)
+    return table((*HEADS, *costs.HEADS)[:shown], [line[:shown] for line in lines])
 
 
 def all_rows(rows: Sequence[Mapping[str, str]]) -> str:
@@ -196,7 +217,7 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
     """What stands below the README's table, wrapped as its other text is."""
     words = (
         f"{source} {HOW_TO_READ} {tuned(rows)}torchao: the same budget, by its own `QATConfig`. "
-        f"{as_prepared(rows, headlines(rows))}Prepared equals converted in every run of aoquant's. "
+        f"{as_prepared(rows, headlines(rows))}{HOW_IT_COSTS}Prepared equals converted in every run of aoquant's. "
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"

@@ -22,7 +22,8 @@ LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # where a
 
 @dataclass(frozen=True)
 class Run:
-    """What a line is about. stage: "float", "ptq", "search", "qat", "checks" (of the model of that "qat") or "cost".
+    """What a line is about. stage: "float", "ptq", "search", "qat", "checks" (of the model of that "qat"),
+    "cost" (of training) or "generate".
     loss, rate, seed: of "search", "qat" and "checks" alone.
     """
 

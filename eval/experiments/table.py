@@ -21,6 +21,7 @@ from typing import Any
 
 from scipy.stats import t as student_t
 
+from experiments.costs import cost_of
 from experiments.plots import plot
 from experiments.records import Run, chosen_rate, float_run, searched
 from experiments.rows import Row
@@ -156,12 +157,7 @@ def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]
     bits = [run["weight_bits"] for run in line.runs.values() if "weight_bits" in run]
     verdicts = {verdict.column: verdict.said for verdict in line.verdicts()}
     other = [x for x in all_lines if x.row.name == line.row.against and x.loss == line.loss]
-    cost = found.get(Run(line.row.name, "cost"), {})
-    bf16 = found.get(Run(float_run(line.row).row, "cost"), {})
-
-    def over(key: str) -> str:
-        return f"{cost[key] / bf16[key]:.2f}" if cost.get(key) and bf16.get(key) else ""
-
+    cost = cost_of(found, line.row.name, float_run(line.row).row)
     return {
         "row": line.row.name,
         "bits": f"{bits[-1]:.2f}" if bits else "",
@@ -177,10 +173,10 @@ def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]
         else "",
         "validation, log less the other's": difference(line.validation(), other[0].validation()) if other else "",
         **{column: verdicts.get(column, "") for column in COLUMNS},
-        "train tokens/s over bf16's": over("train_tokens_s"),
-        "peak memory over bf16's": over("peak_bytes"),
-        "model MB": f"{cost['model_bytes'] / 1e6:.1f}" if "model_bytes" in cost else "",
-        "generate tokens/s over bf16's": over("generate_tokens_s"),
+        "train tokens/s over bf16's": cost.training,
+        "peak memory over bf16's": cost.memory,
+        "model MB": cost.megabytes,
+        "generate tokens/s over bf16's": cost.generate,
     }
 
 

@@ -116,8 +116,12 @@ def test_processes_an_export_lora_and_costs(modules: ModuleType, inputs: Path, t
     assert found["lora"]["prepared_word_perplexity"] == found["lora"]["word_perplexity"]
     assert math.isclose(checked["transformers_word_perplexity"], found["exported"]["word_perplexity"], rel_tol=2e-3)
     process("--rows", "exported", "--cost")
-    (cost,) = [r["result"] for r in runs(out) if r["run"]["stage"] == "cost"]
-    assert cost["train_tokens_s"] > 0 and cost["model_bytes"] > 0 and cost["generate_tokens_s"] > 0
+    cost, made = (
+        {r["run"]["row"]: r["result"] for r in runs(out) if r["run"]["stage"] == s} for s in ("cost", "generate")
+    )
+    assert cost.keys() == made.keys() == {"exported"}
+    assert cost["exported"]["train_tokens_s"] > 0 and made["exported"]["model_bytes"] > 0
+    assert made["exported"]["tokens_s"] > 0 and made["exported"]["bf16_tokens_s"] > 0
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -80,6 +81,12 @@ def test_the_search_for_a_rate_goes_on_while_the_best_lies_at_an_end(modules: Mo
     assert records.searched({run: {"validation_loss": 2.0}}, "a", "ce") == {}
 
 
+def line(row: str, stage: str, **result: float) -> str:
+    """Of runs.jsonl."""
+    run = {"row": row, "stage": stage, "loss": "", "rate": 0.0, "seed": 0}
+    return json.dumps({"run": run, "result": result})
+
+
 def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path) -> None:
     records, table, rows, publish = (
         importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
@@ -108,6 +115,13 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
             found[records.Run(row.name, "qat", "kl", 3e-4, seed)] = {**result, "weight_bits": 4.25, **note}
     out.mkdir()
     (out / "runs.jsonl").write_text("")
+    cost = [
+        line("bf16", "cost", train_tokens_s=200.0, peak_bytes=1000), line("bf16", "generate", tokens_s=9, bf16_tokens_s=9),
+        line("int4-g128", "cost", train_tokens_s=190.0, peak_bytes=1010),
+        line("int4-g128", "generate", tokens_s=12.0, bf16_tokens_s=10.0, model_bytes=17_000_000),
+        line("int4-g128", "cost", train_tokens_s=1.0, peak_bytes=1),  # the first line counts
+    ]  # fmt: skip
+    (root / "benchmarks/results/experiments_second_runs.jsonl").write_text("\n".join(cost))
     before = (root / "README.md").read_text(encoding="utf-8")
     table.write(out, {"bf16": every["bf16"]}, found, facts)
     with pytest.raises(ValueError, match="no headline row"):
@@ -117,8 +131,8 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     publish.publish(out, root)
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert (
-        "| `int4-g128` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 2 | 57.50 ± 0.71 † | 58.5 ± 3.7 † | 2 |"
-        in readme
+        "| `int4-g128` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 2 | 57.50 ± 0.71 † | 58.5 ± 3.7 † | 2 "
+        "| 0.95 | 1.01 | 17.0 | 1.20 |" in readme
     )
     assert "† PTQ and QAT are scores of torchao's prepared model" in (said := readme.replace("\n", " "))
     assert '("Requires a kernel")' in said and "converted by its own" not in said
@@ -158,7 +172,9 @@ def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Pa
     table.write(
         out, kept, found, {"device": "a GPU", "date": "2026", "dense parameters": 2e7, "dense tokens a run": 1e7}
     )
-    (out / "runs.jsonl").write_text("")
+    copied(root, "README.md", "benchmarks/results/experiments.csv")
+    cost = [line("bf16", "cost", peak_bytes=1000), line("mxfp4", "cost", peak_bytes=900)]
+    (out / "runs.jsonl").write_text("\n".join(cost))
     for wrong in (None, model):
         with pytest.raises(ValueError, match=r"train_log\.json beside it"):
             publish.publish_other(out, wrong, publish.OTHERS["second"], root)
@@ -167,7 +183,8 @@ def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Pa
     publish.publish_other(out, model, publish.OTHERS["second"], root)
     names = {path.name for path in results.iterdir()}
     runs = {f"experiments_second{end}" for end in (".csv", ".md", "_runs.jsonl")}
-    assert names == runs | {"pretrain_llama_second.json", "pretrain_llama_second_loss.csv"}  # nothing of the first's
+    others = {"pretrain_llama_second.json", "pretrain_llama_second_loss.csv", "experiments.csv"}
+    assert names == runs | others  # nothing else of the first's
     assert "losses" not in (results / "pretrain_llama_second.json").read_text()
     said = page.read_text(encoding="utf-8")
     assert "| `mxfp4` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 2 | 55.50 ± 0.71 |" in said
@@ -176,6 +193,11 @@ def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Pa
     assert {name: m.qat for name, m in measured.items() if m.model == "second"} == {"quartet": 55.5, "vllm-fp8": 55.5}
     assert measured["mxfp4"] == choosing.measured()["mxfp4"]  # the first model's
     assert "second: Word perplexity by lm-eval's wikitext of a Llama with 20.0 M" in choosing.source(file)
+    assert "| `mxfp4` | | 0.90 | | |" in said and "`bf16` |" not in said.partition("<!-- costs -->")[2]
+    mxfp4 = next(
+        row for row in (root / "README.md").read_text(encoding="utf-8").splitlines() if row.startswith("| `mxfp4` |")
+    )
+    assert mxfp4.endswith("| | 0.90 | | |")
     assert "No row of it" not in said and said.count("## Stopping and going on") == 1
     assert ", given |" in (out / "results.md").read_text(encoding="utf-8")
 

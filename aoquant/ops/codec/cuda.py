@@ -5,8 +5,8 @@ Four-over-six and GridFlip take two launches, the largest finite magnitude and t
 amax is constant; NVFP4's search takes three, since its outer scale is NaN where x has one. Decoding is Triton's: it is
 bound by memory, and there is nothing that CUDA could do better.
 
-Formats with one scale for a whole tensor are `whole.py`'s. "nvfp4-row" and "fp8-row" become operands in one launch,
-which costs the host less than Triton's.
+Formats with one scale for a whole tensor are `whole.py`'s. "nvfp4-row", "fp8-row" and "mxfp4" become operands in one
+launch, which costs the host less than Triton's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, Encoded, Format, FourOverSix, GridFlip, NVFP4Search, Operand, Random
+from aoquant.formats import FLOAT_DTYPES, MX, Encoded, Format, FourOverSix, GridFlip, NVFP4Search, Operand, Random
 from aoquant.formats.blockscaled import PTS_FLOOR
 from aoquant.formats.scales import reciprocal
 
@@ -27,7 +27,7 @@ _EFFORTS = {"base": 1, "sided": 2, "search": 3}  # 0: four-over-six
 _METRICS = {"mse": 0, "mae": 1, "absmax": 2}
 # exactly these classes: a subclass is another format
 _FORMATS = (FourOverSix, GridFlip, NVFP4Search)
-VALUES = 1 << 24  # of formats that scale rows
+VALUES = 1 << 24  # of ROW_FORMATS
 _DTYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
@@ -55,13 +55,14 @@ def _why_not(r: CodecRequest) -> str | None:
 
 
 def _why_not_rows(r: CodecRequest) -> str | None:
-    """Of a format that scales each row: why it is not encoded here."""
+    """Of one of ROW_FORMATS: why it is not encoded here."""
     if r.operand.transform is not None or r.role != "quantize" or r.codes:
         return f"makes the operand of {r.operand.format.name}, without a transform, and not codes"
     if r.rows * r.k > VALUES:
         return f"encodes up to {VALUES} values of {r.operand.name}: with more Triton's kernel is faster"
-    if r.dtype not in (torch.bfloat16, torch.float16) or r.k % 16:
-        return f"reads rows of bfloat16 or float16 by 16, got K = {r.k} of {r.dtype}"
+    values = r.operand.format.block or 16
+    if r.dtype not in (torch.bfloat16, torch.float16) or r.k % values:
+        return f"reads rows of bfloat16 or float16 by {values}, got K = {r.k} of {r.dtype}"
     return native.why_not() or native.why_not_on(r.device)
 
 
@@ -100,9 +101,9 @@ def encode_with_values(
 
 
 def _rows(format: Format, x_RK: Tensor, decoded: bool) -> CodesAndValues:
-    """The operand of rows, or decoded values, and a scale for each; no codes."""
+    """The operand of rows, or decoded values, and the scale of each row, if it has one; no codes."""
     values, alpha = native.operator("encode_rows")(_aligned(x_RK), ROW_FORMATS[format.name], decoded)
-    return CodesAndValues(None, values, alpha)
+    return CodesAndValues(None, values, None if isinstance(format, MX) else alpha)
 
 
 def _aligned(x_RK: Tensor) -> Tensor:

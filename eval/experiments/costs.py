@@ -1,0 +1,63 @@
+"""What a row cost, over bf16's: columns of the tables, from the lines that `cost.py` wrote.
+
+A cost does not depend on the values of a model's weights. So the README's table, whose model was not kept, has those of
+the second model, which has the same shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aoquant.tools.markdown import table
+from experiments.records import Run
+
+MEASURED = "experiments_second_runs.jsonl"  # in benchmarks/results
+FLOATS = ("bf16", "bf16-moe")
+
+
+class Cost(NamedTuple):
+    """Cells. training: tokens/s over bf16's; memory: peak of training over bf16's; megabytes: of the converted model;
+    generate: tokens/s over bf16's. "" where not measured.
+    """
+
+    training: str = ""
+    memory: str = ""
+    megabytes: str = ""
+    generate: str = ""
+
+
+HEADS = Cost("training, speed", "memory", "MB", "generate, speed")
+
+
+def cost_of(found: Mapping[Run, Mapping[str, Any]], row: str, float_row: str) -> Cost:
+    """Of a row, beside its float model."""
+    trained, bf16 = (found.get(Run(name, "cost"), {}) for name in (row, float_row))
+    served = found.get(Run(row, "generate"), {})
+
+    def over(a: float | None, b: float | None) -> str:
+        return f"{a / b:.2f}" if a and b else ""
+
+    return Cost(
+        over(trained.get("train_tokens_s"), bf16.get("train_tokens_s")),
+        over(trained.get("peak_bytes"), bf16.get("peak_bytes")),
+        f"{served['model_bytes'] / 1e6:.1f}" if "model_bytes" in served else "",
+        over(served.get("tokens_s"), served.get("bf16_tokens_s")),
+    )
+
+
+def published(results: Path) -> dict[str, Cost]:
+    """By row, of the committed runs of the second model; empty where there are none."""
+    file, found = results / MEASURED, dict[Run, dict[str, Any]]()
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        content = json.loads(line)
+        found.setdefault(Run(**content["run"]), content["result"])
+    rows = dict.fromkeys(run.row for run in found if run.stage in ("cost", "generate"))
+    return {row: cost_of(found, row, FLOATS[0]) for row in rows}
+
+
+def page(costs: Mapping[str, Cost]) -> str:
+    """The table of docs/experiments.md."""
+    return table(("row", *HEADS), [(f"`{row}`", *cost) for row, cost in costs.items() if row not in FLOATS])
