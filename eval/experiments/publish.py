@@ -48,8 +48,7 @@ HOW_TO_COMPARE = (
     "The last column is ours less torchao's, with its 95 % interval over paired seeds: below zero, ours is better. "
 )
 HOW_IT_COSTS = (
-    "Training and generate: tokens/s over bf16's; memory: peak of training over bf16's; MB: of the converted model "
-    "([how](docs/experiments.md#what-it-costs)). "
+    "Speed: tokens/s over bf16's; memory: training's peak over bf16's ([all](docs/experiments.md#what-it-costs)). "
 )
 TORCHAO = "torchao's QAT"
 DIFFERENCE = "log perplexity less the other's"

@@ -109,15 +109,14 @@ def _seeds(found: Found, of: Run) -> dict[int, Mapping[str, Any]]:
 
 
 def preferred(made: Sequence[Line]) -> dict[str, str]:
-    """The loss of each trained row that is published: the one with the lower mean loss on validation pages, over the
-    seeds that both have.
+    """The loss of each trained row that is published: the one with the lower mean loss on validation pages. A loss that
+    has fewer seeds than another is not chosen.
     """
     chosen: dict[str, Line] = {}
     for line in (x for x in made if x.runs):
         before = chosen.setdefault(line.row.name, line)
         mine, other = line.validation(), before.validation()
-        seeds = mine.keys() & other.keys()
-        if seeds and mean(mine[s] for s in seeds) < mean(other[s] for s in seeds):
+        if (-len(mine), mean(mine.values())) < (-len(other), mean(other.values())):
             chosen[line.row.name] = line
     return {name: line.loss for name, line in chosen.items()}
 
@@ -254,4 +253,6 @@ def by(made: Sequence[Line], shown: Sequence[Line]) -> str:
     if not any(x.loss == "ce" and x.runs for x in made if x.row.name in names):
         return "by distillation (cross entropy was not run)"
     ce = [x.row.name for x in shown if x.loss == "ce"]
-    return f"by distillation or cross entropy as validation pages chose (the latter for {', '.join(ce) or 'none'})"
+    if not ce:
+        return "by distillation (cross entropy was chosen for no row)"
+    return f"by distillation or cross entropy as validation pages chose (the latter for {', '.join(ce)})"

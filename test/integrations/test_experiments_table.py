@@ -303,11 +303,14 @@ def test_validation_pages_choose_the_loss_that_is_published(modules: ModuleType)
     for losses, loss, words in (
         ({"kl": SEARCH}, "kl", "by distillation (cross entropy was not run)"),
         ({"kl": SEARCH, "ce": better}, "ce", "the latter for a)"),
-        ({"kl": better, "ce": SEARCH}, "kl", "the latter for none)"),
+        ({"kl": better, "ce": SEARCH}, "kl", "(cross entropy was chosen for no row)"),
     ):
         made = table.lines({"a": row}, results(records, losses))
         assert table.preferred(made) == {"a": loss}
         assert words in table.by(made, [line for line in made if line.loss == loss])
+    found = results(records, {"kl": SEARCH, "ce": better})
+    del found[records.Run("a", "qat", "ce", 1e-3, 1)]
+    assert table.preferred(table.lines({"a": row}, found)) == {"a": "kl"}  # the better loss has one seed, this one two
 
 
 def test_a_rate_at_an_end_is_marked_and_its_runs_stay(modules: ModuleType) -> None:
