@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from support import forked
 from support.checkpoint_configs import OURS, TORCHAO
 from support.models import IDS, llama, logits
 from torch import nn
@@ -195,14 +194,18 @@ def test_loaded_model_saves_again(config: Any, tmp_path: Path) -> None:
 
 def test_new_process_needs_only_the_import(saved: Path, tmp_path: Path) -> None:
     code = f"""
-import sys, torch, aoquant
+import sys, torch
+# as in a bare process, which would take ten seconds to import torch and what transformers imports
+for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+    del sys.modules[name]
+import aoquant
 assert "transformers" not in sys.modules
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained({str(saved)!r})
 with torch.no_grad():
     torch.save(model(torch.arange(24).view(2, 12)).logits, {str(tmp_path / "logits.pt")!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked.python(code)
     assert done.returncode == 0, done.stderr
     here = AutoModelForCausalLM.from_pretrained(saved)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(here))
