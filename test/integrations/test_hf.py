@@ -211,7 +211,17 @@ with torch.no_grad():
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(here))
 
 
-@pytest.mark.parametrize("config", [*OURS.values(), PackedWeightConfig("intx5-row", None, "dequantize")], ids=repr)
+FEW = ("nvfp4", "gridflip", "int4-g32", "int8", "fp8", "mxfp4", "activations alone")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(pytest.param(c, marks=[] if name in FEW else [pytest.mark.slow]) for name, c in OURS.items()),
+        PackedWeightConfig("intx5-row", None, "dequantize"),
+    ],
+    ids=repr,
+)
 def test_quantising_on_the_fly_equals_quantize_(config: Any, tmp_path: Path) -> None:
     model = llama(dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
