@@ -22,6 +22,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+gc.disable()  # until tests are collected: imports make millions of objects and free few
+
 if not torch.cuda.is_available():
     os.environ.setdefault("MSLK_PYTHON_ONLY", "1")  # where mslk is installed without a GPU, its import breaks torchao's
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, each of which imports torch
@@ -43,6 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
     if os.environ.get("AOQUANT_REQUIRE_GPU") and not torch.cuda.is_available():
         raise pytest.UsageError("AOQUANT_REQUIRE_GPU is set, but torch sees no CUDA device")
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -95,7 +95,7 @@ def test_e8m0_rules_are_exact(rule: str, element: str) -> None:
     x = every(torch.bfloat16)
     edges = torch.tensor([top * 2.0**e for e in range(-126, 100) for top in (of.largest, 1.0, 1.75, 2 - 2.0**-7)])
     edges = torch.cat((edges, edges.nextafter(torch.tensor(0.0)), edges.nextafter(torch.tensor(3e38))))
-    x = torch.cat((x[x >= 0][::3], every(torch.float32)[:2000].abs(), edges))
+    x = torch.cat((x[x >= 0][::9], every(torch.float32)[:2000].abs(), edges))
     got = e8m0_bytes(x, rule, of)
     expected = [_byte(float(v), rule, *of) for v in x]
     assert got.tolist() == expected

@@ -33,6 +33,9 @@ NAMES = [*list_formats(), *EXTRA]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_format = pytest.mark.parametrize("name", NAMES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+bf16_is_enough = pytest.mark.parametrize(
+    "dtype", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES[1:])], ids=str
+)
 
 
 def by_themselves(name: str) -> bool:
@@ -129,7 +132,7 @@ def test_refusals_say_what_to_do(name: str) -> None:
         assert fmt.why_not(0, torch.bfloat16) is not None
 
 
-@every_dtype
+@bf16_is_enough
 @every_format
 def test_strides_do_not_matter(name: str, dtype: torch.dtype) -> None:
     fmt = get_format(name)
@@ -142,7 +145,7 @@ def test_strides_do_not_matter(name: str, dtype: torch.dtype) -> None:
         assert equal(fmt.encode(view), expected)
 
 
-@every_dtype
+@bf16_is_enough
 @every_format
 def test_rows_do_not_depend_on_their_neighbours(name: str, dtype: torch.dtype) -> None:
     """Each row alone gives the same bytes, unless one scale serves the whole tensor; no row at all gives no row."""

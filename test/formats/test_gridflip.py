@@ -44,8 +44,14 @@ def table(byte: int, c: Fraction) -> list[Fraction] | None:
     return None if s is None else [s * q + c * min(s, Fraction(0)) for q in E2M1]
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("name", ["gridflip", "gridflip-search", "gridflip-alternating", "gridflip-c0.5"])
+BYTES = [
+    pytest.param(name, dtype, id=f"{name}-{dtype}", marks=[] if i == 0 or i == j + 1 else [pytest.mark.slow])
+    for i, name in enumerate(("gridflip", "gridflip-search", "gridflip-alternating", "gridflip-c0.5"))
+    for j, dtype in enumerate((BF16, F16, F32))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), BYTES)
 def test_every_scale_byte_with_every_code(name: str, dtype: torch.dtype) -> None:
     """256 x 16, operands and values; 0x80 is 0, 0x7F and 0xFF are NaN. A bf16 operand is rounded where it has 9
     bits.

@@ -197,14 +197,18 @@ SYMBOLIC = "test_aot_dispatch_dynamic"  # ten times the others' time; without ro
 
 
 @pytest.mark.parametrize(
-    ("rows", "checks"),
+    ("name", "rows", "checks"),
     [
-        pytest.param(M, (*CHECKS, SYMBOLIC), id="rows"),
-        pytest.param(0, CHECKS, id="empty"),
-        pytest.param(0, (SYMBOLIC,), id="empty-symbolic", marks=pytest.mark.slow),
+        pytest.param(name, rows, checks, id=f"{name}-{what}", marks=[pytest.mark.slow] if slow else [])
+        for name in ("mxfp8", "te-nvfp4", "te-fp8-tensor", "te-hadamard16-sd7e8+te-nvfp4")
+        for what, rows, checks, slow in (
+            ("rows", M, CHECKS, False),
+            ("empty", 0, CHECKS, False),
+            ("symbolic", M, (SYMBOLIC,), name in ("mxfp8", "te-nvfp4")),
+            ("empty-symbolic", 0, (SYMBOLIC,), True),
+        )
     ],
 )
-@pytest.mark.parametrize("name", ["mxfp8", "te-nvfp4", "te-fp8-tensor", "te-hadamard16-sd7e8+te-nvfp4"])
 def test_the_ops_are_well_formed(name: str, rows: int, checks: tuple[str, ...]) -> None:
     operand, (x, g) = named(name), data(m=rows)
     assert operand is not None

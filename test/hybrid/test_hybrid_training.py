@@ -183,7 +183,9 @@ def test_22_the_loss_falls(name: str) -> None:
     assert all(b < a for a, b in itertools.pairwise(losses))
 
 
-@pytest.mark.parametrize("name", [pytest.param("mxfp8-nvfp4", marks=pytest.mark.slow), "fp8-hybrid", "nvfp4-training"])
+@pytest.mark.parametrize(
+    "name", ["fp8-hybrid", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mxfp8-nvfp4", "nvfp4-training"))]
+)
 def test_compiled_with_dynamic_tokens(name: str) -> None:
     torch._dynamo.reset()
     model = network(get_recipe(name).prepare(seed=3))

@@ -36,9 +36,16 @@ def cast(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("config", ["nvfp4", "int4-g32"])
+@pytest.mark.parametrize(
+    ("config", "loader", "dtype"),
+    [
+        pytest.param(config, loader, dtype, marks=[] if i == (j + k) % 2 else [pytest.mark.slow])
+        for i, config in enumerate(("nvfp4", "int4-g32"))
+        for j, loader in enumerate(LOADERS)
+        for k, dtype in enumerate(DTYPES)
+    ],
+    ids=str,
+)
 def test_a_packed_model_generates_in_the_dtype_that_it_is_loaded_in(
     config: str, loader: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -149,7 +149,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[Ranks]:
     return joined("cpu")
 
 
-@pytest.mark.parametrize("loss", ["kl", "ce"])
+@pytest.mark.parametrize("loss", ["kl", pytest.param("ce", marks=pytest.mark.slow)])
 def test_one_process_trains_as_torchrun_with_one_rank(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ranked = llama("quartet"), llama("quartet")
     losses = tune(plain, None, loss, shared=False)

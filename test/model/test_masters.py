@@ -215,8 +215,13 @@ def test_what_reads_the_weight_itself_is_refused() -> None:
         quantized_model_init(network(), "int4-g32")
 
 
-def resume(directory: str, how: str, result: str) -> None:
-    """In a new process: load what two steps left, and take three more."""
+def resume(directory: Path, ways: tuple[str, ...]) -> None:
+    """In a new process: load what two steps left, each way, and take three more."""
+    for how in ways:
+        torch.save(resumed(directory / how, how), directory / f"{how}.pt")
+
+
+def resumed(directory: Path, how: str) -> dict[str, Any]:
     model = network()
     masters = quantized_model_init(model, CONFIGS["nvfp4-training"]())
     optimizer = adamw(masters)
@@ -225,11 +230,11 @@ def resume(directory: str, how: str, result: str) -> None:
         dcp.load(states, checkpoint_id=directory, no_dist=True)
         set_state_dict(masters, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     else:
-        states = torch.load(Path(directory) / "state.pt", weights_only=True)
+        states = torch.load(directory / "state.pt", weights_only=True)
         masters.load_state_dict(states["model"])
         optimizer.load_state_dict(states["optimizer"])
     train(model, masters, optimizer, 3, 2)
-    torch.save(masters.state_dict(), result)
+    return masters.state_dict()
 
 
 def test_a_new_process_resumes(tmp_path: Path) -> None:
@@ -243,11 +248,10 @@ def test_a_new_process_resumes(tmp_path: Path) -> None:
     state = {"model": masters.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "torch.save" / "state.pt")
     train(model, masters, optimizer, 3, 2)
-    calls = [(str(tmp_path / how), how, str(tmp_path / f"{how}.pt")) for how in ("dcp", "torch.save")]
-    for call in calls:
-        forked.call(resume, *call)
-    for *_, how, result in calls:
-        for key, value in torch.load(result, weights_only=True).items():
+    ways = ("dcp", "torch.save")
+    forked.call(resume, tmp_path, ways)
+    for how in ways:
+        for key, value in torch.load(tmp_path / f"{how}.pt", weights_only=True).items():
             torch.testing.assert_close(
                 value, masters.state_dict()[key], rtol=0, atol=0, msg=lambda m, at=f"{how} {key}": f"{at}: {m}"
             )

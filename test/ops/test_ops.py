@@ -94,8 +94,11 @@ SYMBOLIC = "test_aot_dispatch_dynamic"
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", SYMBOLIC)
 
 
-@pytest.mark.parametrize("rows", [5, 0], ids=["rows", "empty"])
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [(BF16, 5), (BF16, 0), (F32, 5), pytest.param(F32, 0, marks=pytest.mark.slow)],
+    ids=["bf16-rows", "bf16-empty", "f32-rows", "f32-empty"],
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_encode_is_well_formed(name: str, dtype: torch.dtype, rows: int) -> None:
     x = data("normal", rows, K, dtype)
@@ -186,7 +189,12 @@ def test_gradient_ops_are_well_formed(name: str, symbolic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "contract"), [("mxfp8", "aoquant"), ("te-nvfp4-16x16", "aoquant"), ("te-fp8-tensor", "fp8_scaled_mm")]
+    ("name", "contract"),
+    [
+        ("te-nvfp4-16x16", "aoquant"),
+        pytest.param("mxfp8", "aoquant", marks=pytest.mark.slow),
+        pytest.param("te-fp8-tensor", "fp8_scaled_mm", marks=pytest.mark.slow),
+    ],
 )
 def test_a_product_that_keeps_the_weights_codes_is_well_formed(name: str, contract: str) -> None:
     """And its parts are those of the two ops that it stands for."""
@@ -235,7 +243,9 @@ def test_ops_behind_a_transform_are_well_formed(name: str, symbolic: bool) -> No
 
 
 @pytest.mark.parametrize("rows", [5, pytest.param(0, marks=pytest.mark.slow)], ids=["rows", "empty"])
-@pytest.mark.parametrize("names", [("te-nvfp4", "te-hadamard16-sd7e8+te-nvfp4"), ("mxfp8", "te-nvfp4")])
+@pytest.mark.parametrize(
+    "names", [("te-nvfp4", "te-hadamard16-sd7e8+te-nvfp4"), pytest.param(("mxfp8", "te-nvfp4"), marks=pytest.mark.slow)]
+)
 def test_encoding_both_sides_of_an_input_is_well_formed(names: tuple[str, str], rows: int) -> None:
     """And its parts are those of the two ops that it stands for."""
     x, (operand, columns_as) = data("normal", rows, K, BF16), map(get_operand, names)

@@ -64,7 +64,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=dtype_name)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F32, marks=pytest.mark.slow)], ids=dtype_name)
 @pytest.mark.parametrize(("name", "dim"), CUTS)
 def test_shards_encode_to_the_whole(name: str, dtype: torch.dtype, dim: int) -> None:
     format = get_format(name)

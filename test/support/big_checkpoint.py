@@ -61,6 +61,7 @@ def limited(model: str, out: str, recipe: str, megabytes: int) -> None:
     The limit is RLIMIT_DATA: all private writable memory, in RAM or not, which is what cannot be given back when memory
     runs out; malloc fails at it. File pages, which can, and shared libraries do not count.
     """
+    torch.set_num_threads(1)  # each has a stack
     with tempfile.TemporaryDirectory() as small, contextlib.redirect_stdout(io.StringIO()):
         write(Path(small) / "model", hidden=64, inner=64, layers=1, vocab=64)
         cli.main(["convert", "--model", f"{small}/model", "--recipe", recipe, "--out", f"{small}/out"])  # imports

@@ -228,7 +228,7 @@ def learned_scales_stay_out_of_fsdp(c: Ranks) -> None:
     equal(four(batch(c, F32)), alone(batch(c, BF16)), "mixed precision")
 
 
-@check("nvfp4", "int4-g32", "ao.int8act-intx4", slow=("fp8-row", "fp8-tensor", "int8-tensor", "mxfp4", "intx3-row"))
+@check("nvfp4", "ao.int8act-intx4", slow=("int4-g32", "fp8-row", "fp8-tensor", "int8-tensor", "mxfp4", "intx3-row"))
 def fsdp_converted_equals_prepared(c: Ranks, name: str) -> None:
     """Each rank keeps its packed shard; forward equals the prepared one; gathered, it is the whole model's
     conversion.

@@ -1,7 +1,7 @@
-"""A process of its own for a test, without the seconds that importing torch takes.
+"""A process of its own for a test, without the seconds that importing torch and transformers takes.
 
-It is forked from a server that has imported torch, torchao, and scikit-learn, which transformers imports. Aoquant and
-transformers it imports itself. What a bare interpreter does is for `subprocess` to say.
+It is forked from a server that has imported torch, torchao and transformers. Aoquant it imports itself. What a bare
+interpreter does is for `subprocess` to say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 METHOD = "forkserver"
 context = multiprocessing.get_context(METHOD)
-context.set_forkserver_preload(["torch", "torchao.quantization", "sklearn"])
+context.set_forkserver_preload(["torch", "torchao.quantization", "transformers.models.llama.modeling_llama"])
 
 
 def process(target: Callable[..., None], *arguments: Any) -> multiprocessing.process.BaseProcess:

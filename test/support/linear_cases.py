@@ -297,13 +297,13 @@ BY_NAME = {c.name: c for c in (*TORCHAO_CASES, *AOQUANT_CASES, INT4, NVFP4, NVFP
 
 
 def with_dtypes(cases: tuple[Case, ...]) -> list[Any]:
-    """(case, dtype) parameters with readable ids. Dtypes after the first are slow."""
+    """(case, dtype) parameters with readable ids. Dtypes after the first are slow, and cases that are like another."""
     return [
         pytest.param(
             c,
             d,
             id=f"{c.name}-{dtype_name(d)}",
-            marks=[pytest.mark.slow] if d != c.dtypes[0] else [],
+            marks=[pytest.mark.slow] if d != c.dtypes[0] or like_another(c) else [],
         )
         for c in cases
         for d in c.dtypes
