@@ -23,11 +23,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
-# One pip unpacks on one core: here several, each some of the pinned packages; the last adds aoquant and what else this platform needs.
-# Modules are compiled on all cores, but for folders of which little is imported: Python compiles what is.
+# pip compiles modules one by one, a minute for these packages: here on all cores, but for folders of which little is imported.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	grep == constraints.txt | xargs -n 18 -P $(WORKERS) $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile --no-deps
 	$(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -c constraints.txt --config-settings editable_mode=compat -e '.[all,dev]'
 	$(BIN)/python -m compileall -qq -j 0 -x '/($(UNCOMPILED))/' $(VENV)/lib || true  # some files are templates, not Python
 	touch $@
