@@ -27,7 +27,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -c constraints.txt --config-settings editable_mode=compat -e '.[all,dev]'
-	$(BIN)/python -m compileall -qq -j 0 -x '/($(UNCOMPILED))/' $(VENV)/lib || true  # some files are templates, not Python
+	$(BIN)/python -m compileall -qq -j 0 -x '/site-packages/(.*/)?($(UNCOMPILED))/' $(VENV)/lib || true  # some files are templates, not Python
 	touch $@
 
 # CUDA kernels into this checkout; needs nvcc and a CUDA torch in the environment.

@@ -155,7 +155,13 @@ def of_weights(types: Sequence[str]) -> Iterator[Case]:
     for name, weight in weights(types[:1], ("gridflip-16x16", "int4-g128"), 200, 512):
         for m in ROWS:
             yield Case(f"decode_mm {name} m={m}", partial(multiply, weight, m))
-    for encoder, of in (("nvfp4-row", "nvfp4"), ("fp8-row", "fp8-row"), ("mxfp4", "mxfp4"), ("nvfp4-row", "int4-g128")):
+    for encoder, of in (
+        ("nvfp4-row", "nvfp4"),
+        ("fp8-row", "fp8-row"),
+        ("mxfp4", "mxfp4"),
+        ("nvfp4-row", "int4-g128"),
+        ("mxfp4", "int4-g128"),
+    ):
         for (n, k), m in product(((200, 512), (2100, 2048), (8500, 256)), (1, 2, 4, 8, 16, 20, 40, 100)):
             for name, weight in weights(types, (of,), n, k):
                 yield Case(f"linear {name} m={m}, encoded", partial(linear, weight, m, encoder))

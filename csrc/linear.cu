@@ -40,7 +40,8 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
   const auto type = given.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
   const int64_t k = lead[dims - 1], m = k ? given.numel() / k : 0;
-  STD_TORCH_CHECK(m > 0 && k % 16 == 0, "x must have rows of a multiple of 16 values");
+  const int encodes = layers[0].plan.encodes, values = encodes == MXFP4_ROW ? 32 : 16;  // of a block
+  STD_TORCH_CHECK(m > 0 && k % values == 0, "x must have rows of a multiple of ", values, " values");
   DeviceGuard guard(given.get_device_index());
   const Tensor x = aligned(given);
   std::array<int64_t, MOST_DIMENSIONS> size;
@@ -49,12 +50,11 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
   std::vector<DecodeProduct> products;
   ys.reserve(count), products.reserve(count);
   for (int64_t i = 0; i < count; ++i) {
-    STD_TORCH_CHECK(layers[i].plan.encodes == layers[0].plan.encodes, "siblings encode x alike");
+    STD_TORCH_CHECK(layers[i].plan.encodes == encodes, "siblings encode x alike");
     size[dims - 1] = layers[i].w.codes.size(0);
     ys.push_back(torch::stable::new_empty(x, {size.data(), size_t(dims)}));
     products.push_back({ys.back(), layers[i].w, layers[i].plan.packing()});
   }
-  const int encodes = layers[0].plan.encodes;
   bool encoded_there = true;
   for (int64_t i = 0; i < count; ++i) {
     const int format = layers[i].plan.format, own = format == NVFP4 ? NVFP4_ROW : format == FP8 ? FP8_ROW : 0;
@@ -73,7 +73,6 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
   const int64_t bytes[] = {m * (2 * k + 4)};
   const Tensor operand = torch::stable::new_empty(x, {bytes, 1}, ScalarType::Byte);
   float* scales = reinterpret_cast<float*>(static_cast<uint8_t*>(operand.data_ptr()) + 2 * m * k);
-  STD_TORCH_CHECK(encodes != MXFP4_ROW || k % 32 == 0, "x must have rows of a multiple of 32 values");
   launch_encode_rows(x.data_ptr(), type, m, k, encodes, false, operand.data_ptr(), scales, current_stream(x));
   const Alpha alpha = encodes == MXFP4_ROW ? Alpha{nullptr, false} : Alpha{scales, m > 1};
   decode_into(products.data(), count, x, operand.data_ptr(), m, k, alpha);
@@ -106,7 +105,8 @@ std::tuple<Tensor, Tensor> encode_rows(const Tensor& x, int64_t format, bool dec
   STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must be contiguous, on a CUDA device and aligned to 16 bytes");
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
   STD_TORCH_CHECK(x.dim() == 2 && x.size(0) > 0 && x.size(1) > 0 && x.size(1) % 16 == 0, "x must be (m, k) with k a multiple of 16");
-  STD_TORCH_CHECK(format == NVFP4_ROW || format == FP8_ROW || (format == MXFP4_ROW && x.size(1) % 32 == 0), "format must be one of RowFormat, k of MXFP4 a multiple of 32");
+  STD_TORCH_CHECK(format == NVFP4_ROW || format == FP8_ROW || format == MXFP4_ROW, "format must be one of RowFormat");
+  STD_TORCH_CHECK(format != MXFP4_ROW || x.size(1) % 32 == 0, "x must be (m, k) with k a multiple of 32");
   DeviceGuard guard(x.get_device_index());
   Tensor out = make(x, x.size(0), x.size(1), type), scale = make(x, x.size(0), 1, ScalarType::Float);
   launch_encode_rows(x.data_ptr(), type, x.size(0), x.size(1), int(format), decoded, out.data_ptr(), static_cast<float*>(scale.data_ptr()), current_stream(x));

@@ -51,6 +51,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput"):
+        gc.enable()  # this process starts xdist's workers, and collects nothing
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests where there is no CUDA device."""
     if torch.cuda.is_available():

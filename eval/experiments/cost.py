@@ -36,7 +36,8 @@ def left(row: Row, found: Container[Run]) -> bool:
 
 def measure(o: argparse.Namespace, row: Row) -> None:
     """Record what is left of one row's cost."""
-    gc.collect()  # of the row before, where a process has several
+    torch._dynamo.reset()  # of the row before, where a process has several
+    gc.collect()
     setting = setting_of(o, row)
     student = Student(row, setting.loaded[1], setting.corpus["train"])
     for stage, measured in (("cost", _trained), ("generate", _generating)):

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aoquant.tools.markdown import table
-from experiments.records import Run
+from experiments.records import Run, by_run
 
-MEASURED = "experiments_second_runs.jsonl"  # in benchmarks/results
-FLOATS = ("bf16", "bf16-moe")
+MODEL = "second"  # whose costs are published
+FLOAT = "bf16"  # its float row
 
 
 class Cost(NamedTuple):
@@ -50,14 +50,13 @@ def cost_of(found: Mapping[Run, Mapping[str, Any]], row: str, float_row: str) ->
 
 def published(results: Path) -> dict[str, Cost]:
     """By row, of the committed runs of the second model; empty where there are none."""
-    file, found = results / MEASURED, dict[Run, dict[str, Any]]()
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        content = json.loads(line)
-        found.setdefault(Run(**content["run"]), content["result"])
+    file = results / f"experiments_{MODEL}_runs.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    found = by_run([json.loads(line) for line in lines])
     rows = dict.fromkeys(run.row for run in found if run.stage in ("cost", "generate"))
-    return {row: cost_of(found, row, FLOATS[0]) for row in rows}
+    return {row: cost_of(found, row, FLOAT) for row in rows}
 
 
 def page(costs: Mapping[str, Cost]) -> str:
     """The table of docs/experiments.md."""
-    return table(("row", *HEADS), [(f"`{row}`", *cost) for row, cost in costs.items() if row not in FLOATS])
+    return table(("row", *HEADS), [(f"`{row}`", *cost) for row, cost in costs.items() if row != FLOAT])

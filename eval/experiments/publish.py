@@ -48,7 +48,8 @@ HOW_TO_COMPARE = (
     "The last column is ours less torchao's, with its 95 % interval over paired seeds: below zero, ours is better. "
 )
 HOW_IT_COSTS = (
-    "Speed: tokens/s over bf16's; memory: training's peak over bf16's ([all](docs/experiments.md#what-it-costs)). "
+    "Costs are of a second model of this shape: tokens/s and training's memory over bf16's, and MB converted "
+    "([all](docs/experiments.md#what-it-costs)). "
 )
 TORCHAO = "torchao's QAT"
 DIFFERENCE = "log perplexity less the other's"
@@ -86,8 +87,8 @@ def publish(out: Path, root: Path = ROOT) -> None:
     copy_results(out, root, "experiments")
     write_choices(out, root, "first")
     write_readme(root)
-    source = choosing.source(out / "measured.csv")
-    pages.between(root / "README.md", "note on experiments", note(rows, source))
+    source, costed = choosing.source(out / "measured.csv"), bool(costs.published(root / "benchmarks" / "results"))
+    pages.between(root / "README.md", "note on experiments", note(rows, source, costed))
     subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
 
 
@@ -114,7 +115,7 @@ def publish_other(out: Path, model: Path | None, other: Other, root: Path = ROOT
     write_choices(out, root, other.name)
     content = f"{all_rows(rows)}\n\n{note_of_other(rows, choosing.source(out / 'measured.csv'), other)}"
     pages.between(root / "docs" / "experiments.md", other.mark, content)
-    if other.results + "_runs.jsonl" == costs.MEASURED:
+    if other.name == costs.MODEL:
         pages.between(root / "docs" / "experiments.md", "costs", costs.page(costs.published(results)))
         write_readme(root)
 
@@ -122,8 +123,8 @@ def publish_other(out: Path, model: Path | None, other: Other, root: Path = ROOT
 def write_readme(root: Path) -> None:
     """Its table, of the committed results."""
     results = root / "benchmarks" / "results"
-    table = readme(read(results / "experiments.csv"), costs.published(results))
-    pages.between(root / "README.md", "experiments", table)
+    content = readme(read(results / "experiments.csv"), costs.published(results))
+    pages.between(root / "README.md", "experiments", content)
 
 
 def read(results: Path) -> list[dict[str, str]]:
@@ -212,11 +213,11 @@ def recovery(row: Mapping[str, str]) -> tuple[str, str, str]:
     return cell("QAT", ".2f"), cell("recovered %", ".1f"), row["seeds"]
 
 
-def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
-    """What stands below the README's table, wrapped as its other text is."""
+def note(rows: Sequence[Mapping[str, str]], source: str, costed: bool) -> str:
+    """What stands below the README's table, wrapped as its other text is. costed: the table has columns of costs."""
     words = (
         f"{source} {HOW_TO_READ} {tuned(rows)}torchao: the same budget, by its own `QATConfig`. "
-        f"{as_prepared(rows, headlines(rows))}{HOW_IT_COSTS}Prepared equals converted in every run of aoquant's. "
+        f"{as_prepared(rows, headlines(rows))}{HOW_IT_COSTS * costed}Prepared equals converted in every run of aoquant's. "
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"

@@ -53,10 +53,7 @@ class Records:
 
     def read(self) -> dict[Run, dict[str, Any]]:
         """All results, by run; the first line of a run counts."""
-        found: dict[Run, dict[str, Any]] = {}
-        for content in self._lines():
-            found.setdefault(Run(**content["run"]), content["result"])
-        return found
+        return by_run(self._lines())
 
     def made(self) -> dict[str, str]:
         """Devices, versions and commits, "none" with the number of lines where some name none, and the last date."""
@@ -86,6 +83,14 @@ class Records:
         with self.file.open("a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(json.dumps(content) + "\n")
+
+
+def by_run(lines: Sequence[Mapping[str, Any]]) -> dict[Run, dict[str, Any]]:
+    """The results of lines; the first line of a run counts."""
+    found: dict[Run, dict[str, Any]] = {}
+    for content in lines:
+        found.setdefault(Run(**content["run"]), content["result"])
+    return found
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

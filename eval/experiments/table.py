@@ -254,5 +254,7 @@ def by(made: Sequence[Line], shown: Sequence[Line]) -> str:
         return "by distillation (cross entropy was not run)"
     ce = [x.row.name for x in shown if x.loss == "ce"]
     if not ce:
-        return "by distillation (cross entropy was chosen for no row)"
+        seeds = {x.row.name: len(x.runs) for x in shown}
+        fewer = any(x.loss == "ce" and 0 < len(x.runs) < seeds[x.row.name] for x in made if x.row.name in seeds)
+        return f"by distillation (cross entropy {'has fewer seeds' if fewer else 'was chosen for no row'})"
     return f"by distillation or cross entropy as validation pages chose (the latter for {', '.join(ce)})"

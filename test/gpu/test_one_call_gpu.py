@@ -127,6 +127,25 @@ def test_a_product_that_encodes_gives_the_bits_of_two_launches(
             assert same_bits(y.isnan(), want.isnan()) and same_bits(y.nan_to_num(), want.nan_to_num()), rows
 
 
+@pytest.mark.parametrize("weight", ["int4-g128", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_rows_in_mxfp4_go_with_any_weight(weight: str, dtype: torch.dtype) -> None:
+    """They have no scale of their own, beside W's."""
+    if weight == "mxfp4" and dtype == F16:
+        pytest.skip("e8m0 scales leave float16's range, and the operator refuses them")
+    of, f = as_operand(get_format("mxfp4")), get_format(weight)
+    e = f.encode(torch.randn(N, K, device=CUDA).to(dtype))
+    number = one_call.number("aoquant", of, as_operand(f), e, dtype, 1)
+    assert number is not None and linear_plan.encodes(number) == linear_plan.ROW_FORMATS["mxfp4"]
+    for rows in (1, 4, 17, 100):
+        x = hard_rows(rows, K, dtype)
+        with backend("triton", role="quantize"):
+            operand = codec.encode_with_values(of, x, dtype, operand=True).values
+        want = product(f, e, operand)
+        got = native.operator("linear")(x, e.codes, e.scale, e.zero, few_rows.alpha_of(f, e), None, number)
+        assert same_bits(got.isnan(), want.isnan()) and same_bits(got.nan_to_num(), want.nan_to_num()), rows
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_is_what_runs(name: str) -> None:
     """As many launches as it says, for any layout of x, and nothing where a request is another's."""

@@ -47,7 +47,7 @@ from aoquant import PackedTensor
 from aoquant.formats import layout
 
 NOT_CONTIGUOUS = ("transposed", "strided", "sliced", "sliced3d", "permuted", "expanded")
-WITHOUT_BIAS = ("1d", "2d", "3d", "empty", "strided", "sliced3d", "permuted")
+ONE_OF_EACH_PATH = ("1d", "2d", "3d", "empty", "strided", "sliced3d", "permuted")
 # torchao: MXTensor.to_mx asserts contiguity; F.linear of a permuted 3-D input calls ops that its wrappers do not
 # implement
 TORCHAO_STRIDES = {"MXTensor": NOT_CONTIGUOUS, "NVFP4Tensor": ("permuted",)}
@@ -80,7 +80,7 @@ def check_equal(qat: nn.Linear, other: nn.Linear, xs: dict[str, Tensor]) -> None
     """
     dynamic = qat.prepared.recipe.fprop_input is not None and not isinstance(other.weight, PackedTensor)
     for shape, x in xs.items():
-        if qat.bias is None and shape not in WITHOUT_BIAS:
+        if qat.bias is None and shape not in ONE_OF_EACH_PATH:
             continue
         y = qat(x)
         assert y.shape == (*x.shape[:-1], qat.out_features) and y.dtype == x.dtype
@@ -116,13 +116,15 @@ def _without_nan_rows(qat: nn.Linear, x: Tensor, y: Tensor, z: Tensor) -> tuple[
 )
 def test_prepared_equals_converted(case: Case, dtype: torch.dtype, kind: str) -> None:
     """Mixed numbers from 1-D to 4-D, empty, and with every kind of stride, in the first dtype without a bias too; other
-    numbers with a bias, on one input of each path through F.linear. All of it is run below. The other kinds of numbers
-    in torchao's configs: further below, where the converted layer is torchao's own, byte for byte.
+    numbers with a bias, on one input of each path through F.linear. All of it is run below (slow). The other kinds of
+    numbers in torchao's configs: further below, where the converted layer is torchao's own, byte for byte.
     """
     for bias in (True, False) if kind == "mixed" and dtype == case.dtypes[0] else (True,):
         qat = prepared(case, layer(case, dtype, bias=bias, kind=kind))
         xs = inputs(kind, case.k, dtype)
-        check_equal(qat, converted(case, qat), xs if kind == "mixed" else {shape: xs[shape] for shape in WITHOUT_BIAS})
+        check_equal(
+            qat, converted(case, qat), xs if kind == "mixed" else {shape: xs[shape] for shape in ONE_OF_EACH_PATH}
+        )
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_gradient_ops_are_well_formed(name: str, symbolic: bool) -> None:
     [
         ("te-nvfp4-16x16", "aoquant"),
         pytest.param("mxfp8", "aoquant", marks=pytest.mark.slow),
-        pytest.param("te-fp8-tensor", "fp8_scaled_mm", marks=pytest.mark.slow),
+        ("te-fp8-tensor", "fp8_scaled_mm"),
     ],
 )
 def test_a_product_that_keeps_the_weights_codes_is_well_formed(name: str, contract: str) -> None:

@@ -146,7 +146,7 @@ def codes_and_scales_are_those_of_the_whole(c: Ranks, which: str) -> None:
     """Cut along N and along K, unevenly too; `test_extent` has the same without processes, with more kinds of
     numbers.
     """
-    some = ("int4-g32", "int8-tensor", "int8-row-asym", "fp8-tensor", "nvfp4", "fouroversix-row", "gridflip")
+    some = ("int4-g32", "int8-tensor", "int8-row-asym", "fp8-tensor", "mxfp4", "nvfp4", "fouroversix-row", "gridflip")
     for name in list_formats() if which == "all" else some:
         recipe = LinearRecipe(None, get_format(name))
         w = torch.randn(7, 4 * (recipe.fprop_weight.block or 16), generator=torch.Generator().manual_seed(0)).to(
