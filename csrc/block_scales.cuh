@@ -52,6 +52,7 @@ __device__ __forceinline__ BlockScale mxfp4_scale(uint32_t amax_bits) {
   return {byte, __uint_as_float(byte == 255 ? NOT_A_NUMBER : inverse)};
 }
 
+// What the byte of a scale stands for: 2^(byte - 127), and 255 for NaN.
 __device__ __forceinline__ float e8m0_value(uint32_t byte) {
   return __uint_as_float(byte == 255 ? NOT_A_NUMBER : byte == 0 ? 1u << 22 : byte << 23);
 }

@@ -11,10 +11,12 @@ import importlib.metadata
 import platform
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torchao.core.config import AOBaseConfig
 
 from aoquant import ops
 from aoquant._warning import AoquantWarning
@@ -108,14 +110,14 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _try(name: str, make: object, device: str) -> Tried:
+def _try(name: str, make: Callable[[], AOBaseConfig], device: str) -> Tried:
     torch.manual_seed(0)
     layer = nn.Sequential(OrderedDict(linear=nn.Linear(256, 128, dtype=torch.bfloat16, device=device)))
     x = torch.randn(64, 256, dtype=torch.bfloat16, device=device)
     try:
         with warnings.catch_warnings():  # a recipe may name layers that a model has and this one lacks
             warnings.filterwarnings("ignore", "the name or pattern .* matches no linear layer", AoquantWarning)
-            quantize_(layer, QATConfig(make(), step="prepare"))  # type: ignore[operator]
+            quantize_(layer, QATConfig(make(), step="prepare"))
         if uncalibrated(layer):
             calibrate(layer, [x])
         y = layer(x)

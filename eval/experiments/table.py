@@ -2,11 +2,11 @@
 
 The learning rate of a row and loss is the one that validation pages chose; its runs of all seeds are the row. A rate
 that is the lowest or highest of those tried is marked: a better one may lie beyond it, and the next call will try it.
-Where a row was trained by both losses, validation pages choose the one that is published. Spread is
-the standard deviation over seeds. Recovered is (PTQ - QAT) / (PTQ - float) in log perplexity, mean and spread over
-seeds. Rows that name another one (`against`) are compared with it seed by seed: a seed fixes the order of the text for
-both, so what the order does to both drops out; the two are not told apart when zero is within the difference's 95 %
-interval of Student's t.
+Where a row was trained by both losses for as many seeds, validation pages choose the one that is published, else it is
+the one with more. Spread is the standard deviation over seeds. Recovered is (PTQ - QAT) / (PTQ - float) in log
+perplexity, mean and spread over seeds. Rows that name another one (`against`) are compared with it seed by seed: a seed
+fixes the order of the text for both, so what the order does to both drops out; the two are not told apart when zero is
+within the difference's 95 % interval of Student's t.
 """
 
 from __future__ import annotations

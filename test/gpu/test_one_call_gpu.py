@@ -131,11 +131,12 @@ def test_a_product_that_encodes_gives_the_bits_of_two_launches(
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_rows_in_mxfp4_go_with_any_weight(weight: str, dtype: torch.dtype) -> None:
     """They have no scale of their own, beside W's."""
-    if weight == "mxfp4" and dtype == F16:
-        pytest.skip("e8m0 scales leave float16's range, and the operator refuses them")
     of, f = as_operand(get_format("mxfp4")), get_format(weight)
     e = f.encode(torch.randn(N, K, device=CUDA).to(dtype))
     number = one_call.number("aoquant", of, as_operand(f), e, dtype, 1)
+    if weight == "mxfp4" and dtype == F16:  # W's e8m0 scales leave float16's range
+        assert number is None
+        return
     assert number is not None and linear_plan.encodes(number) == linear_plan.ROW_FORMATS["mxfp4"]
     for rows in (1, 4, 17, 100):
         x = hard_rows(rows, K, dtype)
