@@ -11,12 +11,10 @@ import importlib.metadata
 import platform
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torchao.core.config import AOBaseConfig
 
 from aoquant import ops
 from aoquant._warning import AoquantWarning
@@ -26,7 +24,7 @@ from aoquant.layers.qat import QATLinear
 from aoquant.ops import native, native_cpu
 from aoquant.ops.gemm import mslk
 from aoquant.quantize import quantize_
-from aoquant.recipes import list_recipes
+from aoquant.recipes import Recipe, list_recipes
 from aoquant.targets import resolve
 
 # what torchao raises when the package or the device of a kernel is not there
@@ -103,27 +101,27 @@ class Tried(NamedTuple):
 
 def recipes(device: str | None = None) -> list[Tried]:
     """Every recipe for linear layers."""
-    return [_try(r.name, r.make, device or _device()) for r in list_recipes() if not r.experts]
+    return [_try(r, device or _device()) for r in list_recipes() if not r.experts]
 
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _try(name: str, make: Callable[[], AOBaseConfig], device: str) -> Tried:
+def _try(recipe: Recipe, device: str) -> Tried:
     torch.manual_seed(0)
     layer = nn.Sequential(OrderedDict(linear=nn.Linear(256, 128, dtype=torch.bfloat16, device=device)))
     x = torch.randn(64, 256, dtype=torch.bfloat16, device=device)
     try:
         with warnings.catch_warnings():  # a recipe may name layers that a model has and this one lacks
             warnings.filterwarnings("ignore", "the name or pattern .* matches no linear layer", AoquantWarning)
-            quantize_(layer, QATConfig(make(), step="prepare"))
+            quantize_(layer, QATConfig(recipe.make(), step="prepare"))
         if uncalibrated(layer):
             calibrate(layer, [x])
         y = layer(x)
         y.float().square().mean().backward()
     except (ValueError, RuntimeError, ImportError) as error:  # an older torchao lacks some configs
-        return Tried(name, _line(error), "-", "-")
+        return Tried(recipe.name, _line(error), "-", "-")
     converted = copy.deepcopy(layer)
     try:
         quantize_(converted, QATConfig(step="convert"))
@@ -135,12 +133,12 @@ def _try(name: str, make: Callable[[], AOBaseConfig], device: str) -> Tried:
         contract = qat.prepared.recipe.contract
         reason = mslk.why_not_operator(mslk.OPERATORS[contract]) if contract in mslk.OPERATORS else None
         return Tried(
-            name,
+            recipe.name,
             "yes",
             _line(error) if isinstance(error, ValueError) else reason or _line(error),
             "not run",
         )
-    return Tried(name, "yes", "yes", "bit-equal" if same else "DIFFERENT")
+    return Tried(recipe.name, "yes", "yes", "bit-equal" if same else "DIFFERENT")
 
 
 def _line(error: BaseException) -> str:
