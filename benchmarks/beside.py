@@ -3,7 +3,8 @@
 A cell is one kind of run of one model (a training step, a call of `generate`, ...). Its bf16 twin is made once; each
 variant is made, warmed up, timed in turns with the twin, and freed before the next one. A ratio is therefore taken
 between runs of the same seconds, and a clock that drifts drifts for both. The first row is the twin beside itself: its
-ratio is the noise.
+ratio is the noise. Where two models do not fit into memory ("alone"), the twin is timed and freed before a variant is
+made, and its row is the twin made once more.
 
 Memory is what a run allocates at most beyond what lived before its model was made: weights, gradients and optimiser
 included, the twin excluded. A CPU has no such counter; the column is empty there.
@@ -44,7 +45,8 @@ class Cell:
     """One kind of run.
 
     named: the columns that tell its rows from other cells' rows. ready: variant -> what is timed, which keeps its model
-    alive. tokens: how many one run makes or reads. repeats: runs between two looks at the clock.
+    alive. tokens: how many one run makes or reads. repeats: runs between two looks at the clock. alone: whether the
+    twin is freed before a variant is made.
     """
 
     named: Row
@@ -54,6 +56,7 @@ class Cell:
     device: torch.device
     warm_up: int = 2
     repeats: int = 1
+    alone: bool = False
 
 
 @dataclass
@@ -128,6 +131,11 @@ def in_turns(first: Run, second: Run, cell: Cell) -> tuple[list[float], list[flo
     return times
 
 
+def by_itself(run: Run, cell: Cell) -> list[float]:
+    """Seconds, round by round."""
+    return [seconds(run, cell.repeats, cell.device) for _ in range(cell.rounds)]
+
+
 def reason(error: BaseException) -> str:
     """One line of an exception."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160] or 'no message'}"
@@ -136,17 +144,25 @@ def reason(error: BaseException) -> str:
 def measured(cell: Cell, variants: Sequence[str], deadline: Deadline) -> Iterator[Row]:
     """A row for bf16 and for each variant; one that raises, or comes too late, has a note instead of numbers."""
     base: Run | None = None
-    if not deadline.passed:
+    theirs: list[float] = []
+    late = deadline.passed
+    if not late:
         base, base_peak = warm(cell, BASE)
+        if cell.alone:
+            theirs, base = by_itself(base, cell), None
     for variant in (BASE, *variants):
         row = {**cell.named, "variant": variant, **dict.fromkeys(TIMED, "")}
-        if base is None or deadline.passed:
+        if late or deadline.passed:
             yield row | {"note": "not run: out of time"}
             continue
         run: Run | None = None
         try:
-            run, peak = (base, base_peak) if variant == BASE else warm(cell, variant)
-            theirs, mine = in_turns(base, run, cell)
+            if base is None:
+                run, peak = warm(cell, variant)
+                mine = by_itself(run, cell)
+            else:
+                run, peak = (base, base_peak) if variant == BASE else warm(cell, variant)
+                theirs, mine = in_turns(base, run, cell)
             p20, p50, p80 = percentiles(mine)
             of_time = percentiles([m / t for m, t in zip(mine, theirs, strict=True)])[1]
             row |= {"ms_p20": p20 * 1e3, "ms": p50 * 1e3, "ms_p80": p80 * 1e3, "bf16_ms": percentiles(theirs)[1] * 1e3,

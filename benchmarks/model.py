@@ -80,6 +80,7 @@ def parse() -> argparse.Namespace:
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--compile", choices=("blocks", "whole"), default="blocks", help="what a compiled training step compiles")
     add("--gather", choices=("bf16", "codes"), default="bf16", help="what FSDP2 gathers of aoquant's weights")
+    add("--alone", action="store_true", help="train: one model at a time, where bf16 and a variant do not fit together")
     add("--rounds", type=int, default=5)
     add("--limit", type=float, default=0, metavar="SECONDS", help="after this, nothing new is begun")
     add("--out", type=Path, default=Path(__file__).resolve().parent / "results")
@@ -154,7 +155,7 @@ def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) ->
             )
             repeats = 1 if args.quick else 2
             yield from measured(
-                Cell(columns, partial(step_of, of), batch * tokens, args.rounds, device, 2, repeats),
+                Cell(columns, partial(step_of, of), batch * tokens, args.rounds, device, 2, repeats, args.alone),
                 variants(args, "train"),
                 deadline,
             )

@@ -5,10 +5,13 @@ does not end the run.
 from __future__ import annotations
 
 import csv
+import importlib
 import subprocess
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +74,33 @@ def test_the_users_own_compiler_is_measured(tmp_path: Path) -> None:
     found = rows(tmp_path / "model_generate.csv")
     assert [(row["how"], row["variant"]) for row in found] == [("reduce-overhead", v) for v in VARIANTS[:2]]
     assert all(float(row["ms"]) > 0 for row in found), found
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_models_live_together_or_one_at_a_time(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    beside = importlib.import_module("beside")
+    living: weakref.WeakSet[object] = weakref.WeakSet()
+    most = 0
+
+    class Model:
+        def __call__(self) -> None:
+            nonlocal most
+            most = max(most, len(living))
+
+    def ready(variant: str) -> Model:
+        if variant == "broken":
+            raise MemoryError("too large")
+        model = Model()
+        living.add(model)
+        return model
+
+    cell = beside.Cell({}, ready, 1, 2, torch.device("cpu"), alone=alone)
+    found = list(beside.measured(cell, ["broken", "int4-g128"], beside.Deadline(0)))
+    assert [row["variant"] for row in found] == ["bf16", "broken", "int4-g128"]
+    assert [bool(row["note"]) for row in found] == [False, True, False] and found[1]["ms"] == ""
+    assert found[2]["bf16_ms"] > 0 and found[2]["speed"] > 0
+    assert most == (1 if alone else 2)
 
 
 @pytest.mark.slow
