@@ -14,6 +14,7 @@ and of a table of another model (`--publish second`, `--publish moe`), whose num
     aoquant/tools/measured.csv, docs/choosing.md                          as above, for recipes that only it has
     docs/experiments.md, between two marks                                the seconds that runs took
     docs/experiments.md, README.md's table                                what rows cost, of the second model
+    docs/experiments.md, between two marks                                its rows by both losses
 
 Nothing is typed by hand, so that a page has the numbers of the runs; a later table replaces an earlier one.
 """
@@ -33,7 +34,7 @@ import pages
 
 from aoquant.tools import choosing
 from aoquant.tools.markdown import table, wrapped
-from experiments import costs
+from experiments import costs, losses
 from experiments.durations import durations
 from experiments.measured import remember
 
@@ -117,6 +118,7 @@ def publish_other(out: Path, model: Path | None, other: Other, root: Path = ROOT
     pages.between(root / "docs" / "experiments.md", other.mark, content)
     if other.name == costs.MODEL:
         pages.between(root / "docs" / "experiments.md", "costs", costs.page(costs.published(results)))
+        pages.between(root / "docs" / "experiments.md", "losses", losses.published(results))
         write_readme(root)
 
 

@@ -32,6 +32,27 @@ def test_the_page_has_the_seconds_of_the_committed_runs(modules: ModuleType, tmp
     ]
 
 
+def test_the_page_compares_the_losses_of_the_committed_runs(modules: ModuleType) -> None:
+    losses, table, rows = (importlib.import_module(f"experiments.{n}") for n in ("losses", "table", "rows"))
+    assert f"\n{losses.published(RESULTS)}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+
+    def line(name: str, loss: str, runs: dict[int, tuple[float, float]]) -> object:
+        found = {s: {"word_perplexity": p, "validation_loss": v} for s, (p, v) in runs.items()}
+        return table.Line(every[name], loss, 1e-4, 50.0, 70.0, found)
+
+    every = rows.load_all()
+    made = [
+        line("nvfp4", "kl", {0: (52.0, 3.0), 1: (54.0, 3.2), 2: (99.0, 9.0)}),
+        line("nvfp4", "ce", {0: (55.0, 3.25), 1: (57.0, 3.25)}),
+        line("fp8", "kl", {0: (52.0, 3.0)}),  # by one loss alone
+        line("nvfp4-average", "kl", {0: (52.0, 3.0)}),
+        line("nvfp4-average", "ce", {0: (52.0, 3.0)}),  # a trick
+        line("torchao-fp8", "kl", {0: (52.0, 3.0)}),
+        line("torchao-fp8", "ce", {0: (52.0, 3.0)}),  # not aoquant's
+    ]
+    assert losses.page(made).splitlines()[2:] == ["| `nvfp4` | 70.00 | 56.00 | 53.00 | 2 | +0.1500 |"]
+
+
 @pytest.mark.parametrize("name", ["experiments", "experiments_second", "experiments_moe"])
 def test_the_committed_runs_make_the_committed_table(modules: ModuleType, tmp_path: Path, name: str) -> None:
     shutil.copyfile(RESULTS / f"{name}_runs.jsonl", tmp_path / "runs.jsonl")
