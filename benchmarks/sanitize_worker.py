@@ -161,6 +161,7 @@ def of_weights(types: Sequence[str]) -> Iterator[Case]:
         ("mxfp4", "mxfp4"),
         ("nvfp4-row", "int4-g128"),
         ("mxfp4", "int4-g128"),
+        ("fouroversix-row", "nvfp4"),
     ):
         for (n, k), m in product(((200, 512), (2100, 2048), (8500, 256)), (1, 2, 4, 8, 16, 20, 40, 100)):
             for name, weight in weights(types, (of,), n, k):

@@ -48,6 +48,12 @@ __device__ __forceinline__ Entry make_entry(uint32_t code, float down) {
   return {inverse_of(s, down), s * s, s, FLOOR * (s * s)};
 }
 
+// Stands in for a table: an entry is made when it is asked for.
+struct Entries {
+  float down;
+  __device__ __forceinline__ Entry operator[](uint32_t code) const { return make_entry(code, down); }
+};
+
 // Whether rough errors are within their margin, for a whole tensor.
 __device__ __forceinline__ bool can_be_rough(const Outer& o, const Shift& h) {
   return o.amax >= 0x1p-44f && fabsf(h.c) <= 0.29f && o.t < 0x1p100f;
@@ -75,6 +81,13 @@ __device__ __forceinline__ uint32_t rough_pair(float low, float high, float inve
   return pair_up(q, r);
 }
 
+// The value of x's code under the signed scale s. sign, shift: `scaled`'s sign and c; cs: as `exact_error`'s.
+template <bool FLIPS>
+__device__ __forceinline__ float value_of(float x, float inverse, float sign, float shift, float s, float cs, float t) {
+  float z = scaled<FLIPS>(x, inverse, sign, shift);
+  return __fmul_rn(__fmaf_rn(copysignf(nearest_e2m1(fabsf(z)), z), s, cs), t);
+}
+
 // Values of 16 codes under a scale code, 0x80 with it where the grid is flipped.
 template <bool FLIPS>
 __device__ __forceinline__ void write_values(
@@ -85,10 +98,7 @@ __device__ __forceinline__ void write_values(
   // the signs of zeros are the format's
   float cs = p.effort == FOUR_OVER_SIX ? -0.0f : __fmul_rn(c, flipped ? s : 0.0f);
 #pragma unroll
-  for (int k = 0; k < 16; ++k) {
-    float z = scaled<FLIPS>(x[k], inverse, sign, shift);
-    v[k] = __fmul_rn(__fmaf_rn(copysignf(nearest_e2m1(fabsf(z)), z), s, cs), t);
-  }
+  for (int k = 0; k < 16; ++k) v[k] = value_of<FLIPS>(x[k], inverse, sign, shift, s, cs, t);
   store_values(p.values, block * 16, v, p.out);
 }
 
@@ -100,10 +110,10 @@ __device__ __forceinline__ uint2 any_codes(const Entry* table, const float (&x)[
   return finite ? packed : make_uint2(0, 0);
 }
 
-// The exact contest among the candidates whose bits are set.
-template <int EFFORT>
+// The exact contest among the candidates whose bits are set. table: of entries, by scale code.
+template <int EFFORT, typename Table>
 __device__ __forceinline__ uint32_t exact_contest(
-    const Outer& o, const Entry* table, const float (&x)[16], const Candidates& candidates, uint32_t pending, float c) {
+    const Outer& o, Table table, const float (&x)[16], const Candidates& candidates, uint32_t pending, float c) {
   uint32_t code = 0;
   float least = 0.0f;
   bool first = true;

@@ -4,11 +4,30 @@
 
 #include "check.cuh"
 #include "common.cuh"
+#include "four_over_six_rows.cuh"
 #include "row_encoder.cuh"
 
 namespace aoquant {
 
 namespace rows {
+
+// `encode_row` of FOUR_OVER_SIX_ROW. Returns the factor of decoding.
+template <typename T, typename Put>
+__device__ __forceinline__ float encode_four_over_six_row(const T* __restrict__ x, int k, bool decoded, Put put) {
+  const int blocks = k / 16;
+  float v[16];
+  uint32_t most = 0;
+  for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+    load16(v, x + 16 * b);
+    most = max(most, finite_absmax_bits(v));
+  }
+  const Outer o = make_outer(most_of_block(most));
+  for (int b = threadIdx.x; b < blocks; b += blockDim.x) {
+    if (blocks > int(blockDim.x)) load16(v, x + 16 * b);  // otherwise they are still there
+    put(b, four_over_six_block<T>(v, o, decoded));
+  }
+  return o.t;
+}
 
 // A block for each row. out: operand or decoded values; scale: the outer scale, or the scale, of each row; of MXFP4 1.
 template <typename T>
@@ -20,7 +39,9 @@ __global__ void __launch_bounds__(1024) encode_kernel(const T* __restrict__ x, T
   if (gridDim.x <= 4) let_next_begin();
   DEVICE_ASSERT(k % (format == MXFP4_ROW ? 32 : 16) == 0 && blockDim.x % 32 == 0);
   const int64_t start = int64_t(blockIdx.x) * k;
-  const float s = encode_row(x + start, k, format, decoded, [&](int b, const Sixteen& values) { store16(out + start + 16 * b, values); });
+  auto put = [&](int b, const Sixteen& values) { store16(out + start + 16 * b, values); };
+  const float s = format == FOUR_OVER_SIX_ROW ? encode_four_over_six_row(x + start, k, decoded, put)
+                                              : encode_row(x + start, k, format, decoded, put);
   if (threadIdx.x == 0) scale[blockIdx.x] = s;
 }
 

@@ -18,8 +18,8 @@ namespace aoquant {
 enum Effort { FOUR_OVER_SIX = 0, BASE = 1, SIDED = 2, SEARCH = 3 };
 enum Metric { MSE = 0, MAE = 1, ABSMAX = 2 };
 
-// A whole tensor's numbers, as `contest.Outer`: amax, up = 1536 / amax and down = 1 / up of x * power; t multiplies
-// decoded values.
+// A whole tensor's or a row's numbers, as `contest.Outer`: amax, up = 1536 / amax and down = 1 / up of x * power; t
+// multiplies decoded values.
 struct Outer {
   float amax, up, down, t, power;
 };

@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor> encode_rows(const Tensor& x, int64_t format, bool dec
   STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must be contiguous, on a CUDA device and aligned to 16 bytes");
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
   STD_TORCH_CHECK(x.dim() == 2 && x.size(0) > 0 && x.size(1) > 0 && x.size(1) % 16 == 0, "x must be (m, k) with k a multiple of 16");
-  STD_TORCH_CHECK(format == NVFP4_ROW || format == FP8_ROW || format == MXFP4_ROW, "format must be one of RowFormat");
+  STD_TORCH_CHECK(format >= NVFP4_ROW && format <= FOUR_OVER_SIX_ROW, "format must be one of RowFormat");
   STD_TORCH_CHECK(format != MXFP4_ROW || x.size(1) % 32 == 0, "x must be (m, k) with k a multiple of 32");
   DeviceGuard guard(x.get_device_index());
   Tensor out = make(x, x.size(0), x.size(1), type), scale = make(x, x.size(0), 1, ScalarType::Float);

@@ -8,8 +8,8 @@
 
 namespace aoquant {
 
-// MXFP4's rows have no scale: a block of 32 values has.
-enum RowFormat { NVFP4_ROW = 1, FP8_ROW = 2, MXFP4_ROW = 3 };
+// MXFP4's rows have no scale: a block of 32 values has. Blocks of FOUR_OVER_SIX_ROW are four_over_six_rows.cuh's.
+enum RowFormat { NVFP4_ROW = 1, FP8_ROW = 2, MXFP4_ROW = 3, FOUR_OVER_SIX_ROW = 4 };
 
 namespace rows {
 

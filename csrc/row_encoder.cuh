@@ -1,4 +1,4 @@
-// A row of x encoded by a block of threads, in one of row_blocks.cuh's formats.
+// A row of x encoded by a block of threads, in one of row_blocks.cuh's formats but FOUR_OVER_SIX_ROW.
 #pragma once
 
 #include "row_blocks.cuh"
@@ -7,12 +7,22 @@ namespace aoquant {
 
 namespace rows {
 
+// The largest of the numbers of all threads of a block, which has whole warps.
+__device__ __forceinline__ uint32_t most_of_block(uint32_t most) {
+  __shared__ uint32_t of_warps[32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  most = __reduce_max_sync(0xFFFFFFFFu, most);
+  if (lane == 0) of_warps[warp] = most;
+  __syncthreads();
+  return __reduce_max_sync(0xFFFFFFFFu, lane < int(blockDim.x) / 32 ? of_warps[lane] : 0);
+}
+
 // Returns the scale of a row: NVFP4's outer one, of MXFP4 1. `put(b, values)` gets the operand or the decoded values of its b-th 16
 // values. All threads of a block call it, with whole warps, and read the row twice, the second time out of the cache;
 // MXFP4's once.
 template <typename T, typename Put>
 __device__ __forceinline__ float encode_row(const T* __restrict__ x, int k, int format, bool decoded, Put put) {
-  const int blocks = k / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int blocks = k / 16, lane = threadIdx.x % 32;
   float v[16];
   uint32_t most = 0;
   if (format == MXFP4_ROW) {
@@ -28,11 +38,7 @@ __device__ __forceinline__ float encode_row(const T* __restrict__ x, int k, int 
     load16(v, x + 16 * b);
     most = max(most, absmax_bits(v));
   }
-  __shared__ uint32_t of_warps[32];
-  most = __reduce_max_sync(0xFFFFFFFFu, most);
-  if (lane == 0) of_warps[warp] = most;
-  __syncthreads();
-  most = __reduce_max_sync(0xFFFFFFFFu, lane < int(blockDim.x) / 32 ? of_warps[lane] : 0);
+  most = most_of_block(most);
   const float amax = __uint_as_float(most);
   const float s = format == NVFP4_ROW ? nvfp4_outer(most) : through(__fmul_rn(amax, OF_448), T());
   const float inverse = __fdiv_rn(1.0f, s);

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 
 CUDA_FORMATS = {"int4": 0, "e4m3": 1, "e8m0": 2, "gridflip": 3, "fp8": 4}  # `Format` of csrc/decode_call.cuh
-ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2, "mxfp4": 3}  # `RowFormat` of csrc/row_blocks.cuh
+# `RowFormat` of csrc/row_blocks.cuh
+ROW_FORMATS = {"nvfp4-row": 1, "fp8-row": 2, "mxfp4": 3, "fouroversix-row": 4}
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from aoquant.recipes import get_recipe
 pytestmark = pytest.mark.gpu
 
 BF16, F16, CUDA = torch.bfloat16, torch.float16, torch.device("cuda")
-RECIPES = ["int4-g128", "nvfp4-weight", "mxfp4-weight", "nvfp4", "fp8", "mxfp4"]
-LAUNCHES = {"nvfp4": 3, "fp8": 3, "mxfp4": 4}  # of a call with some rows and one with one row; 2 where x is not encoded
+RECIPES = ["int4-g128", "nvfp4-weight", "mxfp4-weight", "nvfp4", "fp8", "mxfp4", "nvfp4-4over6", "gridflip-4over6"]
+# of a call with some rows and one with one row; 2 where x is not encoded
+LAUNCHES = {"nvfp4": 3, "fp8": 3, "mxfp4": 4, "nvfp4-4over6": 4, "gridflip-4over6": 4}
 N, K = 512, 1024
 
 
@@ -161,7 +162,7 @@ def test_it_is_what_runs(name: str) -> None:
             activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
         ) as seen:
             module(x)
-            module(x[0, 0])  # one row, which the product encodes itself, but for MXFP4
+            module(x[0, 0])  # one row, which the product encodes itself in nvfp4-row and fp8-row
             torch.cuda.synchronize()
         launched = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         launched = [kernel for kernel in launched if "Fill" not in kernel]
@@ -176,7 +177,7 @@ def test_it_is_what_runs(name: str) -> None:
         assert torch.equal(module(x.view(4, K)), want.view(4, N)) and torch.equal(module(x[0, 0]), want[0, 0])
 
 
-@pytest.mark.parametrize("name", ["int4-g128", "nvfp4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4-g128", "nvfp4", "fp8", "mxfp4", "nvfp4-4over6"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_a_compiler_sees_one_operator(name: str, bias: bool) -> None:
     module, x = layer(name, bias), torch.randn(1, 3, K, dtype=BF16, device=CUDA)

@@ -112,6 +112,23 @@ def test_values_of_the_same_pass(encode: Callable[..., Any], name: str) -> None:
                 assert values is not None and same(values, expected), f"{name} {kind} {out} operand={operand}"
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_rows_of_four_over_six(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """The operand or the decoded values, and the scale of each row; a row does not notice the NaN or Inf of another."""
+    fmt = get_format("fouroversix-row")
+    for kind, x in inputs(dtype, 8).items():
+        want, (rows, k) = fmt.encode(x), x.shape
+        for decoded in (False, True):
+            values, scale = torch.empty_like(x), torch.empty(rows, 1)
+            library.encode_four_over_six_rows(
+                ctypes.c_void_p(x.data_ptr()), DTYPES[dtype], ctypes.c_int64(rows), k, int(decoded),
+                ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(scale.data_ptr()),
+            )  # fmt: skip
+            expected = fmt.decode(want, dtype) if decoded else fmt.operand(want, dtype)
+            assert want.outer is not None and same(scale, want.outer), kind
+            assert same(values, expected), f"{kind} decoded={decoded}"
+
+
 SEARCHES = [
     pytest.param(
         name, dtype, id=f"{name}-{str(dtype)[6:]}", marks=[] if (i, dtype) == (0, BF16) else [pytest.mark.slow]

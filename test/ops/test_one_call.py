@@ -58,6 +58,8 @@ def taken_apart(csrc: ctypes.CDLL, plan: int) -> list[float]:
         ("nvfp4", "nvfp4-row", 1, 1, 16, 1, (0.0, 0.0)),
         ("mxfp4", None, 2, 0, 32, 1, (0.0, 0.0)),
         ("mxfp4", "mxfp4", 2, 3, 32, 1, (0.0, 0.0)),
+        ("fouroversix", "fouroversix-row", 1, 4, 16, 1, (0.0, 0.0)),
+        ("gridflip", "fouroversix-row", 3, 4, 16, 1, (0.25, 0.25)),
         ("gridflip-alternating", None, 3, 0, 16, 1, (0.25, -0.25)),
         ("gridflip-c0.375-16x16", None, 3, 0, 16, 16, (0.375, 0.375)),
         ("fp8-row", "fp8-row", 4, 2, 1, 1, (0.0, 0.0)),
@@ -100,11 +102,11 @@ def test_every_field_has_bits_of_its_own(csrc: ctypes.CDLL) -> None:
 
 def test_formats_are_numbered_as_in_the_sources() -> None:
     text = (CSRC / "decode_call.cuh").read_text() + (CSRC / "row_blocks.cuh").read_text()
-    found = {name: int(value) for name, value in re.findall(r"([A-Z0-9_]+) = (\d+)[,\s}]", text)}
+    found = {name.replace("_", ""): int(v) for name, v in re.findall(r"([A-Z0-9_]+) = (\d+)[,\s}]", text)}
     for how, name in {"int4": "INT4", "e4m3": "NVFP4", "e8m0": "MXFP4", "gridflip": "GRIDFLIP", "fp8": "FP8"}.items():
         assert linear_plan.CUDA_FORMATS[how] == found[name]
     for format, value in linear_plan.ROW_FORMATS.items():
-        assert value == found[f"{format.removesuffix('-row').upper()}_ROW"]
+        assert value == found[f"{format.removesuffix('-row').upper()}ROW"]
 
 
 def test_only_what_the_router_would_choose(on_hopper: dict[str, str]) -> None:
@@ -112,6 +114,7 @@ def test_only_what_the_router_would_choose(on_hopper: dict[str, str]) -> None:
     assert number("te-nvfp4") is None  # whose factor is made of the outer scale
     assert number("mxfp8") is None and number("int4-g128", dtype=torch.float32) is None
     assert number("nvfp4", "nvfp4") is None and number("nvfp4", "mxfp4-even") is None
+    assert number("fouroversix", "fouroversix") is None and number("gridflip", "gridflip-row") is None
     on_hopper["quantize"] = "triton"
     assert number("nvfp4", "nvfp4-row") is None and number("nvfp4") is not None
     on_hopper["gemm"] = "triton-decode"

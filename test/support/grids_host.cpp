@@ -40,6 +40,7 @@ static inline T max(T a, T b) { return a < b ? b : a; }
 using std::isinf;
 
 #include "contest.cuh"
+#include "four_over_six_rows.cuh"
 #include "search.cuh"
 
 using namespace aoquant;
@@ -72,6 +73,24 @@ extern "C" void encode_grids(
   if (dtype == AS_BF16) encode<__nv_bfloat16>(p, o, table);
   else if (dtype == AS_F16) encode<__half>(p, o, table);
   else encode<float>(p, o, table);
+}
+
+// A row, block by block, as encode_rows.cuh's kernel encodes it.
+template <typename T>
+static void encode_row(const T* x, int k, bool decoded, T* out, float* scale) {
+  float v[16];
+  uint32_t most = 0;
+  for (int b = 0; b < k / 16; ++b) rows::load16(v, x + 16 * b), most = max(most, rows::finite_absmax_bits(v));
+  Outer o = make_outer(most);
+  for (int b = 0; b < k / 16; ++b) rows::load16(v, x + 16 * b), rows::store16(out + 16 * b, rows::four_over_six_block<T>(v, o, decoded));
+  *scale = o.t;
+}
+
+extern "C" void encode_four_over_six_rows(const void* x, int dtype, int64_t rows, int k, int decoded, void* out, float* scale) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (dtype == AS_BF16) encode_row(static_cast<const __nv_bfloat16*>(x) + r * k, k, decoded, static_cast<__nv_bfloat16*>(out) + r * k, scale + r);
+    else encode_row(static_cast<const __half*>(x) + r * k, k, decoded, static_cast<__half*>(out) + r * k, scale + r);
+  }
 }
 
 template <typename T>

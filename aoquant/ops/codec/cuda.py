@@ -5,8 +5,8 @@ Four-over-six and GridFlip take two launches, the largest finite magnitude and t
 amax is constant; NVFP4's search takes three, since its outer scale is NaN where x has one. Decoding is Triton's: it is
 bound by memory, and there is nothing that CUDA could do better.
 
-Formats with one scale for a whole tensor are `whole.py`'s. "nvfp4-row", "fp8-row" and "mxfp4" become operands in one
-launch, which costs the host less than Triton's.
+Formats with one scale for a whole tensor are `whole.py`'s. "nvfp4-row", "fp8-row", "mxfp4" and "fouroversix-row" become
+operands in one launch, which costs the host less than Triton's.
 """
 
 from __future__ import annotations
