@@ -43,7 +43,7 @@ def encode(x_RK: Tensor, operand: Operand, held: Scales | None = None) -> Encode
     if held.dynamic:
         return codec.encode(operand, x_RK)
     # copied, because an op's outputs must not alias its inputs
-    return operand.format.encode(x_RK, Scales(*(t if t is None else t.clone() for t in held.tensors)))
+    return codec.hold(operand.format, x_RK, Scales(*(t if t is None else t.clone() for t in held.tensors)))
 
 
 @op(lambda a: WithValues(_encoded_shapes(a), a.x_RK.new_empty(a.x_RK.shape)))

@@ -5,11 +5,11 @@ reason why not. The router takes the willing backend of highest priority; the re
 backend, by `with backend("reference"):` or AOQUANT_BACKEND=reference, either runs it or raises with its reason: nothing
 falls back silently.
 
-Backends compete within a role: "gemm", or one of the codec's (encode, decode, quantize, operands, both, sides,
+Backends compete within a role: "gemm", or one of the codec's (encode, hold, decode, quantize, operands, both, sides,
 transpose, transform, fitted, rotate, saturate; see `codec`). A forced name rules every role that has a backend of that
 name, or the one role that is named with it: `backend("triton", role="gemm")`,
 AOQUANT_BACKEND=gemm=triton,quantize=reference.
-Forcing "quantize" forces "encode" too: both make codes of values.
+Forcing "quantize" forces "encode" and "hold" too: all make codes of values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ENVIRONMENT = "AOQUANT_BACKEND"
 # the dictionary beneath os.environ, which encodes a name and raises an exception in every look-up that finds nothing
 _variables: Any = getattr(os.environ, "_data", os.environ)
 _VARIABLE: Any = os.environ.encodekey(_ENVIRONMENT) if hasattr(os.environ, "_data") else _ENVIRONMENT
-_ALSO = {"encode": "quantize"}  # role -> the role whose forcing rules it too
+_ALSO = {"encode": "quantize", "hold": "quantize"}  # role -> the role whose forcing rules it too
 
 
 # (x (M, K) as the contract reads it, alpha_x or, beside codes, their scale, bias) -> y (M, N)
@@ -209,7 +209,7 @@ def code_readers() -> set[str]:
 def backend(name: str, role: str | None = None) -> Iterator[None]:
     """Run everything inside the block on backend `name`, in the roles that it has, or in `role` alone; blocks nest.
 
-    role: "gemm", "quantize" (values to codes, "encode" included), "encode" or "decode".
+    role: "gemm", "quantize" (values to codes, "encode" and "hold" included), or one of the codec's.
 
     Raises:
         ValueError: no backend has that name, or none in that role; and inside the block, when it cannot run a request,

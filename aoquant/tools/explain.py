@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aoquant import ops, serving
-from aoquant.formats import Encoded
+from aoquant.formats import Encoded, Operand
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import QATLinear
@@ -30,6 +30,7 @@ from aoquant.parallel.gathered import GatheredWeight
 from aoquant.tensor import PackedTensor
 
 Rows = list[tuple[str, str]]
+HELD = ("static", "learned")  # scales that a prepared layer holds
 _PROBES = (*range(1, 65), *(m + d for e in range(7, 21) for m in (1 << e,) for d in (-1, 0, 1)))
 
 
@@ -175,6 +176,8 @@ def _routes(
     if (x := recipe.fprop_input) is not None:
         role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
         kept = role == "encode" or kind == "prepared"  # for backward
+        if recipe.input_scales in HELD:
+            role, x = "hold", Operand(x.format)
         found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k, kept)))
     w, held = recipe.fprop_weight, weight if codes is None else codes
     gemms = _ranges(
@@ -187,6 +190,8 @@ def _routes(
     def made_of_weight(gemm: Route) -> str:
         if codes is not None:
             return "" if gemm.backend in readers else "decode"
+        if recipe.weight_scales in HELD:
+            return "hold"
         return (
             "encode" if whole or gemm.backend in readers else "quantize"
         )  # codes, or in one pass what the GEMM reads of them
@@ -194,7 +199,8 @@ def _routes(
     for role, same in groupby(gemms, made_of_weight):
         first, *rest = same
         if role:
-            rows = ops.explain(CodecRequest(role, w, device, dtype, n, k, role != "quantize"))
+            of = Operand(w.format) if role == "hold" else w
+            rows = ops.explain(CodecRequest(role, of, device, dtype, n, k, role != "quantize"))
             found.append(Route(f"{role} the weight", first.first, (rest or [first])[-1].last, rows))
     if codes is None or not known.bound:
         return (*found, *gemms)

@@ -13,7 +13,7 @@ from support.golden_inputs import DATA
 from support.kernel_inputs import BF16, CUDA, F16, F32, compare, differing, inputs
 
 from aoquant import backend, explain, get_format, list_formats
-from aoquant.formats import Format, FourOverSix
+from aoquant.formats import Format, FourOverSix, Scales
 from aoquant.ops import CodecRequest, codec
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +37,11 @@ def has_kernel(name: str, role: str = "encode", codes: bool = True) -> bool:
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("te-", "mxfp8"))])
 def test_formats_of_backward_have_kernels(name: str, role: str) -> None:
     assert has_kernel(name, role)
+
+
+@pytest.mark.parametrize("role", ["encode", "decode", "quantize", "hold"])
+def test_nvfp4_for_vllm_has_kernels(role: str) -> None:
+    assert has_kernel("nvfp4-pow2", role)
 
 
 by_dtype = pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
@@ -91,6 +96,19 @@ def check(name: str, dtype: torch.dtype, quantized: set[torch.dtype], decoded: s
                     assert none is None
                     assert differing(alpha, fmt.alpha(want)) == 0, f"{which}, alpha"
                     assert differing(got, values) == 0, f"{which}, in one pass, no codes kept"
+
+
+@by_dtype
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-pow2"])
+def test_codes_under_an_outer_scale_from_elsewhere(name: str, dtype: torch.dtype) -> None:
+    fmt = get_format(name)
+    for kind, x in inputs(dtype).items():
+        for outer in (2.0**-10, 1.7e-3, 2.0**-130, float("inf"), float("nan")):
+            s = Scales(outer=torch.full((1, 1), outer))
+            want = fmt.hold(x, s)
+            with backend("triton"):
+                got = codec.hold(fmt, x.to(CUDA), Scales(outer=s.outer.to(CUDA)))  # type: ignore[union-attr]
+            compare(got, want, f"{name}, {kind}, {outer}")
 
 
 RAGGED = [

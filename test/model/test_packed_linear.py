@@ -268,7 +268,7 @@ def test_the_environment_names_roles_that_there_are(no_environment: Callable[[st
     no_environment("gem=reference")
     with pytest.raises(
         ValueError,
-        match=r"AOQUANT_BACKEND: no role is called 'gem', in gem=reference; roles are both, decode, encode, fitted, gemm",
+        match=r"AOQUANT_BACKEND: no role is called 'gem', in gem=reference; roles are both, decode, encode, fitted, gemm, hold",
     ):
         layer(x)
 
@@ -294,7 +294,9 @@ def test_a_backend_for_each_role(no_environment: Callable[[str], None]) -> None:
         match=r"no backend is called 'tensor-cores' in role 'encode'; there are: cuda, triton, cpu, reference, qutlass",
     ):
         backend("tensor-cores", role="encode").__enter__()
-    with pytest.raises(ValueError, match="there is no role 'matmul'; roles are both, decode, encode, fitted, gemm"):
+    with pytest.raises(
+        ValueError, match="there is no role 'matmul'; roles are both, decode, encode, fitted, gemm, hold"
+    ):
         backend("reference", role="matmul").__enter__()
 
     no_environment("gemm=reference, quantize=reference")
@@ -330,7 +332,7 @@ def test_what_was_silently_something_else_is_refused() -> None:
         aoquant.packed_linear(e.codes, e.scale, e.outer, format="nvfp4", transform=torch.eye(16).int())
     with pytest.raises(
         ValueError,
-        match="there is no role 'matmul'; roles are both, decode, encode, fitted, gemm, operands, quantize, rotate, saturate",
+        match="there is no role 'matmul'; roles are both, decode, encode, fitted, gemm, hold, operands, quantize, rotate, saturate",
     ):
         aoquant.backend("reference", role="matmul").__enter__()
     with pytest.raises(ValueError, match="backward is quartet, quartet2, or a format for gradients"):

@@ -11,7 +11,7 @@ from support.linear_cases import BF16, F32, assert_equal, data, dtype_name
 from torch import Tensor
 
 from aoquant import backend, explain, get_format, list_formats, ops
-from aoquant.formats import Format, as_operand, get_operand
+from aoquant.formats import Format, Scales, as_operand, get_operand
 from aoquant.ops import CodecRequest, backward, codec, router, tiles
 from aoquant.ops.codec import cuda, triton
 
@@ -50,6 +50,23 @@ def test_the_reference_runs_and_the_others_say_why_not(role: str) -> None:
 def test_the_cpu_kernels_say_what_they_do_not_decode(name: str, k: int, reason: str) -> None:
     """The format where it is the reason, and its width only where the format is taken."""
     assert dict(explain(CodecRequest("decode", get_format(name), CPU, BF16, 6, k)))["cpu"] == reason
+
+
+def test_codes_under_scales_from_elsewhere() -> None:
+    x, s = data("outlier", 6, 192, BF16), Scales(outer=torch.full((1, 1), 2.0**-10))
+    fmt = get_format("nvfp4")
+    for got, want in zip(codec.hold(fmt, x, s).tensors, fmt.hold(x, s).tensors, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None and want is not None:
+            assert_equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert codec.hold(fmt, x, s).outer is s.outer and fmt.encode(x).outer != s.outer
+    asked = [
+        dict(explain(request("hold", name)))["triton"] for name in ("nvfp4", "nvfp4-pow2", "nvfp4-row", "int8-row")
+    ]
+    assert asked[:2] == ["its kernels are for CUDA devices"] * 2
+    assert asked[2:] == [f"has no kernel for {name} under scales from elsewhere" for name in ("nvfp4-row", "int8-row")]
+    with backend("triton", role="quantize"), pytest.raises(ValueError, match=r"hold \(nvfp4, 6 x 192"):
+        codec.hold(fmt, x, s)
 
 
 def test_forcing_triton_on_a_cpu_is_an_error_with_its_reason() -> None:

@@ -1,6 +1,7 @@
-"""The codec: operations on one matrix beside the GEMM, in eleven roles for which backends compete in the router.
+"""The codec: operations on one matrix beside the GEMM, in twelve roles for which backends compete in the router.
 
     encode    x -> codes and scales
+    hold      x and scales from elsewhere -> codes
     decode    codes and scales -> the operand, or the values, of a GEMM
     quantize  x -> the operand or the values, and the codes too if they will be read: both in one pass over x
     transform x -> what a transformed operand rounds of it, or a gradient back
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, as_operand
+from aoquant.formats import Encoded, Format, HighPrecision, Operand, Random, Scales, as_operand
 from aoquant.transforms import RoundedHadamard
 
 from ..router import BothCoded, CodecRequest, CodesAndValues, CodesOfBoth, Operands, register, routed
@@ -41,6 +42,7 @@ __all__ = [
     "encode_with_values",
     "finds_outer",
     "has_triton",
+    "hold",
     "lacks_triton",
     "masked",
     "operands",
@@ -61,6 +63,12 @@ def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
         operand, x_RK = _rounded_first(operand, x_RK)
     rows, k = x_RK.shape
     return routed(CodecRequest, "encode", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK)
+
+
+def hold(format: Format, x_RK: Tensor, s: Scales) -> Encoded:
+    """`format.encode(x_RK, s)`: codes under scales that are not made from x_RK now; the result may share them."""
+    operand, (rows, k) = Operand(format), x_RK.shape
+    return routed(CodecRequest, "hold", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, s)
 
 
 def decode(

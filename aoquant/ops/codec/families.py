@@ -36,6 +36,7 @@ from aoquant.formats import (
     MXFP4Dialect,
     MXSquare,
     NVFP4Dialect,
+    NVFP4PowerOfTwo,
     NVFP4Search,
     Operand,
     TEFloat8,
@@ -59,6 +60,7 @@ class Family:
     why_not: a reason against a request for a format that they have, or None.
     mixes: classes that are encoded behind a Hadamard transform in the same pass.
     measures: classes whose encoder starts with a pass that finds an outer scale, and takes it as `measured` instead.
+    holds: whether an instance is encoded under an outer scale from elsewhere, as under a measured one.
     clips: classes for whose clipped values there is a kernel.
     draws: the formats are encoded under random numbers, and never decoded here.
     encoder: name of another file that encodes an instance, or "".
@@ -72,6 +74,7 @@ class Family:
     why_not: Callable[[CodecRequest], str | None] = lambda request: None
     mixes: tuple[type[Format], ...] = ()
     measures: tuple[type[Format], ...] = ()
+    holds: Callable[[Any], bool] = lambda format: False
     clips: tuple[type[Format], ...] = ()
     draws: bool = False
     encoder: Callable[[Any], str] = lambda format: ""
@@ -141,10 +144,11 @@ FAMILIES = (
     Family("blockscaled", (MX,), mixes=(MX,)),
     Family(
         "blockscaled",
-        (NVFP4,),
+        (NVFP4, NVFP4PowerOfTwo),
         decodes=(NVFP4Search,),
-        mixes=(NVFP4,),
-        measures=(NVFP4,),
+        mixes=(NVFP4, NVFP4PowerOfTwo),
+        measures=(NVFP4, NVFP4PowerOfTwo),
+        holds=lambda f: f.per_tensor,
         encoder=lambda f: "nvfp4_rows" if f.outer == "row" else "",
     ),
     Family("dialects", (MXFP4Dialect,), mixes=(MXFP4Dialect,), clips=(MXFP4Dialect,)),

@@ -11,6 +11,11 @@ from .. import tiles
 from ..router import Backend, BothCoded, CodesAndValues, CodesOfBoth, Operands
 
 
+def hold(operand: Operand, x_RK: Tensor, s: Scales) -> Encoded:
+    """`operand.hold(x_RK, s)`."""
+    return operand.format.hold(x_RK, s)
+
+
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
     """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
     return tiles.decoded(format, format.operand if operand else format.decode, e, dtype, out)
@@ -129,6 +134,7 @@ BACKENDS = tuple(
     Backend("reference", 0, _always, run, role)
     for role, run in (
         ("encode", tiles.encode),
+        ("hold", hold),
         ("decode", decode),
         ("quantize", encode_with_values),
         ("transform", transform),

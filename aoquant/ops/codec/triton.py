@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random
+from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operand, Random, Scales
 from aoquant.transforms import Hadamard
 
 from ..router import Backend, BothCoded, CodecRequest, CodesAndValues, CodesOfBoth, Made, Operands
@@ -57,6 +57,13 @@ def _why_not(r: CodecRequest) -> str | None:
     if r.role != "decode" and (exact or not isinstance(transform, Hadamard)):
         return _why_not_mix(r)
     return families.why_not(replace(r, operand=Operand(r.operand.format), dtype=torch.float32))
+
+
+def _why_not_hold(r: CodecRequest) -> str | None:
+    family = family_of(r.operand.format)
+    if family is None or not family.holds(r.operand.format):
+        return f"has no kernel for {r.operand.name} under scales from elsewhere"
+    return why_not_read(r) or families.why_not(r)
 
 
 def why_not_read(r: CodecRequest) -> str | None:
@@ -111,6 +118,13 @@ def _why_not_sides(r: CodecRequest) -> str | None:
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`."""
     made = in_one_pass(operand, x_RK, None, True, True, None)
+    assert made.encoded is not None
+    return made.encoded
+
+
+def hold(operand: Operand, x_RK: Tensor, s: Scales) -> Encoded:
+    """`operand.hold(x_RK, s)`."""
+    made = in_one_pass(operand, x_RK, None, True, True, s.outer)
     assert made.encoded is not None
     return made.encoded
 
@@ -244,6 +258,7 @@ BACKENDS = tuple(
     Backend("triton", 10, why_not, run, role)
     for role, why_not, run in (
         ("encode", _why_not, encode),
+        ("hold", _why_not_hold, hold),
         ("decode", _why_not, decode),
         ("quantize", _why_not, encode_with_values),
         ("transform", why_not_transform, transform),

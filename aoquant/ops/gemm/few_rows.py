@@ -29,6 +29,7 @@ from aoquant.formats import (
     Int4,
     MXFP4Dialect,
     NVFP4Dialect,
+    NVFP4PowerOfTwo,
     NVFP4Search,
 )
 
@@ -41,6 +42,7 @@ CUDA_ROWS, TRITON_ROWS = 256, 64
 _KINDS: dict[type[Format], str] = {
     Int4: "int4",
     NVFP4: "e4m3",
+    NVFP4PowerOfTwo: "e4m3",
     NVFP4Search: "e4m3",
     NVFP4Dialect: "e4m3",
     FourOverSix: "e4m3",

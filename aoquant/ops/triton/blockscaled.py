@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import MX, NVFP4, Encoded, Operand
+from aoquant.formats import MX, NVFP4, Encoded, NVFP4PowerOfTwo, Operand
 from aoquant.formats.blockscaled import E4M3_FLOOR, NVFP4_TOP, PTS_FLOOR
 from aoquant.formats.elements import ELEMENTS, FLOAT8
 from aoquant.formats.scales import reciprocal
@@ -115,6 +115,13 @@ def nvfp4_scale(amax_bits, pts, inverse_pts, SIXTH: tl.constexpr, FLOOR: tl.cons
 
 
 @triton.jit
+def power_at_or_above(v):
+    """The power of two at or above a positive normal float; Inf and NaN stay."""
+    bits = float_bits(v)
+    return bits_float(tl.where(bits < INF_BITS, (bits + 0x7FFFFF) & 0x7F800000, bits))
+
+
+@triton.jit
 def masked_codes(rounded, x, inverse, NB: tl.constexpr, B: tl.constexpr):
     """(NB, B / 2) uint8 codes of `e2m1_rounded` magnitudes with the signs of x's bits; of a block whose inverse is NaN,
     zeros without a sign.
@@ -127,13 +134,14 @@ def masked_codes(rounded, x, inverse, NB: tl.constexpr, B: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _encode(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, outer_ptr, values_ptr, n_blocks, rows, k, outer_blocks, pts,
-    OUTER: tl.constexpr, RULE: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr,
+    OUTER: tl.constexpr, POWER: tl.constexpr, RULE: tl.constexpr, MAX_POW2: tl.constexpr, RECIPROCAL: tl.constexpr, MANTISSA: tl.constexpr,
     LIMIT: tl.constexpr, ELEMENT: tl.constexpr, PTS_RECIPROCAL: tl.constexpr, FLOOR: tl.constexpr, SMALLEST_PTS: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
     G: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """OUTER: "" for MX, else NVFP4's, or "measured": it is in outer_ptr, or "stacked": there is one for every
-    `outer_blocks` blocks. VALUES: "" none, "operand" without, "decode" with the outer scale.
+    `outer_blocks` blocks. POWER: whether a dynamic one is a power of two. VALUES: "" none, "operand" without, "decode"
+    with the outer scale.
 
     G: of a Hadamard transform, or 0. ACROSS: as in `blocks_of`, over (rows, k).
     """
@@ -142,6 +150,8 @@ def _encode(
     if OUTER == "dynamic":
         largest = tl.max(tl.load(partial_ptr + tl.arange(0, N_PARTIALS)), axis=0)
         outer = most(bits_float(largest) * PTS_RECIPROCAL, SMALLEST_PTS)
+        if POWER:
+            outer = power_at_or_above(outer)
     elif OUTER == "static":
         outer = pts + tl.zeros([], tl.float32)
     elif OUTER == "measured":
@@ -248,7 +258,8 @@ def _encoder(
         _encode, (programs,),
         n_blocks=rows * k // format.block, rows=rows, k=k, ACROSS=high, outer_blocks=rows // outers * k // format.block,
         pts=(format.pts or 0.0) if isinstance(format, NVFP4) else 0.0,
-        OUTER=outer, RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
+        OUTER=outer, POWER=isinstance(format, NVFP4PowerOfTwo),
+        RULE=format.rule if isinstance(format, MX) else "", MAX_POW2=of.max_pow2, RECIPROCAL=reciprocal(of.largest),
         MANTISSA=of.mantissa, LIMIT=of.largest, ELEMENT=element, PTS_RECIPROCAL=reciprocal(NVFP4_TOP), FLOOR=E4M3_FLOOR,
         SMALLEST_PTS=PTS_FLOOR, CODES=codes, VALUES=values, NB=tile // format.block, B=format.block, N_PARTIALS=PARTIALS,
         **mixing, **LAUNCH | {"num_warps": warps},
