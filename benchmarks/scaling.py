@@ -160,6 +160,7 @@ def projected(
     layers: int,
 ) -> list[str]:
     """The projection's table with its assumptions."""
+    error = ""
     heads = ["recipe", "not hidden", *(f"{n} GPUs: tokens/s, of linear" for n in GPUS)]
     lines = []
     for variant in VARIANTS:
@@ -171,14 +172,18 @@ def projected(
         one = found[1]
         assert one is not None
         tokens = int(one["batch"]) * int(one["tokens"])
-        cells = [f"{float(f'{n * tokens / p.step(n):.3g}'):,.0f}, {p.alone / p.step(n):.2f}" for n in GPUS]
+        cells = [f"{float(f'{n * tokens / p.step(n):.2g}'):,.0f}, {p.alone / p.step(n):.2f}" for n in GPUS]
         lines.append([f"`{variant}`", f"{p.exposed:.2f}", *cells])
+        if variant == VARIANTS[0]:
+            slower = projection({n: t * (1.01 if n > 1 else 1) for n, t in times.items()}, bandwidth, layers, hidden)
+            error = ", ".join(f"{100 * (slower.step(n) / p.step(n) - 1):.0f} % at {n}" for n in GPUS)
     rates = ", ".join(f"{name.replace('_', '-')} {rate:.0f}" for name, rate in bandwidth.items())
     words = (
         f"Projected, not measured. Messages of one layer had {rates} GB/s a GPU within this host. Assumed: hosts of {A_HOST} GPUs, "
         f"{BETWEEN_HOSTS:.0f} GB/s for each GPU between them, weights sharded over all GPUs and gathered in bf16, the same tokens a GPU, and "
         "the measured share of messages that a step does not hide. Left out: congestion, slow ranks, the latency of rings of hundreds, input, "
-        "checkpoints. With hybrid sharding (HSDP) only gradients cross hosts."
+        "checkpoints. With hybrid sharding (HSDP) only gradients cross hosts. Each step is of one run: were that of several GPUs 1 % "
+        f"longer in `{VARIANTS[0]}`, the projected ones would be {error} GPUs."
     )
     return [wrapped(words), table(heads, lines)]
 

@@ -9,8 +9,8 @@ quantised one from scratch.
 The tokenizer is trained on the text, which is encoded once (`encoded.py`). The model's embeddings are tied; every
 linear layer contracts over `hidden` or `intermediate`, both multiples of 128, so that the groups of every block format
 (16, 32, 128) divide them (`pretrain_model.py`). It is trained by AdamW on random windows, with float32 weights under
-bf16 autocast on a GPU (`pretrain_loop.py`). A run that stops and resumes ends as one that did not, bit for bit, with
-the same number of GPUs.
+bf16 autocast on a GPU (`pretrain_loop.py`). A run that stops and resumes ends as one that did not, with the same number
+of GPUs: bit for bit on a CPU, and with `--deterministic` on a GPU, where tests compare losses within a bound.
 
 `--seconds 400` takes as many steps as fit into so much time; `--limit 500` stops with a checkpoint when the run has
 taken so long, for `--resume`. Several runs may share a GPU, and a `--corpus` folder.

@@ -71,7 +71,7 @@ CHOICES = (
     Choice("Blackwell", "the same, with less error", "nvfp4-4over6",
            'NVFP4WeightConfig(rule="four_over_six", activation="fouroversix-row")', OWN, ("blackwell",)),
     Choice("Blackwell, MX kernels", "MXFP4", "mxfp4-h32", "MXFP4WeightConfig(transform=Hadamard(32))", OWN, ("blackwell",)),
-    Choice("nothing fixed yet", "the least error at 4.5 bits, no training", "gridflip-search",
+    Choice("nothing fixed yet", "FP4 of the least squared error, no training", "gridflip-search",
            'GridFlipFP4WeightConfig("search")', OWN, (ANY,), True),
     Choice("vLLM or SGLang, Ampere to Blackwell", "fast decoding, few tokens at a time", "vllm-w4a16-g128",
            'Packed4WeightConfig("intx4-g128", contract="dequantize")', ("vllm", "sglang", "transformers"), _GPUS, True),

@@ -4,7 +4,7 @@
     aoquant/tools/measured.csv                              `aoquant recipes --for`, and the table of docs/choosing.md
     docs/figures/bits.svg                                   perplexity against bits a weight
     README.md, between two pairs of marks                   the headline rows beside torchao's; a note, and the figure
-    docs/experiments.md, between two marks                  the seconds that runs took
+    docs/experiments.md, between pairs of marks             the seconds that runs took; how far checks were off
 
 and of a table of another model (`--publish second`, `--publish moe`), whose numbers are not compared with these:
 
@@ -12,7 +12,7 @@ and of a table of another model (`--publish second`, `--publish moe`), whose num
     benchmarks/results/pretrain_llama_second.json, ..._second_loss.csv    what pretrain.py logged beside the model
     docs/experiments.md, between two marks                                all rows beside torchao's
     aoquant/tools/measured.csv, docs/choosing.md                          as above, for recipes that only it has
-    docs/experiments.md, between two marks                                the seconds that runs took
+    docs/experiments.md, between pairs of marks                           seconds of runs, distances of checks
     docs/experiments.md, README.md's table                                what rows cost, of the second model
     docs/experiments.md, between two marks                                its rows by both losses
 
@@ -35,12 +35,14 @@ import pages
 from aoquant.tools import choosing
 from aoquant.tools.markdown import table, wrapped
 from experiments import costs, losses
+from experiments.checked import checked
 from experiments.durations import durations
 from experiments.measured import remember
 
 ROOT = Path(__file__).resolve().parents[2]
 UNBROKEN = "\0"  # a space at which no line is wrapped: a part of a message may mean something to Markdown
 PREPARED = "†"  # marks what was scored as prepared
+ENTROPY = "‡"  # marks what was trained by cross entropy, where other rows of the table were not
 HOW_TO_READ = (
     "Scored as converted, but where marked; ±: deviation over seeds. "
     "Recovered: (PTQ - QAT) / (PTQ - float) in log perplexity."
@@ -143,6 +145,7 @@ def copy_results(out: Path, root: Path, name: str) -> None:
     for source, target in (("results.csv", ".csv"), ("results.md", ".md"), ("runs.jsonl", "_runs.jsonl")):
         shutil.copyfile(out / source, results / f"{name}{target}")
     pages.between(root / "docs" / "experiments.md", "durations", durations(results))
+    pages.between(root / "docs" / "experiments.md", "checked", checked(results))
 
 
 def write_choices(out: Path, root: Path, model: str) -> None:
@@ -209,17 +212,23 @@ def recovery(row: Mapping[str, str]) -> tuple[str, str, str]:
     def cell(name: str, form: str) -> str:
         if not row[name]:
             return ""
-        error, mark = row[f"{name} sd"], f" {PREPARED}" if row["as prepared"] else ""
+        error, mark = row[f"{name} sd"], f" {PREPARED}" * bool(row["as prepared"]) + f" {ENTROPY}" * by_entropy(row)
         return f"{float(row[name]):{form}}" + (f" ± {float(error):{form}}" if error else "") + mark
 
     return cell("QAT", ".2f"), cell("recovered %", ".1f"), row["seeds"]
+
+
+def by_entropy(row: Mapping[str, str]) -> bool:
+    """Whether validation pages chose cross entropy for a row that could be trained by distillation too."""
+    return row["kind"] != "float" and row["loss"] == "ce"
 
 
 def note(rows: Sequence[Mapping[str, str]], source: str, costed: bool) -> str:
     """What stands below the README's table, wrapped as its other text is. costed: the table has columns of costs."""
     words = (
         f"{source} {HOW_TO_READ} {tuned(rows)}torchao: the same budget, by its own `QATConfig`. "
-        f"{as_prepared(rows, headlines(rows))}{HOW_IT_COSTS * costed}Prepared equals converted in every run of aoquant's. "
+        f"{as_prepared(rows, headlines(rows))}{marked(rows, headlines(rows))}{HOW_IT_COSTS * costed}"
+        "Prepared equals converted in every run of aoquant's. "
         "[All rows](benchmarks/results/experiments.md), [how they are made](docs/experiments.md)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"
@@ -230,7 +239,7 @@ def note_of_other(rows: Sequence[Mapping[str, str]], source: str, other: Other) 
     """What stands below another model's table."""
     compared = any(beside(rows, row) for row in trained(rows))
     words = (
-        f"{source} {HOW_TO_READ} {tuned(rows)}{as_prepared(rows, trained(rows))}{HOW_TO_COMPARE if compared else ''}"
+        f"{source} {HOW_TO_READ} {tuned(rows)}{as_prepared(rows, trained(rows))}{marked(rows, trained(rows))}{HOW_TO_COMPARE if compared else ''}"
         f"[All rows and checks](../benchmarks/results/{other.results}.md); "
         f"the model's [settings](../benchmarks/results/{other.log}.json) and "
         f"[loss](../benchmarks/results/{other.log}_loss.csv)."
@@ -243,6 +252,19 @@ def tuned(rows: Sequence[Mapping[str, str]]) -> str:
     floats = [row for row in rows if row["kind"] == "float" and row["QAT"]]
     end = " (its rate is an end of the search)" if floats and floats[0]["rate at an end"] == "True" else ""
     return f"Float, fine-tuned on the same tokens: {float(floats[0]['QAT']):.2f}{end}. " if floats else ""
+
+
+def marked(rows: Sequence[Mapping[str, str]], shown: Sequence[Mapping[str, str]]) -> str:
+    """Sentences on rows by cross entropy, and on torchao's rows that store more bits than ours, where there are any."""
+    said = ""
+    if any(by_entropy(row) for row in shown):
+        said = f"{ENTROPY} By cross entropy, which learns the text too: its share is not to be compared with others. "
+    wider = {
+        f"{float(bits):.2f} for `{row['row']}`"
+        for row in shown
+        if (bits := beside(rows, row).get("bits")) and float(bits) > float(row["bits"]) + 0.1
+    }
+    return said + (f"torchao's converted models store more bits: {', '.join(sorted(wider))}. " if wider else "")
 
 
 def as_prepared(rows: Sequence[Mapping[str, str]], shown: Sequence[Mapping[str, str]]) -> str:

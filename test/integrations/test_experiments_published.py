@@ -32,6 +32,27 @@ def test_the_page_has_the_seconds_of_the_committed_runs(modules: ModuleType, tmp
     ]
 
 
+def test_the_page_has_the_distances_of_the_committed_checks(modules: ModuleType, tmp_path: Path) -> None:
+    checked = importlib.import_module("experiments.checked").checked
+    assert f"\n{checked(RESULTS)}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+
+    def line(row: str, stage: str, **result: float) -> str:
+        run = {"row": row, "stage": stage, "loss": "kl", "rate": 1.0, "seed": 0}
+        return json.dumps({"run": run, "result": result})
+
+    made = [line(row, "qat", word_perplexity=10.0) for row in ("int4-g32", "int4-g128", "mxfp4")]
+    made += [
+        line("int4-g32", "checks", cpu_nats_a_word=0.001),
+        line("int4-g128", "checks", cpu_nats_a_word=0.002),
+        line("mxfp4", "checks", cpu_nats_a_word=0.03, transformers_word_perplexity=9.9),
+    ]
+    (tmp_path / "experiments_runs.jsonl").write_text("\n".join(made))
+    cells = "2, at most 0.0020 | 1, at most 0.0300 | | 1, at most 0.0101"
+    assert checked(tmp_path).splitlines()[2:] == [
+        f"| [first](../benchmarks/results/experiments_runs.jsonl) | {cells} |"
+    ]
+
+
 def test_the_page_compares_the_losses_of_the_committed_runs(modules: ModuleType) -> None:
     losses, table, rows = (importlib.import_module(f"experiments.{n}") for n in ("losses", "table", "rows"))
     assert f"\n{losses.published(RESULTS)}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
