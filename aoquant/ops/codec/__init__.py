@@ -66,7 +66,10 @@ def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
 
 
 def hold(format: Format, x_RK: Tensor, s: Scales) -> Encoded:
-    """`format.encode(x_RK, s)`: codes under scales that are not made from x_RK now; the result may share them."""
+    """`format.encode(x_RK, s)`: codes under scales that are not made from x_RK now; the result may share them.
+
+    s: of `format.measure`, of any matrix. Kernels rely on the least that it makes: under less, zeros have other codes.
+    """
     operand, (rows, k) = Operand(format), x_RK.shape
     return routed(CodecRequest, "hold", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, s)
 
