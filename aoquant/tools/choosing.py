@@ -3,8 +3,8 @@
 A choice names the engine and the GPU that it is for, by judgement: of their kernels, and where there are numbers, of
 those. The last columns are measurements: bits a weight and word
 perplexity over the float model's, quantised without and with training, from measured.csv beside this file, which
-`eval/experiments` writes; a choice that was not measured has none. They are of two small models, named in the file:
-they order the recipes of one model, and another model's gaps will be others.
+`eval/experiments` writes; a choice that was not measured has none. They are of one small model, named in the file: they
+order its recipes, and another model's gaps will be others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aoquant.tools.markdown import table
 
 MEASURED = Path(__file__).with_name("measured.csv")
 ANY = "any"
-HEADS = ("you serve on", "and want", "recipe", "config", "bits", "PTQ / float", "QAT / float", "seeds", "model")
+HEADS = ("you serve on", "and want", "recipe", "config", "bits", "PTQ / float", "QAT / float", "seeds")
 _DEVICES = {
     "hopper": ("hopper", "h100", "h200", "h800", "h20", "gh200"),
     "ada": ("ada", "l4", "l40", "l40s", "4090", "rtx4090"),
@@ -139,39 +139,34 @@ def _kind(word: str, table: Mapping[str, tuple[str, ...]]) -> str | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A line of measured.csv: bits a weight, and word perplexities of one model. qat: the mean over seeds. seeds: their
-    number.
-    """
+    """A line of measured.csv: bits a weight, and word perplexities. qat: the mean over seeds. seeds: their number."""
 
     bits: float
     float_model: float
     ptq: float
     qat: float
     seeds: int
-    model: str
 
 
 @cache
 def measured(path: Path = MEASURED) -> dict[str, Measured]:
-    """The lines of a file, by recipe: of the first model that has it."""
+    """The lines of a file, by recipe."""
     with path.open(encoding="utf-8", newline="") as file:
         lines = [line for line in file if not line.startswith("#")]
-    found: dict[str, Measured] = {}
-    for row in csv.DictReader(lines):
-        line = Measured(
+    return {
+        row["recipe"]: Measured(
             bits=float(row["bits"]),
             float_model=float(row["float"]),
             ptq=float(row["ptq"]),
             qat=float(row["qat"]),
             seeds=int(row["seeds"]),
-            model=row["model"],
         )
-        found.setdefault(row["recipe"], line)
-    return found
+        for row in csv.DictReader(lines)
+    }
 
 
 def source(path: Path = MEASURED) -> str:
-    """The models, budgets, devices and dates of measured.csv: its comment lines."""
+    """The model, budget, device and date of measured.csv: its comment lines."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
@@ -189,14 +184,13 @@ def rows(
     for c in choices:
         m = found.get(c.recipe)
         cells = (
-            ("not measured", "", "", "", "")
+            ("not measured", "", "", "")
             if m is None
             else (
                 f"{m.bits:.2f}",
                 f"{m.ptq / m.float_model:.3f}",
                 f"{m.qat / m.float_model:.3f}",
                 str(m.seeds),
-                m.model,
             )
         )
         made.append((c.where, c.want, f"{mark}{c.recipe}{mark}", f"{mark}{c.config}{mark}", *cells))

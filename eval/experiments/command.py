@@ -39,7 +39,7 @@ from checkout import commit
 from aoquant.integrations.finetune import LOSSES
 from experiments import cost, known, table, worker
 from experiments.processes import Processes
-from experiments.publish import OTHERS, publish, publish_other
+from experiments.publish import MAIN, TABLES, publish
 from experiments.records import Run
 from experiments.rows import Row, at_rates_of, load_all
 from experiments.setting import OPTIONS, Setting, records_of, settings_of
@@ -101,10 +101,8 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--configs", type=Path, help="another folder of rows")
     parser.add_argument("--cost", action="store_true", help="measure the cost columns and nothing else")
     parser.add_argument("--table", action="store_true", help="write the table and nothing else; needs OUT alone")
-    publishing = {"nargs": "?", "const": "first", "choices": ("first", *OTHERS)}
-    parser.add_argument(
-        "--publish", **publishing, help="write the table and the pages from it; second, moe: as another model's"
-    )
+    publishing = {"nargs": "?", "const": MAIN, "choices": tuple(TABLES)}
+    parser.add_argument("--publish", **publishing, help="write the table and the pages from it, as this model's")
     parser.add_argument("--tokenise", action="store_true", help="write the token ids and nothing else")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and nothing else")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
@@ -278,10 +276,8 @@ def main(o: argparse.Namespace, began: float | None = None) -> None:
             left = undone(o, rows)
     text, broken = show(o)
     print(text)
-    if o.publish == "first":
-        publish(o.out)
-    elif o.publish:
-        publish_other(o.out, o.moe_model if o.publish == "moe" else o.model, OTHERS[o.publish])
+    if o.publish:
+        publish(o.out, o.publish, o.moe_model if o.publish == "moe" else o.model)
     if left:
         print(f"{left} runs left: the same command goes on", file=sys.stderr)
     if failed or broken:

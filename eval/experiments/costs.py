@@ -1,8 +1,4 @@
-"""What a row cost, over bf16's: columns of the tables, from the lines that `cost.py` wrote.
-
-A cost does not depend on the values of a model's weights. So the README's table, whose model was not kept, has those of
-the second model, which has the same shape.
-"""
+"""What a row cost, over bf16's: columns of the tables, from the lines that `cost.py` wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from typing import Any, NamedTuple
 from aoquant.tools.markdown import table
 from experiments.records import Run, by_run
 
-MODEL = "second"  # whose costs are published
 FLOAT = "bf16"  # its float row
 
 
@@ -49,8 +44,8 @@ def cost_of(found: Mapping[Run, Mapping[str, Any]], row: str, float_row: str) ->
 
 
 def published(results: Path) -> dict[str, Cost]:
-    """By row, of the committed runs of the second model; empty where there are none."""
-    file = results / f"experiments_{MODEL}_runs.jsonl"
+    """By row, of the committed runs; empty where there are none."""
+    file = results / "experiments_runs.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = by_run([json.loads(line) for line in lines])
     rows = dict.fromkeys(run.row for run in found if run.stage in ("cost", "generate"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from aoquant.tools.markdown import table
 
-RUNS = {"first": "experiments", "second": "experiments_second", "experts": "experiments_moe"}
+RUNS = {"main": "experiments", "earlier": "experiments_earlier", "experts": "experiments_moe"}
 HEADS = ("table", "a run by KL", "torchao's, not compiled", "two scores")
 
 

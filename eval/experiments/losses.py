@@ -1,29 +1,27 @@
-"""Cross entropy beside distillation: a table of docs/experiments.md, from the committed runs of the second model.
+"""Cross entropy beside distillation: a table of docs/experiments.md, from the committed runs.
 
 Both losses begin at the same weights and read the same text in the same order. A row is compared over the seeds that
-both have.
+both have. Validation pages choose between the two; where zero is within the difference's 95 % interval, they do not.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
 from aoquant.tools.markdown import table
-from experiments.costs import MODEL
 from experiments.records import by_run
 from experiments.rows import load_all
-from experiments.table import Line, lines
+from experiments.table import HOW, Line, difference, lines
 
-HEADS = ("row", "PTQ", "cross entropy", "distillation", "seeds", "cross entropy less distillation, validation pages")
+HEADS = ("row", "PTQ", HOW["ce"], HOW["kl"], "seeds", "validation pages", "which choose")
 
 
 def published(results: Path) -> str:
     """Of the committed runs."""
-    text = (results / f"experiments_{MODEL}_runs.jsonl").read_text(encoding="utf-8")
+    text = (results / "experiments_runs.jsonl").read_text(encoding="utf-8")
     return page(lines(load_all(), by_run([json.loads(line) for line in text.splitlines()])))
 
 
@@ -37,5 +35,9 @@ def page(made: Sequence[Line]) -> str:
 def _cells(name: str, ce: Line, kl: Line) -> tuple[str, ...]:
     seeds = sorted(ce.runs.keys() & kl.runs.keys())
     scores = [f"{mean(line.perplexities[seed] for seed in seeds):.2f}" for line in (ce, kl)]
-    validation = mean(math.log(ce.validation()[seed] / kl.validation()[seed]) for seed in seeds)
-    return f"`{name}`", "" if ce.ptq is None else f"{ce.ptq:.2f}", *scores, str(len(seeds)), f"{validation:+.4f}"
+    on_validation = difference(ce.validation(), kl.validation())
+    assert on_validation is not None
+    reach = f" ± {on_validation.reach:.4f}" if on_validation.seeds > 1 else ""
+    chosen = HOW["ce" if on_validation.mean < 0 else "kl"] if on_validation.told_apart else ""
+    ptq = "" if ce.ptq is None else f"{ce.ptq:.2f}"
+    return f"`{name}`", ptq, *scores, str(len(seeds)), f"{on_validation.mean:+.4f}{reach}", chosen

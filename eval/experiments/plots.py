@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from experiments.table import Line
 
 
-def plot(out: Path, made: Sequence[Line], published: Mapping[str, str]) -> None:
-    """perplexity.png: float, PTQ and QAT against bits a weight; recovered.png: shares with a dot for each seed."""
+def plot(out: Path, made: Sequence[Line], losses: Mapping[str, str]) -> None:
+    """perplexity.png: float, PTQ and QAT against bits a weight; recovered.png: shares with a dot for each seed.
+
+    losses: the one that pages show, by row.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -25,7 +28,7 @@ def plot(out: Path, made: Sequence[Line], published: Mapping[str, str]) -> None:
     axes.axhline(scored[0].float_model, color="0.5", label="float")
     for line in scored:
         bits, torchao = line.runs[max(line.runs)].get("weight_bits"), line.row.kind == "torchao"
-        if bits is None or published[line.row.name] != line.loss:
+        if bits is None or losses[line.row.name] != line.loss:
             continue
         if line.ptq is not None:
             axes.plot(bits, line.ptq, "x", color="tab:orange")

@@ -2,11 +2,11 @@
 
 The learning rate of a row and loss is the one that validation pages chose; its runs of all seeds are the row. A rate
 that is the lowest or highest of those tried is marked: a better one may lie beyond it, and the next call will try it.
-Where a row was trained by both losses for as many seeds, validation pages choose the one that is published, else it is
-the one with more. Spread is the standard deviation over seeds. Recovered is (PTQ - QAT) / (PTQ - float) in log
-perplexity, mean and spread over seeds. Rows that name another one (`against`) are compared with it seed by seed: a seed
-fixes the order of the text for both, so what the order does to both drops out; the two are not told apart when zero is
-within the difference's 95 % interval of Student's t.
+Pages show a row under its first loss, distillation for all but the float model: cross entropy learns the text too, so
+only rows of one loss can be compared, and `losses.py` compares the losses. Spread is the standard deviation over seeds.
+Recovered is (PTQ - QAT) / (PTQ - float) in log perplexity, mean and spread over seeds. Rows that name another one
+(`against`) are compared with it seed by seed: a seed fixes the order of the text for both, so what the order does to
+both drops out; the two are not told apart when zero is within the difference's 95 % interval of Student's t.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from experiments.verdicts import COLUMNS, Verdict, verdicts
 
 Found = Mapping[Run, Mapping[str, Any]]
 KINDS = {"dense": "Llama", "moe": "Mixtral"}  # of models
+HOW = {"kl": "distillation", "ce": "cross entropy"}  # a loss in words
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,43 @@ def _seeds(found: Found, of: Run) -> dict[int, Mapping[str, Any]]:
     return {run.seed: found[run] for run in sorted(found, key=lambda run: run.seed) if replace(run, seed=of.seed) == of}
 
 
-def preferred(made: Sequence[Line]) -> dict[str, str]:
-    """The loss of each trained row that is published: the one with the lower mean loss on validation pages. A loss that
-    has fewer seeds than another is not chosen.
-    """
-    chosen: dict[str, Line] = {}
-    for line in (x for x in made if x.runs):
-        before = chosen.setdefault(line.row.name, line)
-        mine, other = line.validation(), before.validation()
-        if (-len(mine), mean(mine.values())) < (-len(other), mean(other.values())):
-            chosen[line.row.name] = line
-    return {name: line.loss for name, line in chosen.items()}
+def shown_losses(made: Sequence[Line]) -> dict[str, str]:
+    """The loss under which pages show each trained row: the first of the row's that was run."""
+    shown: dict[str, str] = {}
+    for line in made:  # in the order of a row's losses
+        if line.runs:
+            shown.setdefault(line.row.name, line.loss)
+    return shown
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of log perplexities, paired by seed. reach: half the 95 % interval of Student's t; NaN of one seed."""
+
+    mean: float
+    reach: float
+    seeds: int
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether zero lies outside the interval."""
+        return abs(self.mean) > self.reach
+
+    def __str__(self) -> str:
+        if self.seeds == 1:
+            return f"{self.mean:+.4f} (one seed)"
+        verdict = ("better" if self.mean < 0 else "worse") if self.told_apart else "not told apart"
+        return f"{self.mean:+.4f} ± {self.reach:.4f}, {self.seeds} seeds: {verdict}"
+
+
+def difference(mine: Mapping[int, float], other: Mapping[int, float]) -> Difference | None:
+    """Of perplexities by seed, over the seeds that both have; None where there is none."""
+    pairs = [math.log(mine[seed] / other[seed]) for seed in sorted(mine.keys() & other.keys())]
+    if not pairs:
+        return None
+    error = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
+    reach = float(student_t.ppf(0.975, len(pairs) - 1)) * error if len(pairs) > 1 else math.nan
+    return Difference(mean(pairs), reach, len(pairs))
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -127,17 +154,6 @@ def spread(values: Sequence[float], form: str) -> str:
         return ""
     error = f" ± {stdev(values):{form}}" if len(values) > 1 else ""
     return f"{mean(values):{form}}{error}"
-
-
-def difference(mine: Mapping[int, float], other: Mapping[int, float]) -> str:
-    """Of log perplexities, paired by seed, with the verdict of Student's t at 95 %."""
-    pairs = [math.log(mine[s] / other[s]) for s in sorted(mine.keys() & other.keys())]
-    if len(pairs) < 2:
-        return "" if not pairs else f"{pairs[0]:+.4f} (one seed)"
-    error = stdev(pairs) / math.sqrt(len(pairs))
-    reach = float(student_t.ppf(0.975, len(pairs) - 1)) * error
-    verdict = "not told apart" if abs(mean(pairs)) <= reach else ("better" if mean(pairs) < 0 else "worse")
-    return f"{mean(pairs):+.4f} ± {reach:.4f}, {len(pairs)} seeds: {verdict}"
 
 
 def broken(rows: Mapping[str, Row], found: Found) -> list[str]:
@@ -155,7 +171,9 @@ def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]
     """One row of results.csv and results.md, by head."""
     bits = [run["weight_bits"] for run in line.runs.values() if "weight_bits" in run]
     verdicts = {verdict.column: verdict.said for verdict in line.verdicts()}
-    other = [x for x in all_lines if x.row.name == line.row.against and x.loss == line.loss]
+    beside = [x for x in all_lines if x.row.name == line.row.against and x.loss == line.loss]
+    on_test = difference(line.perplexities, beside[0].perplexities) if beside else None
+    on_validation = difference(line.validation(), beside[0].validation()) if beside else None
     cost = cost_of(found, line.row.name, float_run(line.row).row)
     return {
         "row": line.row.name,
@@ -167,10 +185,8 @@ def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]
         "PTQ": "" if line.ptq is None else f"{line.ptq:.3f}",
         "QAT": spread(list(line.perplexities.values()), ".3f"),
         "recovered %": spread([100 * share for share in line.recovered()], ".1f"),
-        "log perplexity less the other's": f"{line.row.against}: {difference(line.perplexities, other[0].perplexities)}"
-        if other and other[0].perplexities and line.perplexities
-        else "",
-        "validation, log less the other's": difference(line.validation(), other[0].validation()) if other else "",
+        "log perplexity less the other's": "" if on_test is None else f"{line.row.against}: {on_test}",
+        "validation, log less the other's": "" if on_validation is None else str(on_validation),
         **{column: verdicts.get(column, "") for column in COLUMNS},
         "train tokens/s over bf16's": cost.training,
         "peak memory over bf16's": cost.memory,
@@ -179,16 +195,16 @@ def cells(line: Line, all_lines: Sequence[Line], found: Found) -> dict[str, Any]
     }
 
 
-def numbers(line: Line, published: Mapping[str, str]) -> dict[str, Any]:
+def numbers(line: Line, shown: Mapping[str, str]) -> dict[str, Any]:
     """The columns of results.csv that pages and figures are made from; results.md has mean and spread in one cell.
 
-    published: the loss of each row, as `preferred` returns it.
+    shown: as `shown_losses` returns it.
     """
     qat, shares = list(line.perplexities.values()), [100 * share for share in line.recovered()]
     bits = [run["weight_bits"] for run in line.runs.values() if "weight_bits" in run]
     columns: dict[str, Any] = {"row": line.row.name, "kind": line.row.kind, "recipe": line.row.recipe}
     columns |= {"headline": line.row.headline, "against": line.row.against, "loss": line.loss, "rate": line.rate}
-    columns |= {"rate at an end": line.at_end, "published": published.get(line.row.name) == line.loss}
+    columns |= {"rate at an end": line.at_end, "published": shown.get(line.row.name) == line.loss}
     columns |= {"plain": plain(line.row), "seeds": len(qat), "as prepared": line.as_prepared}
     columns |= {"bits": bits[-1] if bits else "", "float": line.float_model, "PTQ": line.ptq}
     for name, values in (("QAT", qat), ("recovered %", shares)):
@@ -201,21 +217,21 @@ def write(out: Path, rows: Mapping[str, Row], found: Found, facts: Mapping[str, 
     from tabulate import tabulate
 
     made = lines(rows, found)
-    published = preferred(made)
+    losses = shown_losses(made)
     table = [cells(line, made, found) for line in made]
     if not table:
         return "nothing is scored yet"
     with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys([*numbers(made[0], published), *table[0]])))
+        writer = csv.DictWriter(file, list(dict.fromkeys([*numbers(made[0], losses), *table[0]])))
         writer.writeheader()
-        writer.writerows({**shown, **numbers(line, published)} for shown, line in zip(table, made, strict=True))
+        writer.writerows({**shown, **numbers(line, losses)} for shown, line in zip(table, made, strict=True))
     shown = [key for key in table[0] if any(r[key] != "" for r in table)]
     body = tabulate([[r[key] for key in shown] for r in table], shown, tablefmt="github", disable_numparse=True)
     head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
     abouts = "\n".join(f"- `{row.name}`: {row.about}" for row in rows.values() if any(x.row is row for x in made))
     (out / "results.md").write_text(f"# Experiments\n\n{head}\n\n{body}\n\n{abouts}\n", encoding="utf-8")
     write_measured(out / "measured.csv", made, facts)
-    plot(out, made, published)
+    plot(out, made, losses)
     return body
 
 
@@ -225,36 +241,24 @@ def plain(row: Row, model: str = "dense") -> bool:
 
 
 def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -> None:
-    """What `aoquant recipes --for` and docs/choosing.md read: plain rows, each under the loss that validation chose.
+    """What `aoquant recipes --for` and docs/choosing.md read: plain rows under the loss that pages show.
 
     Of the dense model, or of the model of experts where it is alone.
     """
-    published, model = preferred(made), "dense" if "dense tokens a run" in facts else "moe"
-    shown = [x for x in made if plain(x.row, model) and published.get(x.row.name) == x.loss and x.ptq is not None]
+    losses, model = shown_losses(made), "dense" if "dense tokens a run" in facts else "moe"
+    shown = [x for x in made if plain(x.row, model) and losses.get(x.row.name) == x.loss and x.ptq is not None]
     size, tokens = facts.get(f"{model} parameters"), facts[f"{model} tokens a run"] / 1e6
     known = f" with {size / 1e6:.1f} M parameters" if size else ""
+    by = " or ".join(sorted({HOW[line.loss] for line in shown}, reverse=True))
     words = (
-        f"Word perplexity by lm-eval's wikitext of a {KINDS[model]}{known}; QAT {by(made, shown)}, "
+        f"Word perplexity by lm-eval's wikitext of a {KINDS[model]}{known}; QAT by {by}, "
         f"{tokens:.1f} M tokens, mean over seeds. {facts['device']}, {str(facts['date'])[:10]}."
     )
     with path.open("w", newline="", encoding="utf-8") as file:
         file.write(f"# {words}\n")
-        writer = csv.writer(file)
-        writer.writerow(["recipe", "bits", "float", "ptq", "qat", "seeds", "loss"])
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["recipe", "bits", "float", "ptq", "qat", "seeds"])
         for line in shown:
             scores = list(line.perplexities.values())
             numbers = (line.runs[max(line.runs)]["weight_bits"], line.float_model, line.ptq, mean(scores))
-            writer.writerow([line.row.recipe, *(f"{n:.3f}" for n in numbers), len(scores), line.loss])
-
-
-def by(made: Sequence[Line], shown: Sequence[Line]) -> str:
-    """How the lines that are shown were trained, in words."""
-    names = {x.row.name for x in shown}
-    if not any(x.loss == "ce" and x.runs for x in made if x.row.name in names):
-        return "by distillation (cross entropy was not run)"
-    ce = [x.row.name for x in shown if x.loss == "ce"]
-    if not ce:
-        seeds = {x.row.name: len(x.runs) for x in shown}
-        fewer = any(x.loss == "ce" and 0 < len(x.runs) < seeds[x.row.name] for x in made if x.row.name in seeds)
-        return f"by distillation (cross entropy {'has fewer seeds' if fewer else 'was chosen for no row'})"
-    return f"by distillation or cross entropy as validation pages chose (the latter for {', '.join(ce)})"
+            writer.writerow([line.row.recipe, *(f"{n:.3f}" for n in numbers), len(scores)])

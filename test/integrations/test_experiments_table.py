@@ -63,8 +63,10 @@ def test_rates_are_chosen_on_validation_pages_and_shares_are_of_log_perplexity(m
     assert records.chosen_rate(found, "a", "ce", (1e-3, 3e-3)) is None
     assert records.chosen_rate({}, "a", "kl", (3e-4,)) == 3e-4  # a single one is not searched
     # pairs: the common factor of a seed drops out
-    assert table.difference({0: 11.0, 1: 22.0, 2: 5.51}, {0: 10.0, 1: 20.0, 2: 5.0}).endswith("3 seeds: worse")
-    assert table.difference({0: 11.0, 1: 18.0}, {0: 10.0, 1: 20.0}).endswith("2 seeds: not told apart")
+    assert str(table.difference({0: 11.0, 1: 22.0, 2: 5.51}, {0: 10.0, 1: 20.0, 2: 5.0})).endswith("3 seeds: worse")
+    assert str(table.difference({0: 11.0, 1: 18.0}, {0: 10.0, 1: 20.0})).endswith("2 seeds: not told apart")
+    assert str(table.difference({0: 10.0, 1: 9.0}, {0: 10.0})) == "+0.0000 (one seed)"
+    assert table.difference({0: 10.0}, {1: 10.0}) is None
 
 
 def test_the_search_for_a_rate_goes_on_while_the_best_lies_at_an_end(modules: ModuleType) -> None:
@@ -114,45 +116,48 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
             note = {"as_prepared": "Requires a kernel"} if row.kind == "torchao" else {}
             found[records.Run(row.name, "qat", "kl", 3e-4, seed)] = {**result, "weight_bits": 4.25, **note}
     out.mkdir()
-    (out / "runs.jsonl").write_text("")
     cost = [
         line("bf16", "cost", train_tokens_s=200.0, peak_bytes=1000), line("bf16", "generate", tokens_s=9, bf16_tokens_s=9),
         line("int4-g128", "cost", train_tokens_s=190.0, peak_bytes=1010),
         line("int4-g128", "generate", tokens_s=12.0, bf16_tokens_s=10.0, model_bytes=17_000_000),
         line("int4-g128", "cost", train_tokens_s=1.0, peak_bytes=1),  # the first line counts
     ]  # fmt: skip
-    (root / "benchmarks/results/experiments_second_runs.jsonl").write_text("\n".join(cost))
+    (out / "runs.jsonl").write_text("\n".join(cost))
     before = (root / "README.md").read_text(encoding="utf-8")
     table.write(out, {"bf16": every["bf16"]}, found, facts)
     with pytest.raises(ValueError, match="no headline row"):
-        publish.publish(out, root)
+        publish.publish(out, root=root)
     assert (root / "README.md").read_text(encoding="utf-8") == before
     table.write(out, kept, found, facts)
-    publish.publish(out, root)
+    publish.publish(out, root=root)
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert (
-        "| `int4-g128` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 2 | 57.50 ± 0.71 † | 58.5 ± 3.7 † | 2 "
+        "| `int4-g128` | 4.25 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 57.50 ± 0.71 † | 58.5 ± 3.7 † "
         "| 0.95 | 1.01 | 17.0 | 1.20 |" in readme
     )
-    assert "† PTQ and QAT are scores of torchao's prepared model" in (said := readme.replace("\n", " "))
+    assert "mean over 2 seeds, 2 of torchao's." in (said := readme.replace("\n", " ")) and "Float: 50.00." in said
+    assert "† PTQ and QAT are scores of torchao's prepared model" in said
     assert '("Requires a kernel")' in said and "converted by its own" not in said
     assert "20.0 M parameters" in readme and "a GPU, 2026-01-02" in readme and "experiments.md" in readme
     assert "nvfp4-average" not in readme and readme.count("docs/figures/bits.svg") == 1
     assert len(readme.splitlines()) <= 130 and max(map(len, readme.splitlines())) < 400
     numbers = choosing.measured(root / "aoquant" / "tools" / "measured.csv")
     # no trick's, no torchao's
-    assert {name: m.qat for name, m in numbers.items() if m.model == "first"} == {"nvfp4": 55.5, "int4-g128": 53.5}
-    assert numbers["vllm-fp8"] == choosing.measured()["vllm-fp8"]  # the second model's stay
+    assert {name: m.qat for name, m in numbers.items()} == {"nvfp4": 55.5, "int4-g128": 53.5}
     page = (root / "docs" / "choosing.md").read_text(encoding="utf-8")
     assert choosing.markdown(numbers) in page and "| 4.25 | 1.400 | 1.070 | 2 |" in page
     figure = (root / "docs" / "figures" / "bits.svg").read_text(encoding="utf-8")
     assert 'class="hollow"' in figure and "scored as prepared" in figure
     assert ">int4-g128<" in figure and ">53.5<" in figure and ">4.25<" in figure
-    publish.publish(out, root)
+    page = (root / "docs" / "experiments.md").read_text(encoding="utf-8")
+    assert "| `int4-g128` | 4.25 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 2 | 57.50 ± 0.71 † | 58.5 ± 3.7 † | 2 |" in page
+    assert "| `int4-g128` | 0.95 | 1.01 | 17.0 | 1.20 |" in page and page.count("## Stopping and going on") == 1
+    assert "`bf16` |" not in page.partition("<!-- costs -->")[2].partition("<!-- end of costs -->")[0]
+    publish.publish(out, root=root)
     assert (root / "README.md").read_text(encoding="utf-8") == readme  # a second time changes nothing
 
 
-def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Path) -> None:
+def test_an_earlier_model_changes_no_page_but_for_its_runs(modules: ModuleType, tmp_path: Path) -> None:
     records, table, rows, publish = (
         importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
     )
@@ -160,45 +165,31 @@ def test_a_second_model_has_a_table_of_its_own(modules: ModuleType, tmp_path: Pa
     model, results, page = tmp_path / "run" / "model", root / "benchmarks" / "results", root / "docs" / "experiments.md"
     for folder in (out, model, results):
         folder.mkdir(parents=True)
-    copied(root, "docs/experiments.md", "docs/choosing.md", "aoquant/tools/measured.csv")
+    kept = ("README.md", "docs/choosing.md", "aoquant/tools/measured.csv")
+    copied(root, "docs/experiments.md", *kept)
     found = {records.Run("bf16", "float"): {"word_perplexity": 50.0}}
-    kept = {name: every[name] for name in ("bf16", "mxfp4", "torchao-mxfp4", "quartet", "vllm-fp8")}
-    for row in list(kept.values())[1:]:
-        found[records.Run(row.name, "ptq")] = {"word_perplexity": 70.0}
-        for seed in range(2):
-            qat = {"mxfp4": 53.0}.get(row.name, 55.0) + seed
-            result = {"validation_loss": 1.0, "word_perplexity": qat, "prepared_word_perplexity": qat}
-            found[records.Run(row.name, "qat", "kl", 3e-4, seed)] = {**result, "weight_bits": 4.25}
-    table.write(
-        out, kept, found, {"device": "a GPU", "date": "2026", "dense parameters": 2e7, "dense tokens a run": 1e7}
-    )
-    copied(root, "README.md", "benchmarks/results/experiments.csv")
-    cost = [line("bf16", "cost", peak_bytes=1000), line("mxfp4", "cost", peak_bytes=900)]
-    (out / "runs.jsonl").write_text("\n".join(cost))
-    for wrong in (None, model):
-        with pytest.raises(ValueError, match=r"train_log\.json beside it"):
-            publish.publish_other(out, wrong, publish.OTHERS["second"], root)
+    shown = {name: every[name] for name in ("bf16", "mxfp4")}
+    found[records.Run("mxfp4", "ptq")] = {"word_perplexity": 70.0}
+    result = {"validation_loss": 1.0, "word_perplexity": 53.0, "prepared_word_perplexity": 53.0, "weight_bits": 4.25}
+    found[records.Run("mxfp4", "qat", "kl", 3e-4)] = result
+    facts = {"device": "a GPU", "date": "2026", "dense parameters": 2e7, "dense tokens a run": 1e7}
+    table.write(out, shown, found, facts)
+    (out / "runs.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"--model must be .* train_log\.json beside it"):
+        publish.publish(out, "earlier", model, root)
+    assert not [*results.iterdir()]
     (model.parent / "train_log.json").write_text('{"date": "2026", "losses": [1.0]}')
     (model.parent / "loss.csv").write_text("step\n")
-    publish.publish_other(out, model, publish.OTHERS["second"], root)
-    names = {path.name for path in results.iterdir()}
-    runs = {f"experiments_second{end}" for end in (".csv", ".md", "_runs.jsonl")}
-    others = {"pretrain_llama_second.json", "pretrain_llama_second_loss.csv", "experiments.csv"}
-    assert names == runs | others  # nothing else of the first's
-    assert "losses" not in (results / "pretrain_llama_second.json").read_text()
-    said = page.read_text(encoding="utf-8")
-    assert "| `mxfp4` | 4.25 | 50.00 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 2 | 55.50 ± 0.71 |" in said
-    assert "| -0.0367 ± 0.0043, 2 seeds: better |" in said and "| `quartet` | 4.25 |" in said
-    measured = choosing.measured(file := root / "aoquant" / "tools" / "measured.csv")
-    assert {name: m.qat for name, m in measured.items() if m.model == "second"} == {"quartet": 55.5, "vllm-fp8": 55.5}
-    assert measured["mxfp4"] == choosing.measured()["mxfp4"]  # the first model's
-    assert "second: Word perplexity by lm-eval's wikitext of a Llama with 20.0 M" in choosing.source(file)
-    assert "| `mxfp4` | | 0.90 | | |" in said and "`bf16` |" not in said.partition("<!-- costs -->")[2]
-    mxfp4 = next(
-        row for row in (root / "README.md").read_text(encoding="utf-8").splitlines() if row.startswith("| `mxfp4` |")
-    )
-    assert mxfp4.endswith("| | 0.90 | | |")
-    assert "No row of it" not in said and said.count("## Stopping and going on") == 1
+    publish.publish(out, "earlier", model, root)
+    runs = {f"experiments_earlier{end}" for end in (".csv", ".md", "_runs.jsonl")}
+    logs = {"pretrain_llama_earlier.json", "pretrain_llama_earlier_loss.csv"}
+    assert {path.name for path in results.iterdir()} == runs | logs
+    assert "losses" not in (results / "pretrain_llama_earlier.json").read_text()
+    assert all((root / name).read_bytes() == (ROOT / name).read_bytes() for name in kept)
+    said, before = (path.read_text(encoding="utf-8") for path in (page, ROOT / "docs" / "experiments.md"))
+    for mark in ("all rows", "costs", "losses", "experts"):
+        ends = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
+        assert len({text.partition(ends[0])[2].partition(ends[1])[0] for text in (said, before)}) == 1, mark
     assert ", given |" in (out / "results.md").read_text(encoding="utf-8")
 
 
@@ -223,16 +214,15 @@ def test_a_model_of_experts_alone_has_a_table(modules: ModuleType, tmp_path: Pat
     found |= {run("moe-int4-g32-experts", "qat", "kl", 3e-4): qat, run("bf16-moe", "qat", "ce", 1e-5): qat}
     facts = {"device": "a GPU", "date": "2026", "moe parameters": 2e7, "moe tokens a run": 1e7}
     table.write(out, kept, found, facts)
-    publish.publish_other(out, model, publish.OTHERS["moe"], root)
+    publish.publish(out, "moe", model, root)
     assert {path.name for path in results.glob("experiments*")} == {
         f"experiments_moe{e}" for e in (".csv", ".md", "_runs.jsonl")
     }
     said = page.read_text(encoding="utf-8")
-    assert "| `moe-int4-g32-experts` | 5.25 | 50.00 | 70.00 | 53.00 | 82.7 | 1 |\n\n" in said  # no column of torchao's
-    assert ",moe" not in (root / "aoquant" / "tools" / "measured.csv").read_text(
-        encoding="utf-8"
-    )  # no choice of experts
-    assert "a Mixtral with 20.0 M parameters" in (words := said.replace("\n", " ")) and "same tokens: 53.00." in words
+    assert "| `moe-int4-g32-experts` | 5.25 | 70.00 | 53.00 | 82.7 | 1 |\n\n" in said  # no column of torchao's
+    file = "aoquant/tools/measured.csv"
+    assert (root / file).read_bytes() == (ROOT / file).read_bytes()  # no choice of experts
+    assert "a Mixtral with 20.0 M parameters" in (words := said.replace("\n", " ")) and "same tokens 53.00." in words
 
 
 def test_the_rates_of_a_table_are_taken_without_a_search(modules: ModuleType, tmp_path: Path) -> None:
@@ -242,8 +232,8 @@ def test_the_rates_of_a_table_are_taken_without_a_search(modules: ModuleType, tm
     facts = {"device": "a GPU", "date": "2026", "dense parameters": 2e7, "dense tokens a run": 1e7}
     table.write(tmp_path, {"a": row}, found, facts)
     taken = rows.at_rates_of(tmp_path / "results.csv", {"a": row, "b": other})
-    assert taken["b"] == other and (taken["a"].losses, taken["a"].learning_rates) == (("ce",), (1e-3,))
-    assert records.next_rate({}, taken["a"].rates("ce")) is None  # no search
+    assert taken["b"] == other and (taken["a"].losses, taken["a"].learning_rates) == (("kl",), (1e-3,))
+    assert records.next_rate({}, taken["a"].rates("kl")) is None  # no search
     # runs without a search are a line, also where the table is made without --rates
     kept = {run: result for run, result in found.items() if run.stage != "search"}
     assert [(x.loss, x.rate, x.given, x.at_end) for x in table.lines({"a": row}, kept)] == [
@@ -296,21 +286,25 @@ def test_checks_stand_beside_the_run_that_they_are_of(modules: ModuleType) -> No
     assert [v.column for v in ce.verdicts()] == ["before and after convert"]
 
 
-def test_validation_pages_choose_the_loss_that_is_published(modules: ModuleType) -> None:
+def test_pages_show_a_row_under_its_first_loss(modules: ModuleType, tmp_path: Path) -> None:
+    """Whatever validation pages say of the other, and however many seeds it has."""
     records, table, rows = (importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows"))
     row = rows.Row("a", "", "aoquant", "mxfp4", learning_rates=(*SEARCH,))
     better = {rate: loss - 0.5 for rate, loss in SEARCH.items()}
+    facts = {"device": "a GPU", "date": "2026", "dense tokens a run": 1e7}
     for losses, loss, words in (
-        ({"kl": SEARCH}, "kl", "by distillation (cross entropy was not run)"),
-        ({"kl": SEARCH, "ce": better}, "ce", "the latter for a)"),
-        ({"kl": better, "ce": SEARCH}, "kl", "(cross entropy was chosen for no row)"),
+        ({"kl": SEARCH}, "kl", "QAT by distillation, 10.0 M"),
+        ({"kl": SEARCH, "ce": better}, "kl", "QAT by distillation, 10.0 M"),
+        ({"ce": SEARCH}, "ce", "QAT by cross entropy, 10.0 M"),
     ):
-        made = table.lines({"a": row}, results(records, losses))
-        assert table.preferred(made) == {"a": loss}
-        assert words in table.by(made, [line for line in made if line.loss == loss])
-    found = results(records, {"kl": SEARCH, "ce": better})
-    del found[records.Run("a", "qat", "ce", 1e-3, 1)]
-    assert table.preferred(table.lines({"a": row}, found)) == {"a": "kl"}  # the better loss has one seed, this one two
+        found = results(records, losses)
+        found[records.Run("a", "ptq")] = {"word_perplexity": 70.0}
+        made = table.lines({"a": row}, found)
+        assert table.shown_losses(made) == {"a": loss}
+        for run in found:
+            found[run].setdefault("weight_bits", 4.25)
+        table.write_measured(tmp_path / "measured.csv", made, facts)
+        assert words in (tmp_path / "measured.csv").read_text(encoding="utf-8")
 
 
 def test_a_rate_at_an_end_is_marked_and_its_runs_stay(modules: ModuleType) -> None:
