@@ -37,7 +37,7 @@ def parts(mix: Path, small: Path, wikitext: Path) -> dict[str, list[str]]:
     return {
         "train_mix_rest": [document for document in documents if document not in of_small],
         "wikitext2_train": training,
-        "wikitext2_validation": [page.strip() for page in _detokenised(wikitext / "validation.jsonl")],
+        "wikitext2_validation": _detokenised(wikitext / "validation.jsonl"),
     }
 
 

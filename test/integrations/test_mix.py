@@ -39,7 +39,7 @@ def test_the_parts_of_a_mix_are_in_its_order(modules: ModuleType, tmp_path: Path
     assert found == {
         "train_mix_rest.txt.xz": ["third.\n", "second.\n"],
         "wikitext2_train.txt.xz": [DOCUMENTS[2]],
-        "wikitext2_validation.txt.xz": [PLAIN.strip()],
+        "wikitext2_validation.txt.xz": [PLAIN],
     }
     with lzma.open(tmp_path / "out" / "train_mix_rest.txt.xz", "rt", encoding="utf-8") as file:
         assert file.read() == "third.\n\n<|endoftext|>\nsecond.\n"
