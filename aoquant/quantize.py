@@ -36,7 +36,7 @@ from aoquant._warning import AoquantWarning
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path
-from aoquant.layers.packed import adopt, name_families
+from aoquant.layers.packed import adopt, name_parents
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
@@ -117,7 +117,7 @@ def quantize_(
     _remember(planned)
     _warn_of_kernels(planned, device)
     fast_path.sync(model)
-    name_families(model)
+    name_parents(model)
     kinds = {s.kind for s in planned.steps} | {s.kind for s in planned.experts}
     direct_reads.watch(model, new)
     if kinds != {"convert"} and problem is not None:

@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.recipe import LinearRecipe
-from aoquant.layers.shared_operands import Family, shared
+from aoquant.layers.shared_operands import Parent, shared
 from aoquant.ops import codec, gemm_request, input_error, reads, router
 from aoquant.ops.gemm import one_call
 
@@ -43,14 +43,14 @@ Step = Callable[[Tensor, Tensor | None], Tensor]
 class BoundWeight:
     """How one packed weight (N, K) of `dtype` is multiplied, by the number of rows of x.
 
-    ordinary: whether its kernel takes inputs of `dtype`, and it holds values. family: the layers that it shares encoded
-    inputs with. readers: the layers that hold views of its parts.
+    ordinary: whether its kernel takes inputs of `dtype`, and it holds values. parent: of the layers that it shares
+    encoded inputs with. readers: the layers that hold views of its parts.
     """
 
     # fmt: off
     __slots__ = (
         "_device", "_dtype", "_generation", "_given", "_k", "_n", "_recipe", "_steps", "_w",
-        "family", "ordinary", "readers",
+        "ordinary", "parent", "readers",
     )
     # fmt: on
 
@@ -62,7 +62,7 @@ class BoundWeight:
         self._given = Given(recipe.key, w, None if matrix is None else Scales(transform=matrix))
         self._steps: dict[int, Step] = {}
         self._generation = router.generation()
-        self.family: Family | None = None
+        self.parent: Parent | None = None
         self.readers: WeakSet[Any] = WeakSet()
 
     def end(self) -> None:
@@ -157,13 +157,13 @@ class BoundWeight:
         def operands(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
             how = partial(codec.encode_with_values, x_as, x.reshape(m, k), dtype, operand=True)
-            made = shared(x, (x_as.name, dtype), id(self), self.family, how)
+            made = shared(x, (x_as.name, dtype), id(self), self.parent, how)
             return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
 
         def codes(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
             how = partial(codec.encode, x_as, x.reshape(m, k))
-            made = shared(x, (x_as.name, "codes"), id(self), self.family, how)
+            made = shared(x, (x_as.name, "codes"), id(self), self.parent, how)
             return bound(made.codes, made.scale, bias).view(*x.shape[:-1], -1)
 
         if x_as is None:

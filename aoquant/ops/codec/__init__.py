@@ -14,7 +14,7 @@
     sides     x -> codes of x, and codes of x^T, in a square format: both in one pass over x
 
 A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
-time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's, and
+time on a CPU (`tiles.py`); `triton_kernels.py` says which Triton kernels there are, `cuda.py` which of csrc's, and
 `cpu.py` which of csrc/cpu's. A forced backend rules the roles that it has; the others choose freely.
 """
 
