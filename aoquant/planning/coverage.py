@@ -177,8 +177,8 @@ def coverage(model: nn.Module) -> Coverage:
 
 def after(model: nn.Module, plan: Plan) -> Coverage:
     """The coverage that a model will have once `plan` is carried out."""
-    formats: dict[Hashable, str] = {identity(s.module.weight): s.target.recipe.fprop_weight.name for s in plan.steps}
-    formats |= {identity(s.weight): s.target.recipe.fprop_weight.name for s in plan.experts}
+    formats: dict[Hashable, str] = {identity(c.module.weight): c.target.recipe.fprop_weight.name for c in plan.layers}
+    formats |= {identity(c.weight): c.target.recipe.fprop_weight.name for c in plan.experts}
     skipped = {id(c.layer): plan.skipped[c.fqn] for c in plan.choice.layers if c.fqn in plan.skipped}
     return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped, plan.choice.missed)
 
