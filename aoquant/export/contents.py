@@ -1,4 +1,4 @@
-"""The plan of an export: every file and tensor is decided for the whole model before anything is written.
+"""The contents of an export: every tensor is decided for the whole model before anything is written.
 
 Every quantised layer is asked for its scheme with its codes left on meta. Layers that the target cannot hold are in one
 error, each of the first ten with the reason and the nearest format that would. `skip` leaves layers in the model's
@@ -27,8 +27,10 @@ SHOWN = 10  # layers that an error lists
 
 
 @dataclass(frozen=True)
-class Plan:
-    """layers: packed ones, by module, as they will be stored, codes on meta. floats: weights that are written as
+class Contents:
+    """What an export holds.
+
+    layers: packed ones, by module, as they will be stored, codes on meta. floats: weights that are written as
     values, by name.
     """
 
@@ -36,8 +38,8 @@ class Plan:
     floats: dict[str, Weight]
 
 
-def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan:
-    """Ask the target for every quantised layer.
+def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) -> Contents:
+    """Ask the target for every quantised layer, and take the others as floats.
 
     Raises:
         ValueError: listing the layers that do not fit, or a name in `skip` that is no quantised layer's.
@@ -92,7 +94,7 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
             stacklevel=3,
         )
     floats = {name: w for name, w in source.weights.items() if w.module not in layers}
-    return Plan(layers, floats)
+    return Contents(layers, floats)
 
 
 def values(weight: Weight) -> Tensor:
