@@ -44,7 +44,7 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
     Raises:
         ValueError: listing the layers that do not fit, or a name in `skip` that is no quantised layer's.
     """
-    quantised = {w.module: w for w in source.weights.values() if w.kind != "Tensor"}
+    quantised = {w.module: w for w in source.weights.values() if w.tensor_class != "Tensor"}
     left = _matching(skip, quantised)
     embeddings = source.embeddings()
     layers: dict[str, Stored] = {}
@@ -55,14 +55,14 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
         if module in left:
             continue
         try:
-            if weight.kind == "PackedExperts":
+            if weight.tensor_class == "PackedExperts":
                 raise Unfit(
                     f"its experts are one tensor in float checkpoints too, and {target} holds each expert's matrices",
                     "save it with aoquant.save_pretrained",
                 )
-            if weight.kind != "PackedTensor":
+            if weight.tensor_class != "PackedTensor":
                 raise Unfit(
-                    f"it is torchao's {weight.kind}",
+                    f"it is torchao's {weight.tensor_class}",
                     "train with a config of aoquant's, such as IntxWeightConfig(4, 128)",
                 )
             if module in embeddings:
@@ -100,7 +100,7 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
 def values(weight: Weight) -> Tensor:
     """A weight that is written as values: a skipped layer's are what its GEMM multiplies by."""
     tensor = weight.read(True)
-    return tensor.dequantize() if weight.kind != "Tensor" else tensor
+    return tensor.dequantize() if weight.tensor_class != "Tensor" else tensor
 
 
 def _matching(skip: Sequence[str], quantised: dict[str, Weight]) -> set[str]:

@@ -130,7 +130,7 @@ def _architecture(source: Source) -> Architecture:
     try:
         return gguf_arch.find(source.config)
     except ValueError as error:
-        others = takers(source, [w for w in source.weights.values() if w.kind != "Tensor"], "gguf")
+        others = takers(source, [w for w in source.weights.values() if w.tensor_class != "Tensor"], "gguf")
         raise ValueError(f"{error}{advice(others)}") from None
 
 

@@ -301,13 +301,13 @@ def _state(
 
 
 def _why_unsupported(module: nn.Module, fqn: str, tensor: Tensor) -> str:
-    kind = type(module).__name__
+    cls = type(module).__name__
     if isinstance(module, _CONVOLUTIONS):
-        return f"{kind} is a convolution"
-    named = "expert" in kind.lower()  # DBRX's are stacked into two dimensions
-    if named or (tensor.dim() > 2 and re.search("expert|moe", f"{fqn} {kind}", re.IGNORECASE)):
+        return f"{cls} is a convolution"
+    named = "expert" in cls.lower()  # DBRX's are stacked into two dimensions
+    if named or (tensor.dim() > 2 and re.search("expert|moe", f"{fqn} {cls}", re.IGNORECASE)):
         return why_unsupported(module)
-    return f"a parameter of {kind}, and only weights of nn.Linear, nn.Embedding and Conv1D are quantised"
+    return f"a parameter of {cls}, and only weights of nn.Linear, nn.Embedding and Conv1D are quantised"
 
 
 def _is_adapter(model: nn.Module, fqn: str) -> bool:

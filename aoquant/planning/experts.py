@@ -103,8 +103,8 @@ def with_own_scales(target: Target) -> Target:
 def why_unsupported(module: nn.Module) -> str:
     """Why the stacked parameters of a module are not quantised."""
     missing = ", ".join(lacks(module)) or "3-D parameters"
-    kind = type(module).__name__
-    return f"experts stacked into one parameter of {kind}, whose class lacks what transformers' experts protocol has: {missing}"
+    name = type(module).__name__
+    return f"experts stacked into one parameter of {name}, whose class lacks what transformers' experts protocol has: {missing}"
 
 
 def apply(change: StackChange, device: torch.device | str | None = None) -> None:
