@@ -205,10 +205,10 @@ def _is_taken(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
 
 
 def _static(part: Tensor) -> Tensor:
-    """A view with a static address, so that a CUDA graph does not copy it, and with static sizes, or a model that is
-    compiled after one of another format would get symbols for them, as inputs of its graph.
+    """A view whose address and sizes a compiler takes as constants.
 
-    guard=False: a guard on the address would compile each layer apart.
+    The address: a CUDA graph then does not copy the view. Without guard=False each layer would be compiled apart.
+    The sizes: a model that is compiled after one of another format would get symbols for them, as inputs of its graph.
     """
     view = part.detach()
     torch._dynamo.mark_static(view)
