@@ -48,10 +48,11 @@ class ChosenLayer(NamedTuple):
 class Choice:
     """The layers that a config and a filter choose in a model.
 
-    left_alone: names and classes of chosen layers that are subclasses of a layer that is supported. left_out: ids of
-    modules without support that the filter or the names do not pick. picked: ids of those that they do. stacks: stacked
-    experts, parameter by parameter. missed: ids of stacked experts that a recipe for all experts does not find, because
-    they go by another name.
+    left_alone: names and classes of chosen layers that are subclasses of a layer that is supported.
+    left_out: ids of modules without support that the filter or the names do not pick.
+    picked: ids of modules without support that they pick.
+    stacks: stacked experts, parameter by parameter.
+    missed: ids of stacked experts that a recipe for all experts does not find, because they go by another name.
     """
 
     layers: list[ChosenLayer] = field(default_factory=list)

@@ -193,9 +193,9 @@ def inventory(
 ) -> Coverage:
     """The coverage of a model, as it will be after a plan.
 
-    planned: format by the identity of each weight that will be quantised. left_out: ids of modules that the user
-    chose to leave out. picked: ids of modules without support that the user chose. skipped: by the id of each layer
-    that cannot take its config, why. missed: ids of stacked experts that a recipe for all experts does not find.
+    planned: format by the identity of each weight that will be quantised.
+    left_out, picked, missed: as `Choice` has them.
+    skipped: by the id of each layer that cannot take its config, why.
     """
     planned, skipped = planned or {}, skipped or {}
     users: dict[Hashable, list[Owner]] = {}
