@@ -1,4 +1,4 @@
-"""Options of configs: whether a value has its kind, and is one of those allowed. The messages name the config."""
+"""Options of configs: whether a value has its type, and is one of those allowed. The messages name the config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, get_args
 from aoquant.transforms import Transform
 
 # how messages call a type
-KINDS: dict[type, str] = {
+TYPES: dict[type, str] = {
     bool: "True or False",
     int: "an integer",
     float: "a number",
@@ -19,20 +19,20 @@ KINDS: dict[type, str] = {
 }
 
 
-def check_types(owner: str, kinds: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ValueError unless each of the given values has its kind, which is among `KINDS` or a union of them; others
+def check_types(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ValueError unless each of the given values has its type, which is among `TYPES` or a union of them; others
     are not checked.
 
     True and False are no numbers here, though Python counts them as integers; an integer is a number.
     """
-    for name, kind in kinds.items():
-        allowed = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-        if not KINDS.keys() >= set(allowed):
+    for name, type_ in types.items():
+        allowed = get_args(type_) if isinstance(type_, UnionType) else (type_,)
+        if not TYPES.keys() >= set(allowed):
             continue
         got = given[name]
         wide = (*allowed, int) if float in allowed else allowed
         if not (bool in allowed if isinstance(got, bool) else isinstance(got, wide)):
-            raise ValueError(f"{owner}: {name} takes {' or '.join(KINDS[k] for k in allowed)}, got {got!r}")
+            raise ValueError(f"{owner}: {name} takes {' or '.join(TYPES[t] for t in allowed)}, got {got!r}")
 
 
 def group_size(config: str, got: int) -> int:

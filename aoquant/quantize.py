@@ -36,14 +36,14 @@ from aoquant._warning import AoquantWarning
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path
-from aoquant.layers.packed import adopt, name_families
+from aoquant.layers.packed import adopt, name_parents
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
 from aoquant.planning import coverage, experts, fused
 from aoquant.planning.choose import Filter
-from aoquant.planning.plan import Plan, Step, plan
+from aoquant.planning.plan import LayerChange, Plan, plan
 from aoquant.planning.progress import track
 from aoquant.planning.restore import restoring
 from aoquant.planning.tied import identity
@@ -110,17 +110,17 @@ def quantize_(
             stacklevel=2,
         )
     problem = _what_stays_float(model, planned, strict)
-    new = [s.module for s in planned.steps if s.kind == "prepare" and not isinstance(s.module, QATLayer)]
+    new = [c.module for c in planned.layers if c.step == "prepare" and not isinstance(c.module, QATLayer)]
     _carry_out(model, planned, device, undo)
-    for step in planned.steps:
-        _log.debug("%s: %s %s", step.fqn or "the model itself", step.kind, step.target.recipe)
+    for change in planned.layers:
+        _log.debug("%s: %s %s", change.fqn or "the model itself", change.step, change.target.recipe)
     _remember(planned)
     _warn_of_kernels(planned, device)
     fast_path.sync(model)
-    name_families(model)
-    kinds = {s.kind for s in planned.steps} | {s.kind for s in planned.experts}
+    name_parents(model)
+    steps = {c.step for c in planned.layers} | {c.step for c in planned.experts}
     direct_reads.watch(model, new)
-    if kinds != {"convert"} and problem is not None:
+    if steps != {"convert"} and problem is not None:
         warnings.warn(
             f"{problem}. aoquant.coverage(model) lists every parameter; strict=True raises instead",
             AoquantWarning,
@@ -170,13 +170,13 @@ def _remember(planned: Plan) -> None:
 def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
     """Warn where converted layers call a kernel that this machine or device does not have."""
     found = dict[tuple[str, str], list[str]]()
-    for step in planned.steps:
-        if step.kind == "prepare":
+    for change in planned.layers:
+        if change.step == "prepare":
             continue
-        n, k = step.layer.matrix(step.module.weight).shape
-        where = step.module.weight.device if device is None else torch.device(device)
-        if (reason := why_not_run(step.target, where, step.dtype, n, k)) is not None:
-            found.setdefault((step.target.tensor, reason), []).append(step.fqn)
+        n, k = change.layer.matrix(change.module.weight).shape
+        where = change.module.weight.device if device is None else torch.device(device)
+        if (reason := why_not_run(change.target, where, change.dtype, n, k)) is not None:
+            found.setdefault((change.target.tensor, reason), []).append(change.fqn)
     for (tensor, reason), names in found.items():
         warnings.warn(
             f"{len(names)} converted layer(s), such as {names[0] or 'the model itself'}, are torchao's {tensor}, and raise in forward here: "
@@ -187,33 +187,33 @@ def _warn_of_kernels(planned: Plan, device: torch.device | str | None) -> None:
 
 
 def _carry_out(model: nn.Module, planned: Plan, device: torch.device | str | None, undo: bool | None) -> None:
-    """Apply every step, or none. device, undo: as `quantize_` has them."""
+    """Carry out every change, or none. device, undo: as `quantize_` has them."""
     _check_device(model, planned, device)
     stacks = planned.experts
-    shared = fused.shared_at_once(planned.steps, _matrix)
-    steps = [dataclasses.replace(s, scales=shared[s.fqn]) if s.fqn in shared else s for s in planned.steps]
-    converted = {id(s.module.weight) for s in steps if s.kind != "prepare"}
-    converted |= {id(s.weight) for s in stacks if s.kind != "prepare"}
+    shared = fused.shared_at_once(planned.layers, _matrix)
+    changes = [dataclasses.replace(c, scales=shared[c.fqn]) if c.fqn in shared else c for c in planned.layers]
+    converted = {id(c.module.weight) for c in changes if c.step != "prepare"}
+    converted |= {id(c.weight) for c in stacks if c.step != "prepare"}
 
-    def is_kept(kind: str, weight: Tensor) -> bool:
-        return kind == "prepare" or (not weight.is_cuda if undo is None else undo)
+    def is_kept(step: str, weight: Tensor) -> bool:
+        return step == "prepare" or (not weight.is_cuda if undo is None else undo)
 
-    steps_kept = [s for s in steps if is_kept(s.kind, s.module.weight)]
-    stacks_kept = [s for s in stacks if is_kept(s.kind, s.weight)]
-    kept = [*(s.module for s in steps_kept), *{id(s.module): s.module for s in stacks_kept}.values()]
-    _try(steps, {id(s) for s in steps_kept}, device)
+    layers_kept = [c for c in changes if is_kept(c.step, c.module.weight)]
+    stacks_kept = [c for c in stacks if is_kept(c.step, c.weight)]
+    kept = [*(c.module for c in layers_kept), *{id(c.module): c.module for c in stacks_kept}.values()]
+    _try(changes, {id(c) for c in layers_kept}, device)
     packed: dict[Hashable, nn.Parameter] = {}  # tied weights are packed once and stay tied
     try:
         with restoring(kept):
-            for step in track(steps, steps[0].kind if steps else ""):
-                apply(step, packed, device)
+            for change in track(changes, changes[0].step if changes else ""):
+                apply(change, packed, device)
             for stack in track(stacks, "experts", "parameter"):
                 experts.apply(stack, device)
             fsdp.release(model, converted)
-            if steps and steps[0].kind == "prepare":
+            if changes and changes[0].step == "prepare":
                 fused.share_outer_scales(model)
     except BaseException as error:
-        if len(kept) < len(steps) + len({id(s.module) for s in stacks}) and (packed or stacks):
+        if len(kept) < len(changes) + len({id(c.module) for c in stacks}) and (packed or stacks):
             error.add_note(
                 "Some layers were packed already and their float weights are gone: load the model again, and use undo=True to keep them"
             )
@@ -226,7 +226,7 @@ def _check_device(model: nn.Module, planned: Plan, device: torch.device | str | 
     """Raise ValueError where the model cannot go to `device`."""
     if device is None:
         return
-    weights = *(s.module.weight for s in planned.steps), *(s.weight for s in planned.experts)
+    weights = *(c.module.weight for c in planned.layers), *(c.weight for c in planned.experts)
     if any(isinstance(w, DTensor) for w in weights):
         raise ValueError(f"device={str(device)!r}: a sharded model stays where its mesh is; leave out device")
     empty = [n for n, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
@@ -237,47 +237,47 @@ def _check_device(model: nn.Module, planned: Plan, device: torch.device | str | 
         )
 
 
-def _try(steps: list[Step], kept: Collection[int], device: torch.device | str | None) -> None:
+def _try(changes: list[LayerChange], kept: Collection[int], device: torch.device | str | None) -> None:
     """Pack one weight of every kind that cannot be put back, and forget it, so that a kernel's packer refuses before
     anything changes.
     """
     seen: set[Any] = set()
-    for step in steps:
+    for change in changes:
         kind = (
-            step.layer,
-            step.target.tensor,
-            str(step.target.recipe),
-            step.module.weight.shape,
-            step.module.weight.device,
+            change.layer,
+            change.target.tensor,
+            str(change.target.recipe),
+            change.module.weight.shape,
+            change.module.weight.device,
         )
-        if id(step) not in kept and kind not in seen:
+        if id(change) not in kept and kind not in seen:
             seen.add(kind)
             if len(seen) > 1:  # the first one is tried by applying it
                 with warnings.catch_warnings(action="ignore"):  # they come when it is applied
-                    pack(step, step.module.weight, device)
+                    pack(change, change.module.weight, device)
 
 
 def apply(
-    step: Step, packed: dict[Hashable, nn.Parameter] | None = None, device: torch.device | str | None = None
+    change: LayerChange, packed: dict[Hashable, nn.Parameter] | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
-    """Carry out one layer's step. packed: weights done so far, by the `identity` of the original.
+    """Carry out one layer's change. packed: weights done so far, by the `identity` of the original.
 
     A converted layer remembers its PTQ config as `aoquant_config`: torchao's tensors do not hold all of it, and
     checkpoints name it.
     """
-    module: nn.Module = step.module
-    if step.kind == "prepare":
-        prepared = Prepared(step.target.recipe, step.config, step.fqn)
+    module: nn.Module = change.module
+    if change.step == "prepare":
+        prepared = Prepared(change.target.recipe, change.config, change.fqn)
         if isinstance(module, QATLinear):
             module.replace(prepared)
             return module
-        return step.layer.prepared.prepare(module, prepared)
+        return change.layer.prepared.prepare(module, prepared)
     packed = {} if packed is None else packed
-    weight: Tensor = step.module.weight
+    weight: Tensor = change.module.weight
     key = identity(weight)
     if key not in packed:
-        packed[key] = nn.Parameter(pack(step, weight, device), requires_grad=False)
-    config = step.config
+        packed[key] = nn.Parameter(pack(change, weight, device), requires_grad=False)
+    config = change.config
     if isinstance(module, QATLayer):
         if isinstance(config, QATConfig) and config.base_config is None:
             config = module.prepared.config
@@ -311,8 +311,8 @@ def packed_config(weight: PackedTensor) -> Packed4WeightConfig | PackedWeightCon
 
 
 @torch.no_grad()
-def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
-    """The deployed tensor (N, K) of a layer's float weight, under the scales that the layer holds or its step has.
+def pack(change: LayerChange, weight: Tensor, device: torch.device | str | None) -> Tensor:
+    """The deployed tensor (N, K) of a layer's float weight, under the scales that the layer holds or its change has.
 
     weight: as the layer stores it. device: where the tensor is made, by default where the weight is. Autocast changes
     nothing: the codes are those of the stored weight, as in the prepared layer.
@@ -321,13 +321,13 @@ def pack(step: Step, weight: Tensor, device: torch.device | str | None) -> Tenso
     with ExitStack() as off:
         for place in places:
             off.enter_context(torch.autocast(place, enabled=False))
-        return _packed(step, weight, device)
+        return _packed(change, weight, device)
 
 
-def _packed(step: Step, weight: Tensor, device: torch.device | str | None) -> Tensor:
+def _packed(change: LayerChange, weight: Tensor, device: torch.device | str | None) -> Tensor:
     """`pack`, without autocast."""
-    module, target, scales = step.module, step.target, step.scales
-    trained = step.layer.matrix(weight.detach()).to(dtype=step.dtype).contiguous()
+    module, target, scales = change.module, change.target, change.scales
+    trained = change.layer.matrix(weight.detach()).to(dtype=change.dtype).contiguous()
     weight = trained.to(device)
     if isinstance(weight, DTensor):
         return sharded.pack(weight, target.recipe)
@@ -347,16 +347,16 @@ def _packed(step: Step, weight: Tensor, device: torch.device | str | None) -> Te
         encoded = Encoded(codes, scale, zero, outer, made.k)
     else:
         encoded = ops.codec.encode(operand, weight) if scales is None else operand.encode(weight, scales)
-    _warn_of_floors(step.fqn, operand, encoded, weight)
+    _warn_of_floors(change.fqn, operand, encoded, weight)
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack
-        raise ValueError(f"{step.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
+        raise ValueError(f"{change.fqn or 'nn.Linear'} {tuple(weight.shape)}: {error}") from None
 
 
-def _matrix(step: Step) -> Tensor:
-    """The weight (N, K) of a step."""
-    return step.layer.matrix(step.module.weight.detach())
+def _matrix(change: LayerChange) -> Tensor:
+    """The weight (N, K) of a change."""
+    return change.layer.matrix(change.module.weight.detach())
 
 
 def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> None:

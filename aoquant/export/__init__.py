@@ -4,8 +4,8 @@
     aoquant.export(model, "out", format="modelopt")            # NVFP4 and fp8 for vLLM, SGLang, TensorRT-LLM
     aoquant.export(model, "out", format="gguf")                # llama.cpp
 
-The order is always the same: every layer is asked whether the target can hold its numbers (`plan`), then files are
-filled one layer at a time. docs/serving.md says which engine computes exactly what training computed.
+The order is always the same: every layer is asked whether the target can hold its numbers (`contents.py`), then files
+are filled one layer at a time. docs/serving.md says which engine computes exactly what training computed.
 """
 
 from __future__ import annotations

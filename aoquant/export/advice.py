@@ -61,7 +61,7 @@ def _fused_apart(source: Source) -> bool:
     """Whether layers that engines fuse have different outer scales, or scales of the whole weight."""
     numbers = {}
     for weight in source.weights.values():
-        packed = weight.read(False) if weight.kind == "PackedTensor" else None
+        packed = weight.read(False) if weight.tensor_class == "PackedTensor" else None
         if isinstance(packed, PackedTensor) and packed.per_tensor_scale is not None:
             numbers[weight.module] = packed.per_tensor_scale
         elif isinstance(packed, PackedTensor) and packed.weight_format.reach == "tensor":

@@ -19,8 +19,8 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 
 from aoquant._warning import AoquantWarning
+from aoquant.export.contents import Contents
 from aoquant.export.fused import check_fused
-from aoquant.export.plan import Plan
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Description, symmetric
 
@@ -39,20 +39,20 @@ class _Group(NamedTuple):
     modules: list[str]
 
 
-def describe(source: Source, plan: Plan) -> Description:
+def describe(source: Source, contents: Contents) -> Description:
     """config.json's quantization_config.
 
     A model of one scheme targets "Linear" and ignores what is left out; a model of several targets layers by name.
     """
-    check_fused(plan.layers, source.modules)
+    check_fused(contents.layers, source.modules)
     groups: dict[str, _Group] = {}
-    for module, stored in plan.layers.items():
+    for module, stored in contents.layers.items():
         scheme: QuantizationScheme = stored.scheme
         groups.setdefault(scheme.model_dump_json(), _Group(scheme, [])).modules.append(module)
     one = len(groups) == 1
     _check_symmetric(groups.values())
     _warn_transformers(groups.values())
-    left = [weight.module for name, weight in plan.floats.items() if name.endswith(".weight")]
+    left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
     _check_experts([*(group.modules for group in groups.values()), left])
     schemes = {
         f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(modules)})
@@ -63,7 +63,7 @@ def describe(source: Source, plan: Plan) -> Description:
         config_groups=schemes,
         format=formats.pop() if len(formats) == 1 else "mixed-precision",
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=[*(m for m in _ignored(source) if m not in plan.layers), *_patterns(filter(EXPERT.match, left))],
+        ignore=[*(m for m in _ignored(source) if m not in contents.layers), *_patterns(filter(EXPERT.match, left))],
     )
     content: dict[str, Any] = json.loads(config.model_dump_json())
     return Description({**content, "version": compressed_tensors.__version__})

@@ -25,19 +25,19 @@ from aoquant.tensor import PackedTensor
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or buffer. kind: name of its tensor class, "Tensor" for plain ones. read: with False, a PackedTensor
-    has its codes on meta. read_expert: the same of one expert, for packed experts.
+    """A parameter or buffer. tensor_class: the name of its class, "Tensor" for plain ones. read: with False, a
+    PackedTensor has its codes on meta. read_expert: the same of one expert, for packed experts.
     """
 
     name: str
-    kind: str
+    tensor_class: str
     read: Callable[[bool], Tensor]
     read_expert: Callable[[int, bool], PackedTensor] | None = None
 
     @property
     def module(self) -> str:
         """Name of the module that holds it; a stack of experts is a module of its own."""
-        return self.name if self.kind == "PackedExperts" else self.name.rpartition(".")[0]
+        return self.name if self.tensor_class == "PackedExperts" else self.name.rpartition(".")[0]
 
 
 def as_stored(

@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerBase
 
 from aoquant.export import gguf_arch, gguf_tokenizer
 from aoquant.export.advice import advice, takers
+from aoquant.export.contents import Contents, contents_of, values
 from aoquant.export.ggml_types import store
 from aoquant.export.gguf_arch import Architecture
-from aoquant.export.plan import Plan, plan, values
 from aoquant.export.source import Source
 from aoquant.planning.progress import bar
 from aoquant.tensor import PackedTensor
@@ -80,7 +80,7 @@ def write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        _fill(writer, decided.entries, source, decided.plan, decided.architecture)
+        _fill(writer, decided.entries, source, decided.contents, decided.architecture)
         writer.close()
         os.replace(partial, path)
     except BaseException:
@@ -97,10 +97,10 @@ def check(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> None:
 
 
 class _Decided(NamedTuple):
-    """The plan, the file's tensors, and a writer that has the metadata and no file yet."""
+    """The contents, the file's tensors, and a writer that has the metadata and no file yet."""
 
     architecture: Architecture
-    plan: Plan
+    contents: Contents
     entries: list[_Entry]
     writer: gguf.GGUFWriter
 
@@ -108,21 +108,21 @@ class _Decided(NamedTuple):
 def _decide(source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str], path: Path) -> _Decided:
     """The writer is for `path`."""
     architecture = _architecture(source)
-    planned = plan(source, store, skip, "gguf")
-    entries = _entries(source, planned, architecture)
+    contents = contents_of(source, store, skip, "gguf")
+    entries = _entries(source, contents, architecture)
     writer = gguf.GGUFWriter(path, architecture.name)
     gguf_arch.add_metadata(writer, architecture, source.config)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(_file_type(entries))
     if source.folder is not None:
         gguf_tokenizer.add(writer, source.folder, source.config["vocab_size"], str(source.folder))
-        return _Decided(architecture, planned, entries, writer)
+        return _Decided(architecture, contents, entries, writer)
     with tempfile.TemporaryDirectory() as made:
         if tokenizer is not None:
             tokenizer.save_pretrained(made)
         name = "the model in memory" if tokenizer is None else type(tokenizer).__name__
         gguf_tokenizer.add(writer, Path(made), source.config["vocab_size"], name)
-    return _Decided(architecture, planned, entries, writer)
+    return _Decided(architecture, contents, entries, writer)
 
 
 def _architecture(source: Source) -> Architecture:
@@ -130,11 +130,11 @@ def _architecture(source: Source) -> Architecture:
     try:
         return gguf_arch.find(source.config)
     except ValueError as error:
-        others = takers(source, [w for w in source.weights.values() if w.kind != "Tensor"], "gguf")
+        others = takers(source, [w for w in source.weights.values() if w.tensor_class != "Tensor"], "gguf")
         raise ValueError(f"{error}{advice(others)}") from None
 
 
-def _entries(source: Source, decided: Plan, architecture: Architecture) -> list[_Entry]:
+def _entries(source: Source, contents: Contents, architecture: Architecture) -> list[_Entry]:
     """Every tensor of the file, in the order in which it is written."""
     names = architecture.names(source.config["num_hidden_layers"])
     entries, unknown = [], []
@@ -144,8 +144,8 @@ def _entries(source: Source, decided: Plan, architecture: Architecture) -> list[
             unknown.append(name)
             continue
         kept = weight.read(False)
-        if weight.module in decided.layers and name.endswith(".weight"):
-            stored = decided.layers[weight.module]
+        if weight.module in contents.layers and name.endswith(".weight"):
+            stored = contents.layers[weight.module]
             entries.append(_Entry(new, name, "weight", tuple(kept.shape), stored.scheme))
             if "scale" in stored.tensors:
                 entries.append(
@@ -165,7 +165,7 @@ def _entries(source: Source, decided: Plan, architecture: Architecture) -> list[
 
 
 def _fill(
-    writer: gguf.GGUFWriter, entries: list[_Entry], source: Source, decided: Plan, architecture: Architecture
+    writer: gguf.GGUFWriter, entries: list[_Entry], source: Source, contents: Contents, architecture: Architecture
 ) -> None:
     config = source.config
     parts: dict[str, Tensor] = {}

@@ -1,6 +1,6 @@
 """A tokenizer.json as GGUF's metadata, so that llama.cpp splits text as training did.
 
-llama.cpp has two families. "gpt2" is byte-level BPE: tokens, merges and the name of a regular expression that splits
+llama.cpp has two tokenizers. "gpt2" is byte-level BPE: tokens, merges and the name of a regular expression that splits
 text first, which is found here by the expression itself. "llama" is sentencepiece BPE with byte fallback: tokens and
 scores. A token's score orders merges, so it is minus the rank of the merge that makes it. Special tokens, whether they
 are added, and the chat template are read by the `gguf` library. Source: llama.cpp `convert_hf_to_gguf.py`,
@@ -16,7 +16,7 @@ from typing import Any
 
 from gguf import GGUFWriter, SpecialVocab, TokenType
 
-# a part of the expression that no other family has -> llama.cpp's name; in this order
+# a part of the expression that no other model's has -> llama.cpp's name; in this order
 _SPLITS = (
     (r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", "tekken"),
     (r"\p{N}{1,3}", "llama-bpe"),

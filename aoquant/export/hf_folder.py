@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from aoquant.export.contents import Contents, Store, contents_of, values
 from aoquant.export.folder import Folder
 from aoquant.export.fused import warn_mixed
-from aoquant.export.plan import Plan, Store, plan, values
 from aoquant.export.source import Source
 from aoquant.export.targets import Description
 from aoquant.integrations import checkpoint
@@ -31,7 +31,7 @@ def write(
     out: Path,
     *,
     store: Store,
-    describe: Callable[[Source, Plan], Description],
+    describe: Callable[[Source, Contents], Description],
     target: str,
     tokenizer: PreTrainedTokenizerBase | None,
     skip: Sequence[str],
@@ -41,17 +41,17 @@ def write(
     `describe` does.
     """
     folder = Folder(out, _identity(source, target, skip, max_shard_size))
-    decided, description = decide(source, store=store, describe=describe, target=target, skip=skip)
-    tensors = {f"{m}.{part}": t for m, stored in decided.layers.items() for part, t in stored.tensors.items()}
-    groups: dict[str, list[str]] = {m: [f"{m}.{part}" for part in s.tensors] for m, s in decided.layers.items()}
-    for name, weight in decided.floats.items():
+    contents, description = decide(source, store=store, describe=describe, target=target, skip=skip)
+    tensors = {f"{m}.{part}": t for m, stored in contents.layers.items() for part, t in stored.tensors.items()}
+    groups: dict[str, list[str]] = {m: [f"{m}.{part}" for part in s.tensors] for m, s in contents.layers.items()}
+    for name, weight in contents.floats.items():
         kept = weight.read(False)
         tensors[name] = torch.empty(kept.shape, dtype=kept.dtype, device="meta")
         groups[name] = [name]
 
     def make(group: str) -> dict[str, Tensor]:
-        if group in decided.floats:
-            return {group: values(decided.floats[group])}
+        if group in contents.floats:
+            return {group: values(contents.floats[group])}
         packed = source.weights[f"{group}.weight"].read(True)
         assert isinstance(packed, PackedTensor)
         return {f"{group}.{part}": t for part, t in store(packed).tensors.items()}
@@ -73,13 +73,18 @@ def write(
 
 
 def decide(
-    source: Source, *, store: Store, describe: Callable[[Source, Plan], Description], target: str, skip: Sequence[str]
-) -> tuple[Plan, Description]:
-    """The plan of the folder and its description, nothing written. ValueError: what the target cannot hold."""
-    decided = plan(source, store, skip, target)
-    description = describe(source, decided)
-    warn_mixed(source.linears(), {module: stored.scheme for module, stored in decided.layers.items()})
-    return decided, description
+    source: Source,
+    *,
+    store: Store,
+    describe: Callable[[Source, Contents], Description],
+    target: str,
+    skip: Sequence[str],
+) -> tuple[Contents, Description]:
+    """The contents of the folder and its description, nothing written. ValueError: what the target cannot hold."""
+    contents = contents_of(source, store, skip, target)
+    description = describe(source, contents)
+    warn_mixed(source.linears(), {module: stored.scheme for module, stored in contents.layers.items()})
+    return contents, description
 
 
 def _identity(source: Source, target: str, skip: Sequence[str], size: int | str) -> list[Any] | None:

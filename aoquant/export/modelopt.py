@@ -24,8 +24,8 @@ from torch import Tensor
 
 from aoquant.export.advice import advice, takers
 from aoquant.export.compressed import VLLM_FP8
+from aoquant.export.contents import Contents
 from aoquant.export.fused import check_fused
-from aoquant.export.plan import Plan
 from aoquant.export.source import Source
 from aoquant.export.targets import Description, Stored, Unfit
 from aoquant.formats import NVFP4, Float8, Format, FourOverSix, GridFlip, Operand, get_format
@@ -83,22 +83,22 @@ def _float8(format: Float8, p: PackedTensor, x: Format | Operand | None) -> Stor
     )
 
 
-def describe(source: Source, plan: Plan) -> Description:
+def describe(source: Source, contents: Contents) -> Description:
     """config.json's quantization_config and hf_quant_config.json.
 
     Raises:
         ValueError: layers need several algorithms, or siblings that an engine fuses have different outer scales.
     """
     algorithms: dict[str, str] = {}
-    for module, stored in plan.layers.items():
+    for module, stored in contents.layers.items():
         algorithms.setdefault(stored.scheme, module)
     if len(algorithms) > 1:
         found = ", ".join(f"{algorithm} ({module})" for algorithm, module in algorithms.items())
-        others = advice(takers(source, [w for w in source.weights.values() if w.module in plan.layers], "modelopt"))
+        others = advice(takers(source, [w for w in source.weights.values() if w.module in contents.layers], "modelopt"))
         raise ValueError(f"modelopt: one algorithm for the whole model, got {found}: skip some layers{others}")
     algorithm = next(iter(algorithms))
-    check_fused(plan.layers, source.modules)
-    left = [module for module in (*source.linears(), *source.routers) if module not in plan.layers]
+    check_fused(contents.layers, source.modules)
+    left = [module for module in (*source.linears(), *source.routers) if module not in contents.layers]
     quantization: dict[str, Any] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": left}
     if "NVFP4" in algorithm:
         quantization["group_size"] = 16

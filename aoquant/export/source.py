@@ -78,7 +78,7 @@ def of_model(model: nn.Module) -> Source:
     stored = {n: t for n, t in model.state_dict().items() if n not in tied and n not in ignored}
     if config.get("tie_word_embeddings") and "lm_head.weight" in stored:
         config["tie_word_embeddings"] = False
-    weights = {name: Weight(name, _kind(t), _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
+    weights = {name: Weight(name, _tensor_class(t), _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
     weights = as_stored(model, weights)
     return _checked(Source(config, dict(model.named_modules()), weights, tied, routers=_routers(model)))
 
@@ -115,7 +115,7 @@ def of_checkpoint(folder: Path) -> Source:
 
 
 def _checked(source: Source) -> Source:
-    if all(weight.kind == "Tensor" for weight in source.weights.values()):
+    if all(weight.tensor_class == "Tensor" for weight in source.weights.values()):
         raise ValueError("no layer of the model is quantised: call aoquant.quantize_ first; there is nothing to export")
     return source
 
@@ -142,7 +142,7 @@ def _ties(model: PreTrainedModel) -> dict[str, str]:
     return tied
 
 
-def _kind(tensor: Tensor) -> str:
+def _tensor_class(tensor: Tensor) -> str:
     return type(tensor).__name__ if isinstance(tensor, TorchAOBaseTensor) else "Tensor"
 
 
@@ -173,9 +173,9 @@ def _without_codes(p: PackedTensor) -> PackedTensor:
 
 def _on_disk(model: PreTrainedModel, name: str, described: str, stored_tensors: dict[str, StoredTensor]) -> Weight:
     content = json.loads(described)
-    kind: str = content["_type"]
-    if kind == "Tensor":
-        return Weight(name, kind, lambda codes: stored_tensors[stored_name(model, name)].read())
+    tensor_class: str = content["_type"]
+    if tensor_class == "Tensor":
+        return Weight(name, tensor_class, lambda codes: stored_tensors[stored_name(model, name)].read())
     module, _, parameter = name.rpartition(".")
     parts = {f"{module}._{parameter}_{part}": part for part in content["_tensor_data_names"]}
     places = {part: stored_tensors[stored_name(model, part)] for part in parts}
@@ -197,7 +197,9 @@ def _on_disk(model: PreTrainedModel, name: str, described: str, stored_tensors: 
         assert isinstance(stack, PackedExperts)
         return stack.expert(0)
 
-    return Weight(name, kind, lambda codes: built(codes, None), expert if kind == "PackedExperts" else None)
+    return Weight(
+        name, tensor_class, lambda codes: built(codes, None), expert if tensor_class == "PackedExperts" else None
+    )
 
 
 def _routers(model: nn.Module) -> tuple[str, ...]:

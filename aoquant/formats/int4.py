@@ -1,4 +1,4 @@
-"""int4 weights: one class for each kernel family's numerics.
+"""int4 weights: one class for the numerics of each kernel.
 
 Five deployed layouts hold a 4-bit code and a scale, and no two of them compute the same numbers. They share this: a
 code is q in -8..7, packed with even k in the low nibble, and the operand is a rounding of q * s + z.

@@ -45,7 +45,7 @@ class TEFloat8(Float8):
 
     @classmethod
     def parse(cls, name: str) -> TEFloat8 | None:
-        """The format called `name`; None when it is no name of this family."""
+        """The format called `name`; None when it is no name of this class."""
         if (match := _NAME.fullmatch(name)) is None:
             return None
         element, rows, float32 = match.groups()

@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import TorchAoConfig
 from aoquant.config import WeightConfig
 from aoquant.integrations import checksums
 from aoquant.integrations.stored_names import wide_dtype
-from aoquant.layers.packed import adopt, name_families
+from aoquant.layers.packed import adopt, name_parents
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
 
@@ -96,7 +96,7 @@ class Quantizer(TorchAoHfQuantizer):
             forget_rebuilding(model)
         for module in model.modules():
             adopt(module)
-        name_families(model)
+        name_parents(model)
         if needs_aoquant(self.quantization_config):
             self.quantization_config.__class__ = NotedConfig
         return model

@@ -95,9 +95,9 @@ class PackedLoraLinear(_LoraLinear):
         packed, config = base.weight, config_of(base)
         base.weight = nn.Parameter(weight, requires_grad=False)
         try:
-            step = plan_layer(base, config, self.label)
-            assert step is not None
-            apply(step)
+            change = plan_layer(base, config, self.label)
+            assert change is not None
+            apply(change)
         except BaseException:
             base.weight = packed
             adopt(base)

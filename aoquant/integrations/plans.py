@@ -35,6 +35,7 @@ def ptq_plan(model: nn.Module, config: Any, *, skip_incompatible: bool = False) 
         ValueError: as `checked_plan`, or `config` is one of training.
     """
     found = checked_plan(model, config, skip_incompatible=skip_incompatible)
-    if any(step.kind != "quantize" for step in found.steps) or any(step.kind != "quantize" for step in found.experts):
+    steps = {change.step for change in found.layers} | {change.step for change in found.experts}
+    if steps - {"quantize"}:
         raise ValueError("a checkpoint is converted with a PTQ config, not with a QATConfig: give its base")
     return found

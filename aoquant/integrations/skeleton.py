@@ -35,8 +35,8 @@ from aoquant.integrations.stored_names import keep_wide, pieces_of, stored_name
 from aoquant.integrations.stream_layers import Layer, Stack
 from aoquant.planning import experts
 from aoquant.planning.coverage import Coverage, coverage
-from aoquant.planning.experts import ExpertStep
-from aoquant.planning.plan import Step
+from aoquant.planning.experts import StackChange
+from aoquant.planning.plan import LayerChange
 from aoquant.planning.tied import identity
 from aoquant.quantize import apply
 
@@ -126,11 +126,11 @@ def build(
         layers.append(_stack(stack, model, stored, tied))
     for stack in planned.experts:
         experts.apply(stack)
-    for step in planned.steps:
-        weight = step.module.weight
+    for change in planned.layers:
+        weight = change.module.weight
         if identity(weight) not in packed:
-            layers.append(_layer(step, model, stored, tied))
-        apply(step, packed)
+            layers.append(_layer(change, model, stored, tied))
+        apply(change, packed)
     hf.attach(model)
 
     flat, metadata = model.hf_quantizer.get_state_dict_and_metadata(model)
@@ -158,24 +158,24 @@ def build(
 
 
 def _layer(
-    step: Step, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
+    change: LayerChange, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
 ) -> Layer:
-    weight = step.module.weight
+    weight = change.module.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
     origin = revert_weight_conversion(model, {names[0]: weight})
     found = _home(next(iter(origin)), stored, tied)
     if len(origin) > 1 or found is None or found.shape != weight.shape:
         raise ValueError(
-            f"{step.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: "
+            f"{change.fqn} {tuple(weight.shape)}: transformers puts its weight together from several stored tensors: "
             "leave it out, or load the model whole and use aoquant.quantize_"
         )
-    return Layer(step, names, found, weight.dtype)
+    return Layer(change, names, found, weight.dtype)
 
 
 def _stack(
-    step: ExpertStep, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
+    change: StackChange, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tied: Mapping[str, list[str]]
 ) -> Stack:
-    weight = step.weight
+    weight = change.weight
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is weight]
     pieces, count = pieces_of(model, names[0]), len(weight)
     sources: Sequence[Sequence[StoredTensor]] | StoredTensor | None
@@ -185,7 +185,7 @@ def _stack(
     else:
         sources = _home(stored_name(model, names[0]), stored, tied)
     assert sources is not None  # `_check_keys` has seen them all
-    return Stack(step, names, sources, count, weight.dtype)
+    return Stack(change, names, sources, count, weight.dtype)
 
 
 def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | str) -> PreTrainedModel:

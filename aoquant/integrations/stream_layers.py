@@ -17,19 +17,19 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from aoquant.integrations.safetensors_file import StoredTensor
 from aoquant.layers.experts import is_transposed
 from aoquant.layers.packed_experts import packed_experts
-from aoquant.planning.experts import ExpertStep, pack_expert
+from aoquant.planning.experts import StackChange, pack_expert
 from aoquant.planning.fused import shared_at_once
-from aoquant.planning.plan import Step, not_finite
+from aoquant.planning.plan import LayerChange, not_finite
 from aoquant.quantize import pack
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight to quantise: its step, its names (several when layers share it), where it is stored, and in what dtype
+    """A weight to quantise: its change, its names (several when layers share it), where it is stored, and in what dtype
     to load it.
     """
 
-    step: Step
+    change: LayerChange
     names: list[str]
     source: StoredTensor
     dtype: torch.dtype
@@ -51,12 +51,12 @@ class Layer:
 
     def rebuilt(self) -> type[Tensor]:
         """The class of the tensor that loaders make."""
-        return type(self.step.module.weight.data)
+        return type(self.change.module.weight.data)
 
     @torch.no_grad()
     def encode(self, unit: int | None, device: torch.device | str) -> dict[str, Tensor]:
         """The stored parts of the layer's deployed weight, by name. Raises ValueError: it holds NaN or Inf."""
-        packed = pack(self.step, self.read(), device)
+        packed = pack(self.change, self.read(), device)
         parts: dict[str, Tensor] = flatten_tensor_state_dict(dict.fromkeys(self.names, packed))[0]
         return parts
 
@@ -64,21 +64,21 @@ class Layer:
         """The float weight. Raises ValueError: it holds NaN or Inf."""
         weight = self.source.read().to(self.dtype)
         if reason := not_finite(weight):
-            raise ValueError(f"{self.step.fqn} {tuple(weight.shape)}: {reason}")
+            raise ValueError(f"{self.change.fqn} {tuple(weight.shape)}: {reason}")
         return weight
 
 
 def with_shared_scales(layers: Sequence[Layer | Stack], device: torch.device | str) -> list[Layer | Stack]:
     """`layers` with the outer scales that siblings share, found in a pass of its own, one weight in memory."""
-    own = {layer.step.fqn: layer for layer in layers if isinstance(layer, Layer)}
+    own = {layer.change.fqn: layer for layer in layers if isinstance(layer, Layer)}
 
-    def weight_of(step: Step) -> Tensor:
-        return step.layer.matrix(own[step.fqn].read().to(device))
+    def weight_of(change: LayerChange) -> Tensor:
+        return change.layer.matrix(own[change.fqn].read().to(device))
 
-    shared = shared_at_once((layer.step for layer in own.values()), weight_of)
+    shared = shared_at_once((layer.change for layer in own.values()), weight_of)
     return [
-        replace(y, step=replace(y.step, scales=scales))
-        if isinstance(y, Layer) and (scales := shared.get(y.step.fqn))
+        replace(y, change=replace(y.change, scales=scales))
+        if isinstance(y, Layer) and (scales := shared.get(y.change.fqn))
         else y
         for y in layers
     ]
@@ -92,7 +92,7 @@ class Stack:
         in the parameter's layout.
     """
 
-    step: ExpertStep
+    change: StackChange
     names: list[str]
     sources: Sequence[Sequence[StoredTensor]] | StoredTensor
     experts: int
@@ -118,17 +118,17 @@ class Stack:
 
     def rebuilt(self) -> type[Tensor]:
         """The class of the tensor that loaders make."""
-        return type(self.step.weight.data)
+        return type(self.change.weight.data)
 
     @torch.no_grad()
     def encode(self, unit: int | None, device: torch.device | str) -> dict[str, Tensor]:
         """One expert's stored parts, by name, (1, ...) each. Raises ValueError: it holds NaN or Inf."""
         assert unit is not None
-        transposed = is_transposed(self.step.module)
+        transposed = is_transposed(self.change.module)
         w_NK = self._read(unit).to(self.dtype)
         if reason := not_finite(w_NK):
-            raise ValueError(f"{self.step.fqn}, expert {unit} {tuple(w_NK.shape)}: {reason}")
-        packed = packed_experts([pack_expert(self.step, w_NK, device)], transposed=transposed)
+            raise ValueError(f"{self.change.fqn}, expert {unit} {tuple(w_NK.shape)}: {reason}")
+        packed = packed_experts([pack_expert(self.change, w_NK, device)], transposed=transposed)
         parts: dict[str, Tensor] = flatten_tensor_state_dict(dict.fromkeys(self.names, packed))[0]
         return parts
 
@@ -136,5 +136,5 @@ class Stack:
         """The weight (N, K) of one expert."""
         if isinstance(self.sources, StoredTensor):
             weight = self.sources.rows(expert, expert + 1)[0]
-            return weight.t() if is_transposed(self.step.module) else weight
+            return weight.t() if is_transposed(self.change.module) else weight
         return torch.cat([source.read() for source in self.sources[expert]])

@@ -31,26 +31,26 @@ from torch.autograd import forward_ad
 from aoquant.formats import Encoded, Scales
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.recipe import LinearRecipe
-from aoquant.layers.shared_operands import Family, shared
+from aoquant.layers.shared_operands import Parent, shared
 from aoquant.ops import codec, gemm_request, input_error, reads, router
 from aoquant.ops.gemm import one_call
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
-_MOST_ROWS = 1 << 7  # numbers of rows that a weight remembers a step for, which takes about a kilobyte
-Step = Callable[[Tensor, Tensor | None], Tensor]
+_MOST_ROWS = 1 << 7  # numbers of rows that a weight remembers a multiplier for, which takes about a kilobyte
+Multiplier = Callable[[Tensor, Tensor | None], Tensor]  # (x (..., K), bias) -> y (..., N)
 
 
 class BoundWeight:
     """How one packed weight (N, K) of `dtype` is multiplied, by the number of rows of x.
 
-    ordinary: whether its kernel takes inputs of `dtype`, and it holds values. family: the layers that it shares encoded
-    inputs with. readers: the layers that hold views of its parts.
+    ordinary: whether its kernel takes inputs of `dtype`, and it holds values. parent: of the layers that it shares
+    encoded inputs with. readers: the layers that hold views of its parts.
     """
 
     # fmt: off
     __slots__ = (
-        "_device", "_dtype", "_generation", "_given", "_k", "_n", "_recipe", "_steps", "_w",
-        "family", "ordinary", "readers",
+        "_device", "_dtype", "_generation", "_given", "_k", "_multipliers", "_n", "_recipe", "_w",
+        "ordinary", "parent", "readers",
     )
     # fmt: on
 
@@ -60,14 +60,14 @@ class BoundWeight:
         stored = dtype if w.scale is None else w.scale.dtype
         self.ordinary = self._device.type in ("cpu", "cuda") and input_error(recipe.contract, dtype, stored) is None
         self._given = Given(recipe.key, w, None if matrix is None else Scales(transform=matrix))
-        self._steps: dict[int, Step] = {}
+        self._multipliers: dict[int, Multiplier] = {}
         self._generation = router.generation()
-        self.family: Family | None = None
+        self.parent: Parent | None = None
         self.readers: WeakSet[Any] = WeakSet()
 
     def end(self) -> None:
-        """Forget the steps, which hold codes and this, and have the layers that read it forget what they hold of it."""
-        self._steps = {}
+        """Forget the multipliers, which hold codes and this, and have the layers that read it forget their views."""
+        self._multipliers = {}
         for reader in list(self.readers):
             reader.forget(self)
 
@@ -115,20 +115,20 @@ class BoundWeight:
             return None
         m = x.numel() // k if k else 0
         if self._generation != router.generation():
-            self._steps, self._generation = {}, router.generation()
-        step = self._steps.get(m)
-        if step is None:
-            step = self._made(m)
-        return step(x, bias)
+            self._multipliers, self._generation = {}, router.generation()
+        multiplier = self._multipliers.get(m)
+        if multiplier is None:
+            multiplier = self._made(m)
+        return multiplier(x, bias)
 
-    def _made(self, m: int) -> Step:
-        if len(self._steps) >= _MOST_ROWS:
-            self._steps = {}
-        step = self._steps[m] = self._step(m)
-        return step
+    def _made(self, m: int) -> Multiplier:
+        if len(self._multipliers) >= _MOST_ROWS:
+            self._multipliers = {}
+        multiplier = self._multipliers[m] = self._multiplier(m)
+        return multiplier
 
-    def _step(self, m: int) -> Step:
-        """The product of m rows: the backend's, with W bound to it, where it has one; else the general forward."""
+    def _multiplier(self, m: int) -> Multiplier:
+        """What multiplies m rows: the backend's, with W bound to it, where it has one; else the general forward."""
         recipe, w, given = self._recipe, self._w, self._given
 
         def general(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,7 +142,7 @@ class BoundWeight:
         request = gemm_request(recipe.contract, x_as, w_as, w, dtype, m)
         if number is not None:
             router.told(request, one_call.NAME)
-            return one_call.step(number, w_as.format, w, dtype, general)
+            return one_call.multiplier(number, w_as.format, w, dtype, general)
         found = router.route(request)
         product = None if found.bind is None else found.bind(request, w)
         if product is None:
@@ -157,13 +157,13 @@ class BoundWeight:
         def operands(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
             how = partial(codec.encode_with_values, x_as, x.reshape(m, k), dtype, operand=True)
-            made = shared(x, (x_as.name, dtype), id(self), self.family, how)
+            made = shared(x, (x_as.name, dtype), id(self), self.parent, how)
             return bound(made.values, made.alpha, bias).view(*x.shape[:-1], -1)
 
         def codes(x: Tensor, bias: Tensor | None) -> Tensor:
             assert x_as is not None
             how = partial(codec.encode, x_as, x.reshape(m, k))
-            made = shared(x, (x_as.name, "codes"), id(self), self.family, how)
+            made = shared(x, (x_as.name, "codes"), id(self), self.parent, how)
             return bound(made.codes, made.scale, bias).view(*x.shape[:-1], -1)
 
         if x_as is None:

@@ -1,10 +1,11 @@
 """torch's fast path of nn.TransformerEncoderLayer, kept off where it would read the weights of prepared layers.
 
 In eval mode without gradients, torch runs an encoder layer as one C++ call that is handed the weights. The forwards
-of `linear1` and `linear2` do not run then, so a prepared layer would compute float numbers while its converted form,
-whose weight is a tensor subclass, keeps torch on the ordinary path. torch asks the layer's `activation_relu_or_gelu`
-before it takes the fast path (0 is "neither"), and the encoder's `use_nested_tensor` before it packs padded batches
-for it. `sync` clears both where a prepared layer is beneath, and puts them back where none is any more.
+of `linear1` and `linear2` do not run then, so a prepared layer would compute float numbers. Its converted form would
+not: its weight is a tensor subclass, which keeps torch on the ordinary path. torch asks the layer's
+`activation_relu_or_gelu` before it takes the fast path (0 is "neither"), and the encoder's `use_nested_tensor` before
+it packs padded batches for it. `sync` clears both where a prepared layer is beneath, and puts them back where none is
+any more.
 """
 
 from __future__ import annotations

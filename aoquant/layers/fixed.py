@@ -9,8 +9,8 @@ Without gradients a layer is then what convert would make of it: codes, and a re
 `BoundWeight` of these codes, as the converted layer does, and a call costs the host as little.
 
 A weight that is written inside the block raises: PyTorch counts a version for each in-place operation, and
-`weight.data = new` gives it another storage. Fused optimizers do not move that version, nor does FSDP2 when it gathers
-a weight into the memory of the last one, so a step of an optimizer counts as a write of every weight of its that has a
+`weight.data = new` gives it another storage. Two writers move no version: a fused optimizer, and FSDP2 when it gathers
+a weight into the memory of the last one. So a step of an optimizer counts as a write of each of its weights that has a
 gradient. Writes in place that PyTorch does not count (`weight.data.mul_(2)`, through NumPy or a raw pointer, or to
 FSDP2's shards) are not seen: only a pass over the weight could find them.
 """
@@ -89,9 +89,12 @@ class FixedWeight:
 
     @property
     def of_this_call(self) -> FixedWeight | None:
-        """This; or None for a call that encodes as usual: its codes would be of this call alone (a weight that an
-        adapter merges, a parametrisation computes or `functional_call` gives), or nothing would tell that they are old
-        (a weight made in inference mode, which counts no writes, and delayed scales, which every backward moves).
+        """This; or None for a call that encodes as usual, for one of two reasons.
+
+        - Its codes would serve this call alone: an adapter merges the weight, a parametrisation computes it, or
+          `functional_call` gives it.
+        - Nothing would tell that they are old: a weight made in inference mode counts no writes, and delayed scales
+          move with every backward.
         """
         w = self._owner._parameters.get("weight")
         watched = isinstance(w, nn.Parameter) and not w.is_inference() and not self._owner.prepared.recipe.history

@@ -45,11 +45,16 @@ if TYPE_CHECKING:
 class Given(NamedTuple):
     """The arguments of a call that need no gradient. Autograd sees tensors only as arguments of `apply`, not in here.
 
-    recipe: its key. packed: an encoded weight, in place of w. x_held, w_held: scales and transforms that the layer
-    holds, but no learned scale, which is an argument. random: the state of its random numbers; backward adds one to
-    the step. shared, columns: the places where layers with one input share its codes and its column side. parts:
-    that this rank has of the layer. rank: among those with other tokens, which draw other numbers. fixed: keeps
-    the codes of w for further calls. delayed: the state of delayed scales, advanced in backward.
+    recipe: its key.
+    packed: an encoded weight, in place of w.
+    x_held, w_held: scales and transforms that the layer holds, but no learned scale, which is an argument of `apply`.
+    random: the state of the layer's random numbers; backward adds one to its step.
+    shared: where layers with one input share its codes.
+    columns: where they share its column side.
+    fixed: keeps the codes of w for further calls.
+    delayed: the state of delayed scales, advanced in backward.
+    parts: this rank's part of the layer.
+    rank: its number among the ranks with other tokens; each of them draws other random numbers.
     """
 
     recipe: str

@@ -242,10 +242,13 @@ def grouped_linear(
 ) -> Tensor:
     """y (S, N) of x (S, K) whose rows are sorted by expert.
 
-    weight_of: an expert's weight (N, K), or its codes; asked for experts that have rows. ends: for each expert, the row
-    after its last; the last of them is S. n: N. random: the state of the experts' random numbers, where backward draws;
-    each expert advances it by one. rank: among those with other tokens. scales_of: the scales that an expert's weight
-    holds, where experts go on from packed ones (`aoquant.unpack_`), whose codes scales made anew would not give.
+    weight_of: an expert's weight (N, K), or its codes; asked for experts that have rows.
+    ends: for each expert, the row after its last; the last of them is S.
+    n: N.
+    random: the state of the experts' random numbers, where backward draws; each expert advances it by one.
+    rank: as `quantized_linear` has it.
+    scales_of: the scales that an expert's weight holds, where experts go on from packed ones (`aoquant.unpack_`):
+        scales made anew would not give their codes.
 
     Raises:
         ValueError: as `quantized_linear`.

@@ -86,13 +86,17 @@ def quantized_linear(
 ) -> Tensor:
     """y (..., N) = x (..., K) W^T + bias with a quantised W, differentiable in x, a float W, bias and scales.
 
-    w: (N, K), float and encoded in the call (QAT), or encoded already (inference). x_held, w_held: static or learned
-    scales and fitted transforms, where the recipe has them; for a shard, the scales of its whole (DTensors go to
-    `sharding.linear`). Under autocast x and y take autocast's dtype; the weight is encoded from its stored dtype.
-    random: the state of the layer's random numbers (`formats.Random`), where its backward draws. parts: of the
-    layer that one rank has, for a quantised backward of it. rank: among those with other tokens, which draw other
-    numbers. fixed: keeps the weight's codes for further calls. delayed: the state of
-    delayed scales, whose factors x_held and w_held hold.
+    Under autocast x and y take autocast's dtype; the weight is encoded from its stored dtype. DTensors go to
+    `sharding.linear`.
+
+    w: (N, K), float and encoded in the call (QAT), or encoded already (inference).
+    x_held, w_held: static or learned scales and fitted transforms, where the recipe has them; for a shard, the scales
+        of its whole.
+    random: the state of the layer's random numbers (`formats.Random`), where its backward draws.
+    fixed: keeps the weight's codes for further calls.
+    delayed: the state of delayed scales, whose factors x_held and w_held hold.
+    parts: this rank's part of the layer, where its backward is quantised.
+    rank: its number among the ranks with other tokens; each of them draws other random numbers.
 
     Raises:
         ValueError: under a transform of torch.func; x is no float32, bfloat16 or float16 tensor of width K, is on

@@ -26,7 +26,7 @@ from aoquant.layers import siblings
 from aoquant.layers.bound import BoundWeight
 from aoquant.layers.function import Given, multiply
 from aoquant.layers.qat import rebind
-from aoquant.layers.shared_operands import Family
+from aoquant.layers.shared_operands import Parent
 from aoquant.ops import flops, linear_plan, router
 from aoquant.ops.gemm import one_call
 from aoquant.parallel.fsdp import layer_class, swap_class
@@ -34,7 +34,7 @@ from aoquant.tensor import PackedTensor
 
 _PARTS = ("_codes", "_scale", "_zero", "_outer", "_transform")  # views of the weight, of one name each
 _OF = "_parts_of"  # the weight's `bound`, or None
-_FAMILY = "_family"  # a `Family`, which copies of a model keep apart
+_PARENT = "_parent"  # a `Parent`, which copies of a model keep apart
 _NAMES = (*_PARTS, "_recipe_key", "_one_call", "_dtype", _OF)
 
 
@@ -147,17 +147,17 @@ def adopt(module: nn.Module) -> None:
         flops.register()
 
 
-def name_families(model: nn.Module) -> None:
-    """Make the packed layers that are attributes of one module a family (shared_operands.py), an adapter's in the place
-    of the adapter. A container's are none: its layers may be blocks, or heads of which one runs.
+def name_parents(model: nn.Module) -> None:
+    """Give the packed layers that are attributes of one module one `Parent` (shared_operands.py), an adapter's in the
+    place of the adapter. A container's get none: its layers may be blocks, or heads of which one runs.
     """
-    found: dict[str, Family] = {}
+    found: dict[str, Parent] = {}
     for fqn, layer in model.named_modules():
         if not isinstance(layer, PackedLinear) or not fqn:
             continue
         parent = fqn.removesuffix(".base_layer").rpartition(".")[0]
         if not isinstance(model.get_submodule(parent), (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            vars(layer)[_FAMILY] = found.setdefault(parent, Family())
+            vars(layer)[_PARENT] = found.setdefault(parent, Parent())
             _remember(layer)
 
 
@@ -170,7 +170,7 @@ def _remember(module: nn.Module) -> None:
         return
     bound = attributes[_OF] = weight.bound
     bound.readers.add(module)
-    bound.family = attributes.get(_FAMILY)
+    bound.parent = attributes.get(_PARENT)
     parts = (weight.qdata, weight.scale, weight.zero_point, weight.per_tensor_scale, weight.act_pre_scale)
     for name, part in zip(_PARTS, parts, strict=True):
         attributes[name] = None if part is None else _static(part)
@@ -205,10 +205,10 @@ def _is_taken(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
 
 
 def _static(part: Tensor) -> Tensor:
-    """A view with a static address, so that a CUDA graph does not copy it, and with static sizes, or a model that is
-    compiled after one of another format would get symbols for them, as inputs of its graph.
+    """A view whose address and sizes a compiler takes as constants.
 
-    guard=False: a guard on the address would compile each layer apart.
+    The address: a CUDA graph then does not copy the view. Without guard=False each layer would be compiled apart.
+    The sizes: a model that is compiled after one of another format would get symbols for them, as inputs of its graph.
     """
     view = part.detach()
     torch._dynamo.mark_static(view)

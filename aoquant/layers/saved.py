@@ -14,12 +14,14 @@ from aoquant.formats import Encoded, Scales
 
 
 class Saved(NamedTuple):
-    """None where no gradient needs it.
+    """What forward keeps for backward; a field is None where no gradient needs it.
 
-    x: the input, encoded (M, K) or along its columns (K, M padded), or as it came (*lead, K). w: the weight, or its
-    codes. x_held, w_held: scales and transforms that the layer holds. measured: of W, by forward
-    (`ops.linear.Product`). clipped: a bit for each value of x, 1 where it gets no gradient. amax: (2,), of
-    x and W, where scales are delayed.
+    x: the input, encoded (M, K) or along its columns (K, M padded), or as it came (*lead, K).
+    w: the weight, or its codes.
+    x_held, w_held: scales and transforms that the layer holds.
+    measured: what forward measured of W (`ops.linear.Product`).
+    clipped: a bit for each value of x, 1 where it gets no gradient.
+    amax: (2,), of x and W, where scales are delayed.
     """
 
     x: Tensor | Encoded | None = None

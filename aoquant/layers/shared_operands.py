@@ -7,8 +7,8 @@ stream.
 Some writes move no version counter: those through NumPy, `.data` or a raw pointer. Without gradients they are legal, so
 a layer takes codes only where such a write would be strange:
 
-- of a layer of its own family, which is the layers that are attributes of one module, as q, k and v are. A buffer that
-  feeds two models, the blocks of one, or a list of heads, is encoded for each of them.
+- of a layer with the same parent, which is the module that q, k and v are attributes of. A buffer that feeds two
+  models, the blocks of one, or a list of heads, is encoded for each of them.
 - of an input whose memory NumPy and other processes cannot write: torch marks such a storage as not resizable.
 - never what it took or made before, as in shared_inputs.py.
 
@@ -32,15 +32,15 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Family:
-    """The layers that are attributes of one module; each of them holds it."""
+class Parent:
+    """The module that layers are attributes of, for `is` alone: each of these layers holds the same one."""
 
 
 class _Latest(threading.local):
-    """What the thread encoded last. layers: the identities of those that have it, all of `family`."""
+    """What the thread encoded last. layers: the identities of those that have it, all of `parent`."""
 
     x: weakref.ref[Tensor] | None = None
-    family: Family | None = None
+    parent: Parent | None = None
     key: tuple[Any, ...] = ()
     made: Any = None
     layers: set[int]
@@ -49,17 +49,17 @@ class _Latest(threading.local):
 _latest = _Latest()
 
 
-def shared(x: Tensor, how: tuple[Any, ...], layer: int, family: Family | None, encode: Callable[[], T]) -> T:
-    """encode(), or what another layer of the family made of x in the same way; a layer without a family shares nothing.
+def shared(x: Tensor, how: tuple[Any, ...], layer: int, parent: Parent | None, encode: Callable[[], T]) -> T:
+    """encode(), or what another layer of the parent made of x in the same way; a layer without one shares nothing.
 
     how: the operand and dtype. layer: an identity.
     """
-    if family is None or x.is_inference():
+    if parent is None or x.is_inference():
         return encode()
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
     key = (*how, x._version, stream)
     found = _latest.x
-    same = found is not None and found() is x and _latest.family is family and _latest.key == key
+    same = found is not None and found() is x and _latest.parent is parent and _latest.key == key
     if same and layer not in _latest.layers and _is_written_by_torch(x):
         _latest.layers.add(layer)
         made: T = _latest.made
@@ -72,7 +72,7 @@ def shared(x: Tensor, how: tuple[Any, ...], layer: int, family: Family | None, e
             local.update(x=None, made=None)
 
     _latest.x, _latest.key, _latest.made, _latest.layers = weakref.ref(x, forget), key, fresh, {layer}
-    _latest.family = family
+    _latest.parent = parent
     return fresh
 
 

@@ -46,14 +46,14 @@ def install() -> None:
 def join(graph: fx.Graph) -> None:
     """Replace the calls of `linear` that read one input, and encode it alike, by one of `siblings`."""
     linear = torch.ops.aoquant_native.linear.default
-    families: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+    found: dict[tuple[fx.Node, int], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is linear and all(map(_stays, node.args[1:6])):
             x, *_, plan = node.args
-            families.setdefault((x, linear_plan.encodes(plan)), []).append(node)
-    for (x, _), family in families.items():
-        if len(family) > 1:
-            _join(graph, x, family)
+            found.setdefault((x, linear_plan.encodes(plan)), []).append(node)
+    for (x, _), nodes in found.items():
+        if len(nodes) > 1:
+            _join(graph, x, nodes)
 
 
 def _stays(part: Any) -> bool:
@@ -67,13 +67,13 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _join(graph: fx.Graph, x: fx.Node, family: Sequence[fx.Node]) -> None:
-    columns = [list(column) for column in zip(*(node.args[1:] for node in family), strict=True)]
-    with graph.inserting_before(family[0]):
+def _join(graph: fx.Graph, x: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    columns = [list(column) for column in zip(*(node.args[1:] for node in nodes), strict=True)]
+    with graph.inserting_before(nodes[0]):
         made = graph.call_function(torch.ops.aoquant_native.siblings.default, (x, *columns))
-        made.meta["val"] = [node.meta["val"] for node in family]
-        ys = [graph.call_function(operator.getitem, (made, i)) for i in range(len(family))]
-    for node, y in zip(family, ys, strict=True):
+        made.meta["val"] = [node.meta["val"] for node in nodes]
+        ys = [graph.call_function(operator.getitem, (made, i)) for i in range(len(nodes))]
+    for node, y in zip(nodes, ys, strict=True):
         y.meta.update(node.meta)
         node.replace_all_uses_with(y)
         graph.erase_node(node)

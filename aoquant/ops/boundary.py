@@ -121,11 +121,13 @@ def _read(words: str) -> Iterator[_Part]:
             yield _Part(word[1:] if word[0] == "'" else _LITERALS[word])
 
 
-class Kind(NamedTuple):
-    """A type of argument.
+class ArgumentType(NamedTuple):
+    """How arguments of one type cross.
 
-    parts: from its name to type and name of each of its parts. flat: its parts. made: the argument of its parts.
-    tensors: where it holds some: None, itself; a number, that field of it.
+    parts: from an argument's name to the type and name of each of its parts.
+    flat: from an argument to its parts.
+    made: from parts to the argument.
+    tensors: where an argument holds tensors: None, it is one or is made of some; a number, that field of it holds some.
     """
 
     parts: Callable[[str], list[str]]
@@ -134,34 +136,34 @@ class Kind(NamedTuple):
     tensors: tuple[int | None, ...] = ()
 
 
-def _simple(type_: str) -> Kind:
+def _simple(type_: str) -> ArgumentType:
     tensors = (None,) if type_.startswith("Tensor") else ()
-    return Kind(lambda name: [f"{type_} {name}"], lambda value: (value,), lambda parts: parts[0], tensors)
+    return ArgumentType(lambda name: [f"{type_} {name}"], lambda value: (value,), lambda parts: parts[0], tensors)
 
 
 def _matrix_flat(value: Tensor | Encoded | None) -> Sequence[Any]:
     return value if type(value) is Encoded else (value, None, None, None, None)
 
 
-_MATRIX = Kind(
+_MATRIX = ArgumentType(
     lambda n: [f"Tensor {n}", f"Tensor? {n}_scale", f"Tensor? {n}_zero", f"Tensor? {n}_outer", f"SymInt? {n}_k"],
     _matrix_flat,
     lambda parts: parts[0] if parts[4].missing else _of(Encoded, parts),
     (None,),
 )
 _NO_SCALES = (None,) * len(Scales._fields)
-_SCALES = Kind(
+_SCALES = ArgumentType(
     lambda n: [f"Tensor? {n}_{field}" for field in Scales._fields],
     lambda value: value or _NO_SCALES,
     lambda parts: _Part(None) if all(part.missing for part in parts) else _of(Scales, parts),
     (None,),
 )
-_OPERAND = Kind(
+_OPERAND = ArgumentType(
     lambda n: [f"str {n}"],
     lambda value: (value.name if value is not None else "",),
     lambda parts: _of(lambda name: get_operand(name) if name else None, parts),
 )
-_KINDS: dict[Any, Kind] = {
+_TYPES: dict[Any, ArgumentType] = {
     Tensor: _simple("Tensor"),
     Tensor | None: _simple("Tensor?"),
     Encoded: _MATRIX,
@@ -178,37 +180,37 @@ _KINDS: dict[Any, Kind] = {
 }
 
 
-def kind(hint: Any) -> Kind:
-    """Of a type of argument."""
-    found = _KINDS.get(hint)
+def argument_type(hint: Any) -> ArgumentType:
+    """How arguments with this type hint cross."""
+    found = _TYPES.get(hint)
     return _fields(hint) if found is None else found
 
 
-def _fields(hint: Any) -> Kind:
+def _fields(hint: Any) -> ArgumentType:
     """Of a NamedTuple that is none of the above."""
-    type_ = hint if hasattr(hint, "_fields") else next(t for t in get_args(hint) if t is not NoneType)
-    kinds = {name: kind(of) for name, of in get_type_hints(type_).items()}
-    missing = (None,) * len(kinds)
+    named = hint if hasattr(hint, "_fields") else next(t for t in get_args(hint) if t is not NoneType)
+    types = {name: argument_type(of) for name, of in get_type_hints(named).items()}
+    missing = (None,) * len(types)
 
     def flat(value: Any) -> list[Any]:
-        fields = zip(kinds.values(), value or missing, strict=True)
-        return [part for kind, field in fields for part in kind.flat(field)]
+        fields = zip(types.values(), value or missing, strict=True)
+        return [part for t, field in fields for part in t.flat(field)]
 
     def made(parts: Sequence[_Part]) -> _Part:
-        fields = _each(kinds.values(), iter(parts))
-        return fields[0] if fields[0].missing else _of(type_, fields)
+        fields = _each(types.values(), iter(parts))
+        return fields[0] if fields[0].missing else _of(named, fields)
 
-    return Kind(
-        lambda n: [f for name, kind in kinds.items() for f in kind.parts(f"{n}_{name}")],
+    return ArgumentType(
+        lambda n: [f for name, t in types.items() for f in t.parts(f"{n}_{name}")],
         flat,
         made,
-        tuple(i for i, kind in enumerate(kinds.values()) if kind.tensors),
+        tuple(i for i, t in enumerate(types.values()) if t.tensors),
     )
 
 
-def _each(kinds: Iterable[Kind], parts: Iterator[_Part]) -> list[_Part]:
-    """The argument of each kind, of parts that lie one behind the other."""
-    return [kind.made([next(parts) for _ in kind.parts("")]) for kind in kinds]
+def _each(types: Iterable[ArgumentType], parts: Iterator[_Part]) -> list[_Part]:
+    """The argument of each type, of parts that lie one behind the other."""
+    return [t.made([next(parts) for _ in t.parts("")]) for t in types]
 
 
 class Arguments:
@@ -216,22 +218,22 @@ class Arguments:
 
     def __init__(self, hints: dict[str, Any]) -> None:
         self.names = list(hints)
-        self.kinds = [kind(hint) for hint in hints.values()]
+        self.types = [argument_type(hint) for hint in hints.values()]
         # where tensors are: an argument, or a field of one that is a NamedTuple of ours
-        self.tensors = [(i, at) for i, kind in enumerate(self.kinds) for at in kind.tensors]
-        self.parts = [part for name, kind in zip(hints, self.kinds, strict=True) for part in kind.parts(name)]
+        self.tensors = [(i, at) for i, t in enumerate(self.types) for at in t.tensors]
+        self.parts = [part for name, t in zip(hints, self.types, strict=True) for part in t.parts(name)]
         self._readers: dict[str, Callable[[Sequence[Tensor], Sequence[int]], list[Any]]] = {}
 
     def flat(self, given: Sequence[Any]) -> Flat:
         """What crosses of a call."""
-        return flat(part for kind, value in zip(self.kinds, given, strict=True) for part in kind.flat(value))
+        return flat(part for t, value in zip(self.types, given, strict=True) for part in t.flat(value))
 
     def read(self, tensors: Sequence[Tensor], numbers: Sequence[int], words: str) -> list[Any]:
         """`flat`'s inverse."""
         reader = self._readers.get(words)
         if reader is None:
             names: dict[str, Any] = {}
-            written = ", ".join(_written(part, names) for part in _each(self.kinds, _read(words)))
+            written = ", ".join(_written(part, names) for part in _each(self.types, _read(words)))
             reader = self._readers[words] = eval(f"lambda t, n: [{written}]", names)
         return reader(tensors, numbers)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -196,13 +196,14 @@ def _multiplied(
         kernels.matmul(x_SK, w_ENK, alpha_x, None if alpha_w is None else alpha_w.contiguous(), at, y_SN, programs)
     else:
         alpha_w = format.alpha(w)
-        for first, some, columns in _blocks(experts, n, k * x_SK.element_size()):
-            rows = slice(first * n + columns.start, (first + some - 1) * n + columns.stop)
+        for block in _blocks(experts, n, k * x_SK.element_size()):
+            rows = block.rows(n)
             values = codec.decode(format, tiles.rows_of(format, w, rows), x_SK.dtype, operand=True)
             alpha = None if alpha_w is None else alpha_w[rows].contiguous()
-            at = kernels.slots(ends, s, first, some)
-            kernels.matmul(x_SK, values.view(some, -1, k), alpha_x, alpha, at, y_SN[:, columns], programs)
-            del values
+            at = kernels.slots(ends, s, block.first, block.experts)
+            values_ENK = values.view(block.experts, -1, k)
+            kernels.matmul(x_SK, values_ENK, alpha_x, alpha, at, y_SN[:, block.columns], programs)
+            del values, values_ENK
     kernels.zero_behind(y_SN, ends)
     return y_SN
 
@@ -220,17 +221,30 @@ def _like(w: Tensor | Encoded) -> Tensor | Encoded:
     return w if isinstance(w, Encoded) else w[0]
 
 
-def _blocks(experts: int, n: int, row: int) -> Iterator[tuple[int, int, slice]]:
-    """(first expert, how many, columns of y), with at most 64 MB of W's values each; `row` bytes for a row of W."""
+class _Block(NamedTuple):
+    """A part of a stack that is decoded at once: some experts whole, or some rows of W, columns of y, of one."""
+
+    first: int
+    experts: int
+    columns: slice
+
+    def rows(self, n: int) -> slice:
+        """Its rows of the stack, whose experts have n rows each."""
+        last = self.first + self.experts - 1
+        return slice(self.first * n + self.columns.start, last * n + self.columns.stop)
+
+
+def _blocks(experts: int, n: int, row: int) -> Iterator[_Block]:
+    """Blocks with at most 64 MB of W's values each; `row` bytes for a row of W."""
     some = BLOCK // (n * row)
     if some:
         for first in range(0, experts, some):
-            yield first, min(some, experts - first), slice(0, n)
+            yield _Block(first, min(some, experts - first), slice(0, n))
         return
     rows = max(1, BLOCK // row // _UNIT) * _UNIT
     for first in range(experts):
         for start in range(0, n, rows):
-            yield first, 1, slice(start, min(start + rows, n))
+            yield _Block(first, 1, slice(start, min(start + rows, n)))
 
 
 def _by_expert(

@@ -319,16 +319,16 @@ def runner(request: Request | CodecRequest) -> Backend:
     return next(b for b in _backends if b.role == request.role and b.why_not(request) is None)
 
 
-def routed(kind: Callable[..., Request | CodecRequest], *fields: Any) -> Backend:
-    """`route(kind(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask
+def routed(request: Callable[..., Request | CodecRequest], *fields: Any) -> Backend:
+    """`route(request(*fields))`, remembered for what is forced now; fields are hashable, and say all that backends ask
     about.
     """
-    key = kind, fields, _forced.get(), _variables.get(_VARIABLE)
+    key = request, fields, _forced.get(), _variables.get(_VARIABLE)
     found = _routes.get(key)
     if found is None:
         if len(_routes) >= _MOST_ROUTES:
             _routes.clear()
-        found = _routes[key] = route(kind(*fields))
+        found = _routes[key] = route(request(*fields))
     return found
 
 

@@ -82,13 +82,13 @@ def values(operand: Operand, w: Tensor, transposed: bool, dtype: torch.dtype, *,
 def why_turned(operand: Operand, k: int) -> str | None:
     """Why values of a transposed stack are made of a turned copy; None when the stack is encoded where it lies."""
     format: Format = operand.format
-    kind = type(format)
+    cls = type(format)
     if operand.transform is not None:
         return f"transforms rows: {operand.name}"
-    if isinstance(format, Float8) and kind is Float8:
+    if isinstance(format, Float8) and cls is Float8:
         by_row = format.per == "row" and not format.fixed and format.low is format.high is None
         return None if by_row else f"has no kernel for {format.name}"
-    if kind not in (MX, Int4) and not (isinstance(format, NVFP4) and kind is NVFP4 and format.outer == "dynamic"):
+    if cls not in (MX, Int4) and not (isinstance(format, NVFP4) and cls is NVFP4 and format.outer == "dynamic"):
         return f"has no kernel for {format.name}"
     block = cast(int, format.block)
     if block & (block - 1) or not 16 <= block <= _LONGEST or k % block:

@@ -29,12 +29,12 @@ GATHERS = "_aoquant_gathers"  # attribute of a module whose packed experts are g
 Forward = Callable[..., Tensor]
 
 
-def why_not(weight: Any, kind: str, recipe: LinearRecipe, *, managed: bool) -> str | None:
+def why_not(weight: Any, step: str, recipe: LinearRecipe, *, managed: bool) -> str | None:
     """Why a step ("prepare", "convert", "quantize") cannot be taken on sharded experts; None when it can.
 
     managed: FSDP shards them, and hands whole ones to forward.
     """
-    if not isinstance(weight, DTensor) or (managed and kind == "prepare"):
+    if not isinstance(weight, DTensor) or (managed and step == "prepare"):
         return None
     if not _by_expert(weight):
         return f"it is sharded other than by expert, {list(weight.placements)}: {GATHER}, and quantise that"

@@ -68,13 +68,13 @@ def _on_shard(
     return quantized_linear(x, w.encoded, bias, recipe, x_scales)
 
 
-def why_not(module: nn.Module, kind: str, recipe: LinearRecipe, dtype: torch.dtype | None) -> str | None:
+def why_not(module: nn.Module, step: str, recipe: LinearRecipe, dtype: torch.dtype | None) -> str | None:
     """Why a step ("prepare", "convert", "quantize") cannot be taken on a layer's shards; None when it can, and for
     plain weights.
 
     dtype: that a forward sees the weight in; None where no FSDP module is known to hold it.
     """
-    dynamic = kind == "prepare" and recipe.weight_scales == "dynamic"
+    dynamic = step == "prepare" and recipe.weight_scales == "dynamic"
     if is_flattened(module) and not (dynamic and "weight" in module._parameters):
         return (
             "FSDP1 (FullyShardedDataParallel) holds its weight in one flat parameter with others: prepare first, then wrap; to convert, "
@@ -84,7 +84,7 @@ def why_not(module: nn.Module, kind: str, recipe: LinearRecipe, dtype: torch.dty
     if not isinstance(weight, DTensor):
         return None
     whole = "gather the float state dict (torch.distributed.checkpoint.state_dict), load it into an unsharded model and convert that"
-    if kind == "prepare":
+    if step == "prepare":
         if recipe.weight_scales != "dynamic":
             return "static and learned weight scales are measured on the whole weight: prepare first, then shard"
         if isinstance(module, nn.Embedding) and not managed:

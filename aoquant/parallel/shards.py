@@ -6,10 +6,13 @@ lies on two of them:
     dgrad   dy (M, N)      W^T (K, N)      along N
     wgrad   dy^T (N, M)    x^T (K, M)      along M
 
-So three facts about each axis are enough: where a part begins (random numbers are drawn by the place in the whole),
-which ranks have the rest (a scale that reaches over a cut is made of the extremes of all), and which numbers the cuts
-are multiples of (no cut may go through a block, or a tile of rows). The last is found from shapes alone, so all ranks
-refuse alike, before any rank communicates.
+So three facts about each axis are enough:
+
+- where a part begins, since random numbers are drawn by the place in the whole;
+- which ranks have the rest, since a scale that reaches over a cut is made of the extremes of all its parts;
+- of which number all cuts are multiples, since no cut may go through a block, or through a tile of rows.
+
+The third is found from shapes alone, so all ranks refuse alike, before any rank communicates.
 """
 
 from __future__ import annotations

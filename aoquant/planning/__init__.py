@@ -1,1 +1,1 @@
-"""From a config to steps: which layer gets what, checked for the whole model before any layer changes."""
+"""From a config to a plan: which layer gets what, checked for the whole model before any layer changes."""

@@ -48,10 +48,11 @@ class ChosenLayer(NamedTuple):
 class Choice:
     """The layers that a config and a filter choose in a model.
 
-    left_alone: names and classes of chosen layers that are subclasses of a layer that is supported. left_out: ids of
-    modules without support that the filter or the names do not pick. picked: ids of those that they do. stacks: stacked
-    experts, parameter by parameter. missed: ids of stacked experts that a recipe for all experts does not find, because
-    they go by another name.
+    left_alone: names and classes of chosen layers that are subclasses of a layer that is supported.
+    left_out: ids of modules without support that the filter or the names do not pick.
+    picked: ids of modules without support that they pick.
+    stacks: stacked experts, parameter by parameter.
+    missed: ids of stacked experts that a recipe for all experts does not find, because they go by another name.
     """
 
     layers: list[ChosenLayer] = field(default_factory=list)
@@ -74,33 +75,15 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     by_name = config.fqn_to_config if isinstance(config, FqnToConfig) else None
     if by_name is not None and filter_fn is not None:
         raise ValueError("FqnToConfig chooses the layers itself: give filter_fn or FqnToConfig, not both")
-    _check_patterns(by_name or {})
-    found, used, routers = Choice(), set[str](), router_modules(model)
-
-    def config_for(module: nn.Module, fqn: str) -> Any:
-        """The config of a layer under one of its names, None to leave it as it is."""
-        if by_name is not None:
-            used.update(key for key in by_name if _means(key, fqn))
-            key = key_of(by_name, fqn, default=is_usual(model, module, fqn, routers))
-            return by_name[key] if key else None
-        # a head or an embedding that was prepared by name is converted with the others
-        usual = isinstance(module, QATLayer) or is_usual(model, module, fqn, routers)
-        return config if (usual if filter_fn is None else filter_fn(module, fqn)) else None
-
-    def config_for_stack(module: nn.Module, fqn: str, parameter: str) -> Any:
-        """The config of a stacked parameter under one of its names, None to leave it as it is."""
-        if by_name is not None:
-            used.update(key for key in by_name if _means(key, fqn, parameter))
-            key = key_of(by_name, fqn, default=True, parameter=parameter)
-            return by_name[key] if key else None
-        return config if filter_fn is None or _filtered(filter_fn, module, fqn) else None
-
-    every: list[str] = []
+    keys = by_name or {}
+    _check_patterns(keys)
+    found, every = Choice(), list[str]()
+    rule = _Rule(model, config, by_name, filter_fn, router_modules(model))
     for names, module in tied.modules(model):
         if is_layer(module):
             every += names
             label = ", ".join(names)
-            chosen, *others = [config_for(module, fqn) for fqn in names]
+            chosen, *others = [rule.for_layer(module, fqn) for fqn in names]
             if any(other != chosen for other in others):
                 raise ValueError(
                     f"{label}: are one module, which has one config: choose it under all of its names or under none, with the same config"
@@ -113,20 +96,62 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
                 found.left_alone.append(f"{label} ({type(module).__name__})")
         elif stacks := stacks_of(module):
             every += [_join(fqn, parameter) for fqn in names for parameter in stacks]
-            chosen_stacks = [_stack(module, names, s, [config_for_stack(module, n, s) for n in names]) for s in stacks]
+            chosen_stacks = [_stack(module, names, s, [rule.for_stack(module, n, s) for n in names]) for s in stacks]
             found.stacks += [s for s in chosen_stacks if s.config is not None]
             if all(s.config is None for s in chosen_stacks):
-                (found.missed if set(by_name or ()) == {ALL_EXPERTS} else found.left_out).add(id(module))
+                (found.missed if set(keys) == {ALL_EXPERTS} else found.left_out).add(id(module))
         elif any(p is not None and p.dim() > 1 for p in module._parameters.values()):
             picked = _picks(module, names, by_name, filter_fn)
             if picked is not None:
                 (found.picked if picked else found.left_out).add(id(module))
-    unmet = [k for k in by_name or () if k not in used and k != "_default"]
-    _refuse_within_experts(model, [k for k in unmet if (by_name or {})[k] is not None])
-    unmet = [k for k in unmet if not _is_float_parameter(model, k, (by_name or {})[k])]
-    if not _for_experts_alone(unmet) or set(unmet) != set(by_name or ()):  # `nothing_chosen` says it better
+    unmet = _unmet(model, keys, rule.used)
+    if not _for_experts_alone(unmet) or set(unmet) != set(keys):  # `nothing_chosen` says it better
         _warn_of_unmet(unmet, every, filter_fn)
     return found
+
+
+@dataclass
+class _Rule:
+    """What chooses one layer or stacked parameter under one of its names: `by_name`, else the filter, else the default.
+
+    routers: ids of the modules in the model's routers. used: keys of `by_name` that mean a layer or a stack.
+    """
+
+    model: nn.Module
+    config: Any
+    by_name: Mapping[str, Any] | None
+    filter_fn: Filter | None
+    routers: Collection[int]
+    used: set[str] = field(default_factory=set)
+
+    def for_layer(self, module: nn.Module, fqn: str) -> Any:
+        """The config of a layer, None to leave it as it is."""
+        if self.by_name is not None:
+            self.used.update(key for key in self.by_name if _means(key, fqn))
+            key = key_of(self.by_name, fqn, default=is_usual(self.model, module, fqn, self.routers))
+            return self.by_name[key] if key else None
+        # a head or an embedding that was prepared by name is converted with the others
+        usual = isinstance(module, QATLayer) or is_usual(self.model, module, fqn, self.routers)
+        return self.config if (usual if self.filter_fn is None else self.filter_fn(module, fqn)) else None
+
+    def for_stack(self, module: nn.Module, fqn: str, parameter: str) -> Any:
+        """The config of a stacked parameter, None to leave it as it is."""
+        if self.by_name is not None:
+            self.used.update(key for key in self.by_name if _means(key, fqn, parameter))
+            key = key_of(self.by_name, fqn, default=True, parameter=parameter)
+            return self.by_name[key] if key else None
+        return self.config if self.filter_fn is None or _filtered(self.filter_fn, module, fqn) else None
+
+
+def _unmet(model: nn.Module, by_name: Mapping[str, Any], used: Collection[str]) -> list[str]:
+    """The keys that mean nothing in the model.
+
+    Raises:
+        ValueError: such a key has a config, and names what is not quantised.
+    """
+    unmet = [k for k in by_name if k not in used and k != "_default"]
+    _refuse_within_experts(model, [k for k in unmet if by_name[k] is not None])
+    return [k for k in unmet if not _is_float_parameter(model, k, by_name[k])]
 
 
 def _stack(module: nn.Module, names: list[str], parameter: str, configs: list[Any]) -> ChosenStack:

@@ -177,8 +177,8 @@ def coverage(model: nn.Module) -> Coverage:
 
 def after(model: nn.Module, plan: Plan) -> Coverage:
     """The coverage that a model will have once `plan` is carried out."""
-    formats: dict[Hashable, str] = {identity(s.module.weight): s.target.recipe.fprop_weight.name for s in plan.steps}
-    formats |= {identity(s.weight): s.target.recipe.fprop_weight.name for s in plan.experts}
+    formats: dict[Hashable, str] = {identity(c.module.weight): c.target.recipe.fprop_weight.name for c in plan.layers}
+    formats |= {identity(c.weight): c.target.recipe.fprop_weight.name for c in plan.experts}
     skipped = {id(c.layer): plan.skipped[c.fqn] for c in plan.choice.layers if c.fqn in plan.skipped}
     return inventory(model, formats, plan.choice.left_out, plan.choice.picked, skipped, plan.choice.missed)
 
@@ -193,9 +193,9 @@ def inventory(
 ) -> Coverage:
     """The coverage of a model, as it will be after a plan.
 
-    planned: format by the identity of each weight that will be quantised. left_out: ids of modules that the user
-    chose to leave out. picked: ids of modules without support that the user chose. skipped: by the id of each layer
-    that cannot take its config, why. missed: ids of stacked experts that a recipe for all experts does not find.
+    planned: format by the identity of each weight that will be quantised.
+    left_out, picked, missed: as `Choice` has them.
+    skipped: by the id of each layer that cannot take its config, why.
     """
     planned, skipped = planned or {}, skipped or {}
     users: dict[Hashable, list[Owner]] = {}
@@ -301,13 +301,13 @@ def _state(
 
 
 def _why_unsupported(module: nn.Module, fqn: str, tensor: Tensor) -> str:
-    kind = type(module).__name__
+    cls = type(module).__name__
     if isinstance(module, _CONVOLUTIONS):
-        return f"{kind} is a convolution"
-    named = "expert" in kind.lower()  # DBRX's are stacked into two dimensions
-    if named or (tensor.dim() > 2 and re.search("expert|moe", f"{fqn} {kind}", re.IGNORECASE)):
+        return f"{cls} is a convolution"
+    named = "expert" in cls.lower()  # DBRX's are stacked into two dimensions
+    if named or (tensor.dim() > 2 and re.search("expert|moe", f"{fqn} {cls}", re.IGNORECASE)):
         return why_unsupported(module)
-    return f"a parameter of {kind}, and only weights of nn.Linear, nn.Embedding and Conv1D are quantised"
+    return f"a parameter of {cls}, and only weights of nn.Linear, nn.Embedding and Conv1D are quantised"
 
 
 def _is_adapter(model: nn.Module, fqn: str) -> bool:

@@ -1,4 +1,4 @@
-"""Plans and steps of stacked experts: each stacked parameter of an experts module takes a config of its own.
+"""Changes of stacked experts: each stacked parameter of an experts module takes a config of its own.
 
 `FqnToConfig` names the module ("model.layers.0.mlp.experts") or one of its parameters ("....experts.down_proj"). By
 default experts take the config that linear layers take. A config that a parameter cannot take is refused together
@@ -44,13 +44,13 @@ class ChosenStack:
 
 
 @dataclass(frozen=True)
-class ExpertStep:
-    """The change of one stacked parameter; fields as `plan.Step` has them."""
+class StackChange:
+    """The change of one stacked parameter; fields as `plan.LayerChange` has them."""
 
     fqn: str
     module: nn.Module
     parameter: str
-    kind: str
+    step: str
     config: Any
     target: Target
     dtype: torch.dtype
@@ -60,30 +60,30 @@ class ExpertStep:
         return getattr(self.module, self.parameter)
 
 
-def why_not(chosen: ChosenStack, kind: str, target: Target) -> str | None:
+def why_not(chosen: ChosenStack, step: str, target: Target) -> str | None:
     """Why experts cannot have `target`; None when they can."""
     weight, recipe = chosen.weight, target.recipe
     rows, columns = weight.shape[1:]
     n, k = (columns, rows) if is_transposed(chosen.module) else (rows, columns)
     if target.tensor != "PackedTensor":
         return f"stacked experts become aoquant's packed tensors, and the config makes {target.tensor}: use a config of aoquant's"
-    if kind != "convert" and not recipe.fitted and recipe.input_scales != "dynamic":
+    if step != "convert" and not recipe.fitted and recipe.input_scales != "dynamic":
         return (
             f"stacked experts hold no calibrated activation scale, and the config has one ({recipe.input_name}-{recipe.input_scales}): "
             "give them a config of their own with dynamic or no activations (for vllm-nvfp4: vllm-nvfp4-weight)"
         )
-    if recipe.holds and kind != "convert":
+    if recipe.holds and step != "convert":
         how = "a fitted transform" if recipe.fitted else "static or learned scales"
         return f"stacked experts hold no scales of their own, and the config has {how}: use scales that are dynamic"
     managed = bool(getattr(chosen.module, "_is_fsdp_managed_module", False))
-    if isinstance(weight, DTensor) and reading_of(layer_class(chosen.module)) and not (managed and kind == "prepare"):
+    if isinstance(weight, DTensor) and reading_of(layer_class(chosen.module)) and not (managed and step == "prepare"):
         return f"it is sharded, and its class multiplies by it in a forward of its own: {GATHER}, and quantise that"
-    if (reason := why_not_read(chosen.module) or sharded.why_not(weight, kind, recipe, managed=managed)) is not None:
+    if (reason := why_not_read(chosen.module) or sharded.why_not(weight, step, recipe, managed=managed)) is not None:
         return reason
     if (reason := target.why_not(n, k, weight.dtype)) is not None:
         return reason
     replaced = "forward" in vars(chosen.module) and "_old_forward" not in vars(chosen.module)
-    if replaced and kind == "prepare":
+    if replaced and step == "prepare":
         return "the forward of its module is replaced on the instance, so a prepared forward would never run: remove the replacement"
     if not weight.is_meta and not all_finite(weight):
         return "it holds NaN or Inf: restore a good checkpoint before quantising"
@@ -103,21 +103,21 @@ def with_own_scales(target: Target) -> Target:
 def why_unsupported(module: nn.Module) -> str:
     """Why the stacked parameters of a module are not quantised."""
     missing = ", ".join(lacks(module)) or "3-D parameters"
-    kind = type(module).__name__
-    return f"experts stacked into one parameter of {kind}, whose class lacks what transformers' experts protocol has: {missing}"
+    name = type(module).__name__
+    return f"experts stacked into one parameter of {name}, whose class lacks what transformers' experts protocol has: {missing}"
 
 
-def apply(step: ExpertStep, device: torch.device | str | None = None) -> None:
-    """Carry out the step of one stacked parameter, in place."""
-    module = step.module
-    if step.kind == "prepare":
-        QATExperts.prepare_stack(module, step.parameter, Prepared(step.target.recipe, step.config, step.fqn))
+def apply(change: StackChange, device: torch.device | str | None = None) -> None:
+    """Carry out the change of one stacked parameter, in place."""
+    module = change.module
+    if change.step == "prepare":
+        QATExperts.prepare_stack(module, change.parameter, Prepared(change.target.recipe, change.config, change.fqn))
         return
-    weight = step.weight
-    packed = nn.Parameter(pack(step, weight, device), requires_grad=False)
-    if isinstance(module, QATExperts) and step.parameter in module.stacks:
-        module.unprepare_stack(step.parameter)
-    setattr(module, step.parameter, packed)
+    weight = change.weight
+    packed = nn.Parameter(pack(change, weight, device), requires_grad=False)
+    if isinstance(module, QATExperts) and change.parameter in module.stacks:
+        module.unprepare_stack(change.parameter)
+    setattr(module, change.parameter, packed)
     if isinstance(weight, DTensor):
         if getattr(module, "_is_fsdp_managed_module", False):
             vars(module)[sharded.GATHERS] = True
@@ -126,43 +126,45 @@ def apply(step: ExpertStep, device: torch.device | str | None = None) -> None:
 
 
 @torch.no_grad()
-def pack(step: ExpertStep, weight: Tensor, device: torch.device | str | None) -> Tensor:
+def pack(change: StackChange, weight: Tensor, device: torch.device | str | None) -> Tensor:
     """The packed experts of a float stack, encoded expert by expert on `device`, by default the weight's; of a sharded
     one, every rank its own.
     """
     if isinstance(weight, DTensor):
-        own = _packed_stack(step, weight.to_local(), device, sharded.first_of(weight))
+        own = _packed_stack(change, weight.to_local(), device, sharded.first_of(weight))
         stride = torch.empty(weight.shape, device="meta").stride()
         placed = weight.device_mesh, weight.placements
         return DTensor.from_local(own, *placed, run_check=False, shape=weight.shape, stride=stride)
-    return _packed_stack(step, weight, device)
+    return _packed_stack(change, weight, device)
 
 
-def _packed_stack(step: ExpertStep, weight: Tensor, device: torch.device | str | None, first: int = 0) -> PackedExperts:
+def _packed_stack(
+    change: StackChange, weight: Tensor, device: torch.device | str | None, first: int = 0
+) -> PackedExperts:
     """first: the number of the first of these experts."""
-    transposed = is_transposed(step.module)
+    transposed = is_transposed(change.module)
     if len(weight) == 0:  # a rank without experts has parts without rows
         like = weight.new_zeros(1, *weight.shape[1:])
-        return _packed_stack(step, like, device)[:0]
+        return _packed_stack(change, like, device)[:0]
     matrices = (expert.t() if transposed else expert for expert in weight.detach())
     if weight.is_meta:  # where all experts are alike
-        made = [pack_expert(step, next(matrices), device)] * len(weight)
+        made = [pack_expert(change, next(matrices), device)] * len(weight)
     else:
-        made = [pack_expert(step, w_NK, device, first + e) for e, w_NK in enumerate(matrices)]
+        made = [pack_expert(change, w_NK, device, first + e) for e, w_NK in enumerate(matrices)]
     return packed_experts(made, transposed=transposed)
 
 
 @torch.no_grad()
-def pack_expert(step: ExpertStep, w_NK: Tensor, device: torch.device | str | None, expert: int = 0) -> PackedTensor:
+def pack_expert(change: StackChange, w_NK: Tensor, device: torch.device | str | None, expert: int = 0) -> PackedTensor:
     """One packed expert of a float weight. expert: its number, by which it finds the scales that its module holds."""
-    module, operand = step.module, step.target.recipe.fprop_weight
-    w_NK = w_NK.to(device, step.dtype).contiguous()
-    held = module.held_scales(step.parameter, expert) if isinstance(module, QATExperts) else None
+    module, operand = change.module, change.target.recipe.fprop_weight
+    w_NK = w_NK.to(device, change.dtype).contiguous()
+    held = module.held_scales(change.parameter, expert) if isinstance(module, QATExperts) else None
     if held is None:
         encoded = ops.codec.encode(operand, w_NK)
     else:
         encoded = operand.encode(w_NK, Scales(*(t if t is None else t.to(w_NK.device) for t in held)))
-    built = step.target.build(encoded, w_NK)
+    built = change.target.build(encoded, w_NK)
     assert isinstance(built, PackedTensor)
     return built
 
@@ -170,7 +172,7 @@ def pack_expert(step: ExpertStep, w_NK: Tensor, device: torch.device | str | Non
 __all__ = [
     "PROTOCOL",
     "ChosenStack",
-    "ExpertStep",
+    "StackChange",
     "apply",
     "pack",
     "pack_expert",

@@ -22,7 +22,7 @@ from aoquant.formats import NVFP4PowerOfTwo, Operand, Scales
 from aoquant.layers import held
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
-from aoquant.planning.plan import Step
+from aoquant.planning.plan import LayerChange
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 GIVEN = "aoquant_fused_groups"  # attribute of a module: groups that were given, by names within it
@@ -115,13 +115,13 @@ def _largest(outers: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def shared_at_once(steps: Iterable[Step], weight_of: Callable[[Step], Tensor]) -> dict[str, Scales]:
+def shared_at_once(changes: Iterable[LayerChange], weight_of: Callable[[LayerChange], Tensor]) -> dict[str, Scales]:
     """The outer scale of every layer that is quantised to nvfp4-pow2 at once, without training, and has siblings, by
-    its step's fqn.
+    the fqn of its change.
 
-    weight_of: the weight (N, K) of a step, asked for once.
+    weight_of: the weight (N, K) of the layer of a change, asked for once.
     """
-    own = {s.fqn: s for s in steps if s.kind == "quantize" and _has_powers(s.target.recipe.fprop_weight)}
+    own = {c.fqn: c for c in changes if c.step == "quantize" and _has_powers(c.target.recipe.fprop_weight)}
     found: dict[str, Scales] = {}
     for group in siblings(own):
         outers = [o for name in group if (o := _measured(own[name], weight_of(own[name]))) is not None]
@@ -130,8 +130,8 @@ def shared_at_once(steps: Iterable[Step], weight_of: Callable[[Step], Tensor]) -
     return found
 
 
-def _measured(step: Step, weight_NK: Tensor) -> Tensor | None:
+def _measured(change: LayerChange, weight_NK: Tensor) -> Tensor | None:
     """(1, 1): the outer scale of a weight; None where it has no values here."""
     if weight_NK.is_meta or isinstance(weight_NK, DTensor):
         return None
-    return step.target.recipe.fprop_weight.measure(weight_NK.to(step.dtype)).outer
+    return change.target.recipe.fprop_weight.measure(weight_NK.to(change.dtype)).outer

@@ -64,22 +64,22 @@ def handle(module: nn.Module, config: Any, *, parameter_name: str = "weight") ->
             stacklevel=2,
         )
         return module
-    step = plan_layer(module, config)
-    if step is None:
+    change = plan_layer(module, config)
+    if change is None:
         return module
-    if step.kind == "prepare":
-        if not step.module.weight.requires_grad:
+    if change.step == "prepare":
+        if not change.module.weight.requires_grad:
             warnings.warn(
                 "a layer with a frozen weight was prepared and will not train: right for adapters; HF's TorchAoConfig(QATConfig) "
                 "freezes every weight, so load the model first and call aoquant.quantize_(model, QATConfig(...)) on it",
                 AoquantWarning,
                 stacklevel=2,
             )
-        return apply(step)
-    weight = step.module.weight
+        return apply(change)
+    weight = change.module.weight
     earlier = _packed[weight]() if weight in _packed else None
-    apply(step)
-    if earlier is not None and same_bits(earlier, step.module.weight):
+    apply(change)
+    if earlier is not None and same_bits(earlier, change.module.weight):
         module.weight = earlier
     else:
         _packed[weight] = weakref.ref(module.weight)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 DEPTH = 8  # wrappers around a forward that are looked through
 
 
-def why_not(module: nn.Module, kind: str) -> str | None:
+def why_not(module: nn.Module, step: str) -> str | None:
     """Why a step ("prepare", "convert", "quantize") cannot be taken on this very layer; None when it can."""
     if "weight" not in module._parameters:
         return _recomputed(module)
@@ -32,7 +32,7 @@ def why_not(module: nn.Module, kind: str) -> str | None:
             "its weight is sharded and its forward replaced on the instance, as transformers' tp_plan does, so another forward would never "
             "run: load the model without tp_plan, prepare it, and shard it with parallelize_module or fully_shard"
         )
-    if kind == "prepare":
+    if step == "prepare":
         if replaced:
             return "its forward is replaced on the instance, so a prepared forward would never run: remove the replacement first"
     elif weight is not None and weight.is_meta and hasattr(module, "_hf_hook"):

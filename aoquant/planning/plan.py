@@ -1,4 +1,4 @@
-"""Plans: every layer's step, decided and checked before anything is touched.
+"""Plans: the change of every layer, decided and checked before anything is touched.
 
 A model-wide promise ("on any error the model is as it was") cannot be kept by a handler that sees one module at a
 time. So `aoquant.quantize_` first lists every layer by its fully qualified name with the config that applies to it
@@ -39,7 +39,7 @@ from aoquant.parallel.linear import all_finite
 from aoquant.planning import experts, owners
 from aoquant.planning import tied as sharing
 from aoquant.planning.choose import Choice, Filter, choose, keys_of, nothing_chosen
-from aoquant.planning.experts import ChosenStack, ExpertStep
+from aoquant.planning.experts import ChosenStack, StackChange
 from aoquant.targets import Target, fake_target, resolve, supported
 from aoquant.tensor import PackedTensor
 
@@ -48,18 +48,20 @@ ANOTHER_BACKWARD = "HybridConfig.bwd(...) changes its backward alone"
 
 
 @dataclass(frozen=True)
-class Step:
-    """One layer's change: "prepare" swaps the class, "convert" and "quantize" replace the weight. fqn: all its names,
-    joined by ", ".
+class LayerChange:
+    """What `quantize_` does to one layer.
 
-    dtype: that forward sees the weight in, which is what is encoded. scales: that a layer quantised at once shares with
-    its siblings; None where they are made from its weight, or held by it.
+    fqn: all its names, joined by ", ".
+    step: "prepare" swaps the class; "convert", and "quantize" without training, replace the weight.
+    dtype: that forward sees the weight in, which is what is encoded.
+    scales: that a layer quantised at once shares with its siblings; None where they are made from its weight, or held
+        by it.
     """
 
     fqn: str
     module: Any
     layer: Kind
-    kind: str
+    step: str
     config: Any
     target: Target
     dtype: torch.dtype
@@ -68,18 +70,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps for a model. skipped: names of layers that cannot take their config, and why, where they may be left
-    out. choice: of all. experts: the steps of stacked experts.
+    """What `quantize_` does to a model: the changes of its layers and of stacked experts.
+
+    skipped: names of layers that cannot take their config, and why, where they may be left out. choice: of all.
     """
 
-    steps: list[Step]
+    layers: list[LayerChange]
     skipped: dict[str, str]
     choice: Choice
-    experts: list[ExpertStep] = field(default_factory=list)
+    experts: list[StackChange] = field(default_factory=list)
 
 
 def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incompatible: bool = False) -> Plan:
-    """Every layer's step, checked.
+    """The change of every layer, checked.
 
     skip_incompatible: leave out layers that cannot take their config, instead of raising.
 
@@ -99,50 +102,50 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
             stacklevel=3,
         )
     _refuse_adapted(model, choice)
-    steps, refused = _checked(model, choice)
+    changes, refused = _checked(model, choice)
     stacks, refused_stacks = _checked_stacks(model, choice)
-    skipped = _left_out(steps, refused, choice) | refused_stacks if skip_incompatible else {}
-    steps = [s for s in steps if s.fqn not in skipped]
+    skipped = _left_out(changes, refused, choice) | refused_stacks if skip_incompatible else {}
+    changes = [c for c in changes if c.fqn not in skipped]
     problems = [] if skip_incompatible else [*refused.values(), *refused_stacks.values()]
-    problems += [f"{s.fqn}: {p}" for s in steps if (p := sharing.adapter_problem(model, s.module, s.fqn, s.kind))]
-    problems += sharing.problems(model, {id(s.module): s.target.recipe for s in steps})
-    problems += _tied_scales(steps)
+    problems += [f"{c.fqn}: {p}" for c in changes if (p := sharing.adapter_problem(model, c.module, c.fqn, c.step))]
+    problems += sharing.problems(model, {id(c.module): c.target.recipe for c in changes})
+    problems += _tied_scales(changes)
     if problems:
         shown = "\n  ".join(problems[:SHOWN])
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError(f"{len(problems)} layer(s) cannot be quantised; the model is unchanged:\n  {shown}{more}")
-    if not steps and not stacks and skipped:
+    if not changes and not stacks and skipped:
         reasons = "\n  ".join(list(skipped.values())[:SHOWN])
         raise ValueError(
             f"nothing to quantise: none of the {len(skipped)} chosen layer(s) can take its config:\n  {reasons}"
         )
-    if not steps and not stacks:
+    if not changes and not stacks:
         own = ours(config)
         converts = isinstance(own, QATConfig) and own.step == "convert"
         raise ValueError(nothing_chosen(model, converts=converts, keys=keys_of(config)))
-    return Plan(steps, skipped, choice, stacks)
+    return Plan(changes, skipped, choice, stacks)
 
 
-def _checked_stacks(model: nn.Module, choice: Choice) -> tuple[list[ExpertStep], dict[str, str]]:
-    """The steps of the stacked experts that can take their config, and why the others cannot, by name."""
-    dtypes, steps, refused = compute_dtypes(model), list[ExpertStep](), dict[str, str]()
+def _checked_stacks(model: nn.Module, choice: Choice) -> tuple[list[StackChange], dict[str, str]]:
+    """The changes of the stacked experts that can take their config, and why the others cannot, by name."""
+    dtypes, changes, refused = compute_dtypes(model), list[StackChange](), dict[str, str]()
     for chosen in choice.stacks:
         dtype = dtypes.get(id(chosen.weight), chosen.weight.dtype)
         try:
-            if (step := _plan_stack(model, chosen, dtype)) is not None:
-                steps.append(step)
+            if (change := _plan_stack(model, chosen, dtype)) is not None:
+                changes.append(change)
         except ValueError as error:
             refused[chosen.fqn] = f"{chosen.fqn} {tuple(chosen.weight.shape)}: {error}"
-    return steps, refused
+    return changes, refused
 
 
-def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> ExpertStep | None:
-    """The step of one stacked parameter; None when an unprepared one meets convert, or a converted one does."""
+def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> StackChange | None:
+    """The change of one stacked parameter; None when an unprepared one meets convert, or a converted one does."""
     module = chosen.module
     prepared = module.stacks.get(chosen.parameter) if isinstance(module, QATExperts) else None
     config = ours(chosen.config, module, prepared)
-    kind = config.step if isinstance(config, QATConfig) else "quantize"
-    if kind == "convert":
+    step = config.step if isinstance(config, QATConfig) else "quantize"
+    if step == "convert":
         if prepared is None:
             return None
         target = _deployed(prepared, config)
@@ -157,34 +160,34 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> Ex
         target = experts.with_own_scales(prepare_target(config)) if isinstance(config, QATConfig) else resolve(config)
         if prepared is not None:
             _check_same_forward(prepared.recipe, target)
-    reason = experts.why_not(chosen, kind, target) or sharing.adapter_problem(model, module, chosen.fqn, kind)
+    reason = experts.why_not(chosen, step, target) or sharing.adapter_problem(model, module, chosen.fqn, step)
     if reason is not None:
         raise ValueError(reason)
-    return ExpertStep(chosen.fqn, module, chosen.parameter, kind, config, target, dtype)
+    return StackChange(chosen.fqn, module, chosen.parameter, step, config, target, dtype)
 
 
-def _checked(model: nn.Module, choice: Choice) -> tuple[list[Step], dict[str, str]]:
-    """The steps of the layers that can take their config, and why the others cannot, by name."""
+def _checked(model: nn.Module, choice: Choice) -> tuple[list[LayerChange], dict[str, str]]:
+    """The changes of the layers that can take their config, and why the others cannot, by name."""
     dtypes = compute_dtypes(model)
     gemms = {sharing.identity(c.layer.weight) for c in choice.layers if isinstance(c.layer, nn.Linear)}
-    steps, refused = list[Step](), dict[str, str]()
+    changes, refused = list[LayerChange](), dict[str, str]()
     for fqn, module, config in choice.layers:
         has_gemm = sharing.identity(module.weight) in gemms
         try:
-            step = plan_layer(module, config, fqn, has_gemm=has_gemm, dtype=dtypes.get(id(module.weight)))
+            change = plan_layer(module, config, fqn, has_gemm=has_gemm, dtype=dtypes.get(id(module.weight)))
         except ValueError as error:
             refused[fqn] = str(error)
             continue
-        if step is not None:
-            steps.append(step)
-    return steps, refused
+        if change is not None:
+            changes.append(change)
+    return changes, refused
 
 
-def _left_out(steps: list[Step], refused: dict[str, str], choice: Choice) -> dict[str, str]:
+def _left_out(changes: list[LayerChange], refused: dict[str, str], choice: Choice) -> dict[str, str]:
     """The layers to leave out, with the reasons: those that are refused, and those that share a weight with one."""
     modules = {c.fqn: c.layer for c in choice.layers}
     weights: dict[Hashable, str] = {sharing.identity(modules[fqn].weight): fqn for fqn in refused}
-    sharers = {s.fqn: weights[w] for s in steps if (w := sharing.identity(s.module.weight)) in weights}
+    sharers = {c.fqn: weights[w] for c in changes if (w := sharing.identity(c.module.weight)) in weights}
     shared = {
         fqn: f"{fqn}: shares its weight with {other}, which cannot take its config" for fqn, other in sharers.items()
     }
@@ -193,10 +196,10 @@ def _left_out(steps: list[Step], refused: dict[str, str], choice: Choice) -> dic
 
 def _refuse_adapted(model: nn.Module, choice: Choice) -> None:
     """Raise one ValueError for all layers of adapters, before any of them is found to be too small for its config."""
-    kinds = [(fqn, module, ours(config)) for fqn, module, config in choice.layers]
+    layers = [(fqn, module, ours(config)) for fqn, module, config in choice.layers]
     adapted = [
         fqn
-        for fqn, module, config in kinds
+        for fqn, module, config in layers
         if getattr(config, "step", None) != "convert" and sharing.adapter_problem(model, module, fqn, "prepare")
     ]
     if adapted:
@@ -208,8 +211,8 @@ def _refuse_adapted(model: nn.Module, choice: Choice) -> None:
 
 def plan_layer(
     module: Any, config: Any, fqn: str = "", *, has_gemm: bool = False, dtype: torch.dtype | None = None
-) -> Step | None:
-    """The step for one layer, checked; None when an unprepared layer meets convert.
+) -> LayerChange | None:
+    """The change for one layer, checked; None when an unprepared layer meets convert.
 
     has_gemm: whether a linear layer shares an embedding's weight: an activation format is then for its inputs.
     dtype: that forward sees the weight in, where FSDP casts it.
@@ -231,19 +234,19 @@ def plan_layer(
         raise ValueError(
             f"{label}: QATConfig(FqnToConfig(...)) needs layer names: use aoquant.quantize_, or put a QATConfig into each value"
         )
-    kind = config.step if isinstance(config, QATConfig) else "quantize"
-    if kind == "convert" and not isinstance(module, QATLayer):
+    step = config.step if isinstance(config, QATConfig) else "quantize"
+    if step == "convert" and not isinstance(module, QATLayer):
         return None
-    target = _convert_target(module, config, label) if kind == "convert" else _new_target(module, config, label)
-    step = Step(fqn, module, layer, kind, config, target, dtype or weight.dtype)
-    reason = _why_not_shape(step, has_gemm) or sharded.why_not(module, kind, target.recipe, dtype)
-    if reason is None and layer.transposed and kind != "prepare" and isinstance(module.weight, DTensor):
+    target = _convert_target(module, config, label) if step == "convert" else _new_target(module, config, label)
+    change = LayerChange(fqn, module, layer, step, config, target, dtype or weight.dtype)
+    reason = _why_not_shape(change, has_gemm) or sharded.why_not(module, step, target.recipe, dtype)
+    if reason is None and layer.transposed and step != "prepare" and isinstance(module.weight, DTensor):
         reason = f"a sharded {layer.plain.__name__} is not converted in place: {GATHER}, and convert that"
-    if reason is None and kind != "prepare":
+    if reason is None and step != "prepare":
         reason = _not_calibrated(module, target)
-    if reason := reason or owners.why_not(module, kind) or not_finite(weight):
+    if reason := reason or owners.why_not(module, step) or not_finite(weight):
         raise ValueError(f"{label}: {reason}")
-    return step
+    return change
 
 
 def _new_target(module: Any, config: Any, label: str) -> Target:
@@ -271,13 +274,13 @@ def _new_target(module: Any, config: Any, label: str) -> Target:
     return target
 
 
-def _why_not_shape(step: Step, has_gemm: bool) -> str | None:
+def _why_not_shape(change: LayerChange, has_gemm: bool) -> str | None:
     """Why a layer's target does not take its shape and dtype, or its kind; None when it does."""
-    module, layer, target = step.module, step.layer, step.target
+    module, layer, target = change.module, change.layer, change.target
     if layer.gemm:
         n, k = layer.matrix(module.weight).shape if layer.transposed else (module.out_features, module.in_features)
-        return target.why_not(n, k, step.dtype)
-    reason = target.why_not_embedding(module, has_gemm=has_gemm or step.kind == "convert")
+        return target.why_not(n, k, change.dtype)
+    reason = target.why_not_embedding(module, has_gemm=has_gemm or change.step == "convert")
     if reason is None and target.recipe.holds:
         return "an embedding's scales are made from its rows, so there are none to hold: use scales='dynamic' for it"
     return reason
@@ -325,8 +328,8 @@ def _hybrid(config: HybridConfig, module: Any, prepared: Prepared | None) -> QAT
             "HybridConfig.fwd_bwd(forward format, backward format)"
         )
     x, w = named["fprop_input"], named["fprop_weight"] or Operand(HighPrecision())
-    kind = Packed4WeightConfig if w.bits <= 4 else PackedWeightConfig
-    return QATConfig(kind(w.name, x and x.name), backward=config)
+    config_class = Packed4WeightConfig if w.bits <= 4 else PackedWeightConfig
+    return QATConfig(config_class(w.name, x and x.name), backward=config)
 
 
 def _replaces(config: Any) -> bool:
@@ -408,12 +411,12 @@ def _deployed(prepared: Prepared, config: QATConfig) -> Target:
     return target
 
 
-def _tied_scales(steps: list[Step]) -> list[str]:
+def _tied_scales(changes: list[LayerChange]) -> list[str]:
     """Problems with tied weights whose layers would hold scales, each its own."""
-    counts = Counter(sharing.identity(s.module.weight) for s in steps)
+    counts = Counter(sharing.identity(c.module.weight) for c in changes)
     return [
-        f"{s.fqn}: its weight is tied, and layers that share a weight cannot hold scales of their own ({s.target.recipe}): untie it, "
+        f"{c.fqn}: its weight is tied, and layers that share a weight cannot hold scales of their own ({c.target.recipe}): untie it, "
         "or use dynamic scales"
-        for s in steps
-        if counts[sharing.identity(s.module.weight)] > 1 and s.target.recipe.holds
+        for c in changes
+        if counts[sharing.identity(c.module.weight)] > 1 and c.target.recipe.holds
     ]

@@ -1,4 +1,4 @@
-"""Modules put back as they were when the steps of a plan fail."""
+"""Modules put back as they were when the changes of a plan fail."""
 
 from __future__ import annotations
 

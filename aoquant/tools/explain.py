@@ -87,10 +87,10 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     if isinstance(what, torch.nn.Module) and stacks_of(what):
         return _experts(what, dtype, engine, gpu)
     if isinstance(what, QATLinear):
-        recipe, kind, weight = what.prepared.recipe, "prepared", what.matrix()
+        recipe, state, weight = what.prepared.recipe, "prepared", what.matrix()
         known = _known(what)
     elif isinstance(weight, PackedTensor):
-        recipe, kind = weight.recipe, "converted"
+        recipe, state = weight.recipe, "converted"
     else:
         held = f" with a weight of {type(weight.data).__name__}" if isinstance(weight, torch.Tensor) else ""
         raise ValueError(
@@ -101,10 +101,10 @@ def explain(what: Any, dtype: torch.dtype | None = None, *, engine: str | None =
     n, k = weight.shape
     rows = "a token's codes are its own" if recipe.batch_invariant else "a token's codes depend on its batch"
     served = _served(recipe, engine, gpu)
-    if engine is not None and kind == "prepared":
+    if engine is not None and state == "prepared":
         served += tuple(serving.refused(recipe, engine))
-    title = f"{n} x {k} {kind} layer, {recipe}; {rows}{known.said}"
-    return Routes(title, _routes(recipe, weight, dtype or weight.dtype, kind, known), served)
+    title = f"{n} x {k} {state} layer, {recipe}; {rows}{known.said}"
+    return Routes(title, _routes(recipe, weight, dtype or weight.dtype, state, known), served)
 
 
 class _Known(NamedTuple):
@@ -148,16 +148,16 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
     for name in stacks_of(module):
         stack = getattr(module, name)
         if isinstance(module, QATExperts) and name in module.stacks:
-            recipe, kind, weight = module.stacks[name].recipe, "prepared", module.matrix(name, 0)
+            recipe, state, weight = module.stacks[name].recipe, "prepared", module.matrix(name, 0)
         elif isinstance(stack.data, PackedExperts):
-            recipe, kind, weight = stack.recipe, "converted", stack.data.expert(0)
+            recipe, state, weight = stack.recipe, "converted", stack.data.expert(0)
         else:
             continue
         n, k = weight.shape
-        titles.append(f"{name}: {len(stack)} experts of {n} x {k}, {kind}, {recipe}")
+        titles.append(f"{name}: {len(stack)} experts of {n} x {k}, {state}, {recipe}")
         routes += [
             dataclasses.replace(r, step=f"{name}: {r.step}")
-            for r in _routes(recipe, weight, dtype or weight.dtype, kind, _Known())
+            for r in _routes(recipe, weight, dtype or weight.dtype, state, _Known())
         ]
         served += _served(recipe, engine, gpu)
     if not titles:
@@ -166,7 +166,7 @@ def _experts(module: torch.nn.Module, dtype: torch.dtype | None, engine: str | N
 
 
 def _routes(
-    recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, kind: str, known: _Known
+    recipe: LinearRecipe, weight: torch.Tensor, dtype: torch.dtype, state: str, known: _Known
 ) -> tuple[Route, ...]:
     """The steps of a forward."""
     if isinstance(weight, PackedTensor):
@@ -175,7 +175,7 @@ def _routes(
     (n, k), device, found = weight.shape, weight.device, list[Route]()
     if (x := recipe.fprop_input) is not None:
         role = "encode" if ops.reads(recipe.contract) == "codes" or device.type != "cuda" else "quantize"
-        kept = role == "encode" or kind == "prepared"  # for backward
+        kept = role == "encode" or state == "prepared"  # for backward
         if recipe.input_scales in HELD:
             role, x = "hold", Operand(x.format)
         found += _ranges(f"{role} the input", lambda m: ops.explain(CodecRequest(role, x, device, dtype, m, k, kept)))

@@ -18,7 +18,8 @@ from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
 
 from aoquant import Int4WeightConfig, PackedWeightConfig, QATConfig, cli, export, quantize_, save_pretrained
 from aoquant.export import folder, hf_folder
-from aoquant.export import plan as plans
+from aoquant.export.contents import values
+from aoquant.export.experts import Weight
 from aoquant.export.targets import Stored
 from aoquant.integrations.hf import load_pretrained
 from aoquant.tensor import PackedTensor
@@ -65,13 +66,12 @@ def load_all(path: Path) -> dict[str, torch.Tensor]:
 def test_an_interrupted_export_continues(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export(saved, tmp_path / "whole")
     made: list[str] = []
-    real = plans.values
 
-    def counted(weight: plans.Weight) -> torch.Tensor:
+    def counted(weight: Weight) -> torch.Tensor:
         made.append(weight.name)
         if len(made) == 4:
             raise KeyboardInterrupt
-        return real(weight)
+        return values(weight)
 
     monkeypatch.setattr(folder, "FLUSHED", 1)
     monkeypatch.setattr(hf_folder, "values", counted)

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from aoquant import backend, explain, get_format, quantize_
 from aoquant.formats import Operand, as_operand
-from aoquant.layers.packed import PackedLinear, name_families
+from aoquant.layers.packed import PackedLinear, name_parents
 from aoquant.ops import codec, gemm_request, linear_plan, native, tiles
 from aoquant.ops.call import Call
 from aoquant.ops.gemm import few_rows, one_call
@@ -277,7 +277,7 @@ def test_siblings_encode_many_rows_once(monkeypatch: pytest.MonkeyPatch) -> None
     """q, k and v do; another version of x, a new tensor, the same layer again, and layers of two modules do not."""
     block = nn.Module()
     block.q, block.k, block.v = (layer("nvfp4") for _ in range(3))
-    name_families(block)
+    name_parents(block)
     layers = [block.q, block.k, block.v]
     x = torch.randn(300, K, dtype=BF16, device=CUDA)
     with torch.no_grad():

@@ -105,7 +105,7 @@ def test_a_bound_weight_takes_the_operator_of_a_whole_layer(monkeypatch: pytest.
     module, made = packed("int4-g32"), list[int]()
     x = data("normal", 3, BY_NAME["int4-g32"].k, BF16)
     monkeypatch.setattr(one_call, "number", lambda *a: 7)
-    monkeypatch.setattr(one_call, "step", lambda number, f, w, dtype, general: made.append(number) or general)
+    monkeypatch.setattr(one_call, "multiplier", lambda number, f, w, dtype, general: made.append(number) or general)
     weight = PackedTensor.from_encoded(module.weight.encoded, module.weight.recipe, BF16)
     with torch.no_grad():
         assert_equal(F.linear(x, weight, module.bias), general(module, x))
@@ -163,4 +163,4 @@ def test_a_weight_remembers_a_bounded_number_of_rows() -> None:
             x = data("normal", rows, case.k, BF16)
             y = module(x)
         assert_equal(y, general(module, x))
-    assert len(module.weight.bound._steps) <= 128
+    assert len(module.weight.bound._multipliers) <= 128

@@ -234,7 +234,7 @@ def test_other_calls_take_the_general_path() -> None:
     case = BY_NAME["int4-g32"]
     linear = prepared(case, layer(case, F32))
     x = torch.randn(3, case.k)
-    with fixed_weights(linear), mock.patch.object(BoundWeight, "_step", side_effect=AssertionError("bound")):
+    with fixed_weights(linear), mock.patch.object(BoundWeight, "_multiplier", side_effect=AssertionError("bound")):
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(linear(x), outside(linear, x))
         with aoquant.backend("reference"):

@@ -14,10 +14,10 @@ from support.cpu_library import with_library
 from torch import Tensor, nn
 
 from aoquant import quantize_
-from aoquant.layers.shared_operands import Family, shared
+from aoquant.layers.shared_operands import Parent, shared
 from aoquant.ops import codec
 
-FAMILY = Family()
+PARENT = Parent()
 library = pytest.fixture(with_library)
 
 
@@ -25,12 +25,12 @@ class Encoder:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, x: Tensor, layer: int, how: str = "nvfp4", family: Family | None = FAMILY) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, how: str = "nvfp4", parent: Parent | None = PARENT) -> Tensor:
         def encode() -> Tensor:
             self.calls += 1
             return x.clone()
 
-        made = shared(x, (how, torch.float32), layer, family, encode)
+        made = shared(x, (how, torch.float32), layer, parent, encode)
         assert torch.equal(made, x)
         return made
 
@@ -93,8 +93,8 @@ def test_threads_do_not_share() -> None:
 def test_strangers_and_inputs_that_others_write_are_encoded() -> None:
     """None of these layers has seen the input, and no version counts the writes."""
     encode, x = Encoder(), torch.zeros(3, 4)
-    for layer, family in ((1, FAMILY), (2, Family()), (3, None), (4, None), (5, FAMILY)):
-        encode(x, layer, family=family)
+    for layer, parent in ((1, PARENT), (2, Parent()), (3, None), (4, None), (5, PARENT)):
+        encode(x, layer, parent=parent)
         x.data.fill_(layer)
     buffer = np.zeros((3, 4), np.float32)
     x = torch.from_numpy(buffer)
@@ -110,7 +110,7 @@ def test_strangers_and_inputs_that_others_write_are_encoded() -> None:
 
 
 class Attention(nn.Module):
-    """q and k are one family; so are the layers of `inner`; those of the list and the sequence are none."""
+    """q and k have one parent, and so have the layers of `inner`; those of the list and the sequence have none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import aoquant.quantize as module
 from aoquant import NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
-from aoquant.planning.plan import Step
+from aoquant.planning.plan import LayerChange
 
 
 def model() -> nn.Sequential:
@@ -33,13 +33,13 @@ class Packer:
         self.real = module.pack
         monkeypatch.setattr(module, "pack", self)
 
-    def __call__(self, step: Step, weight: Tensor, device: Any) -> Tensor:
+    def __call__(self, change: LayerChange, weight: Tensor, device: Any) -> Tensor:
         gc.collect()
         self.alive.append(sum(w() is not None for w in self.weights))
         self.calls += 1
         if self.calls == self.at:
             raise self.error("planted")
-        return self.real(step, weight, device)
+        return self.real(change, weight, device)
 
 
 @pytest.mark.parametrize("undo", [True, None], ids=["asked for", "by default on a CPU"])

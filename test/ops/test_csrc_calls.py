@@ -18,7 +18,7 @@ from torch import Tensor
 from aoquant import get_format
 from aoquant.formats import as_operand, get_operand
 from aoquant.ops import CodecRequest, native
-from aoquant.ops.codec import cuda, families, triton
+from aoquant.ops.codec import cuda, triton, triton_kernels
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_which_operands_of_x_and_its_transpose_one_kernel_makes(
     rows: str | None, columns: str | None, strips: bool
 ) -> None:
     of_x, of_t = (None if name is None else get_operand(name) for name in (rows, columns))
-    assert families.in_strips(of_x, of_t) is strips
+    assert triton_kernels.in_strips(of_x, of_t) is strips
 
 
 def test_which_formats_write_both_sides_in_one_pass() -> None:

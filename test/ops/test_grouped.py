@@ -135,11 +135,13 @@ def test_ops_say_what_they_return() -> None:
 @pytest.mark.parametrize(("experts", "n", "k"), [(128, 1536, 2048), (8, 28672, 4096), (32, 5760, 2880), (3, 8, 64)])
 def test_blocks_of_decoded_values_cover_a_stack_and_are_small(experts: int, n: int, k: int) -> None:
     seen = torch.zeros(experts, n, dtype=torch.int32)
-    for first, some, columns in _blocks(experts, n, 2 * k):
-        part = seen[first : first + some, columns]
+    for block in _blocks(experts, n, 2 * k):
+        part = seen[block.first : block.first + block.experts, block.columns]
         assert part.numel() * 2 * k <= BLOCK
-        assert some == 1 or columns == slice(0, n)
-        assert columns.start % 256 == 0
+        assert block.experts == 1 or block.columns == slice(0, n)
+        assert block.columns.start % 256 == 0
+        rows = torch.arange(experts * n).view(experts, n)[block.first : block.first + block.experts, block.columns]
+        assert torch.equal(rows.flatten(), torch.arange(experts * n)[block.rows(n)])
         part += 1
     assert (seen == 1).all()
 

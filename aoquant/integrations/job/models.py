@@ -120,16 +120,16 @@ def _read_directly(model: nn.Module, found: Plan, o: Options) -> dict[str, str]:
     Raises:
         ValueError: there are such layers, and --skip-incompatible is not given.
     """
-    steps = {step.fqn: step.module for step in found.steps}
+    modules = {change.fqn: change.module for change in found.layers}
     ids = torch.zeros(2, 8, dtype=torch.long, device=next(model.parameters()).device)
     with torch.no_grad():
-        reads = direct_reads.reads(model, steps, lambda: model(input_ids=ids))
+        reads = direct_reads.reads(model, modules, lambda: model(input_ids=ids))
     if reads and not o.skip_incompatible:
         names = ", ".join(f"{fqn} (by {how})" for fqn, how in list(reads.items())[:SHOWN])
         more = f" and {len(reads) - SHOWN} more" if len(reads) > SHOWN else ""
         raise ValueError(
             f"the model reads the weight of {names}{more} directly and does not call the layer, so training would bypass quantisation there: "
-            f"leave out what reads so with --skip {' '.join(_patterns(list(reads), list(steps)))}, or with --skip-incompatible"
+            f"leave out what reads so with --skip {' '.join(_patterns(list(reads), list(modules)))}, or with --skip-incompatible"
         )
     return {
         fqn: f"{fqn}: the model reads its weight directly (by {how}) and does not call it" for fqn, how in reads.items()

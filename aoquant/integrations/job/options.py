@@ -185,21 +185,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: is no YAML file: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
         raise ValueError(f"{path}: must hold options as NAME: VALUE lines, got {type(content).__name__}")
-    kinds = get_type_hints(Options)
+    types = get_type_hints(Options)
     given = {str(key).replace("-", "_"): value for key, value in content.items()}
-    if unknown := [key for key in given if key not in kinds]:
-        near = [difflib.get_close_matches(key, kinds, 1, 0.5) for key in unknown]
+    if unknown := [key for key in given if key not in types]:
+        near = [difflib.get_close_matches(key, types, 1, 0.5) for key in unknown]
         hints = ", ".join(f"{key} (near it: {n[0]})" if n else key for key, n in zip(unknown, near, strict=True))
         raise ValueError(f"{path}: run has no option {hints}; `aoquant run --help` lists them")
-    return {key: _of_kind(path, key, value, kinds[key]) for key, value in given.items()}
+    return {key: _of_type(path, key, value, types[key]) for key, value in given.items()}
 
 
-def _of_kind(path: Path, key: str, value: Any, kind: Any) -> Any:
+def _of_type(path: Path, key: str, value: Any, type_: Any) -> Any:
     """A YAML value as an option's type."""
-    if get_origin(kind) is list:
-        (item,) = get_args(kind)
-        return [_of_kind(path, key, v, item) for v in (value if isinstance(value, list) else [value])]
-    choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if get_origin(type_) is list:
+        (item,) = get_args(type_)
+        return [_of_type(path, key, v, item) for v in (value if isinstance(value, list) else [value])]
+    choices = get_args(type_) if isinstance(type_, UnionType) else (type_,)
     if value is None and type(None) in choices:
         return None
     (wanted,) = (c for c in choices if c is not type(None))

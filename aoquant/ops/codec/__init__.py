@@ -14,7 +14,7 @@
     sides     x -> codes of x, and codes of x^T, in a square format: both in one pass over x
 
 A function here asks the router for the fastest backend and runs it. `reference.py` is `Format` itself, some rows at a
-time on a CPU (`tiles.py`); `families.py` says which Triton kernels there are, `cuda.py` which of csrc's, and
+time on a CPU (`tiles.py`); `triton_kernels.py` says which Triton kernels there are, `cuda.py` which of csrc's, and
 `cpu.py` which of csrc/cpu's. A forced backend rules the roles that it has; the others choose freely.
 """
 
@@ -119,23 +119,23 @@ def _rounded_first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
     """A transform whose result has x's dtype is applied before any backend: what is left to encode is a plain
     matrix.
     """
-    steps = _steps(operand)
-    return (operand, x_RK) if steps is None else (steps.after, transform(steps.transform, x_RK, None))
+    apart = _apart(operand)
+    return (operand, x_RK) if apart is None else (apart.after, transform(apart.transform, x_RK, None))
 
 
-class _Steps(NamedTuple):
-    """What an operand behind a rounded transform is made by, one after the other."""
+class _Apart(NamedTuple):
+    """An operand behind a rounded transform as two: its transform alone, and what encodes the result."""
 
     transform: Operand
     after: Operand
 
 
 @cache
-def _steps(operand: Operand) -> _Steps | None:
+def _apart(operand: Operand) -> _Apart | None:
     """None where the transform is part of the encoding. Made once: a training step asks four times."""
     if not isinstance(operand.transform, RoundedHadamard):
         return None
-    return _Steps(Operand(HighPrecision(), operand.transform.exact), Operand(operand.format))
+    return _Apart(Operand(HighPrecision(), operand.transform.exact), Operand(operand.format))
 
 
 def transform(

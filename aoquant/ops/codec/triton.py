@@ -1,6 +1,7 @@
-"""The codec's backend "triton": what stands around the kernels of `ops/triton`, which `families.py` lists.
+"""The codec's backend "triton": what stands around the kernels of `ops/triton`, which `triton_kernels.py` lists.
 
-A Hadamard transform is applied in the encoder's own pass where its family `mixes`, else by a kernel before it.
+A Hadamard transform is applied in the encoder's own pass where the format's kernels take it (`Kernels.mixes`), else by
+a kernel before it.
 `formats/` stays the truth: every kernel reproduces `Format.encode`, `operand` and `decode` bit for bit, NaN, Inf, zeros
 and subnormals included (`test/gpu/test_triton_exact.py`).
 """
@@ -18,8 +19,8 @@ from aoquant.formats import FLOAT_DTYPES, Encoded, Format, HighPrecision, Operan
 from aoquant.transforms import Hadamard
 
 from ..router import Backend, BothCoded, CodecRequest, CodesAndValues, CodesOfBoth, Made, Operands
-from . import families, reference
-from .families import family_of, imported
+from . import reference, triton_kernels
+from .triton_kernels import imported, kernels_of
 
 
 @cache
@@ -41,8 +42,8 @@ def has_triton(device: torch.device) -> bool:
 
 def finds_outer(operand: Operand) -> bool:
     """Whether encoding starts with a pass that finds one outer scale, and can be spared it (`dgrad`'s `measured`)."""
-    family = family_of(operand.format)
-    return family is not None and type(operand.format) in family.measures and operand.format.per_tensor
+    kernels = kernels_of(operand.format)
+    return kernels is not None and type(operand.format) in kernels.measures and operand.format.per_tensor
 
 
 def _why_not(r: CodecRequest) -> str | None:
@@ -51,19 +52,19 @@ def _why_not(r: CodecRequest) -> str | None:
         return reason
     transform, exact = r.operand.transform, isinstance(r.operand.format, HighPrecision)
     if transform is None:
-        return families.why_not(r)
+        return triton_kernels.why_not(r)
     if transform.drawn:
-        return families.why_not(r) if r.operand.format.draws else f"has no kernel to {r.role} {r.operand.name}"
+        return triton_kernels.why_not(r) if r.operand.format.draws else f"has no kernel to {r.role} {r.operand.name}"
     if r.role != "decode" and (exact or not isinstance(transform, Hadamard)):
         return _why_not_mix(r)
-    return families.why_not(replace(r, operand=Operand(r.operand.format), dtype=torch.float32))
+    return triton_kernels.why_not(replace(r, operand=Operand(r.operand.format), dtype=torch.float32))
 
 
 def _why_not_hold(r: CodecRequest) -> str | None:
-    family = family_of(r.operand.format)
-    if family is None or not family.holds(r.operand.format):
+    kernels = kernels_of(r.operand.format)
+    if kernels is None or not kernels.holds(r.operand.format):
         return f"has no kernel for {r.operand.name} under scales from elsewhere"
-    return why_not_read(r) or families.why_not(r)
+    return why_not_read(r) or triton_kernels.why_not(r)
 
 
 def why_not_read(r: CodecRequest) -> str | None:
@@ -95,8 +96,8 @@ def _why_not_rotate(r: CodecRequest) -> str | None:
 
 
 def _why_not_saturate(r: CodecRequest) -> str | None:
-    family = family_of(r.operand.format)
-    clips = family is not None and type(r.operand.format) in family.clips
+    kernels = kernels_of(r.operand.format)
+    clips = kernels is not None and type(r.operand.format) in kernels.clips
     mixes = r.operand.transform is None or isinstance(r.operand.transform, Hadamard)
     return why_not_read(r) or (None if clips and mixes else f"has no kernel for {r.operand.name}")
 
@@ -109,10 +110,10 @@ def _why_not_transpose(r: CodecRequest) -> str | None:
 
 
 def _why_not_sides(r: CodecRequest) -> str | None:
-    family = family_of(r.operand.format)
-    if family is None or r.operand.transform is not None or not family.sides(r.operand.format):
+    kernels = kernels_of(r.operand.format)
+    if kernels is None or r.operand.transform is not None or not kernels.sides(r.operand.format):
         return f"has no kernel that writes {r.operand.name} both ways"
-    return why_not_read(r) or families.why_not(r)
+    return why_not_read(r) or triton_kernels.why_not(r)
 
 
 def encode(operand: Operand, x_RK: Tensor) -> Encoded:
@@ -144,9 +145,9 @@ def encode_with_values(
     At random, codes and operand alike.
     """
     if random is not None:
-        family = family_of(made.format)
-        assert family is not None and operand
-        drawn: CodesAndValues = family.kernels.draw(made, x_RK, dtype, random, measured)
+        kernels = kernels_of(made.format)
+        assert kernels is not None and operand
+        drawn: CodesAndValues = kernels.file.draw(made, x_RK, dtype, random, measured)
         return drawn
     found = in_one_pass(made, x_RK, dtype, operand, keep, measured)
     assert found.values is not None
@@ -157,24 +158,24 @@ def in_one_pass(
     made: Operand, x_RK: Tensor, dtype: torch.dtype | None, operand: bool, keep: bool, measured: Tensor | None
 ) -> Made:
     """Codes and scales if `keep`, values in `dtype` unless it is None, and the operand's alpha."""
-    format, family = made.format, family_of(made.format)
+    format, kernels = made.format, kernels_of(made.format)
     if made.transform is None:
-        assert family is not None
-        return family.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, None)
-    if family is not None and type(format) in family.mixes and isinstance(made.transform, Hadamard):
-        return family.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, made)
+        assert kernels is not None
+        return kernels.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, None)
+    if kernels is not None and type(format) in kernels.mixes and isinstance(made.transform, Hadamard):
+        return kernels.encoders(format).encode(format, x_RK, dtype, operand, keep, measured, made)
     y_RK = transform(made, x_RK, None)
     if isinstance(format, HighPrecision):
         return Made(format.encode(y_RK) if keep else None, None if dtype is None else y_RK.to(dtype), None)
-    assert family is not None
-    return family.encoders(format).encode(format, y_RK, dtype, operand, keep, measured, None)
+    assert kernels is not None
+    return kernels.encoders(format).encode(format, y_RK, dtype, operand, keep, measured, None)
 
 
 def decode(format: Format, e: Encoded, dtype: torch.dtype, operand: bool, out: torch.dtype) -> Tensor:
     """`format.operand(e, dtype)` or `format.decode(e, dtype)`, then cast to `out`."""
-    family = family_of(format)
-    assert family is not None
-    values: Tensor = family.kernels.decode(format, e, dtype, operand)
+    kernels = kernels_of(format)
+    assert kernels is not None
+    values: Tensor = kernels.file.decode(format, e, dtype, operand)
     return values if out is dtype else values.to(out)
 
 
@@ -193,9 +194,9 @@ def transform(
 
 def saturated(operand: Operand, x_RK: Tensor, matrix: Tensor | None) -> Tensor:
     """Bit-packed mask of the values that are clipped, of transformed ones behind a transform."""
-    family = family_of(operand.format)
-    assert family is not None
-    mask: Tensor = family.kernels.saturated(operand.format, x_RK, operand)
+    kernels = kernels_of(operand.format)
+    assert kernels is not None
+    mask: Tensor = kernels.file.saturated(operand.format, x_RK, operand)
     return mask
 
 
@@ -213,9 +214,9 @@ def transposed(codes: Tensor, k: int, padded: int, bits: int) -> Tensor:
 
 def sides(operand: Operand, x_RK: Tensor, padded: int) -> CodesOfBoth:
     """Codes of x and of x^T."""
-    family = family_of(operand.format)
-    assert family is not None
-    made: CodesOfBoth = family.kernels.sides(operand.format, x_RK, padded)
+    kernels = kernels_of(operand.format)
+    assert kernels is not None
+    made: CodesOfBoth = kernels.file.sides(operand.format, x_RK, padded)
     return made
 
 
@@ -231,7 +232,7 @@ def operands(
 ) -> Operands:
     """The operands of x and of x^T: in one pass over x where the kernel knows both, else each by itself."""
     randoms = row_random, column_random
-    if not families.in_strips(rows, columns):
+    if not triton_kernels.in_strips(rows, columns):
         return reference.operands(x_MN, rows, columns, m_padded, n_padded, dtype, *randoms)
     kernel = imported("operands").operands
     made: Operands = kernel(x_MN.contiguous(), rows, columns, m_padded, n_padded, dtype, *randoms)
@@ -248,7 +249,7 @@ def _why_not_both(r: CodecRequest) -> str | None:
     if reason := why_not_read(r):
         return reason
     assert r.columns is not None
-    if not families.in_strips(r.operand, r.columns) or r.operand.draws or r.columns.draws:
+    if not triton_kernels.in_strips(r.operand, r.columns) or r.operand.draws or r.columns.draws:
         return f"has no kernel that makes {r.operand.name} of x and {r.columns.name} of x^T at once"
     block = r.operand.format.block
     return f"encodes blocks of {block}, got K = {r.k}" if block is None or r.k % block else None

@@ -1,4 +1,5 @@
-"""GEMM backends: one file per kernel family, each with what it computes, when it can, and how it is called.
+"""GEMM backends: one file for the kernels of one package or idea, with what they compute, when they can, and how they
+are called.
 
 To add one: a file that ends in a tuple BACKENDS, and its name here.
 """

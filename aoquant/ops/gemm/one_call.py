@@ -23,7 +23,7 @@ from .few_rows import CUDA_ROWS, alpha_of, is_aligned, kind, plan_of
 NAME = "aoquant_native::linear"
 MOST_ROWS = CUDA_ROWS  # for which the number made for one row is valid
 _TYPES = (torch.bfloat16, torch.float16)
-Step = Callable[[Tensor, Tensor | None], Tensor]
+Multiplier = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def number(contract: str, x_as: Operand | None, w_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> int | None:
@@ -50,7 +50,7 @@ def _encoded_here(x_as: Operand, w: Encoded, dtype: torch.dtype, m: int) -> bool
     return runner(CodecRequest("quantize", x_as, w.codes.device, dtype, m, w.k, False)).name == "cuda"
 
 
-def step(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Step) -> Step:
+def multiplier(plan: int, f: Format, w: Encoded, dtype: torch.dtype, general: Multiplier) -> Multiplier:
     """(x (*lead, K), contiguous bias) -> y (*lead, N). general: for a bias that the operator does not take."""
     how = kind(f)
     assert how is not None

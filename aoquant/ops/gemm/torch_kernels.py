@@ -67,7 +67,7 @@ def _product(contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tenso
     """(M, N) of codes and their scales, by the GEMM that takes them or by another with the same sums."""
     assert w.scale is not None
     fast = contract == "fp8_scaled_mm"
-    if not _refused or _kind(contract, x_MK, scale, w, bias, dtype) not in _refused:
+    if not _refused or _asked(contract, x_MK, scale, w, bias, dtype) not in _refused:
         # cuBLAS takes no bias with a float32 output; torchao adds it afterwards there, as we do
         late = bias if dtype == torch.float32 else None
         try:
@@ -84,16 +84,16 @@ def _product(contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tenso
         except RuntimeError as error:
             if "NOT_SUPPORTED" not in str(error):
                 raise
-        _refused.add(_kind(contract, x_MK, scale, w, bias, dtype))  # an exception costs more than the GEMM
+        _refused.add(_asked(contract, x_MK, scale, w, bias, dtype))  # an exception costs more than the GEMM
     # torchao's layer raises here: with a bias and a scale per row cuBLAS has no kernel that splits K; with one scale it
     # has, and the same sums
     return rescaled(_accumulated(x_MK, w.codes, fast), scale, w.scale, bias, dtype)
 
 
-_refused: set[tuple[object, ...]] = set()  # operands, by `_kind`, for which cuBLAS has no kernel
+_refused: set[tuple[object, ...]] = set()  # operands, by `_asked`, for which cuBLAS has no kernel
 
 
-def _kind(
+def _asked(
     contract: str, x_MK: Tensor, scale: Tensor, w: Encoded, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[object, ...]:
     """What cuBLAS asks for when it chooses a kernel: shapes, dtypes and the device."""

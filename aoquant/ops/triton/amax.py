@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .elements import INF_BITS, float_bits, least, most
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 PARTIALS = 512
 _TILE, _WARPS = 8192, 8
@@ -64,12 +64,12 @@ def row_absmax(x_RK: Tensor, finite: bool = False) -> Tensor:
     return found
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _row_absmax_of(rows: int, k: int, finite: bool) -> Launch:
     return Launch(_row_absmax, (rows,), k=k, FINITE=finite, TILE=min(triton.next_power_of_2(k), 4096), num_warps=4)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _absmax_of(n: int, finite: bool) -> Launch:
     return Launch(_absmax, (PARTIALS,), n=n, FINITE=finite, TILE=_TILE, num_warps=_WARPS)
 
@@ -94,6 +94,6 @@ def range_partials(x: Tensor) -> Tensor:
     return partials
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _range_of(n: int) -> Launch:
     return Launch(_range, (PARTIALS,), n=n, TILE=_TILE, N_PARTIALS=PARTIALS, num_warps=_WARPS)

@@ -45,7 +45,7 @@ from .elements import (
 )
 from .hadamard import ENCODE_WARPS, WARP, beside
 from .hadamard import absmax_partials as mixed_partials
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 TILE = 1024  # values a program holds at once: one warp of them, so that nothing waits at a barrier
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 1}
@@ -233,7 +233,7 @@ def _decode(
     tl.store(values_ptr + at, (value * scale[:, None]).to(values_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _encoder(
     format: MX | NVFP4,
     rows: int,
@@ -319,7 +319,7 @@ def encode(
     return Made(Encoded(codes, scale.view(format.block_scale), None, outer, k), values, outer)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _decoder(format: MX | NVFP4, rows: int, k: int, outer_rows: int) -> Launch:
     return Launch(
         _decode, (triton.cdiv(rows * k, TILE),),

@@ -45,7 +45,7 @@ from .elements import (
     unpack4,
 )
 from .hadamard import ENCODE_WARPS, WARP
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 HUGE_BITS = tl.constexpr(0x5D800000)  # 2^60
 
@@ -236,7 +236,7 @@ def saturated(format: MXFP4Dialect, x_RK: Tensor, mix: Operand) -> Tensor:
     return clipped
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _encoder(
     format: MXFP4Dialect | NVFP4Dialect,
     rows: int,
@@ -268,7 +268,7 @@ def _encoder(
     )  # fmt: skip
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _decoder(format: MXFP4Dialect | NVFP4Dialect, rows: int, k: int, outer_rows: int, operand: bool) -> Launch:
     return Launch(
         _decode, (triton.cdiv(rows * k, TILE),), n_blocks=rows * k // format.block, blocks_per_row=k // format.block,

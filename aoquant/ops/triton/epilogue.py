@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 _B = 2048  # outputs of a program
 
@@ -70,7 +70,7 @@ def rescale(
     return y_MN
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _rescaler(m: int, n: int, x_rows: bool, w_rows: bool) -> Launch:
     grid = m, triton.cdiv(n, _B)
     return Launch(_rescale, grid, n=n, X_STRIDE=int(x_rows), W_STRIDE=int(w_rows), B=_B, enable_fp_fusion=False)

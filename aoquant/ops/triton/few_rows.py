@@ -147,8 +147,8 @@ def decode_mm(
     alpha_w: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """(M, N) in x's dtype. kind, shifts: as in `ops.few_rows`. alpha_x: (M, 1) or (1, 1); alpha_w: (N, 1) or (1, 1);
-    both float32.
+    """(M, N) in x's dtype. kind, shifts: `kind` and `shifts` of ops/gemm/few_rows.py. alpha_x: (M, 1) or (1, 1);
+    alpha_w: (N, 1) or (1, 1); both float32.
     """
     assert w.scale is not None and format.block is not None
     (m, k), n = x_MK.shape, w.codes.shape[0]

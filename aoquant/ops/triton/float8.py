@@ -22,7 +22,7 @@ from aoquant.formats.scales import reciprocal
 from ..router import Made
 from .amax import PARTIALS, absmax_partials
 from .elements import bits_float, float8_code, float_bits, most, quotient, through
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 NO_FUSION = {"enable_fp_fusion": False}
 TILE = 4096
@@ -168,7 +168,7 @@ def _decode(
     tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=at < n)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool, values: str) -> Launch:
     limit = ELEMENTS[format.element].largest
     constants = {
@@ -222,7 +222,7 @@ def encode(
     return Made(encoded, values, None if format.block else scale)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _decoder(format: Float8, rows: int, k: int, scales: int, scaled: bool) -> Launch:
     tall = format.rows if format.rows > 1 else 0
     return Launch(

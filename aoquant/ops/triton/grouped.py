@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import PLANS, Launch, described
+from .launch import LAUNCHES, Launch, described
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 _SLOTS = 16  # that a program of `_slots` writes
@@ -131,7 +131,7 @@ def slots(ends: Tensor, rows: int, first: int, experts: int, height: int = TILE_
     return made
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _slots_of(first: int, experts: int, most: int, height: int) -> Launch:
     return Launch(
         _slots, (triton.cdiv(most, _SLOTS),), first=first, experts=experts, n_slots=most, BM=height,
@@ -161,7 +161,7 @@ def matmul(
     )
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _matmul_of(n: int, k: int, y_row: int, programs: int, by_k: bool) -> Launch:
     return Launch(
         _matmul, (programs,), n=n, k=k, y_row=y_row, BM=TILE_M, BN=TILE_N, BK=TILE_K, GROUP=8, PROGRAMS=programs,
@@ -174,7 +174,7 @@ def zero_behind(y_SN: Tensor, ends: Tensor) -> None:
     _zero_of(*y_SN.shape, ends.numel() - 1)(y_SN, ends)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _zero_of(rows: int, n: int, last: int) -> Launch:
     return Launch(_zero_behind, (min(rows, 128),), rows=rows, n=n, last=last, B=1024)
 
@@ -187,7 +187,7 @@ def gathered_sum(rows_SK: Tensor, place_TJ: Tensor) -> Tensor:
     return y_TK
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _sum_of(tokens: int, top: int, k: int) -> Launch:
     width = min(triton.next_power_of_2(k), 2048)
     return Launch(_gathered_sum, (tokens, triton.cdiv(k, width)), k=k, TOP=top, B=width)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 PARTS = 8  # programs that share an expert's rows
 ROWS, COLUMNS = 32, 128  # of a tile of the gradient
@@ -52,7 +52,7 @@ def add(x_SN: Tensor, bias_EN: Tensor, expert: Tensor) -> Tensor:
     return y_SN
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _adder(rows: int, n: int) -> Launch:
     width = min(triton.next_power_of_2(n), 2048)
     return Launch(_add, (rows, triton.cdiv(n, width)), n=n, B=width)
@@ -66,6 +66,6 @@ def summed(grad_SN: Tensor, ends: Tensor) -> Tensor:
     return partial.sum(0)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _summer(experts: int, n: int) -> Launch:
     return Launch(_sums, (triton.cdiv(n, COLUMNS), experts, PARTS), n=n, PARTS=PARTS, R=ROWS, C=COLUMNS, num_warps=4)

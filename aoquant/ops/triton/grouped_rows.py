@@ -93,8 +93,9 @@ def decode_mm(
     alpha_w: Tensor | None,
     programs: int,
 ) -> Tensor:
-    """(S, N) in x's dtype. w: experts' rows under each other, E * N. kind, shifts: as in `ops.gemm.few_rows`. ends:
-    (E,) int32. alpha_x: (S, 1), alpha_w: (E * N, 1), float32 and contiguous, or None. programs: to have work for.
+    """(S, N) in x's dtype. w: experts' rows under each other, E * N. kind, shifts: `kind` and
+    `shifts` of ops/gemm/few_rows.py. ends: (E,) int32. alpha_x: (S, 1), alpha_w: (E * N, 1), float32 and contiguous,
+    or None. programs: to have work for.
     """
     assert w.scale is not None and format.block is not None
     (s, k), experts = x_SK.shape, ends.numel()

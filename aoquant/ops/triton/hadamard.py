@@ -19,7 +19,7 @@ from torch import Tensor
 from aoquant.transforms import Hadamard
 
 from .elements import float_bits
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 WARP = 32
 ENCODE_WARPS = {16: 2, 32: 2, 64: 2, 128: 1}
@@ -127,7 +127,7 @@ def absmax_partials(x: Tensor, t: Hadamard, inverse: bool, partials: int) -> Ten
     return found
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _absmax_of(n: int, t: Hadamard, inverse: bool, partials: int) -> Launch:
     warps = AMAX_WARPS[t.size]
     return Launch(
@@ -136,7 +136,7 @@ def _absmax_of(n: int, t: Hadamard, inverse: bool, partials: int) -> Launch:
     )  # fmt: skip
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _mixer(rows: int, k: int, t: Hadamard, inverse: bool, back: bool, across: bool) -> Launch:
     tiles = triton.cdiv(rows, WARP) * (k // t.size) if across else triton.cdiv(rows * k // t.size, WARP)
     return Launch(

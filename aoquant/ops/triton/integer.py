@@ -22,7 +22,7 @@ from aoquant.formats.scales import reciprocal
 from ..router import Made
 from .amax import PARTIALS, range_partials
 from .elements import ROUND, ROUND_SIGNED, float_bits, least, most, pack4, quotient, round_even, through, unpack4
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 NO_FUSION = {"enable_fp_fusion": False}
 TILE = 1024  # values a warp holds
@@ -191,7 +191,7 @@ def _block(format: Int4 | Affine, k: int) -> int:
     return format.block or (4096 if format.per == "tensor" else k)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _encoder(
     format: Int4 | Affine, rows: int, k: int, source: torch.dtype, dtype: torch.dtype | None, operand: bool, codes: bool
 ) -> Launch:
@@ -253,7 +253,7 @@ def encode(
     return Made(None if codes is None else Encoded(codes, scale, zero, None, k), values, alpha)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _decoder(
     format: Int4 | Affine, rows: int, k: int, scales: int, scale_dtype: torch.dtype, dtype: torch.dtype, operand: bool
 ) -> Launch:

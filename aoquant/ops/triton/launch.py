@@ -23,7 +23,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-PLANS = 4096  # launches that a kernel's module remembers: one for each format, shape and use
+LAUNCHES = 4096  # launches that a kernel's module remembers: one for each format, shape and use
 
 
 def on(t: Tensor) -> AbstractContextManager[Any]:
@@ -43,7 +43,7 @@ def described(t: Tensor, *block: int) -> TensorDescriptor:
     fields = _checked.get(key)
     if fields is None or t.data_ptr() % 16:
         descriptor = TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
-        if len(_checked) < PLANS:
+        if len(_checked) < LAUNCHES:
             _checked[key] = {**vars(descriptor), "base": None}
         return descriptor
     descriptor = TensorDescriptor.__new__(TensorDescriptor)

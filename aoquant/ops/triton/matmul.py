@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .epilogue import finished_tile
-from .launch import PLANS, Launch, described
+from .launch import LAUNCHES, Launch, described
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
@@ -104,7 +104,7 @@ def matmul(
     return y_MN
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _matmul_of(
     m: int, n: int, k: int, x_rows: bool, w_rows: bool, x_across: bool, w_across: bool, programs: int
 ) -> Launch:

@@ -27,7 +27,7 @@ from ..router import Made
 from .blockscaled import TILE, masked_codes, mixing, nvfp4_scale
 from .elements import bits_float, e2m1_rounded, e2m1_value, float_bits, most
 from .hadamard import WARP, butterflies
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 LONGEST = 16384  # values of a row that a program holds at once
 _WARPS = 8  # at most; of a transform's programs twice as many, which hold fewer values each
@@ -107,7 +107,7 @@ def _encode_rows(
             tl.store(values_ptr + at, value.to(values_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _encoder(rows: int, k: int, codes: bool, values: str, transform: Hadamard | None, inverse: bool) -> Launch:
     size = 0 if transform is None else transform.size
     width = min(max(triton.next_power_of_2(k), size), LONGEST)

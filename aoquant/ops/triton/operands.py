@@ -48,7 +48,7 @@ from .elements import (
     te_factor,
     te_scale,
 )
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 from .stochastic import e2m1_drawn, philox_key, safe_scale
 from .strips import blocks, butterflied, column_words, highest, mixed, quartered, row_words, strip
 
@@ -279,7 +279,7 @@ def _block(operand: Operand | None) -> int:
     return 16 if operand is None else operand.format.block or 16
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _launch(
     rows: Operand | None,
     columns: Operand | None,
@@ -319,7 +319,7 @@ def _mask(operand: Operand | None) -> int | None:
     return t.signs if isinstance(t, RoundedHadamard) else None
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _finder(m: int, n: int, signs: int) -> Launch:
     t = 32 * LARGEST_WARPS * 4
     return Launch(

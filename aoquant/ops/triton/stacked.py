@@ -41,7 +41,7 @@ from .elements import (
 )
 from .float8 import _scale, divided
 from .integer import TL_DTYPE, _fused, _int4_values, int4_scales, int4_shifted
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 COLUMNS = 64  # of a tile: 128 bytes of bfloat16
 A_WARP = 2048  # values
@@ -174,7 +174,7 @@ def _tiles(experts: int, k: int, n: int, height: int) -> tuple[tuple[int, int, i
     return grid, {"n": n, "k": k, "B": height, "C": COLUMNS, "num_warps": warps, "enable_fp_fusion": False}
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _block_encoder(format: MX | NVFP4, experts: int, k: int, n: int, decode: bool) -> Launch:
     grid, common = _tiles(experts, k, n, format.block)
     of = ELEMENTS[format.element]
@@ -184,7 +184,7 @@ def _block_encoder(format: MX | NVFP4, experts: int, k: int, n: int, decode: boo
     )  # fmt: skip
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _int4_encoder(format: Int4, experts: int, k: int, n: int, source: torch.dtype, dtype: torch.dtype) -> Launch:
     grid, common = _tiles(experts, k, n, format.group)
     scales, (low, high) = format.scale_dtype(source), format.limits
@@ -194,13 +194,13 @@ def _int4_encoder(format: Int4, experts: int, k: int, n: int, source: torch.dtyp
     )  # fmt: skip
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _finder(experts: int, k: int, n: int) -> Launch:
     grid, common = _tiles(experts, k, n, PASS_ROWS)
     return Launch(_absmax, (grid[0], triton.cdiv(grid[1], PASS_STEPS), experts), STEPS=PASS_STEPS, **common)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _float8_encoder(format: Float8, experts: int, k: int, n: int, source: torch.dtype, decode: bool) -> Launch:
     grid, common = _tiles(experts, k, n, ROWS)
     limit = ELEMENTS[format.element].largest

@@ -50,7 +50,7 @@ from .elements import (
     pack_e2m1,
 )
 from .hadamard import WARP, butterflies
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 TILE = 1024
 PART = 32  # of a rotation's values, those that a lane holds: more of them and registers spill
@@ -317,7 +317,7 @@ def _rotated(x_RK: Tensor, across: bool, size: int, random: Random, partials: Te
     return y
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _rotation(rows: int, k: int, across: bool, size: int, side: int, alone: bool) -> Launch:
     tiles, how = _tiling(rows, k, across, size, min(size, PART))
     return Launch(_rotate, (tiles if alone else PARTIALS,), signs_side=SIGNS + side // 2, tiles=tiles, **how)
@@ -371,7 +371,7 @@ def draw(
     return CodesAndValues(Encoded(codes, scale.view(native), None, outer, k), values, outer)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _drawing(inner: Any, rows: int, k: int, across: bool, size: int, side: int, place: Place | None) -> Launch:
     amax_over_scale, largest, smallest = (
         (EDEN_MAX, EDEN_SCALE, E4M3_LEAST) if isinstance(inner, MSEden) else (SR_MAX, E4M3_MAX, E4M3_FLOOR)

@@ -22,7 +22,7 @@ from ..router import CodesOfBoth, Made
 from .amax import PARTIALS, absmax_partials
 from .elements import INF_BITS, NAN_BITS, bits_float, float_bits, least, most
 from .float8 import NO_FUSION, TILE, decode
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 __all__ = ["decode", "encode", "sides"]
 WIDTH = 128  # columns of a block
@@ -116,7 +116,7 @@ def _encode_sides(
     tl.store(columns_ptr + column[:, None] * padded + row[None, :], tl.trans(code), mask=inside)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _sides(format: TEFloat8, rows: int, k: int, padded: int) -> Launch:
     return Launch(
         _encode_sides, (triton.cdiv(padded, SQUARE), triton.cdiv(k, SQUARE)), rows=rows, k=k, padded=padded,
@@ -138,7 +138,7 @@ def sides(format: TEFloat8, x_RK: Tensor, padded: int) -> CodesOfBoth:
     return CodesOfBoth(Encoded(codes.view(FLOAT8[format.element]), scale, None, None, k), columns)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _encoder(format: TEFloat8, rows: int, k: int, codes: bool, values: str) -> Launch:
     constants = {
         "LIMIT": ELEMENTS[format.element].largest, "LARGEST": FLOAT32_MAX, "POW2": format.per == "block" and format.pow2,

@@ -37,7 +37,7 @@ from .elements import (
     te_scale,
     unpack4,
 )
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 SIDE_BY_SIDE = {16: 8, 32: 4}  # tiles of a program: 128 columns
 WARPS = {16: 2, 32: 4}
@@ -148,7 +148,7 @@ def _common(format: MXSquare | NVFP4Dialect, rows: int, k: int) -> tuple[tuple[i
     return (triton.cdiv(rows, t), triton.cdiv(k, t * n)), {**arguments, "POST": reciprocal(NVFP4_TOP), **NO_FUSION}
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _encoder(format: MXSquare | NVFP4Dialect, rows: int, k: int, codes: bool, values: str) -> Launch:
     grid, common = _common(format, rows, k)
     of = ELEMENTS[_element(format)]
@@ -188,7 +188,7 @@ def encode(
     return Made(Encoded(codes.view(native), scale.view(stored), None, outer, k), values, alpha)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _decoder(format: MXSquare | NVFP4Dialect, rows: int, k: int, outer: bool) -> Launch:
     grid, common = _common(format, rows, k)
     return Launch(_decode, grid, OUTER=outer, **common)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .elements import pack4, unpack4
-from .launch import PLANS, Launch
+from .launch import LAUNCHES, Launch
 
 T = 128  # rows and columns of a tile
 
@@ -39,7 +39,7 @@ def _transpose(x_ptr, y_ptr, rows, k, padded, PAIRS: tl.constexpr, T: tl.constex
         tl.store(y_ptr + column[:, None] * padded + row[None, :], tl.trans(x), mask=inside)
 
 
-@lru_cache(PLANS)
+@lru_cache(LAUNCHES)
 def _mover(rows: int, k: int, padded: int, pairs: bool) -> Launch:
     grid = triton.cdiv(padded, T), triton.cdiv(k, T)
     return Launch(_transpose, grid, rows=rows, k=k, padded=padded, PAIRS=pairs, T=T, num_warps=8)

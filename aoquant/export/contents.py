@@ -1,4 +1,4 @@
-"""The plan of an export: every file and tensor is decided for the whole model before anything is written.
+"""The contents of an export: every tensor is decided for the whole model before anything is written.
 
 Every quantised layer is asked for its scheme with its codes left on meta. Layers that the target cannot hold are in one
 error, each of the first ten with the reason and the nearest format that would. `skip` leaves layers in the model's
@@ -27,8 +27,10 @@ SHOWN = 10  # layers that an error lists
 
 
 @dataclass(frozen=True)
-class Plan:
-    """layers: packed ones, by module, as they will be stored, codes on meta. floats: weights that are written as
+class Contents:
+    """What an export holds.
+
+    layers: packed ones, by module, as they will be stored, codes on meta. floats: weights that are written as
     values, by name.
     """
 
@@ -36,13 +38,13 @@ class Plan:
     floats: dict[str, Weight]
 
 
-def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan:
-    """Ask the target for every quantised layer.
+def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) -> Contents:
+    """Ask the target for every quantised layer, and take the others as floats.
 
     Raises:
         ValueError: listing the layers that do not fit, or a name in `skip` that is no quantised layer's.
     """
-    quantised = {w.module: w for w in source.weights.values() if w.kind != "Tensor"}
+    quantised = {w.module: w for w in source.weights.values() if w.tensor_class != "Tensor"}
     left = _matching(skip, quantised)
     embeddings = source.embeddings()
     layers: dict[str, Stored] = {}
@@ -53,14 +55,14 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
         if module in left:
             continue
         try:
-            if weight.kind == "PackedExperts":
+            if weight.tensor_class == "PackedExperts":
                 raise Unfit(
                     f"its experts are one tensor in float checkpoints too, and {target} holds each expert's matrices",
                     "save it with aoquant.save_pretrained",
                 )
-            if weight.kind != "PackedTensor":
+            if weight.tensor_class != "PackedTensor":
                 raise Unfit(
-                    f"it is torchao's {weight.kind}",
+                    f"it is torchao's {weight.tensor_class}",
                     "train with a config of aoquant's, such as IntxWeightConfig(4, 128)",
                 )
             if module in embeddings:
@@ -92,13 +94,13 @@ def plan(source: Source, store: Store, skip: Sequence[str], target: str) -> Plan
             stacklevel=3,
         )
     floats = {name: w for name, w in source.weights.items() if w.module not in layers}
-    return Plan(layers, floats)
+    return Contents(layers, floats)
 
 
 def values(weight: Weight) -> Tensor:
     """A weight that is written as values: a skipped layer's are what its GEMM multiplies by."""
     tensor = weight.read(True)
-    return tensor.dequantize() if weight.kind != "Tensor" else tensor
+    return tensor.dequantize() if weight.tensor_class != "Tensor" else tensor
 
 
 def _matching(skip: Sequence[str], quantised: dict[str, Weight]) -> set[str]:

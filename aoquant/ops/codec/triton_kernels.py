@@ -50,8 +50,8 @@ LONGEST_ROW = 16384  # values of an integer row that its kernel holds in registe
 
 
 @dataclass(frozen=True)
-class Family:
-    """The kernels of one file.
+class Kernels:
+    """The kernels of one file for some classes of formats.
 
     module: its name in `ops/triton`.
     formats: exactly these classes, in all roles.
@@ -81,7 +81,7 @@ class Family:
     sides: Callable[[Any], bool] = lambda format: False
 
     @property
-    def kernels(self) -> ModuleType:
+    def file(self) -> ModuleType:
         """The file itself, imported when a CUDA device first asks for it."""
         return imported(self.module)
 
@@ -140,9 +140,9 @@ def _has_dialect(f: NVFP4Dialect) -> bool:
     return f.tile == 1 or (f.dialect == "te" and not f.fixed)
 
 
-FAMILIES = (
-    Family("blockscaled", (MX,), mixes=(MX,)),
-    Family(
+KERNELS = (
+    Kernels("blockscaled", (MX,), mixes=(MX,)),
+    Kernels(
         "blockscaled",
         (NVFP4, NVFP4PowerOfTwo),
         decodes=(NVFP4Search,),
@@ -151,22 +151,22 @@ FAMILIES = (
         holds=lambda f: f.per_tensor,
         encoder=lambda f: "nvfp4_rows" if f.outer == "row" else "",
     ),
-    Family("dialects", (MXFP4Dialect,), mixes=(MXFP4Dialect,), clips=(MXFP4Dialect,)),
-    Family("dialects", (NVFP4Dialect,), has=_has_dialect, encoder=lambda f: "tiles" if f.tile > 1 else ""),
-    Family("tiles", (MXSquare,)),
-    Family("grids", (FourOverSix, GridFlip), why_not=_why_not_grids),
-    Family("integer", (Int4,), why_not=_why_not_integers),
-    Family("integer", (Affine,), has=_has_affine, why_not=_why_not_integers),
-    Family("float8", (Float8,), has=_has_float8, why_not=_why_not_float8),
-    Family("float8", (Float8Mslk,), why_not=_why_not_float8),
-    Family(
+    Kernels("dialects", (MXFP4Dialect,), mixes=(MXFP4Dialect,), clips=(MXFP4Dialect,)),
+    Kernels("dialects", (NVFP4Dialect,), has=_has_dialect, encoder=lambda f: "tiles" if f.tile > 1 else ""),
+    Kernels("tiles", (MXSquare,)),
+    Kernels("grids", (FourOverSix, GridFlip), why_not=_why_not_grids),
+    Kernels("integer", (Int4,), why_not=_why_not_integers),
+    Kernels("integer", (Affine,), has=_has_affine, why_not=_why_not_integers),
+    Kernels("float8", (Float8,), has=_has_float8, why_not=_why_not_float8),
+    Kernels("float8", (Float8Mslk,), why_not=_why_not_float8),
+    Kernels(
         "te_float8",
         (TEFloat8,),
         has=lambda f: not f.fixed,
         why_not=_why_not_float8,
         sides=lambda f: f.per == "tensor",
     ),
-    Family("stochastic", (MXStochastic, NVFP4Stochastic, MSEden), why_not=_why_not_random, draws=True),
+    Kernels("stochastic", (MXStochastic, NVFP4Stochastic, MSEden), why_not=_why_not_random, draws=True),
 )
 
 
@@ -186,20 +186,20 @@ def _strip_transform(o: Operand) -> bool:
     return o.transform is None or (isinstance(o.transform, RoundedHadamard) and o.format.block == o.transform.size)
 
 
-_OF = {kind: family for family in FAMILIES for kind in (*family.formats, *family.decodes)}
+_OF = {cls: kernels for kernels in KERNELS for cls in (*kernels.formats, *kernels.decodes)}
 
 
-def family_of(format: Format) -> Family | None:
+def kernels_of(format: Format) -> Kernels | None:
     """The kernels of exactly this class of formats."""
     return _OF.get(type(format))
 
 
 def why_not(r: CodecRequest) -> str | None:
     """Why no kernel encodes, decodes or quantises the request's format, its transform apart; None when one does."""
-    format, family = r.operand.format, family_of(r.operand.format)
-    if family is not None and family.draws:
-        return family.why_not(r) if r.role == "quantize" else f"has no kernel to {r.role} {r.operand.name}"
-    known = family is not None and (type(format) in family.formats or r.role == "decode")
-    if family is None or not known or not family.has(format):
+    format, kernels = r.operand.format, kernels_of(r.operand.format)
+    if kernels is not None and kernels.draws:
+        return kernels.why_not(r) if r.role == "quantize" else f"has no kernel to {r.role} {r.operand.name}"
+    known = kernels is not None and (type(format) in kernels.formats or r.role == "decode")
+    if kernels is None or not known or not kernels.has(format):
         return f"has no kernel for {r.operand.name}"
-    return family.why_not(r)
+    return kernels.why_not(r)
