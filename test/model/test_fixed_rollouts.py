@@ -42,12 +42,13 @@ def test_tokens_and_logits(recipe: str) -> None:
     prepared = model(recipe)
     converted = copy.deepcopy(prepared)
     quantize_(converted, QATConfig(step="convert"))
-    want = tokens(converted), logits(converted)
+    want, static = (tokens(converted), logits(converted)), {"cache_implementation": "static"}
     assert torch.equal(tokens(prepared), want[0])
     with fixed_weights(prepared):
         for mode in (prepared.eval(), prepared.train()):
             assert torch.equal(tokens(mode), want[0]) and torch.equal(logits(mode), want[1])
-        assert torch.equal(tokens(prepared, cache_implementation="static"), want[0])
+        # attention over a static cache sums in another order, in bf16 models too: its tokens may be others
+        assert torch.equal(tokens(prepared, **static), tokens(converted, **static))
 
 
 def test_no_weight_is_encoded_after_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
