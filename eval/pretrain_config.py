@@ -98,7 +98,9 @@ class Config:
     def __post_init__(self) -> None:
         def require(holds: bool, name: str, rule: str) -> None:
             if not holds:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+                given = getattr(self, name)
+                files = ", ".join(map(str, given)) if isinstance(given, tuple) else None
+                raise ValueError(f"{name} must be {rule}, got {files or repr(given)}")
 
         require(len(self.text) > 0, "text", "at least one file")
         for name in ("text", "anneal", "validation", "held_out"):
@@ -129,8 +131,10 @@ class Config:
             require(0 <= getattr(self, name) <= 1, name, "in 0 .. 1")
         require(self.stop_at is None or 0 < self.stop_at <= self.steps, "stop_at", f"in 1 .. steps = {self.steps}")
         found = self.checkpoint.is_file()
-        require(found or not self.resume, "resume", f"False, as there is no {self.checkpoint}")
-        require(self.resume or not found, "out", "a folder without a checkpoint.pt, or be given with --resume")
+        if self.resume and not found:
+            raise ValueError(f"resume needs a run that stopped, and there is no {self.checkpoint}: leave it out to begin")
+        if found and not self.resume:
+            raise ValueError(f"out has the checkpoint of a run, {self.checkpoint}: give resume too, or another folder")
 
     def _check_experts(self, require: Any) -> None:
         moe = self.arch == "moe"

@@ -23,10 +23,14 @@ def budget(o: argparse.Namespace, runs: Path, settings: Mapping[str, Any]) -> di
     Raises:
         ValueError: they are of several.
     """
-    found = [] if o.text else [other for other in distinct(runs, settings, BUDGET) if fits(o, other)]
+    there = [] if o.text else distinct(runs, settings, BUDGET)
+    found = [other for other in there if fits(o, other)]
     if len(found) > 1:
         raise ValueError(f"--out {o.out} has runs of {listed(found)}: give one of these")
-    return found[0] if found else of_options(o)
+    try:
+        return found[0] if found else of_options(o)
+    except ValueError as error:
+        raise ValueError(f"{error}; --out {o.out} has runs of {listed(there)}" if there else str(error)) from error
 
 
 def of_options(o: argparse.Namespace) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_resume_refuses_other_settings(
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *typed, "--resume"])
     with pytest.raises(SystemExit, match=r"^pretrain\.py: resume needs .*changed: lr from"):
         runpy.run_path(str(EVAL / "pretrain.py"), run_name="__main__")
-    with pytest.raises(ValueError, match="without a checkpoint"):
+    with pytest.raises(ValueError, match="out has the checkpoint of a run"):
         pretrain.Config(**settings)
 
 
@@ -142,7 +142,7 @@ def test_resume_refuses_other_settings(
         ({"vocab": 256}, "vocab must be in 257"),
         ({"warmup": 13}, "warmup must be in 0"),
         ({"stop_at": 13}, "stop_at must be in 1"),
-        ({"resume": True}, "resume must be False"),
+        ({"resume": True}, "resume needs a run that stopped"),
         ({"graph": True}, "graph must be False on device cpu"),
         ({"validate_every": 0}, "validate_every must be positive"),
         ({"accumulate": 3}, "accumulate must be a divisor of batch = 4"),
