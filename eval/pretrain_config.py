@@ -132,7 +132,9 @@ class Config:
         require(self.stop_at is None or 0 < self.stop_at <= self.steps, "stop_at", f"in 1 .. steps = {self.steps}")
         found = self.checkpoint.is_file()
         if self.resume and not found:
-            raise ValueError(f"resume needs a run that stopped, and there is no {self.checkpoint}: leave it out to begin")
+            raise ValueError(
+                f"resume needs a run that stopped, and there is no {self.checkpoint}: leave it out to begin"
+            )
         if found and not self.resume:
             raise ValueError(f"out has the checkpoint of a run, {self.checkpoint}: give resume too, or another folder")
 

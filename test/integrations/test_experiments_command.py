@@ -118,7 +118,9 @@ def test_a_table_takes_the_budget_that_out_has(modules: ModuleType, inputs: Path
         ValueError, match=r"has runs of --tokens 512 --batch 2 --block 32 --search 0\.5: give these, or"
     ):
         call(*of_out(inputs, out, "--table", "--tokens", "4096", "--batch", "4", "--block", "64"))
-    with pytest.raises(ValueError, match="16 times --block 1024, got 99; --out .* has runs of --tokens 512 --batch 2 "):
+    with pytest.raises(
+        ValueError, match=r"16 times --block 1024, got 99; --out .* has runs of --tokens 512 --batch 2 "
+    ):
         call(*of_out(inputs, out, "--dry-run", "--tokens", "99"))
     recorded(inputs, out, "--tokens", "1024")
     twice = (
