@@ -33,11 +33,12 @@ from experiments.checked import checked
 from experiments.durations import durations
 
 ROOT = Path(__file__).resolve().parents[2]
-UNBROKEN = "\0"  # a space at which no line is wrapped: a part of a message may mean something to Markdown
+UNBROKEN = "\0"  # a space at which no line is wrapped: what follows may mean something to Markdown, as "- " does
+SHARE = "(PTQ - QAT) / (PTQ - float)".replace(" ", UNBROKEN)
 PREPARED = "†"  # marks what was scored as prepared
 HOW_TO_READ = (
     "Scores are of converted models, unless marked; ±: deviation over seeds. "
-    "Recovered: (PTQ - QAT) / (PTQ - float) in log perplexity; the better PTQ is, the less there is to recover."
+    f"Recovered: {SHARE} in log perplexity; the better PTQ is, the less there is to recover."
 )
 HOW_TO_COMPARE = (
     "The last column is ours less torchao's, with its 95 % interval over paired seeds: below zero, ours is better. "
