@@ -37,7 +37,7 @@ _ENGINES = {
     "llama.cpp": ("llama.cpp", "llamacpp", "llama-cpp", "gguf", "ggml", "ollama"),
     "torchao": ("torchao", "ao"),
 }
-_MAKERS = ("nvidia", "geforce", "rtx", "tesla", "gpu")  # said in front of a GPU's name
+_MAKERS = ("nvidia", "geforce", "rtx", "tesla", "gpu")  # said in front of a GPU's name; alone, any of _GPUS
 _BUDGETS = {"ptq": ("ptq", "untrained", "no-training", "calibration")}
 _GPUS = ("hopper", "ada", "ampere", "blackwell")
 
@@ -109,7 +109,7 @@ def find(asked: str) -> list[Choice]:
     Raises:
         ValueError: a word that is no engine, device or budget, or no choice for all of them.
     """
-    engines, devices, ptq = set[str](), set[str](), False
+    engines, devices, ptq, gpu = set[str](), set[str](), False, False
     for word in asked.lower().replace(",", " ").split():
         if kind := _kind(word, _ENGINES):
             engines.add(kind)
@@ -117,7 +117,9 @@ def find(asked: str) -> list[Choice]:
             devices.add(kind)
         elif _kind(word, _BUDGETS):
             ptq = True
-        elif word not in _MAKERS:
+        elif word in _MAKERS:
+            gpu = True
+        else:
             known = [name for table in (_ENGINES, _DEVICES, _BUDGETS) for names in table.values() for name in names]
             near = ", ".join(difflib.get_close_matches(word, known, 3, 0.5))
             hint = f" (near it: {near})" if near else ""
@@ -125,6 +127,8 @@ def find(asked: str) -> list[Choice]:
                 f"--for takes an engine, a GPU or CPU, and ptq for no training, got {word!r}{hint}; "
                 f"engines: {', '.join(_ENGINES)}; devices: {', '.join(_DEVICES)}"
             )
+    if gpu and not devices & {*_GPUS}:
+        devices |= {*_GPUS}
     found = [choice for choice in CHOICES if choice.fits(engines, devices, ptq)]
     if not found or not (engines or devices or ptq):
         raise ValueError(
