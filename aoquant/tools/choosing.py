@@ -38,6 +38,13 @@ _ENGINES = {
     "torchao": ("torchao", "ao"),
 }
 _MAKERS = ("nvidia", "geforce", "rtx", "tesla", "gpu")  # said in front of a GPU's name; alone, any of _GPUS
+_FILLERS = ("and", "or", "on", "an", "a", "with", "for", "the")
+_WITHOUT = {  # asked for, and without a row
+    "AMD GPUs have no recipe yet": ("amd", "rocm", "mi300", "mi300x", "mi325x"),
+    "TensorRT-LLM has no recipe yet": ("tensorrt", "tensorrt-llm", "trt-llm"),
+    "Turing and older have no recipe: Ampere is the oldest": ("turing", "t4", "volta", "v100"),
+}
+_TYPO = 0.85  # similarity of a hint: "vlm" to "vllm" is above, "training" to "no-training" below
 _BUDGETS = {"ptq": ("ptq", "untrained", "no-training", "calibration")}
 _GPUS = ("hopper", "ada", "ampere", "blackwell")
 
@@ -119,14 +126,8 @@ def find(asked: str) -> list[Choice]:
             ptq = True
         elif word in _MAKERS:
             gpu = True
-        else:
-            known = [name for table in (_ENGINES, _DEVICES, _BUDGETS) for names in table.values() for name in names]
-            near = ", ".join(difflib.get_close_matches(word, known, 3, 0.5))
-            hint = f" (near it: {near})" if near else ""
-            raise ValueError(
-                f"--for takes an engine, a GPU or CPU, and ptq for no training, got {word!r}{hint}; "
-                f"engines: {', '.join(_ENGINES)}; devices: {', '.join(_DEVICES)}"
-            )
+        elif word not in _FILLERS:
+            raise ValueError(_unknown(word))
     if gpu and not devices & {*_GPUS}:
         devices |= {*_GPUS}
     found = [choice for choice in CHOICES if choice.fits(engines, devices, ptq)]
@@ -135,6 +136,19 @@ def find(asked: str) -> list[Choice]:
             f"no recipe is known for {asked!r}: `aoquant recipes` lists all, docs/choosing.md has the reasons"
         )
     return found
+
+
+def _unknown(word: str) -> str:
+    engines, devices = ", ".join(_ENGINES), ", ".join(_DEVICES)
+    if why := _kind(word, _WITHOUT):
+        return f"--for got {word!r}: {why}; engines: {engines}; devices: {devices}"
+    known = [name for table in (_ENGINES, _DEVICES, _BUDGETS) for names in table.values() for name in names]
+    near = ", ".join(difflib.get_close_matches(word, [*known, *_MAKERS], 3, _TYPO))
+    hint = f" (near it: {near})" if near else ""
+    return (
+        f"--for takes an engine, a GPU or CPU, and ptq for no training, got {word!r}{hint}; "
+        f"engines: {engines}; devices: {devices}"
+    )
 
 
 def _kind(word: str, table: Mapping[str, tuple[str, ...]]) -> str | None:

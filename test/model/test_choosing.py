@@ -23,6 +23,7 @@ def test_words_choose() -> None:
     assert recipes("B200, vLLM") == ["vllm-w4a16-g128", "vllm-fp8", "vllm-nvfp4", "vllm-mxfp4"]
     assert recipes("ollama") == ["gguf-q4_0", "gguf-q8_0"]
     assert "nvfp4" not in recipes("pytorch h100") and "nvfp4" in recipes("pytorch b200")
+    assert recipes("vLLM on an H100") == recipes("vllm and h100") == recipes("vllm h100")
     assert set(recipes("cpu ptq")) < set(recipes("cpu"))
     assert recipes("vllm rtx 4090") == recipes("vllm NVIDIA GeForce RTX4090") == recipes("vllm ada") != recipes("vllm")
 
@@ -51,13 +52,37 @@ def test_a_line_names_the_gpu_that_it_was_asked_for() -> None:
     ("asked", "said"),
     [
         ("vllmm h100", "got 'vllmm' \\(near it: vllm"),
-        ("vllm g300", r"got 'g300' \(near it: \w+, \w+, \w+\); engines"),
+        ("vllm g300", r"got 'g300' \(near it: gb300\); engines"),
+        ("vlm", r"got 'vlm' \(near it: vllm\)"),
+        ("hoper", r"got 'hoper' \(near it: hopper\)"),
+        ("llama-cp", r"got 'llama-cp' \(near it: llama-cpp, llamacpp\)"),
+        ("nvida", r"got 'nvida' \(near it: nvidia\)"),
         ("llama.cpp b200", "no recipe is known for"),
         ("", "no recipe is known for"),
     ],
 )
 def test_words_that_choose_nothing_are_refused(asked: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
+        choosing.find(asked)
+
+
+@pytest.mark.parametrize("word", ["training", "qat", "moe", "int4", "mi350"])
+def test_a_word_like_none_has_no_hint(word: str) -> None:
+    with pytest.raises(ValueError, match=f"got '{word}'; engines: pytorch, .*; devices: hopper, "):
+        choosing.find(f"vllm {word}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("vllm MI300X", "--for got 'mi300x': AMD GPUs have no recipe yet; engines: "),
+        ("amd gpu", "--for got 'amd': AMD GPUs have no recipe yet"),
+        ("TensorRT-LLM b200", "--for got 'tensorrt-llm': TensorRT-LLM has no recipe yet"),
+        ("nvidia tesla t4", "--for got 't4': Turing and older have no recipe: Ampere is the oldest"),
+    ],
+)
+def test_what_has_no_recipe_is_said(asked: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
         choosing.find(asked)
 
 
