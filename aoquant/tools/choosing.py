@@ -130,12 +130,26 @@ def find(asked: str) -> list[Choice]:
             raise ValueError(_unknown(word))
     if gpu and not devices & {*_GPUS}:
         devices |= {*_GPUS}
+    if not (engines or devices or ptq):
+        raise ValueError(_unknown(asked))
     found = [choice for choice in CHOICES if choice.fits(engines, devices, ptq)]
-    if not found or not (engines or devices or ptq):
-        raise ValueError(
-            f"no recipe is known for {asked!r}: `aoquant recipes` lists all, docs/choosing.md has the reasons"
-        )
+    if not found:
+        raise ValueError(_nothing_for(engines, devices, ptq))
     return found
+
+
+def _nothing_for(engines: set[str], devices: set[str], ptq: bool) -> str:
+    """Why nothing fits: what each side has recipes for, without the other."""
+
+    def fits(engine: str, among: set[str]) -> bool:
+        return any(choice.fits({engine}, among, ptq) for choice in CHOICES)
+
+    device = "a GPU" if devices == {*_GPUS} else " or ".join(d for d in _DEVICES if d in devices)
+    asked = [e for e in _ENGINES if e in engines]
+    served = [f"for {e}: {', '.join(d for d in _DEVICES if fits(e, {d})) or 'none'}" for e in asked]
+    serving = f"for {device}: {', '.join(e for e in _ENGINES if fits(e, devices)) or 'none'}"
+    together = f"{' or '.join(asked)} and {device} together{', without training' if ptq else ''}"
+    return f"no recipe is for {together}; {'; '.join([*served, serving])}"
 
 
 def _unknown(word: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,41 @@ def test_a_line_names_the_gpu_that_it_was_asked_for() -> None:
         ("hoper", r"got 'hoper' \(near it: hopper\)"),
         ("llama-cp", r"got 'llama-cp' \(near it: llama-cpp, llamacpp\)"),
         ("nvida", r"got 'nvida' \(near it: nvidia\)"),
-        ("llama.cpp b200", "no recipe is known for"),
-        ("", "no recipe is known for"),
+        ("", "--for takes an engine, a GPU or CPU, and ptq for no training, got ''; engines"),
+        ("for a", "--for takes an engine, a GPU or CPU, and ptq for no training, got 'for a'; engines"),
     ],
 )
 def test_words_that_choose_nothing_are_refused(asked: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         choosing.find(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("llama.cpp h100", "hopper together; for llama.cpp: cpu; for hopper: pytorch, transformers, vllm, sglang, torchao"),
+        ("llama.cpp mac", "arm together; for llama.cpp: cpu; for arm: pytorch, transformers, torchao"),
+        ("gguf on a gpu", "a GPU together; for llama.cpp: cpu; for a GPU: pytorch, transformers, vllm, sglang, torchao"),
+        ("gguf b200 ada ptq", "ada or blackwell together, without training; for llama.cpp: cpu; for ada or blackwell: pytorch"),
+    ],
+)  # fmt: skip
+def test_a_pair_without_a_recipe_says_what_each_has(asked: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^no recipe is for llama.cpp and {said}"):
+        choosing.find(asked)
+
+
+@pytest.mark.parametrize("engine", choosing._ENGINES)
+@pytest.mark.parametrize("device", choosing._DEVICES)
+def test_what_is_said_of_a_pair_is_found(engine: str, device: str) -> None:
+    """Each pair has recipes, or its error names pairs that do."""
+    try:
+        assert choosing.find(f"{engine} {device}")
+    except ValueError as error:
+        of_engine, of_device = re.findall(r"; for \S+: ([^;]+)", str(error))
+        for other in of_engine.split(", "):
+            assert choosing.find(f"{engine} {other}")
+        for other in of_device.split(", "):
+            assert choosing.find(f"{other} {device}")
 
 
 @pytest.mark.parametrize("word", ["training", "qat", "moe", "int4", "mi350"])
