@@ -153,6 +153,8 @@ def test_the_numbers_are_those_of_the_committed_table() -> None:
 def test_the_command_prints_measurements_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["recipes", "--for", "transformers h100"])
     printed = capsys.readouterr().out
-    assert "| int4-g32" in printed and choosing.source() in printed
+    table, _, caption = printed.partition("\n\n")
+    assert "| int4-g32" in table and choosing.source() in " ".join(caption.split())
+    assert max(map(len, caption.splitlines())) <= 100 < len(choosing.source())
     m = choosing.measured()["int4-g32"]
     assert f"{m.qat / m.float_model:.3f}" in printed and "not measured" in choosing.markdown()
