@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from aoquant import cli
+from aoquant.formats import get_format
+from aoquant.ops import Request, explain
 from aoquant.recipes import get_recipe
 from aoquant.tools import choosing
 
@@ -27,6 +30,17 @@ def test_words_choose() -> None:
     assert recipes("vLLM on an H100") == recipes("vllm and h100") == recipes("vllm h100")
     assert set(recipes("cpu ptq")) < set(recipes("cpu"))
     assert recipes("vllm rtx 4090") == recipes("vllm NVIDIA GeForce RTX4090") == recipes("vllm ada") != recipes("vllm")
+
+
+CAPABILITIES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
+
+
+@pytest.mark.parametrize("device", CAPABILITIES)
+def test_mslks_int4_is_for_the_gpu_that_its_backend_takes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: CAPABILITIES[device])
+    weight = get_format("int4-g128")
+    reasons = dict(explain(Request("bias_after", None, weight, torch.device("cuda"), torch.bfloat16, 64, 128, 128)))
+    assert ("need a Hopper GPU" in reasons["mslk"]) == ("torchao-int4-g128" not in recipes(f"torchao {device}"))
 
 
 def test_a_gpu_without_a_name_is_any_of_them() -> None:
