@@ -215,10 +215,12 @@ def recipes(arguments: list[str]) -> Callable[..., None]:
         """
         from aoquant.recipes import list_recipes
         from aoquant.tools import choosing
+        from aoquant.tools.markdown import wrapped
 
         if asked is not None:
             _print_table(choosing.rows(choosing.find(asked), code=False), choosing.HEADS)
-            print(f"\nbits: a weight. PTQ, QAT / float: perplexity over the float model's. {choosing.source()}")
+            caption = f"bits: a weight. PTQ, QAT / float: perplexity over the float model's. {choosing.source()}"
+            print(f"\n{wrapped(caption, 100)}")
             return
         _print_table(
             [(r.name, type(r.make()).__name__, r.about) for r in list_recipes()], ("recipe", "config", "leaves")

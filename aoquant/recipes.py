@@ -385,11 +385,19 @@ def get_recipe(name: str) -> Recipe:
     table = {r.name: r for r in _RECIPES}
     if name not in table:
         near = difflib.get_close_matches(name, table, 4, 0.3)
+        format = f", but a format is: {name}/ quantises weights with it" if _is_format(name) else ""
         raise ValueError(
-            f"no recipe is called {name!r}; near it: {', '.join(near) or 'none'}. `aoquant recipes` lists them all; "
+            f"no recipe is called {name!r}{format}; near it: {', '.join(near) or 'none'}. `aoquant recipes` lists them all; "
             "a recipe of two formats is WEIGHT/ACTIVATION, such as gridflip-sided/nvfp4"
         )
     return table[name]
+
+
+def _is_format(name: str) -> bool:
+    try:
+        return bool(get_format(name))
+    except ValueError:
+        return False
 
 
 def _of_formats(name: str, weight: str, activation: str) -> Recipe:

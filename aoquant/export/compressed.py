@@ -26,6 +26,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor, nn
 
 from aoquant.export.targets import Stored, Unfit, power_of_two, symmetric
+from aoquant.export.typed import typed
 from aoquant.formats import (
     MX,
     NVFP4,
@@ -59,7 +60,7 @@ def store(p: PackedTensor) -> Stored:
     if p.recipe.transform is not None:
         raise Unfit(
             f"{format.name} stands behind a transform, which the folder cannot carry",
-            f"train {p.recipe.fprop_weight.format.name} without it",
+            f"{_behind(p.recipe.fprop_weight.format, p)}, without it",
         )
     tensors, weights = _weight(format, p)
     inputs = _activation(p.activation)
@@ -107,11 +108,13 @@ def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
         if not torch.equal(scale.float(), p.scale.float()):
             raise Unfit(
                 f"{format.name} has {_short(p.scale.dtype)} scales, and readers hold them in the model's {_short(p.dtype)}",
-                f"train {_intx(format)}, whose scales are the model's dtype",
+                f"train the recipe {_typed(_intx(format), p)}, whose scales are the model's dtype",
             )
     strategy = {"group": "group", "row": "channel", "tensor": "tensor"}[format.per]
     if strategy == "tensor":
-        raise Unfit(f"{format.name} has one scale for the tensor", f"train {_intx(format, 'row')}")
+        raise Unfit(
+            f"{format.name} has one scale for the tensor", f"train the recipe {_typed(_intx(format, 'row'), p)}"
+        )
     args = QuantizationArgs(
         num_bits=format.width,
         type="int",
@@ -134,7 +137,7 @@ def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor]
     assert p.scale is not None
     outer = torch.ones(1) if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
     if not torch.equal(outer, outer[:1].expand_as(outer)):
-        raise Unfit(f"{format.name} has an outer scale for each row, and readers hold one", "train nvfp4")
+        raise Unfit(f"{format.name} has an outer scale for each row, and readers hold one", _nvfp4_recipe(p))
     if not power_of_two(outer[:1]):
         raise Unfit(
             "its outer scale is no power of two, and readers divide by a rounded reciprocal",
@@ -222,24 +225,48 @@ def _empty(rows: int, k: int, bits: int) -> Tensor:
 
 
 def _nvfp4_recipe(p: PackedTensor) -> str:
-    return f"train the recipe vllm-nvfp4{'' if p.activation else '-weight'}"
+    return f"train the recipe vllm-nvfp4{'' if _rounded(p) else '-weight'}"
+
+
+def _rounded(p: PackedTensor) -> bool:
+    """Whether activations are quantised: behind a transform their format may be high-precision."""
+    return not p.activation.endswith("high-precision") and p.activation != ""
+
+
+def _typed(weight: str, p: PackedTensor) -> str:
+    """The recipe of this weight format, with the layer's activations where a folder holds them."""
+    try:
+        _activation(p.activation)
+    except Unfit:
+        return typed(weight)
+    return typed(weight, p.activation.partition(":")[0])
 
 
 def _instead(format: Format | Operand, p: PackedTensor) -> str:
-    """The nearest format that a folder can hold, as advice."""
+    """The recipe of the nearest format that a folder can hold, as advice."""
     if isinstance(format, Int4 | TinyGemm) and format.block:
-        return f"train intx4-g{format.block}-asym: integer zero points"
+        near = _typed(f"intx4-g{format.block}", p)
+        return (
+            f"train the recipe {_typed(f'intx4-g{format.block}-asym', p)} (integer zero points) or {near} (symmetric)"
+        )
     if isinstance(format, Ggml):
-        return f"train intx{format.bits}-g{format.block}" + ("-asym" if format.kind == "q4_1" else "")
-    if isinstance(format, Float8 | MX):
-        return "train its e4m3 form: " + format.name.replace("-e5m2", "")
+        asym = "-asym" if format.kind == "q4_1" else ""
+        return f"train the recipe {_typed(f'intx{format.bits}-g{format.block}{asym}', p)}"
     if format.bits == 4 and format.block == 16:
         return _nvfp4_recipe(p)
     if format.bits == 4 and format.block == 32:
-        return "train mxfp4-even"
+        return f"train the recipe {typed('mxfp4-even', 'mxfp4-even' if _rounded(p) else '')}"
+    if isinstance(format, Float8 | MX):
+        plain = format.name.replace("-e5m2", "").removesuffix("-32x32")
+        return f"train its e4m3 form, the recipe {_typed(plain, p)}"
     if isinstance(format, Operand):
-        return f"train {format.format.name}"
-    return f"train intx{min(max(format.bits, 2), 8)}-g{format.block or 128}"
+        return f"train the recipe {_typed(format.format.name, p)}"
+    return f"train the recipe {_typed(f'intx{min(max(format.bits, 2), 8)}-g{format.block or 128}', p)}"
+
+
+def _behind(format: Format, p: PackedTensor) -> str:
+    """Advice for a format that stands behind a transform."""
+    return f"train the recipe {_typed(format.name, p)}" if isinstance(format, Affine) else _instead(format, p)
 
 
 def _intx(format: Affine, per: str = "") -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from aoquant.export.typed import typed
+
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.")  # one expert's matrix, by its module; the group names all of the layer's
 
 
@@ -47,11 +49,9 @@ class Unfit(Exception):
 
 def symmetric(group: int) -> str:
     """Advice for 4-bit integers of experts: engines' kernels for these have no zero points."""
-    recipes = {
-        32: "the recipe vllm-w4a16-g32-experts, or vllm-w4a16-g32 for linear layers too",
-        128: "the recipe vllm-w4a16-g128",
-    }
-    return f"train {recipes.get(group, f'intx4-g{group or 32}')} (symmetric integers, as engines run experts)"
+    name = typed(f"intx4-g{group or 32}")
+    recipe = f"{name}-experts, or {name} for linear layers too" if group == 32 else name
+    return f"train the recipe {recipe} (symmetric integers, as engines run experts)"
 
 
 def power_of_two(t: Tensor) -> bool:

@@ -37,7 +37,14 @@ _ENGINES = {
     "llama.cpp": ("llama.cpp", "llamacpp", "llama-cpp", "gguf", "ggml", "ollama"),
     "torchao": ("torchao", "ao"),
 }
-_MAKERS = ("nvidia", "geforce", "rtx", "tesla", "gpu")  # said in front of a GPU's name
+_MAKERS = ("nvidia", "geforce", "rtx", "tesla", "gpu")  # said in front of a GPU's name; alone, any of _GPUS
+_FILLERS = ("and", "or", "on", "an", "a", "with", "for", "the")
+_WITHOUT = {  # asked for, and without a row
+    "AMD GPUs have no recipe yet": ("amd", "rocm", "mi300", "mi300x", "mi325x"),
+    "TensorRT-LLM has no recipe yet": ("tensorrt", "tensorrt-llm", "trt-llm"),
+    "Turing and older have no recipe: Ampere is the oldest": ("turing", "t4", "volta", "v100"),
+}
+_TYPO = 0.85  # similarity of a hint: "vlm" to "vllm" is above, "training" to "no-training" below
 _BUDGETS = {"ptq": ("ptq", "untrained", "no-training", "calibration")}
 _GPUS = ("hopper", "ada", "ampere", "blackwell")
 
@@ -93,8 +100,8 @@ CHOICES = (
            ("pytorch", "torchao"), (ANY,), True),
     Choice("ARM kernels that pack torchao's codes", "int4 weights, int8 activations", "torchao-int8-int4",
            "Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32))", ("pytorch", "torchao"), ("arm",)),
-    Choice("torchao's MSLK int4 kernels", "torchao's checkpoint", "torchao-int4-g128", "Int4WeightOnlyConfig()",
-           ("torchao",), ("hopper", "blackwell"), True),
+    Choice("torchao's MSLK int4 kernels, Hopper", "torchao's checkpoint", "torchao-int4-g128", "Int4WeightOnlyConfig()",
+           ("torchao",), ("hopper",), True),
     Choice("torchao's fp8 kernels, Hopper or Ada", "torchao's checkpoint", "torchao-fp8",
            "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())", ("torchao",), ("hopper", "ada"), True),
     Choice("any", "FP4 in training as well", "quartet2", 'QATConfig(base, backward="quartet2")', OWN, (ANY,)),
@@ -109,7 +116,7 @@ def find(asked: str) -> list[Choice]:
     Raises:
         ValueError: a word that is no engine, device or budget, or no choice for all of them.
     """
-    engines, devices, ptq = set[str](), set[str](), False
+    engines, devices, ptq, gpu = set[str](), set[str](), False, False
     for word in asked.lower().replace(",", " ").split():
         if kind := _kind(word, _ENGINES):
             engines.add(kind)
@@ -117,20 +124,45 @@ def find(asked: str) -> list[Choice]:
             devices.add(kind)
         elif _kind(word, _BUDGETS):
             ptq = True
-        elif word not in _MAKERS:
-            known = [name for table in (_ENGINES, _DEVICES, _BUDGETS) for names in table.values() for name in names]
-            near = ", ".join(difflib.get_close_matches(word, known, 3, 0.5))
-            hint = f" (near it: {near})" if near else ""
-            raise ValueError(
-                f"--for takes an engine, a GPU or CPU, and ptq for no training, got {word!r}{hint}; "
-                f"engines: {', '.join(_ENGINES)}; devices: {', '.join(_DEVICES)}"
-            )
+        elif word in _MAKERS:
+            gpu = True
+        elif word not in _FILLERS:
+            raise ValueError(_unknown(word))
+    if gpu and not devices & {*_GPUS}:
+        devices |= {*_GPUS}
+    if not (engines or devices or ptq):
+        raise ValueError(_unknown(asked))
     found = [choice for choice in CHOICES if choice.fits(engines, devices, ptq)]
-    if not found or not (engines or devices or ptq):
-        raise ValueError(
-            f"no recipe is known for {asked!r}: `aoquant recipes` lists all, docs/choosing.md has the reasons"
-        )
+    if not found:
+        raise ValueError(_nothing_for(engines, devices, ptq))
     return found
+
+
+def _nothing_for(engines: set[str], devices: set[str], ptq: bool) -> str:
+    """Why nothing fits: what each side has recipes for, without the other."""
+
+    def fits(engine: str, among: set[str]) -> bool:
+        return any(choice.fits({engine}, among, ptq) for choice in CHOICES)
+
+    device = "a GPU" if devices == {*_GPUS} else " or ".join(d for d in _DEVICES if d in devices)
+    asked = [e for e in _ENGINES if e in engines]
+    served = [f"for {e}: {', '.join(d for d in _DEVICES if fits(e, {d})) or 'none'}" for e in asked]
+    serving = f"for {device}: {', '.join(e for e in _ENGINES if fits(e, devices)) or 'none'}"
+    together = f"{' or '.join(asked)} and {device} together{', without training' if ptq else ''}"
+    return f"no recipe is for {together}; {'; '.join([*served, serving])}"
+
+
+def _unknown(word: str) -> str:
+    engines, devices = ", ".join(_ENGINES), ", ".join(_DEVICES)
+    if why := _kind(word, _WITHOUT):
+        return f"--for got {word!r}: {why}; engines: {engines}; devices: {devices}"
+    known = [name for table in (_ENGINES, _DEVICES, _BUDGETS) for names in table.values() for name in names]
+    near = ", ".join(difflib.get_close_matches(word, [*known, *_MAKERS], 3, _TYPO))
+    hint = f" (near it: {near})" if near else ""
+    return (
+        f"--for takes an engine, a GPU or CPU, and ptq for no training, got {word!r}{hint}; "
+        f"engines: {engines}; devices: {devices}"
+    )
 
 
 def _kind(word: str, table: Mapping[str, tuple[str, ...]]) -> str | None:

@@ -14,6 +14,6 @@ def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in every)
 
 
-def wrapped(words: str) -> str:
-    """A paragraph of lines of at most `WIDTH` characters, broken at spaces alone."""
-    return "\n".join(textwrap.wrap(words, WIDTH, break_long_words=False, break_on_hyphens=False))
+def wrapped(words: str, width: int = WIDTH) -> str:
+    """A paragraph of lines of at most `width` characters, broken at spaces alone."""
+    return "\n".join(textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False))

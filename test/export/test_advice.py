@@ -16,22 +16,35 @@ from aoquant.export import FORMATS, gguf_arch
 from aoquant.recipes import get_recipe
 
 CASES = [
-    ("q4_0", "compressed-tensors", "intx4-g32", {"gguf"}),
-    ("q4_1", "compressed-tensors", "intx4-g32-asym", {"gguf"}),
-    ("q8_0", "compressed-tensors", "intx8-g32", {"gguf"}),
+    ("q4_0", "compressed-tensors", "vllm-w4a16-g32", {"gguf"}),
+    ("q4_1", "compressed-tensors", "intx4-g32-asym/", {"gguf"}),
+    ("q8_0", "compressed-tensors", "intx8-g32/", {"gguf"}),
+    ("int4-g32", "compressed-tensors", "intx4-g32-asym/", set()),
+    ("int4-g64", "compressed-tensors", "intx4-g64-asym/", set()),
+    ("int8-tensor", "compressed-tensors", "intx8-row/", set()),
+    ("fp8-e5m2-row", "compressed-tensors", "fp8-row/", set()),
+    ("mxfp8-e5m2", "compressed-tensors", "mxfp8-weight", set()),
+    ("mxfp8-32x32", "compressed-tensors", "mxfp8-weight", set()),
+    ("mxfp4-quest", "compressed-tensors", "mxfp4-even/", set()),
+    ("hadamard32-inverse+mxfp4", "compressed-tensors", "mxfp4-even/", set()),
+    ("hadamard16+nvfp4", "compressed-tensors", "vllm-nvfp4-weight", set()),
+    ("hadamard32-inverse+intx4-g32", "compressed-tensors", "vllm-w4a16-g32", set()),
     ("nvfp4-4over6", "compressed-tensors", "vllm-nvfp4-weight", {"gguf"}),
     ("int4-g32", "modelopt", "vllm-nvfp4-weight", set()),
     ("gridflip", "modelopt", "vllm-nvfp4-weight", set()),
     ("q4_0", "modelopt", "vllm-nvfp4-weight", {"gguf"}),
-    ("fp8-row", "gguf", "q8_0", {"compressed-tensors"}),
+    ("fp8-row", "gguf", "gguf-q8_0", {"compressed-tensors"}),
+    ("int4-g32", "gguf", "gguf-q4_0", set()),
 ]
+
+TYPED = re.compile(r"(?:recipe|or) (\w+[-/][\w./+-]*)")
 
 
 def config(name: str) -> Any:
     """Of a weight format, or a recipe's weight."""
     recipe = get_recipe(name) if name.startswith(("vllm", "nvfp4-4over6")) else None
     weight = name if recipe is None else recipe.make().recipe().fprop_weight.name
-    return PackedWeightConfig(weight, contract="dequantize")
+    return PackedWeightConfig(weight, contract="aoquant" if "+" in weight else "dequantize")
 
 
 def refusal(model: Any, format: str, out: Path) -> str:
@@ -51,14 +64,13 @@ def test_advised_formats_take_the_layer_and_advised_trainings_fit(
     assert ("which holds its weights as they are" in said) == bool(others)  # of activations it says nothing
     for other in others:
         export(model, tmp_path / other, other, byte_level())
-    assert f"train {train}" in said or f"train the recipe {train}" in said
-    if train.startswith("vllm"):
+    named = {*TYPED.findall(said)}
+    assert train in named
+    for name in named:
         advised = llama()
-        quantize_(advised, get_recipe(train).prepare())
+        quantize_(advised, get_recipe(name).prepare())
         quantize_(advised, QATConfig(step="convert"))
-    else:
-        advised = converted(config(train))
-    export(advised, tmp_path / "trained", format, byte_level())
+        export(advised, tmp_path / name.replace("/", "_"), format, byte_level())
 
 
 def test_no_format_is_advised_that_knows_no_such_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +117,11 @@ def test_the_hardware_note(capsys: pytest.CaptureFixture[str]) -> None:
     assert "on Hopper activations stay in bfloat16" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="vLLM's formats cannot hold q4_0"):
         QATConfig("gguf-q4_0", engine="vllm")
+
+
+def test_activations_stay_where_the_folder_holds_them(tmp_path: Path) -> None:
+    for activation, recipe in {"int8-row-vllm": "intx4-g32-asym/int8-row-vllm", "nvfp4-row": "intx4-g32-asym/"}.items():
+        model = converted(PackedWeightConfig("int4-g32", activation))
+        said = refusal(model, "compressed-tensors", tmp_path / "out")
+        assert f"train the recipe {recipe} (integer zero points)" in said
+        assert get_recipe(recipe).make().recipe().fprop_weight.name == "intx4-g32-asym"

@@ -182,7 +182,8 @@ def test_the_split_names_the_tokenizer(regex: str, name: str) -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(
-        ValueError, match=r"(?s)14 layer.*q_proj: no ggml type holds fp8-row. Instead: train q8_0.*--skip"
+        ValueError,
+        match=r"(?s)14 layer.*q_proj: no ggml type holds fp8-row. Instead: train the recipe gguf-q8_0.*--skip",
     ):
         export(converted("fp8-row"), out, "gguf", byte_level())
     with pytest.raises(ValueError, match="are no float16 numbers"):

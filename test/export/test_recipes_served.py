@@ -131,7 +131,7 @@ def test_siblings_share_an_outer_scale_that_survives_training_and_calibration() 
         ("vllm-mxfp4", "vllm", "h100", "train the recipe mxfp4-weight"),
         ("nvfp4", "vllm", "b200", "cannot hold nvfp4 with nvfp4-row activations.*the recipe vllm-nvfp4"),
         ("nvfp4-weight", "vllm", None, "no power of two.*the recipe vllm-nvfp4-weight"),
-        ("int4-g128", "vllm", "h100", "cannot hold int4-g128: .*Instead: train intx4-g128-asym"),
+        ("int4-g128", "vllm", "h100", "cannot hold int4-g128: .*Instead: train the recipe intx4-g128-asym/ "),
         ("nvfp4-wush", "vllm", "b200", "stands behind a transform"),
         ("fp8-block", "vllm", "h100", "scales 128 activations by another formula"),
         ("fp8", "vllm", "h100", "as fp8-row-vllm, trained as fp8-row"),

@@ -144,7 +144,7 @@ def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "--recipe", "int4-g31"], r"no recipe is called 'int4-g31'; near it: int4-g"),
+        (["run", "--recipe", "int4-q32"], r"no recipe is called 'int4-q32'; near it: int4-g"),
         (["run", "--dtype", "int8"], "dtype must be"),
         (["run", "--loss", "mse"], "loss must be one of kl, ce"),
         (["run", "--steps", "0"], "steps"),

@@ -109,7 +109,7 @@ def nothing(folder: Path) -> None:
         (more, [], "model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight"),
         (unknown, [], "config.json: transformers cannot read it"),
         (quantised, [], "is quantised already (gptq): convert the float checkpoint"),
-        (nothing, ["--recipe", "int4-g31"], "no recipe is called 'int4-g31'; near it: int4-g"),
+        (nothing, ["--recipe", "int4-q32"], "no recipe is called 'int4-q32'; near it: int4-g"),
         (nothing, ["--recipe", "torchao-int4-g128", "--dtype", "float16"], "cast the layer from float16"),
         (nothing, ["--dtype", "int8"], "dtype must be auto, float32, bfloat16 or float16"),
         (nothing, ["--device", "tpu"], "device must be one that torch finds"),

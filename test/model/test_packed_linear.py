@@ -358,10 +358,15 @@ def test_a_recipe_of_formats_that_there_are_not() -> None:
     for name in ("te-nvfp5/nvfp4", "nvfp4/nix"):
         with pytest.raises(ValueError, match="no format is called"):
             get_recipe(name)
-    with pytest.raises(
-        ValueError, match=r"no recipe is called 'te-nvfp4'.*a recipe of two formats is WEIGHT/ACTIVATION"
-    ):
-        get_recipe("te-nvfp4")
+    with pytest.raises(ValueError, match=r"'te-nvfp5'; near it.*a recipe of two formats is WEIGHT/ACTIVATION"):
+        get_recipe("te-nvfp5")
+
+
+def test_a_format_that_is_no_recipe_is_told_how_it_becomes_one() -> None:
+    for name in ("te-nvfp4", "intx4-g32-asym"):
+        with pytest.raises(ValueError, match=f"'{name}', but a format is: {name}/ quantises weights with it; "):
+            get_recipe(name)
+        assert get_recipe(f"{name}/").make().recipe().fprop_weight.name == name
 
 
 def test_views_and_casts_of_a_packed_weight() -> None:
