@@ -148,6 +148,10 @@ def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[
         (["run", "--dtype", "int8"], "dtype must be"),
         (["run", "--loss", "mse"], "loss must be one of kl, ce"),
         (["run", "--steps", "0"], "steps"),
+        *(
+            (["run", "--learning-rate", rate], "learning_rate must be a finite number above 0, got")
+            for rate in ("-1", "0", "nan", "inf")
+        ),
         (["run", "--out", "{full}"], "is not an empty folder"),
         (["run", "--wikitext", "{full}"], "test.jsonl"),
         (["run", "--model", "/nowhere"], "model must be a folder that exists"),
