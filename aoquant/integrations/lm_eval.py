@@ -218,14 +218,20 @@ def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
         raise ValueError(f"model must be a transformers causal language model, got {type(model).__name__}")
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise ValueError("tokenizer must have a bos or eos token to begin a page with, got neither: set eos_token")
-    positions = resolve_max_length(model.config, default=0)
-    if not window and not positions:
+    most = positions(model)
+    if not window and not most:
         raise ValueError(
             "window must be given, as the model's config has no max_position_embeddings, got None: give window=N, or --window N"
         )
-    if window and window > positions > 0:
-        raise ValueError(f"window must be at most the model's max_position_embeddings = {positions}, got {window}")
-    return window or positions
+    if window and window > most > 0:
+        raise ValueError(f"window must be at most the model's max_position_embeddings = {most}, got {window}")
+    return window or most
+
+
+def positions(model: nn.Module) -> int:
+    """The longest sequence that the model's config allows, in tokens; 0 where it names no limit."""
+    found: int = resolve_max_length(model.config, default=0)
+    return found
 
 
 def _quiet_eval(stack: ExitStack, model: nn.Module) -> None:

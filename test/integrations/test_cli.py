@@ -362,9 +362,13 @@ def test_lines_of_layers_that_differ_in_their_number_are_one() -> None:
     assert folded(lines) == ["model.layers.*.mlp.up_proj (64, 64): K = 64 (3 layers)", "lm_head (9, 64): K = 64"]
 
 
-def test_the_window_is_checked_before_the_first_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="window must be at most"):
-        job.run(job.Options(recipe="int4-g32", out=tmp_path / "out", device="cpu", window=10**6))
+@pytest.mark.parametrize("length", ["window", "block"])
+def test_lengths_are_checked_before_the_first_stage(
+    length: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: Any = {length: 1025}
+    with pytest.raises(ValueError, match=f"{length} must be at most the model's max_position_embeddings = 1024"):
+        job.run(job.Options(recipe="int4-g32", out=tmp_path / "out", device="cpu", **given))
     assert "begins" not in capsys.readouterr().err
     assert not (tmp_path / "out" / "stages").exists()
 

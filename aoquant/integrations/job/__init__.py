@@ -30,7 +30,7 @@ from aoquant import __version__
 from aoquant.config import WeightConfig
 from aoquant.export import check as check_export
 from aoquant.export import export
-from aoquant.integrations.finetune import check_batch, finetune
+from aoquant.integrations.finetune import check_batch, check_block, finetune
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.evaluation import evaluation
 from aoquant.integrations.job.fingerprint import RESULTS, check_fingerprint, environment, logits_fingerprint
@@ -46,7 +46,7 @@ from aoquant.integrations.job.models import (
 )
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.result import Result, Stage, folded, recovered, recovered_share, write
-from aoquant.integrations.lm_eval import Perplexity, check_shares, check_window, evaluate
+from aoquant.integrations.lm_eval import Perplexity, check_shares, check_window, evaluate, positions
 from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
@@ -90,6 +90,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     assert o.dtype is not None  # the options chose one
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
     ranks.share(lambda: check_window(float_model, tokenizer, o.window))
+    ranks.share(lambda: check_block(o.block, positions(float_model)))
     config, skipped = ranks.share(lambda: chosen_layers(float_model, o))
     for reason in folded(skipped.values()) if ranks.first else ():
         print(f"left out: {reason}", file=sys.stderr)

@@ -69,7 +69,7 @@ class Training:
     batch_size: int = 8
     """Sequences in a step."""
     block: int = 256
-    """Tokens in a sequence."""
+    """Tokens in a sequence; at most the model's positions."""
     learning_rate: float = 3e-4
     """Of AdamW, at the top of its schedule."""
     loss: str = "kl"
