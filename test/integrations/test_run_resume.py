@@ -10,6 +10,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,7 +22,7 @@ from aoquant.integrations import finetune_checkpoints, job
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.finetune_checkpoints import Checkpoints
 from aoquant.integrations.job import models
-from aoquant.integrations.lm_eval import Perplexity
+from aoquant.integrations.lm_eval import Perplexity, evaluate
 
 STEPS = 4
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
@@ -285,6 +287,21 @@ def test_where_there_is_no_terminal_there_are_lines(
     assert "\r" not in said
     for stage in ("float", "float, fine-tuned", "PTQ", "QAT, prepared", "QAT, converted"):
         assert f"{stage}: word perplexity" in said
+
+
+def test_wikitext_that_cannot_be_fetched_is_one_line_before_anything_is_scored(
+    small: list[str], scored: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("cache").absolute())
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert run(small, "--wikitext", "hub", "--out", "a") == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and said[0].startswith("aoquant: cannot fetch WikiText-2 from the hub (")
+    assert said[0].endswith("): give wikitext, or --wikitext, a folder with test.jsonl")
+    assert scored == []
+    with pytest.raises(ValueError, match="cannot fetch WikiText-2"):
+        evaluate(llama(None), models.AutoTokenizer.from_pretrained(), wikitext="hub")
 
 
 def test_a_model_that_is_nowhere_is_one_line(

@@ -46,7 +46,7 @@ from aoquant.integrations.job.models import (
 )
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.result import Result, Stage, folded, recovered, recovered_share, write
-from aoquant.integrations.lm_eval import Perplexity, check_shares, check_window, evaluate, positions
+from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
 from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
@@ -94,6 +94,8 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     config, skipped = ranks.share(lambda: chosen_layers(float_model, o))
     for reason in folded(skipped.values()) if ranks.first else ():
         print(f"left out: {reason}", file=sys.stderr)
+    if o.wikitext == "hub" and not folder.has(CONVERTED):
+        ranks.share(check_hub)
     documents = [d for path in o.texts for d in load_documents(path)]
     blocks = token_blocks(documents, tokenizer, o.block, progress=ranks.first)
     budget: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}
