@@ -66,20 +66,20 @@ def run(o: Options) -> Result:
     documents are shared out, rank 0 verifies and writes, and all ranks return the result.
 
     Raises:
-        ValueError: bad options, layers that cannot take the recipe or that o.export cannot hold, another run in o.out,
-            or prepared and converted differ.
+        ValueError: bad options, layers that cannot take the recipe or that o.export cannot hold, another run in o.out
+            or at work there, or prepared and converted differ.
     """
     with joined(o.device) as ranks:
         ranks.share(o.check)
         ranks.share(lambda: check_batch(o.batch_size, ranks.size))
         ranks.share(lambda: check_shares(find_pages(o.wikitext, None), o.limit, ranks.size))
-        folder = Folder(o, ranks)
-        done = folder.finished()
-        result = done if done is not None else _stages(o, folder, ranks)
-        if (target := o.export) is None:
-            return result
-        written = ranks.share(lambda: export(o.out / "checkpoint", target, _engine_format(o)))
-        return dataclasses.replace(result, exported=written)
+        with Folder(o, ranks) as folder:
+            done = folder.finished()
+            result = done if done is not None else _stages(o, folder, ranks)
+            if (target := o.export) is None:
+                return result
+            written = ranks.share(lambda: export(o.out / "checkpoint", target, _engine_format(o)))
+            return dataclasses.replace(result, exported=written)
 
 
 def _engine_format(o: Options) -> str:
