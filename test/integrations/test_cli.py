@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import aoquant
-from aoquant import cli, load_pretrained, save_pretrained
+from aoquant import _quiet, cli, load_pretrained, save_pretrained
 from aoquant.advice import ADVICE, for_the_command_line
 from aoquant.formats import COMPOSED
 from aoquant.integrations import job
@@ -244,10 +244,26 @@ def test_the_words_follow_sign_and_significance() -> None:
     )
 
 
-def test_python_m_is_the_command_and_says_nothing_else() -> None:
+@pytest.mark.parametrize("flags", [["-m", "aoquant"], ["-X", "utf8", "-umaoquant"]], ids=" ".join)
+def test_python_m_is_the_command_and_says_nothing_else(flags: list[str]) -> None:
     """torchao's and torch's own lines are kept off the terminal."""
-    done = subprocess.run([sys.executable, "-m", "aoquant", "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *flags, "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"aoquant {aoquant.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module"),
+    [
+        ("python -m aoquant run", "aoquant"),
+        ("python -um aoquant run", "aoquant"),
+        ("python -X importtime -W module -maoquant run", "aoquant"),
+        ("python -m pytest -m aoquant", "pytest"),
+        ("python -m", ""),
+        ("python", None),
+    ],
+)
+def test_the_module_of_python_m_is_found_behind_flags(arguments: str, module: str | None) -> None:
+    assert _quiet._module(arguments.split()) == module
 
 
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
