@@ -8,10 +8,13 @@ may use torchao itself; the command never calls those libraries without saying s
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 
 _LINES = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported"}
+
+_M = re.compile("-[bBdEiIOPqRsSuvVx]*m(.*)")  # flags without a value of their own may stand in front of m
 
 
 def quiet_the_command() -> None:
@@ -30,5 +33,13 @@ def _without(line: str) -> logging.Filter:
 def _is_command() -> bool:
     script = Path(sys.argv[0]).name if sys.argv else ""
     if script == "-m":  # what stands there until the module is found
-        return "aoquant" in sys.orig_argv[sys.orig_argv.index("-m") :][1:2]
+        return _module(sys.orig_argv) == "aoquant"
     return script in ("aoquant", "aoquant.exe")
+
+
+def _module(arguments: list[str]) -> str | None:
+    """The module of `python -m`: behind -m, behind flags and an m as in -um, or joined to it as in -mNAME."""
+    for argument, following in zip(arguments[1:], [*arguments[2:], ""], strict=False):
+        if found := _M.fullmatch(argument):
+            return found[1] or following
+    return None

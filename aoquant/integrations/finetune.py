@@ -125,6 +125,12 @@ def check_batch(batch_size: int, ranks: int) -> None:
         raise ValueError(f"batch_size must be a multiple of the {ranks} ranks, got {batch_size}")
 
 
+def check_block(block: int, positions: int) -> None:
+    """Raise ValueError for blocks of more tokens than the model's positions; 0: it has no limit."""
+    if block > positions > 0:
+        raise ValueError(f"block must be at most the model's max_position_embeddings = {positions}, got {block}")
+
+
 def shard(model: PreTrainedModel) -> PreTrainedModel:
     """FSDP2 over all ranks: every decoder layer is a unit, and so is the rest. Gradients are reduced in float32."""
     mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))

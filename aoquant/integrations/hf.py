@@ -51,6 +51,7 @@ try:
 
     from aoquant.integrations import checkpoint, checksums
     from aoquant.integrations.hf_quantizer import NotedConfig, Quantizer, forget_rebuilding, needs_aoquant
+    from aoquant.integrations.safetensors_file import sort_metadata
 
     # HF's loader collects a tensor's parts by these suffixes and knows no others
     _known = TorchAoHfQuantizer(TorchAoConfig(PackedWeightConfig("nvfp4"))).get_weight_conversions()[0].source_patterns
@@ -102,6 +103,8 @@ def save_pretrained(
         tokenizer.save_pretrained(directory)
     if kwargs.get("is_main_process", True) and not kwargs.get("variant"):
         checkpoint.check(Path(directory))
+        for file in checkpoint.files(Path(directory)):
+            sort_metadata(file)
 
 
 def load_pretrained(

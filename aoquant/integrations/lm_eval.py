@@ -113,13 +113,12 @@ def evaluate(
     with ExitStack() as stack:
         _quiet_eval(stack, model)
         if pages is None:
-            task, include = "wikitext", Path(lm_eval.__file__).parent / "tasks" / "wikitext"
+            task, include = "wikitext", _of_lm_eval()
         else:
             task, include = TASK, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="aoquant-")))
             write_task(include, documents=pages, cache_dir=str(include / "cache"), keep_in_memory=True)
             stack.enter_context(mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True))
-        # One folder of tasks: reading all of lm-eval's takes 12 s.
-        tasks = TaskManager(include_path=include, include_defaults=False).load([task])
+        tasks = _load(task, include)
         label = f"{task}, window {window}"
         bar = stack.enter_context(progress_bar(0, label, "window", show=progress and rank == 0))
         tokenizer = copy.deepcopy(tokenizer)  # HFLM gives it a pad token
@@ -167,6 +166,34 @@ def write_task(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{template}dataset_kwargs: {kwargs}\n", encoding="utf-8")
     return path
+
+
+def check_hub() -> None:
+    """Fetch WikiText-2 from the hub, once for all stages: `datasets` keeps it.
+
+    Raises:
+        ValueError: it cannot be fetched, and was not before.
+    """
+    with ExitStack() as stack:
+        _quiet_logs(stack)
+        _load("wikitext", _of_lm_eval())
+
+
+def _of_lm_eval() -> Path:
+    return Path(lm_eval.__file__).parent / "tasks" / "wikitext"
+
+
+def _load(task: str, include: Path) -> Any:
+    """A task of the folder `include`, with its pages. One folder: reading all of lm-eval's takes 12 s."""
+    try:
+        return TaskManager(include_path=include, include_defaults=False).load([task])
+    except OSError as error:
+        if task == TASK:
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"cannot fetch WikiText-2 from the hub ({reason}): give wikitext, or --wikitext, a folder with test.jsonl"
+        ) from error
 
 
 class _Model:
@@ -218,18 +245,34 @@ def check_window(model: nn.Module, tokenizer: Any, window: int | None) -> int:
         raise ValueError(f"model must be a transformers causal language model, got {type(model).__name__}")
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise ValueError("tokenizer must have a bos or eos token to begin a page with, got neither: set eos_token")
-    positions = resolve_max_length(model.config, default=0)
-    if not window and not positions:
+    most = positions(model)
+    if not window and not most:
         raise ValueError(
             "window must be given, as the model's config has no max_position_embeddings, got None: give window=N, or --window N"
         )
-    if window and window > positions > 0:
-        raise ValueError(f"window must be at most the model's max_position_embeddings = {positions}, got {window}")
-    return window or positions
+    if window and window > most > 0:
+        raise ValueError(f"window must be at most the model's max_position_embeddings = {most}, got {window}")
+    return window or most
+
+
+def positions(model: nn.Module) -> int:
+    """The longest sequence that the model's config allows, in tokens; 0 where it names no limit."""
+    found: int = resolve_max_length(model.config, default=0)
+    return found
 
 
 def _quiet_eval(stack: ExitStack, model: nn.Module) -> None:
     """The model in eval mode, lm-eval and datasets without logs and bars, until the stack closes."""
+    _quiet_logs(stack)
+    for has_bars in (lm_eval.api.task, huggingface):
+        stack.enter_context(mock.patch.object(has_bars, "tqdm", lambda *a, **k: tqdm(*a, **k | {"disable": True})))
+    for module in model.modules():
+        stack.callback(setattr, module, "training", module.training)
+    model.eval()
+
+
+def _quiet_logs(stack: ExitStack) -> None:
+    """lm-eval and datasets without logs and bars, and random numbers as they were, when the stack closes."""
     stack.callback(random.setstate, random.getstate())
     logger = logging.getLogger("lm_eval")
     stack.callback(logger.setLevel, logger.level)
@@ -237,8 +280,3 @@ def _quiet_eval(stack: ExitStack, model: nn.Module) -> None:
     if not datasets.are_progress_bars_disabled():
         stack.callback(datasets.enable_progress_bars)
         datasets.disable_progress_bars()
-    for has_bars in (lm_eval.api.task, huggingface):
-        stack.enter_context(mock.patch.object(has_bars, "tqdm", lambda *a, **k: tqdm(*a, **k | {"disable": True})))
-    for module in model.modules():
-        stack.callback(setattr, module, "training", module.training)
-    model.eval()

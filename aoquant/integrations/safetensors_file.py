@@ -163,13 +163,13 @@ def header(path: Path) -> Header:
 def reserve(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Write a file's header, with room for `tensors` (by dtype and shape); returns what to fill in."""
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # every tensor lies aligned
-    content: dict[str, object] = {"__metadata__": dict(metadata)}
+    content: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name in order:
         t = tensors[name]
         start, end = end, end + t.numel() * t.dtype.itemsize
         content[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
-    text = json.dumps(content, separators=(",", ":")).encode()
+    text = _encoded(content)
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -181,11 +181,23 @@ def replace_metadata(path: Path, metadata: Mapping[str, str]) -> None:
     """Write other metadata, of the same length, into the header of a file: its tensors stay where they are."""
     with open(path, "r+b") as file:
         length = int.from_bytes(file.read(8), "little")
-        content = {**json.loads(file.read(length)), "__metadata__": dict(metadata)}
-        text = json.dumps(content, separators=(",", ":")).encode()
+        text = _encoded({**json.loads(file.read(length)), "__metadata__": dict(sorted(metadata.items()))})
         assert len(text) <= length < len(text) + 8
         file.seek(8)
         file.write(text.ljust(length))
+
+
+def sort_metadata(path: Path) -> None:
+    """Put a file's metadata into the order of its keys, so that equal content is equal bytes.
+
+    The safetensors library writes them in the order of a Rust HashMap, which is another one at every call.
+    """
+    replace_metadata(path, header(path).metadata)
+
+
+def _encoded(content: Mapping[str, object]) -> bytes:
+    """A header's JSON, in as many bytes as the safetensors library needs."""
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def flush(path: Path) -> None:

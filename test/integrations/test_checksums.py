@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.convert_cases import llama
 from transformers import AutoModelForCausalLM
 
 from aoquant import NVFP4WeightConfig, convert_checkpoint, load_pretrained, quantize_, save_pretrained
 from aoquant.integrations import checkpoint, checksums
-from aoquant.integrations.safetensors_file import header
+from aoquant.integrations.safetensors_file import header, sort_metadata
 
 QDATA = "model.layers.1.mlp.up_proj._weight_qdata"
 IDS = torch.arange(24).view(2, 12)
@@ -63,6 +63,26 @@ def test_every_tensor_has_a_checksum_and_an_intact_checkpoint_loads(kind: str, f
     stored = 14 * 3 + 8 + 5 + 1  # parts of the packed weights, biases, norms, and the tied embedding once
     assert checksums.verify(paths) == sum(len(header(p).tensors) for p in paths) == stored
     load_pretrained(folders[kind])
+
+
+def test_equal_models_are_equal_files(folders: dict[str, Path], tmp_path: Path) -> None:
+    """safetensors writes metadata in an order of its own at every call."""
+    save_pretrained(load_pretrained(folders["whole"]), tmp_path)
+    (before,), (after,) = (list(folder.glob("*.safetensors")) for folder in (folders["whole"], tmp_path))
+    assert before.read_bytes() == after.read_bytes()
+    for path in (after, *folders["shards"].glob("*.safetensors"), *folders["converted"].glob("*.safetensors")):
+        metadata = list(header(path).metadata)
+        assert len(metadata) > 10 and metadata == sorted(metadata)
+
+
+def test_metadata_of_the_library_is_sorted_in_place(tmp_path: Path) -> None:
+    """Names and text that are no ASCII, and quoted characters, take as many bytes as the library gave them."""
+    path, said = tmp_path / "a.safetensors", {f"{i} é\u2028\x7f": '\n\x01"\\ü/' for i in range(20)}
+    save_file({"wé": torch.arange(5)}, path, said)
+    size = path.stat().st_size
+    sort_metadata(path)
+    assert path.stat().st_size == size and list(header(path).metadata.items()) == sorted(said.items())
+    assert torch.equal(load_file(path)["wé"], torch.arange(5))
 
 
 @pytest.mark.parametrize("name", [QDATA, "model.layers.0.input_layernorm.weight", "model.embed_tokens.weight"])

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import aoquant
-from aoquant import cli, load_pretrained, save_pretrained
+from aoquant import _quiet, cli, load_pretrained, save_pretrained
 from aoquant.advice import ADVICE, for_the_command_line
 from aoquant.formats import COMPOSED
 from aoquant.integrations import job
@@ -148,6 +148,10 @@ def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[
         (["run", "--dtype", "int8"], "dtype must be"),
         (["run", "--loss", "mse"], "loss must be one of kl, ce"),
         (["run", "--steps", "0"], "steps"),
+        *(
+            (["run", "--learning-rate", rate], "learning_rate must be a finite number above 0, got")
+            for rate in ("-1", "0", "nan", "inf")
+        ),
         (["run", "--out", "{full}"], "is not an empty folder"),
         (["run", "--wikitext", "{full}"], "test.jsonl"),
         (["run", "--model", "/nowhere"], "model must be a folder that exists"),
@@ -240,10 +244,26 @@ def test_the_words_follow_sign_and_significance() -> None:
     )
 
 
-def test_python_m_is_the_command_and_says_nothing_else() -> None:
+@pytest.mark.parametrize("flags", [["-m", "aoquant"], ["-X", "utf8", "-umaoquant"]], ids=" ".join)
+def test_python_m_is_the_command_and_says_nothing_else(flags: list[str]) -> None:
     """torchao's and torch's own lines are kept off the terminal."""
-    done = subprocess.run([sys.executable, "-m", "aoquant", "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *flags, "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"aoquant {aoquant.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module"),
+    [
+        ("python -m aoquant run", "aoquant"),
+        ("python -um aoquant run", "aoquant"),
+        ("python -X importtime -W module -maoquant run", "aoquant"),
+        ("python -m pytest -m aoquant", "pytest"),
+        ("python -m", ""),
+        ("python", None),
+    ],
+)
+def test_the_module_of_python_m_is_found_behind_flags(arguments: str, module: str | None) -> None:
+    assert _quiet._module(arguments.split()) == module
 
 
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,9 +378,13 @@ def test_lines_of_layers_that_differ_in_their_number_are_one() -> None:
     assert folded(lines) == ["model.layers.*.mlp.up_proj (64, 64): K = 64 (3 layers)", "lm_head (9, 64): K = 64"]
 
 
-def test_the_window_is_checked_before_the_first_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="window must be at most"):
-        job.run(job.Options(recipe="int4-g32", out=tmp_path / "out", device="cpu", window=10**6))
+@pytest.mark.parametrize("length", ["window", "block"])
+def test_lengths_are_checked_before_the_first_stage(
+    length: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: Any = {length: 1025}
+    with pytest.raises(ValueError, match=f"{length} must be at most the model's max_position_embeddings = 1024"):
+        job.run(job.Options(recipe="int4-g32", out=tmp_path / "out", device="cpu", **given))
     assert "begins" not in capsys.readouterr().err
     assert not (tmp_path / "out" / "stages").exists()
 

@@ -20,10 +20,11 @@ from support.two_ranks import on_two_ranks
 from torch.multiprocessing import SimpleQueue
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from aoquant import QATConfig, quantize_
+from aoquant import QATConfig, cli, quantize_
 from aoquant.integrations import job
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
+from aoquant.integrations.job.folder import Folder
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.lm_eval import evaluate
 from aoquant.integrations.ranks import Ranks, joined
@@ -140,6 +141,23 @@ def test_two_ranks_make_one_job_and_one_goes_on(tmp_path: Path, monkeypatch: pyt
     assert alone[:step] == losses[:step]
     assert alone[step:] == pytest.approx(losses[step:], rel=0.1) and alone[step:] != alone[:step]
     assert tune(llama("quartet"), tmp_path / "one process", shared=False) == alone
+
+
+def refused(rank: int, port: int, queue: SimpleQueue[Any]) -> None:
+    launched(rank, 2, port)
+    arguments = ["--model", "model", "--train-text", "text.txt", "--wikitext", ".", "--batch-size", "2"]
+    arguments += ["--recipe", "int8-weight", "--device", "cpu", "--out", "out"]
+    with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as stopped:
+        cli.main(["run", *arguments])
+    queue.put((rank, stopped.value.code, said.getvalue()))
+
+
+def test_ranks_learn_that_a_folder_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with Folder(Options(out=Path("out"))):
+        said = "aoquant: --out out is in use by another aoquant run: wait until it ends, or choose another --out\n"
+        assert sorted(on_two_ranks(refused)) == [(0, 2, said), (1, 2, "")]
 
 
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[Ranks]:

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
+from support import forked
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aoquant import QATConfig, cli, quantize_
@@ -20,7 +24,8 @@ from aoquant.integrations import finetune_checkpoints, job
 from aoquant.integrations.finetune import finetune
 from aoquant.integrations.finetune_checkpoints import Checkpoints
 from aoquant.integrations.job import models
-from aoquant.integrations.lm_eval import Perplexity
+from aoquant.integrations.job.folder import Folder
+from aoquant.integrations.lm_eval import Perplexity, evaluate
 
 STEPS = 4
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
@@ -220,6 +225,44 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(
     assert scored == whole  # the table again, and nothing is computed
 
 
+def test_a_second_run_in_a_folder_at_work_is_refused(
+    small: list[str], scored: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score, codes = job.evaluate, list[int]()
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        codes.append(run(small, "--recipe", "int8-weight", "--out", "a"))
+        return score(*args, **kwargs)
+
+    monkeypatch.setattr(job, "evaluate", meanwhile)
+    assert run(small, "--recipe", "int8-weight", "--out", "a") == 0
+    assert codes == [2] * 5 and len(scored) == 5
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("aoquant: ")]
+    assert (
+        said == ["aoquant: --out a is in use by another aoquant run: wait until it ends, or choose another --out"] * 5
+    )
+    assert run(small, "--recipe", "int8-weight", "--out", "a") == 0  # free again
+
+
+def held(out: Path, begun: Any) -> None:
+    with Folder(job.Options(out=out)):
+        begun.put(True)
+        time.sleep(600)
+
+
+def test_a_killed_process_frees_its_folder(tmp_path: Path) -> None:
+    begun = forked.context.SimpleQueue()
+    process = forked.process(held, tmp_path / "out", begun)
+    assert begun.get()
+    with pytest.raises(ValueError, match="is in use by another aoquant run"), Folder(job.Options(out=tmp_path / "out")):
+        pass
+    process.kill()
+    process.join()
+    with Folder(job.Options(out=tmp_path / "out")) as folder:
+        assert folder.lock.is_locked
+    assert not folder.lock.is_locked
+
+
 def test_the_plan_is_checked_before_anything_is_scored(
     small: list[str], scored: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +328,21 @@ def test_where_there_is_no_terminal_there_are_lines(
     assert "\r" not in said
     for stage in ("float", "float, fine-tuned", "PTQ", "QAT, prepared", "QAT, converted"):
         assert f"{stage}: word perplexity" in said
+
+
+def test_wikitext_that_cannot_be_fetched_is_one_line_before_anything_is_scored(
+    small: list[str], scored: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("cache").absolute())
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert run(small, "--wikitext", "hub", "--out", "a") == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and said[0].startswith("aoquant: cannot fetch WikiText-2 from the hub (")
+    assert said[0].endswith("): give wikitext, or --wikitext, a folder with test.jsonl")
+    assert scored == []
+    with pytest.raises(ValueError, match="cannot fetch WikiText-2"):
+        evaluate(llama(None), models.AutoTokenizer.from_pretrained(), wikitext="hub")
 
 
 def test_a_model_that_is_nowhere_is_one_line(

@@ -30,7 +30,7 @@ from aoquant import __version__
 from aoquant.config import WeightConfig
 from aoquant.export import check as check_export
 from aoquant.export import export
-from aoquant.integrations.finetune import check_batch, finetune
+from aoquant.integrations.finetune import check_batch, check_block, finetune
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.evaluation import evaluation
 from aoquant.integrations.job.fingerprint import RESULTS, check_fingerprint, environment, logits_fingerprint
@@ -46,7 +46,7 @@ from aoquant.integrations.job.models import (
 )
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
 from aoquant.integrations.job.result import Result, Stage, folded, recovered, recovered_share, write
-from aoquant.integrations.lm_eval import Perplexity, check_shares, check_window, evaluate
+from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
 from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
@@ -66,20 +66,20 @@ def run(o: Options) -> Result:
     documents are shared out, rank 0 verifies and writes, and all ranks return the result.
 
     Raises:
-        ValueError: bad options, layers that cannot take the recipe or that o.export cannot hold, another run in o.out,
-            or prepared and converted differ.
+        ValueError: bad options, layers that cannot take the recipe or that o.export cannot hold, another run in o.out
+            or at work there, or prepared and converted differ.
     """
     with joined(o.device) as ranks:
         ranks.share(o.check)
         ranks.share(lambda: check_batch(o.batch_size, ranks.size))
         ranks.share(lambda: check_shares(find_pages(o.wikitext, None), o.limit, ranks.size))
-        folder = Folder(o, ranks)
-        done = folder.finished()
-        result = done if done is not None else _stages(o, folder, ranks)
-        if (target := o.export) is None:
-            return result
-        written = ranks.share(lambda: export(o.out / "checkpoint", target, _engine_format(o)))
-        return dataclasses.replace(result, exported=written)
+        with Folder(o, ranks) as folder:
+            done = folder.finished()
+            result = done if done is not None else _stages(o, folder, ranks)
+            if (target := o.export) is None:
+                return result
+            written = ranks.share(lambda: export(o.out / "checkpoint", target, _engine_format(o)))
+            return dataclasses.replace(result, exported=written)
 
 
 def _engine_format(o: Options) -> str:
@@ -90,9 +90,12 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     assert o.dtype is not None  # the options chose one
     tokenizer, float_model = load_float(o.model, o.dtype, o.device)
     ranks.share(lambda: check_window(float_model, tokenizer, o.window))
+    ranks.share(lambda: check_block(o.block, positions(float_model)))
     config, skipped = ranks.share(lambda: chosen_layers(float_model, o))
     for reason in folded(skipped.values()) if ranks.first else ():
         print(f"left out: {reason}", file=sys.stderr)
+    if o.wikitext == "hub" and not folder.has(CONVERTED):
+        ranks.share(check_hub)
     documents = [d for path in o.texts for d in load_documents(path)]
     blocks = token_blocks(documents, tokenizer, o.block, progress=ranks.first)
     budget: Any = {"steps": o.steps, "batch_size": o.batch_size, "learning_rate": o.learning_rate, "seed": o.seed}

@@ -4,8 +4,10 @@
     OUT/stages/NAME.json          a stage that is done
     OUT/stages/NAME/step-*        a fine-tune that is not scored yet; removed when nothing needs it any more
     OUT/aoquant_run.json          the run is complete
+    OUT/.lock                     held by rank 0 while it runs; the system frees it however a process ends
 
-Stages of two different commands must not be mixed into one table, so a folder goes on with its own command alone.
+Stages of two different commands must not be mixed into one table, so a folder goes on with its own command alone, and
+with one process of it at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+from filelock import FileLock, Timeout  # torch needs it too
 
 import aoquant
 from aoquant.integrations.job.fingerprint import RESULTS, environment
@@ -25,35 +30,56 @@ from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.result import Result, Stage
 from aoquant.integrations.ranks import Ranks
 
+LOCK = ".lock"
+
 
 class Folder:
-    """The out folder of one command."""
+    """The out folder of one command. `with` holds it: no other process runs in it meanwhile."""
 
     def __init__(self, o: Options, ranks: Ranks | None = None) -> None:
-        """Look at the folder, and make it if it is not there. Of several ranks the first alone does so, and writes.
-
-        Raises:
-            ValueError: it holds something else, or a run of another command; or it cannot be made.
-        """
         self.out, self.stages, self.ranks = o.out, o.out / "stages", ranks or Ranks()
         self.command_file, self.command = self.stages / "command.json", _command(o)
-        self.ranks.share(lambda: self._look(o))
+        self.lock = FileLock(self.out / LOCK, timeout=0)
 
-    def _look(self, o: Options) -> None:
-        if self.command_file.is_file():
-            before = json.loads(self.command_file.read_text(encoding="utf-8"))
-            begun = any(path != self.command_file for path in self.stages.iterdir()) or (self.out / RESULTS).is_file()
-            if begun and (other := _differences(before, self.command)):
-                raise ValueError(
-                    f"{o.out} holds a run of another command ({'; '.join(other)}): give the same options to go on "
-                    "with it, another --out, or remove the folder"
-                )
-        elif o.out.exists() and (not o.out.is_dir() or any(o.out.iterdir())):
-            raise ValueError(f"{o.out} exists and is not an empty folder: remove it or choose another --out")
+    def __enter__(self) -> Folder:
+        """Look at the folder, make it if it is not there, and lock it. Of several ranks the first alone does so.
+
+        Raises:
+            ValueError: it holds something else, or a run of another command; it is in use; or it cannot be made.
+        """
         try:
-            o.out.mkdir(parents=True, exist_ok=True)
+            self.ranks.share(self._take)
+        except BaseException:
+            self.lock.release()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.lock.release()
+
+    def _take(self) -> None:
+        out = self.out
+        foreign = not self.command_file.is_file() and out.exists()
+        if foreign and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir())):
+            raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another --out")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            self.lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"--out {out} is in use by another aoquant run: wait until it ends, or choose another --out"
+            ) from None
         except OSError as error:
-            raise ValueError(f"--out {o.out} cannot be made: {error}") from None
+            raise ValueError(f"--out {out} cannot be made: {error}") from None
+        if not self.command_file.is_file():
+            return
+        before = json.loads(self.command_file.read_text(encoding="utf-8"))
+        begun = any(path != self.command_file for path in self.stages.iterdir()) or (out / RESULTS).is_file()
+        if begun and (other := _differences(before, self.command)):
+            raise ValueError(
+                f"{out} holds a run of another command ({'; '.join(other)}): give the same options to go on "
+                "with it, another --out, or remove the folder"
+            )
 
     def begin(self) -> None:
         """Write down what the stages belong to."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,7 @@ class Training:
     batch_size: int = 8
     """Sequences in a step."""
     block: int = 256
-    """Tokens in a sequence."""
+    """Tokens in a sequence; at most the model's positions."""
     learning_rate: float = 3e-4
     """Of AdamW, at the top of its schedule."""
     loss: str = "kl"
@@ -127,6 +128,8 @@ class Options(Model, Layers, Training, Evaluation, Output):
             raise ValueError(
                 f"steps, batch_size and block must be positive, got {self.steps}, {self.batch_size}, {self.block}"
             )
+        if not 0 < self.learning_rate < math.inf:  # False for NaN too
+            raise ValueError(f"learning_rate must be a finite number above 0, got {self.learning_rate}")
         find_pages(self.wikitext, None)
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
