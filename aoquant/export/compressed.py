@@ -25,8 +25,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor, nn
 
+from aoquant.export.recipe_names import recipe_name
 from aoquant.export.targets import Stored, Unfit, power_of_two, symmetric
-from aoquant.export.typed import typed
 from aoquant.formats import (
     MX,
     NVFP4,
@@ -108,12 +108,12 @@ def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
         if not torch.equal(scale.float(), p.scale.float()):
             raise Unfit(
                 f"{format.name} has {_short(p.scale.dtype)} scales, and readers hold them in the model's {_short(p.dtype)}",
-                f"train the recipe {_typed(_intx(format), p)}, whose scales are the model's dtype",
+                f"train the recipe {_recipe_name(_intx(format), p)}, whose scales are the model's dtype",
             )
     strategy = {"group": "group", "row": "channel", "tensor": "tensor"}[format.per]
     if strategy == "tensor":
         raise Unfit(
-            f"{format.name} has one scale for the tensor", f"train the recipe {_typed(_intx(format, 'row'), p)}"
+            f"{format.name} has one scale for the tensor", f"train the recipe {_recipe_name(_intx(format, 'row'), p)}"
         )
     args = QuantizationArgs(
         num_bits=format.width,
@@ -233,40 +233,38 @@ def _rounded(p: PackedTensor) -> bool:
     return not p.activation.endswith("high-precision") and p.activation != ""
 
 
-def _typed(weight: str, p: PackedTensor) -> str:
+def _recipe_name(weight: str, p: PackedTensor) -> str:
     """The recipe of this weight format, with the layer's activations where a folder holds them."""
     try:
         _activation(p.activation)
     except Unfit:
-        return typed(weight)
-    return typed(weight, p.activation.partition(":")[0])
+        return recipe_name(weight)
+    return recipe_name(weight, p.activation.partition(":")[0])
 
 
 def _instead(format: Format | Operand, p: PackedTensor) -> str:
     """The recipe of the nearest format that a folder can hold, as advice."""
     if isinstance(format, Int4 | TinyGemm) and format.block:
-        near = _typed(f"intx4-g{format.block}", p)
-        return (
-            f"train the recipe {_typed(f'intx4-g{format.block}-asym', p)} (integer zero points) or {near} (symmetric)"
-        )
+        near = _recipe_name(f"intx4-g{format.block}", p)
+        return f"train the recipe {_recipe_name(f'intx4-g{format.block}-asym', p)} (integer zero points) or {near} (symmetric)"
     if isinstance(format, Ggml):
         asym = "-asym" if format.kind == "q4_1" else ""
-        return f"train the recipe {_typed(f'intx{format.bits}-g{format.block}{asym}', p)}"
+        return f"train the recipe {_recipe_name(f'intx{format.bits}-g{format.block}{asym}', p)}"
     if format.bits == 4 and format.block == 16:
         return _nvfp4_recipe(p)
     if format.bits == 4 and format.block == 32:
-        return f"train the recipe {typed('mxfp4-even', 'mxfp4-even' if _rounded(p) else '')}"
+        return f"train the recipe {recipe_name('mxfp4-even', 'mxfp4-even' if _rounded(p) else '')}"
     if isinstance(format, Float8 | MX):
         plain = format.name.replace("-e5m2", "").removesuffix("-32x32")
-        return f"train its e4m3 form, the recipe {_typed(plain, p)}"
+        return f"train its e4m3 form, the recipe {_recipe_name(plain, p)}"
     if isinstance(format, Operand):
-        return f"train the recipe {_typed(format.format.name, p)}"
-    return f"train the recipe {_typed(f'intx{min(max(format.bits, 2), 8)}-g{format.block or 128}', p)}"
+        return f"train the recipe {_recipe_name(format.format.name, p)}"
+    return f"train the recipe {_recipe_name(f'intx{min(max(format.bits, 2), 8)}-g{format.block or 128}', p)}"
 
 
 def _behind(format: Format, p: PackedTensor) -> str:
     """Advice for a format that stands behind a transform."""
-    return f"train the recipe {_typed(format.name, p)}" if isinstance(format, Affine) else _instead(format, p)
+    return f"train the recipe {_recipe_name(format.name, p)}" if isinstance(format, Affine) else _instead(format, p)
 
 
 def _intx(format: Affine, per: str = "") -> str:

@@ -19,8 +19,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from aoquant.export.recipe_names import recipe_name
 from aoquant.export.targets import Stored, Unfit
-from aoquant.export.typed import typed
 from aoquant.formats import MX, NVFP4, Affine, Encoded, Format, FourOverSix, Ggml, GridFlip, Operand, layout
 from aoquant.tensor import PackedTensor
 
@@ -148,7 +148,7 @@ def _notes(p: PackedTensor, type: GGMLQuantizationType) -> tuple[str, ...]:
 
 def _instead(format: Format | Operand) -> str:
     if format.bits == 8:
-        return f"train the recipe {typed('q8_0', 'q8_0-x86')}"
+        return f"train the recipe {recipe_name('q8_0', 'q8_0-x86')}"
     if isinstance(format, MX):
-        return f"train the recipe {typed('mxfp4')}"
-    return f"train the recipe {typed('q4_0', 'q8_0-x86')} or {typed('q4_1')}"
+        return f"train the recipe {recipe_name('mxfp4')}"
+    return f"train the recipe {recipe_name('q4_0', 'q8_0-x86')} or {recipe_name('q4_1')}"

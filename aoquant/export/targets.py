@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aoquant.export.typed import typed
+from aoquant.export.recipe_names import recipe_name
 
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.")  # one expert's matrix, by its module; the group names all of the layer's
 
@@ -49,7 +49,7 @@ class Unfit(Exception):
 
 def symmetric(group: int) -> str:
     """Advice for 4-bit integers of experts: engines' kernels for these have no zero points."""
-    name = typed(f"intx4-g{group or 32}")
+    name = recipe_name(f"intx4-g{group or 32}")
     recipe = f"{name}-experts, or {name} for linear layers too" if group == 32 else name
     return f"train the recipe {recipe} (symmetric integers, as engines run experts)"
 

@@ -1,4 +1,4 @@
-"""Formats to train instead, by the name of a recipe: what `aoquant run --recipe` and `get_recipe` take.
+"""Names of recipes for formats to train instead: what `aoquant run --recipe` and `get_recipe` take.
 
 A format alone is no recipe: "intx4-g32-asym" is refused there, and "intx4-g32-asym/" is taken. Where a recipe with a
 name has the format, its name is the better advice: it brings the contract that engines compute.
@@ -12,7 +12,7 @@ from aoquant.config import WeightConfig
 from aoquant.recipes import list_recipes
 
 
-def typed(weight: str, activation: str = "") -> str:
+def recipe_name(weight: str, activation: str = "") -> str:
     """The recipe of two formats; activation: "" for high precision."""
     return _named().get((weight, activation), f"{weight}/{activation}")
 
