@@ -39,7 +39,7 @@ from checkout import commit
 from aoquant.integrations.finetune import LOSSES
 from experiments import cost, known, table, worker
 from experiments.processes import Processes
-from experiments.publish import MAIN, TABLES, publish
+from experiments.publish import DESTINATIONS, MAIN, publish
 from experiments.records import Run
 from experiments.rows import Row, at_rates_of, load_all
 from experiments.setting import OPTIONS, Setting, records_of, settings_of
@@ -101,7 +101,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--configs", type=Path, help="another folder of rows")
     parser.add_argument("--cost", action="store_true", help="measure the cost columns and nothing else")
     parser.add_argument("--table", action="store_true", help="write the table and nothing else; needs OUT alone")
-    publishing = {"nargs": "?", "const": MAIN, "choices": tuple(TABLES)}
+    publishing = {"nargs": "?", "const": MAIN, "choices": tuple(DESTINATIONS)}
     parser.add_argument("--publish", **publishing, help="write the table and the pages from it, as this model's")
     parser.add_argument("--tokenise", action="store_true", help="write the token ids and nothing else")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, and nothing else")

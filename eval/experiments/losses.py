@@ -14,9 +14,9 @@ from statistics import mean
 from aoquant.tools.markdown import table
 from experiments.records import by_run
 from experiments.rows import load_all
-from experiments.table import HOW, Line, difference, lines
+from experiments.table import LOSS_IN_WORDS, Line, difference, lines
 
-HEADS = ("row", "PTQ", HOW["ce"], HOW["kl"], "seeds", "validation pages", "which choose")
+HEADS = ("row", "PTQ", LOSS_IN_WORDS["ce"], LOSS_IN_WORDS["kl"], "seeds", "validation pages", "which choose")
 
 
 def published(results: Path) -> str:
@@ -38,6 +38,6 @@ def _cells(name: str, ce: Line, kl: Line) -> tuple[str, ...]:
     on_validation = difference(ce.validation(), kl.validation())
     assert on_validation is not None
     reach = f" ± {on_validation.reach:.4f}" if on_validation.seeds > 1 else ""
-    chosen = HOW["ce" if on_validation.mean < 0 else "kl"] if on_validation.told_apart else ""
+    chosen = LOSS_IN_WORDS["ce" if on_validation.mean < 0 else "kl"] if on_validation.told_apart else ""
     ptq = "" if ce.ptq is None else f"{ce.ptq:.2f}"
     return f"`{name}`", ptq, *scores, str(len(seeds)), f"{on_validation.mean:+.4f}{reach}", chosen

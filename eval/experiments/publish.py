@@ -53,9 +53,9 @@ SCORES = ("recipe", "bits", "PTQ", "QAT", "recovered, %", TORCHAO, "recovered, %
 
 
 @dataclass(frozen=True)
-class Table:
-    """Of one model. results, log: names in benchmarks/results; mark: of its place in docs/experiments.md, "" for none;
-    option: of the model.
+class Destination:
+    """Where one model's table goes. results, log: names in benchmarks/results; mark: of its place in
+    docs/experiments.md, "" for none; option: of the model.
     """
 
     results: str
@@ -65,20 +65,22 @@ class Table:
 
 
 MAIN = "main"
-TABLES = {
-    MAIN: Table("experiments", "pretrain_llama", "all rows"),
-    "earlier": Table("experiments_earlier", "pretrain_llama_earlier", ""),
-    "moe": Table("experiments_moe", "pretrain_moe", "experts", "--moe-model"),
+DESTINATIONS = {
+    MAIN: Destination("experiments", "pretrain_llama", "all rows"),
+    "earlier": Destination("experiments_earlier", "pretrain_llama_earlier", ""),
+    "moe": Destination("experiments_moe", "pretrain_moe", "experts", "--moe-model"),
 }
 
 
 def publish(out: Path, name: str = MAIN, model: Path | None = None, root: Path = ROOT) -> None:
-    """Write all of it from a table in `out`. name: in TABLES. model: as pretrain.py wrote it; its log is kept then.
+    """Write all of it from a table in `out`.
+
+    name: of DESTINATIONS. model: as pretrain.py wrote it; its log is kept then.
 
     Raises:
         ValueError: there is no table, no log beside the model, or a page has no place for it.
     """
-    made, rows = TABLES[name], read(out / "results.csv")
+    made, rows = DESTINATIONS[name], read(out / "results.csv")
     if not (headlines(rows) if name == MAIN else trained(rows)):
         raise ValueError(f"{out / 'results.csv'} has no{' headline' * (name == MAIN)} row that was trained")
     results, page = root / "benchmarks" / "results", root / "docs" / "experiments.md"
@@ -101,7 +103,7 @@ def publish(out: Path, name: str = MAIN, model: Path | None = None, root: Path =
         subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
 
 
-def copy_log(model: Path, made: Table, results: Path) -> None:
+def copy_log(model: Path, made: Destination, results: Path) -> None:
     """What pretrain.py wrote beside `model`. Raises ValueError where that is not there."""
     if not (model.parent / "train_log.json").is_file():
         raise ValueError(
@@ -211,7 +213,7 @@ def note(rows: Sequence[Mapping[str, str]], source: str, cost: Mapping[str, cost
     return wrapped(words).replace(UNBROKEN, " ") + f"\n\n{picture}"
 
 
-def note_of_all(rows: Sequence[Mapping[str, str]], source: str, made: Table) -> str:
+def note_of_all(rows: Sequence[Mapping[str, str]], source: str, made: Destination) -> str:
     """What stands below a table of docs/experiments.md."""
     compared = any(beside(rows, row) for row in trained(rows))
     words = (

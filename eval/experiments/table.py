@@ -29,7 +29,7 @@ from experiments.verdicts import COLUMNS, Verdict, verdicts
 
 Found = Mapping[Run, Mapping[str, Any]]
 KINDS = {"dense": "Llama", "moe": "Mixtral"}  # of models
-HOW = {"kl": "distillation", "ce": "cross entropy"}  # a loss in words
+LOSS_IN_WORDS = {"kl": "distillation", "ce": "cross entropy"}  # a loss in words
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -
     shown = [x for x in made if plain(x.row, model) and losses.get(x.row.name) == x.loss and x.ptq is not None]
     size, tokens = facts.get(f"{model} parameters"), facts[f"{model} tokens a run"] / 1e6
     known = f" with {size / 1e6:.1f} M parameters" if size else ""
-    by = " or ".join(sorted({HOW[line.loss] for line in shown}, reverse=True))
+    by = " or ".join(sorted({LOSS_IN_WORDS[line.loss] for line in shown}, reverse=True))
     words = (
         f"Word perplexity by lm-eval's wikitext of a {KINDS[model]}{known}; QAT by {by}, "
         f"{tokens:.1f} M tokens, mean over seeds. {facts['device']}, {str(facts['date'])[:10]}."
