@@ -2,7 +2,7 @@
 
     q4_0        d = x_m / -8, x_m the first value of the largest magnitude, with its sign
                 q = min(15, trunc(x * (1 / d) + 8.5));  value = (q - 8) * f16(d)
-    q4_1        d = (max - min) / 15;  q = clamp(trunc((x - min) * (1 / d) + 0.5), 0, 15)
+    q4_1        d = (max - min) / 15, min the first of two zeros;  q = clamp(trunc((x - min) * (1 / d) + 0.5), 0, 15)
                 value = q * f16(d) + f16(min)
     q8_0        d = amax / 127;  q = round(x * (1 / d)), half away from zero;  value = q * f16(d)
     q8_0-x86    the same with q = rn(x * (127 / amax)), half to even: so ggml's x86 kernels encode activations
@@ -48,12 +48,11 @@ class Ggml(Format):
         x_RGB = self._blocks(x_RK).float()
         if self.kind == "q4_1":
             low, high = (x_RGB.amin(-1), x_RGB.amax(-1)) if x_RGB.numel() else (x_RGB.sum(-1), x_RGB.sum(-1))
-            return Scales(visible(x_RGB, quotient(high - low, 15.0)), low)
+            return Scales(visible(x_RGB, quotient(high - low, 15.0)), _first(x_RGB, x_RGB == low.unsqueeze(-1)))
         amax = absmax(x_RGB)
         if self.bits == 8:
             return Scales(quotient(amax, 127.0))
-        first = (x_RGB.abs() == amax.unsqueeze(-1)).to(torch.uint8).argmax(-1, keepdim=True)
-        return Scales(visible(x_RGB, x_RGB.gather(-1, first).squeeze(-1) / -8.0))
+        return Scales(visible(x_RGB, _first(x_RGB, x_RGB.abs() == amax.unsqueeze(-1)) / -8.0))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None
@@ -102,6 +101,11 @@ class Ggml(Format):
         v = x_RGB * inverse
         whole = v.abs().floor()
         return (whole + ((v.abs() - whole) >= 0.5)).copysign_(v)
+
+
+def _first(x_RGB: Tensor, chosen: Tensor) -> Tensor:
+    """(R, G): the first value of a block among the chosen ones: which of two signs, or of two zeros, it is."""
+    return x_RGB.gather(-1, chosen.to(torch.uint8).argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def _half(t: Tensor) -> Tensor:

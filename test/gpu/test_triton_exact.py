@@ -45,6 +45,12 @@ def test_nvfp4_for_vllm_has_kernels(role: str) -> None:
     assert has_kernel("nvfp4-pow2", role)
 
 
+@pytest.mark.parametrize("role", ["encode", "decode", "quantize"])
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q8_0-x86", "int8-row-vllm", "intx2-g32", "intx3-g32"])
+def test_formats_of_engines_and_of_few_bits_have_kernels(name: str, role: str) -> None:
+    assert has_kernel(name, role)
+
+
 by_dtype = pytest.mark.parametrize("dtype", ALL, ids=lambda d: str(d).removeprefix("torch."))
 
 
@@ -115,6 +121,7 @@ def test_codes_under_an_outer_scale_from_elsewhere(name: str, dtype: torch.dtype
 RAGGED = [
     (name, k) for name in ("int8-row", "int8-tensor", "intx8-row-asym", "intx4-row") for k in (2, 34, 1000, 16384)
 ]
+RAGGED += [(name, k) for name in ("intx3-row", "intx2-tensor", "int8-row-vllm") for k in (8, 1000, 16384)]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +167,10 @@ def test_ragged_rows(name: str, k: int) -> None:
         "te-fp8-128x128",
         "mxfp8-32x32",
         "te-nvfp4-16x16",
+        "q4_0",
+        "q8_0-x86",
+        "int8-row-vllm",
+        "intx3-g32",
     ],
 )
 def test_strided_inputs_and_inputs_larger_than_a_wave(name: str) -> None:
@@ -187,10 +198,10 @@ def test_explain_and_force() -> None:
     request = CodecRequest("encode", get_format("nvfp4"), CUDA, BF16, 16, 64)
     said = dict(explain(request))
     assert said["triton"] == "runs" and said["reference"] == "willing, lower priority"
-    odd = CodecRequest("encode", get_format("intx3-g32"), CUDA, BF16, 16, 64)
-    assert dict(explain(odd))["reference"] == "runs" and "not 3" in dict(explain(odd))["triton"]
-    with backend("triton"), pytest.raises(ValueError, match=r"encode.*intx3.*packs codes of 4 and 8 bits"):
-        codec.encode(get_format("intx3-g32"), torch.randn(16, 64, device=CUDA))
+    odd = CodecRequest("encode", get_format("intx3-row"), CUDA, BF16, 16, 60)
+    assert dict(explain(odd))["reference"] == "runs" and "8 codes at once" in dict(explain(odd))["triton"]
+    with backend("triton"), pytest.raises(ValueError, match=r"encode.*intx3.*packs 3 bits of 8 codes at once"):
+        codec.encode(get_format("intx3-row"), torch.randn(16, 60, device=CUDA))
 
 
 def test_no_host_sync() -> None:

@@ -31,6 +31,7 @@ from aoquant.formats import (
     Float8Mslk,
     Format,
     FourOverSix,
+    Ggml,
     GridFlip,
     Int4,
     MXFP4Dialect,
@@ -42,6 +43,7 @@ from aoquant.formats import (
     TEFloat8,
 )
 from aoquant.formats.stochastic import MSEden, MXStochastic, NVFP4Stochastic
+from aoquant.formats.vllm import Int8Vllm, Int8VllmReciprocal
 from aoquant.transforms import RoundedHadamard
 
 from ..router import CodecRequest
@@ -105,10 +107,9 @@ def _why_not_float8(r: CodecRequest) -> str | None:
 def _why_not_integers(r: CodecRequest) -> str | None:
     f: Any = r.operand.format
     row = r.k if f.block is None and f.per == "row" else 0
-    if f.bits not in (4, 8) and r.codes:
-        return f"packs codes of 4 and 8 bits, not {f.bits}"
-    if f.bits == 4 and (r.k % 2 or (f.block or 2) % 2):
-        return f"packs pairs along K, got K = {r.k} in blocks of {f.block or r.k}"
+    together = {8: 1, 4: 2}.get(f.bits, 8)  # codes that are packed into whole bytes
+    if r.codes and (r.k % together or (f.block or together) % together):
+        return f"packs {f.bits} bits of {together} codes at once, got K = {r.k} in blocks of {f.block or r.k}"
     if r.role != "decode" and (f.block or row) > LONGEST_ROW:
         return f"holds blocks of up to {LONGEST_ROW} values, got {f.block or r.k}"
     return None
@@ -157,6 +158,8 @@ KERNELS = (
     Kernels("grids", (FourOverSix, GridFlip), why_not=_why_not_grids),
     Kernels("integer", (Int4,), why_not=_why_not_integers),
     Kernels("integer", (Affine,), has=_has_affine, why_not=_why_not_integers),
+    Kernels("integer", (Int8Vllm, Int8VllmReciprocal), why_not=_why_not_integers),
+    Kernels("ggml", (Ggml,)),
     Kernels("float8", (Float8,), has=_has_float8, why_not=_why_not_float8),
     Kernels("float8", (Float8Mslk,), why_not=_why_not_float8),
     Kernels(

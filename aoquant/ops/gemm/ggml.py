@@ -5,8 +5,8 @@ in float32.
 
 Integer sums and products of two float16 scales are exact in float32, so a block is rounded once; m is q4_1's minimum.
 ggml's kernels add the blocks in lanes, in an order that differs by CPU, so their results are within float32's rounding
-of this one. If one side is not in ggml's blocks, both are decoded to float32, exactly, and multiplied there. Source:
-ggml `ggml_vec_dot_q4_0_q8_0_generic` and its like.
+of this one. If one side is not in ggml's blocks, both are decoded to float32, exactly, and multiplied there. On a GPU
+a Triton kernel makes the same sums, bit for bit. Source: ggml `ggml_vec_dot_q4_0_q8_0_generic` and its like.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Format, Ggml
 
+from .. import codec
 from ..call import Call
+from ..codec.triton_kernels import imported
+from ..router import Backend, Request
 
 
 def scaled_mm(c: Call) -> Tensor:
     """y under the contract "ggml"."""
     x = c.x_hp.reshape(-1, c.k).float() if c.x is None else None
-    if c.x is not None and isinstance(c.x_format, Ggml) and isinstance(c.w_format, Ggml) and c.x_format.bits == 8:
+    if c.x is not None and _in_blocks(c.x_format, c.w_format):
         acc_MN = _blocks(c.x, c.x_format, c.w, c.w_format)
     else:
         x_MK = x if c.x is None else c.x_format.decode(c.x, torch.float32)
@@ -31,6 +34,11 @@ def scaled_mm(c: Call) -> Tensor:
     if c.bias is not None:
         acc_MN = acc_MN + c.bias.float()
     return c.shaped(acc_MN.to(c.dtype))
+
+
+def _in_blocks(x: Format | None, w: Format) -> bool:
+    """Whether both are in ggml's blocks, x in 8 bits, so that integers are multiplied."""
+    return isinstance(x, Ggml) and isinstance(w, Ggml) and x.bits == 8
 
 
 def _blocks(x: Encoded, x_format: Ggml, w: Encoded, w_format: Ggml) -> Tensor:
@@ -50,3 +58,20 @@ def _split(format: Format, e: Encoded) -> Tensor:
     """(G, R, 32) float32 integers: sums of 32 products of them are exact."""
     assert isinstance(format, Ggml)
     return format.integers(e).float().unflatten(1, (-1, 32)).transpose(0, 1)
+
+
+def _why_not(r: Request) -> str | None:
+    if r.contract != "ggml":
+        return f"computes ggml, not {r.contract}"
+    if not _in_blocks(r.x_format, r.w_format):
+        return f"multiplies integers in ggml's blocks, not {r.x_format.name if r.x_format else 'floats'} and {r.w_format.name}"
+    return codec.lacks_triton(r.device)
+
+
+def _triton(c: Call) -> Tensor:
+    assert c.x is not None
+    y_MN: Tensor = imported("ggml_matmul").matmul(c.x, c.x_format, c.w, c.w_format, c.bias, c.dtype)
+    return c.shaped(y_MN)
+
+
+BACKENDS = (Backend("triton-ggml", 10, _why_not, _triton, reads_codes=True),)

@@ -1,4 +1,4 @@
-"""Int4 (MSLK's dialect) and torchao's affine integers, encoded and decoded in one pass each.
+"""Int4 (MSLK's dialect), torchao's affine integers and vLLM's int8 rows, encoded and decoded in one pass each.
 
 A row is taken as a block of K values, so one kernel serves scales per group, per row and, with the range of the whole
 tensor given by a first pass, per tensor. torchao's formulas round every step to the input's dtype (`through`), so
@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aoquant.formats import Affine, Encoded, Int4, Operand
+from aoquant.formats import Affine, Encoded, Format, Int4, Operand
 from aoquant.formats.int4 import INT4_EPS
 from aoquant.formats.scales import reciprocal
+from aoquant.formats.vllm import Int8Vllm, Int8VllmReciprocal
 
 from ..router import Made
 from .amax import PARTIALS, range_partials
@@ -26,6 +27,8 @@ from .launch import LAUNCHES, Launch
 
 NO_FUSION = {"enable_fp_fusion": False}
 TILE = 1024  # values a warp holds
+# what multiplies x
+_VLLM: dict[type[Format], str] = {Int8Vllm: "127 / amax", Int8VllmReciprocal: "1 / scale"}
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -68,12 +71,14 @@ def int4_shifted(d, s, fits):
 @triton.jit
 def _encode(
     x_ptr, partial_ptr, codes_ptr, scale_ptr, zero_ptr, values_ptr, n_blocks, block, n,
-    INT4: tl.constexpr, TENSOR: tl.constexpr, ASYMMETRIC: tl.constexpr, FLOAT32_SCALE: tl.constexpr,
+    INT4: tl.constexpr, VLLM: tl.constexpr, TENSOR: tl.constexpr, ASYMMETRIC: tl.constexpr, FLOAT32_SCALE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, EPS: tl.constexpr, RECIPROCAL: tl.constexpr, BITS: tl.constexpr,
     CODES: tl.constexpr, VALUES: tl.constexpr, CENTRED: tl.constexpr, FUSED: tl.constexpr, DTYPE: tl.constexpr,
     NB: tl.constexpr, B: tl.constexpr, N_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """CENTRED: values are q - zero, without the scale (the operand of formats with a scale per row or tensor)."""
+    """VLLM: what multiplies x, "127 / amax" or "1 / scale", or "". CENTRED: values are q - zero, without the scale (the
+    operand of formats with a scale per row or tensor).
+    """
     i = tl.program_id(0)
     index = tl.cast(i, tl.int64) * NB + tl.arange(0, NB)
     column = tl.arange(0, B)[None, :]
@@ -95,6 +100,16 @@ def _encode(
         shifted = int4_shifted(x - low[:, None], scale[:, None], tl.max(scale, axis=0) < 2.0**60)
         code, q = float_bits(shifted) ^ 8, shifted - (ROUND + 8.0)
         scale, zero = through(scale, DTYPE), through(zero, DTYPE)
+    elif VLLM != "":
+        amax, one = tl.abs(most(-low, high)), tl.full([NB], 1.0, tl.float32)
+        scale, zero = tl.div_rn(amax, one * 127.0), tl.zeros_like(amax)
+        if VLLM == "1 / scale":
+            factor = tl.div_rn(one, scale)
+        else:
+            factor = tl.where(amax == 0.0, 0.0, tl.div_rn(one * 127.0, amax))
+        y = x * factor[:, None]  # beyond 127 where factor overflows
+        y = tl.where(y == y, tl.minimum(tl.maximum(y, LOW), HIGH), 0.0) + ROUND_SIGNED
+        code, q = float_bits(y), y - ROUND_SIGNED
     else:
         low, high = least(low, 0.0), most(high, 0.0)
         span = through(high - low, DTYPE) if ASYMMETRIC else most(-low, high)
@@ -119,8 +134,17 @@ def _encode(
             if TENSOR:
                 inside_half = inside_half & (half < n // 2)
             tl.store(codes_ptr + half, pack4(nibble, NB, B).to(tl.uint8), mask=inside_half)
-        else:
+        elif BITS == 8:
             tl.store(codes_ptr + at, code.to(tl.int8), mask=inside)
+        else:  # eight codes are BITS bytes: byte b has bit b of each
+            eights = tl.reshape((code ^ (1 << (BITS - 1))) & ((1 << BITS) - 1), (NB, B // 8, 8))
+            eighth = index[:, None] * (block // 8) + tl.arange(0, B // 8)[None, :]
+            inside_eighth = (index < n_blocks)[:, None] & (tl.arange(0, B // 8)[None, :] < block // 8)
+            if TENSOR:
+                inside_eighth = inside_eighth & (eighth < n // 8)
+            for b in tl.static_range(BITS):
+                byte = tl.sum(((eights >> b) & 1) << tl.arange(0, 8)[None, None, :], axis=2)
+                tl.store(codes_ptr + eighth * BITS + b, byte.to(tl.uint8), mask=inside_eighth)
     if not TENSOR or i == 0:
         stored = index < (1 if TENSOR else n_blocks)
         if scale_ptr is not None:
@@ -163,6 +187,13 @@ def _decode(
         )
         code = unpack4(packed, NB, B) & 15
         q = (((code ^ 8) - 8) if INT4 else (code - 8)).to(tl.float32)
+    elif BITS != 8:
+        eighth = index[:, None] * (block // 8) + column // 8
+        code = tl.zeros([NB, B], tl.int32)
+        for b in tl.static_range(BITS):
+            byte = tl.load(codes_ptr + eighth * BITS + b, mask=rows & (column < block), other=0).to(tl.int32)
+            code |= ((byte >> (column % 8)) & 1) << b
+        q = (code - (1 << (BITS - 1))).to(tl.float32)
     else:
         q = tl.load(codes_ptr + index[:, None] * block + column, mask=rows & (column < block), other=0)
         q = q.to(tl.int8, bitcast=True).to(tl.float32)
@@ -204,7 +235,7 @@ def _encoder(
     steps = float(high - low) if asymmetric else (high - low) / 2
     return Launch(
         _encode, (triton.cdiv(n_blocks, nb),), n_blocks=n_blocks, block=block, n=rows * k,
-        INT4=int4, TENSOR=per == "tensor", ASYMMETRIC=asymmetric,
+        INT4=int4, VLLM=_VLLM.get(type(format), ""), TENSOR=per == "tensor", ASYMMETRIC=asymmetric,
         FLOAT32_SCALE=isinstance(format, Affine) and format.scales == "float32", LOW=float(low), HIGH=float(high),
         EPS=INT4_EPS if isinstance(format, Int4) else format._eps(source), RECIPROCAL=reciprocal(steps), BITS=format.bits,
         CODES=codes, VALUES=dtype is not None, CENTRED=operand and per != "group",
@@ -242,8 +273,8 @@ def encode(
     if keep or per != "group":
         scale = torch.empty(shape, dtype=scale_dtype, device=device)
     if keep:
-        code_dtype = torch.uint8 if format.bits == 4 else torch.int8
-        codes = torch.empty(rows, k // 2 if format.bits == 4 else k, dtype=code_dtype, device=device)
+        code_dtype = torch.int8 if format.bits == 8 else torch.uint8
+        codes = torch.empty(rows, k * format.bits // 8, dtype=code_dtype, device=device)
         if asymmetric:
             zero = torch.empty(shape, dtype=scale_dtype if int4 else torch.int8, device=device)
     values = None if dtype is None else torch.empty(rows, k, dtype=dtype, device=device)
