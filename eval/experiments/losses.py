@@ -21,13 +21,18 @@ HEADS = ("row", "PTQ", LOSS_IN_WORDS["ce"], LOSS_IN_WORDS["kl"], "seeds", "valid
 
 def published(results: Path) -> str:
     """Of the committed runs."""
+    return page(committed(results))
+
+
+def committed(results: Path) -> list[Line]:
+    """The main model's table, from its committed runs."""
     text = (results / "experiments_runs.jsonl").read_text(encoding="utf-8")
-    return page(lines(load_all(), by_run([json.loads(line) for line in text.splitlines()])))
+    return lines(load_all(), by_run([json.loads(line) for line in text.splitlines()]))
 
 
 def page(made: Sequence[Line]) -> str:
-    """Of aoquant's rows that were trained by both losses, without a trick."""
-    trained = [line for line in made if line.runs and line.row.kind == "aoquant" and not line.row.trick]
+    """Of aoquant's rows that were trained by both losses, LoRA's among them, without a trick."""
+    trained = [x for x in made if x.runs and x.row.kind in ("aoquant", "lora") and not x.row.trick]
     by_row = {line.row.name: {x.loss: x for x in trained if x.row is line.row} for line in trained}
     return table(HEADS, [_cells(name, of["ce"], of["kl"]) for name, of in by_row.items() if of.keys() == {"ce", "kl"}])
 

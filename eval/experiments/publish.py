@@ -5,7 +5,8 @@
     aoquant/tools/measured.csv                                    `aoquant recipes --for`, and docs/choosing.md's table
     docs/figures/bits.svg                                         perplexity against bits a weight
     README.md, between two pairs of marks                         headline rows beside torchao's; a note, and the figure
-    docs/experiments.md, between pairs of marks                   all rows; costs; both losses; seconds; checks
+    docs/experiments.md, between pairs of marks                   all rows; both losses; torchao's by cross entropy;
+                                                                  tricks; costs; seconds; checks
 
 `--publish earlier` and `--publish moe` write the first two of another model, under its name; the second table of
 docs/experiments.md is of experts. Numbers of two models are not compared.
@@ -28,7 +29,7 @@ import pages
 
 from aoquant.tools import choosing
 from aoquant.tools.markdown import table, wrapped
-from experiments import costs, losses
+from experiments import by_cross_entropy, costs, losses, tried
 from experiments.checked import checked
 from experiments.durations import durations
 
@@ -97,6 +98,8 @@ def publish(out: Path, name: str = MAIN, model: Path | None = None, root: Path =
         cost = costs.published(results)
         pages.between(page, "costs", costs.page(cost))
         pages.between(page, "losses", losses.published(results))
+        pages.between(page, "torchao by cross entropy", by_cross_entropy.published(results))
+        pages.between(page, "tricks", tried.published(results))
         write_choices(out, root)
         pages.between(root / "README.md", "experiments", readme(rows, cost))
         pages.between(root / "README.md", "note on experiments", note(rows, source, cost))
@@ -137,8 +140,8 @@ def write_choices(out: Path, root: Path) -> None:
 
 
 def trained(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """aoquant's rows that were trained, each under the loss that pages show."""
-    return [r for r in rows if r["published"] == "True" and r["kind"] == "aoquant"]
+    """aoquant's rows that were trained, LoRA's among them, each under the loss that pages show; without tricks."""
+    return [r for r in rows if r["published"] == "True" and r["kind"] in ("aoquant", "lora") and not r["trick"]]
 
 
 def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:

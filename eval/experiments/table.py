@@ -205,7 +205,7 @@ def numbers(line: Line, shown: Mapping[str, str]) -> dict[str, Any]:
     columns: dict[str, Any] = {"row": line.row.name, "kind": line.row.kind, "recipe": line.row.recipe}
     columns |= {"headline": line.row.headline, "against": line.row.against, "loss": line.loss, "rate": line.rate}
     columns |= {"rate at an end": line.at_end, "published": shown.get(line.row.name) == line.loss}
-    columns |= {"plain": plain(line.row), "seeds": len(qat), "as prepared": line.as_prepared}
+    columns |= {"plain": plain(line.row), "trick": line.row.trick, "seeds": len(qat), "as prepared": line.as_prepared}
     columns |= {"bits": bits[-1] if bits else "", "float": line.float_model, "PTQ": line.ptq}
     for name, values in (("QAT", qat), ("recovered %", shares)):
         columns |= {name: mean(values) if values else "", f"{name} sd": stdev(values) if len(values) > 1 else ""}
