@@ -4,6 +4,8 @@ float32.
 
 from __future__ import annotations
 
+import math
+
 import gguf
 import numpy as np
 import pytest
@@ -43,6 +45,15 @@ def test_requantising_the_trained_values_gives_their_bytes(name: str) -> None:
     again = format.encode(format.decode(e, torch.float32))
     assert again.scale is not None and e.scale is not None
     assert torch.equal(again.codes, e.codes) and torch.equal(again.scale, e.scale)
+
+
+@pytest.mark.parametrize("zeros", [(0.0, -0.0), (-0.0, 0.0)])
+def test_the_minimum_of_a_q4_1_block_is_the_first_of_two_zeros(zeros: tuple[float, float]) -> None:
+    """As ggml's loop has it, which keeps the first: reductions may keep either."""
+    x = torch.ones(1, 32)
+    x[0, 7], x[0, 19] = zeros
+    zero = get_format("q4_1").encode(x).zero
+    assert zero is not None and math.copysign(1.0, float(zero)) == math.copysign(1.0, zeros[0])
 
 
 def test_activations_of_ggml_on_x86() -> None:

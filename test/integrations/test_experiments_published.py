@@ -77,6 +77,49 @@ def test_the_page_compares_the_losses_of_the_committed_runs(modules: ModuleType)
     ]
 
 
+@pytest.mark.parametrize("name", ["by_cross_entropy", "tried"])
+def test_the_page_has_the_tables_of_the_committed_runs(modules: ModuleType, name: str) -> None:
+    made = importlib.import_module(f"experiments.{name}").published(RESULTS)
+    assert f"\n{made}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+
+
+def test_torchaos_rows_by_cross_entropy_have_both_of_their_scores(modules: ModuleType) -> None:
+    page, table, rows = (importlib.import_module(f"experiments.{n}") for n in ("by_cross_entropy", "table", "rows"))
+    every = rows.load_all()
+
+    def line(name: str, loss: str, scores: dict[int, tuple[float, float]]) -> object:
+        """scores: by seed, of the converted and of the prepared model."""
+        runs = {s: {"word_perplexity": c, "prepared_word_perplexity": p} for s, (c, p) in scores.items()}
+        return table.Line(every[name], loss, 1e-4, 50.0, 70.0, runs)
+
+    made = [
+        line("int4-g128", "ce", {0: (60.0, 60.0), 1: (61.0, 61.0)}),
+        line("torchao-int4-g128", "ce", {0: (66.0, 63.0)}),
+        line("fp8", "ce", {0: (52.0, 52.0)}),  # torchao's by distillation alone
+        line("torchao-fp8", "kl", {0: (52.0, 52.0)}),
+        line("nvfp4", "ce", {0: (53.0, 53.0)}),  # none of torchao's beside it
+    ]
+    assert page.page(made).splitlines()[2:] == [
+        "| `int4-g128` | 60.50 ± 0.71 | 2 | 63.00 | 66.00 | 1 | -0.0953 (one seed) |"
+    ]
+
+
+def test_a_trick_is_shown_beside_the_row_without_it(modules: ModuleType, tmp_path: Path) -> None:
+    tried = importlib.import_module("experiments.tried")
+    heads = "row,against,trick,QAT,\"validation, log less the other's\",log perplexity less the other's\n"
+    won, lost = "-0.0030 ± 0.0010, 3 seeds: better", "+0.0001 ± 0.0020, 3 seeds: not told apart"
+    (tmp_path / "experiments.csv").write_text(
+        f'{heads}nvfp4,,,52.0,,\nnvfp4-soft,nvfp4,soft,51.0,"{won}","nvfp4: {lost}"\nnvfp4-average,nvfp4,average,,,\n'
+    )
+    (tmp_path / "experiments_earlier.csv").write_text(
+        f"{heads}nvfp4-average,nvfp4,average,51.0,+0.0010 (one seed),nvfp4: -0.0002 (one seed)\n"
+    )
+    assert tried.published(tmp_path).splitlines()[2:] == [
+        "| `nvfp4-soft` | `nvfp4` | -0.0030 ± 0.0010, 3 seeds: better | +0.0001 ± 0.0020, 3 seeds | | |",
+        "| `nvfp4-average` | `nvfp4` | | | +0.0010 (one seed) | -0.0002 (one seed) |",
+    ]
+
+
 @pytest.mark.parametrize("name", ["experiments", "experiments_earlier", "experiments_moe"])
 def test_the_committed_runs_make_the_committed_table(modules: ModuleType, tmp_path: Path, name: str) -> None:
     shutil.copyfile(RESULTS / f"{name}_runs.jsonl", tmp_path / "runs.jsonl")
