@@ -88,6 +88,14 @@ def _vllm(recipe: LinearRecipe, gpu: str | None) -> list[str]:
         found.append(f"vLLM's CUDA kernel quantises fp8 activations as fp8-row-vllm, trained as {x}")
     if x in ("int8-row", "int8-row-native", "int8-row-asym"):
         found.append(f"vLLM quantises int8 activations as int8-row-vllm, trained as {x}")
+    if x.startswith("int8") and gpu == "b200":
+        found.append("vLLM has no int8 kernel for b200: train the recipe vllm-fp8")
+    if weight.startswith("intx") and not x and recipe.fprop_weight.format.bits not in (4, 8):
+        bits = recipe.fprop_weight.format.bits
+        found.append(
+            f"vLLM multiplies packed integers of 4 and 8 bits, of {bits} bits in its newest versions alone, where at all: try an exported "
+            "layer there first, or serve it with aoquant's plugin or transformers"
+        )
     if x == "fp8-1x128":
         found.append(f"{FP8_BLOCKS}, trained as {x}")
     if weight.startswith("intx") and weight.endswith("-asym") and gpu in _HOPPER and not x:

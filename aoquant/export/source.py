@@ -21,7 +21,7 @@ from torchao.utils import TorchAOBaseTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from aoquant.export.experts import Weight, as_stored
-from aoquant.integrations import checkpoint
+from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.safetensors_file import StoredTensor, header
 from aoquant.integrations.stored_names import stored_name
 from aoquant.layers.packed_experts import PackedExperts
@@ -87,11 +87,13 @@ def of_checkpoint(folder: Path) -> Source:
     """The source that a folder of `aoquant.save_pretrained`, `aoquant.convert_checkpoint` or `aoquant run` is.
 
     Raises:
-        ValueError: the folder holds no complete converted checkpoint of a model that transformers knows.
+        ValueError: the folder holds no complete converted checkpoint of a model that transformers knows, or a tensor
+            there is not what was written.
     """
     if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
         folder = folder / "checkpoint"  # of a run's results
     checkpoint.check(folder)
+    checksums.verify_unless_told(checkpoint.files(folder))
     config = checkpoint.read_json(folder / "config.json")
     config.pop("quantization_config")
     described: dict[str, str] = {}

@@ -107,6 +107,8 @@ CHOICES = (
     Choice("any", "FP4 in training as well", "quartet2", 'QATConfig(base, backward="quartet2")', OWN, (ANY,)),
     Choice("any", "almost no loss", "mxfp8", "MXFP8WeightConfig()", OWN, (ANY,), True),
     Choice("any", "almost no loss, integer codes", "int8", 'Int8WeightConfig(activation="int8-row")', OWN, (ANY,), True),
+    Choice("any", "3 bits a weight", "int3-g32", "IntxWeightConfig(3, 32)", OWN, (ANY,)),
+    Choice("any", "2 bits a weight", "int2-g32", "IntxWeightConfig(2, 32)", OWN, (ANY,)),
 )  # fmt: skip
 
 

@@ -137,6 +137,8 @@ def test_siblings_share_an_outer_scale_that_survives_training_and_calibration() 
         ("fp8", "vllm", "h100", "as fp8-row-vllm, trained as fp8-row"),
         ("vllm-fp8", "vllm", "h100", None),
         ("vllm-int8", "vllm", None, None),
+        ("vllm-int8", "vllm", "b200", "no int8 kernel for b200: train the recipe vllm-fp8"),
+        ("int3-g32", "vllm", "h100", "packed integers of 4 and 8 bits, of 3 bits in its newest versions"),
         ("vllm-w4a16-g128", "vllm", "h100", None),
         ("gguf-q4_0", "llama.cpp", "cpu", None),
         ("gguf-q4_0", "llama.cpp", "cuda", "half away from zero"),

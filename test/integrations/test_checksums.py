@@ -15,6 +15,7 @@ from support.convert_cases import llama
 from transformers import AutoModelForCausalLM
 
 from aoquant import NVFP4WeightConfig, convert_checkpoint, load_pretrained, quantize_, save_pretrained
+from aoquant.export import export
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.safetensors_file import header, sort_metadata
 
@@ -95,6 +96,15 @@ def test_inverted_bytes_are_noticed_by_both_loaders(
     for load in (load_pretrained, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match=rf"{file.name}: {name} is damaged, its checksum is [0-9a-f]{{8}} and was"):
             load(folder)
+
+
+@pytest.mark.parametrize("name", [QDATA, "model.layers.0.input_layernorm.weight"])
+def test_export_does_not_write_a_damaged_checkpoint(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy_of(folders["whole"], tmp_path / "copy")
+    file = invert(folder, name)
+    with pytest.raises(ValueError, match=rf"{file.name}: {name} is damaged"):
+        export(folder, tmp_path / "served", "gguf")
+    assert not (tmp_path / "served").exists()
 
 
 def test_verification_can_be_left_out(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -138,7 +138,10 @@ def test_the_demo_is_float32_where_a_cpu_has_no_instructions_for_bfloat16(monkey
 
 def test_float_checkpoints_are_scored_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["eval", str(job.assets()), "--limit", "1", "--window", "256", "--device", "cpu"])
-    assert "no fingerprint" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no fingerprint" in said and "no logits were compared" in said
+    assert "the embedded held-out documents, which say little about another model: give --wikitext hub" in said
+    assert job.evaluation(job.assets(), "hub", None, None, None).about == ""
 
 
 @pytest.mark.parametrize(
@@ -424,3 +427,29 @@ def test_the_summary_names_the_exported_file(tmp_path: Path, monkeypatch: pytest
     assert f"written for the engine: {tmp_path}/served/model.gguf" in job.run(o).where_to_look()
     assert asked == [tmp_path / "run" / "checkpoint", tmp_path / "served", "gguf"]
     assert "engine" not in done.where_to_look()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("q4_0/", "gguf"),
+        ("q8_0/q8_0-x86", "gguf"),
+        ("vllm-int8", "compressed-tensors"),
+        ("nvfp4", "compressed-tensors"),
+    ],
+)
+def test_a_recipe_is_exported_for_its_engine(recipe: str, layout: str) -> None:
+    assert job._engine_format(job.Options(recipe=recipe, device="cpu")) == layout
+
+
+def test_a_run_that_is_done_can_be_exported_elsewhere(tmp_path: Path) -> None:
+    """Where results go is no part of the command that stages belong to."""
+    options: dict[str, Any] = {"recipe": "gguf-q4_0", "out": tmp_path / "run", "device": "cpu"}
+    with job.Folder(job.Options(**options, export=tmp_path / "first")) as folder:
+        folder.begin()
+        (folder.stages / "float.json").write_text("{}")
+    for export in (tmp_path / "second", None):
+        with job.Folder(job.Options(**options, export=export)):
+            pass
+    with pytest.raises(ValueError, match=r"another command \(steps was"), job.Folder(job.Options(**options, steps=7)):
+        pass

@@ -30,6 +30,7 @@ from aoquant import __version__
 from aoquant.config import WeightConfig
 from aoquant.export import check as check_export
 from aoquant.export import export
+from aoquant.formats import Ggml
 from aoquant.integrations.finetune import check_batch, check_block, finetune
 from aoquant.integrations.hf import save_pretrained
 from aoquant.integrations.job.evaluation import evaluation
@@ -50,7 +51,9 @@ from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, ch
 from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
+from aoquant.planning.choose import each
 from aoquant.planning.coverage import coverage, listed
+from aoquant.recipes import mixed
 from aoquant.report import report, verify
 from aoquant.tools.doctor import MISSING_KERNEL
 
@@ -83,7 +86,10 @@ def run(o: Options) -> Result:
 
 
 def _engine_format(o: Options) -> str:
-    return "gguf" if o.recipe.startswith("gguf-") else "compressed-tensors"
+    """The layout of the engine that the recipe is for: ggml's blocks are llama.cpp's."""
+    configs = [config for config in each(mixed(o.recipe)) if isinstance(config, WeightConfig)]
+    ggml = any(isinstance(config.recipe().fprop_weight.format, Ggml) for config in configs)
+    return "gguf" if ggml else "compressed-tensors"
 
 
 def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:

@@ -14,11 +14,12 @@ from typing import Any
 from aoquant.integrations.job.fingerprint import RESULTS
 
 _EMBEDDED = "the embedded held-out documents"
+_GIVE = "give --wikitext hub, a folder with test.jsonl, or --documents"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The arguments of `lm_eval.evaluate`, and a sentence about them; it is empty where no run is recorded."""
+    """The arguments of `lm_eval.evaluate`, and a sentence; empty where a text is given and no run recorded."""
 
     wikitext: str | None
     documents: Path | None
@@ -38,7 +39,8 @@ def evaluation(
     """How to score `checkpoint`: as it is asked for, and where nothing is asked for as its run did."""
     path = checkpoint / RESULTS
     if not path.is_file():
-        return Evaluation(wikitext, documents, window, limit)
+        own = "" if wikitext or documents else f"scored on {_EMBEDDED}, which say little about another model: {_GIVE}"
+        return Evaluation(wikitext, documents, window, limit, own)
     numbers = json.loads(path.read_text(encoding="utf-8"))
     text, options = numbers["options"]["wikitext"], numbers["options"]
     run_window = numbers["stages"][0]["perplexity"]["window"]

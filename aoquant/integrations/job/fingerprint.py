@@ -49,7 +49,7 @@ def check_fingerprint(model: PreTrainedModel, checkpoint: Path) -> str:
     """
     path = checkpoint / RESULTS
     if not path.exists():
-        return "no fingerprint beside this checkpoint"
+        return f"no fingerprint beside this checkpoint: `aoquant run` writes {RESULTS}, and no logits were compared"
     numbers = json.loads(path.read_text())
     if numbers["logits_sha256"] is None:
         return "the run that wrote it could not run its kernel"

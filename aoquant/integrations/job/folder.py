@@ -74,6 +74,7 @@ class Folder:
         if not self.command_file.is_file():
             return
         before = json.loads(self.command_file.read_text(encoding="utf-8"))
+        before.pop("export", None)  # older versions wrote it down
         begun = any(path != self.command_file for path in self.stages.iterdir()) or (out / RESULTS).is_file()
         if begun and (other := _differences(before, self.command)):
             raise ValueError(
@@ -133,8 +134,10 @@ class Folder:
 
 
 def _command(o: Options) -> dict[str, Any]:
-    """The settings that have to be equal for stages to stand in one table; the number of ranks need not be."""
-    options = {name: value for name, value in o.as_json().items() if name != "out"}
+    """The settings that have to be equal for stages to stand in one table; the number of ranks need not be, nor where
+    results go.
+    """
+    options = {name: value for name, value in o.as_json().items() if name not in ("out", "export")}
     here = environment(o.device)
     here.pop("threads", None)  # the last bits of a sum, and not worth a fine-tune
     inputs = [*([Path(o.model)] if o.model else []), *o.train_text, *([Path(o.wikitext)] if o.wikitext else [])]

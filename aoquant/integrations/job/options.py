@@ -100,7 +100,8 @@ class Output:
     out: Path = Path("aoquant-run")
     """Folder of the report, the numbers and the converted checkpoint. The same command again goes on in it."""
     export: Path | None = None
-    """A folder for the engine that the recipe is for: GGUF for gguf-..., compressed-tensors for the others."""
+    """A folder for the engine that the recipe is for: GGUF for gguf-... and ggml's formats, compressed-tensors for the
+    others. A run that is done can be given it too."""
 
 
 GROUPS = (Model, Layers, Training, Evaluation, Output)

@@ -178,7 +178,9 @@ def recovered(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> str:
         return f"nothing beyond noise (PTQ loses {size}; QAT {'wins back' if gain > 0 else 'loses another'} {change})"
     if gain < 0:
         return f"nothing (PTQ loses {size}, and QAT loses another {change})"
-    return f"{100 * recovered_share(base, ptq, qat):.0f} % of PTQ's loss ({size})"
+    share = recovered_share(base, ptq, qat)
+    more = "; above 100 %, the text was learned too: compare with the float model fine-tuned on it" * (share > 1)
+    return f"{100 * share:.0f} % of PTQ's loss ({size}{more})"
 
 
 def _paired(better: Perplexity, worse: Perplexity) -> tuple[float, float]:
