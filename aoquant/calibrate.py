@@ -32,6 +32,7 @@ from aoquant.layers import held
 from aoquant.layers.linear import cast, check_width
 from aoquant.layers.qat import PreparedModule, QATLinear
 from aoquant.planning import fused
+from aoquant.planning.listing import listed
 from aoquant.planning.progress import track
 from aoquant.report.measure import run, undisturbed
 from aoquant.transforms import wush
@@ -99,9 +100,8 @@ def calibrate(model: nn.Module, forward_loop: Callable[[nn.Module], Any] | Itera
 def _refuse(problems: dict[str, str]) -> None:
     """Raise ValueError with the problem of each layer that has one."""
     if problems:
-        shown = "\n  ".join(f"{fqn}: {reason}" for fqn, reason in list(problems.items())[:10])
-        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; scales are as they were:\n  {shown}{more}")
+        shown = listed(f"{fqn}: {reason}" for fqn, reason in problems.items())
+        raise ValueError(f"{len(problems)} layer(s) cannot be calibrated; scales are as they were:{shown}")
 
 
 def _is_sharded(layer: QATLinear) -> bool:

@@ -20,10 +20,10 @@ from aoquant.export.advice import advice, asker
 from aoquant.export.experts import Weight
 from aoquant.export.source import Source
 from aoquant.export.targets import EXPERT, Stored, Unfit
+from aoquant.planning.listing import listed
 from aoquant.tensor import PackedTensor
 
 Store = Callable[[PackedTensor], Stored]
-SHOWN = 10  # layers that an error lists
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
     layers: dict[str, Stored] = {}
     others_of = asker(source, target)
     experts = any(map(EXPERT.match, quantised))
-    problems, notes = list[str](), dict[str, list[str]]()
+    problems, notes, others = list[str](), dict[str, list[str]](), dict[str, list[str]]()
     for module, weight in quantised.items():
         if module in left:
             continue
@@ -71,18 +71,17 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
             assert isinstance(packed, PackedTensor)
             layers[module] = store(packed)
         except Unfit as error:
-            others = [] if module in embeddings or len(problems) >= SHOWN else others_of([weight])
+            if error.reason not in others:  # asked of one layer for each reason
+                others[error.reason] = [] if module in embeddings else others_of([weight])
             instead = error.beside_experts if experts else error.instead
-            problems.append(f"  {module}: {error.reason}. Instead: {instead}{advice(others)}")
+            problems.append(f"{module}: {error.reason}. Instead: {instead}{advice(others[error.reason])}")
             continue
         for note in layers[module].notes:
             notes.setdefault(note, []).append(module)
     if problems:
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError(
-            f"{len(problems)} layer(s) do not fit {target} without rounding, and nothing was written:\n"
-            + "\n".join(problems[:SHOWN])
-            + more
+            f"{len(problems)} layer(s) do not fit {target} without rounding, and nothing was written:"
+            + listed(problems)
             + "\nOr leave layers in high precision: skip=[...] (--skip)"
         )
     if not layers:

@@ -40,10 +40,10 @@ from aoquant.planning import experts, owners
 from aoquant.planning import tied as sharing
 from aoquant.planning.choose import Choice, Filter, choose, keys_of, nothing_chosen
 from aoquant.planning.experts import ChosenStack, StackChange
+from aoquant.planning.listing import listed
 from aoquant.targets import Target, fake_target, resolve, supported
 from aoquant.tensor import PackedTensor
 
-SHOWN = 10  # problems that an error lists
 ANOTHER_BACKWARD = "HybridConfig.bwd(...) changes its backward alone"
 
 
@@ -111,13 +111,11 @@ def plan(model: nn.Module, config: Any, filter_fn: Filter | None, *, skip_incomp
     problems += sharing.problems(model, {id(c.module): c.target.recipe for c in changes})
     problems += _tied_scales(changes)
     if problems:
-        shown = "\n  ".join(problems[:SHOWN])
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise ValueError(f"{len(problems)} layer(s) cannot be quantised; the model is unchanged:\n  {shown}{more}")
+        raise ValueError(f"{len(problems)} layer(s) cannot be quantised; the model is unchanged:{listed(problems)}")
     if not changes and not stacks and skipped:
-        reasons = "\n  ".join(list(skipped.values())[:SHOWN])
+        reasons = listed(skipped.values())
         raise ValueError(
-            f"nothing to quantise: none of the {len(skipped)} chosen layer(s) can take its config:\n  {reasons}"
+            f"nothing to quantise: none of the {len(skipped)} chosen layer(s) can take its config:{reasons}"
         )
     if not changes and not stacks:
         own = ours(config)

@@ -175,7 +175,7 @@ def test_several_schemes_name_experts_by_a_pattern(tmp_path: Path) -> None:
         (
             "mixtral",
             "int4-g32-experts",
-            r"^48 layer.*experts\.0\.w1: no scheme holds int4-g32.*train the recipe vllm-w4a16-g32-experts",
+            r"^48 layer.*experts\.\*\.w1: no scheme holds int4-g32.*train the recipe vllm-w4a16-g32-experts",
         ),
         (
             "qwen3-moe",
@@ -196,7 +196,7 @@ def test_what_a_refusal_advises_is_exported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="do not fit") as caught:
         export(converted("qwen3-moe", "int4-g32-experts"), tmp_path / "out")
     lines = str(caught.value).splitlines()
-    assert len(lines) == 13 and lines[-2] == "  and 38 more"  # of 2 layers of 8 experts
+    assert len(lines) == 5 and all(line.endswith("(16 layers)") for line in lines[1:4])  # 2 layers of 8 experts
     recipe = re.findall(r"train the recipe ([\w-]+)", lines[1])[0]
     with pytest.warns(UserWarning, match=rf"vLLM's formats cannot hold int4-g32: .*train the recipe {recipe}"):
         QATConfig("int4-g32-experts", engine="vllm")

@@ -24,9 +24,9 @@ from aoquant.advice import ADVICE, for_the_command_line
 from aoquant.formats import COMPOSED
 from aoquant.integrations import job
 from aoquant.integrations.job import models
-from aoquant.integrations.job.result import folded
 from aoquant.integrations.lm_eval import Perplexity
 from aoquant.layers import direct_reads, gradient_watch
+from aoquant.planning.listing import folded
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--block", "64", "--limit", "1", "--window", "256", "--device", "cpu"]
 

@@ -46,13 +46,14 @@ from aoquant.integrations.job.models import (
     probe,
 )
 from aoquant.integrations.job.options import GROUPS, Options, read_yaml
-from aoquant.integrations.job.result import Result, Stage, folded, recovered, recovered_share, write
+from aoquant.integrations.job.result import Result, Stage, recovered, recovered_share, write
 from aoquant.integrations.lm_eval import Perplexity, check_hub, check_shares, check_window, evaluate, positions
 from aoquant.integrations.ranks import Ranks, joined
 from aoquant.integrations.text import assets, find_pages, load_documents, token_blocks
 from aoquant.layers.qat import QATLayer
 from aoquant.planning.choose import each
 from aoquant.planning.coverage import coverage, listed
+from aoquant.planning.listing import folded
 from aoquant.recipes import mixed
 from aoquant.report import report, verify
 from aoquant.tools.doctor import MISSING_KERNEL

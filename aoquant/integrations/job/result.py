@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aoquant.integrations.job.fingerprint import RESULTS
 from aoquant.integrations.lm_eval import Perplexity
+from aoquant.planning.listing import folded
 from aoquant.report import Report
 
 QUANTISATION_ERROR = "float_against_quantized"  # folder of the report of float against quantised
@@ -147,16 +147,6 @@ def write(result: Result, layers: Report, error: Report, record: Mapping[str, An
     }
     for folder in (out / "checkpoint", out):  # in `out` last: its presence says that the run is complete
         (folder / RESULTS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
-
-
-def folded(lines: Iterable[str]) -> list[str]:
-    """Lines that differ in the numbers of layers only, as one: "model.layers.*.mlp.up_proj (64, 64): ... (12
-    layers)".
-    """
-    groups: dict[str, list[str]] = {}
-    for line in lines:
-        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", line), []).append(line)
-    return [group[0] if len(group) == 1 else f"{line} ({len(group)} layers)" for line, group in groups.items()]
 
 
 def recovered(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> str:
