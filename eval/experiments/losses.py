@@ -16,7 +16,7 @@ from experiments.records import by_run
 from experiments.rows import load_all
 from experiments.table import LOSS_IN_WORDS, Line, difference, lines
 
-HEADS = ("row", "PTQ", LOSS_IN_WORDS["ce"], LOSS_IN_WORDS["kl"], "seeds", "validation pages", "which choose")
+HEADS = ("row", "PTQ", LOSS_IN_WORDS["ce"], LOSS_IN_WORDS["kl"], "seeds", "validation pages, a token", "which choose")
 
 
 def published(results: Path) -> str:

@@ -29,7 +29,7 @@ import pages
 
 from aoquant.tools import choosing
 from aoquant.tools.markdown import table, wrapped
-from experiments import by_cross_entropy, costs, losses, tried
+from experiments import costs, losses, torchao_by_cross_entropy, tricks_page
 from experiments.checked import checked
 from experiments.durations import durations
 
@@ -98,8 +98,8 @@ def publish(out: Path, name: str = MAIN, model: Path | None = None, root: Path =
         cost = costs.published(results)
         pages.between(page, "costs", costs.page(cost))
         pages.between(page, "losses", losses.published(results))
-        pages.between(page, "torchao by cross entropy", by_cross_entropy.published(results))
-        pages.between(page, "tricks", tried.published(results))
+        pages.between(page, "torchao by cross entropy", torchao_by_cross_entropy.published(results))
+        pages.between(page, "tricks", tricks_page.published(results))
         write_choices(out, root)
         pages.between(root / "README.md", "experiments", readme(rows, cost))
         pages.between(root / "README.md", "note on experiments", note(rows, source, cost))

@@ -88,12 +88,14 @@ def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
             run = Run(row.name, "qat", loss, rate or 0.0)
             runs = {} if rate is None else _seeds(found, run)
             if runs or (loss == row.losses[0] and (ptq is not None or row.kind == "float")):
-                reasons = [r["as_prepared"] for r in (untrained, *runs.values()) if "as_prepared" in r]
+                reasons = [r["as_prepared"] for r in (runs.values() if runs else (untrained,)) if "as_prepared" in r]
+                alike = bool(reasons) == ("as_prepared" in untrained)  # a prepared score and a converted one: no loss
                 checked = {seed: r for seed, r in _seeds(found, replace(run, stage="checks")).items() if seed in runs}
                 at_end = len(tried) > 1 and rate in (min(tried), max(tried))
                 score = whole["word_perplexity"]
                 given = bool(runs) and not tried
-                made.append(Line(row, loss, rate, score, ptq, runs, checked, (reasons or [""])[0], at_end, given))
+                lost = ptq if alike else None
+                made.append(Line(row, loss, rate, score, lost, runs, checked, (reasons or [""])[0], at_end, given))
     return made
 
 

@@ -25,7 +25,20 @@ LISTED = [
     n for n in list_formats() if not isinstance(get_format(n), FourOverSix)
 ]  # test_grids.py has inputs that decide between grids
 TE = ("te-fp8-e5m2-1x128", "te-fp8-e5m2-128x128", "te-fp8-e5m2-128x128-f32")
-NAMES = [*LISTED, *TE, "int4-g96", "intx4-g128", "intx4-g64-asym", "int8-tensor-asym", "intx4-g32-noclip", *NATIVE]
+ENGINES = ("q4_0", "q4_1", "q8_0", "q8_0-x86", "int8-row-vllm", "int8-row-vllm-reciprocal", "nvfp4-pow2")
+BITS = ("intx2-row-asym", "intx3-g24", "intx5-g32", "intx6-g32-asym", "intx7-tensor")
+NAMES = [
+    *LISTED,
+    *TE,
+    *ENGINES,
+    *BITS,
+    "int4-g96",
+    "intx4-g128",
+    "intx4-g64-asym",
+    "int8-tensor-asym",
+    "intx4-g32-noclip",
+    *NATIVE,
+]
 
 
 def has_kernel(name: str, role: str = "encode", codes: bool = True) -> bool:

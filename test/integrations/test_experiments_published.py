@@ -6,6 +6,7 @@ import csv
 import importlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -77,14 +78,16 @@ def test_the_page_compares_the_losses_of_the_committed_runs(modules: ModuleType)
     ]
 
 
-@pytest.mark.parametrize("name", ["by_cross_entropy", "tried"])
+@pytest.mark.parametrize("name", ["torchao_by_cross_entropy", "tricks_page"])
 def test_the_page_has_the_tables_of_the_committed_runs(modules: ModuleType, name: str) -> None:
     made = importlib.import_module(f"experiments.{name}").published(RESULTS)
     assert f"\n{made}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
 
 
 def test_torchaos_rows_by_cross_entropy_have_both_of_their_scores(modules: ModuleType) -> None:
-    page, table, rows = (importlib.import_module(f"experiments.{n}") for n in ("by_cross_entropy", "table", "rows"))
+    page, table, rows = (
+        importlib.import_module(f"experiments.{n}") for n in ("torchao_by_cross_entropy", "table", "rows")
+    )
     every = rows.load_all()
 
     def line(name: str, loss: str, scores: dict[int, tuple[float, float]]) -> object:
@@ -98,14 +101,40 @@ def test_torchaos_rows_by_cross_entropy_have_both_of_their_scores(modules: Modul
         line("fp8", "ce", {0: (52.0, 52.0)}),  # torchao's by distillation alone
         line("torchao-fp8", "kl", {0: (52.0, 52.0)}),
         line("nvfp4", "ce", {0: (53.0, 53.0)}),  # none of torchao's beside it
+        line("int8-int4", "ce", {0: (60.0, 60.0), 1: (66.0, 66.0)}),
+        line("torchao-int8-int4", "ce", {0: (60.0, 60.0), 1: (66.0, 66.0)}),
+        line("int4-g32", "ce", {0: (60.0, 60.0)}),
+        replace(line("torchao-int4-g32", "ce", {0: (61.0, 61.0)}), as_prepared="no kernel"),
     ]
     assert page.page(made).splitlines()[2:] == [
-        "| `int4-g128` | 60.50 ± 0.71 | 2 | 63.00 | 66.00 | 1 | -0.0953 (one seed) |"
+        "| `int4-g128` | 60.50 ± 0.71 | 2 | 63.00 | 66.00 | 1 | -0.0953 (one seed) |",
+        "| `int8-int4` | 63.00 ± 4.24 | 2 | 63.00 | 63.00 ± 4.24 | 2 | +0.0000 ± 0.0000, 2 seeds: not told apart |",
+        "| `int4-g32` | 60.00 | 1 | 61.00 | | 1 | |",
     ]
+
+
+def test_a_prepared_and_a_converted_score_are_not_put_together(modules: ModuleType) -> None:
+    """torchao's PTQ may be scored as prepared, and its QAT, with another package at hand, as converted."""
+    table, rows, records = (importlib.import_module(f"experiments.{n}") for n in ("table", "rows", "records"))
+    row = rows.load_all()["torchao-int4-g32"]
+    run, ptq = records.Run(row.name, "qat", "ce", 1e-4), records.Run(row.name, "ptq")
+    scored = {"word_perplexity": 60.0, "validation_loss": 3.0}
+    for of_ptq, of_run, lost, said in (
+        ({"as_prepared": "no kernel"}, {}, None, ""),
+        ({}, {}, 60.0, ""),
+        ({"as_prepared": "no kernel"}, {"as_prepared": "no kernel"}, 60.0, "no kernel"),
+    ):
+        found = {
+            table.float_run(row): scored,
+            ptq: {**scored, **of_ptq},
+            run: {**scored, **of_run},
+        }
+        (line,) = (made for made in table.lines({row.name: row}, found) if made.loss == "ce")
+        assert (line.ptq, line.as_prepared) == (lost, said)
 
 
 def test_a_trick_is_shown_beside_the_row_without_it(modules: ModuleType, tmp_path: Path) -> None:
-    tried = importlib.import_module("experiments.tried")
+    tricks_page = importlib.import_module("experiments.tricks_page")
     heads = "row,against,trick,QAT,\"validation, log less the other's\",log perplexity less the other's\n"
     won, lost = "-0.0030 ± 0.0010, 3 seeds: better", "+0.0001 ± 0.0020, 3 seeds: not told apart"
     (tmp_path / "experiments.csv").write_text(
@@ -114,7 +143,7 @@ def test_a_trick_is_shown_beside_the_row_without_it(modules: ModuleType, tmp_pat
     (tmp_path / "experiments_earlier.csv").write_text(
         f"{heads}nvfp4-average,nvfp4,average,51.0,+0.0010 (one seed),nvfp4: -0.0002 (one seed)\n"
     )
-    assert tried.published(tmp_path).splitlines()[2:] == [
+    assert tricks_page.published(tmp_path).splitlines()[2:] == [
         "| `nvfp4-soft` | `nvfp4` | -0.0030 ± 0.0010, 3 seeds: better | +0.0001 ± 0.0020, 3 seeds | | |",
         "| `nvfp4-average` | `nvfp4` | | | +0.0010 (one seed) | -0.0002 (one seed) |",
     ]

@@ -205,4 +205,6 @@ def why_not(r: CodecRequest) -> str | None:
     known = kernels is not None and (type(format) in kernels.formats or r.role == "decode")
     if kernels is None or not known or not kernels.has(format):
         return f"has no kernel for {r.operand.name}"
+    if format.block and r.k % format.block:  # a block would straddle two rows; the reference says why it cannot be
+        return f"encodes blocks of {format.block}, got K = {r.k}"
     return kernels.why_not(r)

@@ -3,7 +3,8 @@ in float32.
 
     y = rn(sum over blocks, in K's order, of (sum q_x q_w) * (d_x * d_w) [+ m_w * (d_x * sum q_x)] + bias)
 
-Integer sums and products of two float16 scales are exact in float32, so a block is rounded once; m is q4_1's minimum.
+Integer sums and products of two float16 scales are exact in float32, so a block is rounded when they are multiplied and
+when it is added; m, q4_1's minimum, is a product and a sum of its own.
 ggml's kernels add the blocks in lanes, in an order that differs by CPU, so their results are within float32's rounding
 of this one. If one side is not in ggml's blocks, both are decoded to float32, exactly, and multiplied there. On a GPU
 a Triton kernel makes the same sums, bit for bit. Source: ggml `ggml_vec_dot_q4_0_q8_0_generic` and its like.
@@ -64,7 +65,8 @@ def _why_not(r: Request) -> str | None:
     if r.contract != "ggml":
         return f"computes ggml, not {r.contract}"
     if not _in_blocks(r.x_format, r.w_format):
-        return f"multiplies integers in ggml's blocks, not {r.x_format.name if r.x_format else 'floats'} and {r.w_format.name}"
+        x = r.x_format.name if r.x_format else "floats"
+        return f"multiplies integers in ggml's blocks, x in 8 bits, not {x} and {r.w_format.name}"
     return codec.lacks_triton(r.device)
 
 

@@ -2,9 +2,7 @@
 times the product of its two scales, added in float32 in K's order.
 
 One program makes a tile of y. K cannot be cut between programs, because the order of the additions is the contract's:
-with few rows of x there are few programs, and each walks all of K. A block's integer sum is below 2^24 and a product of
-two float16 scales has at most 22 bits, so both are exact in float32 and a block is rounded when they are multiplied,
-and when it is added.
+with few rows of x there are few programs, and each walks all of K. What is exact and what is rounded: `gemm/ggml.py`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from .launch import LAUNCHES, Launch
 NO_FUSION = {"enable_fp_fusion": False}
 TILE = 1024  # values a warp holds
 # what multiplies x
-_VLLM: dict[type[Format], str] = {Int8Vllm: "127 / amax", Int8VllmReciprocal: "1 / scale"}
+_FACTOR_OF: dict[type[Format], str] = {Int8Vllm: "127 / amax", Int8VllmReciprocal: "1 / scale"}
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -235,7 +235,7 @@ def _encoder(
     steps = float(high - low) if asymmetric else (high - low) / 2
     return Launch(
         _encode, (triton.cdiv(n_blocks, nb),), n_blocks=n_blocks, block=block, n=rows * k,
-        INT4=int4, VLLM=_VLLM.get(type(format), ""), TENSOR=per == "tensor", ASYMMETRIC=asymmetric,
+        INT4=int4, VLLM=_FACTOR_OF.get(type(format), ""), TENSOR=per == "tensor", ASYMMETRIC=asymmetric,
         FLOAT32_SCALE=isinstance(format, Affine) and format.scales == "float32", LOW=float(low), HIGH=float(high),
         EPS=INT4_EPS if isinstance(format, Int4) else format._eps(source), RECIPROCAL=reciprocal(steps), BITS=format.bits,
         CODES=codes, VALUES=dtype is not None, CENTRED=operand and per != "group",

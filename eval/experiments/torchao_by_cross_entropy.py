@@ -1,7 +1,7 @@
 """torchao's own QAT by cross entropy beside ours: a table of docs/experiments.md, from the committed runs.
 
 torchao's models are scored twice, as prepared and as converted, since the two may differ; ours are equal. Where its
-converted layer did not run, both columns have the prepared model's score.
+converted layer did not run, that column is empty.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from aoquant.tools.markdown import table
 from experiments.losses import committed
 from experiments.table import Line, difference, spread
 
-HEADS = ("row", "QAT", "seeds", "torchao's, prepared", "converted", "seeds", "log perplexity less torchao's converted")
+HEADS = (
+    "row",
+    "QAT",
+    "seeds",
+    "torchao's, prepared",
+    "converted",
+    "seeds",
+    "log perplexity a word less torchao's converted",
+)
 
 
 def published(results: Path) -> str:
@@ -30,7 +38,7 @@ def page(made: Sequence[Line]) -> str:
 
 
 def _cells(ours: Line, theirs: Line) -> tuple[str, ...]:
-    scores = list(theirs.perplexities.values())
+    scores = [] if theirs.as_prepared else list(theirs.perplexities.values())
     prepared = mean(run.get("prepared_word_perplexity", run["word_perplexity"]) for run in theirs.runs.values())
     apart = difference(ours.perplexities, theirs.perplexities)
     return (
@@ -39,6 +47,6 @@ def _cells(ours: Line, theirs: Line) -> tuple[str, ...]:
         str(len(ours.runs)),
         f"{prepared:.2f}",
         spread(scores, ".2f"),
-        str(len(scores)),
-        "" if apart is None else str(apart),
+        str(len(theirs.runs)),
+        "" if apart is None or not scores else str(apart),
     )

@@ -12,7 +12,9 @@ from aoquant.tools.markdown import table
 
 TABLES = ("experiments", "experiments_earlier")  # this model's, the earlier one's
 ON_VALIDATION, ON_TEST = "validation, log less the other's", "log perplexity less the other's"
-HEADS = ("trick", "without it", "validation pages", "test pages", "earlier model: validation", "test pages")
+HEADS = (
+    "trick", "without it", "validation, a token", "test, a word", "earlier model: validation, a token", "test, a word",
+)  # fmt: skip
 
 
 def published(results: Path) -> str:
