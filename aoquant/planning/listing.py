@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 SHOWN = 10  # lines of a message
 
@@ -19,7 +19,11 @@ def folded(lines: Iterable[str]) -> list[str]:
 
 
 def listed(lines: Iterable[str]) -> str:
-    """The first of the folded lines, each on a line of its own and indented, and how many more there are."""
-    every = folded(lines)
-    more = [f"and {len(every) - SHOWN} more"] if len(every) > SHOWN else []
-    return "".join(f"\n  {line}" for line in (*every[:SHOWN], *more))
+    """`first` of the folded lines."""
+    return first(folded(lines))
+
+
+def first(lines: Sequence[str]) -> str:
+    """The first lines, each on a line of its own and indented, and how many more there are."""
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "".join(f"\n  {line}" for line in (*lines[:SHOWN], *more))

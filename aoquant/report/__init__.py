@@ -34,6 +34,7 @@ from aoquant.parallel import fsdp
 from aoquant.parallel.gathered import PACKED, GatheredWeight
 from aoquant.planning import owners
 from aoquant.planning.coverage import Coverage, coverage
+from aoquant.planning.listing import first
 from aoquant.planning.progress import track
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report import render
@@ -248,12 +249,12 @@ def verify(
             f"({r.format}, {r.backend})"
             for r in worst
         ]
-        problems.append(f"{len(low)} of {len(found.rows)} row(s) are below {min_db} dB:\n  " + render.first(lines))
+        problems.append(f"{len(low)} of {len(found.rows)} row(s) are below {min_db} dB:" + first(lines))
     uneven = [
         f"{r.fqn}: {r.warning}" for r in found.layers if exact and r.output_sqnr_db is not None and len({*r.calls}) > 1
     ]
     if uneven:
-        problems.append(f"{len(uneven)} layer(s) do not run equally often in both models:\n  " + render.first(uneven))
+        problems.append(f"{len(uneven)} layer(s) do not run equally often in both models:" + first(uneven))
     missing = [f"{r.fqn}: {r.warning}" for r in found.rows if r.output_sqnr_db is None]
     if missing and not allow_not_run:
         problems.append(

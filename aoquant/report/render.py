@@ -45,12 +45,6 @@ def db(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.1f} dB"
 
 
-def first(lines: Sequence[str], count: int = 10) -> str:
-    """The first lines, indented, and how many more there are."""
-    more = [f"and {len(lines) - count} more"] if len(lines) > count else []
-    return "\n  ".join([*lines[:count], *more])
-
-
 def markdown(rows: Sequence[Row], totals: dict[str, Any], coverage: Coverage) -> str:
     """A table, what stays float, and a line of totals."""
     tabulate = _need("tabulate", "cli").tabulate

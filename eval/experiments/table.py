@@ -89,13 +89,15 @@ def lines(rows: Mapping[str, Row], found: Found) -> list[Line]:
             runs = {} if rate is None else _seeds(found, run)
             if runs or (loss == row.losses[0] and (ptq is not None or row.kind == "float")):
                 reasons = [r["as_prepared"] for r in (runs.values() if runs else (untrained,)) if "as_prepared" in r]
-                alike = bool(reasons) == ("as_prepared" in untrained)  # a prepared score and a converted one: no loss
+                # PTQ beside runs of its kind alone: a prepared and a converted score make no share
+                comparable = ptq if bool(reasons) == ("as_prepared" in untrained) else None
                 checked = {seed: r for seed, r in _seeds(found, replace(run, stage="checks")).items() if seed in runs}
                 at_end = len(tried) > 1 and rate in (min(tried), max(tried))
                 score = whole["word_perplexity"]
                 given = bool(runs) and not tried
-                lost = ptq if alike else None
-                made.append(Line(row, loss, rate, score, lost, runs, checked, (reasons or [""])[0], at_end, given))
+                made.append(
+                    Line(row, loss, rate, score, comparable, runs, checked, (reasons or [""])[0], at_end, given)
+                )
     return made
 
 

@@ -74,7 +74,6 @@ class Folder:
         if not self.command_file.is_file():
             return
         before = json.loads(self.command_file.read_text(encoding="utf-8"))
-        before.pop("export", None)  # older versions wrote it down
         begun = any(path != self.command_file for path in self.stages.iterdir()) or (out / RESULTS).is_file()
         if begun and (other := _differences(before, self.command)):
             raise ValueError(

@@ -169,7 +169,7 @@ def recovered(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> str:
     if gain < 0:
         return f"nothing (PTQ loses {size}, and QAT loses another {change})"
     share = recovered_share(base, ptq, qat)
-    more = "; above 100 %, the text was learned too: compare with the float model fine-tuned on it" * (share > 1)
+    more = "; it scores better than float: compare with the float model fine-tuned on the same text" * (share > 1)
     return f"{100 * share:.0f} % of PTQ's loss ({size}{more})"
 
 
