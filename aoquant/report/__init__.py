@@ -259,7 +259,7 @@ def verify(
     if missing and not allow_not_run:
         problems.append(
             f"{len(missing)} of {len(found.rows)} row(s) were not run, so nothing is known of them "
-            "(verify where they run, or pass allow_not_run=True):\n  " + render.first(missing)
+            "(verify where they run, or pass allow_not_run=True):" + first(missing)
         )
     if problems:
         raise ValueError("\n".join(problems))
