@@ -5,9 +5,9 @@ That is: a training step, `model.generate`, the prefill of a long prompt, peak m
     python benchmarks/model.py [train] [generate] [prefill] [convert] [--recipes ...] [--torchao ...] [--limit SECONDS]
     torchrun --nproc-per-node 4 benchmarks/model.py train --layers 16 [--recipes fp8-hybrid --gather codes]
 
-Models are Llamas with random weights, tokens are random. Every row is a ratio to the same model in bf16, timed in turns
-with it (beside.py); a variant that a library or a GPU refuses has the reason in its row. Rows are appended to
-benchmarks/results/model_PART.csv.
+Models are Llamas with random weights; tokens are random, or those of `train --text`. Every row is a ratio to the same
+model in bf16, timed in turns with it (beside.py); a variant that a library or a GPU refuses has the reason in its row.
+Rows are appended to benchmarks/results/model_PART.csv.
 
     of_bf16_time   its time over bf16's; speed: bf16's time over its own (of `generate`: the ratio of tokens per second)
     of_bf16_peak   the most memory that a run holds, weights, gradients and optimiser included, over bf16's
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from beside import Cell, Deadline, Row, Table, measured
 from llamas import TORCHAO, Size, check, llama
 from model_serve import HOWS, Serving, conversions, generate, prefill
-from model_train import OPTIMIZERS, Training, step_of
+from model_train import OPTIMIZERS, Training, step_of, text_ids
 
 PARTS = ("train", "generate", "prefill", "convert")
 RECIPES = {
@@ -43,7 +43,7 @@ PEERS = {
     "serve": ("int4-tinygemm", "int4", "fp8"),
 }
 LAYERS = {2048: 16, 4096: 8}  # of served models
-TINY = Size(128, 256, 4, 2, 2, 256)
+TINY = Size(128, 256, 4, 2, 2, 8192)  # the vocabulary of --text
 
 
 def parse() -> argparse.Namespace:
@@ -77,6 +77,7 @@ def parse() -> argparse.Namespace:
         metavar=("BATCH", "LENGTH"),
         help="of a training step, for each GPU",
     )
+    add("--text", nargs="+", type=Path, metavar="FILE", help="train: on these, by the demo model's tokenizer")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--compile", choices=("blocks", "whole"), default="blocks", help="what a compiled training step compiles")
     add("--gather", choices=("bf16", "codes"), default="bf16", help="what FSDP2 gathers of aoquant's weights")
@@ -135,13 +136,14 @@ def named(part: str, how: str, size: Size, **more: Any) -> Row:
 def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) -> Iterator[Row]:
     """Training steps."""
     batch, tokens = args.tokens
+    text = text_ids(args.text) if args.text else None
     for size in sizes(args, (4096,), lambda hidden: 16 if args.world else 4):
         for how in hows(args, ("eager", "compiled")):
             torch._dynamo.reset()
             backend = "aot_eager" if args.quick else "inductor"
             codes = bool(args.world) and args.gather == "codes"
             of = Training(
-                size, batch, tokens, args.optimizer, how, args.compile, backend, bool(args.world), codes, device
+                size, batch, tokens, args.optimizer, how, args.compile, backend, bool(args.world), codes, device, text
             )
             way = ("eager" if how == "eager" else f"compiled {args.compile}") + (", codes gathered" if codes else "")
             columns = named(

@@ -1,4 +1,4 @@
-"""A training step of a Llama on random tokens: forward, loss, backward, optimiser.
+"""A training step of a Llama on random tokens or on a text's: forward, loss, backward, optimiser.
 
 "compiled" compiles each decoder layer (as torchtitan does), or the whole model; the optimiser is PyTorch's fused AdamW
 with moments in bf16, or plain SGD. It runs on one GPU, or sharded by FSDP2 under torchrun: every rank has tokens of its
@@ -8,20 +8,25 @@ aoquant's weights as codes, where that is less than bf16.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from beside import Run
 from llamas import TORCHAO, Size, build, prepare
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from aoquant.integrations.distributed import quantized_all_gather
 
 OPTIMIZERS = ("adamw", "sgd")
+EVAL = Path(__file__).resolve().parents[1] / "eval"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Training:
     """What a step is.
 
     how: "eager" or "compiled". compile: "blocks" or "whole". backend: torch.compile's. batch, tokens: of each rank.
+    text: token ids of a text, (any number,), of which each rank takes a part of its own; None: random tokens.
     """
 
     size: Size
@@ -41,6 +47,32 @@ class Training:
     sharded: bool
     codes: bool
     device: torch.device
+    text: Tensor | None = None
+
+
+def text_ids(files: Sequence[Path]) -> Tensor:
+    """Token ids (any number,) of texts (.txt or .jsonl, plain or .xz), by the tokenizer of eval's demo model."""
+    sys.path.insert(0, str(EVAL))
+    import corpus
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(EVAL / "assets")
+    return corpus.encode(tokenizer, corpus.read_documents(tuple(files)), "text").long()
+
+
+def ids_of(training: Training) -> Tensor:
+    """This rank's tokens (batch, tokens). Raises ValueError for a text that is too short or has unknown tokens."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if training.sharded else (0, 1)
+    shape, text = (training.batch, training.tokens), training.text
+    if text is None:
+        torch.manual_seed(1 + rank)
+        return torch.randint(training.size.vocabulary, shape, device=training.device)
+    here = training.batch * training.tokens
+    if len(text) < ranks * here or int(text.max()) >= training.size.vocabulary:
+        raise ValueError(
+            f"the text must have {ranks * here:,} tokens below the vocabulary of {training.size.vocabulary}, "
+            f"got {len(text):,}, the largest {int(text.max())}"
+        )
+    return text[rank * here : (rank + 1) * here].view(shape).to(training.device)
 
 
 def optimizer_of(training: Training, model: LlamaForCausalLM) -> Optimizer:
@@ -66,8 +98,7 @@ def step_of(training: Training, variant: str) -> Run:
         if training.codes and not variant.startswith(TORCHAO):
             quantized_all_gather(model)
     optimizer = optimizer_of(training, model)
-    torch.manual_seed(1 + (dist.get_rank() if training.sharded else 0))
-    ids = torch.randint(training.size.vocabulary, (training.batch, training.tokens), device=training.device)
+    ids = ids_of(training)
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -1,12 +1,12 @@
-"""compute-sanitizer over every kernel of csrc: addresses out of bounds, and races in shared memory.
+"""compute-sanitizer over every kernel of csrc, or over Triton's: addresses out of bounds, and races in shared memory.
 
-    python benchmarks/sanitize.py [--tools memcheck racecheck] [--types bf16 f16] [--only TEXT] [--limit SECONDS]
-        [--out DIR]
+    python benchmarks/sanitize.py [--triton] [--tools memcheck racecheck] [--types bf16 f16] [--only TEXT]
+        [--limit SECONDS] [--out DIR]
 
-Needs a Hopper GPU, csrc and compute-sanitizer. sanitize_worker.py launches the kernels, first under torch's profiler,
-which says which of them ran, then once under each tool. A tensor is an allocation of its own there, with a gap behind
-it, so that a byte beyond its end is an error. The exit code is 1 where a tool found something, a run did not end, or a
-kernel of the sources was not launched.
+Needs compute-sanitizer and, for csrc's kernels, a Hopper GPU and csrc. sanitize_worker.py launches the kernels, first
+under torch's profiler, which says which of them ran, then once under each tool. A tensor is an allocation of its own
+there, with a gap behind it, so that a byte beyond its end is an error. The exit code is 1 where a tool found something,
+a run did not end, or a kernel of csrc's sources was not launched.
 
 Prints a table and writes benchmarks/results/sanitize.csv; the tools' own words go to DIR/sanitize_TOOL.log.
 
@@ -14,7 +14,8 @@ Prints a table and writes benchmarks/results/sanitize.csv; the tools' own words 
     errors           reports of the tool that name it. "" where the run did not end: the note says in which case
 
 `--only` runs the cases whose names have TEXT in them, where the time is too short for all. In the file it replaces the
-rows of the kernels that it launched, for the tools that it ran, and leaves the others; each row has its own command.
+rows of the kernels that it launched, for the tools that it ran, and leaves the others; each row has its own command. So
+does `--triton`, which checks every kernel that its cases launch, PyTorch's too, and writes rows of aoquant's.
 
 Versions of compute-sanitizer differ: before 2026.3 racecheck reports races that are none where barriers count bytes of
 the copy engine (its release notes), which `tiles`, `tiles_once` and encode_tensor.cuh's `kernel` wait for.
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +42,7 @@ from record_golden import versions
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent / "csrc"
+TRITON = HERE.parent / "aoquant" / "ops" / "triton"
 WORKER = HERE / "sanitize_worker.py"
 TOOLS = {"memcheck": ["--padding", "256"], "racecheck": [], "synccheck": [], "initcheck": []}
 ELSEWHERE = "elsewhere"  # reports that name no kernel of ours
@@ -70,10 +73,20 @@ def defined() -> set[str]:
     return found
 
 
+@cache
+def jitted() -> re.Pattern[str]:
+    """Names of the functions that Triton compiles, kernels among them."""
+    sources = [file.read_text() for file in TRITON.glob("*.py")]
+    names = {name for text in sources for name in re.findall(r"@triton\.jit\n(?:@.*\n)*def (\w+)", text)}
+    return re.compile(rf"(?:^|\bat )({'|'.join(sorted(names))})\b")
+
+
 def named(text: str) -> str | None:
-    """The kernel that a line names, as `defined` has it."""
-    match = NAME.search(text)
-    return match[1] if match else None
+    """The kernel that a line names, as `defined` has it; Triton's behind "triton::"."""
+    if match := NAME.search(text):
+        return match[1]
+    match = jitted().search(text.strip())
+    return f"triton::{match[1]}" if match else None
 
 
 def reports(log: str) -> Counter[str]:
@@ -97,7 +110,9 @@ def reports(log: str) -> Counter[str]:
 def sanitized(tool: str, cases: list[str], limit: float, out: Path) -> Run:
     """Run the cases under a tool. cases: the worker's arguments that say which."""
     log = out / f"sanitize_{tool}.log"
-    command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], "--kernel-name", "kernel_substring=aoquant"]
+    command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool]]
+    if "--triton" not in cases:
+        command += ["--kernel-name", "kernel_substring=aoquant"]
     command += ["--report-api-errors", "no", "--print-limit", "0", "--log-file", str(log)]
     command += [sys.executable, str(WORKER), *cases]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -133,18 +148,19 @@ def kept(file: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
 def main() -> int:
     """Print and write the table; 1 where anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--triton", action="store_true", help="Triton's kernels in place of csrc's")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=["memcheck", "racecheck"])
     parser.add_argument("--types", nargs="+", choices=("bf16", "f16"), default=["bf16"])
     parser.add_argument("--only", default="", metavar="TEXT", help="of the cases' names")
     parser.add_argument("--limit", type=float, default=250.0, help="seconds for a tool")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        parser.error("needs a Hopper GPU, whose kernels these are")
+    if not torch.cuda.is_available() or (not args.triton and torch.cuda.get_device_capability() != (9, 0)):
+        parser.error("needs a GPU, for the kernels of csrc a Hopper one")
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
     args.out.mkdir(parents=True, exist_ok=True)
-    cases = ["--types", *args.types, "--only", args.only]
+    cases = ["--types", *args.types, "--only", args.only, *(["--triton"] if args.triton else [])]
     names = launched(cases)
     launches = Counter(filter(None, map(named, names)))
     forms = Counter(filter(None, map(named, set(names))))
@@ -152,7 +168,8 @@ def main() -> int:
     said = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=False).stdout
     where = versions(torch.device("cuda")) | {"sanitizer": said.strip().splitlines()[-1] if said else "?"}
     rows = []
-    expected = set() if args.only else defined()
+    some = args.only or args.triton
+    expected = set() if some else defined()
     for kernel in sorted(expected | launches.keys() | {k for run in runs.values() for k in run.errors}):
         for tool, run in runs.items():
             ended = "" if run.note and not run.errors[kernel] else str(run.errors[kernel])
@@ -164,7 +181,7 @@ def main() -> int:
     for tool, run in runs.items():
         print(f"{tool}: {sum(run.errors.values())} reports{'; ' + run.note if run.note else ''}")
     table = args.out / "sanitize.csv"
-    if args.only and table.exists():
+    if some and table.exists():
         rows = sorted([*kept(table, rows), *rows], key=lambda row: (row["kernel"], row["tool"]))
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))

@@ -1,11 +1,15 @@
-"""The process that benchmarks/sanitize.py starts under compute-sanitizer: every kernel of csrc, on small tensors.
+"""The process that benchmarks/sanitize.py starts under compute-sanitizer: every kernel of csrc, or Triton's, on small
+tensors.
 
-    python benchmarks/sanitize_worker.py [--types bf16 f16] [--only TEXT] [--trace FILE]
+    python benchmarks/sanitize_worker.py [--triton] [--types bf16 f16] [--only TEXT] [--trace FILE]
 
 Cases call csrc's operators themselves. Shapes reach every branch of the launchers: each range of rows of x, N on each
 side of the bounds in csrc/decode_plan.cuh, K that steps of 128 divide and that they do not, rings of shared memory that
 are filled once and many times, W's that are siblings, and tensors that end in the middle of a block. Codes and scales
 of packed weights are random bytes: a sanitizer looks at addresses.
+
+With `--triton`, cases are encoders and decoders of every format that has them, in rows that fill no tile, llama.cpp's
+product, and a layer of every recipe: forward and backward of the prepared one, forward of the packed one.
 
 Each case is a line of output before it runs, so the last line names the case that a kernel died in. `--trace` writes
 the names of all kernels that were launched, by torch's profiler, as JSON; it is for a run without a sanitizer.
@@ -23,11 +27,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from aoquant import get_format
-from aoquant.formats import Encoded, Format
-from aoquant.ops import native
+import aoquant
+from aoquant import QATConfig, backend, explain, get_format, list_formats, list_recipes, ops, quantize_
+from aoquant.calibrate import uncalibrated
+from aoquant.formats import Encoded, Format, as_operand
+from aoquant.ops import CodecRequest, codec, native
 from aoquant.ops.gemm.few_rows import alpha_of, kind, plan_of, shifts
 from aoquant.ops.linear_plan import CUDA_FORMATS, ROW_FORMATS
 
@@ -52,6 +58,10 @@ SHAPES: tuple[tuple[int, int, Sequence[int]], ...] = (
 # pass through each of its two ways, and more tiles than blocks
 WIDE_ENDS, WIDE_SHAPES = (0, 340, 530, 816, 856), ((200, 1184), (200, 512), (3000, SHORT))
 SMALL = ((1, 16), (3, 48), (33, 176), (64, 512))  # matrices to encode
+# formats that are made for engines are in no list; integers of other widths
+UNLISTED = ("q4_0", "q4_1", "q8_0", "q8_0-x86", "int8-row-vllm", "int8-row-vllm-reciprocal", "nvfp4-pow2")
+UNLISTED += ("intx3-g24", "intx5-g32", "intx6-g32-asym", "intx7-tensor")
+NO_LAYER = ("experts", "no-attention", "torchao-")  # recipes of other layers, or of another library's kernels
 
 
 class Case(NamedTuple):
@@ -233,10 +243,66 @@ def of_transforms(types: Sequence[str]) -> Iterator[Case]:
                 yield Case(f"encode_fitted {block} {known} {name}", run)
 
 
-def cases(types: Sequence[str], only: str = "") -> Iterator[Case]:
+def encoded(f: Format, x: Tensor, decodes: bool) -> None:
+    """Codes and scales, the values in the same pass, and the values of the codes."""
+    with backend("triton"):
+        e = codec.encode(f, x)
+        codec.encode_with_values(f, x, x.dtype, operand=True, keep=False)
+        if decodes:
+            codec.decode(f, e, x.dtype)
+
+
+def of_formats(types: Sequence[str]) -> Iterator[Case]:
+    """Formats with Triton kernels; rows of one block, of several, and more than a tile of rows."""
+    for name, t, (m, blocks) in product((*list_formats(), *UNLISTED), [*types, "f32"], ((1, 1), (3, 3), (130, 5))):
+        f = get_format(name)
+        k = blocks * (f.block or 48)
+
+        def runs(role: str, f: Format = f, t: str = t, m: int = m, k: int = k) -> bool:
+            said = dict(explain(CodecRequest(role, as_operand(f), torch.device("cuda"), DTYPES[t], m, k)))
+            return said["triton"] in ("runs", "willing, lower priority")
+
+        if runs("encode"):
+            yield Case(f"{name} {t} {m}x{k}", partial(encoded, f, matrix(m, k, DTYPES[t]), runs("decode")))
+
+
+def of_ggml(types: Sequence[str]) -> Iterator[Case]:
+    """llama.cpp's product, N and rows of x that fill no tile."""
+    for (m, n, k), name, t in product(((1, 48, 64), (7, 200, 1024), (130, 72, 544)), ("q4_0", "q4_1", "q8_0"), types):
+        of_x, of_w = get_format("q8_0-x86"), get_format(name)
+        x, w = of_x.encode(matrix(m, k, torch.float32)), of_w.encode(matrix(n, k, torch.float32))
+        given = None, as_operand(of_x), as_operand(of_w), "ggml", [m], TYPES[t], None, None
+        yield Case(f"ggml {name} {t} {m}x{n}x{k}", partial(ops.scaled_mm, x, w, *given))
+
+
+def layer(recipe: str, m: int) -> None:
+    """A prepared layer forward and backward, and its packed one."""
+    model = nn.Sequential(nn.Linear(384, 200)).bfloat16().cuda()
+    quantize_(model, aoquant.get_recipe(recipe).prepare())
+    x = matrix(m, 384, torch.bfloat16).requires_grad_()
+    if uncalibrated(model):
+        aoquant.calibrate(model, [x.detach()])
+    model(x).sum().backward()
+    quantize_(model, QATConfig(step="convert"))
+    with torch.no_grad():
+        model(x)
+
+
+def of_layers() -> Iterator[Case]:
+    """A layer of each recipe, for few rows and for more than a tile."""
+    for recipe, m in product((r.name for r in list_recipes()), (3, 130)):
+        if not any(other in recipe for other in NO_LAYER):
+            yield Case(f"layer {recipe} m={m}", partial(layer, recipe, m))
+
+
+def cases(types: Sequence[str], only: str = "", triton: bool = False) -> Iterator[Case]:
     """Every case whose name has `only` in it; its tensors are made when its turn comes."""
     torch.manual_seed(0)
-    parts = (*(part(types) for part in (of_rows, of_blocks, of_transforms, of_weights)), of_experts())
+    parts: tuple[Iterator[Case], ...]
+    if triton:
+        parts = of_formats(types), of_ggml(types), of_layers()
+    else:
+        parts = (*(part(types) for part in (of_rows, of_blocks, of_transforms, of_weights)), of_experts())
     yield from (case for part in parts for case in part if only in case.name)
 
 
@@ -245,18 +311,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", choices=TYPES, default=["bf16"])
     parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--triton", action="store_true")
     parser.add_argument("--trace", type=Path)
     args = parser.parse_args()
     profiler: Any = (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if args.trace else nullcontext()
     )
     with profiler:
-        for case in cases(args.types, args.only):
+        for case in cases(args.types, args.only, args.triton):
             print(case.name, flush=True)
             case.run()
             torch.cuda.synchronize()
     if args.trace:
-        args.trace.write_text(json.dumps([e.name for e in profiler.events() if "aoquant" in e.name]))
+        args.trace.write_text(json.dumps([e.name for e in profiler.events()]))
     print("finished", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""`torchrun -m aoquant run` over NCCL on two GPUs: one table, checkpoints that one GPU goes on with."""
+"""The main job on two GPUs over NCCL, by torchrun and by accelerate: one report, prepared equals converted."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ import torch
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"],
+    "accelerate": [
+        *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "--module"),
+    ],
+}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_make_one_job(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [
-        "-m",
-        "aoquant",
-        "run",
-        "--recipe",
-        "nvfp4",
-        "--steps",
-        "40",
-        "--batch-size",
-        "8",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_gpus_make_one_job(launcher: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "aoquant", "run", "--recipe", "nvfp4", "--steps", "40"]
+    command += ["--batch-size", "8", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("recovered by QAT") == 1
     record = json.loads((tmp_path / "out" / "aoquant_run.json").read_text())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.csrc import schemas
+from torch import nn
 
 from aoquant.ops import native
 
@@ -50,6 +51,9 @@ def test_every_kernel_was_checked_or_is_named_as_not_checked() -> None:
         ),
         ("at void aoquant::(anonymous namespace)::encode_kernel<float, (int)2>(aoquant::Args)+0x40", "encode_kernel"),
         ("void at::native::vectorized_elementwise_kernel<4>(int)", None),
+        ("_encode_blocks", "triton::_encode_blocks"),
+        ("at _matmul+0x1230 in ggml_matmul.py:80", "triton::_matmul"),
+        ("void cutlass::Kernel2<_matmul_like>(int)", None),
     ],
 )
 def test_names_of_kernels(written: str, name: str | None) -> None:
@@ -97,6 +101,21 @@ def test_a_run_of_some_cases_keeps_the_rows_of_other_kernels(tmp_path: Path) -> 
         writer.writerows(old)
     new = [{"kernel": "b", "tool": "memcheck", "errors": "1", "date": "new"}]
     assert sanitize.kept(file, new) == [old[0], old[1], old[3]]
+
+
+def test_cases_of_triton_are_formats_products_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU where every format has its kernels."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda t: t)
+    monkeypatch.setattr(sanitize_worker, "explain", lambda request: [("triton", "runs")])
+    monkeypatch.setattr(sanitize_worker, "encoded", lambda f, x, decodes: f.encode(x))
+    monkeypatch.setattr(nn.Module, "cuda", lambda m: m)
+    ran = []
+    for case in sanitize_worker.cases(["bf16"], triton=True):
+        if " m=130" in case.name or " 130x" in case.name or " f32 " in case.name:
+            continue
+        case.run()
+        ran.append(case.name.split()[0])
+    assert {"q4_0", "intx3-g24", "nvfp4", "ggml", "layer"} <= set(ran) and ran.count("layer") > 30
 
 
 @pytest.mark.slow
