@@ -13,9 +13,9 @@ Prints a table and writes benchmarks/results/sanitize.csv; the tools' own words 
     launches, forms  how often a kernel was launched, and how many instances of its template
     errors           reports of the tool that name it. "" where the run did not end: the note says in which case
 
-`--only` runs the cases whose names have TEXT in them, where the time is too short for all. In the file it replaces the
-rows of the kernels that it launched, for the tools that it ran, and leaves the others; each row has its own command. So
-does `--triton`, which checks every kernel that its cases launch, PyTorch's too, and writes rows of aoquant's.
+`--only` runs the cases whose names have TEXT in them, where the time is too short for all. `--triton` checks
+every kernel that its cases launch, PyTorch's too, and writes rows of aoquant's. In the file a run replaces the rows of
+the kernels that it launched, for the tools that it ran, and leaves the others; each row has its own command.
 
 Versions of compute-sanitizer differ: before 2026.3 racecheck reports races that are none where barriers count bytes of
 the copy engine (its release notes), which `tiles`, `tiles_once` and encode_tensor.cuh's `kernel` wait for.
@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Container
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -138,11 +139,12 @@ def launched(cases: list[str]) -> list[str]:
     return names
 
 
-def kept(file: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The file's rows of kernels and tools that `rows` have not."""
+def kept(file: Path, rows: list[dict[str, str]], whole: Container[str] = ()) -> list[dict[str, str]]:
+    """The file's rows of kernels and tools that `rows` have not. whole: tools that checked all kernels of csrc."""
     new = {(row["kernel"], row["tool"]) for row in rows}
-    with file.open(encoding="utf-8", newline="") as old:
-        return [row for row in csv.DictReader(old) if (row["kernel"], row["tool"]) not in new]
+    with file.open(encoding="utf-8", newline="") as opened:
+        old = [row for row in csv.DictReader(opened) if (row["kernel"], row["tool"]) not in new]
+    return [row for row in old if row["tool"] not in whole or row["kernel"].startswith("triton::")]
 
 
 def main() -> int:
@@ -181,8 +183,10 @@ def main() -> int:
     for tool, run in runs.items():
         print(f"{tool}: {sum(run.errors.values())} reports{'; ' + run.note if run.note else ''}")
     table = args.out / "sanitize.csv"
-    if some and table.exists():
-        rows = sorted([*kept(table, rows), *rows], key=lambda row: (row["kernel"], row["tool"]))
+    if table.exists():
+        rows = sorted(
+            [*kept(table, rows, () if some else args.tools), *rows], key=lambda row: (row["kernel"], row["tool"])
+        )
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()

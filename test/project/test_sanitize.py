@@ -101,6 +101,7 @@ def test_a_run_of_some_cases_keeps_the_rows_of_other_kernels(tmp_path: Path) -> 
         writer.writerows(old)
     new = [{"kernel": "b", "tool": "memcheck", "errors": "1", "date": "new"}]
     assert sanitize.kept(file, new) == [old[0], old[1], old[3]]
+    assert sanitize.kept(file, new, ["memcheck"]) == [old[1], old[3]]
 
 
 def test_cases_of_triton_are_formats_products_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
