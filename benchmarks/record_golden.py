@@ -106,6 +106,8 @@ def versions(device: torch.device) -> dict[str, str]:
             return "absent"
 
     gpu = device.type == "cuda"
+    ranks = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    launcher = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
     return {
         "gpu": torch.cuda.get_device_name() if gpu else "none (cpu)",
         "capability": ".".join(map(str, torch.cuda.get_device_capability())) if gpu else "none",
@@ -115,7 +117,7 @@ def versions(device: torch.device) -> dict[str, str]:
         "mslk": version("mslk-cuda"),
         "triton": version("triton"),
         "python": sys.version.split()[0],
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join([launcher, *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit() or "unknown",
     }

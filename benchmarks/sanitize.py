@@ -172,7 +172,8 @@ def main() -> int:
     rows = []
     some = args.only or args.triton
     expected = set() if some else defined()
-    for kernel in sorted(expected | launches.keys() | {k for run in runs.values() for k in run.errors}):
+    ran = {k for k in launches if k.startswith("triton::")} if args.triton else launches.keys()
+    for kernel in sorted(expected | ran | {k for run in runs.values() for k in run.errors}):
         for tool, run in runs.items():
             ended = "" if run.note and not run.errors[kernel] else str(run.errors[kernel])
             rows.append(
