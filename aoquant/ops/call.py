@@ -48,11 +48,9 @@ def _in_a_row(bias: Tensor, n: int) -> Tensor:
     """The bias as kernels read it, N values side by side. F.linear takes a single one for all.
 
     Raises:
-        ValueError: it has another number of values.
+        ValueError: it has another number of values, or more than one dimension.
     """
-    if bias.dim() > 1:
-        return bias
-    if bias.numel() not in (1, n):
+    if bias.dim() > 1 or bias.numel() not in (1, n):
         raise ValueError(f"the layer's bias needs {n} values, one for each output, got shape {tuple(bias.shape)}")
     return bias.expand(n).contiguous()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import threading
 
 import pytest
@@ -100,9 +101,11 @@ def test_a_bias_is_read_as_nn_linear_reads_it(name: str, kernels: bool, request:
                 assert_equal(module(x), want)
                 assert_equal(F.linear(x, module.weight, module.bias), want)
             if not name.startswith("torchao"):
-                module.bias = nn.Parameter(torch.zeros(5, dtype=BF16))
-                with pytest.raises(ValueError, match=r"bias needs 32 values, one for each output, got shape \(5,\)"):
-                    module(x)
+                for shape in ((5,), (3, 32)):
+                    module.bias = nn.Parameter(torch.zeros(shape, dtype=BF16))
+                    said = rf"bias needs 32 values, one for each output, got shape {re.escape(str(shape))}"
+                    with pytest.raises(ValueError, match=said):
+                        module(x)
 
 
 @cases
