@@ -9,6 +9,7 @@ import importlib
 import subprocess
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,27 @@ def test_models_live_together_or_one_at_a_time(alone: bool, monkeypatch: pytest.
     assert [bool(row["note"]) for row in found] == [False, True, False] and found[1]["ms"] == ""
     assert found[2]["bf16_ms"] > 0 and found[2]["speed"] > 0
     assert most == (1 if alone else 2)
+
+
+def test_ranks_train_on_parts_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One behind the other; a text that is too short for them, or has tokens that the model has not, is refused."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    model_train = importlib.import_module("model_train")
+    text = model_train.text_ids([ROOT / "eval" / "assets" / "heldout.jsonl"])
+    size = model_train.Size(128, 256, 4, 2, 2, 8192)
+
+    def of(rank: int, size: Any = size, tokens: int = 64) -> torch.Tensor:
+        monkeypatch.setattr(model_train.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(model_train.dist, "get_world_size", lambda: 2)
+        rest = "adamw", "eager", "blocks", "inductor", True, False, torch.device("cpu"), text
+        ids: torch.Tensor = model_train.ids_of(model_train.Training(size, 3, tokens, *rest))
+        return ids
+
+    assert torch.equal(torch.cat([of(0), of(1)]), text[: 6 * 64].view(6, 64))
+    with pytest.raises(ValueError, match="must have 60,000 tokens"):
+        of(0, tokens=10_000)
+    with pytest.raises(ValueError, match="below the vocabulary of 256"):
+        of(0, model_train.Size(128, 256, 4, 2, 2, 256))
 
 
 @pytest.mark.slow
