@@ -68,7 +68,8 @@ def finetune(
     check_batch(batch_size, size)
     trained = shard(copy.deepcopy(model)) if shared else model
     trained.train()
-    optimizer = master_adamw(trained, learning_rate)
+    # on a GPU fused: foreach's temporaries are another 4 bytes a parameter
+    optimizer = master_adamw(trained, learning_rate, fused=model.device.type == "cuda" or None)
     losses, first = torch.zeros(steps), 0
     keeper = None
     if checkpoints is not None:

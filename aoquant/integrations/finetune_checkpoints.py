@@ -42,7 +42,8 @@ class Checkpoints:
         self.interrupted, self.saved = False, time.monotonic()
         for master in optimizer.param_groups[0]["params"]:  # AdamW makes its moments at the first gradient
             zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[master] = {"step": torch.tensor(0.0), **zeros}
+            counts_on = master.device if optimizer.param_groups[0]["fused"] else None
+            optimizer.state[master] = {"step": torch.zeros((), device=counts_on), **zeros}
 
     def wishes(self) -> tuple[bool, bool]:
         """(a checkpoint is due, the user wants to stop)."""

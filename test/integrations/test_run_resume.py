@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aoquant import QATConfig, cli, quantize_
 from aoquant.integrations import finetune as tuning
 from aoquant.integrations import finetune_checkpoints, job
-from aoquant.integrations.finetune import finetune
+from aoquant.integrations.finetune import finetune, master_adamw
 from aoquant.integrations.finetune_checkpoints import Checkpoints
 from aoquant.integrations.job import models
 from aoquant.integrations.job.folder import Folder
@@ -49,11 +49,16 @@ def tune(model: Any, checkpoints: Path | None, steps: int = STEPS) -> list[float
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", [None, "nvfp4", "quartet"])
+@pytest.mark.parametrize(("recipe", "fused"), [(None, False), ("nvfp4", False), ("nvfp4", True), ("quartet", False)])
 def test_a_fine_tune_that_is_interrupted_ends_where_one_that_was_not_does(
-    recipe: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str | None, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, losses and, for a backward that draws, the random state; the float32 masters are part of it."""
+    """Weights, losses and, for a backward that draws, the random state; the float32 masters are part of it.
+
+    fused: AdamW's kernel, which a GPU gets, and which counts steps on the device.
+    """
+    if fused:
+        monkeypatch.setattr(tuning, "master_adamw", lambda model, rate, **_: master_adamw(model, rate, fused=True))
     whole = llama(recipe)
     losses = tune(whole, None)
     calls = 0
