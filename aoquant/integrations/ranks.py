@@ -66,7 +66,7 @@ def is_first() -> bool:
 def joined(device: str) -> Iterator[Ranks]:
     """A process group for the ranks that a launcher started, with a GPU each on `device` "cuda"; one process otherwise.
 
-    Within it "cuda" is the rank's own GPU.
+    Within it "cuda" is the rank's own GPU. Bad input, an exit and Ctrl-C are taken to end all ranks alike.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         yield Ranks()
@@ -77,5 +77,9 @@ def joined(device: str) -> Iterator[Ranks]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
-    finally:
+    except (KeyboardInterrupt, SystemExit, ValueError):  # ends all ranks
         dist.destroy_process_group()
+        raise
+    # An error of one rank, such as out of memory, ends it at once, and the launcher then ends the others: NCCL would
+    # wait for them here, while they wait for this one's part of a collective.
+    dist.destroy_process_group()

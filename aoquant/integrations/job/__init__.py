@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     prepared = prepared_copy()
     kept = folder.checkpoints(PREPARED)
     finetune(prepared, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", checkpoints=kept, **tuning)
+    gc.collect()  # the shards are in reference cycles of FSDP's
     converted = copy.deepcopy(prepared)
     convert(converted)
     qat = folder.stage(PREPARED, lambda: Stage(PREPARED, score(prepared), model_bytes(prepared)))
