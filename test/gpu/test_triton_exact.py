@@ -161,6 +161,19 @@ def test_ragged_rows(name: str, k: int) -> None:
         assert differing(codec.decode(fmt, want, F32), fmt.decode(want, F32)) == 0
 
 
+@pytest.mark.parametrize("name", ["fp8-row", "fp8-row-mslk", "nvfp4-row"])
+@pytest.mark.parametrize("k", [4096, 4112, 14336])
+def test_many_long_rows_are_read_in_pieces(name: str, k: int) -> None:
+    fmt, x = get_format(name), DATA["heavy"](256, k, BF16, 3).to(CUDA)
+    want = fmt.encode(x)
+    with backend("triton"):
+        e, values, alpha = codec.encode_with_values(fmt, x, BF16, keep=True)
+    assert e is not None
+    compare(e, want, name)
+    assert differing(alpha, fmt.alpha(want)) == 0
+    assert differing(values, fmt.decode(want, BF16)) == 0
+
+
 @pytest.mark.parametrize(
     "name",
     [

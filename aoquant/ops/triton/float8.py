@@ -1,9 +1,8 @@
 """float8 with a float32 scale per row, per tensor or per block. One pass makes the codes, and the values that backward
 multiplies.
 
-A row that fits a program's registers is read once; a longer one is read twice, the second time from the L2 cache. So is
-one of more than half of LONGEST where there are many: programs that hold so much leave no room for a second one on
-their multiprocessor, and loads wait for stores.
+A row that fits a program's registers is read once; a longer one is read twice, the second time from the L2 cache, and
+so are many long rows (launch.py).
 Blocks of 1 x 128 are a stream of rows of 128; a block of 128 x 128 is one program's.
 """
 
@@ -24,12 +23,11 @@ from aoquant.formats.scales import reciprocal
 from ..router import Made
 from .amax import PARTIALS, absmax_partials
 from .elements import bits_float, float8_code, float_bits, most, quotient, through
-from .launch import LAUNCHES, Launch
+from .launch import LAUNCHES, Launch, row_width
 
 NO_FUSION = {"enable_fp_fusion": False}
 TILE = 4096
 LONGEST = 16384  # values of a row that a program keeps in registers
-MANY = 512  # rows
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -179,11 +177,10 @@ def _encoder(format: Float8, rows: int, k: int, source: torch.dtype, codes: bool
         "DTYPE": TL_DTYPE[source], **NO_FUSION,
     }  # fmt: skip
     if format.per == "row":
-        once = k <= (LONGEST if rows < MANY else LONGEST // 2)
-        width = triton.next_power_of_2(k) if once else TILE
+        width = row_width(rows, k, LONGEST)
         floor = ROW_FLOOR if isinstance(format, Float8Mslk) else 0.0
         warps = min(16, max(1, width // 512))
-        return Launch(_encode_row, (rows,), k=k, FLOOR=floor, B=width, ONCE=once, num_warps=warps, **constants)
+        return Launch(_encode_row, (rows,), k=k, FLOOR=floor, B=width, ONCE=k <= width, num_warps=warps, **constants)
     if format.per == "tensor":
         return Launch(
             _encode_tensor, (triton.cdiv(rows * k, TILE),), n=rows * k, B=TILE, N_PARTIALS=PARTIALS, **constants
