@@ -138,7 +138,7 @@ def page(steps: Rows, communication: Rows, hidden: int, layers: int) -> str:
         if any(found):
             lines.append([f"`{variant}`", *(cell(r) for r in found)])
     parts = [
-        f"{layers} decoder layers of {hidden}, tokens/s of all GPUs together, peak memory of each.",
+        f"{layers} decoder layers of {hidden}, {last.get('gpu', '?')}: tokens/s of all GPUs together, peak memory of each.",
         table(heads, lines),
     ]
     bandwidth = fastest(communication, hidden, last.get("gpu", ""))
