@@ -77,7 +77,13 @@ def parse() -> argparse.Namespace:
         metavar=("BATCH", "LENGTH"),
         help="of a training step, for each GPU",
     )
-    add("--text", nargs="+", type=Path, metavar="FILE", help="train: on these, by the demo model's tokenizer")
+    add(
+        "--text",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="train: the first tokens of these in every step, by the demo model's tokenizer (8192)",
+    )
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--compile", choices=("blocks", "whole"), default="blocks", help="what a compiled training step compiles")
     add("--gather", choices=("bf16", "codes"), default="bf16", help="what FSDP2 gathers of aoquant's weights")

@@ -15,7 +15,8 @@ Prints a table and writes benchmarks/results/sanitize.csv; the tools' own words 
 
 `--only` runs the cases whose names have TEXT in them, where the time is too short for all. `--triton` checks
 every kernel that its cases launch, PyTorch's too, and writes rows of aoquant's. In the file a run replaces the rows of
-the kernels that it launched, for the tools that it ran, and leaves the others; each row has its own command.
+the kernels that it launched, for the tools that it ran, and leaves the others; a run of all kernels of csrc replaces
+all of theirs. Each row has its own command.
 
 Versions of compute-sanitizer differ: before 2026.3 racecheck reports races that are none where barriers count bytes of
 the copy engine (its release notes), which `tiles`, `tiles_once` and encode_tensor.cuh's `kernel` wait for.

@@ -4,6 +4,7 @@ between.
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import time
@@ -26,6 +27,7 @@ from aoquant.integrations.finetune_checkpoints import Checkpoints
 from aoquant.integrations.job import models
 from aoquant.integrations.job.folder import Folder
 from aoquant.integrations.lm_eval import Perplexity, evaluate
+from aoquant.tensor import PackedTensor
 
 STEPS = 4
 BLOCKS = torch.arange(12 * 16).view(12, 16) % 31
@@ -228,6 +230,26 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_numbers(
 
     assert run(arguments, "--out", "parts") == 0
     assert scored == whole  # the table again, and nothing is computed
+
+
+def test_the_models_of_a_stage_do_not_outlive_it(
+    small: list[str], scored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed weights are in reference cycles: without a collection PTQ's would be on the GPU during QAT."""
+    left = []
+
+    def counted(*args: Any, **kwargs: Any) -> list[float]:
+        left.append(sum(type(o) is PackedTensor for o in gc.get_objects()))
+        return finetune(*args, **kwargs)
+
+    monkeypatch.setattr(job, "finetune", counted)
+    gc.collect()
+    gc.disable()
+    try:
+        assert run([*small, "--recipe", "int8-weight"], "--out", "out") == 0
+    finally:
+        gc.enable()
+    assert len(left) == 2 and left[1] <= left[0]
 
 
 def test_a_second_run_in_a_folder_at_work_is_refused(

@@ -112,7 +112,7 @@ class Folder:
             return found
         self._say(f"{name}: begins")
         computed = compute()
-        gc.collect()  # its models are in reference cycles of lm-eval's and FSDP's, and would stay on the GPU
+        gc.collect()  # its converted and sharded models are in reference cycles, and would stay on the GPU
         self.ranks.share(lambda: _write(path, asdict(computed)))
         self._say(f"{name}: word perplexity {computed.perplexity.word_perplexity:.3f}")
         return computed

@@ -30,12 +30,12 @@ PIECE = 4096  # values of one of many rows that a program holds
 
 
 def row_width(rows: int, k: int, longest: int) -> int:
-    """Values, a power of two, that the program of a row of k holds at once; fewer than k are read twice, the second time
-    from the L2 cache.
+    """Values of a row of k that its program holds at once, a power of two. Where they are fewer than k, the row is read
+    twice, the second time from the L2 cache.
 
-    Up to `longest`, which reads x once and is the fastest for a few rows. Many such programs leave no room for a second
-    one on their multiprocessor, so that nothing is read while they write. In pieces 8192 rows of 14336 or 11008 take
-    .5 to .7 of the time (H100, H200), and as long where they have 8192.
+    Up to `longest` for a few rows: reading once is the fastest. Many such programs leave no room for a second one on
+    their multiprocessor, so that nothing is read while they write. In pieces 8192 rows of 14336 or 11008 take .5 to .7
+    of the time (H100, H200), and as long where they have 8192.
     """
     return min(triton.next_power_of_2(k), longest if rows < MANY else PIECE)
 

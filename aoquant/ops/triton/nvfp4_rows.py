@@ -2,8 +2,8 @@
 
 The program finds the absmax of a row, makes its outer scale, and encodes the row out of the registers. So x is read
 once, where one scale for the tensor takes two passes. A row longer than LONGEST, and one of many long ones (launch.py),
-is read twice by its program, the second time out of the L2 cache. Blocks, scales and codes are those of blockscaled.py; only the outer scale comes from
-another place.
+is read twice by its program, the second time out of the L2 cache. Blocks, scales and codes are those of blockscaled.py;
+only the outer scale comes from another place.
 
 Short rows share a program, as many as make a tile of one warp. Behind a Hadamard transform a lane holds whole blocks of
 it (hadamard.py).
