@@ -34,8 +34,8 @@ def row_width(rows: int, k: int, longest: int) -> int:
     twice, the second time from the L2 cache.
 
     Up to `longest` for a few rows: reading once is the fastest. Many such programs leave no room for a second one on
-    their multiprocessor, so that nothing is read while they write. In pieces 8192 rows of 14336 or 11008 take .5 to .7
-    of the time (H100, H200), and as long where they have 8192.
+    their multiprocessor, so that nothing is read while they write. In pieces 8192 rows of 14336 or 11008 take .5 to .8
+    of the time, and as long where they have 8192 (benchmarks/results/long_rows.txt).
     """
     return min(triton.next_power_of_2(k), longest if rows < MANY else PIECE)
 
