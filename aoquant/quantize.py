@@ -36,7 +36,7 @@ from aoquant._warning import AoquantWarning
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path
-from aoquant.layers.packed import adopt, name_parents
+from aoquant.layers.packed import PackedLinear, adopt, described, name_parents
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
@@ -288,7 +288,8 @@ def apply(
     else:
         adopt(module)
     vars(module)["aoquant_config"] = config.base_config if isinstance(config, QATConfig) else config
-    module.extra_repr = functools.partial(_extra_repr, module)  # type: ignore[method-assign]  # a bound method cannot be pickled
+    if not isinstance(module, PackedLinear):  # of a plain class; a bound method could not be pickled
+        module.extra_repr = functools.partial(_extra_repr, module)  # type: ignore[method-assign]
     return module
 
 
@@ -388,6 +389,4 @@ def _instead(operand: Operand) -> str:
 
 
 def _extra_repr(self: Any) -> str:
-    describe = getattr(self.weight, "_quantization_type", None)
-    kind = type(self.weight.data).__name__ if describe is None else f"{type(self.weight).__name__}({describe()})"
-    return f"{type(self).extra_repr(self)}, weight={kind}"
+    return described(type(self).extra_repr(self), self.weight)

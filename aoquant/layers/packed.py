@@ -103,6 +103,9 @@ class PackedLinear(nn.Linear):
         y: Tensor = torch.ops.aoquant_native.linear.default(input, codes, scale, zero, alpha, bias, number)
         return y
 
+    def extra_repr(self) -> str:
+        return described(super().extra_repr(), self.weight)
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "weight":
@@ -145,6 +148,13 @@ def adopt(module: nn.Module) -> None:
         _remember(module)
         siblings.install()
         flops.register()
+
+
+def described(layer: str, weight: Tensor) -> str:
+    """What repr says of a layer with a quantised weight. layer: what it says of the plain layer."""
+    describe = getattr(weight, "_quantization_type", None)
+    kind = type(weight.data).__name__ if describe is None else f"{type(weight).__name__}({describe()})"
+    return f"{layer}, weight={kind}"
 
 
 def name_parents(model: nn.Module) -> None:

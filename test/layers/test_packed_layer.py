@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import re
 import threading
+import weakref
 
 import pytest
 import torch
@@ -37,6 +39,22 @@ def test_every_shape_equals_the_general_path_and_the_prepared_layer(name: str, b
         with torch.no_grad():
             assert_equal(module(x), qat(x), what)
         assert_equal(module(x).detach(), general(module, x).detach(), what)
+
+
+def test_a_deleted_layer_is_freed_without_a_collection() -> None:
+    """A cycle would keep the weights of a deleted model on the GPU until Python looks for cycles."""
+    module = packed("int4-g32", True)
+    assert ", weight=PackedTensor(" in repr(module)
+    assert repr(copy.deepcopy(module)) == repr(module)
+    with torch.no_grad():
+        module(data("normal", 2, module.in_features, BF16))
+    weight = weakref.ref(module.weight)
+    gc.disable()
+    try:
+        del module
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 class Doubled(nn.Module):
