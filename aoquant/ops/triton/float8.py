@@ -1,8 +1,7 @@
 """float8 with a float32 scale per row, per tensor or per block. One pass makes the codes, and the values that backward
 multiplies.
 
-A row that fits a program's registers is read once; a longer one is read twice, the second time from the L2 cache, and
-so are many long rows (launch.py).
+A program has a row: the whole of it or, of a longer one and where many are long, a piece at a time (row_width.py).
 Blocks of 1 x 128 are a stream of rows of 128; a block of 128 x 128 is one program's.
 """
 
@@ -23,7 +22,8 @@ from aoquant.formats.scales import reciprocal
 from ..router import Made
 from .amax import PARTIALS, absmax_partials
 from .elements import bits_float, float8_code, float_bits, most, quotient, through
-from .launch import LAUNCHES, Launch, row_width
+from .launch import LAUNCHES, Launch
+from .row_width import row_width
 
 NO_FUSION = {"enable_fp_fusion": False}
 TILE = 4096

@@ -18,26 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LAUNCHES = 4096  # launches that a kernel's module remembers: one for each format, shape and use
-MANY = 256  # rows, about two for each multiprocessor
-PIECE = 4096  # values of one of many rows that a program holds
-
-
-def row_width(rows: int, k: int, longest: int) -> int:
-    """Values of a row of k that its program holds at once, a power of two. Where they are fewer than k, the row is read
-    twice, the second time from the L2 cache.
-
-    Up to `longest` for a few rows: reading once is the fastest. Many such programs leave no room for a second one on
-    their multiprocessor, so that nothing is read while they write. In pieces 8192 rows of 14336 or 11008 take .5 to .8
-    of the time, and as long where they have 8192 (benchmarks/results/long_rows.txt).
-    """
-    return min(triton.next_power_of_2(k), longest if rows < MANY else PIECE)
 
 
 def on(t: Tensor) -> AbstractContextManager[Any]:

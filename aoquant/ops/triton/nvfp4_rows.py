@@ -1,8 +1,8 @@
 """NVFP4 with an outer scale for each row, "nvfp4-row", in one pass: a program holds whole rows in registers.
 
 The program finds the absmax of a row, makes its outer scale, and encodes the row out of the registers. So x is read
-once, where one scale for the tensor takes two passes. A row longer than LONGEST, and one of many long ones (launch.py),
-is read twice by its program, the second time out of the L2 cache. Blocks, scales and codes are those of blockscaled.py;
+once, where one scale for the tensor takes two passes. A row longer than LONGEST, and one of many long ones
+(row_width.py), is read twice. Blocks, scales and codes are those of blockscaled.py;
 only the outer scale comes from another place.
 
 Short rows share a program, as many as make a tile of one warp. Behind a Hadamard transform a lane holds whole blocks of
@@ -27,7 +27,8 @@ from ..router import Made
 from .blockscaled import TILE, masked_codes, mixing, nvfp4_scale
 from .elements import bits_float, e2m1_rounded, e2m1_value, float_bits, most
 from .hadamard import WARP, butterflies
-from .launch import LAUNCHES, Launch, row_width
+from .launch import LAUNCHES, Launch
+from .row_width import row_width
 
 LONGEST = 16384  # values of a row that a program holds at once
 _WARPS = 8  # at most; of a transform's programs twice as many, which hold fewer values each
