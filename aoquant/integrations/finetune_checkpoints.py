@@ -40,10 +40,11 @@ class Checkpoints:
     def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, losses: Tensor) -> None:
         self.folder, self.model, self.optimizer, self.losses = folder, model, optimizer, losses
         self.interrupted, self.saved = False, time.monotonic()
-        for master in optimizer.param_groups[0]["params"]:  # AdamW makes its moments at the first gradient
+        (group,) = optimizer.param_groups
+        for master in group["params"]:  # AdamW makes its moments at the first gradient
             zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-            counts_on = master.device if optimizer.param_groups[0]["fused"] else None
-            optimizer.state[master] = {"step": torch.zeros((), device=counts_on), **zeros}
+            step = torch.zeros((), device=master.device if group["fused"] else "cpu")
+            optimizer.state[master] = {"step": step, **zeros}
 
     def wishes(self) -> tuple[bool, bool]:
         """(a checkpoint is due, the user wants to stop)."""

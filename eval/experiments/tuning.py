@@ -88,8 +88,7 @@ class FineTune:
         device = next(student.parameters()).device
         self.student, self.blocks_BT, self.budget = student.train(), blocks_BT.to(device), budget
         rate: Any = torch.tensor(0.0, device=device) if graph else 0.0
-        cuda = device.type == "cuda"
-        self.optimizer = master_adamw(student, rate, fused=cuda, capturable=graph)
+        self.optimizer = master_adamw(student, rate, capturable=graph)
         (group,) = self.optimizer.param_groups
         self.group, self.trained = group, [p for p in student.parameters() if p.requires_grad]
         self.progress = torch.zeros((), device=device)

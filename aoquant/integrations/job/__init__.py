@@ -136,7 +136,7 @@ def _stages(o: Options, folder: Folder, ranks: Ranks) -> Result:
     prepared = prepared_copy()
     kept = folder.checkpoints(PREPARED)
     finetune(prepared, loss=o.loss, teacher=float_model, label=f"QAT {o.recipe}", checkpoints=kept, **tuning)
-    gc.collect()  # its shards are in reference cycles, as a stage's models
+    gc.collect()  # its shards, as at the end of a stage
     converted = copy.deepcopy(prepared)
     convert(converted)
     qat = folder.stage(PREPARED, lambda: Stage(PREPARED, score(prepared), model_bytes(prepared)))

@@ -112,7 +112,7 @@ class Folder:
             return found
         self._say(f"{name}: begins")
         computed = compute()
-        gc.collect()  # its converted and sharded models are in reference cycles, and would stay on the GPU
+        gc.collect()  # its sharded layers, and those of torchao's tensors, are in reference cycles: they would stay
         self.ranks.share(lambda: _write(path, asdict(computed)))
         self._say(f"{name}: word perplexity {computed.perplexity.word_perplexity:.3f}")
         return computed
