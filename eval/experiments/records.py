@@ -56,14 +56,17 @@ class Records:
         return by_run(self._lines())
 
     def made(self) -> dict[str, str]:
-        """Devices, versions and commits, "none" with the number of lines where some name none, and the last date."""
+        """Devices, versions and commits, "none" with the number of lines where some name none, and the first and last
+        day.
+        """
         about = [content["made"] for content in self._lines()]
         found = {}
         for key in ("device", "torch", "commit"):
             values = list(dict.fromkeys(line[key] for line in about if key in line))
             without = sum(key not in line for line in about)
             found[key] = ", ".join([*values, *([f"none ({without} lines)"] if without else [])])
-        return found | {"date": max((line["date"] for line in about), default="")}
+        days = sorted({line["date"][:10] for line in about})
+        return found | {"date": " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""}
 
     def parameters(self) -> int | None:
         """Of the model; None where the runs are older than 2026-11-24, which did not keep it."""

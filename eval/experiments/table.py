@@ -256,7 +256,7 @@ def write_measured(path: Path, made: Sequence[Line], facts: Mapping[str, Any]) -
     by = " or ".join(sorted({LOSS_IN_WORDS[line.loss] for line in shown}, reverse=True))
     words = (
         f"Word perplexity by lm-eval's wikitext of a {KINDS[model]}{known}; QAT by {by}, "
-        f"{tokens:.1f} M tokens, mean over seeds. {facts['device']}, {str(facts['date'])[:10]}."
+        f"{tokens:.1f} M tokens, mean over seeds. {facts['device']}, {facts['date']}."
     )
     with path.open("w", newline="", encoding="utf-8") as file:
         file.write(f"# {words}\n")

@@ -94,7 +94,7 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
         importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
     )
     out, root, every = tmp_path / "out", tmp_path / "root", rows.load_all()
-    facts = {"device": "a GPU", "date": "2026-01-02T03", "dense parameters": 2e7, "dense tokens a run": 1e7}
+    facts = {"device": "a GPU", "date": "2026-01-02", "dense parameters": 2e7, "dense tokens a run": 1e7}
     names = (
         "README.md",
         "docs/choosing.md",
@@ -327,4 +327,8 @@ def test_a_table_says_how_many_lines_name_no_commit(modules: ModuleType, tmp_pat
             kept.add(records.Run("a", "qat", "kl", 1.0, seed), {})
     made = kept.made()
     assert made["commit"] == "abc, def, none (3 lines)"
-    assert "none" not in made["torch"] and made["date"].startswith("20")
+    assert "none" not in made["torch"] and len(made["date"]) == len("2026-01-02")
+    earlier = (tmp_path / "runs.jsonl").read_text().splitlines()[0].replace(made["date"], "2026-01-02")
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write(earlier + "\n")
+    assert kept.made()["date"] == f"2026-01-02 to {made['date']}"
