@@ -32,6 +32,7 @@ from aoquant.layers.routers import experts_of, router_modules
 from aoquant.planning import owners, tied
 from aoquant.planning.experts import ChosenStack, why_unsupported
 from aoquant.recipes import by_layer
+from aoquant.targets.base import Fields
 
 Filter = Callable[[nn.Module, str], bool]  # one that is made of names has those that no layer bore as `unmet`
 
@@ -76,7 +77,8 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     if by_name is not None and filter_fn is not None:
         raise ValueError("FqnToConfig chooses the layers itself: give filter_fn or FqnToConfig, not both")
     keys = by_name or {}
-    _check_patterns(keys)
+    if by_name is not None:
+        _check_names(config)
     found, every = Choice(), list[str]()
     rule = _Rule(model, config, by_name, filter_fn, router_modules(model))
     for names, module in tied.modules(model):
@@ -215,8 +217,16 @@ def each(config: Any) -> list[Any]:
     return [config]
 
 
-def _check_patterns(keys: Mapping[str, Any]) -> None:
-    for key in keys:
+def _check_names(config: FqnToConfig) -> None:
+    """Raise ValueError for a pattern that is no regular expression, and for an option that is not known here."""
+    fields = Fields(config)
+    if fields.module_fqn_to_config not in ({}, fields.fqn_to_config):
+        raise ValueError("FqnToConfig: module_fqn_to_config is not fqn_to_config: give the latter alone")
+    try:
+        fields.check()
+    except ValueError as error:
+        raise ValueError(f"FqnToConfig: {error}") from None
+    for key in config.fqn_to_config:
         if key.startswith("re:"):
             try:
                 re.compile(key[3:])

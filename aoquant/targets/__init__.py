@@ -15,7 +15,7 @@ from typing import Any
 from aoquant.config import WeightConfig
 
 from . import fake, floats, int4, integers
-from .base import Target, packed_target
+from .base import Fields, Target, packed_target
 from .refused import REASONS
 
 __all__ = ["REASONS", "Target", "fake_target", "resolve", "supported"]
@@ -37,7 +37,10 @@ def resolve(config: Any) -> Target:
     name, torchaos = type(config).__name__, type(config).__module__.startswith("torchao.")
     if torchaos and name in _TORCHAO:
         try:
-            return _TORCHAO[name](config)
+            fields = Fields(config)
+            target = _TORCHAO[name](fields)
+            fields.check()
+            return target
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         except AttributeError as error:  # an older torchao, whose numerics are older too

@@ -81,6 +81,43 @@ def numbers(scales: Scales) -> list[float]:
     return [t.item() for t in scales if t is not None]
 
 
+# fields that a target does not read: quantize_ takes the step, and the state of the process is not a layer's
+_ELSEWHERE = ("step", "set_inductor_config")
+
+
+class Fields:
+    """A torchao config that records which of its fields a target reads, so that `check` can refuse the others."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.read = set(_ELSEWHERE)
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.config, name)
+
+    def replaced(self, **changes: Any) -> Fields:
+        """Return the fields of a copy of the config with these changes."""
+        return Fields(dataclasses.replace(self.config, **changes))
+
+    def check(self) -> None:
+        """Raise ValueError for a field that no target has read and whose value is not torchao's default."""
+        for field in dataclasses.fields(self.config):
+            got = getattr(self.config, field.name)
+            if field.name not in self.read and got != field.default:
+                raise ValueError(
+                    f"{field.name} must be {field.default} here, got {got}: this option has no meaning for the layer that the other options "
+                    "ask for, or none that is known here. Leave it out"
+                )
+
+
+def group(size: Any) -> int:
+    """Return the size of a group, a positive integer; raise ValueError for another."""
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"group_size must be a positive integer, got {size}")
+    return size
+
+
 def require(argument: str, got: Any, *allowed: Any, instead: str = "") -> Any:
     """`got`, when it is one of `allowed`; a ValueError that says what to do otherwise."""
     if got not in allowed:

@@ -19,7 +19,7 @@ from aoquant.config import activated
 from aoquant.formats import MX, NVFP4, Affine, Format, HighPrecision, Int4, Operand, get_format, get_operand
 from aoquant.layers.recipe import LinearRecipe
 
-from .base import Target, packed_target, require
+from .base import Fields, Target, group, packed_target, require
 from .floats import _ELEMENTS, float8_format
 from .integers import intx_format, mapping, stored
 
@@ -30,48 +30,55 @@ def target(weight_config: Any, activation_config: Any) -> Target:
     Raises:
         ValueError: one of them has no exact format here.
     """
-    weight, contract = (None, "") if weight_config is None else _format(weight_config, activation=False)
+    weight, contract, scales = (
+        _side(weight_config, activation=False) if weight_config is not None else (None, "", "dynamic")
+    )
     named = isinstance(activation_config, str)
-    activation, other = (
-        (None, "aoquant") if named or activation_config is None else _format(activation_config, activation=True)
+    activation, other, _ = (
+        (None, "aoquant", "") if named or activation_config is None else _side(activation_config, activation=True)
     )
-    recipe = LinearRecipe(
-        activation, weight or HighPrecision(), contract or other, weight_scales=_scales(weight_config)
-    )
+    recipe = LinearRecipe(activation, weight or HighPrecision(), contract or other, weight_scales=scales)
     return packed_target(activated(recipe, activation_config) if named else recipe)
 
 
-def _scales(config: Any) -> str:
-    """How a weight's scales are trained."""
-    if not isinstance(config, IntxFakeQuantizeConfig) or config.is_dynamic:
-        return "dynamic"
-    return "learned" if config.range_learning else "static"
+def _side(config: Any, *, activation: bool) -> tuple[Format | Operand, str, str]:
+    """Return the format, the GEMM contract and, of a weight, how its scales are trained.
 
-
-def _format(config: Any, *, activation: bool) -> tuple[Format | Operand, str]:
-    """The format and the GEMM contract of one config."""
+    Raises:
+        ValueError: the config has no exact format here, or one of its fields has no meaning.
+    """
     if isinstance(config, str):
-        return get_operand(config), "aoquant"
+        return get_operand(config), "aoquant", "dynamic"
     if isinstance(config, Format | Operand):
-        return _known(config), "aoquant"
+        return _known(config), "aoquant", "dynamic"
+    fields = Fields(config)
+    scales = "dynamic"
+    if isinstance(config, IntxFakeQuantizeConfig) and not activation and not fields.is_dynamic:
+        scales = "learned" if fields.range_learning else "static"
+    found = _format(config, fields, activation=activation)
+    fields.check()
+    return *found, scales
+
+
+def _format(config: Any, fields: Fields, *, activation: bool) -> tuple[Format | Operand, str]:
+    """Return the format and the GEMM contract of one of torchao's configs, whose fields are read from `fields`."""
     if isinstance(config, IntxFakeQuantizeConfig):
-        return _intx(config, activation=activation), "dequantize"
+        return _intx(fields, activation=activation), "dequantize"
     if isinstance(config, Int4WeightFakeQuantizeConfig):
         if activation:
             raise ValueError("Int4WeightFakeQuantizeConfig is for weights: give it as weight_config")
-        require("Int4WeightFakeQuantizeConfig.activation_dtype", config.activation_dtype, torch.bfloat16)
-        return Int4(config.group_size), "bias_after"
+        require("Int4WeightFakeQuantizeConfig.activation_dtype", fields.activation_dtype, torch.bfloat16)
+        return Int4(group(fields.group_size)), "bias_after"
     if isinstance(config, Float8FakeQuantizeConfig):
-        low, high = config.hp_value_lb, config.hp_value_ub
-        return float8_format(config.dtype, config.granularity, native=activation, low=low, high=high), "aoquant"
+        low, high = fields.hp_value_lb, fields.hp_value_ub
+        return float8_format(fields.dtype, fields.granularity, native=activation, low=low, high=high), "aoquant"
     kind = type(config).__name__
     if kind == "NVFP4FakeQuantizeConfig":
-        return NVFP4("dynamic" if config.use_per_tensor_scale else "none"), "aoquant"
+        return NVFP4("dynamic" if fields.use_per_tensor_scale else "none"), "aoquant"
     if kind == "MXFakeQuantizeConfig":
-        require("block_size", config.block_size, 32)
-        return MX(
-            _ELEMENTS[require("dtype", config.dtype, *_ELEMENTS)], str(config.scaling_mode.value).lower()
-        ), "aoquant"
+        require("block_size", fields.block_size, 32)
+        element = _ELEMENTS[require("dtype", fields.dtype, *_ELEMENTS)]
+        return MX(element, str(fields.scaling_mode.value).lower()), "aoquant"
     raise ValueError(
         f"weight_config and activation_config take a format, its name, or torchao's fake-quantisation configs, got {kind}"
     )
@@ -92,8 +99,9 @@ def _known(format: Format | Operand) -> Format | Operand:
     return format
 
 
-def _intx(config: IntxFakeQuantizeConfig, *, activation: bool) -> Affine:
+def _intx(config: Fields, *, activation: bool) -> Affine:
     require("zero_point_domain", config.zero_point_domain, ZeroPointDomain.INT)
+    require("zero_point_precision", config.zero_point_precision, torch.int32, instead="zero points are integers")
     require("eps", config.eps, None)
     sides, dtype = mapping("mapping_type", config.mapping_type), stored("scale_precision", config.scale_precision)
     if activation:

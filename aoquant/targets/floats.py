@@ -22,7 +22,7 @@ from torchao.quantization.quantize_.workflows import Float8PackingFormat, Quanti
 from aoquant.formats import MX, NVFP4, Encoded, Float8, Float8Mslk, Scales, layout
 from aoquant.layers.recipe import LinearRecipe
 
-from .base import Target, numbers, require
+from .base import Target, group, numbers, require
 from .int4 import float8_dialect
 
 _PREFERENCES = ("AUTO", "TORCH", "MSLK")
@@ -37,7 +37,7 @@ def float8_format(
     require("float8 dtype", dtype, torch.float8_e4m3fn, torch.float8_e5m2)
     element = _ELEMENTS[dtype]
     if isinstance(granularity, PerGroup):
-        return Float8(element, "block", native, cols=granularity.group_size, low=low, high=high)
+        return Float8(element, "block", native, cols=group(granularity.group_size), low=low, high=high)
     if isinstance(granularity, PerBlock) and len(granularity.block_size) == 2:
         rows, cols = granularity.block_size
         return Float8(element, "block", native, rows=rows, cols=cols, low=low, high=high)
@@ -77,6 +77,8 @@ def _float8_dynamic(config: Any) -> Target:
         instead="torchao's inference ignores it; aoquant computes the same layer where no fp8 GEMM exists",
     )
     low, high = config.activation_value_lb, config.activation_value_ub
+    if not isinstance(config.granularity, list | tuple) or len(config.granularity) != 2:
+        raise ValueError(f"granularity must be a pair here, of activations and of weights, got {config.granularity}")
     act_granularity, weight_granularity = config.granularity
     weight = float8_format(config.weight_dtype, weight_granularity)
     activation = float8_format(config.activation_dtype, act_granularity, native=True, low=low, high=high)
@@ -141,7 +143,7 @@ def _float8_static(config: Any) -> Target:
     scale = config.act_quant_scale
 
     def fix(scales: Scales) -> Target:
-        return _float8_static(dataclasses.replace(config, act_quant_scale=scales.scale))
+        return _float8_static(config.replaced(act_quant_scale=scales.scale))
 
     def build(e: Encoded, w: Tensor) -> Tensor:
         return PrototypeFloat8Tensor(
@@ -188,6 +190,9 @@ def _mx(config: Any) -> Target:
         raise ValueError(
             "torchao has no MX kernel for e5m2: use KernelPreference.EMULATED, or aoquant.MXFP8WeightConfig('e5m2')"
         )
+    require(
+        "activation_dtype", config.activation_dtype, config.weight_dtype, instead="torchao's kernel takes one dtype"
+    )
     format = MX(_ELEMENTS[config.weight_dtype], str(config.scaling_mode.value).lower())
     contract = "dequantize_flat" if preference == KernelPreference.EMULATED else "aoquant"
     act = QuantizeTensorToMXKwargs(
@@ -228,6 +233,9 @@ def _nvfp4(config: Any, act_scale: Tensor | None = None) -> Target:
     from torchao.prototype.mx_formats.nvfp4_tensor import QuantizeTensorToNVFP4Kwargs
 
     static, dynamic = config.step is not None, config.use_dynamic_per_tensor_scale
+    if static:
+        require("use_dynamic_per_tensor_scale", dynamic, False, instead="calibration finds the scale of activations")
+    require("use_triton_kernel", config.use_triton_kernel, True, False)  # the deployed tensor has False, see above
     act = QuantizeTensorToNVFP4Kwargs(
         use_dynamic_per_tensor_scale=dynamic, use_triton_kernel=False, is_swizzled_scales=True
     )

@@ -30,7 +30,7 @@ from aoquant.formats import Encoded, Float8Mslk, Int4, Int4Float8, Int4Float8Row
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops.gemm import mslk, tinygemm
 
-from .base import Target, require
+from .base import Target, group, require
 
 _MSLK = (1, 1)  # the first release whose fp8 quantiser has the formula of formats/mslk.py
 _FLOAT8_GROUP = 128  # torchao's only choice
@@ -55,7 +55,7 @@ def _int4_weight_only(config: Any) -> Target:
 
 
 def _plain(config: Any) -> Target:
-    format = Int4(config.group_size)
+    format = Int4(group(config.group_size))
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
         return mslk.int4_limit(n, k, format.group, 64) or _no_float16(dtype)
@@ -67,7 +67,7 @@ def _plain(config: Any) -> Target:
 
 
 def _preshuffled(config: Any) -> Target:
-    format = Int4(config.group_size, "bfloat16")
+    format = Int4(group(config.group_size), "bfloat16")
 
     def limit(n: int, k: int, dtype: torch.dtype) -> str | None:
         return _shuffle_limit(n, k, format.group, 64) or _no_float16(dtype)

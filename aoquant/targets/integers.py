@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from torchao.quantization.quantize_.workflows import (
 from aoquant.formats import FLOAT_DTYPES, Affine, AffineHQQ, Encoded, Scales, Stretched
 from aoquant.layers.recipe import LinearRecipe
 
-from .base import Target, numbers, require
+from .base import Target, group, numbers, require
 
 _MAPPINGS = {
     MappingType.SYMMETRIC: "symmetric",
@@ -30,9 +29,12 @@ _MAPPINGS = {
 }
 
 
-def mapping(argument: str, got: MappingType) -> str:
-    """aoquant's name of a torchao mapping type."""
-    return _MAPPINGS[require(argument, got, *_MAPPINGS)]
+_TWO_SIDED = (MappingType.SYMMETRIC, MappingType.ASYMMETRIC)
+
+
+def mapping(argument: str, got: MappingType, *allowed: MappingType) -> str:
+    """Return aoquant's name of a torchao mapping type. allowed: by default every one."""
+    return _MAPPINGS[require(argument, got, *(allowed or _MAPPINGS))]
 
 
 def stored(argument: str, dtype: torch.dtype | None) -> str:
@@ -50,8 +52,8 @@ def intx_format(dtype: torch.dtype, granularity: Any, mapping_name: str, stored:
             "MappingType.ASYMMETRIC, or StretchedIntxWeightConfig(b=1), whose levels are +- one value"
         )
     if isinstance(granularity, PerGroup):
-        return Affine(bits, "group", granularity.group_size, mapping_name, stored=stored)
-    assert isinstance(granularity, PerAxis) and granularity.axis == 0  # torchao's config checks it
+        return Affine(bits, "group", group(granularity.group_size), mapping_name, stored=stored)
+    require("granularity", granularity, PerAxis(0), instead="or give PerGroup")
     return Affine(bits, "row", mapping=mapping_name, stored=stored)
 
 
@@ -85,7 +87,10 @@ def _intx(config: Any, granularity: Any, mapping_type: Any, scale_dtype: str, ac
     format = intx_format(config.weight_dtype, granularity, mapping("mapping_type", mapping_type), scale_dtype)
     if config.intx_choose_qparams_algorithm == IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY:
         require("scale_dtype", scale_dtype, "", instead="HQQ's scales take the weight's dtype")
-        format = AffineHQQ(format.width, format.per, format.group)  # torchao ignores the mapping: it is symmetric
+        require(
+            "mapping_type", mapping_type, MappingType.SYMMETRIC, instead="torchao's HQQ ignores it and is symmetric"
+        )
+        format = AffineHQQ(format.width, format.per, format.group)
     return Target(
         LinearRecipe(activation, format, "dequantize"),
         intx_tensor(format, config.weight_dtype, "int8_asym_per_token" if activation else None),
@@ -118,7 +123,7 @@ def _stretched(config: Any) -> Target:
     activation = require("activation_quantization", config.activation_quantization, "int8_asym_per_token", None)
     if not isinstance(config.granularity, PerGroup) and config.granularity != PerAxis(0):
         raise ValueError(f"granularity must be PerGroup or PerAxis(0), got {config.granularity}")
-    format = Stretched(bits, getattr(config.granularity, "group_size", 0))
+    format = Stretched(bits, group(config.granularity.group_size) if isinstance(config.granularity, PerGroup) else 0)
     return Target(
         LinearRecipe(INT8_TOKEN if activation else None, format, "dequantize"),
         intx_tensor(format, getattr(torch, f"int{bits}"), activation),
@@ -131,8 +136,8 @@ def _int8_format(
 ) -> Affine:
     width = 7 if reduce_range else 8  # for CPUs without VNNI, whose 16-bit sums would overflow; still a byte each
     if isinstance(granularity, PerGroup):
-        return Affine(width, "group", granularity.group_size, mapping_name, "float32", native)
-    if isinstance(granularity, PerRow) and granularity.dim not in (-1, 1):
+        return Affine(width, "group", group(granularity.group_size), mapping_name, "float32", native)
+    if not isinstance(granularity, PerTensor) and granularity not in (PerRow(), PerRow(1)):
         raise ValueError(f"granularity must be PerRow(dim=-1), PerTensor or PerGroup, got {granularity}")
     return Affine(width, "tensor" if isinstance(granularity, PerTensor) else "row", 0, mapping_name, "float32", native)
 
@@ -178,7 +183,8 @@ def _int8_dynamic(config: Any) -> Target:
     reduced = config.reduce_range
     act_granularity, weight_granularity = Int8Tensor._normalize_granularity(config.granularity)
     weight = _int8_format(weight_granularity, reduce_range=bool(reduced))
-    sides = mapping("act_mapping_type", config.act_mapping_type)
+    sides = mapping("act_mapping_type", config.act_mapping_type, *_TWO_SIDED)
+    require("activation granularity", act_granularity, PerRow(), PerRow(1), PerTensor())
     activation = _int8_format(act_granularity, sides, native=True, reduce_range=bool(reduced))
     act = QuantizeTensorToInt8Kwargs(
         granularity=act_granularity, mapping_type=config.act_mapping_type, reduce_range=reduced
@@ -204,15 +210,19 @@ def _int8_static(config: Any) -> Target:
         instead="a static scale per row fits one shape of batch; give granularity=[PerTensor(), PerRow()]",
     )
     weight = _int8_format(weight_granularity, reduce_range=bool(reduced))
-    sides = mapping("act_mapping_type", config.act_mapping_type)
+    sides = mapping("act_mapping_type", config.act_mapping_type, *_TWO_SIDED)
     dynamic = _int8_format(act_granularity, sides, reduce_range=bool(reduced))
     act = QuantizeTensorToInt8Kwargs(
         granularity=act_granularity, mapping_type=config.act_mapping_type, reduce_range=reduced
     )
     scale, zero = config.act_quant_scale, config.act_quant_zero_point
+    if zero is not None and (scale is None or (sides == "symmetric" and bool(zero.any()))):
+        raise ValueError(
+            "act_quant_zero_point goes with act_quant_scale and act_mapping_type=MappingType.ASYMMETRIC: give all three, or leave it out"
+        )
 
     def fix(scales: Scales) -> Target:
-        return _int8_static(dataclasses.replace(config, act_quant_scale=scales.scale, act_quant_zero_point=scales.zero))
+        return _int8_static(config.replaced(act_quant_scale=scales.scale, act_quant_zero_point=scales.zero))
 
     def build(e: Encoded, w: Tensor) -> Tensor:
         act_scales = (None if t is None else t.detach().to(w.device) for t in (scale, zero))
