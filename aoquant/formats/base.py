@@ -124,10 +124,9 @@ class Format:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row's codes and scales are the same alone, in any batch of finite values, and at any place in it.
+        """Whether a row's codes and scales are the same alone, in any batch, and at any place in it.
 
-        An activation's format should be: only then is a token's result its own. (A NaN makes an integer's constant
-        scale NaN, which every row shares; all other formats keep a NaN in its row too.)
+        An activation's format should be: only then is a token's result its own. NaN and Inf stay in their row too.
         """
         return self.reach != "tensor" and self.tile_rows == 1
 
@@ -197,6 +196,12 @@ class Format:
         visible.
         """
         return self.quantize(x_RK, s)
+
+    def rowwise(self, s: Scales, rows: int) -> Scales:
+        """Held scales of an activation with `rows` rows: a scale of the whole tensor is repeated for every row where
+        codes have no NaN, because a NaN then shows in the scale of its row.
+        """
+        return s
 
     def fix(self, *numbers: float) -> Format:
         """This format with constant scales, which become part of its name: the numbers of `Scales`, in order.

@@ -54,6 +54,10 @@ class Ggml(Format):
             return Scales(quotient(amax, 127.0))
         return Scales(visible(x_RGB, _first(x_RGB, x_RGB.abs() == amax.unsqueeze(-1)) / -8.0))
 
+    def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
+        assert s.scale is not None
+        return self.quantize(x_RK, s._replace(scale=visible(self._blocks(x_RK), s.scale)))
+
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None
         x_RGB, d_RG1 = self._blocks(x_RK).float(), s.scale.float().unsqueeze(-1)

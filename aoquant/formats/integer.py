@@ -92,20 +92,24 @@ class Affine(OneScale):
         return 2 if self.mapping == "asymmetric" else 1
 
     def measure(self, x_RK: Tensor) -> Scales:
-        x_RGB = self._scaled_blocks(x_RK)
         if self.fixed:
-            scale, *zeros = constants(self.fixed, x_RK.device)
-            return Scales(visible(x_RGB, scale), *zeros)
+            s = self.rowwise(Scales(*constants(self.fixed, x_RK.device)), x_RK.shape[0])
+            return s._replace(scale=self._visible(x_RK, s.scale))
+        x_RGB = self._scaled_blocks(x_RK)
         scale, zero = self._qparams(x_RGB)
         shape = x_RGB.shape[:2]  # (1, 1) per tensor, else (R, G)
         return Scales(scale.reshape(shape), zero.reshape(shape) if self.mapping == "asymmetric" else None)
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        assert s.scale is not None
-        return self.quantize(x_RK, s._replace(scale=visible(self._scaled_blocks(x_RK), s.scale)))
+        return self.quantize(x_RK, s._replace(scale=self._visible(x_RK, s.scale)))
+
+    def rowwise(self, s: Scales, rows: int) -> Scales:
+        if self.per != "tensor" or s.scale is None:
+            return s
+        return Scales(s.scale.expand(rows, 1), s.zero, s.outer, s.transform)
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
-        x_RGB = self._scaled_blocks(x_RK)
+        x_RGB = self._scaled_blocks(x_RK, s.scale)
         scale, zero = self._broadcast(s.scale, s.zero, x_RK.dtype)
         low, high = self.limits
         q = self._code(x_RGB, scale, zero).clamp_(low, high).nan_to_num_(0.0)
@@ -136,7 +140,7 @@ class Affine(OneScale):
         return q_RGB.mul_(e.scale.float().unsqueeze(-1)).flatten(1).to(inner).to(dtype)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
-        x_RGB = self._scaled_blocks(x_RK)
+        x_RGB = self._scaled_blocks(x_RK, e.scale)
         code = self._code(x_RGB, *self._broadcast(e.scale, e.zero, x_RK.dtype))
         low, high = self.limits
         return ((code < low) | (code > high)).reshape(x_RK.shape)
@@ -164,9 +168,15 @@ class Affine(OneScale):
     def _eps(self, dtype: torch.dtype) -> float:
         return torch.finfo(torch.float32).eps if self.scales == "float32" else torch.finfo(dtype).smallest_normal
 
-    def _scaled_blocks(self, x_RK: Tensor) -> Tensor:
-        """(R, G, values that share a scale)."""
-        return x_RK.reshape(1, 1, -1) if self.per == "tensor" else self._blocks(x_RK)
+    def _scaled_blocks(self, x_RK: Tensor, scale: Tensor | None = None) -> Tensor:
+        """(R, G, values that share a scale). scale: the tensor's may be given for every row (`rowwise`)."""
+        whole = self.per == "tensor" and (scale is None or scale.shape[0] == 1)
+        return x_RK.reshape(1, 1, -1) if whole else self._blocks(x_RK)
+
+    def _visible(self, x_RK: Tensor, scale: Tensor | None) -> Tensor:
+        """`scale`, NaN where a value under it is."""
+        assert scale is not None
+        return visible(self._scaled_blocks(x_RK, scale), scale)
 
     def _qparams(self, x_RGB: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and int8 zero point, (R, G, 1)."""

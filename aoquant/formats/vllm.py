@@ -88,7 +88,7 @@ class Int8VllmReciprocal(Int8Vllm):
         return scale.reciprocal()
 
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
-        return self.quantize(x_RK, s)
+        return self.quantize(x_RK, s._replace(scale=self._visible(x_RK, s.scale)))
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class QuantizedLinear(torch.autograd.Function):
             clipped = saved.clipped
             if needs.x_scale:
                 dx_scale = ops.scale_grad(dx, x, x_as, x.shape[1], x_held.scale, x_held.zero)
-                clipped = ops.saturated(x, x_as, x_held)
+                clipped = ops.saturated(x, x_as, x_as.format.rowwise(x_held, len(x)))
             dx = pulled_back(dx, x_as, x_held, clipped).reshape(ctx.x_shape) if needs.x else None
 
         if wgrad:
@@ -179,6 +179,7 @@ def multiply(
     x_as, w_as, contract = recipe.fprop_input, recipe.fprop_weight, recipe.contract
     x_held, w_held = given.x_held, given.w_held
     x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    x_rows = None if x_held is None or x_as is None else x_as.format.rowwise(x_held, x_MK.shape[0])
 
     # 1. The input's codes, and what the GEMM reads of it where both come of one pass; or all that is made of it.
     dgrad, wgrad = needs.x or needs.x_scale, needs.w or needs.w_scale
@@ -192,7 +193,7 @@ def multiply(
             if wgrad and _reads_input_once(x_MK, recipe, given):
                 x_q, values, columns = recipe.input_side.with_input(x_MK, x_as)
             else:
-                x_q, values = _encoded(x_MK, x_as, x_held, ops.reads(contract))
+                x_q, values = _encoded(x_MK, x_as, x_rows, ops.reads(contract))
             if given.shared is not None:
                 given.shared.put(x_q, alive=not recipe.input_side.keeps_rows)
 
@@ -233,7 +234,7 @@ def multiply(
         x_held=x_held if needs.x_scale or encodes_x else _transform_of(x_held) if needs.x and x_held else None,
         w_held=w_held if reads_w else _transform_of(w_held) if needs.w and w_held else None,
         measured=measured if dgrad else None,
-        clipped=ops.saturated(x_MK, x_as, x_held) if clips and x_as is not None else None,
+        clipped=ops.saturated(x_MK, x_as, x_rows) if clips and x_as is not None else None,
         amax=torch.cat((ops.absmax(x_MK), ops.absmax(w))) if recipe.history and w is not None else None,
     )
     return y, saved

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aoquant.formats import COMPOSED, Affine, Encoded, Format, Operand, get_format, get_operand, list_formats
+from aoquant.formats import COMPOSED, Encoded, Format, Operand, get_format, get_operand, list_formats
 from aoquant.ops import codec
 from aoquant.ops.codec import cuda
 from aoquant.transforms.wush import fit, gram
@@ -82,9 +82,6 @@ def test_a_row_is_its_own(name: str, dtype: torch.dtype, device: torch.device) -
     for row in rows_of(dtype, device):
         one = encode(format, row)
         for batch, place in batches(row):
-            # integers have no NaN, so under one constant scale a NaN shows in that scale, which is everybody's
-            if batch.isnan().any() and isinstance(format, Affine) and format.fixed:
-                continue
             assert differing(one, encode(format, batch), place) == [], (place, len(batch))
 
 

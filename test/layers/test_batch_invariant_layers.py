@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerRow, PerTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import aoquant
@@ -37,12 +38,12 @@ LEFT: dict[str, WeightConfig] = {
 }
 
 
-def layer(config: WeightConfig, device: torch.device, step: str) -> nn.Module:
+def layer(config: Any, device: torch.device, step: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 64)).to(device)
-    quantize_(model, QATConfig(config))
+    quantize_(model, QATConfig(config, **options))
     recipe = model[0].prepared.recipe  # type: ignore[union-attr]
-    if recipe.fitted or recipe.input_scales == "static":
+    if recipe.fitted or recipe.input_scales in ("static", "learned"):
         aoquant.calibrate(model, lambda m: m(torch.randn(64, 256, device=device)))
     if step == "convert":
         quantize_(model, QATConfig(step="convert"))
@@ -75,6 +76,40 @@ def test_a_layer(name: str, step: str, device: torch.device) -> None:
     config = CONFIGS[name]
     assert config.recipe().batch_invariant, "every recipe whose target is ours promises it"
     assert worst(layer(config, device, step), device) <= SUMS
+
+
+STATIC: dict[str, Any] = {
+    name: aoquant.PackedWeightConfig("int8-row", name)
+    for name in ("int8-tensor-static", "int8-tensor-asym-static", "intx8-tensor-static", "fp8-tensor-static", "nvfp4-static",
+                 "fouroversix-static", "hadamard16+int8-tensor-static", "int8-tensor-static:0.02", "int8-tensor-asym-static:0.02:-3")
+} | {"torchao": Int8StaticActivationInt8WeightConfig(granularity=[PerTensor(), PerRow()])}  # fmt: skip
+HELD: dict[str, Any] = {"learned": {"scales": "learned"}, "clipped": {"straight_through": "clipped"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [(n, "") for n in (*CONFIGS, *STATIC)] + [(n, o) for n in STATIC if "int8-t" in n for o in HELD]
+)
+def test_nan_and_inf_stay_in_their_row(name: str, option: str, device: torch.device) -> None:
+    """Outputs and gradients of all other rows keep their bits, and a NaN shows in its own row."""
+    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(1)).to(device)
+    for step in ("prepare", "convert") if name != "torchao" else ("prepare",):
+        model = layer((CONFIGS | STATIC)[name], device, step, **HELD.get(option, {}))
+
+        def run(x: Tensor, model: nn.Module = model) -> Tensor:
+            """y and dx, row beside row; of a converted layer y alone."""
+            if any(isinstance(m, QATLinear) for m in model):
+                y = model(x.requires_grad_())
+                return torch.cat((y, *torch.autograd.grad(y.sum(), x)), 1).detach()
+            with torch.no_grad():
+                return model(x)
+
+        want = run(x.clone())
+        for value in (torch.nan, torch.inf, -torch.inf):
+            broken = x.clone()
+            broken[2, 5] = value
+            got = run(broken)
+            assert torch.equal(got[[0, 1, 3, 4, 5]], want[[0, 1, 3, 4, 5]]), (step, value)
+            assert value == value or got[2, :64].isnan().all()
 
 
 @pytest.mark.parametrize("name", LEFT)
