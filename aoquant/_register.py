@@ -1,10 +1,11 @@
 """Registrations with torchao and others, made once, when aoquant is imported.
 
 torchao rebuilds configs and safetensors tensors from allow-lists: of modules (searched by bare class name), and of
-tensor classes. The second list lives in a prototype module that is imported when a checkpoint is saved or loaded; it is
-extended at that moment. In the same way peft's LoRA is told of our layers, and transformers of our quantizer and of
-Conv1D with quantised weights. Every private name is probed here, and before aoquant imports anything else of itself, so
-that another torchao fails with one sentence instead of halfway.
+tensor classes. `_config_guard` checks first what a file asks torchao to build. The second list lives in a prototype
+module that is imported when a checkpoint is saved or loaded; it is extended at that moment. In the same way peft's LoRA
+is told of our layers, and transformers of our quantizer and of Conv1D with quantised weights. Every private name is
+probed here, and before aoquant imports anything else of itself, so that another torchao fails with one sentence instead
+of halfway.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ def register() -> None:
     try:
         from torchao.core.config import ALLOWED_AO_MODULES
 
+        from aoquant import _config_guard
         from aoquant.planning import handlers
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"aoquant builds on torchao {TORCHAO}, and torchao {version('torchao')} with torch {version('torch')} lacks "
             f"what it needs: {error}"
         ) from error
-    ALLOWED_AO_MODULES.add("aoquant")
+    ALLOWED_AO_MODULES.add("aoquant._config_types")
+    _config_guard.guard_configs()
     handlers.register()
     _when_imported(_SAFETENSORS, _allow_packed_tensor)
     _when_imported(_LORA, _teach_adapters)
@@ -62,6 +65,7 @@ def version(package: str) -> str:
 def _allow_packed_tensor(module: ModuleType) -> None:
     from torchao.quantization import PerBlock
 
+    from aoquant import _config_guard
     from aoquant.layers.packed_experts import PackedExperts
     from aoquant.tensor import PackedTensor
 
@@ -73,6 +77,7 @@ def _allow_packed_tensor(module: ModuleType) -> None:
         for name in ("PackedTensor", "PackedExperts"):
             if name not in module.ALLOWED_TENSORS_SUBCLASSES:
                 module.ALLOWED_TENSORS_SUBCLASSES.append(name)
+        _config_guard.guard_tensors(module)
     except AttributeError as error:
         raise ImportError(
             f"aoquant cannot save to safetensors with torchao {version('torchao')} ({error}); it supports {TORCHAO}"

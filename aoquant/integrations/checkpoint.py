@@ -173,7 +173,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = path.read_bytes()
     try:
         content = json.loads(raw.decode())
-    except ValueError as error:  # bytes that are no UTF-8 or no JSON
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8 or no JSON, or JSON without an end of depth
         raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
     if not isinstance(content, dict):
         raise ValueError(

@@ -28,7 +28,7 @@ from aoquant.targets import REASONS, supported
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *PAGES]
 BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
