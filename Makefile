@@ -19,7 +19,7 @@ UNCOMPILED := tests?|testing|models|lexers|tasks|pip|setuptools|_vendor|nltk|fon
 # Else each process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup kernels cpu-kernels demo test gpu-test sanitize gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
+.PHONY: setup kernels cpu-kernels demo test gpu-test sanitize sanitize-cpu gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,14 @@ gpu-test: setup
 # compute-sanitizer over every CUDA kernel; needs it on the path, Hopper and `make kernels`.
 sanitize: setup
 	$(BIN)/python benchmarks/sanitize.py
+
+# AddressSanitizer and UndefinedBehaviorSanitizer over the CPU kernels: their tests, and every operator with wrong arguments.
+# Leaks are not looked for: torch and Python keep memory until the process ends. libstdc++ comes along, since the sanitizer wraps
+# its exceptions at the start. The library is built before: a compiler does not run under another program's sanitizer.
+sanitize-cpu: setup
+	AOQUANT_SANITIZE=1 PYTHONPATH=test $(BIN)/python -c "from support.cpu_library import built; built()"
+	AOQUANT_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
+		$(PYTEST) -n 0 -s test/ops/test_cpu_kernels.py test/ops/test_native_arguments.py
 
 # What benchmarks/results holds of a GPU, about five minutes.
 gpu-bench: setup

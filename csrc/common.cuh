@@ -9,21 +9,17 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-#include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdint>
 #include <optional>
 
+#include "arguments.h"
+
 namespace aoquant {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
 
 inline cudaStream_t current_stream(const Tensor& t) {
@@ -78,10 +74,19 @@ void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStr
   launch_early(kernel, grid, threads, 0, stream, arguments...);
 }
 
-inline void check_floats(const Tensor& x) {
-  auto t = x.scalar_type();
-  STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous(), "x must be contiguous and on a CUDA device");
-  STD_TORCH_CHECK(t == ScalarType::BFloat16 || t == ScalarType::Half || t == ScalarType::Float, "x must be bfloat16, float16 or float32");
+// x of an operator, which decides the device of the rest.
+inline void check_input(const Tensor& x, int64_t dims, std::initializer_list<ScalarType> types) {
+  STD_TORCH_CHECK(x.is_cuda(), "x must be on a CUDA device");
+  check_tensor(x, "x", x, dims, 16);
+  check_type(x, "x", types);
+}
+inline void check_floats(const Tensor& x, int64_t dims = ANY_DIMENSIONS) { check_input(x, dims, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float}); }
+
+// The dtype of an encoder's values: `out` of its schema, 0 for none.
+inline ScalarType values_type(int64_t out) {
+  constexpr ScalarType DTYPES[] = {ScalarType::BFloat16, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
+  STD_TORCH_CHECK(out >= 0 && out < 4, "out must be 0 (no values), 1 (bfloat16), 2 (float16) or 3 (float32), got ", out);
+  return DTYPES[out];
 }
 
 }  // namespace aoquant

@@ -5,7 +5,8 @@ all, as the CUDA library beside it. `level.cpp` is compiled once for each level 
 when it runs, so that what was built on one machine serves another. Products and sums are not contracted
 (-ffp-contract=off): where the reference rounds twice, so do the kernels.
 
-Building is an offer, never a condition. AOQUANT_BUILD_CSRC=0 leaves these kernels out too.
+Building is an offer, never a condition. AOQUANT_BUILD_CSRC=0 leaves these kernels out too. AOQUANT_SANITIZE=1 builds
+them with AddressSanitizer and UndefinedBehaviorSanitizer, for `make sanitize-cpu`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ FOLDER = Path(__file__).resolve().parent / "cpu"
 MODULE = "aoquant.ops._native_cpu"  # a library beside aoquant/ops/native_cpu.py, which loads it
 TORCH_ABI = 0x020B << 48  # as csrc/builder.py's
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_SANITIZED = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 _X86 = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma"),
     "baseline": ("-mavx2", "-mfma"),
@@ -70,16 +72,25 @@ def _include(torch: Any) -> Path:
 def commands(torch: Any, compiler: str, target: Path, scratch: Path) -> tuple[list[list[str]], list[str]]:
     """(what makes the objects, what links them)."""
     library = [compiler, "-c", str(FOLDER / "library.cpp"), "-o", str(scratch / "library.o"), "-std=c++20", *_FLAGS]
-    compiled = [[*library, "-isystem", str(_include(torch)), f"-DTORCH_TARGET_VERSION=0x{TORCH_ABI:016x}ull"]]
+    sanitized = _SANITIZED if os.environ.get("AOQUANT_SANITIZE") == "1" else ()
+    compiled = [
+        [
+            *library,
+            f"-I{FOLDER.parent}",
+            "-isystem",
+            str(_include(torch)),
+            f"-DTORCH_TARGET_VERSION=0x{TORCH_ABI:016x}ull",
+        ]
+    ]
     for level, flags in levels().items():
         source, made = str(FOLDER / "level.cpp"), str(scratch / f"{level}.o")
         compiled.append([compiler, "-c", source, "-o", made, "-std=c++20", *_FLAGS, f"-DAOQUANT_LEVEL={level}", *flags])
     for command in compiled:  # messages name the source, wherever it was built
-        command.append(f"-ffile-prefix-map={FOLDER}=csrc/cpu")
+        command += [f"-ffile-prefix-map={FOLDER.parent}=csrc", *sanitized]
     objects = [command[command.index("-o") + 1] for command in compiled]
     root = Path(torch.__file__).parent / "lib"
     symbol = f"-Wl,{source_symbol('_native_cpu')}"
-    return compiled, [compiler, "-shared", symbol, "-o", str(target), *objects, f"-L{root}", "-ltorch_cpu"]
+    return compiled, [compiler, "-shared", *sanitized, symbol, "-o", str(target), *objects, f"-L{root}", "-ltorch_cpu"]
 
 
 def build(torch: Any, target: Path, scratch: Path) -> None:

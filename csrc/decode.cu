@@ -15,17 +15,6 @@ cudaError_t run_as(const DecodeCall& c, ScalarType type) {
 
 const void* pointer(const std::optional<Tensor>& t) { return t ? t->data_ptr() : nullptr; }
 
-void check(const Tensor& t, const char* name, int align) {
-  STD_TORCH_CHECK(t.is_cuda() && t.is_contiguous() && reinterpret_cast<uintptr_t>(t.data_ptr()) % align == 0, name,
-                  " must be contiguous, on a CUDA device and aligned to ", align, " bytes");
-}
-
-void check_alpha(const std::optional<Tensor>& t, const char* name, int64_t rows) {
-  if (!t) return;
-  check(*t, name, 4);
-  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && (t->numel() == 1 || t->numel() == rows), name, " must be float32, one or one a row");
-}
-
 int log2_of(int64_t v) {
   int log2 = 0;
   while ((int64_t(1) << log2) < v) ++log2;
@@ -35,24 +24,28 @@ int log2_of(int64_t v) {
 
 }  // namespace
 
-void check_weight(const DecodeWeight& w, ScalarType type, int64_t k, const DecodePlan& plan) {
-  const int64_t n = w.codes.size(0), format = plan.format, group = plan.group, tile = plan.tile;
-  check(w.codes, "codes", 16);
-  check(w.scale, "scale", 2);
+void check_weight(const DecodeWeight& w, ScalarType type, int64_t k, const DecodePlan& plan, const Tensor& beside) {
+  const int64_t format = plan.format, group = plan.group, tile = plan.tile;
+  STD_TORCH_CHECK(format >= INT4 && format <= FP8 && group > 0 && tile > 0, "the plan must name a Format, and groups and tiles of at least 1");
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
+  check_tensor(w.codes, "codes", beside, 2, 16);
+  check_bytes(w.codes, "codes");
+  check_tensor(w.scale, "scale", beside, ANY_DIMENSIONS, 2);
+  const int64_t n = w.codes.size(0);
   STD_TORCH_CHECK(k % 32 == 0 && w.codes.size(1) == (format == FP8 ? k : k / 2) && k % group == 0,
                   "codes must be (n, k / 2), or (n, k) of fp8, and k a multiple of 32 and of the group");
   STD_TORCH_CHECK(format == FP8 || w.scale.numel() == (n + tile - 1) / tile * (k / group), "scale must be (n / tile, k / group)");
+  if (format != FP8 && format != INT4) check_bytes(w.scale, "scale");
   STD_TORCH_CHECK(format != MXFP4 || type == ScalarType::BFloat16, "e8m0 scales are multiplied in bfloat16");
   if (format == INT4) {
     STD_TORCH_CHECK(group >= 32, "groups have at least 32 values");
     STD_TORCH_CHECK(w.zero && w.zero->numel() == w.scale.numel() && w.scale.scalar_type() == type && w.zero->scalar_type() == type && tile == 1,
                     "scale and zero must be (n, k / group) in x's type");
-    check(*w.zero, "zero", 2);
+    check_tensor(*w.zero, "zero", beside, ANY_DIMENSIONS, 2);
   }
-  check_alpha(w.alpha, "alpha_w", n);
+  if (w.alpha) check_alpha(*w.alpha, "alpha_w", beside, n);
   if (w.bias) {
-    check(*w.bias, "bias", 2);
+    check_tensor(*w.bias, "bias", beside, ANY_DIMENSIONS, 2);
     STD_TORCH_CHECK(w.bias->numel() == n && (w.bias->scalar_type() == type || w.bias->scalar_type() == ScalarType::Float),
                     "bias must be (n,) in x's type or float32");
   }
@@ -119,7 +112,7 @@ void decode_into(const DecodeProduct* products, int64_t count, const Tensor& lik
     const int64_t most = decode_takes_siblings(int(format), m, n, k) ? SIBLINGS : 1;
     while (taken < most && next + taken < count && alike(first, products[next + taken], m, k)) {
       const DecodeProduct& p = products[next + taken];
-      check_weight(p.w, like.scalar_type(), k, p.plan);
+      check_weight(p.w, like.scalar_type(), k, p.plan, like);
       STD_TORCH_CHECK(m > 0, "x must have rows");
       DecodeArgs& a = args[taken];
       a = arguments(p.w, k, p.plan);
@@ -144,9 +137,10 @@ namespace {
 Tensor decode_mm(const Tensor& x, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero,
                  const std::optional<Tensor>& alpha_x, const std::optional<Tensor>& alpha_w, const std::optional<Tensor>& bias, int64_t format,
                  int64_t group, int64_t tile, double shift, double odd_shift) {
+  check_input(x, 2, {ScalarType::BFloat16, ScalarType::Half});
+  check_tensor(codes, "codes", x, 2);
   const int64_t m = x.size(0), n = codes.size(0);
-  check(x, "x", 16);
-  check_alpha(alpha_x, "alpha_x", m);
+  if (alpha_x) check_alpha(*alpha_x, "alpha_x", x, m);
   DeviceGuard guard(x.get_device_index());
   const int64_t size[] = {m, n};
   Tensor y = torch::stable::new_empty(x, {size, 2});

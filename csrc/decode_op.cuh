@@ -18,8 +18,8 @@ struct DecodeWeight {
   const std::optional<Tensor>& bias;
 };
 
-// Raises where W is not as its plan says, for a product in `type` with k columns.
-void check_weight(const DecodeWeight& w, ScalarType type, int64_t k, const DecodePlan& plan);
+// Raises where W is not as its plan says, for a product in `type` with k columns, on the device of `beside`.
+void check_weight(const DecodeWeight& w, ScalarType type, int64_t k, const DecodePlan& plan, const Tensor& beside);
 
 // W's part of a kernel's arguments.
 DecodeArgs arguments(const DecodeWeight& w, int64_t k, const DecodePlan& plan);

@@ -23,9 +23,8 @@ void launch(const whole::Call& p, int grid, cudaStream_t stream) {
 // keep: whether codes and scales are written; if not, they are (0, 0). out: dtype of the values, 0 for none; operand:
 // values without the scale `outer`.
 std::tuple<Tensor, Tensor, Tensor, Tensor> encode_tensor(const Tensor& x, int64_t kind, bool keep, int64_t out, bool operand) {
-  check_floats(x);
-  STD_TORCH_CHECK(x.dim() == 2 && x.numel() > 0 && x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16, and not empty");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must start on a multiple of 16 bytes");
+  check_floats(x, 2);
+  STD_TORCH_CHECK(x.numel() > 0 && x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16, and not empty");
   STD_TORCH_CHECK(kind == whole::OF_NVFP4 || kind == whole::OF_FP8, "kind must be one of Kind");
   const int64_t rows = x.size(0), k = x.size(1), blocks = rows * k / 16;
   STD_TORCH_CHECK(blocks < int64_t(1) << 30, "x must hold fewer than 2^34 values");
@@ -34,11 +33,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_tensor(const Tensor& x, int64_
     int64_t size[] = {r, n};
     return torch::stable::new_empty(x, {size, 2}, type);
   };
-  constexpr ScalarType DTYPES[] = {ScalarType::BFloat16, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
+  const ScalarType type_of_values = values_type(out);
   const bool scales = keep && kind == whole::OF_NVFP4;
   Tensor codes = keep ? make(rows, kind == whole::OF_NVFP4 ? k / 2 : k, ScalarType::Byte) : make(0, 0, ScalarType::Byte);
   Tensor scale = scales ? make(rows, k / 16, ScalarType::Byte) : make(0, 0, ScalarType::Byte);
-  Tensor outer = make(1, 1, ScalarType::Float), values = out ? make(rows, k, DTYPES[out]) : make(0, 0, ScalarType::Byte);
+  Tensor outer = make(1, 1, ScalarType::Float), values = out ? make(rows, k, type_of_values) : make(0, 0, ScalarType::Byte);
   const int64_t chunks = (blocks + whole::THREADS - 1) / whole::THREADS, most = multiprocessors() < whole::THREADS ? multiprocessors() : whole::THREADS;
   const int grid = int(chunks < most ? chunks : most);
   Tensor partials = make(1, grid, ScalarType::Int);

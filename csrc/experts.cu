@@ -28,20 +28,23 @@ cudaError_t run(bool many, const DecodeArgs& stack, const Groups& groups, const 
 Tensor experts_mm(const Tensor& x, const Tensor& ends, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero,
                   const std::optional<Tensor>& alpha_x, const std::optional<Tensor>& alpha_w, int64_t packed_plan, bool many) {
   const LinearPlan plan(packed_plan);
+  check_input(x, 2, {ScalarType::BFloat16});
+  check_tensor(ends, "ends", x, 1, sizeof(int));
+  check_type(ends, "ends", {ScalarType::Int});
+  check_tensor(codes, "codes", x, 2);
   const int64_t s = x.size(0), k = x.size(1), experts = ends.numel(), rows = codes.size(0);
-  STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && x.scalar_type() == ScalarType::BFloat16 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
-                  "x must be bfloat16, contiguous, on a CUDA device and aligned to 16 bytes");
-  STD_TORCH_CHECK(ends.is_cuda() && ends.is_contiguous() && ends.scalar_type() == ScalarType::Int && experts > 0 && rows % experts == 0,
-                  "ends must be int32 and contiguous, of as many experts as share the rows of codes evenly");
-  for (const auto* alpha : {&alpha_x, &alpha_w})
-    STD_TORCH_CHECK(!*alpha || ((*alpha)->is_cuda() && (*alpha)->is_contiguous() && (*alpha)->scalar_type() == ScalarType::Float &&
-                                (*alpha)->numel() == (alpha == &alpha_x ? s : rows)),
-                    "alpha must be float32 and contiguous, one a row");
+  STD_TORCH_CHECK(experts > 0 && rows > 0 && rows % experts == 0, "ends must have as many experts as share the rows of codes evenly");
+  for (const auto* alpha : {&alpha_x, &alpha_w}) {
+    if (!*alpha) continue;
+    const int64_t wanted = alpha == &alpha_x ? s : rows;
+    check_alpha(**alpha, "alpha", x, wanted);
+    STD_TORCH_CHECK((*alpha)->numel() == wanted, "alpha must be one a row");
+  }
   const int64_t n = rows / experts, size[] = {s, n};
   STD_TORCH_CHECK(n % (int64_t(1) << plan.tile_log2) == 0, "experts must have whole tiles of rows that share scales");
   const std::optional<Tensor> none;
   const DecodeWeight w = {codes, scale, zero, alpha_w, none};
-  check_weight(w, ScalarType::BFloat16, k, plan.packing());
+  check_weight(w, ScalarType::BFloat16, k, plan.packing(), x);
   DeviceGuard guard(x.get_device_index());
   Tensor y = torch::stable::new_empty(x, {size, 2});
   if (s == 0) return y;

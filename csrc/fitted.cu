@@ -46,10 +46,9 @@ int run(fitted::Call& p, ScalarType type, int64_t size, cudaStream_t stream) {
 }
 
 fitted::Call call_of(const Tensor& x, const Tensor& matrix) {
-  check_floats(x);
-  STD_TORCH_CHECK(x.dim() == 2 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must be (R, K) and start on a multiple of 16 bytes");
-  STD_TORCH_CHECK(matrix.is_cuda() && matrix.is_contiguous() && matrix.scalar_type() == ScalarType::Float && matrix.dim() == 3,
-                  "matrix must be (K / G, G, G) float32, contiguous and on a CUDA device");
+  check_floats(x, 2);
+  check_tensor(matrix, "matrix", x, 3, 16);
+  check_type(matrix, "matrix", {ScalarType::Float});
   const int64_t size = matrix.size(2);
   STD_TORCH_CHECK((size == 16 || size == 32 || size == 64 || size == 128) && matrix.size(1) == size && matrix.size(0) * size == x.size(1),
                   "matrix must be (K / G, G, G) for G = 16, 32, 64 or 128");
@@ -67,8 +66,8 @@ Tensor make(const Tensor& like, int64_t rows, int64_t columns, ScalarType type) 
 Tensor transform_fitted(const Tensor& x, const Tensor& matrix, bool back, int64_t out) {
   fitted::Call p = call_of(x, matrix);
   DeviceGuard guard(x.get_device_index());
-  constexpr ScalarType DTYPES[] = {ScalarType::BFloat16, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
-  Tensor y = make(x, x.size(0), x.size(1), DTYPES[out]);
+  STD_TORCH_CHECK(out != 0, "out must name the dtype of the result");
+  Tensor y = make(x, x.size(0), x.size(1), values_type(out));
   p.y = y.data_ptr(), p.back = back, p.out = int(out);
   run<fitted::VALUES>(p, x.scalar_type(), matrix.size(2), current_stream(x));
   check_launch();

@@ -95,10 +95,12 @@ void launch(Args p, cudaStream_t stream) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> encode_grids(
     const Tensor& x, const Tensor& amax, double known, int64_t effort, int64_t metric, int64_t tile, double c, bool alternating, int64_t out,
     bool operand) {
-  check_floats(x);
-  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must start on a multiple of 16 bytes");
-  STD_TORCH_CHECK(amax.is_cuda() && amax.scalar_type() == ScalarType::Int && amax.is_contiguous(), "amax must be int32 on x's device");
+  check_floats(x, 2);
+  STD_TORCH_CHECK(x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16");
+  check_tensor(amax, "amax", x, ANY_DIMENSIONS, sizeof(int));
+  check_type(amax, "amax", {ScalarType::Int});
+  STD_TORCH_CHECK(effort >= FOUR_OVER_SIX && effort <= SEARCH && metric >= MSE && metric <= ABSMAX, "effort and metric must be of Effort and Metric");
+  STD_TORCH_CHECK(tile > 0 && tile <= 16, "tiles have 1 to 16 rows, got ", tile);
   int64_t rows = x.size(0), k = x.size(1);
   STD_TORCH_CHECK(rows * k / 16 < int64_t(1) << 30, "x must hold fewer than 2^34 values");
   DeviceGuard guard(x.get_device_index());
@@ -106,10 +108,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_grids(
     int64_t size[] = {r, n};
     return torch::stable::new_empty(x, {size, 2}, type);
   };
-  constexpr ScalarType DTYPES[] = {ScalarType::BFloat16, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
+  const ScalarType type_of_values = values_type(out);
   auto float_bits = [](float v) { uint32_t u; std::memcpy(&u, &v, sizeof u); return u; };
   Tensor codes = make(rows, k / 2, ScalarType::Byte), scale = make((rows + tile - 1) / tile, k / 16, ScalarType::Byte);
-  Tensor outer = make(1, 1, ScalarType::Float), values = out ? make(rows, k, DTYPES[out]) : make(0, 0, ScalarType::Byte);
+  Tensor outer = make(1, 1, ScalarType::Float), values = out ? make(rows, k, type_of_values) : make(0, 0, ScalarType::Byte);
 
   Args p{static_cast<const int32_t*>(amax.data_ptr()), int(amax.numel()), float_bits(float(known)), x.data_ptr(),
          static_cast<uint8_t*>(codes.data_ptr()), static_cast<uint8_t*>(scale.data_ptr()), static_cast<float*>(outer.data_ptr()),

@@ -40,10 +40,13 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
   const auto type = given.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
   const int64_t k = lead[dims - 1], m = k ? given.numel() / k : 0;
+  STD_TORCH_CHECK(m <= std::numeric_limits<int32_t>::max(), "x must have fewer than 2^31 rows");
   const int encodes = layers[0].plan.encodes, values = encodes == MXFP4_ROW ? 32 : 16;  // of a block
+  STD_TORCH_CHECK(encodes >= 0 && encodes <= FOUR_OVER_SIX_ROW, "the plan must name a RowFormat");
   STD_TORCH_CHECK(m > 0 && k % values == 0, "x must have rows of a multiple of ", values, " values");
   DeviceGuard guard(given.get_device_index());
   const Tensor x = aligned(given);
+  check_tensor(x, "x", x, ANY_DIMENSIONS, 16);
   std::array<int64_t, MOST_DIMENSIONS> size;
   for (int64_t i = 0; i < dims - 1; ++i) size[i] = lead[i];
   std::vector<Tensor> ys;
@@ -51,9 +54,11 @@ std::vector<Tensor> multiplied(const Tensor& given, const Layer* layers, int64_t
   ys.reserve(count), products.reserve(count);
   for (int64_t i = 0; i < count; ++i) {
     STD_TORCH_CHECK(layers[i].plan.encodes == encodes, "siblings encode x alike");
+    const DecodePlan packing = layers[i].plan.packing();
+    check_weight(layers[i].w, type, k, packing, x);
     size[dims - 1] = layers[i].w.codes.size(0);
     ys.push_back(torch::stable::new_empty(x, {size.data(), size_t(dims)}));
-    products.push_back({ys.back(), layers[i].w, layers[i].plan.packing()});
+    products.push_back({ys.back(), layers[i].w, packing});
   }
   bool encoded_there = true;
   for (int64_t i = 0; i < count; ++i) {
@@ -102,9 +107,8 @@ std::vector<Tensor> siblings(const Tensor& x, const std::vector<Tensor>& codes, 
 // x (m, k) -> what launch_encode_rows makes of it, (m, k) in x's type, and the rows' scales, (m, 1) float32.
 std::tuple<Tensor, Tensor> encode_rows(const Tensor& x, int64_t format, bool decoded) {
   const auto type = x.scalar_type();
-  STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must be contiguous, on a CUDA device and aligned to 16 bytes");
-  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "x must be bfloat16 or float16");
-  STD_TORCH_CHECK(x.dim() == 2 && x.size(0) > 0 && x.size(1) > 0 && x.size(1) % 16 == 0, "x must be (m, k) with k a multiple of 16");
+  check_input(x, 2, {ScalarType::BFloat16, ScalarType::Half});
+  STD_TORCH_CHECK(x.size(0) > 0 && x.size(1) > 0 && x.size(1) % 16 == 0, "x must be (m, k) with k a multiple of 16");
   STD_TORCH_CHECK(format >= NVFP4_ROW && format <= FOUR_OVER_SIX_ROW, "format must be one of RowFormat");
   STD_TORCH_CHECK(format != MXFP4_ROW || x.size(1) % 32 == 0, "x must be (m, k) with k a multiple of 32");
   DeviceGuard guard(x.get_device_index());

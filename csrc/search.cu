@@ -27,10 +27,11 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) search_kernel(const SearchA
 // x (R, K), outer (1, 1) float32 or empty -> codes (R, K / 2), scale (R, K / 16) bytes, and values (R, K), or (0, 0)
 // for out = 0.
 std::tuple<Tensor, Tensor, Tensor> encode_search(const Tensor& x, const Tensor& outer, int64_t out, bool operand) {
-  check_floats(x);
-  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16");
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, "x must start on a multiple of 16 bytes");
-  STD_TORCH_CHECK(outer.is_cuda() && outer.scalar_type() == ScalarType::Float && outer.numel() <= 1, "outer must be one float32 on x's device, or empty");
+  check_floats(x, 2);
+  STD_TORCH_CHECK(x.size(1) % 16 == 0, "x must be (R, K) with K a multiple of 16");
+  check_tensor(outer, "outer", x, ANY_DIMENSIONS, sizeof(float));
+  check_type(outer, "outer", {ScalarType::Float});
+  STD_TORCH_CHECK(outer.numel() <= 1, "outer must be one number, or empty");
   int64_t rows = x.size(0), k = x.size(1), blocks = rows * k / 16;
   STD_TORCH_CHECK(blocks < int64_t(1) << 30, "x must hold fewer than 2^34 values");
   DeviceGuard guard(x.get_device_index());
@@ -38,9 +39,9 @@ std::tuple<Tensor, Tensor, Tensor> encode_search(const Tensor& x, const Tensor& 
     int64_t size[] = {r, n};
     return torch::stable::new_empty(x, {size, 2}, type);
   };
-  constexpr ScalarType DTYPES[] = {ScalarType::BFloat16, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
+  const ScalarType type_of_values = values_type(out);
   Tensor codes = make(rows, k / 2, ScalarType::Byte), scale = make(rows, k / 16, ScalarType::Byte);
-  Tensor values = out ? make(rows, k, DTYPES[out]) : make(0, 0, ScalarType::Byte);
+  Tensor values = out ? make(rows, k, type_of_values) : make(0, 0, ScalarType::Byte);
   SearchArgs p{x.data_ptr(), outer.numel() ? static_cast<const float*>(outer.data_ptr()) : nullptr, static_cast<uint8_t*>(codes.data_ptr()),
                static_cast<uint8_t*>(scale.data_ptr()), values.data_ptr(), int(out), int(operand), int(blocks)};
   int64_t wanted = (blocks + THREADS - 1) / THREADS, most = int64_t(multiprocessors()) * RESIDENT;

@@ -98,10 +98,12 @@ void decode_as(int format, const DecodeArgs& a, cudaStream_t stream) {
 Tensor decode_values(const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero, int64_t packed_plan) {
   const LinearPlan plan(packed_plan);
   const ScalarType type = plan.half ? ScalarType::Half : ScalarType::BFloat16;
+  STD_TORCH_CHECK(codes.is_cuda(), "codes must be on a CUDA device");
+  check_tensor(codes, "codes", codes, 2);
   const int64_t n = codes.size(0), k = codes.size(1) * (plan.format == FP8 ? 1 : 2);
   const std::optional<Tensor> none;
   const DecodeWeight w = {codes, scale, zero, none, none};
-  check_weight(w, type, k, plan.packing());
+  check_weight(w, type, k, plan.packing(), codes);
   DeviceGuard guard(codes.get_device_index());
   const int64_t size[] = {n, k};
   Tensor values = torch::stable::new_empty(codes, {size, 2}, type);

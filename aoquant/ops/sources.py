@@ -15,7 +15,10 @@ import mmap
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-PARTS = {"_native": ("*.cu", "*.cuh", "builder.py"), "_native_cpu": ("cpu/*.cpp", "cpu/*.h", "cpu_builder.py")}
+PARTS = {
+    "_native": ("*.cu", "*.cuh", "*.h", "builder.py"),
+    "_native_cpu": ("cpu/*.cpp", "cpu/*.h", "*.h", "cpu_builder.py"),
+}
 
 
 def symbol(library: str) -> str | None:

@@ -1,24 +1,18 @@
 // Operators on CPU tensors: checks, the level of instructions, and rows of W spread over torch's threads.
 //
 // LibTorch is seen through its stable ABI, as csrc's CUDA library sees it. `aoquant/ops/native_cpu.py` loads this one.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-#include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <tuple>
 
+#include "arguments.h"
 #include "kernels.h"
 
 namespace aoquant::cpu {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -30,12 +24,11 @@ constexpr int64_t LONGEST = 1 << 16;  // K of integer sums: 255 * 128 * K stays 
 bool bfloat16(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
 
 void check_matrix(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.is_cpu() && t.dim() == 2 && t.is_contiguous(), name, " must be a contiguous matrix on a CPU");
+  STD_TORCH_CHECK(t.is_cpu(), name, " must be on a CPU");
+  check_tensor(t, name, t, 2);
 }
 
-void check_floats(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(bfloat16(t) || t.scalar_type() == ScalarType::Float, name, " must be bfloat16 or float32");
-}
+void check_floats(const Tensor& t, const char* name) { check_type(t, name, {ScalarType::BFloat16, ScalarType::Float}); }
 
 // The kernels for this machine, or for AVX2 where ATEN_CPU_CAPABILITY holds PyTorch's own below AVX-512.
 const Kernels* kernels() {
@@ -69,7 +62,7 @@ int64_t level() {
 Weight weight(const Tensor& codes, const std::optional<Tensor>& scale, const std::optional<Tensor>& zero, int64_t kind, int64_t group) {
   check_matrix(codes, "codes");
   STD_TORCH_CHECK(kind >= INT4 && kind <= INT8, "kind must be one of Kind");
-  STD_TORCH_CHECK(codes.element_size() == 1, "codes must be bytes");
+  check_bytes(codes, "codes");
   const int64_t n = codes.size(0), k = codes.size(1) * (kind == INT8 ? 1 : 2);
   STD_TORCH_CHECK(k > 0 && k % 32 == 0, "K must be a multiple of 32");
   Weight w = {Kind(kind), false, static_cast<const uint8_t*>(codes.data_ptr()), nullptr, nullptr, n, k, group, 0};
@@ -94,16 +87,17 @@ Weight weight(const Tensor& codes, const std::optional<Tensor>& scale, const std
 
 Epilogue epilogue(const Tensor& y, const std::optional<Tensor>& alpha_x, const std::optional<Tensor>& alpha_w, const std::optional<Tensor>& bias) {
   Epilogue e = {y.data_ptr(), bfloat16(y), false, nullptr, nullptr, 0, 0, nullptr};
-  const auto alpha = [](const std::optional<Tensor>& t, int64_t rows, const float*& p, int64_t& step) {
+  const auto alpha = [&](const std::optional<Tensor>& t, const char* name, int64_t rows, const float*& p, int64_t& step) {
     if (!t) return;
-    STD_TORCH_CHECK(t->is_cpu() && t->is_contiguous() && t->scalar_type() == ScalarType::Float && (t->numel() == 1 || t->numel() == rows), "an alpha must be one float32 number, or one a row");
+    check_alpha(*t, name, y, rows);
     p = static_cast<const float*>(t->data_ptr()), step = t->numel() > 1;
   };
-  alpha(alpha_x, y.size(0), e.alpha_x, e.alpha_x_step);
-  alpha(alpha_w, y.size(1), e.alpha_w, e.alpha_w_step);
+  alpha(alpha_x, "alpha_x", y.size(0), e.alpha_x, e.alpha_x_step);
+  alpha(alpha_w, "alpha_w", y.size(1), e.alpha_w, e.alpha_w_step);
   if (bias) {
     check_floats(*bias, "bias");
-    STD_TORCH_CHECK(bias->is_cpu() && bias->is_contiguous() && bias->numel() == y.size(1), "bias must be contiguous, of N values");
+    check_tensor(*bias, "bias", y, ANY_DIMENSIONS);
+    STD_TORCH_CHECK(bias->numel() == y.size(1), "bias must have N values");
     e.bias = bias->data_ptr(), e.bias_bfloat16 = bfloat16(*bias);
   }
   return e;
@@ -112,6 +106,7 @@ Epilogue epilogue(const Tensor& y, const std::optional<Tensor>& alpha_x, const s
 // f(from, to) for strips of W's rows, on as many threads as `work` multiplications a row are worth.
 template <typename F>
 void over_rows(int64_t n, int64_t work, const F& f) {
+  if (n == 0 || work == 0) return;
   const int64_t strips = (n + STRIP - 1) / STRIP, grain = WORK / (STRIP * work) + 1;
   torch::stable::parallel_for(0, strips, grain, [&](int64_t from, int64_t to) { f(from * STRIP, to * STRIP < n ? to * STRIP : n); });
 }
@@ -147,7 +142,7 @@ Tensor integer_mm(const Tensor& x, const Tensor& codes, const std::optional<Tens
   Tensor y = make(x, x.size(0), w.n, to_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float);
   const Epilogue e = epilogue(y, alpha_x, alpha_w, bias);
   const Kernels& run = chosen();
-  over_rows(w.n, x.size(0) * w.k / 4, [&](int64_t from, int64_t to) { run.integer_products(w, static_cast<const int8_t*>(x.data_ptr()), x.size(0), from, to, e); });
+  over_rows(w.n, (x.size(0) * w.k + 3) / 4, [&](int64_t from, int64_t to) { run.integer_products(w, static_cast<const int8_t*>(x.data_ptr()), x.size(0), from, to, e); });
   return y;
 }
 

@@ -22,11 +22,12 @@ import cpu_builder  # noqa: E402
 
 def built() -> Path:
     """The library: aoquant's own if it is there and of these sources, else one in build/, named by them and torch."""
-    if native_cpu.LIBRARY.exists() and not sources.others(native_cpu.LIBRARY):
+    sanitized = os.environ.get("AOQUANT_SANITIZE", "0")
+    if sanitized == "0" and native_cpu.LIBRARY.exists() and not sources.others(native_cpu.LIBRARY):
         return native_cpu.LIBRARY
     if (reason := cpu_builder.why_not(torch, cpu_builder.find_compiler())) is not None:
         pytest.skip(reason)
-    target = ROOT / "build" / f"{sources.symbol('_native_cpu')}-torch{torch.__version__}" / "_native_cpu.so"
+    target = ROOT / "build" / f"{sources.symbol('_native_cpu')}-torch{torch.__version__}-{sanitized}" / "_native_cpu.so"
     if not target.exists():
         mine = target.parent / str(os.getpid())  # workers may build at the same time
         cpu_builder.build(torch, mine / target.name, mine)
