@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from aoquant._warning import AoquantWarning
@@ -54,7 +55,7 @@ def install(module: ModuleType) -> None:
     @functools.wraps(inject)
     def inject_adapter(tuner: BaseTuner, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         learned = _trained_scales(model)
-        with _only_lora(tuner):
+        with _only_lora(tuner), _named(model):
             inject(tuner, model, *args, **kwargs)
         peft_gradients.mend(model)
         if frozen := [name for name, scale in learned.items() if not scale.requires_grad]:
@@ -66,6 +67,14 @@ def install(module: ModuleType) -> None:
             )
 
     BaseTuner.inject_adapter = inject_adapter
+    wrap = AuxiliaryTrainingWrapper.__init__
+
+    @functools.wraps(wrap)
+    def __init__(self: AuxiliaryTrainingWrapper, module_to_save: nn.Module, adapter_name: str, **kwargs: Any) -> None:
+        _check_wrapped(type(self).__name__, module_to_save, kwargs)
+        wrap(self, module_to_save, adapter_name, **kwargs)
+
+    AuxiliaryTrainingWrapper.__init__ = __init__
 
 
 def _trained_scales(model: nn.Module) -> dict[str, Tensor]:
@@ -73,6 +82,48 @@ def _trained_scales(model: nn.Module) -> dict[str, Tensor]:
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, QATLayer)]
     scales = {f"{name}.{part}": getattr(m, part) for name, m in layers for part in held.names(m)}
     return {name: scale for name, scale in scales.items() if scale.requires_grad}
+
+
+_names: dict[int, str] = {}  # of a model's modules, by id, while adapters are added to it
+
+
+@contextmanager
+def _named(model: nn.Module) -> Iterator[None]:
+    """Keep the names of the modules of `model` for the errors of wrappers, which peft tells none."""
+    _names.update((id(module), name) for name, module in model.named_modules())
+    try:
+        yield
+    finally:
+        _names.clear()
+
+
+def _check_wrapped(wrapper: str, module: nn.Module, options: dict[str, Any]) -> None:
+    """Raise ValueError for a wrapper that reads quantised weights past their layer, or trains what has no values.
+
+    `modules_to_save` trains a copy of a module, so a prepared layer stays one; where peft ties the copy to another
+    (`ensure_weight_tying`), it makes a float layer.
+    """
+    for part, m in module.named_modules():
+        prepared = isinstance(m, PreparedModule)
+        if not (prepared or any(is_packed(p) for p in m._parameters.values())):
+            continue
+        fqn = m.prepared.fqn if isinstance(m, QATLayer) else ""
+        name = ".".join(filter(None, (_names.get(id(module), ""), part))) or fqn or type(m).__name__
+        if wrapper == "TrainableTokensWrapper":
+            raise ValueError(
+                f"{name}: trainable_token_indices={options.get('token_indices')} trains rows of a weight beside its layer, so a quantised "
+                "one would be read as float: leave it out of trainable_token_indices, or out of quantize_"
+            )
+        if not prepared:
+            raise ValueError(
+                f"{name}: modules_to_save trains a copy of the module, and packed codes are fixed: prepare the model instead of quantising it, "
+                "or leave the module out of modules_to_save"
+            )
+        if options.get("tied_module") is not None:
+            raise ValueError(
+                f"{name}: ensure_weight_tying=True makes a float layer of its copy, tied to the embedding's: leave it out, or leave both out "
+                "of modules_to_save"
+            )
 
 
 @contextmanager
@@ -89,7 +140,13 @@ def _only_lora(tuner: BaseTuner) -> Iterator[None]:
                 f"{base.prepared.fqn}: {config.peft_type.value} has no exact meaning on a prepared layer, its merge would change what was "
                 "trained: use LoraConfig, or leave the layer out of target_modules"
             )
-        replace(config, adapter_name, target, *args, **kwargs)
+        try:
+            replace(config, adapter_name, target, *args, **kwargs)
+        except NotImplementedError as error:  # of a packed tensor, which knows no name
+            raise ValueError(
+                f"{kwargs.get('current_key') or type(base).__name__}: {config.peft_type.value} computes with the base weight, and a packed "
+                f"one has codes: use LoraConfig, or leave the layer out of target_modules ({error})"
+            ) from error
 
     tuner._create_and_replace = create_and_replace
     try:
@@ -117,10 +174,14 @@ def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     name = kwargs.get("target_name", "")
     if (parameter := kwargs.get("parameter_name")) is not None:
-        if is_packed(getattr(base, parameter, None)):
+        if is_packed(getattr(base, "weight", None)) or is_packed(getattr(base, parameter, None)):
             raise ValueError(
                 f"{name}: target_parameters={parameter!r} adapts a packed weight, whose codes are fixed: prepare the model instead of "
                 f"quantising it, or leave the parameter out of target_parameters{_said_otherwise(config)}"
+            )
+        if isinstance(base, PreparedModule) and getattr(base, parameter).dim() < 2:
+            raise ValueError(
+                f"{name}: target_parameters={parameter!r} has one dimension, and LoRA adapts matrices: leave it out, or train it as it is"
             )
         return (
             QATParamWrapper(target, adapter_name, config=config, **kwargs) if isinstance(base, PreparedModule) else None

@@ -31,7 +31,7 @@ class _LoraLinear(Merging, Linear):
     """peft's LoRA layer with a merge that rounds once and an unmerge that is exact."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        for option in ("lora_bias", "fan_in_fan_out", *self.refused()):
+        for option in ("lora_bias", "fan_in_fan_out", "use_qalora", *self.refused()):
             if getattr(config, option):
                 raise ValueError(
                     f"{self.label}: LoraConfig({option}=...) has no exact meaning on {self.base()}: leave it out"
@@ -114,7 +114,16 @@ class QATLoraLinear(_LoraLinear):
         return "a prepared layer, whose forward multiplies by the merged weight"
 
     def refused(self) -> tuple[str, ...]:
-        return ("lora_dropout",)
+        # replicated layers share a weight, which merges the adapters of all of them
+        return ("lora_dropout", "layer_replication")
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        if config.init_lora_weights == "loftq":
+            raise ValueError(
+                f"{self.label}: init_lora_weights='loftq' replaces the base weight by NF4's values, and this layer has a format of its own: use "
+                "True, 'gaussian' or 'pissa'"
+            )
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
     def prepared_base(self) -> QATLinear:
         """The base layer, which convert or unprepare may have swapped."""
