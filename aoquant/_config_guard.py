@@ -26,6 +26,7 @@ from torchao.core import config as ao
 
 DEPTH = 32  # levels of nesting; a config of configs with granularities has about ten
 _DTYPE = "torch.dtype"
+_COMMON = {object, tuple, int, str, *enum.Enum.__mro__, *enum.IntFlag.__mro__}  # bases that say nothing of a class
 _unchecked: dict[str, Callable[[Any], Any]] = {}
 
 
@@ -133,7 +134,8 @@ def _listed(name: str) -> type:
             continue
         found[id(value)] = (value, module)
     if not found:
-        raise ValueError(f"torchao, aoquant and the modules in ALLOWED_AO_MODULES have no config called {name!r:.80}")
+        searched = ", ".join(sorted(ao.ALLOWED_AO_MODULES))  # torchao's words
+        raise ValueError(f"Failed to find class {name:.80} in any of the allowed modules: {searched}")
     if refused := [module for value, module in found.values() if not _may_be_built(value, module)]:
         raise ValueError(
             f"{name!r:.80} in {refused[0]} is no config, enum or granularity: a checkpoint may name nothing else; "
@@ -177,7 +179,11 @@ def _hints(cls: type) -> Mapping[str, Any]:
 
 
 def _fits(kind: Any, hint: Any) -> bool:
-    """True if a value of the file can stand where `hint` is annotated. kind: of `_given`."""
+    """True if a value of the file can stand where `hint` is annotated. kind: of `_given`.
+
+    torchao annotates loosely: numbers stand for integers, and one granularity for another, so a class is taken for
+    another one with a base of its own.
+    """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or kind is None:  # torchao annotates fields with a default of None as if it were not there
         return True
@@ -192,10 +198,10 @@ def _fits(kind: Any, hint: Any) -> bool:
     if not isinstance(hint, type):
         return True
     if isinstance(kind, type):  # of a described object
-        return issubclass(kind, hint) or hint is object
+        return issubclass(kind, hint) or bool({*kind.__mro__} & {*hint.__mro__} - _COMMON)
     if isinstance(kind, bool):
         return hint is bool
-    if isinstance(kind, int):
+    if isinstance(kind, int | float):
         return hint in (int, float)
     if isinstance(kind, str) and issubclass(hint, enum.Enum) and issubclass(hint, str):  # torchao takes the value too
         return kind in [member.value for member in hint]
