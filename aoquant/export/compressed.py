@@ -125,7 +125,7 @@ def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
     rows, k = p.shape
     tensors = {
         "weight_packed": _packed(p, format.width) if not p.qdata.is_meta else _empty(rows, k, format.width),
-        "weight_shape": torch.tensor([rows, k]),
+        "weight_shape": torch.tensor([rows, k], device="cpu"),
         "weight_scale": scale,
     }
     if p.zero_point is not None:
@@ -135,7 +135,7 @@ def _affine(format: Affine, p: PackedTensor) -> tuple[dict[str, Tensor], Quantiz
 
 def _nvfp4(format: Format | Operand, p: PackedTensor) -> tuple[dict[str, Tensor], QuantizationArgs]:
     assert p.scale is not None
-    outer = torch.ones(1) if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
+    outer = torch.ones(1, device="cpu") if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
     if not torch.equal(outer, outer[:1].expand_as(outer)):
         raise Unfit(f"{format.name} has an outer scale for each row, and readers hold one", _nvfp4_recipe(p))
     if not power_of_two(outer[:1]):
@@ -174,7 +174,9 @@ def _activation(name: str) -> _Inputs:
     elif isinstance(format, Affine | Float8) and format.per == "tensor" and len(format.fixed) == 1 and format.bits == 8:
         kind = "int" if isinstance(format, Affine) else "float"
         args |= {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": False}
-        return _Inputs(QuantizationArgs(**args), {"input_scale": torch.tensor([float(format.fixed[0])])}, ())
+        return _Inputs(
+            QuantizationArgs(**args), {"input_scale": torch.tensor([float(format.fixed[0])], device="cpu")}, ()
+        )
     elif isinstance(format, MX) and format.tile_rows == 1 and format.element in ("e2m1", "e4m3"):
         bits = 4 if format.element == "e2m1" else 8
         args |= {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, **_E8M0}
@@ -182,7 +184,7 @@ def _activation(name: str) -> _Inputs:
             notes = (f"vLLM rounds MXFP4 activations by the rule 'even' (mxfp4-even), trained as {name}",)
     elif type(format) is NVFP4 and format.outer == "static":
         assert format.pts is not None
-        outer = torch.tensor([format.pts])
+        outer = torch.tensor([format.pts], device="cpu")
         divisor = outer.reciprocal()
         if not torch.equal(divisor.reciprocal(), outer):
             raise Unfit(

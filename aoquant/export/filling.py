@@ -104,7 +104,7 @@ class Filling:
     def _stack(self, name: str, pieces: list[Piece]) -> None:
         """Float experts, one after another into their stack."""
         tensor = self.model.get_parameter(name)
-        values = torch.empty(tensor.shape, dtype=tensor.dtype)
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         for piece in pieces:
             values[piece.expert, piece.start : piece.end] = self.take([piece.name])[piece.name]
         self._set(name, values, tensor.requires_grad)

@@ -47,13 +47,13 @@ def _siblings(recipe: LinearRecipe) -> dict[str, PackedTensor]:
     operand, k = recipe.fprop_weight, math.lcm(recipe.fprop_weight.period, 256)
     if recipe.fprop_input is not None:
         k = math.lcm(k, recipe.fprop_input.period)
-    values = torch.arange(128 * k, dtype=torch.float32).sin().view(128, k)
+    values = torch.arange(128 * k, dtype=torch.float32, device="cpu").sin().view(128, k)
     weights = {name: (values * size).bfloat16() for name, size in _SIZES.items()}
     matrix = None
     if recipe.fitted:
         assert recipe.transform is not None
         size = recipe.transform.size
-        matrix = torch.eye(size).expand(k // size, size, size).contiguous()
+        matrix = torch.eye(size, device="cpu").expand(k // size, size, size).contiguous()
     held = Scales(transform=matrix) if recipe.fitted else None
     if shares(recipe):
         held = operand.measure(weights["k_proj"])  # the larger one

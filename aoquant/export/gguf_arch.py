@@ -164,7 +164,7 @@ def rope_factors(config: Mapping[str, Any]) -> Tensor | None:
     if rope.get("rope_type") != "llama3":
         return None
     dim = head_dim(config)
-    inverse = rope["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    inverse = rope["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     wavelength = 2 * math.pi / inverse
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = (rope["original_max_position_embeddings"] / wavelength - low) / (high - low)

@@ -51,7 +51,7 @@ def store(p: PackedTensor) -> Stored:
 
 def _nvfp4(p: PackedTensor, x: Format | Operand | None) -> Stored:
     assert p.scale is not None
-    outer = torch.ones(1) if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
+    outer = torch.ones(1, device="cpu") if p.per_tensor_scale is None else p.per_tensor_scale.flatten()
     if not torch.equal(outer, outer[:1].expand_as(outer)):
         raise Unfit(f"{p.format} has an outer scale for each row, and the layout one for the layer", "train nvfp4")
     tensors = {"weight": p.qdata, "weight_scale": p.scale, "weight_scale_2": outer[0].clone()}
@@ -63,7 +63,7 @@ def _nvfp4(p: PackedTensor, x: Format | Operand | None) -> Stored:
             "train the recipe vllm-nvfp4, whose are calibrated, or vllm-nvfp4-weight without quantised activations",
         )
     assert x.pts is not None
-    return Stored({**tensors, "input_scale": torch.tensor(x.pts)}, "NVFP4")
+    return Stored({**tensors, "input_scale": torch.tensor(x.pts, device="cpu")}, "NVFP4")
 
 
 def _float8(format: Float8, p: PackedTensor, x: Format | Operand | None) -> Stored:
@@ -74,7 +74,7 @@ def _float8(format: Float8, p: PackedTensor, x: Format | Operand | None) -> Stor
     if format.per == "tensor" and isinstance(x, Float8) and x.per == "tensor" and x.fixed:
         scales: dict[str, Tensor] = {
             "weight_scale": p.scale.reshape(()),
-            "input_scale": torch.tensor(float(x.fixed[0])),
+            "input_scale": torch.tensor(float(x.fixed[0]), device="cpu"),
         }
         return Stored({"weight": p.qdata, **scales}, "FP8")
     raise Unfit(

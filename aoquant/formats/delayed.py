@@ -34,7 +34,7 @@ class Delayed(NamedTuple):
     factor: Tensor
 
 
-def fresh(tensors: int, steps: int, device: torch.device | None = None) -> Delayed:
+def fresh(tensors: int, steps: int, device: torch.device | str = "cpu") -> Delayed:
     """Before the first step."""
     history = torch.zeros(tensors, steps, dtype=torch.float32, device=device)
     return Delayed(history, torch.ones(tensors, dtype=torch.float32, device=device))

@@ -145,6 +145,6 @@ def of_rank(state: Tensor, rank: int) -> Tensor:
     return torch.cat((state[:1] + rank * _WEYL[0], state[1:])) if rank else state
 
 
-def fresh_state(seed: int, name: str, device: torch.device | None = None) -> Tensor:
+def fresh_state(seed: int, name: str, device: torch.device | str = "cpu") -> Tensor:
     """(3,) int64: the state of the layer called `name` before its first backward."""
     return torch.tensor([seed, module_id(name), 0], dtype=torch.int64, device=device)

@@ -69,7 +69,7 @@ def finetune(
     trained = shard(copy.deepcopy(model)) if shared else model
     trained.train()
     optimizer = master_adamw(trained, learning_rate)
-    losses, first = torch.zeros(steps), 0
+    losses, first = torch.zeros(steps, device="cpu"), 0
     keeper = None
     if checkpoints is not None:
         keeper = Checkpoints(checkpoints, trained, optimizer, losses)

@@ -108,7 +108,7 @@ def reading(path: Path) -> Iterator[None]:
 def _read(stored: StoredTensor, offset: int, size: int) -> Tensor:
     """`size` bytes of a stored tensor, uint8."""
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     buffer = bytearray(size)
     with reading(stored.path), open(stored.path, "rb", buffering=0) as file:
         file.seek(stored.start + offset)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 def order_of_blocks(blocks: int, steps: int, batch: int, seed: int) -> Tensor:
     """Indices (steps, batch), int64, of the blocks of a run: every block once before any comes again."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     wanted = steps * batch
-    rounds = [torch.randperm(blocks, generator=generator) for _ in range(-(-wanted // blocks))]
+    rounds = [torch.randperm(blocks, generator=generator, device="cpu") for _ in range(-(-wanted // blocks))]
     return torch.cat(rounds)[:wanted].view(steps, batch)
 
 

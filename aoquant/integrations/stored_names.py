@@ -50,14 +50,14 @@ def pieces_of(model: Any, name: str) -> list[Piece]:
     if is_transposed(module):
         return []
     experts, rows, _ = shape
-    numbers = torch.arange(experts * rows).view(experts, rows, 1).expand(-1, -1, 2)
+    numbers = torch.arange(experts * rows, device="cpu").view(experts, rows, 1).expand(-1, -1, 2)
     pieces = []
     for stored, held in revert_weight_conversion(model, {name: numbers}).items():
         if held.shape == numbers.shape and torch.equal(held, numbers):
             return []
         first = int(held.flatten()[0])
         end = first + len(held)
-        if held.dim() != 2 or not torch.equal(held[:, 0], torch.arange(first, end)):
+        if held.dim() != 2 or not torch.equal(held[:, 0], torch.arange(first, end, device="cpu")):
             raise ValueError(f"{name} {tuple(shape)}: files keep it in a layout that is not known here")
         pieces.append(Piece(stored, first // rows, first % rows, first % rows + len(held)))
     return sorted(pieces, key=lambda p: (p.expert, p.start))

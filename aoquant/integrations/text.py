@@ -91,14 +91,14 @@ def token_blocks(
         raise ValueError("documents must be a sequence of strings, got one string; put it in a list")
     if tokenizer.eos_token_id is None:
         raise ValueError("tokenizer must have an eos token to put between documents, got none; set tokenizer.eos_token")
-    eos = torch.tensor([tokenizer.eos_token_id])
+    eos = torch.tensor([tokenizer.eos_token_id], device="cpu")
     parts: list[Tensor] = []
     with progress_bar(len(documents), "tokenize", "document", show=progress) as bar:
         for start in range(0, len(documents), _CHUNK):
             chunk = list(documents[start : start + _CHUNK])
             # verbose=False: a document may well be longer than the model's window, which is what blocks are for.
             for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]:
-                parts += [eos, torch.tensor(ids, dtype=torch.int64)]
+                parts += [eos, torch.tensor(ids, dtype=torch.int64, device="cpu")]
             bar.update(len(chunk))
     stream = torch.cat(parts) if parts else eos[:0]
     blocks = len(stream) // length

@@ -181,10 +181,13 @@ def _class(base: type) -> type:
 
 
 def placeholder(config: Any, experts: int, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """(E, N, K) zeros, which a checkpoint overwrites: packed as `config` says, or float where it is None."""
+    """(E, N, K) zeros, which a checkpoint overwrites: packed as `config` says, or float where it is None. vLLM builds a
+    model under the default device that it is to have.
+    """
+    device = torch.get_default_device()
     if config is None:
-        return torch.zeros(experts, n, k, dtype=dtype)
-    one = nn.Sequential(nn.Linear(k, n, bias=False, dtype=dtype))
+        return torch.zeros(experts, n, k, dtype=dtype, device=device)
+    one = nn.Sequential(nn.Linear(k, n, bias=False, dtype=dtype, device=device))
     nn.init.zeros_(next(one.parameters()))
     quantize_(one, config)
     w: Any = one[0].weight.data

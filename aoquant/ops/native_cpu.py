@@ -76,7 +76,7 @@ def torch_multiplies_integers() -> bool:
     """
     if not hasattr(torch, "_int_mm") or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
-    extremes = torch.tensor([-128, 127], dtype=torch.int8)
+    extremes = torch.tensor([-128, 127], dtype=torch.int8, device="cpu")
     x_MK = extremes.repeat(16).unsqueeze(1).repeat(1, 64)
     return bool((torch._int_mm(x_MK, x_MK.t()).double() == x_MK.double() @ x_MK.double().t()).all())
 

@@ -84,7 +84,7 @@ def decoded(
     rows = _rows(total, e.k, TILE, format.tile_rows) if tiled else None
     if rows is None:
         return function(e, dtype).to(out)
-    y_RK = torch.empty(total, e.k, dtype=out)
+    y_RK = e.codes.new_empty(total, e.k, dtype=out)
     for tile, part in _cut(format, e, rows):
         y_RK[tile] = function(part, dtype)
     return y_RK

@@ -1,6 +1,8 @@
-"""The process's default dtype is no part of any number: every byte is the one that float32 as the default gives.
+"""The process's default dtype and device are no part of any number: every byte is the one that float32 on a CPU as the
+default gives.
 
-`torch.tensor(1.0)`, `torch.where(mask, 2.0, 1.0)` and integers times a float take the default dtype; a format must not.
+`torch.tensor(1.0)`, `torch.where(mask, 2.0, 1.0)` and integers times a float take the default dtype, and new tensors
+the default device; a format must not.
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ def default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def data(dtype: torch.dtype) -> Tensor:
-    x = torch.randn(16, 512, generator=torch.Generator().manual_seed(5), dtype=torch.float32)
+    x = torch.randn(16, 512, generator=torch.Generator().manual_seed(5), dtype=torch.float32, device="cpu")
     x[3], x[4, :16] = 2.0**70 * x[3], 0.0
     x[5, 7], x[6, 9] = torch.nan, torch.inf
     return (x * 0.3).to(dtype)
@@ -47,7 +49,8 @@ def numbers(name: str) -> list[Tensor]:
         elif format.fitted:
             finite = x.nan_to_num(0.0, 0.0, 0.0).clamp(-9, 9).float()
             matrix, _ = fit(
-                gram(finite, 16) / 20 + torch.eye(16, dtype=torch.float64), gram(finite.flip(1), 16) / 20 + 1e-3
+                gram(finite, 16) / 20 + torch.eye(16, dtype=torch.float64, device="cpu"),
+                gram(finite.flip(1), 16) / 20 + 1e-3,
             )
             held = Scales(transform=matrix)
             e = format.encode(x, held)
@@ -67,7 +70,7 @@ def numbers(name: str) -> list[Tensor]:
 def bits(t: Tensor) -> Tensor:
     """Bytes, every NaN as one."""
     if t.is_floating_point() and t.element_size() > 1:
-        t = torch.where(t.isnan(), torch.full((), torch.nan, dtype=t.dtype), t)
+        t = torch.where(t.isnan(), torch.nan, t)
     return t.reshape(-1).view(torch.uint8)
 
 
@@ -80,3 +83,12 @@ def test_every_format(name: str) -> None:
         assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in want], dtype
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
             assert torch.equal(bits(a), bits(b)), (dtype, i)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_beside_another_default_device(name: str) -> None:
+    """A model on a CPU, in a process that makes new tensors elsewhere."""
+    with torch.device("meta"):
+        got = numbers(name)
+    for i, (a, b) in enumerate(zip(got, numbers(name), strict=True)):
+        assert a.device.type == "cpu" and torch.equal(bits(a), bits(b)), i

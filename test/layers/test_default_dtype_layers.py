@@ -1,7 +1,8 @@
-"""Layers under another default dtype: prepared equals converted, and both are what float32 as the default gives, to the
-byte.
+"""Layers under another default dtype or device: prepared equals converted, and both are what float32 on a CPU as the
+default gives, to the byte.
 
-A model says its dtype; `torch.set_default_dtype`, which model loaders set for a while, is no part of it.
+A model says its dtype and device; `torch.set_default_dtype` and `torch.set_default_device`, which model loaders set for
+a while, are no part of them.
 """
 
 from collections.abc import Iterator
@@ -37,14 +38,14 @@ def restored() -> Iterator[None]:
 def outputs(name: str, dtype: torch.dtype) -> list[Tensor]:
     """(prepared, converted, the input's and the weight's gradient) of a layer of `dtype`."""
     draws = torch.Generator().manual_seed(4)
-    layer = nn.Linear(128, 32, dtype=dtype)
+    layer = nn.Linear(128, 32, dtype=dtype, device="cpu")
     with torch.no_grad():
-        layer.weight.copy_(torch.randn(32, 128, generator=draws, dtype=torch.float32) * 0.1)
+        layer.weight.copy_(torch.randn(32, 128, generator=draws, dtype=torch.float32, device="cpu") * 0.1)
         assert layer.bias is not None
-        layer.bias.copy_(torch.randn(32, generator=draws, dtype=torch.float32))
+        layer.bias.copy_(torch.randn(32, generator=draws, dtype=torch.float32, device="cpu"))
     model = nn.Sequential(layer)
-    x = torch.randn(16, 128, generator=draws, dtype=torch.float32).to(dtype).requires_grad_()
-    calibration = torch.randn(64, 128, generator=draws, dtype=torch.float32).to(dtype)
+    x = torch.randn(16, 128, generator=draws, dtype=torch.float32, device="cpu").to(dtype).requires_grad_()
+    calibration = torch.randn(64, 128, generator=draws, dtype=torch.float32, device="cpu").to(dtype)
     recipe = get_recipe(name)
     quantize_(model, recipe.prepare())
     if isinstance(recipe.make(), WeightConfig):
@@ -69,3 +70,11 @@ def test_prepared_and_converted(name: str) -> None:
         torch.set_default_dtype(other)
         for what, a, b in zip(("prepared", "converted", "dx", "dW"), outputs(name, dtype), want, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b), (other, what)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_beside_another_default_device(name: str) -> None:
+    with torch.device("meta"):
+        got = outputs(name, torch.bfloat16)
+    for what, a, b in zip(("prepared", "converted", "dx", "dW"), got, outputs(name, torch.bfloat16), strict=True):
+        assert a.device.type == "cpu" and torch.equal(a, b), what

@@ -126,7 +126,7 @@ def _by_blocks(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
 
     def product(x_MK: Tensor, alpha_x: Tensor | None, bias: Tensor | None) -> Tensor:
         x32 = x_MK.float()
-        acc_MN = torch.empty(x_MK.shape[0], n, dtype=torch.float32)
+        acc_MN = x32.new_empty(x_MK.shape[0], n)
         for start in range(0, n, rows):
             some = slice(start, min(start + rows, n))
             part = codec.decode(f, tiles.rows_of(f, w, some), dtype, operand=True, out=torch.float32)
@@ -170,7 +170,7 @@ def _torch_product(f: Format, w: Encoded, dtype: torch.dtype) -> Multiply:
 
 def _sums(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     """x w^T in int32 (M, N), exact: float32 GEMMs of EXACT products a sum."""
-    sums_MN = torch.zeros(x_MK.shape[0], w_NK.shape[0], dtype=torch.int32)
+    sums_MN = x_MK.new_zeros(x_MK.shape[0], w_NK.shape[0], dtype=torch.int32)
     for x, w in zip(x_MK.split(EXACT, 1), w_NK.split(EXACT, 1), strict=True):
         sums_MN += torch.mm(x.float(), w.float().t()).to(torch.int32)
     return sums_MN

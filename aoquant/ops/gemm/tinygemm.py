@@ -68,7 +68,7 @@ class _Blank(NamedTuple):
 @cache
 def _blank(format: Int4, dtype: torch.dtype) -> _Blank:
     """Made on a CPU, where reading them does not wait for a device."""
-    e = format.encode(torch.zeros(1, format.group, dtype=dtype))
+    e = format.encode(torch.zeros(1, format.group, dtype=dtype, device="cpu"))
     scale, zero = _both(e)
     return _Blank(int(format.integers(e)[0, 0]) + 8, float(scale[0, 0]), float(zero[0, 0]))
 

@@ -42,7 +42,8 @@ def _why_not_scaled_mm(r: Request) -> str | None:
 @cache
 def _cpu_row_scales() -> bool:
     """Whether this torch's CPU kernel takes a scale per row: 2.11's does not, 2.13's does."""
-    codes, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
+    scale = torch.ones(16, 1, device="cpu")
     try:
         torch._scaled_mm(codes, codes.t(), scale, scale.t(), out_dtype=torch.bfloat16)
     except RuntimeError:
