@@ -55,7 +55,7 @@ def describe(source: Source, contents: Contents) -> Description:
     left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
     _check_experts([*(group.modules for group in groups.values()), left])
     schemes = {
-        f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(modules)})
+        f"group_{i}": scheme.model_copy(update={"targets": ["Linear"] if one else _patterns(source.names_of(modules))})
         for i, (scheme, modules) in enumerate(groups.values())
     }
     formats = {scheme.format for scheme in schemes.values()}
@@ -63,15 +63,10 @@ def describe(source: Source, contents: Contents) -> Description:
         config_groups=schemes,
         format=formats.pop() if len(formats) == 1 else "mixed-precision",
         quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=[*(m for m in _ignored(source) if m not in contents.layers), *_patterns(filter(EXPERT.match, left))],
+        ignore=[*source.left_out(contents.layers), *_patterns(filter(EXPERT.match, left))],
     )
     content: dict[str, Any] = json.loads(config.model_dump_json())
     return Description({**content, "version": compressed_tensors.__version__})
-
-
-def _ignored(source: Source) -> list[str]:
-    """Modules that an engine takes for linear layers, which a target of all of them would mean."""
-    return list(dict.fromkeys((*source.linears(), *source.routers)))
 
 
 def _patterns(modules: Iterable[str]) -> list[str]:

@@ -30,8 +30,8 @@ Store = Callable[[PackedTensor], Stored]
 class Contents:
     """What an export holds.
 
-    layers: packed ones, by module, as they will be stored, codes on meta. floats: weights that are written as
-    values, by name.
+    layers: packed ones, by module, as they will be stored, codes on meta. floats: every other tensor, by name, written
+    as values: those of layers left out, and what stands beside codes, such as a bias.
     """
 
     layers: dict[str, Stored]
@@ -92,7 +92,8 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
             AoquantWarning,
             stacklevel=3,
         )
-    floats = {name: w for name, w in source.weights.items() if w.module not in layers}
+    codes = {quantised[module].name for module in layers}
+    floats = {name: w for name, w in source.weights.items() if name not in codes}
     return Contents(layers, floats)
 
 
@@ -103,13 +104,11 @@ def values(weight: Weight) -> Tensor:
 
 
 def _matching(skip: Sequence[str], quantised: dict[str, Weight]) -> set[str]:
-    """Modules that `skip` names, by name, glob or "re:" pattern."""
+    """Modules that `skip` names, by name in the model or in files, glob or "re:" pattern."""
     chosen: set[str] = set()
     for pattern in skip:
-        if pattern.startswith("re:"):
-            found = {m for m in quantised if re.fullmatch(pattern[3:], m)}
-        else:
-            found = set(fnmatch.filter(quantised, pattern))
+        named = re.compile(pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern))
+        found = {m for m, w in quantised.items() if named.fullmatch(m) or named.fullmatch(w.module_in_files)}
         if not found:
             raise ValueError(
                 f"skip: {pattern!r} is no quantised layer's name; there are {len(quantised)}, such as {next(iter(quantised))}"

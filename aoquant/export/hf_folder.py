@@ -42,19 +42,22 @@ def write(
     """
     folder = Folder(out, _identity(source, target, skip, max_shard_size))
     contents, description = decide(source, store=store, describe=describe, target=target, skip=skip)
-    tensors = {f"{m}.{part}": t for m, stored in contents.layers.items() for part, t in stored.tensors.items()}
-    groups: dict[str, list[str]] = {m: [f"{m}.{part}" for part in s.tensors] for m, s in contents.layers.items()}
+    tensors, groups = dict[str, Tensor](), dict[str, list[str]]()
+    for module, stored in contents.layers.items():
+        parts = {f"{source.in_files(module)}.{part}": t for part, t in stored.tensors.items()}
+        tensors |= parts
+        groups[module] = list(parts)
     for name, weight in contents.floats.items():
         kept = weight.read(False)
-        tensors[name] = torch.empty(kept.shape, dtype=kept.dtype, device="meta")
-        groups[name] = [name]
+        tensors[weight.name_in_files] = torch.empty(kept.shape, dtype=kept.dtype, device="meta")
+        groups[name] = [weight.name_in_files]
 
     def make(group: str) -> dict[str, Tensor]:
         if group in contents.floats:
-            return {group: values(contents.floats[group])}
+            return {contents.floats[group].name_in_files: values(contents.floats[group])}
         packed = source.weights[f"{group}.weight"].read(True)
         assert isinstance(packed, PackedTensor)
-        return {f"{group}.{part}": t for part, t in store(packed).tensors.items()}
+        return {f"{source.in_files(group)}.{part}": t for part, t in store(packed).tensors.items()}
 
     index = folder.fill(tensors, groups, make, max_shard_size, {"format": "pt"})
     if index is not None:

@@ -98,7 +98,7 @@ def describe(source: Source, contents: Contents) -> Description:
         raise ValueError(f"modelopt: one algorithm for the whole model, got {found}: skip some layers{others}")
     algorithm = next(iter(algorithms))
     check_fused(contents.layers, source.modules)
-    left = [module for module in (*source.linears(), *source.routers) if module not in contents.layers]
+    left = source.left_out(contents.layers)
     quantization: dict[str, Any] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": left}
     if "NVFP4" in algorithm:
         quantization["group_size"] = 16

@@ -9,7 +9,7 @@ written before everything is decided.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 from torchao.utils import TorchAOBaseTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from aoquant.export.experts import Weight, as_stored
 from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.safetensors_file import StoredTensor, header
-from aoquant.integrations.stored_names import stored_name
+from aoquant.integrations.skeleton import class_of
+from aoquant.integrations.stored_names import model_names
+from aoquant.layers.kinds import is_layer, matrix_of
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import PreparedModule
 from aoquant.layers.routers import routers_of
@@ -34,7 +36,7 @@ from aoquant.tensor import PackedTensor
 @dataclass(frozen=True)
 class Source:
     """A converted model. weights: by name, each once; experts' matrices one by one. tied: other names of the same
-    weights. folder: of a checkpoint; None in memory. routers: names of routers' layers, which stay float.
+    weights. folder: of a checkpoint; None in memory. routers: names in files of routers' layers, which stay float.
     """
 
     config: dict[str, Any]
@@ -51,6 +53,19 @@ class Source:
     def linears(self) -> list[str]:
         """Names of the linear layers' modules."""
         return [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
+
+    def in_files(self, module: str) -> str:
+        """Name in files of a module with a weight."""
+        weight = self.weights.get(f"{module}.weight")  # a tied one is stored under another name
+        return module if weight is None else weight.module_in_files
+
+    def names_of(self, modules: Iterable[str]) -> list[str]:
+        """Names of modules in files and in the model: vLLM looks for the former, transformers for the latter."""
+        return list(dict.fromkeys(name for module in modules for name in (self.in_files(module), module)))
+
+    def left_out(self, quantised: Mapping[str, object]) -> list[str]:
+        """Names of the modules that engines take for linear layers and that are not quantised."""
+        return list(dict.fromkeys((*self.names_of(n for n in self.linears() if n not in quantised), *self.routers)))
 
 
 def of_model(model: nn.Module) -> Source:
@@ -73,14 +88,13 @@ def of_model(model: nn.Module) -> Source:
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     config.pop("quantization_config", None)
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
-    ignored = set(model._keys_to_ignore_on_save or ())
-    tied = _ties(model)
-    stored = {n: t for n, t in model.state_dict().items() if n not in tied and n not in ignored}
-    if config.get("tie_word_embeddings") and "lm_head.weight" in stored:
+    tied, stored = _ties(model), _kept(model)
+    if config.get("tie_word_embeddings") and any(name in stored for name in model.all_tied_weights_keys):
         config["tie_word_embeddings"] = False
+    _check_fits(model, _empty(type(model), type(model.config).from_dict(dict(config))), stored)
     weights = {name: Weight(name, _tensor_class(t), _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
     weights = as_stored(model, weights)
-    return _checked(Source(config, dict(model.named_modules()), weights, tied, routers=_routers(model)))
+    return _checked(Source(config, dict(model.named_modules()), weights, tied, routers=_routers(weights, model)))
 
 
 def of_checkpoint(folder: Path) -> Source:
@@ -105,15 +119,18 @@ def of_checkpoint(folder: Path) -> Source:
     model = _skeleton(folder)
     tied = _ties(model)
     names = [n for n in json.loads(described["tensor_names"]) if n not in tied]
-    expected = {n for n in model.state_dict() if n not in tied and n not in set(model._keys_to_ignore_on_save or ())}
-    if wrong := sorted(expected ^ set(names)):
+    if wrong := sorted(_kept(model).keys() ^ set(names)):
         raise ValueError(
             f"{folder}: its tensors and {type(model).__name__}'s differ in {checkpoint.some(wrong)}: load it with aoquant.load_pretrained "
             "and export the model"
         )
-    weights = {n: _on_disk(model, n, described[n], stored_tensors) for n in names}
-    weights = as_stored(model, weights, stored_tensors)
-    return _checked(Source(config, dict(model.named_modules()), weights, tied, folder, _routers(model)))
+    parts = {n: _parts(n, described[n]) for n in names}
+    places = model_names(model, stored_tensors, (part for own in parts.values() for part in own))
+    homes = {part: name for name, part in places.items()}
+    weights = {n: _on_disk(n, described[n], {p: stored_tensors[homes[p]] for p in parts[n] if p in homes}) for n in names}
+    kept_whole = {n: _beside(homes[next(iter(parts[n]))], n) for n in names if next(iter(parts[n])) in homes}
+    weights = as_stored(model, weights, kept_whole, stored_tensors)
+    return _checked(Source(config, dict(model.named_modules()), weights, tied, folder, _routers(weights, model)))
 
 
 def _checked(source: Source) -> Source:
@@ -129,19 +146,49 @@ def _skeleton(folder: Path) -> PreTrainedModel:
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder / 'config.json'}: transformers cannot read it: {error}") from None
     del config.quantization_config
+    return _empty(class_of(config), config)
+
+
+def _empty(model_class: Any, config: Any) -> PreTrainedModel:
+    """The float model of a config, on meta."""
+    make = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = make(config)
     return model
 
 
 def _ties(model: PreTrainedModel) -> dict[str, str]:
-    """Second names of shared parameters, each with the first."""
-    first: dict[int, str] = {}
-    tied = {}
+    """Second names of shared parameters, each with the one that files have."""
+    groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            tied[name] = first[id(parameter)]
+        groups.setdefault(id(parameter), []).append(name)
+    tied = {}
+    for names in groups.values():
+        kept = next((name for name in names if name not in model.all_tied_weights_keys), names[0])
+        tied |= {name: kept for name in names if name != kept}
     return tied
+
+
+def _kept(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors that a model's files hold, by name in the model."""
+    left_out = {*_ties(model), *(model._keys_to_ignore_on_save or ())}
+    return {name: t for name, t in model.state_dict().items() if name not in left_out}
+
+
+def _check_fits(model: PreTrainedModel, stock: PreTrainedModel, stored: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for tensors that the model's own class, made from its config, does not have, or lacks."""
+    expected = _kept(stock)
+    wrong = sorted(stored.keys() ^ expected.keys())
+    for name in stored.keys() & expected.keys():
+        owner = stock.get_submodule(name.rpartition(".")[0])
+        shape = matrix_of(owner).shape if name.endswith(".weight") and is_layer(owner) else expected[name].shape
+        if stored[name].shape not in (shape, expected[name].shape):
+            wrong.append(name)
+    if wrong:
+        raise ValueError(
+            f"{type(model).__name__}: its tensors are not those that its config describes, and no engine would find {checkpoint.some(wrong)}: "
+            "merge adapters, tie or untie weights as the config says, and undo other changes of its modules"
+        )
 
 
 def _tensor_class(tensor: Tensor) -> str:
@@ -173,14 +220,24 @@ def _without_codes(p: PackedTensor) -> PackedTensor:
     return p._with([torch.empty_like(p.qdata, device="meta"), *others])
 
 
-def _on_disk(model: PreTrainedModel, name: str, described: str, stored_tensors: dict[str, StoredTensor]) -> Weight:
-    content = json.loads(described)
-    tensor_class: str = content["_type"]
-    if tensor_class == "Tensor":
-        return Weight(name, tensor_class, lambda codes: stored_tensors[stored_name(model, name)].read())
+def _parts(name: str, described: str) -> dict[str, str]:
+    """The plain tensors that a weight is stored as, by name, each with its kind; "" for a plain weight."""
     module, _, parameter = name.rpartition(".")
-    parts = {f"{module}._{parameter}_{part}": part for part in content["_tensor_data_names"]}
-    places = {part: stored_tensors[stored_name(model, part)] for part in parts}
+    kinds = json.loads(described).get("_tensor_data_names")
+    return {name: ""} if kinds is None else {f"{module}._{parameter}_{kind}": kind for kind in kinds}
+
+
+def _beside(part: str, name: str) -> str:
+    """The name in files of a weight called `name` in the model, given that of one of its parts."""
+    return ".".join((*part.split(".")[:-1], name.rpartition(".")[2]))
+
+
+def _on_disk(name: str, described: str, places: Mapping[str, StoredTensor]) -> Weight:
+    """The weight whose parts lie in `places`. A plain one that is not there is stored in pieces, and read by these."""
+    tensor_class: str = json.loads(described)["_type"]
+    if tensor_class == "Tensor":
+        return Weight(name, tensor_class, lambda codes: places[name].read())
+    parts = _parts(name, described)
     metadata = {"tensor_names": json.dumps([name]), name: described}
 
     def built(codes: bool, rows: tuple[int, int] | None) -> Any:
@@ -204,8 +261,7 @@ def _on_disk(model: PreTrainedModel, name: str, described: str, stored_tensors: 
     )
 
 
-def _routers(model: nn.Module) -> tuple[str, ...]:
+def _routers(weights: Mapping[str, Weight], model: nn.Module) -> tuple[str, ...]:
     """Names in files of the layers in a model's routers."""
     found = (f"{name}.{n}" for name, router in routers_of(model).items() for n, p in router.named_parameters())
-    stored = (stored_name(model, name) for name in found)
-    return tuple(name.removesuffix(".weight") for name in stored if name.endswith(".weight"))
+    return tuple(weights[name].module_in_files for name in found if name.endswith(".weight"))

@@ -211,13 +211,19 @@ def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.d
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if chosen not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype}")
-    named: Any = getattr(transformers, (config.architectures or [""])[0], None)
-    known = isinstance(named, type) and issubclass(named, PreTrainedModel)
+    made_by = class_of(config)
     with torch.device("meta"):
-        make = named._from_config if known else AutoModelForCausalLM.from_config
+        make = getattr(made_by, "from_config", None) or made_by._from_config
         model: PreTrainedModel = make(config, dtype=chosen).eval()
     keep_wide(model, chosen)
     return model
+
+
+def class_of(config: Any) -> Any:
+    """Return the transformers class that a config names; AutoModelForCausalLM where it names none."""
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    known = isinstance(named, type) and issubclass(named, PreTrainedModel)
+    return named if known else AutoModelForCausalLM
 
 
 def _tied(model: PreTrainedModel) -> dict[str, list[str]]:

@@ -8,11 +8,20 @@ given row numbers in place of values, and what comes back says which rows of whi
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from aoquant.layers.experts import is_transposed
 
@@ -36,6 +45,45 @@ def stored_name(model: Any, name: str) -> str:
     """The name in files of a tensor that is stored whole."""
     found = revert_weight_conversion(model, {name: torch.empty(2, 2, device="meta")})
     return next(iter(found)) if len(found) == 1 else name
+
+
+def stored_names(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the names in files of a model's tensors, given by name with their shapes: one name for each tensor that
+    files keep as it is, several for one that they keep in parts or in another order. Tensors that files join keep their
+    own names, by which `from_pretrained` finds them too.
+    """
+    marks = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    reverted = {id(t): stored for stored, t in revert_weight_conversion(model, dict(marks)).items()}
+    whole = {name: reverted[id(mark)] for name, mark in marks.items() if id(mark) in reverted}
+    parts = {n: list(revert_weight_conversion(model, {n: marks[n]})) for n in marks if n not in whole}
+    sources = Counter(stored for names in parts.values() for stored in names)
+    joined = {name for name, names in parts.items() if any(sources[stored] > 1 for stored in names)}
+    return whole | {name: name for name in joined}, {n: names for n, names in parts.items() if n not in joined}
+
+
+def model_names(model: Any, stored: Iterable[str], places: Iterable[str] | None = None) -> dict[str, str]:
+    """Return the names in the model of a folder's tensors, renamed as `from_pretrained` renames them. A tensor beside a
+    layer's weight, such as its scale, goes where the weight goes. A tensor without a place keeps its name.
+
+    places: names that have a place, by default those of the model's state dict.
+    """
+    known = dict.fromkeys(model.state_dict() if places is None else places, True)
+    renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
+
+    def place(name: str) -> str | None:
+        # a folder may have the model's own names already
+        renamed = (rename_source_key(name, r, [], model.base_model_prefix, known)[0] for r in (renamings, []))
+        return next((found for found in renamed if found in known), None)
+
+    found = dict[str, str]()
+    for name in sorted(stored, key=dot_natural_key):  # the order in which transformers renames
+        owner, dot, own = name.rpartition(".")
+        if (here := place(name)) is not None:
+            found[name] = here
+        else:
+            weight = place(f"{owner}{dot}weight")
+            found[name] = name if weight is None else weight.removesuffix("weight") + own
+    return found
 
 
 def pieces_of(model: Any, name: str) -> list[Piece]:

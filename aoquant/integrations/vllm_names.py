@@ -63,4 +63,4 @@ def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
         ValueError: as `aoquant.export` of the folder.
     """
     for weight in source.of_checkpoint(folder).weights.values():
-        yield weight.name, weight.read(True)
+        yield weight.name_in_files, weight.read(True)

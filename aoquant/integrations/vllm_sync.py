@@ -132,7 +132,7 @@ def _weights(
         else:
             weights[name] = Weight(name, "Tensor", partial(_float, tensor))
     for weight in as_stored(prepared, weights).values():
-        yield weight.name, weight.read(True)
+        yield weight.name_in_files, weight.read(True)
 
 
 def _is_state(owner: nn.Module, own: str) -> bool:
