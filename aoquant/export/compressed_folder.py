@@ -8,6 +8,7 @@ vLLM `compressed_tensors_moe.py`, `get_moe_method`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import warnings
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import compressed_tensors
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+from transformers import PreTrainedModel
 
 from aoquant._warning import AoquantWarning
 from aoquant.export.contents import Contents
@@ -52,6 +54,7 @@ def describe(source: Source, contents: Contents) -> Description:
     one = len(groups) == 1
     _check_symmetric(groups.values())
     _warn_transformers(groups.values())
+    _warn_initialised(source.stock, contents)
     left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
     _check_experts([*(group.modules for group in groups.values()), left])
     schemes = {
@@ -99,6 +102,38 @@ def _warn_transformers(groups: Iterable[_Group]) -> None:
                 AoquantWarning,
                 stacklevel=5,
             )
+
+
+def _warn_initialised(stock: PreTrainedModel, contents: Contents) -> None:
+    """Warn of layers whose weight transformers initialises when it loads the folder, where the folder has none."""
+    packed = [name for name, stored in contents.layers.items() if "weight" not in stored.tensors]
+    if layers := initialised(stock, packed):
+        warnings.warn(
+            f"transformers cannot load the folder: {type(stock).__name__} initialises the weight of {len(layers)} layer(s), such as "
+            f"{layers[0]}, by name, and packed codes have another one: read it with aoquant.load_pretrained, or leave them out (skip)",
+            AoquantWarning,
+            stacklevel=5,
+        )
+
+
+def initialised(stock: PreTrainedModel, layers: Iterable[str]) -> list[str]:
+    """Return the linear layers without which transformers cannot initialise a model: it does so after loading, and
+    some classes read weights there that compressed-tensors has replaced. stock: on meta.
+    """
+    modules = dict(stock.named_modules())
+    found = []
+    for name in filter(modules.__contains__, layers):
+        weight = modules[name]._parameters.pop("weight")
+        parents = ["", *itertools.accumulate(name.split("."), "{}.{}".format)]
+        initialise = stock._init_weights
+        try:
+            for module in map(modules.__getitem__, parents):
+                initialise = module._init_weights if isinstance(module, PreTrainedModel) else initialise
+                initialise(module)
+        except AttributeError:
+            found.append(name)
+        modules[name]._parameters["weight"] = weight
+    return found
 
 
 def _check_experts(groups: Iterable[Iterable[str]]) -> None:

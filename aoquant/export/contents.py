@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from aoquant._warning import AoquantWarning
 from aoquant.export.advice import advice, asker
@@ -67,6 +67,11 @@ def contents_of(source: Source, store: Store, skip: Sequence[str], target: str) 
                 )
             if module in embeddings:
                 raise Unfit("it is an embedding, and engines read embeddings as floats", "leave it out of quantize_")
+            if not isinstance(owner := source.modules.get(module, nn.Linear(1, 1, device="meta")), nn.Linear):
+                raise Unfit(
+                    f"it is transformers' {type(owner).__name__}, and readers of {target} quantise nn.Linear alone",
+                    "save it with aoquant.save_pretrained",
+                )
             packed = weight.read(False)
             assert isinstance(packed, PackedTensor)
             layers[module] = store(packed)

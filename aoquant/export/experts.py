@@ -67,7 +67,7 @@ def as_stored(
         its tensors, by those names.
     """
     stacks = {f"{name}.{stack}" for name, module in experts_of(model).items() for stack in stacks_of(module)}
-    pieces = {name: found for name in weights if name in stacks and (found := pieces_of(model, name))}
+    pieces = {name: own for name in weights if name in stacks and (own := pieces_of(model, name))}
     shapes = {name: t.shape for name, t in model.state_dict().items() if name in weights and name not in pieces}
     whole, parts = stored_names(model, shapes)
     whole |= names or {}

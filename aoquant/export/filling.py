@@ -1,7 +1,8 @@
 """A model on the meta device that takes its tensors from a folder one by one, packed ones as they are.
 
 Both readers of other libraries' folders (`reading`, `reading_mxfp4`) put quantised weights in first, and let the rest
-follow. Names are those of files, which differ from the model's where transformers renames tensors or stacks experts.
+follow. Names in files differ from the model's where transformers renames tensors or stacks experts; a folder with the
+model's own names is read as well.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from aoquant.formats import FLOAT_DTYPES
 from aoquant.integrations import checkpoint
 from aoquant.integrations.safetensors_file import StoredTensor, header
-from aoquant.integrations.stored_names import Piece, keep_wide, pieces_of, stored_name
+from aoquant.integrations.stored_names import Piece, keep_wide, model_names, pieces_of
 from aoquant.layers.experts import stacks_of
 from aoquant.layers.routers import experts_of
 from aoquant.planning.progress import bar
 
 
 class Filling:
-    """A model in the making. stored: tensors of the folder that have no place yet. stacks: stacked parameters of
-    experts, each with the pieces that files keep it in, none where they keep it whole.
+    """A model in the making. stored: tensors of the folder that have no place yet, by name in the model, those of
+    experts' matrices by name in files. names: in files, by name in the model. stacks: stacked parameters of experts,
+    each with the pieces that files keep it in, none where they keep it whole.
     """
 
     def __init__(self, folder: Path, model_class: Any, dtype: torch.dtype | str, device_map: Any, method: str) -> None:
@@ -46,11 +48,19 @@ class Filling:
         with init_empty_weights(include_buffers=False):
             make = getattr(model_class, "from_config", None) or model_class._from_config
             self.model: PreTrainedModel = make(config, dtype=self.dtype).eval()
+            computed = dict(make(config, dtype=torch.float32).named_buffers())
+        stored_too = self.model.state_dict()
+        for name, buffer in self.model.named_buffers():
+            if name not in stored_too:  # computed in float32, as `from_pretrained` does
+                buffer.copy_(computed[name])
         keep_wide(self.model, self.dtype)
         self.folder, self.device = folder, device_map
-        self.stored: dict[str, StoredTensor] = {}
+        stored: dict[str, StoredTensor] = {}
         for path in checkpoint.files(folder):
-            self.stored |= header(path).tensors
+            stored |= header(path).tensors
+        places = model_names(self.model, stored)
+        self.names = {name: own for own, name in places.items()}
+        self.stored = {places[own]: tensor for own, tensor in stored.items()}
         self.stacks: dict[str, list[Piece]] = {
             f"{name}.{stack}": pieces_of(self.model, f"{name}.{stack}")
             for name, module in experts_of(self.model).items()
@@ -58,7 +68,7 @@ class Filling:
         }
 
     def take(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read tensors, by their names in files."""
+        """Read tensors, by their names in `stored`."""
         return {name: self.stored.pop(name).read() for name in names}
 
     def put(self, name: str, packed: Tensor) -> None:
@@ -80,16 +90,16 @@ class Filling:
             if pieces and all(p.name in self.stored for p in pieces):
                 self._stack(name, pieces)
         named = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
-        places = {stored_name(self.model, n): (n, t) for n, t in named if not self.stacks.get(n)}
+        places = {name: tensor for name, tensor in named if not self.stacks.get(name)}
         with bar(sum(stored.size for stored in self.stored.values()), "load") as advance:
             for name in sorted(self.stored):
                 stored = self.stored[name]
-                own, tensor = places.get(name, ("", None))
+                tensor = places.get(name)
                 if tensor is None or tensor.shape != stored.shape:
                     raise ValueError(
-                        f"{self.folder}: {name} {stored.shape} has no place in {type(self.model).__name__}: load it with transformers"
+                        f"{self.folder}: {self.names[name]} {stored.shape} has no place in {type(self.model).__name__}: load it with transformers"
                     )
-                self._set(own, _cast(stored.read(), tensor.dtype), tensor.requires_grad)
+                self._set(name, _cast(stored.read(), tensor.dtype), tensor.requires_grad)
                 advance(stored.size, name)
         model = self.model
         model.tie_weights()

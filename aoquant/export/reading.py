@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from aoquant.export.filling import Filling
 from aoquant.export.joined import joined_rows
 from aoquant.formats import Encoded, Format, Operand, get_format, layout
-from aoquant.integrations.stored_names import Piece, stored_name
+from aoquant.integrations.stored_names import Piece
 from aoquant.layers.packed_experts import packed_experts
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.tensor import PackedTensor
@@ -54,10 +54,9 @@ def load(
     filling = Filling(folder, model_class, dtype, device_map, "compressed-tensors")
     schemes = QuantizationConfig.model_validate(filling.quantization)
     for name, module in filling.model.named_modules():
-        if isinstance(module, nn.Linear):
-            stored = stored_name(filling.model, f"{name}.weight").removesuffix(".weight")
-            if f"{stored}.weight_scale" in filling.stored:
-                filling.put(f"{name}.weight", _layer(filling, schemes, stored, module, name))
+        if isinstance(module, nn.Linear) and (scale := filling.names.get(f"{name}.weight_scale")):
+            own = scale.removesuffix(".weight_scale")
+            filling.put(f"{name}.weight", _layer(filling, schemes, name, module, own))
     for name, pieces in filling.stacks.items():
         if pieces and f"{pieces[0].module}.weight_scale" in filling.stored:
             filling.put(name, packed_experts(_experts(filling, schemes, name, pieces)))
@@ -83,20 +82,21 @@ def _experts(filling: Filling, schemes: QuantizationConfig, name: str, pieces: l
 
 
 def _layer(
-    filling: Filling, schemes: QuantizationConfig, stored: str, module: nn.Module, name: str = ""
+    filling: Filling, schemes: QuantizationConfig, name: str, module: nn.Module, stored: str = ""
 ) -> PackedTensor:
-    """The packed weight of a linear layer. stored: its name in files; name: in the model, where config groups may have
-    it from.
+    """The packed weight of a linear layer. name: in the model, of an expert's matrix in files; stored: in files, where
+    it has another one. Config groups may have either.
     """
-    own = [part for part in (*_PARTS, *_INPUTS) if f"{stored}.{part}" in filling.stored]
-    names = {stored, name or stored}
+    own = [part for part in (*_PARTS, *_INPUTS) if f"{name}.{part}" in filling.stored]
+    stored = stored or name
+    names = {stored, name}
     scheme = next(
         (s for s in schemes.config_groups.values() if any(is_match(n, module, s.targets) for n in names)), None
     )
     if not isinstance(scheme, QuantizationScheme):
         raise ValueError(f"{filling.folder}: {stored} has scales and no config group of config.json names it")
-    tensors = filling.take(f"{stored}.{part}" for part in own)
-    parts = {part: tensors[f"{stored}.{part}"] for part in own}
+    tensors = filling.take(f"{name}.{part}" for part in own)
+    parts = {part: tensors[f"{name}.{part}"] for part in own}
     return _packed(f"{filling.folder}: {stored}", scheme, parts, filling.dtype)
 
 

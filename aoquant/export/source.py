@@ -36,13 +36,15 @@ from aoquant.tensor import PackedTensor
 @dataclass(frozen=True)
 class Source:
     """A converted model. weights: by name, each once; experts' matrices one by one. tied: other names of the same
-    weights. folder: of a checkpoint; None in memory. routers: names in files of routers' layers, which stay float.
+    weights. stock: the float model that an engine makes of the config, on meta. folder: of a checkpoint; None in
+    memory. routers: names in files of routers' layers, which stay float.
     """
 
     config: dict[str, Any]
     modules: Mapping[str, nn.Module]
     weights: dict[str, Weight]
     tied: dict[str, str]
+    stock: PreTrainedModel
     folder: Path | None = None
     routers: tuple[str, ...] = ()
 
@@ -88,13 +90,15 @@ def of_model(model: nn.Module) -> Source:
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     config.pop("quantization_config", None)
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
-    tied, stored = _ties(model), _kept(model)
-    if config.get("tie_word_embeddings") and any(name in stored for name in model.all_tied_weights_keys):
+    if config.get("tie_word_embeddings") and not model.all_tied_weights_keys.keys() <= _ties(model).keys():
         config["tie_word_embeddings"] = False
-    _check_fits(model, _empty(type(model), type(model.config).from_dict(dict(config))), stored)
+    stock = _empty(type(model), type(model.config).from_dict(dict(config)))
+    tied = {name: kept for name, kept in _ties(model).items() if name in _ties(stock)}
+    stored = _kept(model, tied)
+    _check_fits(model, stock, stored)
     weights = {name: Weight(name, _tensor_class(t), _in_memory(t), _expert_in_memory(t)) for name, t in stored.items()}
     weights = as_stored(model, weights)
-    return _checked(Source(config, dict(model.named_modules()), weights, tied, routers=_routers(weights, model)))
+    return _checked(Source(config, dict(model.named_modules()), weights, tied, stock, routers=_routers(weights, model)))
 
 
 def of_checkpoint(folder: Path) -> Source:
@@ -119,7 +123,7 @@ def of_checkpoint(folder: Path) -> Source:
     model = _skeleton(folder)
     tied = _ties(model)
     names = [n for n in json.loads(described["tensor_names"]) if n not in tied]
-    if wrong := sorted(_kept(model).keys() ^ set(names)):
+    if wrong := sorted(_kept(model, tied).keys() ^ set(names)):
         raise ValueError(
             f"{folder}: its tensors and {type(model).__name__}'s differ in {checkpoint.some(wrong)}: load it with aoquant.load_pretrained "
             "and export the model"
@@ -127,10 +131,12 @@ def of_checkpoint(folder: Path) -> Source:
     parts = {n: _parts(n, described[n]) for n in names}
     places = model_names(model, stored_tensors, (part for own in parts.values() for part in own))
     homes = {part: name for name, part in places.items()}
-    weights = {n: _on_disk(n, described[n], {p: stored_tensors[homes[p]] for p in parts[n] if p in homes}) for n in names}
+    weights = {
+        n: _on_disk(n, described[n], {p: stored_tensors[homes[p]] for p in parts[n] if p in homes}) for n in names
+    }
     kept_whole = {n: _beside(homes[next(iter(parts[n]))], n) for n in names if next(iter(parts[n])) in homes}
     weights = as_stored(model, weights, kept_whole, stored_tensors)
-    return _checked(Source(config, dict(model.named_modules()), weights, tied, folder, _routers(weights, model)))
+    return _checked(Source(config, dict(model.named_modules()), weights, tied, model, folder, _routers(weights, model)))
 
 
 def _checked(source: Source) -> Source:
@@ -162,22 +168,22 @@ def _ties(model: PreTrainedModel) -> dict[str, str]:
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    tied = {}
+    tied = dict[str, str]()
     for names in groups.values():
         kept = next((name for name in names if name not in model.all_tied_weights_keys), names[0])
         tied |= {name: kept for name in names if name != kept}
     return tied
 
 
-def _kept(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors that a model's files hold, by name in the model."""
-    left_out = {*_ties(model), *(model._keys_to_ignore_on_save or ())}
+def _kept(model: PreTrainedModel, tied: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors that a model's files hold, by name in the model. tied: second names, which they leave out."""
+    left_out = {*tied, *(model._keys_to_ignore_on_save or ())}
     return {name: t for name, t in model.state_dict().items() if name not in left_out}
 
 
 def _check_fits(model: PreTrainedModel, stock: PreTrainedModel, stored: Mapping[str, Tensor]) -> None:
     """Raise ValueError for tensors that the model's own class, made from its config, does not have, or lacks."""
-    expected = _kept(stock)
+    expected = _kept(stock, _ties(stock))
     wrong = sorted(stored.keys() ^ expected.keys())
     for name in stored.keys() & expected.keys():
         owner = stock.get_submodule(name.rpartition(".")[0])

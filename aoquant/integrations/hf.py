@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 try:
+    import transformers
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_utils import ALLOWED_TENSORS_SUBCLASSES
     from torchao.quantization import FqnToConfig
@@ -138,7 +139,11 @@ def load_pretrained(
     method = checkpoint.method(Path(directory))
     if method in _READERS:
         reader: Any = import_module(_READERS[method])
-        loaded: PreTrainedModel = reader.load(Path(directory), model_class, **kwargs)
+        try:
+            loaded: PreTrainedModel = reader.load(Path(directory), model_class, **kwargs)
+        except ValueError as error:
+            _check_class(Path(directory), model_class, error)
+            raise
         return loaded
     quantised = checkpoint.check(Path(directory))
     try:
@@ -183,7 +188,7 @@ def _check_class(directory: Path, model_class: Any, error: Exception) -> None:
     saved, made = (config.get("architectures") or [None])[0], model_class.__name__
     if model_class is AutoModelForCausalLM:
         made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""), made)
-    if saved not in (None, made):
+    if saved != made and hasattr(transformers, saved or ""):
         raise ValueError(
             f"{directory}: {model_class.__name__} cannot load it ({str(error).partition(chr(10))[0]}): it holds a "
             f"{saved}, so give model_class=transformers.{saved}"

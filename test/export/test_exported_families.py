@@ -1,0 +1,209 @@
+"""What exports of many families hold: every tensor of the float checkpoint, under its name there, with its values or,
+of a quantised layer, its codes; and what stock transformers computes with it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.export_families import FAMILIES, IDS, float_model, outputs, quantize
+from torch import Tensor, nn
+
+from aoquant import AoquantWarning, PackedWeightConfig, cli, export, load_pretrained, quantize_, save_pretrained
+
+CODES = {"compressed-tensors": "weight_packed", "modelopt": "weight"}
+BESIDE = ("weight_scale", "weight_scale_2", "weight_shape")
+
+
+def check_file(folder: Path, floats: dict[str, Tensor], layout: str, layers: int) -> None:
+    """Every float tensor is in the file, with its name and values, or as codes with their scales, and nothing else."""
+    stored = load_file(folder / "model.safetensors")
+    quantised = {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}
+    assert len(quantised) == layers
+    beside = {f"{layer}.{part}" for layer in quantised for part in (CODES[layout], *BESIDE)}
+    codes = {f"{layer}.weight" for layer in quantised}
+    assert codes <= floats.keys()
+    assert stored.keys() - beside == floats.keys() - codes
+    for name in floats.keys() - codes:
+        assert torch.equal(stored[name], floats[name]), name
+    for layer in quantised:
+        per_byte = {"compressed-tensors": 8, "modelopt": 2}[layout]
+        rows, k = floats[f"{layer}.weight"].shape
+        assert stored[f"{layer}.{CODES[layout]}"].shape == (rows, k // per_byte)
+        assert stored[f"{layer}.weight_scale"].shape[0] == rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_transformers_finds_every_tensor(family: str, tmp_path: Path) -> None:
+    known = FAMILIES[family]
+    model = float_model(family, tmp_path / "float")
+    floats = load_file(tmp_path / "float" / "model.safetensors")
+    quantize(family, model, "intx4-g32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AoquantWarning)
+        out = export(model, tmp_path / "out")
+    said = [str(w.message) for w in caught if "transformers cannot load the folder" in str(w.message)]
+    assert len(said) == bool(known.initialised)
+    check_file(out, floats, "compressed-tensors", known.layers)
+    again = load_pretrained(out, type(model)).eval()
+    expected = outputs(family, model)
+    assert torch.equal(outputs(family, again), expected)
+    if known.initialised:
+        assert f"{known.initialised} layer(s)" in said[0]
+        return
+    stock, info = type(model).from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(outputs(family, stock.eval()), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modelopt_holds_every_tensor(family: str, tmp_path: Path) -> None:
+    model = float_model(family, tmp_path / "float")
+    quantize(family, model, "nvfp4-static:0.0009765625")
+    out = export(model, tmp_path / "out", "modelopt")
+    check_file(out, load_file(tmp_path / "float" / "model.safetensors"), "modelopt", FAMILIES[family].layers)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt-neox", "gpt-oss", "gemma3", "qwen2-vl", "vit", "bert", "t5", "bart"])
+def test_a_folder_is_exported_as_its_model(family: str, tmp_path: Path) -> None:
+    """By the command line, from a checkpoint of aoquant's."""
+    model = float_model(family, tmp_path / "float")
+    quantize(family, model, "intx4-g32")
+    save_pretrained(model, tmp_path / "saved")
+    export(model, tmp_path / "a")
+    cli.main(["export", str(tmp_path / "saved"), "--format", "compressed-tensors", "--out", str(tmp_path / "b")])
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    told = [json.loads((tmp_path / name / "config.json").read_text())["quantization_config"] for name in "ab"]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "wav2vec2"])
+def test_transformers_loads_a_folder_without_the_layers_that_it_initialises(family: str, tmp_path: Path) -> None:
+    model = float_model(family, tmp_path / "float")
+    quantize(family, model, "intx4-g32")
+    skip = {"gemma3": "vision_tower.*", "wav2vec2": "wav2vec2.feature_projection.projection"}[family]  # names in files
+    out = export(model, tmp_path / "out", skip=[skip])
+    stock, info = type(model).from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(outputs(family, stock.eval()), outputs(family, model))
+
+
+def test_layers_are_named_for_both_readers(tmp_path: Path) -> None:
+    """vLLM looks for names in files in the ignore list, transformers for its modules'."""
+    model = float_model("llava", tmp_path / "float")
+    quantize_(model, PackedWeightConfig("intx4-g32", contract="dequantize"), lambda m, n: "q_proj" in n)
+    out = export(model, tmp_path / "out")
+    ignored = set(json.loads((out / "config.json").read_text())["quantization_config"]["ignore"])
+    stored = "language_model.model.layers.0.self_attn.k_proj"
+    own = "model.language_model.layers.0.self_attn.k_proj"
+    assert {stored, own, "multi_modal_projector.linear_1", "model.multi_modal_projector.linear_1"} <= ignored
+    assert not any("q_proj" in name for name in ignored)
+
+
+def test_a_folder_under_the_models_own_names_is_read(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = float_model("llava", tmp_path / "float")
+    quantize("llava", model, "intx4-g32")
+    out = export(model, tmp_path / "out")
+    stored = load_file(out / "model.safetensors")
+    moved = {
+        ("model." if "lm_head" not in name else "") + name.replace("language_model.model", "language_model"): t
+        for name, t in stored.items()
+    }
+    moved = {name.replace("language_model.lm_head", "lm_head"): t for name, t in moved.items()}
+    assert moved.keys().isdisjoint(stored)
+    save_file(moved, out / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(outputs("llava", load_pretrained(out, type(model))), outputs("llava", model))
+
+
+def test_the_class_of_an_export_is_named(tmp_path: Path) -> None:
+    model = float_model("vit", tmp_path / "float")
+    quantize("vit", model, "intx4-g32")
+    out = export(model, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"holds a ViTForIm\w+, so give model_class=transformers\.ViTForImageCl"):
+        load_pretrained(out)
+
+
+def test_layers_that_are_no_nn_linear_are_refused(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=64)
+    model = transformers.GPT2LMHeadModel(config)
+    quantize_(model, PackedWeightConfig("intx4-g32", contract="dequantize"))
+    with pytest.raises(
+        ValueError, match=r"attn\.c_attn: it is transformers' Conv1D, and readers of compressed-tensors"
+    ):
+        export(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _adapter(model: Any) -> None:
+    """What an adapter leaves in a layer."""
+    model.model.layers[0].self_attn.q_proj.register_parameter("lora_A", nn.Parameter(torch.zeros(2, 64)))
+
+
+def _per_head_scale(model: Any) -> None:
+    model.model.layers[0].self_attn.k_proj.register_buffer("head_scale", torch.ones(2))
+
+
+def _without_bias(model: Any) -> None:
+    model.model.layers[0].self_attn.v_proj.bias = None
+
+
+def _other_norm(model: Any) -> None:
+    model.model.norm.weight = nn.Parameter(torch.ones(32))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_adapter, "q_proj.lora_A"),
+        (_per_head_scale, "head_scale"),
+        (_without_bias, "v_proj.bias"),
+        (_other_norm, "model.norm.weight"),
+    ],
+)
+def test_tensors_that_no_engine_would_find_are_refused(change: Any, name: str, tmp_path: Path) -> None:
+    model = float_model("qwen2", tmp_path / "float")
+    quantize("qwen2", model, "intx4-g32")
+    change(model)
+    with pytest.raises(ValueError, match=rf"^Qwen2ForCausalLM: its tensors are not those .*{name}"):
+        export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_a_head_that_was_untied_is_exported_apart_or_refused(family: str, tmp_path: Path) -> None:
+    """T5 ties its head whatever its config says."""
+    model = float_model(family, tmp_path / "float")
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone() * 0.5)
+    model.config.tie_word_embeddings = False
+    quantize(family, model, "intx4-g32")
+    if family == "t5":
+        with pytest.raises(ValueError, match=r"tie or untie weights as the config says"):
+            export(model, tmp_path / "out")
+        return
+    stock = type(model).from_pretrained(export(model, tmp_path / "out")).eval()
+    assert torch.equal(outputs(family, stock), outputs(family, model))
+
+
+def test_gguf_holds_biases(tmp_path: Path) -> None:
+    import gguf
+    from support.export_cases import byte_level
+
+    model = float_model("qwen2", tmp_path / "float")
+    quantize("qwen2", model, "q8_0")
+    path = export(model, tmp_path / "out", "gguf", byte_level())
+    read = {t.name: torch.tensor(t.data) for t in gguf.GGUFReader(path).tensors}
+    attention = model.model.layers[0].self_attn
+    for own, layer in (("q", attention.q_proj), ("k", attention.k_proj), ("v", attention.v_proj)):
+        assert torch.equal(read[f"blk.0.attn_{own}.bias"], layer.bias.detach().float())
+    assert IDS.max() < len(read["token_embd.weight"])
