@@ -141,7 +141,7 @@ USES = [
     ),
     (
         "transformers.PreTrainedModel",
-        "_from_config _get_dtype_plan _keys_to_ignore_on_load_unexpected _keys_to_ignore_on_save _no_split_modules",
+        "_from_config _get_dtype_plan _keys_to_ignore_on_load_unexpected _keys_to_ignore_on_save _no_split_modules _init_weights",
         "how from_pretrained and save_pretrained treat a model's tensors",
     ),
 ]
