@@ -156,7 +156,7 @@ def main(config: Config) -> None:
     began = time.perf_counter()
     config.out.mkdir(parents=True, exist_ok=True)
     model = LlamaForCausalLM.from_pretrained(config.model, dtype=torch.float32).to(config.device).eval()
-    bpe = AutoTokenizer.from_pretrained(config.model).backend_tokenizer
+    bpe = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False).backend_tokenizer
     train = write_documents(config, model, bpe, 2 * config.seed, config.train_bytes, set())
     seen = set().union(*map(runs, train.pages))
     held_out = write_documents(config, model, bpe, 2 * config.seed + 1, config.held_out_bytes, seen)

@@ -38,7 +38,9 @@ class Filling:
                 f"{folder}: a {method} checkpoint is loaded onto one device, got device_map={device_map!r}"
             )
         own = getattr(model_class, "config_class", None)  # a class reads configs that name a relative of its own
-        config = (AutoConfig if own is None else own).from_pretrained(folder, local_files_only=True)
+        config = (AutoConfig if own is None else own).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         if own is not None:
             config.model_type = own.model_type  # by which transformers knows the names in files
         self.quantization: dict[str, Any] = checkpoint.read_json(folder / "config.json")["quantization_config"]

@@ -29,6 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from aoquant.integrations.checkpoint import read_json
+from aoquant.integrations.dcp_reader import TensorReader
+
 CHECKPOINT_SECONDS = 300.0
 NEWEST = "newest.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -70,9 +73,15 @@ class Checkpoints:
         """Give model, optimizer and losses what the folder holds; returns the steps that it is after, 0 for nothing."""
         if not (self.folder / NEWEST).is_file():
             return 0
-        step: int = json.loads((self.folder / NEWEST).read_text(encoding="utf-8"))["step"]
+        step = read_json(self.folder / NEWEST).get("step")
+        if type(step) is not int or step < 1:
+            raise ValueError(
+                f"{self.folder / NEWEST}: must name a step, got {step!r:.80}: remove {self.folder}, and start the run again"
+            )
+        reader = TensorReader(self.folder / f"step-{step}")
+        reader.read_metadata()  # here, because DCP wraps what is raised inside its load
         with _in_one_process_too():
-            load(self._state(), checkpoint_id=self.folder / f"step-{step}")
+            load(self._state(), storage_reader=reader)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         for p, master in zip(trained, self.optimizer.param_groups[0]["params"], strict=True):
             p.copy_(master)

@@ -146,9 +146,10 @@ def load_pretrained(
             raise
         return loaded
     quantised = checkpoint.check(Path(directory))
+    own_code = {} if "trust_remote_code" in kwargs else {"trust_remote_code": False}  # else transformers asks
     try:
         with nullcontext() if verify_checksums else checksums.not_verified():
-            model, info = model_class.from_pretrained(directory, output_loading_info=True, **kwargs)
+            model, info = model_class.from_pretrained(directory, output_loading_info=True, **own_code, **kwargs)
     except (ValueError, RuntimeError) as error:
         _check_class(Path(directory), model_class, error)
         raise
@@ -184,6 +185,8 @@ def _shapes(model: nn.Module, quantised: Collection[str]) -> dict[str, torch.Siz
 
 def _check_class(directory: Path, model_class: Any, error: Exception) -> None:
     """Raise ValueError naming the class that was saved, when loading failed with another one: the likely reason."""
+    if "trust_remote_code" in str(error):  # it says what to do
+        return
     config = checkpoint.read_json(directory / "config.json")
     saved, made = (config.get("architectures") or [None])[0], model_class.__name__
     if model_class is AutoModelForCausalLM:

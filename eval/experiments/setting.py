@@ -136,7 +136,7 @@ class Setting:
     def _tokenised(self) -> dict[str, Tensor]:
         if not self.o.text:
             raise ValueError(f"--text is needed: {self.o.out} holds no tokens of an earlier call")
-        tokenizer = AutoTokenizer.from_pretrained(str(self.folder))
+        tokenizer = AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False)
         documents = [d for path in self.o.text for d in load_documents(path)]
         random.Random(0).shuffle(documents)
         count, size = 0, 0

@@ -6,11 +6,11 @@ otherwise, and says first where it does not.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aoquant.integrations.job.files import read_as
 from aoquant.integrations.job.fingerprint import RESULTS
 
 _EMBEDDED = "the embedded held-out documents"
@@ -41,21 +41,19 @@ def evaluation(
     if not path.is_file():
         own = "" if wikitext or documents else f"scored on {_EMBEDDED}, which say little about another model: {_GIVE}"
         return Evaluation(wikitext, documents, window, limit, own)
-    numbers = json.loads(path.read_text(encoding="utf-8"))
-    text, options = numbers["options"]["wikitext"], numbers["options"]
-    run_window = numbers["stages"][0]["perplexity"]["window"]
+    text, run_limit, run_window = read_as(
+        path, lambda n: (n["options"]["wikitext"], n["options"]["limit"], n["stages"][0]["perplexity"]["window"])
+    )
     asked = wikitext is not None or documents is not None
     gone = not asked and text not in (None, "hub") and not (Path(text) / "test.jsonl").is_file()
     mine = Evaluation(
         wikitext if asked or gone else text,
         documents,
         run_window if window is None else window,
-        options["limit"] if limit is None else limit,
+        run_limit if limit is None else limit,
     )
-    same = (
-        mine.documents is None and mine.wikitext == text and (mine.window, mine.limit) == (run_window, options["limit"])
-    )
-    run = _words(text, None, run_window, options["limit"])
+    same = mine.documents is None and mine.wikitext == text and (mine.window, mine.limit) == (run_window, run_limit)
+    run = _words(text, None, run_window, run_limit)
     if same:
         return Evaluation(**mine.arguments, about=f"scored as the run that wrote it did: {run}")
     here = _words(mine.wikitext, mine.documents, mine.window, mine.limit)

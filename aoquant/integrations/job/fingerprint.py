@@ -7,13 +7,14 @@ record, other logits mean another model: damage, or a kernel that changed. Elsew
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from aoquant.integrations.job.files import read_as
 
 RESULTS = "aoquant_run.json"
 
@@ -50,15 +51,15 @@ def check_fingerprint(model: PreTrainedModel, checkpoint: Path) -> str:
     path = checkpoint / RESULTS
     if not path.exists():
         return f"no fingerprint beside this checkpoint: `aoquant run` writes {RESULTS}, and no logits were compared"
-    numbers = json.loads(path.read_text())
+    needed = ("logits_sha256", "probe_ids", "torch", "device")
+    numbers, ids = read_as(path, lambda n: ({**n, **{k: n[k] for k in needed}}, torch.tensor(n["probe_ids"]).long()))
     if numbers["logits_sha256"] is None:
         return "the run that wrote it could not run its kernel"
     here = environment(model.device)
     # a record of an older version names the device by its kind alone
     there = {name: numbers[name] for name in here if name in numbers}
     where = f"torch {numbers['torch']} on {numbers.get('device_name', numbers['device'])}"
-    ids = torch.tensor(numbers["probe_ids"], device=model.device)
-    if logits_fingerprint(model, ids) == numbers["logits_sha256"]:
+    if logits_fingerprint(model, ids.to(model.device)) == numbers["logits_sha256"]:
         return f"logits bit-equal to the run that wrote it ({where})"
     other = {name: value for name, value in there.items() if here[name] != value}
     if not other:

@@ -13,8 +13,6 @@ with one process of it at a time.
 from __future__ import annotations
 
 import gc
-import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -26,6 +24,8 @@ from typing import Any
 from filelock import FileLock, Timeout  # torch needs it too
 
 import aoquant
+from aoquant.integrations.checkpoint import read_json
+from aoquant.integrations.job.files import read_as, write_json
 from aoquant.integrations.job.fingerprint import RESULTS, environment
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.job.result import Result, Stage
@@ -74,7 +74,7 @@ class Folder:
             raise ValueError(f"--out {out} cannot be made: {error}") from None
         if not self.command_file.is_file():
             return
-        before = json.loads(self.command_file.read_text(encoding="utf-8"))
+        before = read_json(self.command_file)
         begun = any(path != self.command_file for path in self.stages.iterdir()) or (out / RESULTS).is_file()
         if begun and (other := _differences(before, self.command)):
             raise ValueError(
@@ -87,7 +87,7 @@ class Folder:
 
         def write() -> None:
             self.stages.mkdir(exist_ok=True)
-            _write(self.command_file, self.command)
+            write_json(self.command_file, self.command)
 
         self.ranks.share(write)
 
@@ -96,7 +96,7 @@ class Folder:
         path = self.out / RESULTS
 
         def read() -> Result | None:
-            return Result.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+            return read_as(path, Result.from_json) if path.is_file() else None
 
         return self.ranks.share(read)
 
@@ -105,7 +105,7 @@ class Folder:
         path = self.stages / f"{_file_name(name)}.json"
 
         def read() -> Stage | None:
-            return Stage.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+            return read_as(path, Stage.from_json) if path.is_file() else None
 
         if (found := self.ranks.share(read)) is not None:
             self._say(f"{name}: done before, word perplexity {found.perplexity.word_perplexity:.3f}")
@@ -113,7 +113,7 @@ class Folder:
         self._say(f"{name}: begins")
         computed = compute()
         gc.collect()  # its sharded layers, and those of torchao's tensors, are in reference cycles: they would stay
-        self.ranks.share(lambda: _write(path, asdict(computed)))
+        self.ranks.share(lambda: write_json(path, asdict(computed)))
         self._say(f"{name}: word perplexity {computed.perplexity.word_perplexity:.3f}")
         return computed
 
@@ -162,10 +162,3 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _file_name(stage: str) -> str:
     return stage.replace(",", "").replace(" ", "_")
-
-
-def _write(path: Path, content: Any) -> None:
-    """Write JSON so that the file is there whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    os.replace(partial, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from aoquant import QATConfig, calibrate, quantize_
 from aoquant.calibrate import uncalibrated
+from aoquant.integrations.checkpoint import read_json
 from aoquant.integrations.hf import load_pretrained
 from aoquant.integrations.job.options import Options
 from aoquant.integrations.plans import checked_plan
@@ -51,9 +51,16 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
             flush=True,
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype, dtype))
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            where, dtype=getattr(torch, dtype, dtype), trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{where!r} brings Python code of its own, and aoquant runs no code of a checkpoint: if you trust it, load "
+                "it in Python with trust_remote_code=True, and use aoquant.quantize_"
+            ) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             "model must be a folder of a causal language model, or its id on the hub; transformers cannot load "
@@ -65,10 +72,10 @@ def load_float(model: str | None, dtype: str, device: str) -> tuple[PreTrainedTo
 def load_checkpoint(checkpoint: Path, device: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """Tokenizer and model of a folder, quantised (then checked) or float (as stored), on `device`, in eval mode."""
     config = checkpoint / "config.json"
-    if config.exists() and "quantization_config" not in json.loads(config.read_text()):
+    if config.exists() and "quantization_config" not in read_json(config):
         return load_float(str(checkpoint), "auto", device)
     model: PreTrainedModel = load_pretrained(checkpoint)
-    return AutoTokenizer.from_pretrained(checkpoint), model.to(device).eval()
+    return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False), model.to(device).eval()
 
 
 def probe(model: PreTrainedModel) -> None:

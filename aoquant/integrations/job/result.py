@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aoquant.integrations.job.files import write_json
 from aoquant.integrations.job.fingerprint import RESULTS
 from aoquant.integrations.lm_eval import Perplexity
 from aoquant.planning.listing import folded
@@ -146,7 +146,7 @@ def write(result: Result, layers: Report, error: Report, record: Mapping[str, An
         "skipped": dict(result.skipped),
     }
     for folder in (out / "checkpoint", out):  # in `out` last: its presence says that the run is complete
-        (folder / RESULTS).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+        write_json(folder / RESULTS, numbers)
 
 
 def recovered(base: Perplexity, ptq: Perplexity, qat: Perplexity) -> str:

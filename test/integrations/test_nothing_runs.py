@@ -1,0 +1,205 @@
+"""No file that is loaded runs code: not a pickle in a run's folder, not the Python of a checkpoint."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import aoquant
+from aoquant.integrations.dcp_reader import TensorReader
+from aoquant.integrations.finetune import master_adamw
+from aoquant.integrations.finetune_checkpoints import NEWEST, Checkpoints
+from aoquant.integrations.job import RESULTS, check_fingerprint, evaluation, load_checkpoint, load_float
+from aoquant.integrations.job.files import write_json
+from aoquant.integrations.text import assets
+
+ROOT = Path(aoquant.__file__).parents[1]
+# (file, call): why it runs no code of a file
+ALLOWED = {
+    ("aoquant/ops/boundary.py", "eval"): "of text that this file made from a layout of arguments",
+    ("aoquant/integrations/dcp_reader.py", "load"): "of its own unpickler, which builds a list of classes alone",
+}
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32, "num_attention_heads": 2}
+
+
+def dangerous(call: ast.Call) -> bool:
+    """True for a call that runs what it is given, or may run what a file says."""
+    name = ast.unparse(call.func)
+    given = {k.arg: ast.unparse(k.value) for k in call.keywords}
+    if name in ("eval", "exec", "os.system", "pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load"):
+        return True
+    if name.endswith("_Unpickler(file).load") or name in ("joblib.load", "marshal.loads", "runpy.run_path"):
+        return True
+    if name == "torch.load":
+        return given.get("weights_only") != "True"
+    if name.split(".")[-1] == "from_pretrained" and any(
+        auto in name for auto in ("AutoConfig", "AutoModel", "AutoTokenizer", "AutoProcessor")
+    ):
+        return given.get("trust_remote_code") != "False"
+    return given.get("shell") == "True" or given.get("trust_remote_code") == "True"
+
+
+def test_no_call_in_the_source_runs_what_it_loads() -> None:
+    found = set()
+    for path in (*(ROOT / "aoquant").rglob("*.py"), *(ROOT / "eval").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and dangerous(node):
+                found.add((path.relative_to(ROOT).as_posix(), ast.unparse(node.func).split(".")[-1]))
+    assert found == ALLOWED.keys()
+
+
+class Planted:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def keeper(folder: Path) -> Checkpoints:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    return Checkpoints(folder, model, master_adamw(model, 0.1), torch.zeros(3))
+
+
+def edited(change: Callable[[Any], Any]) -> Callable[[Path, Path], None]:
+    def edit(path: Path, mark: Path) -> None:
+        content = pickle.loads(path.read_bytes())
+        change(content)
+        path.write_bytes(pickle.dumps(content))
+
+    return edit
+
+
+def first_place(content: Any) -> Any:
+    return next(iter(content.storage_data.values()))
+
+
+PLANTED: dict[str, Callable[[Path, Path], None]] = {
+    "pickle": lambda path, mark: path.write_bytes(pickle.dumps(Planted(mark))) and None,
+    "pickle inside": lambda path, mark: edited(lambda m: setattr(m, "planner_data", Planted(mark)))(path, mark),
+    "bytes": edited(lambda m: m.state_dict_metadata.update(losses=dcp.BytesStorageMetadata())),
+    "other folder": edited(lambda m: setattr(first_place(m), "relative_path", "../step-1/__0_0.distcp")),
+    "absolute": edited(lambda m: setattr(first_place(m), "relative_path", "/etc/hostname")),
+    "transform": edited(lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"])),
+    "dict": lambda path, mark: path.write_bytes(pickle.dumps({})) and None,
+    "truncated": lambda path, mark: path.write_bytes(path.read_bytes()[:-40]) and None,
+    "empty": lambda path, mark: path.write_bytes(b"") and None,
+    "text": lambda path, mark: path.write_bytes(b"cbuiltins\nexec\n.") and None,
+    "gone": lambda path, mark: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_pickle_in_a_run_is_refused_and_not_run(tmp_path: Path, case: str) -> None:
+    keeper(tmp_path).save(2)
+    PLANTED[case](tmp_path / "step-2" / ".metadata", mark := tmp_path / "ran")
+    with pytest.raises(ValueError, match=r"step-2/\.metadata: .*remove"):
+        keeper(tmp_path).load()
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("content", ['{"step": "../../x"}', "{}", "[]", "", '{"step": true}', '{"step": -1}'])
+def test_the_note_of_the_newest_checkpoint_names_a_step(tmp_path: Path, content: str) -> None:
+    keeper(tmp_path).save(2)
+    (tmp_path / NEWEST).write_text(content)
+    with pytest.raises(ValueError, match=NEWEST):
+        keeper(tmp_path).load()
+
+
+def test_a_run_goes_on_from_what_it_wrote(tmp_path: Path) -> None:
+    first = keeper(tmp_path)
+    first.losses += 1
+    first.save(2)
+    again = keeper(tmp_path)
+    assert again.load() == 2 and torch.equal(again.losses, first.losses)
+
+
+def test_every_dtype_and_shape_of_tensors_is_read(tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8)
+    state = {str(d): torch.ones(2, 3).to(d) for d in dtypes} | {"0-d": torch.tensor(2.0), "empty": torch.empty(0, 2)}
+    save(state, checkpoint_id=tmp_path)
+    read = {name: torch.zeros_like(t) for name, t in state.items()}
+    load(read, storage_reader=TensorReader(tmp_path))
+    assert all(torch.equal(read[n].float(), state[n].float()) for n in state)
+
+
+@pytest.fixture
+def own_code(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder whose config.json names Python beside it, and the file that this Python makes."""
+    mark, folder = tmp_path / "ran", tmp_path / "model"
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    aoquant.quantize_(model, "mxfp4")
+    aoquant.save_pretrained(model, folder, transformers.AutoTokenizer.from_pretrained(assets()))
+    (folder / "own.py").write_text(
+        f"from pathlib import Path\nPath({str(mark)!r}).touch()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class Own(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    config["model_type"] = "own"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, mark
+
+
+def test_python_of_a_checkpoint_is_not_run_and_nobody_is_asked(
+    own_code: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mark = own_code
+    monkeypatch.setattr("builtins.input", lambda *a: pytest.fail("asked on stdin"))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        aoquant.load_pretrained(folder)
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        load_checkpoint(folder, "cpu")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"brings Python code of its own.*trust_remote_code=True"):
+        load_float(str(folder), "auto", "cpu")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        aoquant.convert_checkpoint(folder, "mxfp4", folder.parent / "out")
+    assert not mark.exists()
+
+
+def test_a_class_of_transformers_is_taken_in_place_of_a_checkpoints_own(own_code: tuple[Path, Path]) -> None:
+    folder, mark = own_code
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "llama"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert type(aoquant.load_pretrained(folder)) is transformers.LlamaForCausalLM
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "{", '{"logits_sha256": "x", "probe_ids": "y"}'])
+def test_a_damaged_record_of_a_run_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / RESULTS).write_text(content)
+    with pytest.raises(ValueError, match=RESULTS):
+        evaluation(tmp_path, None, None, None, None)
+    with pytest.raises(ValueError, match=RESULTS):
+        check_fingerprint(LlamaForCausalLM(LlamaConfig(**SIZES)), tmp_path)
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_json(tmp_path / RESULTS, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / RESULTS, {"b": object()})
+    assert json.loads((tmp_path / RESULTS).read_text()) == {"a": 1}
+    source = (ROOT / "aoquant/integrations/job/result.py").read_text()
+    assert "write_json(folder / RESULTS" in source and "json.dump" not in source
