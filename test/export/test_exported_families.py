@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.export_families import FAMILIES, IDS, float_model, outputs, quantize
 from torch import Tensor, nn
 
@@ -109,8 +109,6 @@ def test_layers_are_named_for_both_readers(tmp_path: Path) -> None:
 
 
 def test_a_folder_under_the_models_own_names_is_read(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     model = float_model("llava", tmp_path / "float")
     quantize("llava", model, "intx4-g32")
     out = export(model, tmp_path / "out")
@@ -123,6 +121,21 @@ def test_a_folder_under_the_models_own_names_is_read(tmp_path: Path) -> None:
     assert moved.keys().isdisjoint(stored)
     save_file(moved, out / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(outputs("llava", load_pretrained(out, type(model))), outputs("llava", model))
+
+
+def test_names_of_a_published_checkpoint_are_kept(tmp_path: Path) -> None:
+    """Published LLaVA folders have a prefix that transformers drops when it loads them and writes again."""
+    model = float_model("llava", tmp_path / "float")
+    path = tmp_path / "float" / "model.safetensors"
+    floats = {n.replace("vision_tower.", "vision_tower.vision_model."): t for n, t in load_file(path).items()}
+    save_file(floats, path, metadata={"format": "pt"})
+    model = type(model).from_pretrained(tmp_path / "float", disable_mmap=True).eval()
+    quantize("llava", model, "intx4-g32")
+    save_pretrained(model, tmp_path / "saved")
+    for source, name in ((model, "a"), (tmp_path / "saved", "b")):
+        out = export(source, tmp_path / name)
+        check_file(out, floats, "compressed-tensors", FAMILIES["llava"].layers)
+        assert torch.equal(outputs("llava", load_pretrained(out, type(model))), outputs("llava", model))
 
 
 def test_the_class_of_an_export_is_named(tmp_path: Path) -> None:
