@@ -22,7 +22,7 @@ from types import ModuleType
 
 from aoquant import _moved as _moved  # old import paths
 
-TORCHAO = ">=0.17"
+TORCHAO = ">=0.18"
 _HF_QUANTIZERS = "transformers.quantizers.auto"
 _LORA = "peft.tuners.lora.model"
 _CONV1D = "transformers.pytorch_utils"

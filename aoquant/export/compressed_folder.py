@@ -55,6 +55,8 @@ def describe(source: Source, contents: Contents) -> Description:
     _check_symmetric(groups.values())
     _warn_transformers(groups.values())
     _warn_initialised(source.stock, contents)
+    if not one:
+        _warn_packed_zeros(groups.values())
     left = [weight.module for name, weight in contents.floats.items() if name.endswith(".weight")]
     _check_experts([*(group.modules for group in groups.values()), left])
     schemes = {
@@ -69,7 +71,18 @@ def describe(source: Source, contents: Contents) -> Description:
         ignore=[*source.left_out(contents.layers), *_patterns(filter(EXPERT.match, left))],
     )
     content: dict[str, Any] = json.loads(config.model_dump_json())
-    return Description({**content, "version": compressed_tensors.__version__})
+    content["version"] = compressed_tensors.__version__
+    if one and any(_packs_zeros(scheme) for scheme in schemes.values()):
+        # transformers 5.24 else compares the zero points' shape with compressed-tensors' empty module, which does not
+        # pack them. Engines do not read the key. With several schemes transformers would decode all by the first one.
+        content["dequantize"] = True
+    return Description(content)
+
+
+def _packs_zeros(scheme: QuantizationScheme) -> bool:
+    """Return True for a scheme that stores packed zero points."""
+    packed = CompressionFormat(scheme.format) is CompressionFormat.pack_quantized
+    return packed and scheme.weights is not None and not scheme.weights.symmetric
 
 
 def _patterns(modules: Iterable[str]) -> list[str]:
@@ -134,6 +147,18 @@ def initialised(stock: PreTrainedModel, layers: Iterable[str]) -> list[str]:
             found.append(name)
         modules[name]._parameters["weight"] = weight
     return found
+
+
+def _warn_packed_zeros(groups: Iterable[_Group]) -> None:
+    """Warn of a scheme with packed zero points among several schemes, which transformers 5.24 refuses to load."""
+    for scheme, modules in groups:
+        if _packs_zeros(scheme):
+            warnings.warn(
+                f"{modules[0]}: transformers 5.24 cannot load packed zero points (intx asym) in a model of several formats: serve the "
+                "folder with vLLM, read it with aoquant.load_pretrained, or train one format or a symmetric one",
+                AoquantWarning,
+                stacklevel=5,
+            )
 
 
 def _check_experts(groups: Iterable[Iterable[str]]) -> None:

@@ -2,7 +2,7 @@
 
 `from_pretrained` and `save_pretrained` ask a quantizer how tensor subclasses become plain tensors and back.
 transformers keeps one for each quantisation method; importing aoquant puts this subclass of its torchao quantizer in
-that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds six things and
+that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds seven things and
 changes no code and no scale:
 
 - a checksum for each tensor on saving, compared on loading (`checksums.py`);
@@ -11,6 +11,8 @@ changes no code and no scale:
   reverse, and fails with an empty NotImplementedError;
 - a packed weight takes the dtype that the model is loaded in, as a float weight does;
 - a loaded linear layer with a packed weight gets the class that convert gives it (layers/packed.py);
+- layers placed on the CPU are quantised there where torch, a CUDA build, sees no GPU: transformers 5.24 would move them
+  to "cuda" first;
 - config.json says that the checkpoint needs `import aoquant`.
 
 A quantisation method of our own, through transformers' `register_quantizer("aoquant")`, would be worse: without `import
@@ -58,6 +60,10 @@ class Quantizer(TorchAoHfQuantizer):
     def is_trainable(self) -> bool:
         """Adapters train beside codes of any width; transformers would refuse all but 8 bits."""
         return needs_aoquant(self.quantization_config) or bool(super().is_trainable)
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        super().validate_environment(*args, **kwargs)
+        self.offload_to_cpu = self.offload_to_cpu and torch.accelerator.is_available()
 
     def set_metadata(self, checkpoint_files: list[str]) -> None:
         super().set_metadata(checkpoint_files)

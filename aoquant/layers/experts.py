@@ -196,10 +196,14 @@ class QATExperts(PreparedModule):
 
         y = self._product_at_once(hidden_states, "gate_up_proj" if self.has_gate else "up_proj", ids, rows)
         y = cast(Any, self)._apply_gate(y) if self.has_gate else cast(Any, self).act_fn(y)
-        y = self._product_at_once(y, "down_proj", ids, Rows(ends))
+        y = self._normalised(self._product_at_once(y, "down_proj", ids, Rows(ends)))
         y = y * weights.unsqueeze(-1)
         by_token = y.new_empty(y.shape).index_copy_(0, perm, y)  # every row is written
         return by_token.view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+    def _normalised(self, y: Tensor) -> Tensor:
+        """Apply the norm behind every expert, where the class has one (transformers 5.24's MuseSpark)."""
+        return cast(Any, self).post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y
 
     def _product_at_once(self, x: Tensor, name: str, ids: Tensor, rows: Rows) -> Tensor:
         """(S, N): x, or its rows, times the experts of one parameter, plus their biases."""
@@ -235,7 +239,7 @@ class QATExperts(PreparedModule):
 
         y = self._product(hidden_states[token], "gate_up_proj" if self.has_gate else "up_proj", ids, ends, eager)
         y = cast(Any, self)._apply_gate(y) if self.has_gate else cast(Any, self).act_fn(y)
-        y = self._product(y, "down_proj", ids, ends, eager)
+        y = self._normalised(self._product(y, "down_proj", ids, ends, eager))
         y = y * top_k_weights[token, position].unsqueeze(-1)
         if eager:
             out, start = torch.zeros_like(hidden_states), 0

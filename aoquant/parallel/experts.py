@@ -26,6 +26,9 @@ from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel.fsdp import GATHER
 
 GATHERS = "_aoquant_gathers"  # attribute of a module whose packed experts are gathered for a forward
+# Attribute of transformers' experts, from 5.24 on: its forwards skip the number behind the last expert only where this
+# is true. Earlier ones always do.
+MASKS = "_is_expert_parallel"
 Forward = Callable[..., Tensor]
 
 
@@ -113,13 +116,18 @@ def _on_own(
 def _in_place(module: Any, parameters: dict[str, Any], experts: int) -> Iterator[None]:
     """The module with other parameters, and another number of experts."""
     before, number = dict(module._parameters), module.num_experts
+    masks = vars(module).get(MASKS)
     module._parameters.update(parameters)
     module.num_experts = experts
+    if masks is not None:
+        setattr(module, MASKS, masks or experts < number)
     try:
         yield
     finally:
         module._parameters.update(before)
         module.num_experts = number
+        if masks is not None:
+            setattr(module, MASKS, masks)
 
 
 def gather(w: DTensor) -> Any:

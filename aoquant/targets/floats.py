@@ -53,8 +53,7 @@ def _float8_block(format: Float8, w: Tensor) -> list[int]:
 
 
 def _float8_weight_only(config: Any) -> Target:
-    granularity = getattr(config, "granularity", PerRow())  # torchao 0.17 has no other
-    format = float8_format(config.weight_dtype, granularity)
+    format = float8_format(config.weight_dtype, config.granularity)
 
     def build(e: Encoded, w: Tensor) -> Tensor:
         return Float8Tensor(e.codes, e.scale, block_size=_float8_block(format, w), dtype=w.dtype)

@@ -42,7 +42,8 @@ def config(kind: Any, **more: Any) -> dict[str, Any]:
 
 REFUSED = [
     (LlamaConfig, {"hidden_act": "gelu"}, "hidden_act='gelu' (llama.cpp: 'silu')"),
-    (GemmaConfig, {"head_dim": 32, "hidden_act": "gelu"}, "hidden_act='gelu' (llama.cpp: 'gelu_pytorch_tanh')"),
+    # not "gelu": from transformers 5.18 or later on GemmaConfig makes "gelu_pytorch_tanh" of it, as llama.cpp does
+    (GemmaConfig, {"head_dim": 32, "hidden_act": "relu"}, "hidden_act='relu' (llama.cpp: 'gelu_pytorch_tanh')"),
     (Qwen3Config, {"attention_bias": True}, "attention_bias=True (llama.cpp: False)"),
     (LlamaConfig, {"rope_parameters": {**YARN, "beta_fast": 4.0}}, "beta_fast=4.0 (llama.cpp: 32.0)"),
     (LlamaConfig, {"rope_parameters": {**YARN, "beta_slow": 2.0}}, "beta_slow=2.0"),

@@ -146,12 +146,15 @@ class _Round(torch.autograd.Function):
 
 
 def lsq(fmt: Affine, x_RK: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Esser et al. 2020 with autograd, in float64: clamp(round(x / s) + zp) - zp, times s."""
+    """Compute Esser et al. 2020 with autograd, in float64: clamp(round(x / s) + zp) - zp, times s."""
     low, high = fmt.limits
     groups = x_RK.reshape(1, 1, -1) if fmt.per == "tensor" else x_RK.view(x_RK.shape[0], -1, fmt.group or x_RK.shape[1])
     zp = 0 if zero is None else zero.double().unsqueeze(-1)
     s = scale.unsqueeze(-1)
-    return ((_Round.apply(groups / s + zp).clamp(low, high) - zp) * s).reshape(x_RK.shape)
+    code = _Round.apply(groups / s + zp)
+    # Written out: at exactly `low` and `high` the gradient of torch's clamp is 1 until torch 2.13 and 0 from 2.14 on.
+    clipped = torch.where((code < low) | (code > high), code.detach().clamp(low, high), code)
+    return ((clipped - zp) * s).reshape(x_RK.shape)
 
 
 LEARNED = ["intx4-g32", "intx3-row", "intx4-g32-asym", "int8-row", "int8-tensor", "int8-tensor-asym", "intx2-g32"]

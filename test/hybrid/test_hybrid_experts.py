@@ -57,6 +57,7 @@ def test_23_prepared_is_a_loop_of_prepared_linear_layers(family: str, backward: 
         y = plain._apply_gate(y + plain.gate_up_proj_bias[e] if plain.has_bias else y)
         y = linear(plain.down_proj[e], y)
         y = y + plain.down_proj_bias[e] if plain.has_bias else y
+        y = plain.post_expert_norm(y) if hasattr(plain, "post_expert_norm") else y
         out = out.index_add(0, token, y * weights[token, position, None])
     torch.testing.assert_close(out, model(x, index, weights), rtol=1e-6, atol=1e-6)  # two addends a token
     out.square().sum().backward()

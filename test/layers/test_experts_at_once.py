@@ -38,6 +38,7 @@ def made(family: str) -> Any:
     torch.manual_seed(0)
     layer = MADE[family]().to(torch.bfloat16)
     layer.config._experts_implementation = "grouped_mm"
+    layer._is_expert_parallel = True  # what transformers sets on a rank whose routing names other ranks' experts
     for p in layer.parameters():
         p.data.normal_(0, 0.2)
     return nn.ModuleDict({"experts": layer})

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchao
 from torch import nn
+from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
     FqnToConfig,
@@ -23,7 +24,6 @@ from torchao.quantization import (
 from torchao.quantization.qat import IntxFakeQuantizeConfig
 from torchao.quantization.qat import QATConfig as TorchaoQATConfig
 from torchao.quantization.quantize_.workflows import IntxUnpackedToInt8Tensor
-from torchao.sparsity.sparse_api import SemiSparseWeightConfig
 
 import aoquant
 from aoquant import Int4WeightConfig, MXFP4WeightConfig, NVFP4WeightConfig, PackedTensor, QATConfig, quantize_
@@ -320,7 +320,7 @@ BAD = {
     "MSLK with float16": (Int4WeightOnlyConfig(64), torch.float16, r"up.*bfloat16 activations"),
     "dtype": (NVFP4WeightConfig(), torch.float64, r"up.*float32, bfloat16 or float16, got float64"),
     "fp8 rows in float32": (Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), torch.float32, r"up.*bfloat16 layers, got float32"),
-    "a config that cannot be trained": (SemiSparseWeightConfig(), torch.bfloat16, r"up.*sparsifies and does not"),
+    "a config that cannot be trained": (Int8MixedPrecisionTrainingConfig(), torch.bfloat16, r"up.*has no exact prepare"),
     "an option without exact numerics": (
         Int4WeightOnlyConfig(64, int4_packing_format="plain_int32"),
         torch.bfloat16,

@@ -27,7 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.models.aria.configuration_aria import AriaTextConfig
-from transformers.models.aria.modeling_aria import AriaTextForCausalLM
+from transformers.models.aria.modeling_aria import AriaExperts, AriaTextForCausalLM
 from transformers.models.dbrx.modeling_dbrx import DbrxFFN
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
@@ -160,6 +160,8 @@ SORTED: dict[str, tuple[Any, Any, str]] = {
     ),
 }
 
+ARIA_SORTS = not hasattr(AriaExperts, "_apply_gate")  # until transformers 5.24, where its experts are given the choices
+
 
 def sorted_model(family: str) -> Any:
     torch.manual_seed(0)
@@ -170,7 +172,7 @@ def sorted_model(family: str) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("family", SORTED)
+@pytest.mark.parametrize("family", [f for f in SORTED if f != "aria" or ARIA_SORTS])
 def test_experts_that_are_not_given_the_tokens_choices_are_refused_by_name(family: str) -> None:
     model = sorted_model(family)
     with pytest.raises(ValueError, match=rf"{re.escape(SORTED[family][2])} is not called with .* its router, model\."):
@@ -226,6 +228,8 @@ ROUTERS: dict[str, tuple[Any, set[str]]] = {
     ),
     "a list": (Listed, {"gate"}),
 }
+if not ARIA_SORTS:  # then the router is a module of its own class, no linear layer
+    del ROUTERS["aria"]
 
 
 @pytest.mark.parametrize(("make", "names"), ROUTERS.values(), ids=ROUTERS)

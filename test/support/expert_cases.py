@@ -1,12 +1,15 @@
-"""Stacked experts of six families of transformers, configs for them, and tokens with their experts."""
+"""Stacked experts of families of transformers, configs for them, and tokens with their experts."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.aria.configuration_aria import AriaTextConfig
+from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
@@ -39,6 +42,18 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "gemma-4": (Gemma4TextExperts, Gemma4TextConfig(hidden_size=H, moe_intermediate_size=WIDTH, num_experts=E)),
     "glm4-moe": (Glm4MoeExperts, Glm4MoeConfig(**SIZES, n_routed_experts=E)),
 }
+if hasattr(AriaExperts, "_apply_gate"):  # from transformers 5.24 on: before, a forward of its own
+    FAMILIES["aria"] = (AriaExperts, AriaTextConfig(hidden_size=H, intermediate_size=WIDTH, moe_num_experts=E))
+try:  # from transformers 5.24 on; its experts end in a norm
+    spark: Any = importlib.import_module("transformers.models.muse_spark")
+except ImportError:
+    pass
+else:
+    sizes = {"moe_hidden_size": H, "moe_intermediate_size": WIDTH, "num_local_experts": E}
+    FAMILIES["muse-spark"] = (
+        spark.modeling_muse_spark.MuseSparkExperts,
+        spark.configuration_muse_spark.MuseSparkTextConfig(**sizes),
+    )
 CONFIGS = {
     "int4": Int4WeightConfig(32),
     "nvfp4": NVFP4WeightConfig(),

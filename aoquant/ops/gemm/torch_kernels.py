@@ -12,6 +12,7 @@ higher priority where they are installed (mslk.py).
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -183,14 +184,26 @@ def _why_not_blockwise(r: Request) -> str | None:
         return "torchao's blockwise fp8 kernel needs compute capability 8.9 (Ada, Hopper) or later"
     if importlib.util.find_spec("triton") is None:
         return "torchao's blockwise fp8 kernel needs triton"
+    if _blockwise_kernel() is None:
+        return "this torchao has no torchao.kernel.blockwise_quantization, whose kernel the layer is exact with: install torchao 0.18"
     return None
 
 
-def _blockwise(c: Call) -> Tensor:
-    from torchao.kernel.blockwise_quantization import blockwise_fp8_gemm
+@cache
+def _blockwise_kernel() -> Callable[..., Tensor] | None:
+    """Return torchao's kernel, or None where this torchao has another one or none."""
+    try:
+        kernels = importlib.import_module("torchao.kernel.blockwise_quantization")
+    except ImportError:
+        return None
+    found: Callable[..., Tensor] | None = getattr(kernels, "blockwise_fp8_gemm", None)
+    return found
 
-    assert c.x is not None and c.x.scale is not None and c.w.scale is not None
-    y_MN: Tensor = blockwise_fp8_gemm(c.x.codes, c.x.scale, c.w.codes.contiguous(), c.w.scale.contiguous(), 128)
+
+def _blockwise(c: Call) -> Tensor:
+    kernel = _blockwise_kernel()
+    assert kernel is not None and c.x is not None and c.x.scale is not None and c.w.scale is not None
+    y_MN = kernel(c.x.codes, c.x.scale, c.w.codes.contiguous(), c.w.scale.contiguous(), 128)
     return c.shaped(y_MN if c.bias is None else (y_MN + c.bias).to(c.dtype))
 
 
