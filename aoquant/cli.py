@@ -243,6 +243,8 @@ def doctor(arguments: list[str]) -> Callable[..., None]:
 
         _print_table(checks.versions(), ("what", "found"))
         print()
+        _print_table(checks.packages(), checks.Package._fields)
+        print()
         _print_table(checks.backends(), ("backend", "here"))
         print()
         _print_table(checks.recipes(), ("recipe", "trains", "converted layer runs", "prepared == converted"))

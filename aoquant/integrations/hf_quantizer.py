@@ -63,7 +63,8 @@ class Quantizer(TorchAoHfQuantizer):
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         super().validate_environment(*args, **kwargs)
-        self.offload_to_cpu = self.offload_to_cpu and torch.accelerator.is_available()
+        if not torch.accelerator.is_available():
+            self.offload_to_cpu = False
 
     def set_metadata(self, checkpoint_files: list[str]) -> None:
         super().set_metadata(checkpoint_files)

@@ -7,7 +7,9 @@ converted layer is missing, the table has the kernel's own reason. The prepared 
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.metadata
+import importlib.util
 import platform
 import warnings
 from collections import OrderedDict
@@ -25,11 +27,96 @@ from aoquant.ops import native, native_cpu
 from aoquant.ops.gemm import mslk
 from aoquant.quantize import quantize_
 from aoquant.recipes import Recipe, list_recipes
-from aoquant.targets import resolve
+from aoquant.targets import PROVED, resolve
 
 # what torchao raises when the package or the device of a kernel is not there
 MISSING_KERNEL = (AssertionError, AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError)
-_PACKAGES = ("torch", "torchao", "triton", "transformers", "lm-eval", "mslk-cuda", "fbgemm-gpu-genai")
+
+
+class _Known(NamedTuple):
+    """A package that aoquant uses. distributions: names on the package index. module: what is imported of it."""
+
+    distributions: tuple[str, ...]
+    module: str
+    serves: str
+    get: str
+
+
+_PACKAGES = {
+    "torch": _Known(("torch",), "torch", "everything; fp8 and int8 GEMMs", "pip install torch"),
+    "torchao": _Known(
+        ("torchao",),
+        "torchao",
+        f"its configs and tensors, exact with torchao {', '.join(PROVED)}; checkpoints",
+        f"pip install torchao=={PROVED[-1]}.*",
+    ),
+    "triton": _Known(
+        ("triton",), "triton", "aoquant's GPU kernels; torchao's fp8 blocks", "with torch's CUDA build for Linux"
+    ),
+    "mslk": _Known(
+        ("mslk-cuda", "mslk"),
+        "mslk.gemm",
+        "torchao's int4 and MSLK fp8 layers, on Hopper",
+        "pip install mslk-cuda (mslk is an empty package)",
+    ),
+    "fbgemm-gpu": _Known(
+        ("fbgemm-gpu-genai",),
+        "fbgemm_gpu.experimental.gen_ai",
+        "the same operators as mslk, under their earlier name",
+        "pip install fbgemm-gpu-genai",
+    ),
+    "qutlass": _Known(
+        ("qutlass",),
+        "qutlass",
+        "MXFP4 and NVFP4 layers with quantised activations, on Blackwell",
+        "build it from its repository (the package index has an empty 0.0.0)",
+    ),
+    "transformers": _Known(("transformers",), "transformers", "models and checkpoints", "pip install 'aoquant[hf]'"),
+    "lm-eval": _Known(("lm_eval",), "lm_eval", "aoquant eval", "pip install 'aoquant[eval]'"),
+}
+# What a kernel package exports where it is more than a name on the package index.
+_KERNELS = {"qutlass": "matmul_nvf4_bf16_tn"}
+# The packages of which a backend needs one.
+_NEEDS = {
+    "mslk": ("mslk", "fbgemm-gpu"),
+    "qutlass": ("qutlass",),
+    **dict.fromkeys(("torchao.blockwise", "triton", "triton-decode", "triton-ggml"), ("triton",)),
+}
+
+
+class Package(NamedTuple):
+    """A row about a package: whether it can be used here, its version, what it serves and how to get it."""
+
+    package: str
+    found: str
+    version: str
+    serves: str
+    get: str
+
+
+def packages() -> list[Package]:
+    """Return a row for each package that aoquant uses, installed or not."""
+    return [Package(name, *_found(name, known), known.serves, known.get) for name, known in _PACKAGES.items()]
+
+
+def _found(name: str, known: _Known) -> tuple[str, str]:
+    """Return whether a package can be used, or why not, and its version."""
+    version = next(filter(None, map(_version, known.distributions)), "-")
+    try:
+        module = importlib.import_module(known.module) if name in _KERNELS else importlib.util.find_spec(known.module)
+    except Exception as error:  # a package of binaries fails to import in any way it likes
+        absent = version == "-" and isinstance(error, ModuleNotFoundError)
+        return ("no" if absent else f"no: {known.module} cannot be imported ({type(error).__name__})"), version
+    if module is None or (name in _KERNELS and not hasattr(module, _KERNELS[name])):
+        return ("no" if version == "-" else "no: what is installed has no kernels"), version
+    return "yes", version
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_device(device: torch.device | str) -> None:
@@ -44,13 +131,8 @@ def check_device(device: torch.device | str) -> None:
 
 
 def versions() -> list[tuple[str, str]]:
-    """(what, version or description) of Python, packages, aoquant's own kernels and devices."""
+    """(what, version or description) of Python, aoquant's own kernels and devices."""
     rows = [("python", platform.python_version())]
-    for package in _PACKAGES:
-        try:
-            rows.append((package, importlib.metadata.version(package)))
-        except importlib.metadata.PackageNotFoundError:
-            rows.append((package, "not installed"))
     rows.append(("CUDA kernels", native.why_not() or "built"))
     rows.append(("CPU kernels", native_cpu.why_not() or f"built; run by {native_cpu.level()}"))
     if not torch.cuda.is_available():
@@ -64,6 +146,7 @@ def versions() -> list[tuple[str, str]]:
 def backends(device: str | None = None) -> list[tuple[str, str]]:
     """(backend, the contracts that it runs here, or why it runs none)."""
     where = torch.device(device or _device())
+    absent = {p.package: p.found for p in packages() if p.found != "yes"}
     rows = []
     for name in ops.backend_names():
         runs: list[str] = []
@@ -82,9 +165,12 @@ def backends(device: str | None = None) -> list[tuple[str, str]]:
                 f"not {r.contract}"
             ):  # a contract that is another backend's says nothing about this one
                 reasons.append(said)
-        rows.append(
-            (name, "runs " + ", ".join(sorted(set(runs))) if runs else next(iter(reasons), "no recipe asks for it"))
-        )
+        reason = next(iter(reasons), "no recipe asks for it")
+        # the first recipe's reason may be its format or the device, and the package is absent all the same
+        needs = _NEEDS.get(name, ())
+        if needs and absent.keys() >= set(needs):
+            reason = f"{needs[0]} is not installed; {reason}"
+        rows.append((name, "runs " + ", ".join(sorted(set(runs))) if runs else reason))
     return rows
 
 

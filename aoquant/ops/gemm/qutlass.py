@@ -54,13 +54,17 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def _lacks(device: torch.device, dtype: torch.dtype, symbol: str) -> str | None:
     """Why `symbol` cannot run here."""
-    capability = _capability(device)
+    capability, wants = _capability(device), list[str]()
     if capability is None or capability[0] not in BLACKWELL:
-        return "qutlass's FP4 kernels need a Blackwell GPU (sm_100, 101, 110 or 120)"
+        wants.append("qutlass's FP4 kernels need a Blackwell GPU (sm_100, 101, 110 or 120)")
+    if _package() is None:
+        wants.append(
+            "qutlass is not installed (the package index has only an empty 0.0.0: build it from its repository)"
+        )
+    if wants:
+        return "; ".join(wants)
     if dtype != torch.bfloat16:
         return f"qutlass computes bfloat16, got {dtype}"
-    if _package() is None:
-        return "qutlass is not installed (the package index has only an empty 0.0.0: build it from its repository)"
     if not hasattr(_package(), symbol):
         return f"this build of qutlass has no {symbol}"
     return None
