@@ -6,6 +6,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 ENGINES ?= .engines
+CONSTRAINTS ?= constraints.txt
+VERSIONS ?= .versions
 WORKERS ?= 2
 GPU_WORKERS ?= 8
 GPU_MARKS ?= gpu and not nightly
@@ -19,14 +21,14 @@ UNCOMPILED := tests?|testing|models|lexers|tasks|pip|setuptools|_vendor|nltk|fon
 # Else each process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup kernels cpu-kernels demo test gpu-test sanitize sanitize-cpu gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
+.PHONY: setup kernels cpu-kernels demo test test-versions test-newest test-oldest gpu-test sanitize sanitize-cpu gpu-bench model-bench nightly engines engine-proofs mutate bench docs lint format types imports check clean
 
 setup: $(STAMP)
 
 # pip compiles modules one by one, a minute for these packages: here on all cores, but for folders of which little is imported.
-$(STAMP): pyproject.toml setup.py constraints.txt
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -c constraints.txt --config-settings editable_mode=compat -e '.[all,dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -c $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[all,dev]'
 	$(BIN)/python -m compileall -qq -j 0 -x '/site-packages/(.*/)?($(UNCOMPILED))/' $(VENV)/lib || true  # some files are templates, not Python
 	touch $@
 
@@ -44,6 +46,19 @@ demo: setup
 
 test: setup
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not nightly"
+
+# The tests under the newest versions of everything and under the oldest that pyproject.toml allows, as HEAD is, in environments and a
+# checkout of their own. Gigabytes each: torch's CUDA build.
+test-versions: test-newest test-oldest
+
+test-newest: constraints-file = /dev/null
+test-newest: upgrade = --upgrade --upgrade-strategy eager
+test-oldest: constraints-file = constraints-oldest.txt
+test-newest test-oldest: test-%:
+	rm -rf $(VERSIONS)/$*/source $(VERSIONS)/$*/venv/.aoquant-installed
+	mkdir -p $(VERSIONS)/$*/source
+	git archive HEAD | tar -x -C $(VERSIONS)/$*/source
+	$(MAKE) -C $(VERSIONS)/$*/source test VENV=../venv CONSTRAINTS=$(constraints-file) PIP_FLAGS="$(PIP_FLAGS) $(upgrade)"
 
 # Processes share the device, since most of the time goes into compiling kernels; tests that tune the same kernel go together. NCCL's
 # tests run where there are two devices. Without a device this fails instead of skipping everything.
