@@ -122,7 +122,7 @@ def of_checkpoint(folder: Path) -> Source:
         stored_tensors |= found
     model = _skeleton(folder)
     tied = _ties(model)
-    names = [n for n in json.loads(described["tensor_names"]) if n not in tied]
+    names = [n for n in described if n not in tied and n not in ("tensor_names", "format", checksums.KEY)]
     if wrong := sorted(_kept(model, tied).keys() ^ set(names)):
         raise ValueError(
             f"{folder}: its tensors and {type(model).__name__}'s differ in {checkpoint.some(wrong)}: load it with aoquant.load_pretrained "

@@ -241,7 +241,7 @@ def attach(model: PreTrainedModel) -> TorchAoConfig:
     config = TorchAoConfig(
         one if same else FqnToConfig(configs),
         modules_to_not_convert=left_out,
-        include_input_output_embeddings=embeds,
+        include_input_output_embeddings=embeds and input_embeddings(model) is not None,
     )
     if needs_aoquant(config):
         config.__class__ = NotedConfig
@@ -261,12 +261,21 @@ def _stack_configs(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """The module that HF calls the model's input embeddings; None for a model without: images, speech, two encoders."""
+    try:
+        found: nn.Module | None = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # HF guesses by names
+        return None
+    return found
+
+
 def _check_tie(model: PreTrainedModel) -> None:
     """HF ties the head to the input embedding again on loading if the config says so: then both hold one packed weight,
     or neither.
     """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or not getattr(model.config, "tie_word_embeddings", False):
+    head, embedding = model.get_output_embeddings(), input_embeddings(model)
+    if head is None or embedding is None or not getattr(model.config, "tie_word_embeddings", False):
         return
     if head.weight is not embedding.weight and (_is_quantised(head) or _is_quantised(embedding)):
         raise ValueError(

@@ -13,6 +13,7 @@ changes no code and no scale:
 - a loaded linear layer with a packed weight gets the class that convert gives it (layers/packed.py);
 - layers placed on the CPU are quantised there where torch, a CUDA build, sees no GPU: transformers 5.24 would move them
   to "cuda" first;
+- parameters and buffers of the model itself, whose names torchao cannot take apart, do not keep it from loading;
 - config.json says that the checkpoint needs `import aoquant`.
 
 A quantisation method of our own, through transformers' `register_quantizer("aoquant")`, would be worse: without `import
@@ -22,12 +23,14 @@ torchao method stops there with an error.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 from torchao.quantization import FqnToConfig
 from transformers.integrations.torchao import TorchAoDeserialize
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
@@ -68,6 +71,7 @@ class Quantizer(TorchAoHfQuantizer):
 
     def set_metadata(self, checkpoint_files: list[str]) -> None:
         super().set_metadata(checkpoint_files)
+        self.metadata = rebuildable(getattr(self, "metadata", {}))
         checksums.verify_unless_told(Path(f) for f in checkpoint_files if f.endswith(".safetensors"))
 
     def get_weight_conversions(self) -> list[Any]:
@@ -84,6 +88,7 @@ class Quantizer(TorchAoHfQuantizer):
         weights = dict(model.named_parameters(remove_duplicate=False))
         again = {to for to, source in model.all_tied_weights_keys.items() if weights.get(to) is weights.get(source)}
         flat, metadata = flatten_tensor_state_dict({n: t for n, t in model.state_dict().items() if n not in again})
+        metadata = rebuildable(metadata)
         if not any(t.is_meta for t in flat.values()):
             metadata[checksums.KEY] = checksums.table(self._as_written(model, flat), metadata)
         return flat, metadata
@@ -124,6 +129,18 @@ class NotedConfig(TorchAoConfig):
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "requires": REQUIRES}
+
+
+def rebuildable(metadata: dict[str, str]) -> dict[str, str]:
+    """A file's metadata with the names that torchao can take apart: it splits each at its last dot.
+
+    Parameters and buffers of the model itself, such as BART's final_logits_bias, have no dot. They are plain tensors,
+    which nobody has to rebuild; their own entries stay.
+    """
+    if not is_metadata_torchao(metadata):
+        return metadata
+    names = [name for name in json.loads(metadata["tensor_names"]) if "." in name]
+    return {**metadata, "tensor_names": json.dumps(names)}
 
 
 def needs_aoquant(config: Any) -> bool:
