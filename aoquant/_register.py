@@ -24,6 +24,7 @@ from aoquant import _moved as _moved  # old import paths
 
 TORCHAO = ">=0.18"
 _HF_QUANTIZERS = "transformers.quantizers.auto"
+_HF_MODELS = "transformers.modeling_utils"
 _LORA = "peft.tuners.lora.model"
 _CONV1D = "transformers.pytorch_utils"
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
@@ -52,6 +53,7 @@ def register() -> None:
     _when_imported(_LORA, _teach_adapters)
     _when_imported(_CONV1D, _teach_conv1d)
     _when_imported(_HF_QUANTIZERS, _extend_quantizer)
+    _when_imported(_HF_MODELS, _stage_saves)
 
 
 def version(package: str) -> str:
@@ -105,6 +107,12 @@ def _extend_quantizer(module: ModuleType) -> None:
         from aoquant.integrations import hf_quantizer
 
         hf_quantizer.install(module)
+
+
+def _stage_saves(module: ModuleType) -> None:
+    from aoquant.integrations import whole_saves
+
+    whole_saves.install(module)
 
 
 def _when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `aoquant run`, `eval`, `convert`, `export`, `formats`, `recipes`, `doctor`.
+"""The command line: `aoquant run`, `eval`, `convert`, `export`, `verify`, `formats`, `recipes`, `doctor`.
 
 Errors that a user can mend are one line and exit code 2, warnings are their text alone, an interrupt is one line and
 exit code 130; everything else is a traceback, because it is our mistake.
@@ -266,6 +266,22 @@ def export(arguments: list[str]) -> Callable[..., None]:
     return command
 
 
+def verify(arguments: list[str]) -> Callable[..., None]:
+    """compare a folder with the checksums that it was written with"""
+
+    def command(folder: Path, /) -> None:
+        """Compare the weights of a folder, and what says how they are read, with their checksums.
+
+        Args:
+            folder: of `aoquant run` or `aoquant convert`, or one that `aoquant export` wrote, in any of its formats.
+        """
+        from aoquant.export.verify import verify
+
+        print(verify(folder))
+
+    return command
+
+
 # Each is given the arguments that follow its name and returns the function that tyro calls with them, so that only the
 # chosen command's modules are imported: `aoquant formats` does not wait for transformers.
 COMMANDS = {
@@ -273,6 +289,7 @@ COMMANDS = {
     "eval": evaluate,
     "convert": convert,
     "export": export,
+    "verify": verify,
     "formats": formats,
     "recipes": recipes,
     "doctor": doctor,

@@ -50,7 +50,7 @@ def export(
 
     model: a converted Hugging Face model, or the folder of a converted checkpoint, which is read one layer at a time.
     directory: to write; must not exist, or be empty. It appears under its name when it is complete; an interrupted
-        export of a folder continues where it stopped when it is started again.
+        export of a folder continues where it stopped when it is started again, but for gguf, which starts anew.
     format: "compressed-tensors", "modelopt" or "gguf".
     tokenizer: to write beside a model in memory, a transformers tokenizer; a checkpoint's own tokenizer is copied.
     skip: quantised layers to write in the model's float dtype, as the values that they multiply by: names, globs or

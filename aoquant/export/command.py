@@ -19,7 +19,8 @@ def command(
     """Write a converted checkpoint for a serving engine, one layer in memory at a time. Nothing is rounded.
 
     A layer whose numbers the format cannot hold is an error that names it and the nearest format that fits; nothing is
-    written then. An export that was interrupted continues when the same command is given again.
+    written then. An export that was interrupted continues when the same command is given again, but of gguf
+    starts anew.
 
     Args:
         checkpoint: folder that `aoquant run`, `aoquant convert` or `aoquant.save_pretrained` wrote; of a run, its

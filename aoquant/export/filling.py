@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from aoquant.formats import FLOAT_DTYPES
-from aoquant.integrations import checkpoint
+from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.safetensors_file import StoredTensor, header
 from aoquant.integrations.stored_names import Piece, keep_wide, model_names, pieces_of
 from aoquant.layers.experts import stacks_of
@@ -37,6 +37,8 @@ class Filling:
             raise ValueError(
                 f"{folder}: a {method} checkpoint is loaded onto one device, got device_map={device_map!r}"
             )
+        files = checkpoint.files(folder)
+        checksums.verify_unless_told(files, configs=True)
         own = getattr(model_class, "config_class", None)  # a class reads configs that name a relative of its own
         config = (AutoConfig if own is None else own).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -58,7 +60,7 @@ class Filling:
         keep_wide(self.model, self.dtype)
         self.folder, self.device = folder, device_map
         stored: dict[str, StoredTensor] = {}
-        for path in checkpoint.files(folder):
+        for path in files:
             stored |= header(path).tensors
         places = model_names(self.model, stored)
         self.names = {name: own for own, name in places.items()}

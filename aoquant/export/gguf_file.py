@@ -2,12 +2,11 @@
 
 Quantised layers are ggml blocks (`ggml_types`); embeddings, the head and what is left out keep their dtype, F16, BF16
 or F32; vectors are F32, as llama.cpp wants them. The file appears under its name when it is complete. It is written
-from its start to its end by the `gguf` library, so an interrupted export starts again.
+from its start to its end by the `gguf` library, so an interrupted export starts anew.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +20,13 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from aoquant.export import gguf_arch, gguf_tokenizer
+from aoquant.export import gguf_arch, gguf_checksum, gguf_tokenizer
 from aoquant.export.advice import advice, takers
 from aoquant.export.contents import Contents, contents_of, values
 from aoquant.export.ggml_types import store
 from aoquant.export.gguf_arch import Architecture
 from aoquant.export.source import Source
+from aoquant.integrations.atomic import Staged, check_free
 from aoquant.planning.progress import bar
 from aoquant.tensor import PackedTensor
 
@@ -67,33 +67,30 @@ def write(
         ValueError: layers that no ggml type holds, an architecture or a tokenizer that is not known here, or a folder
         in use.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")
-    path, partial = out / "model.gguf", out / ".model.gguf.partial"
-    decided = _decide(source, tokenizer, skip, partial)
-    writer = decided.writer
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        for entry in decided.entries:
-            raw = None if entry.type == GGMLQuantizationType.F32 else entry.type
-            writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=raw)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        _fill(writer, decided.entries, source, decided.contents, decided.architecture)
-        writer.close()
-        os.replace(partial, path)
-    except BaseException:
-        writer.close()
-        partial.unlink(missing_ok=True)
-        out.rmdir()
-        raise
-    return path
+    check_free(out)
+    name = "model.gguf"
+    decided = _decide(source, tokenizer, skip)
+    with Staged(out, fresh=True) as staged:
+        staged.begin(sum(entry.nbytes for entry in decided.entries))
+        path, writer = staged.path / name, decided.writer
+        try:
+            for entry in decided.entries:
+                raw = None if entry.type == GGMLQuantizationType.F32 else entry.type
+                writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=raw)
+            writer.write_header_to_file(path)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            _fill(writer, decided.entries, source, decided.contents, decided.architecture)
+        finally:
+            writer.close()
+        gguf_checksum.write(path)
+        staged.publish()
+    return out / name
 
 
 def check(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raise ValueError for what `write` would refuse, nothing written."""
-    _decide(source, tokenizer, (), Path("model.gguf"))
+    _decide(source, tokenizer, ())
 
 
 class _Decided(NamedTuple):
@@ -105,12 +102,13 @@ class _Decided(NamedTuple):
     writer: gguf.GGUFWriter
 
 
-def _decide(source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str], path: Path) -> _Decided:
-    """The writer is for `path`."""
+def _decide(source: Source, tokenizer: PreTrainedTokenizerBase | None, skip: Sequence[str]) -> _Decided:
+    """Decide everything that the file will hold, nothing written."""
     architecture = _architecture(source)
     contents = contents_of(source, store, skip, "gguf")
     entries = _entries(source, contents, architecture)
-    writer = gguf.GGUFWriter(path, architecture.name)
+    writer = gguf.GGUFWriter(None, architecture.name)  # the file is named when it is written
+    writer.add_string(*gguf_checksum.PLACEHOLDER)
     gguf_arch.add_metadata(writer, architecture, source.config)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(_file_type(entries))

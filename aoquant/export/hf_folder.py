@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from aoquant import __version__
 from aoquant.export.contents import Contents, Store, contents_of, values
 from aoquant.export.folder import Folder
 from aoquant.export.fused import warn_mixed
 from aoquant.export.source import Source
 from aoquant.export.targets import Description
-from aoquant.integrations import checkpoint
+from aoquant.integrations import checkpoint, checksums
+from aoquant.integrations.atomic import check_free
+from aoquant.integrations.safetensors_file import reading
 from aoquant.tensor import PackedTensor
 
 _NOT_COPIED = re.compile(
@@ -40,7 +43,7 @@ def write(
     """Write `source` to the folder `out`, packed layers as `store` says and config.json's quantization_config as
     `describe` does.
     """
-    folder = Folder(out, _identity(source, target, skip, max_shard_size))
+    check_free(out)
     contents, description = decide(source, store=store, describe=describe, target=target, skip=skip)
     tensors, groups = dict[str, Tensor](), dict[str, list[str]]()
     for module, stored in contents.layers.items():
@@ -59,19 +62,15 @@ def write(
         assert isinstance(packed, PackedTensor)
         return {f"{source.in_files(group)}.{part}": t for part, t in store(packed).tensors.items()}
 
-    index = folder.fill(tensors, groups, make, max_shard_size, {"format": "pt"})
-    if index is not None:
-        (folder.path / checkpoint.INDEX).write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
-    _copy(source, folder.path)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder.path)
     config = {**source.config, "quantization_config": description.config}
-    for name, content in description.files.items():
-        (folder.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (folder.path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    folder.finish()
+    with Folder(out, _identity(source, target, skip, max_shard_size)) as folder:
+        folder.fill(tensors, groups, make, max_shard_size, {"config.json": config, **description.files})
+        _copy(source, folder.path)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder.path)
+        for name, content in (*description.files.items(), ("config.json", config)):
+            (folder.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        folder.publish()
     return out
 
 
@@ -96,8 +95,8 @@ def _identity(source: Source, target: str, skip: Sequence[str], size: int | str)
     """
     if source.folder is None:
         return None
-    files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in checkpoint.files(source.folder)]
-    return [str(source.folder.resolve()), files, target, list(skip), str(size)]
+    files = [(p.name, checksums.identity(p)) for p in checkpoint.files(source.folder)]
+    return [__version__, str(source.folder.resolve()), files, source.config, target, list(skip), str(size)]
 
 
 def _copy(source: Source, folder: Path) -> None:
@@ -105,6 +104,8 @@ def _copy(source: Source, folder: Path) -> None:
     if source.folder is not None:
         for path in sorted(source.folder.iterdir()):
             if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
+                with reading(path):
+                    path.open("rb").close()
                 shutil.copyfile(path, folder / path.name)
         return
     generation = getattr(source.modules[""], "generation_config", None)

@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from aoquant.export.experts import Weight, as_stored
 from aoquant.integrations import checkpoint, checksums
+from aoquant.integrations.atomic import POINTER
 from aoquant.integrations.safetensors_file import StoredTensor, header
 from aoquant.integrations.skeleton import class_of
 from aoquant.integrations.stored_names import model_names
@@ -114,6 +115,7 @@ def of_checkpoint(folder: Path) -> Source:
     checksums.verify_unless_told(checkpoint.files(folder))
     config = checkpoint.read_json(folder / "config.json")
     config.pop("quantization_config")
+    config.pop(POINTER, None)
     described: dict[str, str] = {}
     stored_tensors: dict[str, StoredTensor] = {}
     for path in checkpoint.files(folder):

@@ -17,12 +17,14 @@ import json
 import re
 import warnings
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torchao.core.config import config_from_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 
+from aoquant.integrations import checksums
+from aoquant.integrations.atomic import POINTER
 from aoquant.integrations.safetensors_file import header, reading
 
 SINGLE = "model.safetensors"
@@ -40,6 +42,7 @@ def check(directory: Path) -> dict[str, str]:
     stored: set[str] = set()
     for path in files(directory):
         described, inside = header(path)
+        checksums.check_names(path)
         if not is_metadata_torchao(described):
             raise ValueError(
                 f"{path}: holds no torchao metadata, so its quantised weights cannot be rebuilt: it was written by "
@@ -132,7 +135,7 @@ def _check_config(directory: Path) -> None:
         )
     if quantization.get("quant_method") != "torchao":
         raise ValueError(
-            f"{directory}: was quantised by {quantization.get('quant_method')!r}, and aoquant reads checkpoints of "
+            f"{directory / 'config.json'}: was quantised by {quantization.get('quant_method')!r}, and aoquant reads checkpoints of "
             "'torchao' (aoquant's and torchao's tensors): load it with transformers"
         )
     try:
@@ -146,6 +149,8 @@ def _check_config(directory: Path) -> None:
 def files(directory: Path) -> list[Path]:
     """The safetensors files, all there, each with the tensors that the index promises."""
     single, index = directory / SINGLE, directory / INDEX
+    if (staged := _staged(directory)) is not None:
+        single, index = (staged, directory) if staged.suffix == ".safetensors" else (directory, staged)
     if single.is_file() and index.is_file():
         raise ValueError(
             f"{directory}: holds both {SINGLE} and {INDEX}; one is left from an earlier save: delete the stale one"
@@ -159,12 +164,26 @@ def files(directory: Path) -> list[Path]:
     weight_map: dict[str, str] = read_json(index).get("weight_map", {})
     paths = [directory / name for name in sorted(set(weight_map.values()))]
     if lost := [p.name for p in paths if not p.is_file()]:
-        raise ValueError(f"{directory}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
+        raise ValueError(f"{index}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     for path in paths:
         promised = {key for key, file in weight_map.items() if file == path.name}
         if lost := sorted(promised - header(path).tensors.keys()):
             raise ValueError(f"{path}: {some(lost)} missing, which {INDEX} promises: copy or save the checkpoint again")
     return paths
+
+
+def _staged(directory: Path) -> Path | None:
+    """The weights of a save that was committed and not finished (see `atomic.py`), or of another name."""
+    if not (directory / "config.json").is_file():
+        return None
+    pointer = read_json(directory / "config.json").get(POINTER)
+    if pointer is None:
+        return None
+    if not isinstance(pointer, str) or PurePosixPath(pointer).is_absolute() or ".." in PurePosixPath(pointer).parts:
+        raise ValueError(
+            f"{directory / 'config.json'}: {POINTER} must name a file of this folder, got {pointer!r}: save the model again"
+        )
+    return directory / pointer
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,14 +22,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from aoquant.integrations import checkpoint
 from aoquant.integrations.safetensors_file import StoredTensor, dtype_name, header, raw_bytes
 
 KEY = "aoquant_crc32"
+CONFIGS = "aoquant_configs_crc32"
 _METADATA = "__metadata__"  # the entry of the rest of the metadata
+_CONFIG = "config.json"
 _BY_OTHERS = (KEY, "format")  # transformers adds "format" after the checksums are made
 _verifying: ContextVar[bool] = ContextVar("verifying", default=True)
 
@@ -73,6 +77,13 @@ def encoded(checksums: Mapping[str, int], metadata: Mapping[str, str]) -> str:
     return json.dumps({name: f"{every[name]:08x}" for name in sorted(every)}, separators=(",", ":"))
 
 
+def of_configs(contents: Mapping[str, Any]) -> str:
+    """The entry for the JSON files beside the tensors, by file. Of config.json it covers quantization_config alone:
+    users edit the rest.
+    """
+    return json.dumps({name: f"{_of_json(name, contents[name]):08x}" for name in sorted(contents)})
+
+
 def verify(paths: Iterable[Path]) -> int:
     """Compare every tensor of safetensors files with its checksum; returns how many were compared.
 
@@ -83,18 +94,13 @@ def verify(paths: Iterable[Path]) -> int:
     """
     work: list[tuple[StoredTensor, str]] = []
     for path in paths:
-        metadata, tensors = header(path)
-        if KEY not in metadata:
-            continue
-        wanted = _read(path, metadata)
-        work += [(tensors[name], wanted[name]) for name in tensors if name in wanted]
+        wanted = check_names(path)
+        work += [(stored, wanted[name]) for name, stored in header(path).tensors.items()] if wanted else []
     work.sort(key=lambda pair: (pair[0].path, pair[0].start))
 
     def compare(pair: tuple[StoredTensor, str]) -> None:
         stored, wanted = pair
-        found = start(stored.dtype, stored.shape)
-        for piece in stored.pieces():
-            found = extend(found, piece)
+        found = _of_stored(stored)
         if f"{found:08x}" != wanted:
             raise ValueError(
                 f"{stored.path}: {stored.name} is damaged, its checksum is {found:08x} and was {wanted} when it was "
@@ -106,17 +112,77 @@ def verify(paths: Iterable[Path]) -> int:
     return len(work)
 
 
-def verify_unless_told(paths: Iterable[Path]) -> None:
-    """`verify`, but for loads inside `not_verified()`."""
+def check_names(path: Path) -> dict[str, str]:
+    """Return the checksums in a file's header, none where another library wrote it.
+
+    Raises:
+        ValueError: the header is damaged, or a tensor has a name that was not written.
+    """
+    metadata, tensors = header(path)
+    wanted = _read(path, metadata)
+    if wanted and (other := sorted(tensors.keys() - wanted.keys())):
+        raise ValueError(
+            f"{path}: its header is damaged, {other[0]} was not written by that name: copy or save the checkpoint again"
+        )
+    return wanted
+
+
+def verify_configs(paths: Iterable[Path]) -> None:
+    """Compare the JSON files beside safetensors files with the checksums in the headers.
+
+    Raises:
+        ValueError: names the JSON file.
+    """
+    for path in paths:
+        metadata = header(path).metadata
+        covered: dict[str, str] = json.loads(metadata.get(CONFIGS, "{}")) if _read(path, metadata) else {}
+        for name, wanted in covered.items():
+            beside = path.parent / name
+            if not beside.is_file() or f"{_of_json(name, checkpoint.read_json(beside)):08x}" != wanted:
+                what = "its quantization_config" if name == _CONFIG else "it"
+                raise ValueError(
+                    f"{beside}: {what} is not what was written with the weights: copy or save the checkpoint again"
+                )
+
+
+def identity(path: Path) -> str:
+    """A checksum of everything in a safetensors file: of its header where that has checksums of the tensors."""
+    metadata, tensors = header(path)
+    found = zlib.crc32(json.dumps([path.stat().st_size, sorted(metadata.items())]).encode())
+    if KEY not in metadata:
+        for name in sorted(tensors):
+            found = zlib.crc32(f"{name} {_of_stored(tensors[name]):08x}".encode(), found)
+    return f"{found:08x}"
+
+
+def _of_stored(stored: StoredTensor) -> int:
+    found = start(stored.dtype, stored.shape)
+    for piece in stored.pieces():
+        found = extend(found, piece)
+    return found
+
+
+def _of_json(name: str, content: Mapping[str, Any]) -> int:
+    part = content.get("quantization_config") if name == _CONFIG else content
+    return zlib.crc32(json.dumps(part, sort_keys=True).encode())
+
+
+def verify_unless_told(paths: Iterable[Path], *, configs: bool = False) -> None:
+    """`verify`, with `verify_configs` first where configs is True, but for loads inside `not_verified()`."""
     if _verifying.get():
+        paths = list(paths)
+        if configs:
+            verify_configs(paths)
         verify(paths)
 
 
 def _read(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
-    """The checksums in a header, when those of the header itself hold."""
+    """The checksums in a header, when those of the header itself hold; none where another library wrote it."""
+    if KEY not in metadata and not any(f'"{_METADATA}":"' in text for text in metadata.values()):
+        return {}
     try:
         wanted: dict[str, str] = json.loads(metadata[KEY])
-        intact = wanted[_METADATA] == f"{_of_metadata(metadata):08x}"
+        intact = wanted[_METADATA] == f"{_of_metadata(metadata):08x}" and metadata.get("format", "pt") == "pt"
     except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from aoquant.integrations.atomic import replace_text
 from aoquant.integrations.checkpoint import read_json
 from aoquant.integrations.dcp_reader import TensorReader
 
@@ -58,9 +59,7 @@ class Checkpoints:
         with _in_one_process_too():
             save(self._state(), checkpoint_id=self.folder / f"step-{step}")
         if not dist.is_initialized() or dist.get_rank() == 0:
-            partial = self.folder / f"{NEWEST}.partial"
-            partial.write_text(json.dumps({"step": step}), encoding="utf-8")
-            partial.replace(self.folder / NEWEST)
+            replace_text(self.folder / NEWEST, json.dumps({"step": step}))
             for old in self.folder.glob("step-*"):
                 if old.name != f"step-{step}":
                     shutil.rmtree(old)

@@ -50,7 +50,8 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-    from aoquant.integrations import checkpoint, checksums
+    from aoquant.integrations import checkpoint, checksums, whole_saves
+    from aoquant.integrations.atomic import is_main
     from aoquant.integrations.hf_quantizer import NotedConfig, Quantizer, forget_rebuilding, needs_aoquant
     from aoquant.integrations.safetensors_file import sort_metadata
 
@@ -79,11 +80,14 @@ def save_pretrained(
 ) -> None:
     """Write a converted model to `directory` as safetensors that `from_pretrained` loads after `import aoquant`.
 
+    A checkpoint in `directory` is replaced as a whole: after a kill at any moment the folder loads, as the old model or
+    as the new one. Files that are no part of it stay.
+
     kwargs: for `PreTrainedModel.save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        ValueError: the model is not converted, or is sharded, a layer's config is unknown, or the folder holds another
-            checkpoint's files.
+        ValueError: the model is not converted, or is sharded, a layer's config is unknown, or the folder cannot be
+            written.
 
     Example:
 
@@ -99,13 +103,22 @@ def save_pretrained(
     checkpoint.check_shard_size(kwargs.get("max_shard_size", 1))
     attach(model)
     model.hf_quantizer.original_names = kwargs.get("save_original_format", True)
-    model.save_pretrained(directory, **kwargs)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    if kwargs.get("is_main_process", True) and not kwargs.get("variant"):
-        checkpoint.check(Path(directory))
-        for file in checkpoint.files(Path(directory)):
-            sort_metadata(file)
+    if not is_main(model, kwargs.get("is_main_process", True)):
+        model.save_pretrained(directory, **kwargs)
+        return
+    if kwargs.get("push_to_hub"):
+        kwargs.setdefault("repo_id", Path(directory).absolute().name)
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder, **kwargs)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if not kwargs.get("variant"):
+            checkpoint.check(folder)
+            for file in checkpoint.files(folder):
+                sort_metadata(file)
+
+    whole_saves.save(model, directory, write)
 
 
 def load_pretrained(
@@ -140,12 +153,15 @@ def load_pretrained(
     if method in _READERS:
         reader: Any = import_module(_READERS[method])
         try:
-            loaded: PreTrainedModel = reader.load(Path(directory), model_class, **kwargs)
+            with nullcontext() if verify_checksums else checksums.not_verified():
+                loaded: PreTrainedModel = reader.load(Path(directory), model_class, **kwargs)
         except ValueError as error:
             _check_class(Path(directory), model_class, error)
             raise
         return loaded
     quantised = checkpoint.check(Path(directory))
+    if verify_checksums:
+        checksums.verify_configs(checkpoint.files(Path(directory)))
     own_code = {} if "trust_remote_code" in kwargs else {"trust_remote_code": False}  # else transformers asks
     try:
         with nullcontext() if verify_checksums else checksums.not_verified():

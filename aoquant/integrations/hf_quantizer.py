@@ -89,6 +89,8 @@ class Quantizer(TorchAoHfQuantizer):
         again = {to for to, source in model.all_tied_weights_keys.items() if weights.get(to) is weights.get(source)}
         flat, metadata = flatten_tensor_state_dict({n: t for n, t in model.state_dict().items() if n not in again})
         metadata = rebuildable(metadata)
+        config = json.loads(model.config.to_json_string())
+        metadata[checksums.CONFIGS] = checksums.of_configs({"config.json": config})
         if not any(t.is_meta for t in flat.values()):
             metadata[checksums.KEY] = checksums.table(self._as_written(model, flat), metadata)
         return flat, metadata

@@ -198,12 +198,3 @@ def sort_metadata(path: Path) -> None:
 def _encoded(content: Mapping[str, object]) -> bytes:
     """A header's JSON, in as many bytes as the safetensors library needs."""
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def flush(path: Path) -> None:
-    """Wait until a file's (or folder's) contents are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,9 +5,9 @@ it, write codes and scales into their places, forget it. Neither the model nor a
 codes and scales are those of loading the model whole, `aoquant.quantize_` and `aoquant.save_pretrained`, bit for bit,
 because they come from the same plan and the same `Format.encode`.
 
-The result appears under its name only when it is complete, checked and on the disk. Until then it is a folder
-".NAME.partial-*", without config.json so that it cannot be loaded by mistake, and removed on any error; a killed
-process can leave one behind.
+The result appears under its name only when it is complete, checked and on the disk (`atomic.py`). Until then it is a
+folder ".NAME.partial", without config.json so that it cannot be loaded by mistake, and removed on any error; a killed
+process leaves it to the next conversion.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -30,8 +28,9 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 
 from aoquant._arguments import check_path
 from aoquant.integrations import checkpoint, checksums
+from aoquant.integrations.atomic import Staged, check_free
 from aoquant.integrations.progress import progress
-from aoquant.integrations.safetensors_file import StoredTensor, flush, header, reading, replace_metadata, reserve
+from aoquant.integrations.safetensors_file import StoredTensor, header, reading, replace_metadata, reserve
 from aoquant.integrations.skeleton import Skeleton, build
 from aoquant.integrations.stream_layers import Layer, Stack, with_shared_scales
 from aoquant.planning.coverage import Coverage
@@ -102,8 +101,7 @@ def convert_checkpoint(
     began = time.monotonic()
     source, out = Path(model), Path(out)
     stored = _stored(source)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder: remove it or choose another one")
+    check_free(out)
     if verify < 0:
         raise ValueError(f"verify is a number of layers, at least 0, got {verify}")
     checkpoint.check_shard_size(max_shard_size)
@@ -112,7 +110,9 @@ def convert_checkpoint(
         raise ValueError("device must hold values, got 'meta'")
     skeleton = build(source, stored, named(config), max_shard_size, dtype, skip_incompatible=skip_incompatible)
     skeleton = dataclasses.replace(skeleton, layers=with_shared_scales(skeleton.layers, device))
-    with _appearing(out, skeleton.size) as folder:
+    with Staged(out, fresh=True) as staged:
+        staged.begin(skeleton.size)
+        folder = staged.path
         places: dict[str, StoredTensor] = {}
         for file, tensors in skeleton.files.items():
             places |= reserve(folder / file, tensors, skeleton.metadata)
@@ -132,6 +132,7 @@ def convert_checkpoint(
                 shutil.copyfile(path, folder / path.name)
         skeleton.save_configs(folder, source)
         checkpoint.check(folder)
+        staged.publish()
     seconds = time.monotonic() - began
     counts = len(skeleton.layers), len(skeleton.files), read, skeleton.size, n
     return Converted(out, *counts, seconds, skeleton.skipped, skeleton.coverage)
@@ -148,28 +149,6 @@ def _stored(source: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{path}: {twice[0]} is in {stored[twice[0]].path.name} too: copy the checkpoint again")
         stored |= tensors
     return stored
-
-
-@contextmanager
-def _appearing(out: Path, size: int) -> Iterator[Path]:
-    """A folder to fill, that is called `out` when all went well and gone otherwise."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(out.parent).free) < size:
-            raise ValueError(f"{out}: needs {size / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB left")
-        folder = out.parent / f".{out.name}.partial-{uuid4().hex[:8]}"
-        folder.mkdir()
-        try:
-            yield folder
-            for path in (*folder.iterdir(), folder):
-                flush(path)
-            folder.rename(out)  # over an empty folder, or to a new name
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        flush(out.parent)
-    except OSError as error:
-        raise ValueError(f"{out}: cannot be written: {error}") from error
 
 
 def _fill(skeleton: Skeleton, places: dict[str, StoredTensor], sums: dict[str, int], device: torch.device | str) -> int:

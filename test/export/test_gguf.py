@@ -207,7 +207,7 @@ def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError("disk")
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", fail)
-    with pytest.raises(OSError, match="disk"):
+    with pytest.raises(ValueError, match="out: cannot be written: disk"):
         export(converted("q4_0"), tmp_path / "out", "gguf", byte_level())
     assert list(tmp_path.iterdir()) == []
 

@@ -44,7 +44,7 @@ from aoquant import (
     quantize_,
     save_pretrained,
 )
-from aoquant.integrations import checkpoint, safetensors_file, stream, stream_layers
+from aoquant.integrations import atomic, checkpoint, safetensors_file, stream_layers
 from aoquant.planning.progress import bar
 from aoquant.recipes import Recipe, get_recipe, list_recipes, mixed
 
@@ -310,7 +310,7 @@ def test_a_full_disk_is_one_sentence(floats: dict[bool, Path], tmp_path: Path, m
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stream, "flush", full)
+    monkeypatch.setattr(atomic, "flush", full)
     with pytest.raises(ValueError, match=r"out: cannot be written: .*No space left on device"):
         convert_checkpoint(floats[True], NVFP4WeightConfig(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

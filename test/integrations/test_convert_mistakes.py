@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 
 from aoquant import Int4WeightConfig, NVFP4WeightConfig, QATConfig, cli, convert_checkpoint, quantize_
 from aoquant.integrations import checkpoint, hf, stream
+from aoquant.integrations.atomic import Staged
 from aoquant.integrations.safetensors_file import raw_bytes
 
 
@@ -211,9 +212,11 @@ def test_tensors_that_no_loader_knows_are_refused_at_the_start(
 
 def test_the_folders_above_the_result_are_made(tmp_path: Path) -> None:
     out = tmp_path / "a" / "b" / "out"
-    with stream._appearing(out, 0) as folder:
-        (folder / "weights").write_text("1")
-        assert not out.exists() and folder.parent == out.parent
+    with Staged(out, fresh=True) as staged:
+        staged.begin()
+        (staged.path / "weights").write_text("1")
+        assert not out.exists() and staged.path.parent == out.parent
+        staged.publish()
     assert [p.name for p in out.parent.iterdir()] == ["out"] and (out / "weights").read_text() == "1"
 
 

@@ -317,10 +317,13 @@ def test_what_takes_codes_for_plain_memory_is_told_how_to_save(how: str, tmp_pat
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_saving_over_another_layout_is_refused(saved: Path, copied: Path) -> None:
+def test_saving_over_another_layout_replaces_it(saved: Path, copied: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved)
-    with pytest.raises(ValueError, match=r"holds both model.safetensors and .*: delete the stale one"):
-        save_pretrained(model, copied, max_shard_size="50KB")
+    save_pretrained(model, copied, max_shard_size="50KB")
+    assert not (copied / checkpoint.SINGLE).exists() and len(checkpoint.files(copied)) > 1
+    load_pretrained(copied)
+    save_pretrained(model, copied)
+    assert checkpoint.files(copied) == [copied / checkpoint.SINGLE] == list(copied.glob("*.safetensors"))
 
 
 # ---- damaged, foreign and future checkpoints

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from aoquant.integrations.atomic import replace_text
 from aoquant.integrations.checkpoint import read_json
-from aoquant.integrations.safetensors_file import flush
 
 T = TypeVar("T")
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON so that the file is there whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    flush(partial)
-    os.replace(partial, path)
+    replace_text(path, json.dumps(content, indent=1))
 
 
 def read_as(path: Path, take: Callable[[dict[str, Any]], T]) -> T:

@@ -1,0 +1,58 @@
+"""End a process at a chosen operation on files, as a kill does: no handler of Python runs.
+
+Python raises an audit event for each of its operations on files. A first call counts those that change a folder; a
+forked child then ends itself before one of them. Bytes that a library writes into a staged file by itself raise no
+event.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate", "shutil.copyfile")
+_armed: list[Callable[[], None]] = []
+_installed: list[bool] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _armed and (event in _CHANGES or (event == "open" and set(arguments[1] or "") & set("wax+"))):
+        _armed[-1]()
+
+
+def _watched(call: Callable[[], None], each: Callable[[], None]) -> None:
+    if not _installed:
+        sys.addaudithook(_audit)
+        _installed.append(True)
+    _armed.append(each)
+    try:
+        call()
+    finally:
+        _armed.pop()
+
+
+def operations(call: Callable[[], None]) -> int:
+    """How many operations `call` changes files by."""
+    seen: list[None] = []
+    _watched(call, lambda: seen.append(None))
+    return len(seen)
+
+
+def killed(call: Callable[[], None], at: int) -> None:
+    """Run `call` in a forked child that ends before its operation number `at`."""
+    child = os.fork()
+    if child == 0:
+        left = [at]
+
+        def end() -> None:
+            if left[0] == 0:
+                os._exit(9)
+            left[0] -= 1
+
+        try:
+            _watched(call, end)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
