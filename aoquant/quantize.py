@@ -35,14 +35,14 @@ from aoquant._arguments import check_model
 from aoquant._warning import AoquantWarning
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
-from aoquant.layers import direct_reads, fast_path
+from aoquant.layers import direct_reads, fast_path, replaced
 from aoquant.layers.packed import PackedLinear, adopt, described, name_parents
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
 from aoquant.planning import coverage, experts, fused
-from aoquant.planning.choose import Filter
+from aoquant.planning.choose import Filter, is_asked
 from aoquant.planning.plan import LayerChange, Plan, plan
 from aoquant.planning.progress import track
 from aoquant.planning.restore import restoring
@@ -77,14 +77,15 @@ def quantize_(
         was. False lets each go as soon as it is packed: extra memory for one layer, and after an interrupt some
         layers are packed and some are not. By default only weights on a GPU go.
     strict: raise when a matrix stays float that neither the defaults nor filter_fn nor a name leaves out, such as
-        stacked experts or a convolution. Otherwise a warning names them, when they are more than 5 % of the model.
+        stacked experts or a convolution, or when a module that was prepared is not there any more at convert.
+        Otherwise warnings name the former, when they are more than 5 % of the model, and the latter.
         `aoquant.coverage(model)` lists everything.
     skip_incompatible: leave out layers that cannot take their config, such as one with K = 64 for groups of 128, with
         a warning that lists them and why, instead of raising.
 
     Raises:
         ValueError: naming every layer that cannot take its config, or, with strict, every matrix that would stay
-            float. The model is unchanged then, whatever `undo` is.
+            float and every prepared module that is gone. The model is unchanged then, whatever `undo` is.
 
     On a model on the meta device, prepare waits for the weights (`load_state_dict(assign=True)`, or `to_empty` and a
     load), and convert and quantise make a skeleton of empty packed weights, into which a converted state_dict is
@@ -110,6 +111,10 @@ def quantize_(
             stacklevel=2,
         )
     problem = _what_stays_float(model, planned, strict)
+    steps = {c.step for c in planned.layers} | {c.step for c in planned.experts}
+    lost = _what_is_missing(model, config, filter_fn) if "convert" in steps else None
+    if strict and lost is not None:
+        raise ValueError(f"strict: {lost}. The model is unchanged")
     new = [c.module for c in planned.layers if c.step == "prepare" and not isinstance(c.module, QATLayer)]
     _carry_out(model, planned, device, undo)
     for change in planned.layers:
@@ -118,7 +123,9 @@ def quantize_(
     _warn_of_kernels(planned, device)
     fast_path.sync(model)
     name_parents(model)
-    steps = {c.step for c in planned.layers} | {c.step for c in planned.experts}
+    if "convert" in steps:
+        replaced.forget(model)
+    replaced.record(model)
     direct_reads.watch(model, new)
     if steps != {"convert"} and problem is not None:
         warnings.warn(
@@ -126,6 +133,8 @@ def quantize_(
             AoquantWarning,
             stacklevel=2,
         )
+    if lost is not None:
+        warnings.warn(f"{lost}. strict=True raises instead", AoquantWarning, stacklevel=2)
     if planned.skipped:
         reasons = "\n  ".join(planned.skipped.values())
         warnings.warn(
@@ -157,6 +166,21 @@ def _what_stays_float(model: nn.Module, planned: Plan, strict: bool) -> str | No
             f"{coverage.listed(unexpected, len(unexpected))}. Leave them out by filter_fn, or by name with None in FqnToConfig"
         )
     return found.problem
+
+
+def _what_is_missing(model: nn.Module, config: Any, filter_fn: Filter | None) -> str | None:
+    """A sentence about what was prepared and is not there any more, but for what the filter or names leave out."""
+    found = [
+        f"{fqn} ({'removed' if module is None else f'now a float {type(module).__name__}'})"
+        for fqn, module in replaced.missing(model)
+        if is_asked(config, filter_fn, fqn, module)
+    ]
+    if not found:
+        return None
+    return (
+        f"{len(found)} module(s) that were prepared have been replaced or removed since, and are not converted: {', '.join(found)}. "
+        "Prepare what took their place before convert, or leave it out (filter_fn, or None for its name in FqnToConfig)"
+    )
 
 
 def _remember(planned: Plan) -> None:

@@ -23,7 +23,7 @@ from torchao.quantization import FqnToConfig
 from aoquant._arguments import check_model
 from aoquant.config import QATConfig
 from aoquant.formats import Encoded, Format, Operand, Scales
-from aoquant.layers import held
+from aoquant.layers import held, replaced
 from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.packed import adopt
 from aoquant.layers.packed_experts import PackedExperts
@@ -102,6 +102,7 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
                 stack.module.unprepare_stack(stack.name)
             setattr(stack.module, stack.name, stack.packed)
         raise
+    replaced.record(model)
 
 
 def _stacks(model: nn.Module) -> list[_Stack]:

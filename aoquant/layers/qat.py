@@ -319,9 +319,10 @@ def unprepare(model: nn.Module) -> int:
         )
     for layer in layers:
         layer.unprepare()
-    from aoquant.layers import fast_path  # which imports this module
+    from aoquant.layers import fast_path, replaced  # which import this module
 
     fast_path.sync(model)
+    replaced.forget(model)
     return len(layers)
 
 

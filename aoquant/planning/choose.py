@@ -145,6 +145,18 @@ class _Rule:
         return self.config if self.filter_fn is None or _filtered(self.filter_fn, module, fqn) else None
 
 
+def is_asked(config: Any, filter_fn: Filter | None, fqn: str, module: nn.Module | None) -> bool:
+    """Whether a filter or the names of a config leave anything of a module to quantise; by default they do."""
+    by_name = _pushed_into_names(config)
+    if isinstance(by_name, FqnToConfig):
+        below = [fqn] if module is None else [_join(fqn, name) if name else fqn for name, _ in module.named_modules()]
+        keys = (key_of(by_name.fqn_to_config, name, default=True) for name in below)
+        return any(key is not None and by_name.fqn_to_config[key] is not None for key in keys)
+    if filter_fn is None or module is None:
+        return True
+    return any(filter_fn(m, _join(fqn, name) if name else fqn) for name, m in module.named_modules())
+
+
 def _unmet(model: nn.Module, by_name: Mapping[str, Any], used: Collection[str]) -> list[str]:
     """The keys that mean nothing in the model.
 

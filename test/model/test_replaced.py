@@ -1,0 +1,187 @@
+"""Modules that were prepared and are replaced before convert: it says what stays float, and strict raises."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.models import NARROW, llama
+from support.moe_models import model_of
+from torch import nn
+from torchao.quantization import FqnToConfig
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from aoquant import AoquantWarning, PackedTensor, QATConfig, get_recipe, quantize_, unpack_, unprepare
+
+SAID = "have been replaced or removed since, and are not converted: "
+CONVERT = QATConfig(step="convert")
+
+
+def everything(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+def prepared(tied: bool = False) -> LlamaForCausalLM:
+    """Embedding and head too."""
+    model = llama(tied, attention_bias=False, **NARROW)
+    quantize_(model, QATConfig("int4-g32"), everything)
+    return model
+
+
+def resize(model: Any) -> None:
+    model.resize_token_embeddings(160)
+
+
+def put(name: str, make: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
+    return lambda model: model.set_submodule(name, make(model))
+
+
+def linear(model: Any) -> nn.Module:
+    return nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+
+
+def embedding(model: Any) -> nn.Module:
+    return nn.Embedding(160, 64, dtype=torch.bfloat16)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], list[str]]] = {
+    "resized": (resize, ["lm_head (now a float Linear)"]),
+    "an embedding": (put("model.embed_tokens", embedding), ["model.embed_tokens (now a float Embedding)"]),
+    "a head for other classes": (put("lm_head", linear), ["lm_head (now a float Linear)"]),
+    "a layer": (put("model.layers.1.self_attn.o_proj", linear), ["model.layers.1.self_attn.o_proj (now a float Linear)"]),
+    "a block": (put("model.layers.0.mlp", lambda m: LlamaMLP(m.config)), ["model.layers.0.mlp (now a float LlamaMLP)"]),
+    "factors": (
+        put("model.layers.0.mlp.up_proj", lambda m: nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 96))),
+        ["model.layers.0.mlp.up_proj (now a float Sequential)"],
+    ),
+    "removed": (lambda m: delattr(m, "lm_head"), ["lm_head (removed)"]),
+    "a shorter stack": (lambda m: m.model.layers.__delitem__(1), ["model.layers.1 (removed)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_convert_names_what_is_not_there_any_more(change: str) -> None:
+    """And strict leaves the model as it is."""
+    model = prepared()
+    alter, names = CHANGES[change]
+    alter(model)
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=f"^strict: {len(names)} module.s. that were prepared {SAID}") as error:
+        quantize_(model, CONVERT, strict=True)
+    assert all(name in str(error.value) for name in names)
+    assert [type(m) for m in model.modules()] == classes
+    with pytest.warns(AoquantWarning, match=SAID) as said:
+        quantize_(model, CONVERT)
+    text = next(str(w.message) for w in said if SAID in str(w.message))
+    assert text.startswith(f"{len(names)} module(s)") and all(name in text for name in names)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: nn.ModuleDict({"inner": m}), nn.DataParallel],
+    ids=["copied", "pickled", "beneath another module", "wrapped"],
+)
+def test_the_record_goes_along(wrapped: Callable[[Any], nn.Module]) -> None:
+    model = wrapped(prepared())
+    inner = next(m for m in model.modules() if isinstance(m, LlamaForCausalLM))
+    resize(inner)
+    with pytest.warns(AoquantWarning, match=r"1 module.* \S*lm_head \(now a float Linear\)"):
+        quantize_(model, CONVERT)
+
+
+def test_a_part_of_a_model_has_its_own_record() -> None:
+    model = prepared()
+    resize(model)
+    put("model.embed_tokens", embedding)(model)
+    with pytest.warns(AoquantWarning, match=r"1 module.*: embed_tokens \(now a float Embedding\)"):
+        quantize_(model.model, CONVERT)
+
+
+def test_a_tied_pair_that_was_resized_stays_prepared() -> None:
+    model = prepared(tied=True)
+    resize(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_(model, CONVERT, strict=True)
+    assert isinstance(model.lm_head.weight, PackedTensor) and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_stacked_experts() -> None:
+    model, other = model_of("qwen3-moe"), model_of("qwen3-moe")
+    quantize_(model, get_recipe("mxfp4-experts").prepare())
+    model.model.layers[1].mlp.experts = other.model.layers[1].mlp.experts
+    with pytest.warns(AoquantWarning, match=r"model.layers.1.mlp \(now|model.layers.1.mlp.experts \(now"):
+        quantize_(model, CONVERT)
+
+
+def test_experts_and_layers_that_were_unpacked() -> None:
+    model, other = model_of("qwen3-moe"), model_of("qwen3-moe")
+    quantize_(model, "mxfp4-experts")
+    unpack_(model)
+    model.model.layers[0].mlp.experts = other.model.layers[0].mlp.experts
+    with pytest.warns(AoquantWarning, match=r"model.layers.0.mlp"):
+        quantize_(model, CONVERT)
+
+
+def merged(model: Any) -> Any:
+    """Adapters that were put on prepared layers and merged into them."""
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).merge_and_unload()
+
+
+def prepared_again(model: Any) -> Any:
+    resize(model)
+    quantize_(model, QATConfig("int4-g32"), lambda m, name: name == "lm_head")
+    return model
+
+
+def in_two_steps(model: Any) -> Any:
+    quantize_(model, CONVERT, lambda m, name: "mlp" in name)
+    return model
+
+
+def started_anew(model: Any) -> Any:
+    unprepare(model)
+    resize(model)
+    quantize_(model, QATConfig("int4-g32"))
+    return model
+
+
+@pytest.mark.parametrize("way", [merged, prepared_again, in_two_steps, started_anew, copy.deepcopy])
+def test_nothing_is_said_where_everything_is_there(way: Callable[[Any], Any]) -> None:
+    model = way(prepared())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_(model, CONVERT, strict=True)
+
+
+def test_what_a_filter_or_a_name_leaves_out_is_known() -> None:
+    both = ("lm_head", "model.embed_tokens")
+    for config, chosen in (
+        (CONVERT, lambda m, name: everything(m, name) and name not in both),
+        (FqnToConfig({"_default": CONVERT} | dict.fromkeys(both)), None),
+        (FqnToConfig({"_default": CONVERT, "re:(lm_head|model.embed_tokens)": None}), None),
+    ):
+        model = prepared()
+        resize(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            quantize_(model, config, chosen, strict=True)
+
+
+def test_a_convert_forgets() -> None:
+    """A head that is replaced after convert is nothing to the next training."""
+    model = prepared()
+    quantize_(model, CONVERT)
+    model.lm_head = nn.Linear(64, 32, dtype=torch.bfloat16)
+    model.model.layers[0].mlp.up_proj = nn.Linear(64, 96, dtype=torch.bfloat16)
+    quantize_(model, QATConfig("int4-g32"), lambda m, name: name == "model.layers.0.mlp.up_proj")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_(model, CONVERT)
