@@ -112,7 +112,7 @@ def of_checkpoint(folder: Path) -> Source:
     if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
         folder = folder / "checkpoint"  # of a run's results
     checkpoint.check(folder)
-    checksums.verify_unless_told(checkpoint.files(folder))
+    checksums.verify_unless_told(checkpoint.files(folder), configs=True)
     config = checkpoint.read_json(folder / "config.json")
     config.pop("quantization_config")
     config.pop(POINTER, None)
@@ -124,7 +124,7 @@ def of_checkpoint(folder: Path) -> Source:
         stored_tensors |= found
     model = _skeleton(folder)
     tied = _ties(model)
-    names = [n for n in described if n not in tied and n not in ("tensor_names", "format", checksums.KEY)]
+    names = [n for n in described if n not in tied and n not in ("tensor_names", "format", *checksums.ENTRIES)]
     if wrong := sorted(_kept(model, tied).keys() ^ set(names)):
         raise ValueError(
             f"{folder}: its tensors and {type(model).__name__}'s differ in {checkpoint.some(wrong)}: load it with aoquant.load_pretrained "

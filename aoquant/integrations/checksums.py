@@ -32,6 +32,7 @@ from aoquant.integrations.safetensors_file import StoredTensor, dtype_name, head
 
 KEY = "aoquant_crc32"
 CONFIGS = "aoquant_configs_crc32"
+ENTRIES = (KEY, CONFIGS)  # of a header, beside the descriptions of tensors
 _METADATA = "__metadata__"  # the entry of the rest of the metadata
 _CONFIG = "config.json"
 _BY_OTHERS = (KEY, "format")  # transformers adds "format" after the checksums are made

@@ -52,8 +52,8 @@ def patch_loader(loader: Any) -> None:
 
 
 def is_ours(files: Sequence[str]) -> bool:
-    """Whether aoquant wrote a checkpoint's safetensors files."""
-    return all(checksums.KEY in header(Path(file)).metadata for file in files)
+    """Whether the safetensors files are those of aoquant's own checkpoint, and not of an export or another library."""
+    return all({checksums.KEY, "tensor_names"} <= header(Path(file)).metadata.keys() for file in files)
 
 
 def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
