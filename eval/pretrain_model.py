@@ -50,7 +50,8 @@ def autocast_experts(experts: Any, *inputs: Tensor) -> Tensor:
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         weights = {name: p.to(dtype) for name, p in experts.named_parameters()}
-        kept = {name: getattr(experts, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")}
+        # every number and flag, since each release of transformers reads more of them
+        kept = {name: value for name, value in vars(experts).items() if isinstance(value, bool | int)}
         experts = SimpleNamespace(**kept, **weights, _apply_gate=experts._apply_gate)
     return grouped_mm_experts_forward(experts, *inputs)
 

@@ -362,7 +362,7 @@ def test_a_model_that_is_no_folder_is_said_before_the_hub_is_asked(
 ) -> None:
     said = []
 
-    def asked(where: str) -> Any:
+    def asked(where: str, **options: Any) -> Any:
         said.append(capfd.readouterr().err)
         raise OSError("no connection")
 
