@@ -44,6 +44,8 @@ def write(
     `describe` does.
     """
     check_free(out)
+    if source.folder is not None:
+        checkpoint.side_files(source.folder, _NOT_COPIED)  # raises here, before anything is written
     contents, description = decide(source, store=store, describe=describe, target=target, skip=skip)
     tensors, groups = dict[str, Tensor](), dict[str, list[str]]()
     for module, stored in contents.layers.items():
@@ -102,11 +104,10 @@ def _identity(source: Source, target: str, skip: Sequence[str], size: int | str)
 def _copy(source: Source, folder: Path) -> None:
     """Tokenizer, chat template, licence, generation config."""
     if source.folder is not None:
-        for path in sorted(source.folder.iterdir()):
-            if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
-                with reading(path):
-                    path.open("rb").close()
-                shutil.copyfile(path, folder / path.name)
+        for path in checkpoint.side_files(source.folder, _NOT_COPIED):
+            with reading(path):
+                path.open("rb").close()
+            shutil.copyfile(path, folder / path.name)
         return
     generation = getattr(source.modules[""], "generation_config", None)
     if isinstance(generation, GenerationConfig):

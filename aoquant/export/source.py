@@ -111,6 +111,11 @@ def of_checkpoint(folder: Path) -> Source:
     """
     if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
         folder = folder / "checkpoint"  # of a run's results
+    with checkpoint.understood(folder):
+        return _of_checkpoint(folder)
+
+
+def _of_checkpoint(folder: Path) -> Source:
     checkpoint.check(folder)
     checksums.verify_unless_told(checkpoint.files(folder), configs=True)
     config = checkpoint.read_json(folder / "config.json")
@@ -134,7 +139,8 @@ def of_checkpoint(folder: Path) -> Source:
     places = model_names(model, stored_tensors, (part for own in parts.values() for part in own))
     homes = {part: name for name, part in places.items()}
     weights = {
-        n: _on_disk(n, described[n], {p: stored_tensors[homes[p]] for p in parts[n] if p in homes}) for n in names
+        n: _on_disk(folder, n, described[n], {p: stored_tensors[homes[p]] for p in parts[n] if p in homes})
+        for n in names
     }
     kept_whole = {n: _beside(homes[next(iter(parts[n]))], n) for n in names if next(iter(parts[n])) in homes}
     weights = as_stored(model, weights, kept_whole, stored_tensors)
@@ -151,7 +157,7 @@ def _skeleton(folder: Path) -> PreTrainedModel:
     """The float model of a folder's config.json, on meta."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except checkpoint.NO_MODEL as error:
         raise ValueError(f"{folder / 'config.json'}: transformers cannot read it: {error}") from None
     del config.quantization_config
     return _empty(class_of(config), config)
@@ -240,18 +246,24 @@ def _beside(part: str, name: str) -> str:
     return ".".join((*part.split(".")[:-1], name.rpartition(".")[2]))
 
 
-def _on_disk(name: str, described: str, places: Mapping[str, StoredTensor]) -> Weight:
+def _on_disk(folder: Path, name: str, described: str, places: Mapping[str, StoredTensor]) -> Weight:
     """The weight whose parts lie in `places`. A plain one that is not there is stored in pieces, and read by these."""
     tensor_class: str = json.loads(described)["_type"]
+
+    def place_of(part: str) -> StoredTensor:
+        if part not in places:
+            raise ValueError(f"{folder}: {part} is described and is in no file: copy or save the checkpoint again")
+        return places[part]
+
     if tensor_class == "Tensor":
-        return Weight(name, tensor_class, lambda codes: places[name].read())
+        return Weight(name, tensor_class, lambda codes: place_of(name).read())
     parts = _parts(name, described)
     metadata = {"tensor_names": json.dumps([name]), name: described}
 
     def built(codes: bool, rows: tuple[int, int] | None) -> Any:
         values = {}
         for part, kind in parts.items():
-            place = places[part]
+            place = place_of(part)
             if codes or kind != "qdata":
                 values[part] = place.read() if rows is None else place.rows(*rows)
             else:

@@ -17,18 +17,23 @@ import json
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from torchao.core.config import config_from_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 
 from aoquant.integrations import checksums
 from aoquant.integrations.atomic import POINTER
-from aoquant.integrations.safetensors_file import header, reading
+from aoquant.integrations.safetensors_file import MALFORMED, header, reading
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+NO_MODEL = (OSError, RuntimeError, StrictDataclassError, *MALFORMED)  # what a config raises that describes no model
 
 
 def check(directory: Path) -> dict[str, str]:
@@ -38,19 +43,18 @@ def check(directory: Path) -> dict[str, str]:
         ValueError: the folder holds no complete quantised checkpoint that this version can read.
     """
     _check_config(directory)
-    metadata: dict[str, str] = {}
     stored: set[str] = set()
+    tensors: dict[str, Any] = {}
     for path in files(directory):
         described, inside = header(path)
         checksums.check_names(path)
-        if not is_metadata_torchao(described):
+        if not _is_torchao(described):
             raise ValueError(
                 f"{path}: holds no torchao metadata, so its quantised weights cannot be rebuilt: it was written by "
                 "another library, or without a quantizer; write it with aoquant.save_pretrained"
             )
-        metadata |= described
         stored |= inside.keys()
-    tensors = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
+        tensors |= _described(path, described)
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
     if lost := _lost(wanted, stored - tensors.keys()):
@@ -69,8 +73,37 @@ def method(directory: Path) -> str | None:
     """
     if not (directory / "config.json").is_file():
         return None
-    quantization = read_json(directory / "config.json").get("quantization_config") or {}
-    found: str | None = quantization.get("quant_method")
+    found: str | None = (_quantization(directory) or {}).get("quant_method")
+    return found
+
+
+def _quantization(directory: Path) -> dict[str, Any] | None:
+    """The quantisation config of config.json; None for a float checkpoint."""
+    path = directory / "config.json"
+    found: dict[str, Any] | None = read_json(path).get("quantization_config")
+    if found is not None and not (isinstance(found, dict) and isinstance(found.get("quant_method"), str)):
+        raise ValueError(f"{path}: quantization_config must be an object with a quant_method, got {found!r:.80}")
+    return found
+
+
+def _is_torchao(metadata: dict[str, str]) -> bool:
+    try:
+        return bool(is_metadata_torchao(metadata))
+    except MALFORMED:  # JSON of other types than it expects
+        return False
+
+
+def _described(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """The descriptions of a file's tensors, by name: the class, and the parts of a tensor subclass."""
+    try:
+        found = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
+        for name, t in found.items():
+            if t["_type"] != "Tensor" and not all(isinstance(part, str) for part in t["_tensor_data_names"]):
+                raise ValueError(f"{name} has no parts")
+    except MALFORMED as error:
+        raise ValueError(
+            f"{path}: the description of its tensors is damaged ({error}): copy or save the checkpoint again"
+        ) from error
     return found
 
 
@@ -117,7 +150,7 @@ def _check_config(directory: Path) -> None:
         raise ValueError(
             f"{directory}: not a checkpoint folder, it has no config.json; give the folder that save_pretrained wrote"
         )
-    quantization = read_json(directory / "config.json").get("quantization_config")
+    quantization = _quantization(directory)
     if quantization is None:
         raise ValueError(
             f"{directory}: a float checkpoint (config.json has no quantization_config): load it with transformers, "
@@ -142,7 +175,7 @@ def _check_config(directory: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torchao warns of any other version; ours raise
             config_from_dict(quantization["quant_type"]["default"])
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ValueError(f"{directory / 'config.json'}: quantization_config cannot be read: {error}") from error
 
 
@@ -161,12 +194,12 @@ def files(directory: Path) -> list[Path]:
         raise ValueError(
             f"{directory}: holds neither {SINGLE} nor {INDEX}; aoquant reads safetensors: save the model again"
         )
-    weight_map: dict[str, str] = read_json(index).get("weight_map", {})
+    weight_map = _weight_map(index)
     paths = [directory / name for name in sorted(set(weight_map.values()))]
     if lost := [p.name for p in paths if not p.is_file()]:
         raise ValueError(f"{index}: the checkpoint is incomplete, {some(lost)} missing: copy or save it again")
     for path in paths:
-        promised = {key for key, file in weight_map.items() if file == path.name}
+        promised = {key for key, file in weight_map.items() if directory / file == path}
         if lost := sorted(promised - header(path).tensors.keys()):
             raise ValueError(f"{path}: {some(lost)} missing, which {INDEX} promises: copy or save the checkpoint again")
     return paths
@@ -184,6 +217,55 @@ def _staged(directory: Path) -> Path | None:
             f"{directory / 'config.json'}: {POINTER} must name a file of this folder, got {pointer!r}: save the model again"
         )
     return directory / pointer
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of every tensor, by the names in an index.
+
+    The names themselves have to stay in the folder. Where they lead does not matter: in the hub's cache each file is a
+    link to another folder.
+    """
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(f"{index}: must map tensors to files in weight_map: copy or save the checkpoint again")
+    for name in sorted(set(found.values())):
+        parts = re.split(r"[/\\]", name)
+        if ":" in parts[0] or not set(parts).isdisjoint({"", ".", ".."}):
+            raise ValueError(f"{index}: names {name!r:.80}, which is no file of its folder: do not use this checkpoint")
+    return found
+
+
+def side_files(folder: Path, weights: re.Pattern[str]) -> list[Path]:
+    """The files of a model's folder that are copied beside other weights. weights: names of those that are not.
+
+    Raises:
+        ValueError: one is a link out of the folder, and a copy would publish what it leads to. Links of the hub's
+            cache lead to the model's own blobs.
+    """
+    home = folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    found = [path for path in sorted(folder.iterdir()) if path.is_file() and not weights.fullmatch(path.name)]
+    for path in found:
+        target = path.resolve()
+        if path.is_symlink() and not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+            raise ValueError(
+                f"{path}: is a link to {target}, outside of the folder, and would be copied: put the file in its place, or remove "
+                "the link"
+            )
+    return found
+
+
+@contextmanager
+def understood(directory: Path) -> Iterator[None]:
+    """Name the folder in what transformers and others raise over a file of it that says what no model has."""
+    try:
+        yield
+    except NO_MODEL as error:
+        device = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+        if device or (isinstance(error, ValueError) and str(directory) in str(error)):
+            raise
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{directory}: cannot be loaded: {reason}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

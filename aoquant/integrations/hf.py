@@ -153,7 +153,8 @@ def load_pretrained(
     if method in _READERS:
         reader: Any = import_module(_READERS[method])
         try:
-            with nullcontext() if verify_checksums else checksums.not_verified():
+            read = nullcontext() if verify_checksums else checksums.not_verified()
+            with read, checkpoint.understood(Path(directory)):
                 loaded: PreTrainedModel = reader.load(Path(directory), model_class, **kwargs)
         except ValueError as error:
             _check_class(Path(directory), model_class, error)
@@ -164,7 +165,8 @@ def load_pretrained(
         checksums.verify_configs(checkpoint.files(Path(directory)))
     own_code = {} if "trust_remote_code" in kwargs else {"trust_remote_code": False}  # else transformers asks
     try:
-        with nullcontext() if verify_checksums else checksums.not_verified():
+        read = nullcontext() if verify_checksums else checksums.not_verified()
+        with read, checkpoint.understood(Path(directory)):
             model, info = model_class.from_pretrained(directory, output_loading_info=True, **own_code, **kwargs)
     except (ValueError, RuntimeError) as error:
         _check_class(Path(directory), model_class, error)
@@ -204,9 +206,10 @@ def _check_class(directory: Path, model_class: Any, error: Exception) -> None:
     if "trust_remote_code" in str(error):  # it says what to do
         return
     config = checkpoint.read_json(directory / "config.json")
-    saved, made = (config.get("architectures") or [None])[0], model_class.__name__
+    named, made = config.get("architectures"), model_class.__name__
+    saved = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
     if model_class is AutoModelForCausalLM:
-        made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""), made)
+        made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type", "")), made)
     if saved != made and hasattr(transformers, saved or ""):
         raise ValueError(
             f"{directory}: {model_class.__name__} cannot load it ({str(error).partition(chr(10))[0]}): it holds a "

@@ -23,6 +23,17 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 22  # bytes that a copy holds at a time
+MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+)
+_MOST = 1 << 63  # elements that a tensor can have, empty dimensions apart
 
 _DTYPES = {
     "F64": torch.float64,
@@ -144,18 +155,22 @@ def header(path: Path) -> Header:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
         content = json.loads(text)
         metadata: dict[str, str] = content.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata holds more than strings")
         tensors, end = {}, 0
         for name, t in sorted(content.items(), key=lambda item: item[1]["data_offsets"]):
             if t["dtype"] not in _DTYPES:
                 raise ValueError(f"{name} is stored as {t['dtype']}, which is none of {', '.join(_DTYPES)}")
-            start = t["data_offsets"][0]
-            tensors[name] = StoredTensor(path, name, _DTYPES[t["dtype"]], tuple(t["shape"]), 8 + length + start)
-            if start != end or start + tensors[name].size != t["data_offsets"][1]:
+            shape, (start, stop) = tuple(t["shape"]), t["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)) or prod(filter(None, shape)) >= _MOST:
+                raise ValueError(f"{name} has no shape")
+            tensors[name] = StoredTensor(path, name, _DTYPES[t["dtype"]], shape, 8 + length + start)
+            if start != end or start + tensors[name].size != stop:
                 raise ValueError(f"{name} does not fill its place")
             end += tensors[name].size
         if 8 + length + end != size:
             raise ValueError(f"{8 + length + end} bytes promised, {size} there")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # bytes that are no JSON, JSON that is no header
+    except MALFORMED as error:  # bytes that are no JSON, JSON that is no header
         raise ValueError(f"{path}: damaged or truncated ({error}): copy or save the checkpoint again") from error
     return Header(metadata, tensors)
 

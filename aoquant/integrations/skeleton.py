@@ -195,10 +195,11 @@ def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.d
     Raises:
         ValueError: the checkpoint is quantised, or transformers has no class for it.
     """
+    checkpoint.read_json(source / "config.json")  # transformers has its own words for what is no JSON
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except checkpoint.NO_MODEL as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{source / 'config.json'}: transformers cannot read it: {reason}") from None
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
@@ -210,9 +211,9 @@ def empty_model(source: Path, stored: Mapping[str, StoredTensor], dtype: torch.d
         dtype = config.dtype or next(floats, torch.get_default_dtype())
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if chosen not in FLOAT_DTYPES:
-        raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype}")
-    made_by = class_of(config)
-    with torch.device("meta"):
+        raise ValueError(f"{source}: dtype must be auto, float32, bfloat16 or float16, got {dtype}")
+    with checkpoint.understood(source), torch.device("meta"):
+        made_by = class_of(config)
         make = getattr(made_by, "from_config", None) or made_by._from_config
         model: PreTrainedModel = make(config, dtype=chosen).eval()
     keep_wide(model, chosen)

@@ -125,11 +125,10 @@ def convert_checkpoint(
         n = min(verify, len(skeleton.layers))
         for layer in [skeleton.layers[i * (len(skeleton.layers) - 1) // max(1, n - 1)] for i in range(n)]:
             _verify(layer, skeleton, places, device)
-        for path in sorted(source.iterdir()):
-            if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
-                with reading(path):
-                    path.open("rb").close()
-                shutil.copyfile(path, folder / path.name)
+        for path in checkpoint.side_files(source, _NOT_COPIED):
+            with reading(path):
+                path.open("rb").close()
+            shutil.copyfile(path, folder / path.name)
         skeleton.save_configs(folder, source)
         checkpoint.check(folder)
         staged.publish()
@@ -142,6 +141,7 @@ def _stored(source: Path) -> dict[str, StoredTensor]:
     """Every tensor of the source."""
     if not (source / "config.json").is_file():
         raise ValueError(f"{source}: not a model folder, it has no config.json")
+    checkpoint.side_files(source, _NOT_COPIED)  # raises here, before hours of work
     stored: dict[str, StoredTensor] = {}
     for path in checkpoint.files(source):
         tensors = header(path).tensors
