@@ -135,7 +135,7 @@ def convert(arguments: list[str]) -> Callable[..., None]:
 
         The result is what loading the model, aoquant.quantize_ and aoquant.save_pretrained would write; load it with
         aoquant.load_pretrained, or with transformers after `import aoquant`. It appears under its name when it is
-        complete. The output head and routers are left in high precision unless --layers names them.
+        complete. Output heads and routers are left in high precision unless --layers names them.
 
         Args:
             model: folder with config.json and safetensors files, of a model that transformers knows.

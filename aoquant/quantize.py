@@ -70,7 +70,7 @@ def quantize_(
     config: a `QATConfig`, or a PTQ config of torchao's or ours (quantises at once), or torchao's `FqnToConfig` of
         either, whose keys are layer names, names of their weights, "re:" patterns and "_default". The name of a recipe
         (`list_recipes`) is a PTQ config.
-    filter_fn: (module, fully qualified name) -> bool; by default every linear layer but the output head and those in
+    filter_fn: (module, fully qualified name) -> bool; by default every linear layer but those in output heads and in
         routers of experts, and no nn.Embedding.
     device: where weights are quantised, moved there one at a time, and where the model is afterwards.
     undo: keep the float weights until the last one is packed, so that any error or interrupt leaves the model as it

@@ -1,7 +1,7 @@
 """Which layer gets which config: filter functions, names and patterns, and what applies when neither says.
 
-By default every linear layer is chosen but the output head, which costs quality and is often tied, and those in
-routers of experts; and no embedding.
+By default every linear layer is chosen but those in output heads (heads.py), which cost quality and are often tied, and
+in routers of experts; and no embedding.
 A filter function replaces that rule. torchao's `FqnToConfig` chooses by exact names, then "re:" patterns in their
 order, then "_default"; a key names a layer ("model.layers.0.mlp.up_proj") or its weight ("....up_proj.weight").
 
@@ -31,6 +31,7 @@ from aoquant.layers.qat import QATLayer
 from aoquant.layers.routers import experts_of, router_modules
 from aoquant.planning import owners, tied
 from aoquant.planning.experts import ChosenStack, why_unsupported
+from aoquant.planning.heads import heads
 from aoquant.recipes import by_layer
 from aoquant.targets.base import Fields
 
@@ -80,7 +81,7 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
     if by_name is not None:
         _check_names(config)
     found, every = Choice(), list[str]()
-    rule = _Rule(model, config, by_name, filter_fn, router_modules(model))
+    rule = _Rule(config, by_name, filter_fn, heads(model) | router_modules(model))
     for names, module in tied.modules(model):
         if is_layer(module):
             every += names
@@ -116,24 +117,24 @@ def choose(model: nn.Module, config: Any, filter_fn: Filter | None) -> Choice:
 class _Rule:
     """What chooses one layer or stacked parameter under one of its names: `by_name`, else the filter, else the default.
 
-    routers: ids of the modules in the model's routers. used: keys of `by_name` that mean a layer or a stack.
+    unusual: ids of the modules in the model's output heads and routers. used: keys of `by_name` that mean a layer or
+        a stack.
     """
 
-    model: nn.Module
     config: Any
     by_name: Mapping[str, Any] | None
     filter_fn: Filter | None
-    routers: Collection[int]
+    unusual: Collection[int]
     used: set[str] = field(default_factory=set)
 
     def for_layer(self, module: nn.Module, fqn: str) -> Any:
         """The config of a layer, None to leave it as it is."""
         if self.by_name is not None:
             self.used.update(key for key in self.by_name if _means(key, fqn))
-            key = key_of(self.by_name, fqn, default=is_usual(self.model, module, fqn, self.routers))
+            key = key_of(self.by_name, fqn, default=is_usual(module, self.unusual))
             return self.by_name[key] if key else None
         # a head or an embedding that was prepared by name is converted with the others
-        usual = isinstance(module, QATLayer) or is_usual(self.model, module, fqn, self.routers)
+        usual = isinstance(module, QATLayer) or is_usual(module, self.unusual)
         return self.config if (usual if self.filter_fn is None else self.filter_fn(module, fqn)) else None
 
     def for_stack(self, module: nn.Module, fqn: str, parameter: str) -> Any:
@@ -200,18 +201,12 @@ def key_of(by_name: Mapping[str, Any], fqn: str, *, default: bool, parameter: st
     return "_default" if default and "_default" in by_name else None
 
 
-def is_usual(model: nn.Module, module: nn.Module, fqn: str, routers: Collection[int]) -> bool:
-    """Whether a layer is quantised by default: every linear layer is but the output head and those in routers.
+def is_usual(module: nn.Module, unusual: Collection[int]) -> bool:
+    """Return whether a layer is quantised by default: every linear layer is but those in output heads and routers.
 
-    routers: ids of the modules in the model's routers.
+    unusual: ids of the modules in the model's output heads and routers.
     """
-    return is_linear(module) and not is_head(model, module, fqn) and id(module) not in routers
-
-
-def is_head(model: nn.Module, module: nn.Module, fqn: str) -> bool:
-    """Whether a layer is the output head, by its name or because a Hugging Face model says so."""
-    head = getattr(model, "get_output_embeddings", None)
-    return fqn.rpartition(".")[2] == "lm_head" or (callable(head) and head() is module)
+    return is_linear(module) and id(module) not in unusual
 
 
 def _pushed_into_names(config: Any) -> Any:
@@ -364,18 +359,32 @@ def nothing_chosen(model: nn.Module, *, converts: bool, keys: Collection[str] = 
             "choose one for linear layers, such as 'int4-g32'"
         )
     linears = [fqn for fqn, m in model.named_modules() if is_linear(m)]
-    plain = [fqn for fqn, m in model.named_modules() if (kind := kind_of(m)) is not None and kind.gemm]
-    if linears and not plain:
-        return (
-            f"nothing to quantise: all {len(linears)} linear layer(s) are subclasses of nn.Linear, which are left alone"
-        )
+    if subclasses := _only_subclasses(model):
+        return subclasses
     if converts:
         return _unprepared(model)
     if not linears:
         return f"nothing to quantise: {type(model).__name__} has no nn.Linear{_instead(model)}"
     return (
         f"nothing to quantise: {len(linears)} linear layer(s), such as {', '.join(linears[:3])}, and none was chosen. "
-        f"lm_head, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns{_instead(model)}"
+        "output heads, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; check filter_fn and the patterns"
+        f"{_instead(model)}"
+    )
+
+
+def _only_subclasses(model: nn.Module) -> str | None:
+    """Why nothing was chosen, where all linear layers but output heads and routers are subclasses; else None."""
+    unusual = heads(model) | router_modules(model)
+    usual = [(fqn, m) for fqn, m in model.named_modules() if is_usual(m, unusual)]
+    if not usual or any(kind_of(m) is not None or isinstance(m, QATLayer) for _, m in usual):
+        return None
+    classes = sorted({type(m).__name__ for _, m in usual})
+    rest = [fqn for fqn, m in model.named_modules() if is_linear(m) and id(m) in unusual]
+    skipped = f", and {', '.join(rest[:3])} is skipped unless it is named" if rest else ""
+    return (
+        f"nothing to quantise: {len(usual)} linear layer(s) of {type(model).__name__}, such as {usual[0][0]}, are {' and '.join(classes)}, "
+        f"subclasses of nn.Linear that are left alone because their forward may differ{skipped}. If it computes what nn.Linear does, make "
+        f"them plain first: [setattr(m, '__class__', torch.nn.Linear) for m in model.modules() if type(m).__name__ == {classes[0]!r}]"
     )
 
 

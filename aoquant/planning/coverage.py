@@ -4,7 +4,7 @@ A model's parameters are counted once each, by the memory that they are stored i
 all of their names. A parameter is the weight of a quantised or a prepared layer, or it is float for one of these
 reasons:
 
-    default       embeddings and the output head, which are left out unless they are named, and routers of experts
+    default       embeddings and output heads, which are left out unless they are named, and routers of experts
     left out      a layer that no config was given to
     incompatible  a layer that cannot take its config, and was left out by skip_incompatible=True
     subclass      the weight of a subclass of a supported layer, whose forward may differ
@@ -32,8 +32,8 @@ from aoquant.layers.experts import QATExperts, stacks_of
 from aoquant.layers.kinds import is_layer, is_packed, kind_of
 from aoquant.layers.qat import QATLayer
 from aoquant.layers.routers import router_modules
-from aoquant.planning.choose import is_head
 from aoquant.planning.experts import why_unsupported
+from aoquant.planning.heads import heads
 from aoquant.planning.sizes import stored_bytes
 from aoquant.planning.tied import identity, modules
 from aoquant.tensor import PackedTensor
@@ -206,10 +206,11 @@ def inventory(
                 key = identity(parameter)
                 tensors[key] = parameter
                 users.setdefault(key, []).extend(Owner(fqn, name, module) for fqn in names)
-    rows, small, routers = list[Weight](), list[Weight](), router_modules(model)
+    rows, small = list[Weight](), list[Weight]()
+    outputs, routers = heads(model), router_modules(model)
     for key, owners in users.items():
         tensor = tensors[key]
-        state, about = _state(model, tensor, owners, planned.get(key), left_out, skipped, routers)
+        state, about = _state(model, tensor, owners, planned.get(key), left_out, skipped, outputs, routers)
         if state == "left out" and any(id(o.module) in missed for o in owners):
             state, about = (
                 "unsupported",
@@ -256,6 +257,7 @@ def _state(
     planned: str | None,
     left_out: Collection[int],
     skipped: dict[int, str],
+    outputs: Collection[int],
     routers: Collection[int],
 ) -> tuple[str, str]:
     """(state, about) of one parameter, from the modules that hold it."""
@@ -278,10 +280,10 @@ def _state(
     fqn, name, module = owners[0]
     if _is_adapter(model, fqn):
         return "adapter", "trained beside the quantised weight"
-    heads = any(is_head(model, o.module, o.fqn) for o in owners)
-    if heads and any(isinstance(o.module, nn.Embedding) for o in owners):
+    head = any(id(o.module) in outputs for o in owners)
+    if head and any(isinstance(o.module, nn.Embedding) for o in owners):
         return "default", "an embedding and the output head, tied: left out unless both are named"
-    if heads:
+    if head and kind_of(module) is not None:
         return "default", "the output head: left out unless it is named"
     if isinstance(module, nn.Embedding):
         return "default", "an embedding: left out unless it is named"

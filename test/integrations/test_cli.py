@@ -299,7 +299,7 @@ def test_advice_is_of_the_command_line() -> None:
         "--skip-incompatible"
     )
     assert "filter_fn" not in for_the_command_line(
-        "nothing to quantise. lm_head, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; "
+        "nothing to quantise. output heads, embeddings and routers are skipped unless filter_fn or FqnToConfig names them; "
         "check filter_fn and the patterns"
     )
     every = "".join(p.read_text() for p in Path(aoquant.__file__).parent.rglob("*.py") if p.name != "advice.py")
