@@ -39,6 +39,7 @@ from aoquant.layers.recipe import LinearRecipe
 from aoquant.layers.routers import freeze_routers
 from aoquant.masters import Masters, quantized_model_init
 from aoquant.ops import backend
+from aoquant.optimizer_groups import parameter_groups
 from aoquant.planning.coverage import Coverage, coverage
 from aoquant.quantize import quantize_
 from aoquant.recipes import Recipe, get_recipe, list_recipes
@@ -95,6 +96,7 @@ __all__ = [
     "list_recipes",
     "packed_experts",
     "packed_linear",
+    "parameter_groups",
     "quantize_",
     "quantized_model_init",
     "refresh_",

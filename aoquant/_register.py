@@ -25,6 +25,7 @@ from aoquant import _moved as _moved  # old import paths
 TORCHAO = ">=0.18"
 _HF_QUANTIZERS = "transformers.quantizers.auto"
 _HF_MODELS = "transformers.modeling_utils"
+_TRAINER = "transformers.trainer"
 _LORA = "peft.tuners.lora.model"
 _CONV1D = "transformers.pytorch_utils"
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
@@ -53,6 +54,7 @@ def register() -> None:
     _when_imported(_LORA, _teach_adapters)
     _when_imported(_CONV1D, _teach_conv1d)
     _when_imported(_HF_QUANTIZERS, _extend_quantizer)
+    _when_imported(_TRAINER, _spare_scales)
     _when_imported(_HF_MODELS, _stage_saves)
 
 
@@ -99,6 +101,14 @@ def _teach_adapters(module: ModuleType) -> None:
 
 def _teach_conv1d(module: ModuleType) -> None:
     from aoquant.integrations import conv1d as conv1d
+
+
+def _spare_scales(module: ModuleType) -> None:
+    # a transformers whose Trainer has other names trains as it did
+    with contextlib.suppress(ImportError, AttributeError):
+        from aoquant.integrations import trainer_scales
+
+        trainer_scales.install(module)
 
 
 def _extend_quantizer(module: ModuleType) -> None:

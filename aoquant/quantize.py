@@ -36,6 +36,7 @@ from aoquant._warning import AoquantWarning
 from aoquant.config import Packed4WeightConfig, PackedWeightConfig, QATConfig
 from aoquant.formats import MX, Encoded, MXFP4Dialect, Operand, Scales
 from aoquant.layers import direct_reads, fast_path, replaced
+from aoquant.layers.learned_scales import not_positive
 from aoquant.layers.packed import PackedLinear, adopt, described, name_parents
 from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
@@ -115,6 +116,7 @@ def quantize_(
     lost = _what_is_missing(model, config, filter_fn) if "convert" in steps else None
     if strict and lost is not None:
         raise ValueError(f"strict: {lost}. The model is unchanged")
+    scales = not_positive(model) if any(c.step == "convert" for c in planned.layers) else None
     new = [c.module for c in planned.layers if c.step == "prepare" and not isinstance(c.module, QATLayer)]
     _carry_out(model, planned, device, undo)
     for change in planned.layers:
@@ -135,6 +137,8 @@ def quantize_(
         )
     if lost is not None:
         warnings.warn(f"{lost}. strict=True raises instead", AoquantWarning, stacklevel=2)
+    if scales is not None:
+        warnings.warn(scales, AoquantWarning, stacklevel=2)
     if planned.skipped:
         reasons = "\n  ".join(planned.skipped.values())
         warnings.warn(
