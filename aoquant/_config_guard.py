@@ -59,7 +59,7 @@ def _checked_tensor(data):  # type: ignore[no-untyped-def]  # the same
     from aoquant import _config_guard
 
     _config_guard.check_tensor(data)
-    return _config_guard._unchecked["object_from_dict"](data)
+    return _config_guard.fitting(_config_guard._unchecked["object_from_dict"](data))
 
 
 def check_config(data: Any) -> None:
@@ -77,6 +77,14 @@ def check_tensor(data: Any) -> None:
     if not isinstance(data, dict):
         raise ValueError(f"a tensor's description must be a JSON object, got {data!r:.80}")
     _given(data, "tensor", _stored, 0)
+
+
+def fitting(built: Any) -> Any:
+    """Return a tensor whose parts fit together. Raises ValueError: they do not."""
+    from aoquant.targets.stored_parts import check_stored  # here: this file is imported before torchao's tensors are
+
+    check_stored(built)
+    return built
 
 
 def _given(data: Any, where: str, find: Callable[[str], Any], depth: int) -> Any:

@@ -28,6 +28,7 @@ from aoquant.formats import FLOAT_DTYPES, Encoded, Format, Operand, Scales, get_
 from aoquant.layers.bound import BoundWeight
 from aoquant.layers.embedding import looked_up
 from aoquant.layers.linear import check_device, check_dtype, quantized_linear
+from aoquant.layers.packed_parts import check_parts
 from aoquant.layers.recipe import LinearRecipe
 
 aten = torch.ops.aten
@@ -47,7 +48,11 @@ class PackedTensor(TorchAOBaseTensor):
     qdata: packed codes (N, bytes). scale, zero_point: (N, G), (N, 1) or (1, 1), or None. per_tensor_scale: (N, 1)
     float32 outer scale, or None. act_pre_scale: (K / size, size, size) bf16, the T of a fitted transform of the
     activations, or None.
-    format, activation, contract: names; activation "" is high precision. k: K. dtype: what the weight was.
+    format, activation, contract: names; activation "" is high precision. k: K. dtype: what the weight was. checked: the
+        parts are of a tensor that was checked.
+
+    Raises:
+        ValueError: a name is unknown, or a part does not fit the format, N and K.
     """
 
     tensor_data_names = ["qdata"]
@@ -74,6 +79,7 @@ class PackedTensor(TorchAOBaseTensor):
         dtype: torch.dtype = torch.float32,
         *parts: Tensor | None,
         requires_grad: bool = False,
+        checked: bool = False,
         **named_parts: Tensor | None,
     ) -> PackedTensor:
         if isinstance(qdata, PackedTensor):  # so accelerate's offload makes a parameter of one that it moved
@@ -95,6 +101,7 @@ class PackedTensor(TorchAOBaseTensor):
         act_pre_scale: Tensor | None = None,
         *,
         requires_grad: bool = False,
+        checked: bool = False,
     ) -> None:
         if isinstance(qdata, PackedTensor):
             return
@@ -102,6 +109,8 @@ class PackedTensor(TorchAOBaseTensor):
         self.qdata, self.scale, self.zero_point, self.per_tensor_scale = qdata, scale, zero_point, per_tensor_scale
         self.act_pre_scale = act_pre_scale
         self.format, self.activation, self.contract, self.k = format, activation, contract, k
+        if not checked:
+            check_parts(f"{type(self).__name__} ({format})", self, self.recipe)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Setting a part or an attribute makes the tensor forget what it remembers of itself, and layers what they hold
@@ -133,6 +142,12 @@ class PackedTensor(TorchAOBaseTensor):
         if found is None:
             found = self.__dict__[_FLAT] = super().__tensor_flatten__()
         return found
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, parts: dict[str, Any], attributes: dict[str, Any], size: Any, stride: Any
+    ) -> PackedTensor:
+        return cls(**parts, **attributes, checked=True)
 
     @property
     def bound(self) -> BoundWeight:
@@ -242,7 +257,7 @@ class PackedTensor(TorchAOBaseTensor):
         names = self.format, self.activation, self.contract
         named: Any = more | dict(zip(PackedTensor.optional_tensor_data_names, parts, strict=True))
         with self._as_it_is():
-            return cls(qdata, *names, self.k if k is None else k, dtype or self.dtype, **named)
+            return cls(qdata, *names, self.k if k is None else k, dtype or self.dtype, checked=True, **named)
 
 
 @torch.compiler.assume_constant_result

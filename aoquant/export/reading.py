@@ -153,11 +153,15 @@ def _integers(args: QuantizationArgs, parts: dict[str, Tensor], scale: Tensor, d
         raise ValueError(f"{bits}-bit integers, strategy {args.strategy}")
     if "weight_packed" in parts:
         shape = torch.Size(parts["weight_shape"].tolist())
+        _check_width("weight_packed", parts["weight_packed"], (shape[0], _words(shape[1], bits)), bits)
         q = unpack_from_int32(parts["weight_packed"], bits, shape)
     else:
         q, shape = parts["weight"], parts["weight"].shape
+        if q.dtype != torch.int8 or (q.numel() and max(-int(q.min()) - 1, int(q.max())) >= 1 << (bits - 1)):
+            raise ValueError(f"codes of more than {bits} bits: num_bits is wrong")
     zero = parts.get("weight_zero_point")
     if zero is not None and zero.dtype == torch.int32:
+        _check_width("weight_zero_point", zero, (_words(shape[0], bits), scale.shape[1]), bits)
         zero = unpack_from_int32(zero, bits, torch.Size((shape[0], scale.shape[1])), packed_dim=0)
     per = f"g{args.group_size}" if args.strategy == "group" else "row"
     if scale.dtype != torch.float32:  # as transformers loads them: into parameters of the model's dtype
@@ -168,6 +172,19 @@ def _integers(args: QuantizationArgs, parts: dict[str, Tensor], scale: Tensor, d
     name = f"{'int' if wide else 'intx'}{bits}-{per}" + ("-asym" if zero is not None else "")
     codes = q if bits == 8 else layout.pack((q.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8), bits)
     return _Found(name, Encoded(codes.contiguous(), scale, None if zero is None else zero.contiguous(), None, shape[1]))
+
+
+def _words(values: int, bits: int) -> int:
+    """How many int32 the values of a row are packed into."""
+    return -(-values * bits // 32)
+
+
+def _check_width(part: str, packed: Tensor, wanted: tuple[int, int], bits: int) -> None:
+    """Raise ValueError for packed codes of another width than the config names: they would unpack to other numbers."""
+    if packed.dtype != torch.int32 or tuple(packed.shape) != wanted:
+        raise ValueError(
+            f"{part} of {tuple(packed.shape)}, {packed.dtype}: codes of {bits} bits would be int32 {wanted}"
+        )
 
 
 def _activation(args: QuantizationArgs | None, parts: dict[str, Tensor]) -> Format | Operand | None:

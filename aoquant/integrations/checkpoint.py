@@ -17,7 +17,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torchao.core.config import config_from_dict
-from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
+from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao, object_from_dict
 
 from aoquant.integrations import checksums
 from aoquant.integrations.atomic import POINTER
-from aoquant.integrations.safetensors_file import MALFORMED, header, reading
+from aoquant.integrations.safetensors_file import MALFORMED, StoredTensor, header, reading
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,6 +55,7 @@ def check(directory: Path) -> dict[str, str]:
             )
         stored |= inside.keys()
         tensors |= _described(path, described)
+        _check_parts(path, described, inside)
     quantised = {name: t for name, t in tensors.items() if t["_type"] != "Tensor"}
     wanted = {_part(name, part) for name, t in quantised.items() for part in t["_tensor_data_names"]}
     if lost := _lost(wanted, stored - tensors.keys()):
@@ -105,6 +106,24 @@ def _described(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
             f"{path}: the description of its tensors is damaged ({error}): copy or save the checkpoint again"
         ) from error
     return found
+
+
+def _check_parts(path: Path, metadata: dict[str, str], inside: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError for a quantised tensor whose parts do not fit, by their shapes and dtypes in a file's header.
+
+    Tensors with parts in another file, or under names that transformers changes, are checked when they are built.
+    """
+    for name in json.loads(metadata["tensor_names"]):
+        described = json.loads(metadata[name])
+        if described["_type"] == "Tensor":
+            continue
+        places = {part: inside.get(_part(name, part)) for part in described["_tensor_data_names"]}
+        parts = {part: torch.empty(s.shape, dtype=s.dtype, device="meta") for part, s in places.items() if s}
+        if len(parts) == len(places):
+            try:
+                object_from_dict({**described, "_data": {**described["_data"], **parts}})
+            except MALFORMED as error:
+                raise ValueError(f"{path}: {name}: {error}: copy or save the checkpoint again") from error
 
 
 def _lost(wanted: set[str], stored: set[str]) -> list[str]:

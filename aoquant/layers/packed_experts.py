@@ -49,6 +49,8 @@ class PackedExperts(PackedTensor):
         k: int,
         dtype: torch.dtype,
         transposed: bool = False,
+        *,
+        checked: bool = False,
         **tensors: Tensor | None,
     ) -> PackedExperts:
         *lead, n, _ = qdata.shape
@@ -64,10 +66,12 @@ class PackedExperts(PackedTensor):
         k: int,
         dtype: torch.dtype,
         transposed: bool = False,
+        *,
+        checked: bool = False,
         **tensors: Tensor | None,
     ) -> None:
         parts = [tensors.get(name) for name in PackedTensor.optional_tensor_data_names]
-        super().__init__(qdata, format, activation, contract, k, dtype, *parts)
+        super().__init__(qdata, format, activation, contract, k, dtype, *parts, checked=checked)
         self.transposed = transposed
 
     def expert(self, index: int) -> PackedTensor:
