@@ -27,7 +27,7 @@ _HF = (
         "foreign_checkpoints", "checkpoint_that_does_not_fit_the_model", "config_of_the_future",
         "weights_that_were_loaded_as_something_else_are_named", "model_class_of_choice", "truncated_weights",
         "missing_shard_and_lost_tensor", "lost_scale", "quantised_head_that_the_config_ties_is_refused_until_untied",
-        "saving_over_another_layout_is_refused", "parts_under_other_names_are_counted_by_kind", "sizes_of_shards",
+        "saving_over_another_layout_replaces_it", "parts_under_other_names_are_counted_by_kind", "sizes_of_shards",
         "folders_of_compressed_tensors_go_to_their_reader",
     ),
 )  # fmt: skip

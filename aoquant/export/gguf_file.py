@@ -7,6 +7,7 @@ from its start to its end by the `gguf` library, so an interrupted export starts
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +137,8 @@ def _entries(source: Source, contents: Contents, architecture: Architecture) -> 
     """Every tensor of the file, in the order in which it is written."""
     names = architecture.names(source.config["num_hidden_layers"])
     entries, unknown = [], []
-    for name, weight in source.weights.items():
+    # files and models list their tensors in orders of their own, which change with transformers' versions
+    for name, weight in sorted(source.weights.items(), key=lambda item: _by_number(item[0])):
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if new is None:
             unknown.append(name)
@@ -160,6 +162,11 @@ def _entries(source: Source, contents: Contents, architecture: Architecture) -> 
     if (factors := gguf_arch.rope_factors(source.config)) is not None:
         entries.append(_Entry("rope_freqs.weight", "", "", tuple(factors.shape), GGMLQuantizationType.F32))
     return entries
+
+
+def _by_number(name: str) -> list[str | int]:
+    """Return a key that sorts layers by their numbers and not by their digits."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _fill(

@@ -100,7 +100,7 @@ def _described(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
         found = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
         for name, t in found.items():
             if t["_type"] != "Tensor" and not all(isinstance(part, str) for part in t["_tensor_data_names"]):
-                raise ValueError(f"{name} has no parts")
+                raise ValueError(f"{name} names no parts")
     except MALFORMED as error:
         raise ValueError(
             f"{path}: the description of its tensors is damaged ({error}): copy or save the checkpoint again"

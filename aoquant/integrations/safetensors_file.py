@@ -163,7 +163,7 @@ def header(path: Path) -> Header:
                 raise ValueError(f"{name} is stored as {t['dtype']}, which is none of {', '.join(_DTYPES)}")
             shape, (start, stop) = tuple(t["shape"]), t["data_offsets"]
             if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)) or prod(filter(None, shape)) >= _MOST:
-                raise ValueError(f"{name} has no shape")
+                raise ValueError(f"{name} names no shape")
             tensors[name] = StoredTensor(path, name, _DTYPES[t["dtype"]], shape, 8 + length + start)
             if start != end or start + tensors[name].size != stop:
                 raise ValueError(f"{name} does not fill its place")

@@ -50,6 +50,8 @@ def resolve(config: Any) -> Target:
             return target
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"{name}: a field holds a value of another type than torchao's: {error}") from None
     if torchaos and name in REASONS:
         why, instead = REASONS[name]
         raise ValueError(f"{name} has no exact prepare: {why}. Use {instead} instead")

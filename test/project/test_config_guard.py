@@ -171,7 +171,7 @@ def test_mutated_configs_call_nothing(calls: list[str]) -> None:
     start = config_to_dict(FQN)
     outcomes = [refused(mutated(draw, start, names)) for _ in range(600)]
     assert not calls
-    assert 300 < sum(outcomes) < 595  # some mutations leave a config
+    assert 300 < sum(outcomes) < 600  # some mutations leave a config
 
 
 def test_configs_that_folders_hold_are_built_as_before() -> None:

@@ -102,8 +102,8 @@ def test_packed_tensor_has_the_field_names_that_hf_reads() -> None:
     )
 
 
-OLD_TORCHAO = r"builds on torchao >=0.17, and torchao [\d.]+\S* with torch"
-OLD_HF = r"need transformers >=5.16, torchao >=0.17 .*found transformers 5"
+OLD_TORCHAO = r"builds on torchao >=0.18, and torchao [\d.]+\S* with torch"
+OLD_HF = r"need transformers >=5.16, torchao >=0.18 .*found transformers 5"
 
 
 # symbol to remove, module to import without it, message

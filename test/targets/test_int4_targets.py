@@ -135,11 +135,13 @@ def test_converting_to_another_dialect_or_layout_raises() -> None:
 
 
 def test_an_mslk_with_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = "1.1.0"
+    installed, real = "1.1.0", importlib.metadata.version
 
     def version(package: str) -> str:
         if package == "mslk-cuda":
             return installed
+        if package == "torchao":
+            return real(package)
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)

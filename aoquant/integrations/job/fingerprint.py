@@ -52,7 +52,9 @@ def check_fingerprint(model: PreTrainedModel, checkpoint: Path) -> str:
     if not path.exists():
         return f"no fingerprint beside this checkpoint: `aoquant run` writes {RESULTS}, and no logits were compared"
     needed = ("logits_sha256", "probe_ids", "torch", "device")
-    numbers, ids = read_as(path, lambda n: ({**n, **{k: n[k] for k in needed}}, torch.tensor(n["probe_ids"]).long()))
+    numbers, ids = read_as(
+        path, lambda n: ({**n, **{k: n[k] for k in needed}}, torch.tensor(n["probe_ids"], device="cpu").long())
+    )
     if numbers["logits_sha256"] is None:
         return "the run that wrote it could not run its kernel"
     here = environment(model.device)
