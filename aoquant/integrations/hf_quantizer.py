@@ -2,7 +2,7 @@
 
 `from_pretrained` and `save_pretrained` ask a quantizer how tensor subclasses become plain tensors and back.
 transformers keeps one for each quantisation method; importing aoquant puts this subclass of its torchao quantizer in
-that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds seven things and
+that place (see `_register.py`), so plain `from_pretrained` and `save_pretrained` have it too. It adds this and
 changes no code and no scale:
 
 - a checksum for each tensor on saving, compared on loading (`checksums.py`);
