@@ -1,15 +1,17 @@
-"""`quantized_model_init`: a model whose linear layers hold codes, and float32 masters for the optimizer.
+"""`quantized_model_init`: a model whose linear layers multiply codes, and float32 masters for the optimizer.
 
-A prepared layer normally holds its weight in float32 or bf16 and encodes it in every step. Here it holds what the
-encoding gives, the codes and scales that its GEMMs read (`GatheredWeight`), and a `Masters` holds the float32 weights:
+A prepared layer normally encodes its weight in every step. Here its parameter is a float32 master, and it holds what
+the encoding gives, the codes and scales that its GEMMs read (`layers/mastered.py`):
 
-    layer.weight.grad   is the master's: autograd accumulates there
+    model.parameters()  the masters, in place of the weights
+    layer.weight        the codes; its gradient is the master's
     optimizer.step()    moves the masters, and then every layer takes the codes of its master anew
-    state_dict()        of the masters is that of the float32 model, names and values
+    state_dict()        that of the float32 model, names and values
 
-So training is that of the prepared float32 model, bit for bit. What it saves is the weights at rest in the model, and
-encoding them more than once a step when there are micro-batches; not the masters, which are as large as ever. A model
-in bf16 stays one: its layers take and give bf16, and their codes are those of the float32 masters.
+So training is that of the prepared float32 model, bit for bit, and under DDP that of the prepared model under DDP. What
+it saves is encoding more than once a step when there are micro-batches, and a second copy of the weights in bf16
+beside float32 masters. A model in bf16 stays one: its layers take and give bf16, and their codes are those of the
+float32 masters.
 """
 
 from __future__ import annotations
@@ -24,65 +26,65 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torchao.quantization import FqnToConfig
 
+from aoquant._arguments import check_model
 from aoquant.config import QATConfig
 from aoquant.hybrid import HybridConfig
-from aoquant.layers.qat import QATLinear
-from aoquant.parallel.gather import encoded_sides, reads_values
+from aoquant.layers.kinds import kind_of
+from aoquant.layers.mastered import MasterCodes, codes_of, hold_codes, release_codes
+from aoquant.layers.qat import PreparedModule, QATLinear
+from aoquant.parallel.gather import reads_values
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.quantize import quantize_
 
-_PACKS = "_aoquant_packs"  # attribute of a master: what writes its codes into the layers
-_LAYER = "_aoquant_layer"  # attribute of a packed weight: the name of its layer
-
 
 class Masters(nn.Module):
-    """The parameters and buffers of a model under the model's names, with float32 masters in place of packed weights.
+    """The parameters and buffers of a model under the model's names: float32 masters, and what was not packed.
 
     Give its `parameters()` to the optimizer, and its `state_dict()` to a checkpoint; loading one packs the weights
-    again. `refresh()` does so after any other change of the masters; `restore()` gives the model its weights back,
-    before convert. A packed weight and its master have one gradient, so `clip_grad_norm_` and `zero_grad()` take
-    either's. A step of an optimizer that has packed weights of the model itself raises ValueError.
+    again. They are the model's own parameters, so the model's serve as well. `refresh()` makes the codes after a change
+    that PyTorch does not count, such as `p.data.mul_(2)`; `restore()` gives the model its weights back, before convert.
     """
 
     def __init__(self, model: nn.Module, layers: list[QATLinear]) -> None:
         super().__init__()
-        self._layers, packed = layers, {}
+        self._layers = layers
+        done: dict[int, MasterCodes] = {}
         for layer in layers:
-            if id(layer.weight) not in packed:
-                packed[id(layer.weight)] = _pack(layer.weight)
+            weight = layer.weight
+            if id(weight) not in done:
+                done[id(weight)] = _packed(layer)
+            hold_codes(layer, done[id(weight)])
         for name, p in model.named_parameters(remove_duplicate=False):
-            _put(self, name, packed.get(id(p), p))
+            _put(self, name, p)
         for name, b in model.named_buffers(remove_duplicate=False):
             path, _, last = name.rpartition(".")
             _put(self, name, b, last not in model.get_submodule(path)._non_persistent_buffers_set)
-        weights = {
-            key: _packed(master, layer) for layer in layers for key, master in packed.items() if key == id(layer.weight)
-        }
-        for layer in layers:
-            layer._parameters["weight"] = weights[id(layer.weight)]
-        self.register_load_state_dict_post_hook(_refreshed)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         _watch_optimizers()
 
     def masters(self) -> Iterator[nn.Parameter]:
         """The float32 masters of packed weights."""
-        return (p for p in self.parameters() if hasattr(p, _PACKS))
+        return (p for p in self.parameters() if codes_of(p) is not None)
 
     def refresh(self) -> None:
         """Let every layer take the codes of its master."""
         for master in self.masters():
-            getattr(master, _PACKS)()
+            if (codes := codes_of(master)) is not None:
+                codes.refresh()
 
     def restore(self) -> None:
-        """Put the masters back into the layers as their weights, in float32."""
-        by_weight = {id(getattr(m, _PACKS).keywords["weight"]): m for m in self.masters()}
+        """Make the masters the weights of the layers, in float32."""
         for layer in self._layers:
-            layer._parameters["weight"] = by_weight[id(layer._parameters["weight"])]
+            release_codes(layer)
 
 
 def quantized_model_init(
     model: nn.Module, config: Any, filter_fn: Callable[[nn.Module, str], bool] | None = None
 ) -> Masters:
     """Prepare the linear layers of `model` in place as `quantize_` does, and pack their weights.
+
+    Make the optimizer, and wrap the model in DDP, afterwards: the masters of a model that is not float32 are new
+    parameters.
 
     config, filter_fn: as `quantize_` has them; a config that prepares.
 
@@ -91,81 +93,79 @@ def quantized_model_init(
 
     Raises:
         ValueError: as `quantize_`; or a layer reads the weight itself (a high-precision dgrad of the original, learned
-            or held scales, a clipped straight-through), or is sharded. The model is prepared then, and nothing packed.
+            or held scales, a clipped straight-through), or is sharded; or the config prepares stacked experts or
+            embeddings. The model is prepared then, and nothing packed.
     """
     if not isinstance(config, QATConfig | HybridConfig | FqnToConfig):
         raise ValueError(
             f"quantized_model_init needs a config that prepares linear layers, such as QATConfig({config!r}), got {config!r}"
         )
+    check_model(model)
+    before = {m for m in model.modules() if isinstance(m, PreparedModule)}
     quantize_(model, config, filter_fn)
     layers = []
     for fqn, layer in model.named_modules():
-        if not isinstance(layer, QATLinear):
-            continue
-        reason = "its weight is sharded: use quantized_all_gather" if isinstance(layer.weight, DTensor) else None
-        if reason := reason or reads_values(layer.prepared.recipe):
+        if isinstance(layer, QATLinear):
+            layers.append(layer)
+            reason = _why_not(layer)
+        else:
+            here = isinstance(layer, PreparedModule) and layer not in before
+            reason = (
+                f"packs the weights of linear layers, and this one is of class {type(layer).plain.__name__}"
+                if here
+                else None
+            )
+        if reason:
             raise ValueError(f"{fqn or 'linear'}: quantized_model_init: {reason}: leave the layer out (filter_fn)")
-        layers.append(layer)
     if not layers:
         raise ValueError("quantized_model_init: the config prepares no nn.Linear")
     return Masters(model, layers)
 
 
-def _pack(weight: Tensor) -> nn.Parameter:
-    """The master of a weight."""
-    return nn.Parameter(weight.detach().float().clone(), requires_grad=weight.requires_grad)
+def _why_not(layer: QATLinear) -> str | None:
+    """Why a prepared layer cannot multiply the codes of a master; None when it can."""
+    weight = layer.weight
+    if isinstance(weight, GatheredWeight):
+        return "an earlier call packed its weight: give one call all configs, as FqnToConfig"
+    if isinstance(weight, DTensor):
+        return "its weight is sharded: use quantized_all_gather"
+    if not isinstance(layer._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed in every call (an adapter, a parametrisation)"
+    return reads_values(layer.prepared.recipe)
 
 
-def _packed(master: nn.Parameter, layer: QATLinear) -> nn.Parameter:
-    """The packed weight that follows `master`."""
-    recipe = layer.prepared.recipe
-    with torch.no_grad():
-        sides = encoded_sides(recipe, master.detach())
-    assert sides is not None
-    data = GatheredWeight(master.shape, layer.weight.dtype, recipe.key, sides.rows, sides.columns)
-    weight = nn.Parameter(data, requires_grad=master.requires_grad)
-    weight.master = master  # type: ignore[attr-defined]
-    setattr(weight, _LAYER, layer.prepared.fqn)
-    setattr(master, _PACKS, functools.partial(_repack, master=master, layer=layer, weight=weight))
-    if master.requires_grad:
-        weight.register_post_accumulate_grad_hook(functools.partial(_hand_over, master))
-    return weight
-
-
-@torch.no_grad()
-def _repack(master: Tensor, layer: QATLinear, weight: Any) -> None:
-    sides = encoded_sides(layer.prepared.recipe, master.detach())
-    assert sides is not None
-    weight.take_parts([t for e in sides if e is not None for t in e.tensors if t is not None])
-
-
-def _hand_over(master: Tensor, weight: Tensor) -> None:
-    """The gradient of a packed weight becomes its master's."""
-    assert isinstance(weight, GatheredWeight) and weight.accumulated is not None
-    grad, weight.accumulated = weight.accumulated.to(master.dtype), None
-    master.grad = grad if master.grad is None else master.grad + grad
+def _packed(layer: QATLinear) -> MasterCodes:
+    """The master of a layer's weight, with its codes; a float32 weight is its own master."""
+    weight, prepared, kind = layer._parameters["weight"], layer.prepared, kind_of(layer)
+    assert isinstance(weight, nn.Parameter)
+    master = weight
+    if weight.dtype != torch.float32:
+        master = nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
+    turned = kind is not None and kind.transposed
+    return MasterCodes(master, prepared.recipe, prepared.fqn, turned, weight.dtype)
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """From now on, after a step of any optimizer, masters among its parameters are packed again. Before it, packed
-    weights among them are refused: they would never move.
+    """From now on, after a step of any optimizer, masters among its parameters are packed again: a fused one writes
+    without a trace. Before a step, codes among its parameters are refused: they would never move.
     """
 
     def refuses(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if isinstance(p, GatheredWeight) and (p.requires_grad or p.grad is not None):
+                if isinstance(p, GatheredWeight) and p.master is not None and (p.requires_grad or p.grad is not None):
+                    codes = codes_of(p.master)
                     raise ValueError(
-                        f"{getattr(p, _LAYER, '') or 'linear'}: its weight is packed by quantized_model_init, and a step of this optimizer "
+                        f"{(codes.fqn if codes else '') or 'linear'}: its weight is packed by quantized_model_init, and a step of this optimizer "
                         "would not move it: give the optimizer masters.parameters()"
                     )
 
     def packs(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if (pack := getattr(p, _PACKS, None)) is not None:
-                    pack()
+                if (codes := codes_of(p)) is not None:
+                    codes.refresh()
 
     register_optimizer_step_pre_hook(refuses)
     register_optimizer_step_post_hook(packs)
@@ -184,7 +184,14 @@ def _put(root: nn.Module, name: str, value: Tensor, persistent: bool = True) -> 
         root.register_buffer(last, value, persistent)
 
 
-def _refreshed(masters: nn.Module, keys: Any) -> None:
+def _loaded(masters: nn.Module, keys: Any) -> None:
     """After a state_dict was loaded."""
     assert isinstance(masters, Masters)
+    mine = set(masters.parameters())
+    for layer in masters._layers:
+        if layer._parameters["weight"] not in mine:
+            raise ValueError(
+                f"{layer.prepared.fqn or 'linear'}: load_state_dict(assign=True) put another tensor in place of its master, and the model has "
+                "the one before: load without assign"
+            )
     masters.refresh()

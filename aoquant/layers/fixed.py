@@ -35,9 +35,10 @@ from aoquant.layers import held
 from aoquant.layers.bound import BoundWeight
 from aoquant.layers.qat import QATLinear
 from aoquant.parallel import fsdp
+from aoquant.parallel.gathered import GatheredWeight
 
 
-class _Seen:
+class Seen:
     """A tensor that codes were made of, and what changes with a write. The address of memory says nothing: FSDP2 frees
     and takes it around each use.
     """
@@ -67,8 +68,8 @@ class FixedWeight:
 
     def __init__(self, layer: QATLinear) -> None:
         self._layer, self._fqn = weakref.ref(layer), layer.prepared.fqn
-        self._weight: _Seen | None = None
-        self._scales: list[_Seen] = []  # that the layer holds for it
+        self._weight: Seen | None = None
+        self._scales: list[Seen] = []  # that the layer holds for it
         self._rows: Encoded | None = None
         self._columns: dict[torch.dtype, Encoded] = {}
         self._bound: BoundWeight | None = None
@@ -110,7 +111,7 @@ class FixedWeight:
         whole = w if w._base is None else w._base
         if self._rows is None:
             with torch.inference_mode(False), torch.no_grad():  # a training step may read them too
-                self._weight, self._scales, self._rows = _Seen(whole), list(map(_Seen, self._held())), encode()
+                self._weight, self._scales, self._rows = Seen(whole), list(map(Seen, self._held())), encode()
         elif not self._is(whole):
             raise ValueError(_CHANGED)
         return self._rows
@@ -196,6 +197,7 @@ def fixed_weights(model: nn.Module) -> Iterator[None]:
     """
     check_model(model)
     layers = [m for m in model.modules() if isinstance(m, QATLinear) and m.fixed is None and not fsdp.is_flattened(m)]
+    layers = [m for m in layers if not isinstance(m.weight, GatheredWeight)]  # codes already
     for layer in layers:
         layer.fixed = FixedWeight(layer)
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from aoquant.layers.embedding import QATEmbedding
+from aoquant.layers.mastered import MasteredLinear
 from aoquant.layers.packed import PackedLinear
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.parallel.fsdp import layer_class
@@ -51,6 +52,8 @@ KINDS = [Kind(nn.Linear, QATLinear, packed=PackedLinear), Kind(nn.Embedding, QAT
 def kind_of(module: nn.Module) -> Kind | None:
     """The kind of a layer, plain, prepared or packed; None for any other module, subclasses included."""
     cls = layer_class(module)
+    if issubclass(cls, MasteredLinear):
+        cls = cls.__bases__[-1]
     return next((kind for kind in KINDS if cls in (kind.plain, kind.prepared, kind.packed)), None)
 
 

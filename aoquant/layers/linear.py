@@ -20,7 +20,7 @@ from aoquant.layers import gradient_watch, shared_inputs
 from aoquant.layers.function import Given, QuantizedLinear, multiply, refuse_transforms
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.parallel import linear as sharding
-from aoquant.parallel.gathered import GatheredWeight
+from aoquant.parallel.gathered import GatheredWeight, WithMaster
 from aoquant.parallel.shards import Shards
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def quantized_linear(
     delayed: Delayed | None = None,
     parts: Shards | None = None,
     rank: int = 0,
+    master: Tensor | None = None,
 ) -> Tensor:
     """y (..., N) = x (..., K) W^T + bias with a quantised W, differentiable in x, a float W, bias and scales.
 
@@ -97,6 +98,7 @@ def quantized_linear(
     delayed: the state of delayed scales, whose factors x_held and w_held hold.
     parts: this rank's part of the layer, where its backward is quantised.
     rank: its number among the ranks with other tokens; each of them draws other random numbers.
+    master: takes the gradient of `w`, where `w` is codes alone.
 
     Raises:
         ValueError: under a transform of torch.func; x is no float32, bfloat16 or float16 tensor of width K, is on
@@ -129,11 +131,12 @@ def quantized_linear(
         y, _ = multiply(x, w if packed is None else None, bias, alone)  # type: ignore[arg-type]
         return y
     shared = columns = None
+    leaf = rows if master is None else master
     if packed is None and x_held is None and parts is None:
         if recipe.fprop_input is not None:
-            shared = shared_inputs.shared_input(given_x, x.dtype, recipe.fprop_input, rows)
+            shared = shared_inputs.shared_input(given_x, x.dtype, recipe.fprop_input, leaf)
         if recipe.input_side.keeps == "columns":
-            columns = shared_inputs.shared_input(given_x, x.dtype, recipe.input_side, rows)
+            columns = shared_inputs.shared_input(given_x, x.dtype, recipe.input_side, leaf)
     x_scale = w_scale = None
     if recipe.holds:  # autograd sees tensors that are arguments, none inside a tuple
         if x_held is not None and recipe.input_scales == "learned":
@@ -141,19 +144,27 @@ def quantized_linear(
         if w_held is not None and recipe.weight_scales == "learned":
             w_scale, w_held = w_held.scale, Scales(None, w_held.zero, w_held.outer, w_held.transform)
     given = Given(recipe.key, packed, x_held, w_held, random, shared, columns, fixed, delayed, parts, rank)
-    return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given)
+    return _applied(x, rows if packed is None else None, bias, x_scale, w_scale, given, master)
 
 
 @torch.compiler.allow_in_graph
 def _applied(
-    x: Tensor, w: Tensor | None, bias: Tensor | None, x_scale: Tensor | None, w_scale: Tensor | None, given: Given
+    x: Tensor,
+    w: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    w_scale: Tensor | None,
+    given: Given,
+    master: Tensor | None,
 ) -> Tensor:
     """`QuantizedLinear`, one call to a compiler, which traces the ops inside and skips the Python around them.
 
     Otherwise Dynamo would guard on everything that this Python reads, before every compiled step.
     """
     if gradient_watch.waiting:
-        gradient_watch.ran(w)
+        gradient_watch.ran(w if master is None else master)
+    if master is not None:
+        w = WithMaster.apply(master, w)  # type: ignore[no-untyped-call]
     y: Tensor = QuantizedLinear.apply(x, w, bias, x_scale, w_scale, given)  # type: ignore[no-untyped-call]
     return y
 

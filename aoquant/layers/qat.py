@@ -95,6 +95,10 @@ class QATLayer(PreparedModule):
         """The weight as (N, K), which is what is encoded."""
         return self.weight
 
+    def master(self) -> Tensor | None:
+        """The (N, K) tensor that takes the weight's gradient where the weight is codes alone."""
+        return None
+
     def held_scales(self, side: str) -> Scales | None:
         """Static or learned scales (2-D) and the fitted transform of side "input" or "weight"; None without either."""
         return None
@@ -240,6 +244,7 @@ class QATLinear(QATLayer, nn.Linear):
         try:
             if not self.calibrated:
                 raise ValueError(NOT_CALIBRATED)
+            master = self.master()
             fixed = None if torch.compiler.is_compiling() or self.fixed is None else self.fixed.of_this_call
             if fixed is not None and not torch.is_grad_enabled() and (y := fixed.product(input)) is not None:
                 return y
@@ -248,7 +253,7 @@ class QATLinear(QATLayer, nn.Linear):
             random = self._buffers.get(RANDOM)
             rank = 0 if random is None else ranks.of(self)
             return quantized_linear(
-                input, self.matrix(), self.bias, recipe, *scales, random, fixed, self.delayed, rank=rank
+                input, self.matrix(), self.bias, recipe, *scales, random, fixed, self.delayed, rank=rank, master=master
             )
         except ValueError as error:
             raise ValueError(f"{self.prepared.fqn or 'linear'}: {error}") from None

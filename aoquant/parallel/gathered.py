@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from aoquant.formats import Encoded, Operand
 
 PACKED = "its weight is packed by quantized_model_init: call masters.restore() first"
 aten = torch.ops.aten
-_GRAD: Any = Tensor.grad  # the descriptor of what autograd accumulates
+_GRAD: Any = Tensor.grad  # descriptors, which this class overrides
+_REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class _Field(NamedTuple):
@@ -122,8 +123,7 @@ class GatheredWeight(Tensor):
     """A weight (N, K), of which this process has the codes and scales alone. Only prepared layers take it.
 
     key: of the recipe that it was encoded for. rows: of W. columns: of W^T, where dgrad reads it. parts: their tensors.
-    master: whose gradient is this one's too, for `model.zero_grad()`, `clip_grad_norm_(model.parameters())` and
-        whatever else looks for it here.
+    master: the parameter that it was encoded from; its gradient and its `requires_grad` are read and written here too.
     """
 
     key: str
@@ -153,26 +153,25 @@ class GatheredWeight(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        if self.master is None or TracingContext.try_get() is not None:  # a compiler wants the dtype of the weight
-            return self.accumulated
-        return self.master.grad
+        owner = self if self.master is None or TracingContext.try_get() is not None else self.master
+        grad: Tensor | None = _GRAD.__get__(owner)  # a compiler wants one of the weight's dtype
+        return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if self.master is None:
-            self.accumulated = value
-        else:
-            self.master.grad = value
+        _GRAD.__set__(self if self.master is None else self.master, value)
 
     @property
-    def accumulated(self) -> Tensor | None:
-        """What autograd has accumulated here."""
-        grad: Tensor | None = _GRAD.__get__(self)
-        return grad
+    def requires_grad(self) -> bool:
+        return bool(_REQUIRES_GRAD.__get__(self if self.master is None else self.master))
 
-    @accumulated.setter
-    def accumulated(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _REQUIRES_GRAD.__set__(self if self.master is None else self.master, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self.requires_grad = requires_grad
+        return self
 
     @torch.no_grad()
     def take_parts(self, parts: Sequence[Tensor]) -> None:
@@ -226,3 +225,16 @@ class GatheredWeight(Tensor):
             "elsewhere, or whose fake quantisation is off, out of quantized_all_gather or quantized_model_init (filter_fn), or call "
             "masters.restore() first"
         )
+
+
+class WithMaster(torch.autograd.Function):
+    """The codes (N, K), as a function of the master that they were made of: the gradient goes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, codes: GatheredWeight) -> Tensor:
+        ctx.dtype = master.dtype
+        return codes.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None

@@ -181,7 +181,7 @@ def report(
                 f"model_{side} is sharded over ranks, and its layers cannot be run one by one: {fsdp.GATHER}, and compare that"
             )
         for fqn, module in model.named_modules():
-            if isinstance(module._parameters.get("weight"), GatheredWeight):
+            if isinstance(getattr(module, "weight", None), GatheredWeight):
                 raise ValueError(f"model_{side}: {fqn}: {PACKED}")
     pairs = pairs_of(a, b)
     bar = iter(track(pairs, "outputs") if progress else pairs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support import forked
+from support.moe_models import model_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from aoquant import Cast, HybridConfig, QATConfig, quantize_, quantized_model_init, report, unprepare
+from aoquant import (
+    Cast,
+    HybridConfig,
+    IntxWeightConfig,
+    QATConfig,
+    quantize_,
+    quantized_model_init,
+    report,
+    set_fake_quant,
+    unprepare,
+)
 from aoquant.parallel.gathered import GatheredWeight
 from aoquant.recipes import get_recipe
 
@@ -169,20 +182,140 @@ def test_gradients_are_clipped_and_cleared_through_the_model(dtype: torch.dtype)
         assert all(torch.equal(state[key], value) for key, value in states[0].items())
 
 
-def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
-    model = network()
-    quantized_model_init(model, CONFIGS["fp8-hybrid"]())
-    optimizer, bias = adamw(model), model[0].bias.detach().clone()
-    model(torch.randn(4, WIDTH)).sum().backward()
+def test_the_models_own_parameters_are_the_masters() -> None:
+    """For an optimizer, a checkpoint and a freeze. Codes as parameters are refused."""
+    one, two = network(), network()
+    masters = quantized_model_init(one, CONFIGS["fp8-hybrid"]())
+    quantized_model_init(two, CONFIGS["fp8-hybrid"]())
+    assert all(p is q for p, q in zip(one.parameters(), masters.parameters(), strict=True))
+    for got, want in zip(train(two, two, adamw(two), 2), train(one, masters, adamw(masters), 2), strict=True):
+        assert torch.equal(got, want)
+    two.load_state_dict(network().state_dict())
+    one.load_state_dict({key: value.clone() for key, value in two.state_dict().items()})
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(one(x), two(x))
+    optimizer, bias = torch.optim.SGD([one[0].bias, one[0].weight], 1.0), one[0].bias.detach().clone()
+    one(x).sum().backward()
     with pytest.raises(ValueError, match=r"^0: its weight is packed.*give the optimizer masters.parameters\(\)"):
         optimizer.step()
-    assert torch.equal(model[0].bias, bias), "nothing has moved"
-    for layer in (model[0], model[2]):
-        layer.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="its weight is packed"):
-        adamw(model).step()  # it would add the gradient that is there
-    model.zero_grad()
-    adamw(model).step()  # frozen ones need not move
+    assert torch.equal(one[0].bias, bias), "nothing has moved"
+    one[0].weight.requires_grad_(False)
+    one.zero_grad()
+    one(x).sum().backward()
+    assert not one[0].weight.requires_grad and one[0].weight.grad is None and one[2].weight.grad is not None
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "load", "closure", "no_grad", "inference_mode"])
+def test_a_master_that_was_written_is_packed_before_the_next_forward(write: str) -> None:
+    """By whatever writes it: no optimizer's step, and none of a hook."""
+    model, plain = network(), network()
+    masters = quantized_model_init(model, CONFIGS["nvfp4-training"]())
+    quantize_(plain, CONFIGS["nvfp4-training"]())
+    x = torch.randn(4, WIDTH)
+    if write == "closure":
+        for m in (model, plain):
+            optimizer = torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=4)
+
+            def closure(m: nn.Module = m, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = m(x).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    else:
+        for m in (model, plain):
+            with torch.no_grad():
+                for p in m.parameters():
+                    if write == "data":
+                        p.data = p.data + 0.25
+                    elif write == "load":
+                        p.copy_(torch.ones_like(p) / 3)
+                    else:
+                        p.mul_(1.5)
+    with torch.inference_mode() if write == "inference_mode" else torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    for key, value in masters.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[key])
+
+
+def test_a_compiled_backward_through_old_codes_is_refused() -> None:
+    model = network()
+    masters = quantized_model_init(model, CONFIGS["fp8-hybrid"]())
+    run, x = torch.compile(model, backend="aot_eager"), torch.randn(4, WIDTH)
+    run(x).sum().backward()
+    with torch.no_grad():
+        model[0]._parameters["weight"].mul_(2)
+    with pytest.raises(ValueError, match=r"^0: its float32 master changed.*masters.refresh\(\)"):
+        run(x).sum().backward()
+    masters.refresh()
+    run(x).sum().backward()
+
+
+def test_a_move_and_a_cast_leave_masters_in_float32() -> None:
+    model, plain = network(), network()
+    masters = quantized_model_init(model, CONFIGS["fp8-hybrid"]())
+    before = [m.detach().clone() for m in masters.masters()]
+    model(torch.randn(4, WIDTH)).sum().backward()
+    gradient = model[0].weight.grad.clone()
+    model.to(torch.bfloat16)
+    assert all(torch.equal(m, b) for m, b in zip(masters.masters(), before, strict=True))
+    assert torch.equal(model[0].weight.grad, gradient) and model[0].weight.dtype == torch.bfloat16
+    x = torch.randn(4, WIDTH).bfloat16()
+    y = model(x)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    other = plain.to(torch.bfloat16)
+    other.load_state_dict(network().state_dict())
+    quantized_model_init(other, CONFIGS["fp8-hybrid"]())
+    assert other[0].weight.dtype == torch.bfloat16 and other(x).dtype == torch.bfloat16
+
+
+def test_a_master_that_is_replaced_is_refused_by_name() -> None:
+    state = network().state_dict()
+    model = network()
+    masters = quantized_model_init(model, CONFIGS["fp8-hybrid"]())
+    with pytest.raises(ValueError, match=r"^0: its weight is packed.*load without assign"):
+        model.load_state_dict(state, assign=True)
+    with pytest.raises(ValueError, match=r"^0: its weight is packed.*masters.restore\(\)"):
+        model[0].weight = nn.Parameter(torch.ones(96, WIDTH))
+    with pytest.raises(ValueError, match=r"^0: load_state_dict\(assign=True\) put another tensor.*load without assign"):
+        masters.load_state_dict(state, assign=True)
+    for copied in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(ValueError, match=r"^0: its weight is packed.*masters.restore\(\)"):
+            copied(model)
+    with pytest.raises(ValueError, match=r"^0: its weight is packed"):
+        torch.func.functional_call(model, {"0.weight": torch.ones(96, WIDTH)}, torch.randn(2, WIDTH))
+
+
+def test_what_is_not_packed_is_refused_by_name() -> None:
+    """Stacked experts, embeddings, and layers of an earlier call."""
+    with pytest.raises(ValueError, match=r"experts: quantized_model_init: .*MixtralExperts.*filter_fn"):
+        quantized_model_init(model_of("mixtral"), QATConfig("mxfp4"))
+    model = nn.Sequential(nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32, bias=False))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"^0: quantized_model_init: .*of class Embedding: leave the layer out"):
+        quantized_model_init(model, QATConfig(IntxWeightConfig(8, None)), lambda m, _: True)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    quantized_model_init(model, QATConfig("int8"), lambda _, name: name == "0")
+    with pytest.raises(ValueError, match=r"^0: quantized_model_init: an earlier call packed its weight"):
+        quantized_model_init(model, QATConfig("int8"), lambda _, name: name == "1")
+
+
+def test_a_layer_that_stores_its_weight_transposed() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    pytest.importorskip("aoquant.integrations.conv1d")
+    torch.manual_seed(0)
+    model = nn.Sequential(conv1d(96, WIDTH), nn.GELU(), conv1d(WIDTH, 96))
+    plain = copy.deepcopy(model)
+    quantize_(plain, CONFIGS["nvfp4-training"](), lambda m, _: isinstance(m, conv1d))
+    masters = quantized_model_init(model, CONFIGS["nvfp4-training"](), lambda m, _: isinstance(m, conv1d))
+    for got, want in zip(train(model, masters, adamw(masters), 3), train(plain, plain, adamw(plain), 3), strict=True):
+        assert torch.equal(got, want)
+    set_fake_quant(model, False)
+    set_fake_quant(plain, False)
+    x = torch.randn(4, WIDTH)
+    torch.testing.assert_close(model(x), plain(x))
 
 
 def test_what_needs_the_weights_says_to_restore_them() -> None:
@@ -198,8 +331,6 @@ def test_what_needs_the_weights_says_to_restore_them() -> None:
     ):
         with pytest.raises(ValueError, match=r"0.*: its weight is packed.*masters.restore\(\)"):
             step()
-    with pytest.raises(NotImplementedError, match=r"masters.restore\(\)"):
-        copy.deepcopy(model)
     masters.restore()
     report(plain, copy.deepcopy(model), x, progress=False)
 
