@@ -32,6 +32,7 @@ from aoquant.layers.packed_parts import check_parts
 from aoquant.layers.recipe import LinearRecipe
 
 aten = torch.ops.aten
+_CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.tensor_split.sections)  # what shards a parameter
 P = TypeVar("P", bound="PackedTensor")
 _BOUND, _FLAT = "_bound", "_flattened"  # what a tensor remembers of itself: made when asked for, never copied or stored
 
@@ -178,6 +179,11 @@ class PackedTensor(TorchAOBaseTensor):
                     f"packed experts {tuple(w.shape)} ({w.format}): {func} of them is not supported. Under torch.compile this is their loop, "
                     "which is not compiled: run the model eagerly, call model.set_experts_implementation('eager'), or compile "
                     "around the experts, with torch.compiler.disable on their module"
+                )
+            if w is not None and func in _CUTS:
+                raise ValueError(
+                    f"a quantised weight {tuple(w.shape)} ({w.format}) is not sharded (fully_shard, parallelize_module): shard the prepared model "
+                    "and convert it then, or leave the converted layers out (fully_shard's ignored_params)"
                 )
             what = "a quantised weight" if w is None else f"a quantised weight {tuple(w.shape)} ({w.format})"
             raise NotImplementedError(

@@ -171,3 +171,18 @@ def test_a_step_under_fsdp_changes_fixed_weights(mesh: DeviceMesh) -> None:
             with mode(), pytest.raises(ValueError, match="0: its weight, or a scale of it, changed inside"):
                 model(x)
     model(x)
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "fp8"])
+def test_converted_weights_are_not_sharded(mesh: DeviceMesh, name: str) -> None:
+    """What `fully_shard` and `parallelize_module` say of codes; leaving them out works."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(model, get_recipe(name).make(), lambda m, fqn: fqn == "0")
+    with pytest.raises(ValueError, match="is not sharded"):
+        fully_shard(copy.deepcopy(model), mesh=mesh)
+    with pytest.raises(ValueError, match="is not sharded"):
+        parallelize_module(copy.deepcopy(model), mesh, {"0": ColwiseParallel()})
+    x = torch.randn(2, 64)
+    wanted = model(x)
+    fully_shard(model, mesh=mesh, ignored_params={*model[0].parameters()})
+    assert torch.equal(model(x), wanted)
