@@ -42,6 +42,7 @@ def register() -> None:
 
         from aoquant import _config_guard
         from aoquant.planning import handlers
+        from aoquant.targets import no_rows
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"aoquant builds on torchao {TORCHAO}, and torchao {version('torchao')} with torch {version('torch')} lacks "
@@ -50,6 +51,7 @@ def register() -> None:
     ALLOWED_AO_MODULES.add("aoquant._config_types")
     _config_guard.guard_configs()
     handlers.register()
+    no_rows.install()
     _when_imported(_SAFETENSORS, _allow_packed_tensor)
     _when_imported(_LORA, _teach_adapters)
     _when_imported(_CONV1D, _teach_conv1d)

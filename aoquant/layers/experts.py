@@ -199,7 +199,7 @@ class QATExperts(PreparedModule):
         y = self._normalised(self._product_at_once(y, "down_proj", ids, Rows(ends)))
         y = y * weights.unsqueeze(-1)
         by_token = y.new_empty(y.shape).index_copy_(0, perm, y)  # every row is written
-        return by_token.view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+        return by_token.view(tokens, top_k, by_token.shape[-1]).sum(1).to(hidden_states.dtype)
 
     def _normalised(self, y: Tensor) -> Tensor:
         """Apply the norm behind every expert, where the class has one (transformers 5.24's MuseSpark)."""
@@ -248,7 +248,7 @@ class QATExperts(PreparedModule):
                 start = end
             return out
         rows = y.new_zeros(tokens * top_k, y.shape[-1]).index_copy(0, perm[: ends[-1]], y)
-        return rows.view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+        return rows.view(tokens, top_k, rows.shape[-1]).sum(1).to(hidden_states.dtype)
 
     def _product(self, x_SK: Tensor, name: str, ids: Tensor, ends: list[int], eager: bool) -> Tensor:
         """(S, N): rows sorted by expert, times the experts of one parameter, plus their biases."""
