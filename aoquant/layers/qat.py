@@ -62,6 +62,15 @@ class PreparedModule(nn.Module):
         """Swap back to the plain module in place."""
         raise NotImplementedError
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in self._parameters:
+            if hasattr(state_dict.get(prefix + name), "qdata"):  # of PackedTensor and of torchao's tensors
+                raise ValueError(
+                    f"{prefix}{name}: the state dict has the codes of a converted model, and this layer is prepared: load it into a converted "
+                    "model, whose training goes on after aoquant.unpack_(model)"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
 
 class QATLayer(PreparedModule):
     """A layer that computes what its converted form will compute.

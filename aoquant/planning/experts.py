@@ -67,6 +67,11 @@ def why_not(chosen: ChosenStack, step: str, target: Target) -> str | None:
     n, k = (columns, rows) if is_transposed(chosen.module) else (rows, columns)
     if target.tensor != "PackedTensor":
         return f"stacked experts become aoquant's packed tensors, and the config makes {target.tensor}: use a config of aoquant's"
+    if step != "convert" and recipe.history:
+        return (
+            "stacked experts keep no history of maxima, and the config has delayed scaling (amax_history): use scales of the step, as "
+            "fp8-hybrid has"
+        )
     if step != "convert" and not recipe.fitted and recipe.input_scales != "dynamic":
         return (
             f"stacked experts hold no calibrated activation scale, and the config has one ({recipe.input_name}-{recipe.input_scales}): "

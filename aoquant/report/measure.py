@@ -9,6 +9,7 @@ gives inf.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -110,7 +111,16 @@ def run(model: nn.Module, batch: Any) -> Any:
     """Call `model` on a tensor, positional arguments (tuple, list) or keyword arguments (dict, BatchEncoding)."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    if not isinstance(batch, tuple | list):
+        return model(batch)
+    try:
+        inspect.signature(model.forward).bind(*batch)
+    except TypeError as error:
+        raise ValueError(
+            f"a batch of {len(batch)} parts gives {type(model).__name__} its positional arguments, and it does not take them ({error}): leave out "
+            "what is no input, such as labels ((x for x, y in loader)), or give a dict of keyword arguments"
+        ) from None
+    return model(*batch)
 
 
 def logits_of(output: Any) -> Tensor:
