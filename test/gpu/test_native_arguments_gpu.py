@@ -58,7 +58,8 @@ RIGHT = {
     ("outer_scale", "x", "empty"), ("outer_scale", "x", "huge"), ("linear", "x", "dim"), ("linear", "x", "non-contiguous"),
     ("encode_grids", "amax", "empty"), ("encode_grids", "amax", "dim"), ("encode_grids", "out", "0"), ("encode_search", "out", "0"),
     ("encode_search", "outer", "empty"), ("encode_search", "outer", "smaller"), ("encode_tensor", "out", "0"),
-    ("encode_grids", "amax", "smaller"), ("encode_grids", "x", "empty"), ("encode_search", "x", "empty"),
+    ("encode_grids", "amax", "smaller"), ("encode_grids", "amax", "non-contiguous"), ("encode_search", "outer", "non-contiguous"),
+    ("experts_mm", "ends", "smaller"), ("encode_grids", "x", "empty"), ("encode_search", "x", "empty"),
 }  # fmt: skip
 
 

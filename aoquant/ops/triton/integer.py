@@ -303,7 +303,8 @@ def decode(format: Int4 | Affine, e: Encoded, dtype: torch.dtype, operand: bool)
     assert e.scale is not None
     rows, scale = e.codes.shape[0], e.scale
     values = torch.empty(rows, e.k, dtype=dtype, device=e.codes.device)
-    zero = None if e.zero is None else e.zero.contiguous()
+    # one zero for all rows may stand beside a scale for each (`Affine.rowwise`), and the kernel finds both by one index
+    zero = None if e.zero is None else e.zero.expand(scale.shape).contiguous()
     launch = _decoder(format, rows, e.k, scale.numel(), scale.dtype, dtype, operand)
     launch(e.codes.contiguous(), scale.contiguous(), zero, values)
     return values
