@@ -74,6 +74,9 @@ class Masters(nn.Module):
 
     def restore(self) -> None:
         """Make the masters the weights of the layers, in float32."""
+        for master in list(self.masters()):
+            if (codes := codes_of(master)) is not None:
+                codes.end()
         for layer in self._layers:
             release_codes(layer)
 

@@ -176,6 +176,7 @@ def hold_codes(layer: QATLinear, codes: MasterCodes) -> None:
 
 
 def release_codes(layer: QATLinear) -> None:
-    """Make `layer` an ordinary prepared one again, with its master as its weight."""
-    swap_class(layer, type(layer).__bases__[-1])
-    del vars(layer)["codes"]
+    """Make `layer` an ordinary prepared one again, with its master as its weight; one that is so stays."""
+    if isinstance(layer, MasteredLinear):
+        swap_class(layer, type(layer).__bases__[-1])
+        del vars(layer)["codes"]

@@ -28,6 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from aoquant._arguments import check_model
 from aoquant.formats import Encoded, HighPrecision, Operand, Scales
 from aoquant.formats.random import Place, Span
+from aoquant.layers.embedding import QATEmbedding
+from aoquant.layers.experts import QATExperts
 from aoquant.layers.qat import QATLinear
 from aoquant.layers.recipe import LinearRecipe
 from aoquant.ops import backward, codec
@@ -42,8 +44,8 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
     filter_fn: (module, name) -> bool, which layers; by default all.
 
     Returns:
-        For each prepared layer that FSDP2 shards, what a pass gathers: "rows", "rows and columns", or "bf16: ..." and
-            why.
+        For each prepared layer and each stack of experts that FSDP2 shards, what a pass gathers: "rows", "rows and
+            columns", or "bf16: ..." and why.
 
     Raises:
         ValueError: a rank's rows would cut through a tile or a block; found from shapes, on every rank alike, before
@@ -56,10 +58,13 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
     planned: list[tuple[Any, Gathering]] = []
     for group, p in fsdp.sharded_parameters(model):
         layers = [p._module_info.module, *p._module_info.shared_modules]
-        if not all(isinstance(m, QATLinear) for m in layers) or p._module_info.param_name != "weight":
+        if filter_fn is not None and not all(filter_fn(m, names.get(m, "")) for m in layers):
             continue
         fqn = names.get(layers[0], "")
-        if filter_fn is not None and not all(filter_fn(m, names.get(m, "")) for m in layers):
+        if not all(isinstance(m, QATLinear) for m in layers):
+            found |= _as_values(p, names)
+            continue
+        if p._module_info.param_name != "weight":
             continue
         recipe = layers[0].prepared.recipe
         why = "bf16: tied layers have different recipes" if len({m.prepared.recipe.key for m in layers}) > 1 else None
@@ -84,6 +89,20 @@ def quantized_all_gather(model: nn.Module, filter_fn: Callable[[nn.Module, str],
         vars(p).pop("_unsharded_param", None)  # of a forward before this one
         p.all_gather_outputs = []
     return found
+
+
+def _as_values(p: Any, names: dict[nn.Module, str]) -> dict[str, str]:
+    """Name a prepared parameter that is no linear layer's weight, and say that it is gathered in bf16."""
+    info = p._module_info
+    for module, parameter in (
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ):
+        if isinstance(module, QATExperts) and parameter in module.stacks:
+            return {f"{names.get(module, '')}.{parameter}": "bf16: codes of stacked experts are not gathered yet"}
+        if isinstance(module, QATEmbedding) and parameter == "weight":
+            return {names.get(module, ""): "bf16: an embedding reads rows of its weight"}
+    return {}
 
 
 def _why_not(recipe: LinearRecipe, p: Any) -> str | None:

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from aoquant import NVFP4WeightConfig, QATConfig, quantize_
+from aoquant import NVFP4WeightConfig, QATConfig, quantize_, quantized_model_init
 from aoquant.integrations.trainer import MEAN, MIN, OUTPUT, QATCallback
 from aoquant.layers.qat import QATLinear
 from aoquant.report import verify
@@ -162,3 +162,27 @@ def test_errors_and_warnings(tmp_path: Path) -> None:
     QATCallback(2).attach(run)
     with pytest.warns(UserWarning, match="no step is fake-quantised"):
         run.train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_are_trained_saved_and_resumed(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The Trainer makes its own optimizer, logs SQNR, saves and resumes, as it does for the prepared float32 model."""
+    states = []
+    for how in ("prepared", "packed", "resumed"):
+        model = llama(prepare=False).to(dtype)
+        if how == "prepared":
+            quantize_(model, QATConfig(NVFP4WeightConfig(), step="prepare"))
+        else:
+            quantized_model_init(model, QATConfig(NVFP4WeightConfig(), step="prepare"))
+        folder = tmp_path / ("packed" if how == "resumed" else how)
+        run = trainer(model, folder, 4, save_strategy="steps", save_steps=2)
+        QATCallback(fake_quant_after_n_steps=1).attach(run)
+        run.train(resume_from_checkpoint=str(folder / "checkpoint-2") if how == "resumed" else None)
+        assert all(db > 10 for db in logged(run, MIN).values())
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        whole = LlamaForCausalLM.from_pretrained(folder / "checkpoint-4", dtype="auto")
+        if dtype == torch.float32:
+            assert all(torch.equal(value, states[-1][name]) for name, value in whole.state_dict().items())
+    for name, value in states[2].items():
+        assert torch.equal(value, states[1][name]), name
+        assert dtype == torch.bfloat16 or torch.equal(value, states[0][name]), name

@@ -134,6 +134,21 @@ def test_restored_weights_are_converted() -> None:
         assert torch.equal(model(x), plain(x))
 
 
+def test_a_restored_model_trains_as_a_prepared_one() -> None:
+    """Nothing of the masters is left: a change of a weight is no change behind codes."""
+    model, plain = network(), network()
+    masters = quantized_model_init(model, CONFIGS["fp8-hybrid"]())
+    quantize_(plain, CONFIGS["fp8-hybrid"]())
+    for _ in range(2):
+        masters.restore()
+        assert [type(m) for m in model] == [type(m) for m in plain] and not list(masters.masters())
+    for m in (model, plain):
+        with torch.no_grad():
+            m[0].weight.mul_(2)
+    for got, want in zip(train(model, model, adamw(model), 2), train(plain, plain, adamw(plain), 2), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_a_bf16_model_trains_without_autocast() -> None:
     """On float32 masters, whose codes are deployed."""
     model = network().to(torch.bfloat16)

@@ -7,6 +7,8 @@ takes the mean of their gradients. All are equal, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -178,7 +181,7 @@ def average(p: Tensor) -> None:
 
 @check
 def other_wrappers_average_too(rank: int) -> None:
-    """`replicate`, and a hook of one's own."""
+    """`replicate`, accelerate, a hook of one's own; and an optimizer whose ranks send each other the parameters."""
     prepared, packed = Net(), Net()
     quantize_(prepared, recipe())
     masters = quantized_model_init(packed, recipe())
@@ -191,6 +194,31 @@ def other_wrappers_average_too(rank: int) -> None:
     masters = quantized_model_init(replicated, recipe())
     train(rank, replicate(replicated), list(masters.parameters()))
     same_on_both(masters.state_dict(), prepared.state_dict(), "replicate")
+    shared, packed = Net(), Net()
+    quantize_(shared, recipe())
+    masters = quantized_model_init(packed, recipe())
+    for model in (shared, packed):
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        parallel = DDP(model)
+        for step in range(3):
+            y = parallel(batch(step, rank))
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same_on_both(masters.state_dict(), shared.state_dict(), "ZeRO")
+    assert torch.equal(packed(batch(99, 0)), shared(batch(99, 0)))
+    from accelerate import Accelerator
+
+    accelerated = Net()
+    masters = quantized_model_init(accelerated, recipe())
+    wrapped, optimizer = Accelerator(cpu=True).prepare(accelerated, torch.optim.AdamW(masters.parameters(), lr=1e-2))
+    assert isinstance(wrapped, DDP)
+    for step in range(3):
+        wrapped(batch(7 * step, rank)).square().mean().backward()
+        nn.utils.clip_grad_norm_(masters.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    same_on_both(masters.state_dict(), prepared.state_dict(), "accelerate")
 
 
 @check
@@ -212,19 +240,27 @@ def what_takes_the_masters_away_is_refused_by_name(rank: int) -> None:
         FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))(batch(0, 0))
 
 
-def work(rank: int, port: int, queue: Any) -> None:
+def work(names: list[str], rank: int, port: int, queue: Any) -> None:
     torch.set_num_threads(1)
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in here.items()} | {"ACCELERATE_USE_CPU": "true"}
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     failed = {}
-    for name, function in CHECKS.items():
+    for name in names:
         try:
-            function(rank)
+            CHECKS[name](rank)
         except BaseException:
             failed[name] = f"rank {rank}: {traceback.format_exc()}"
     queue.put(failed)
     dist.destroy_process_group()
 
 
-def test_two_ranks_train_packed_weights() -> None:
-    failed = on_two_ranks(work)
+QUICK = ["ddp_averages_the_gradients_of_masters", "what_takes_the_masters_away_is_refused_by_name"]
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param([n for n in CHECKS if n not in QUICK], marks=pytest.mark.slow)], ids=["DDP", "others"]
+)
+def test_two_ranks_train_packed_weights(names: list[str]) -> None:
+    failed = on_two_ranks(functools.partial(work, names))
     assert not any(failed), "\n".join(text for found in failed for text in found.values())

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from peft import get_peft_model
 from support.adapters import lora, prepared
 from support.models import IDS, llama, logits
+from support.moe_models import model_of
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,6 +26,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from aoquant import (
     Int4WeightConfig,
+    IntxWeightConfig,
     NVFP4WeightConfig,
     QATConfig,
     fixed_weights,
@@ -33,6 +35,8 @@ from aoquant import (
     save_pretrained,
 )
 from aoquant.integrations.distributed import full_state_dict, quantized_all_gather
+from aoquant.layers.experts import QATExperts
+from aoquant.layers.qat import QATLayer
 from aoquant.recipes import get_recipe
 
 
@@ -171,6 +175,25 @@ def test_a_step_under_fsdp_changes_fixed_weights(mesh: DeviceMesh) -> None:
             with mode(), pytest.raises(ValueError, match="0: its weight, or a scale of it, changed inside"):
                 model(x)
     model(x)
+
+
+def test_a_gather_of_codes_names_what_it_leaves_out(mesh: DeviceMesh) -> None:
+    """Every prepared parameter that is sharded is named: stacked experts and embeddings too."""
+    model = model_of("mixtral")
+    quantize_(model, QATConfig("mxfp4"))
+    quantize_(model, QATConfig(IntxWeightConfig(8, None)), lambda m, _: isinstance(m, nn.Embedding))
+    prepared = {n for n, m in model.named_modules() if isinstance(m, QATLayer)}
+    stacks = {f"{n}.{name}" for n, m in model.named_modules() if isinstance(m, QATExperts) for name in m.stacks}
+    assert len(stacks) == 2 * len(model.model.layers)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found = quantized_all_gather(model)
+    assert set(found) == prepared | stacks
+    assert {found[name] for name in stacks} == {"bf16: codes of stacked experts are not gathered yet"}
+    assert found["model.embed_tokens"] == "bf16: an embedding reads rows of its weight"
+    assert found["model.layers.0.self_attn.q_proj"].startswith("rows")
+    assert not stacks & set(quantized_all_gather(model, lambda m, _: isinstance(m, nn.Linear)))
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "fp8"])
