@@ -107,6 +107,7 @@ class Filling:
                 advance(stored.size, name)
         model = self.model
         model.tie_weights()
+        self._compute()
         if left := [n for n, p in model.named_parameters() if p.is_meta]:
             raise ValueError(
                 f"{self.folder}: does not hold {checkpoint.some(left)} of {type(model).__name__}: load it with transformers"
@@ -114,6 +115,15 @@ class Filling:
         if (self.folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
         return model if self.device is None else model.to(self.device)
+
+    @torch.no_grad()
+    def _compute(self) -> None:
+        """Make the parameters that transformers computes and does not save, such as Marian's positions."""
+        for name in self.model._keys_to_ignore_on_save or ():
+            p = dict(self.model.named_parameters()).get(name)
+            if p is not None and p.is_meta:
+                self._set(name, torch.empty(p.shape, dtype=p.dtype, device="cpu"), p.requires_grad)
+                self.model._init_weights(self.model.get_submodule(name.rpartition(".")[0]))
 
     def _stack(self, name: str, pieces: list[Piece]) -> None:
         """Float experts, one after another into their stack."""

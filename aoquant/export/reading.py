@@ -10,6 +10,8 @@ compute; layers with activations get the engine's quantiser (int8-row-vllm, ...)
 
 from __future__ import annotations
 
+import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ def load(
     """
     filling = Filling(folder, model_class, dtype, device_map, "compressed-tensors")
     schemes = QuantizationConfig.model_validate(filling.quantization)
+    _check_patterns(folder, schemes)
     for name, module in filling.model.named_modules():
         if isinstance(module, nn.Linear) and (scale := filling.names.get(f"{name}.weight_scale")):
             own = scale.removesuffix(".weight_scale")
@@ -61,6 +64,18 @@ def load(
         if pieces and f"{pieces[0].module}.weight_scale" in filling.stored:
             filling.put(name, packed_experts(_experts(filling, schemes, name, pieces)))
     return filling.finish()
+
+
+def _check_patterns(folder: Path, schemes: QuantizationConfig) -> None:
+    """Raise ValueError for a target or an ignored name that is no regular expression behind "re:"."""
+    groups = [s.targets for s in schemes.config_groups.values() if isinstance(s, QuantizationScheme)]
+    for pattern in (*chain.from_iterable(groups), *(schemes.ignore or ())):
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(
+                f"{folder / 'config.json'}: {pattern!r:.80} is no regular expression ({error}): do not use this checkpoint"
+            ) from None
 
 
 def _experts(filling: Filling, schemes: QuantizationConfig, name: str, pieces: list[Piece]) -> list[PackedTensor]:
@@ -106,6 +121,8 @@ def _packed(label: str, scheme: QuantizationScheme, parts: dict[str, Tensor], dt
     try:
         if args is None or "weight_g_idx" in parts:
             raise ValueError("its columns are reordered (weight_g_idx)" if args else "its weights have no scheme")
+        if scheme.output_activations is not None:
+            raise ValueError("its outputs are quantised (output_activations)")
         activation = _activation(scheme.input_activations, parts)
         found = _encoded(args, parts, dtype)
         recipe = LinearRecipe(activation, found.format, "aoquant" if activation else "dequantize")

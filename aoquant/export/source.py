@@ -93,7 +93,10 @@ def of_model(model: nn.Module) -> Source:
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
     if config.get("tie_word_embeddings") and not model.all_tied_weights_keys.keys() <= _ties(model).keys():
         config["tie_word_embeddings"] = False
-    stock = _empty(type(model), type(model.config).from_dict(dict(config)))
+    # not from the JSON text, which spells infinity as an object; transformers decodes that where it reads a file
+    given = {name: config[name] for name in ("architectures", "dtype", "tie_word_embeddings") if name in config}
+    plain = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+    stock = _empty(type(model), type(model.config).from_dict(plain | given))
     tied = {name: kept for name, kept in _ties(model).items() if name in _ties(stock)}
     stored = _kept(model, tied)
     _check_fits(model, stock, stored)

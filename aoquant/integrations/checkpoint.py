@@ -33,6 +33,7 @@ from aoquant.integrations.safetensors_file import MALFORMED, StoredTensor, heade
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_LONGEST_NAME = 255  # of a file, in bytes, on every usual file system
 NO_MODEL = (OSError, RuntimeError, StrictDataclassError, *MALFORMED)  # what a config raises that describes no model
 
 
@@ -249,7 +250,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{index}: must map tensors to files in weight_map: copy or save the checkpoint again")
     for name in sorted(set(found.values())):
         parts = re.split(r"[/\\]", name)
-        if ":" in parts[0] or not set(parts).isdisjoint({"", ".", ".."}):
+        if ":" in parts[0] or not set(parts).isdisjoint({"", ".", ".."}) or max(map(len, parts)) > _LONGEST_NAME:
             raise ValueError(f"{index}: names {name!r:.80}, which is no file of its folder: do not use this checkpoint")
     return found
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from aoquant.integrations import checkpoint
-from aoquant.integrations.safetensors_file import StoredTensor, dtype_name, header, raw_bytes
+from aoquant.integrations.safetensors_file import MALFORMED, StoredTensor, dtype_name, header, raw_bytes
 
 KEY = "aoquant_crc32"
 CONFIGS = "aoquant_configs_crc32"
@@ -184,7 +184,7 @@ def _read(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
     try:
         wanted: dict[str, str] = json.loads(metadata[KEY])
         intact = wanted[_METADATA] == f"{_of_metadata(metadata):08x}" and metadata.get("format", "pt") == "pt"
-    except (ValueError, KeyError, TypeError):
+    except MALFORMED:
         intact = False
     if not intact:
         raise ValueError(
