@@ -1,15 +1,16 @@
 """Is the new code as fast as the old? Both checkouts measured in turns on one device, in one run.
 
-    python benchmarks/compare.py OLD_CHECKOUT [layer] [decode] [encode] [host] [--slack 0.02] [--limit SECONDS]
+    python benchmarks/compare.py OLD_CHECKOUT [SUITE ...] [--only WORD ...] [--slack 0.02] [--limit SECONDS]
 
 Two processes live at the same time, one with this checkout and one with the old one, each with its own aoquant and its
 own benchmarks/*.py. Both prepare a chunk of measurements at once (kernels and graphs compile then), and measure it in
 turns, one process at work while the other waits: new, old, old, new, ... A row is the best turn of each (a turn's
 number is a median), and their ratio; above 1 + slack it is flagged, and a flagged row makes the exit code 1.
 
-layer, decode and encode are benchmarks/run.py's, without torchao's layers. host is what Python needs to issue a call
-that the device is done with long before: a packed `F.linear` of one row, and the forward and backward of a prepared
-layer. It also runs without a GPU (--quick: tiny layers).
+layer, decode and encode are benchmarks/run.py's, without torchao's layers. host and graph are benchmarks/host.py's:
+what Python needs to issue a call, also as a ratio to nn.Linear's in the same process, and a step eager, compiled and in
+a CUDA graph. generate is benchmarks/model.py's for a small Llama, experts is benchmarks/moe.py's for a layer. These
+four also run without a GPU (--quick: tiny layers and models).
 """
 
 from __future__ import annotations
@@ -26,8 +27,17 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-SUITES = ("layer", "decode", "encode", "host")
-NUMBERS = {"ms_p50", "us_p50", "cpu_ms", "one_thread_ms", "one_thread_cpu_ms"}  # what is compared, in any unit
+SUITES = ("layer", "decode", "encode", "host", "graph", "generate", "experts")
+NEED_GPU = {"layer", "decode", "encode"}
+NUMBERS = {
+    "ms_p50",
+    "us_p50",
+    "host_us",
+    "to_linear",
+    "cpu_ms",
+    "one_thread_ms",
+    "one_thread_cpu_ms",
+}  # what is compared, in any unit
 WORDS = ("suite", "shape", "group", "rows", "variant", "how")  # what tells one row from another
 Row = dict[str, Any]
 
@@ -122,7 +132,9 @@ def main() -> int:
     parser.add_argument("--slack", type=float, default=0.02)
     parser.add_argument("--limit", type=float, default=0, metavar="SECONDS", help="after this, no chunk is begun")
     parser.add_argument("--only", nargs="*", default=(), help="chunks with one of these words, such as nvfp4")
-    parser.add_argument("--quick", action="store_true", help="host: tiny layers")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny layers and models, of the suites that run without a GPU"
+    )
     parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "compare.csv")
     args = parser.parse_args()
     if not (args.old / "aoquant" / "__init__.py").is_file():
@@ -132,8 +144,8 @@ def main() -> int:
 
     gpu = torch.cuda.is_available()
     suites = args.suites or (list(SUITES) if gpu else ["host"])
-    if not gpu and suites != ["host"]:
-        parser.error(f"{', '.join(s for s in suites if s != 'host')}: needs a CUDA device")
+    if not gpu and (wanting := [s for s in suites if s in NEED_GPU]):
+        parser.error(f"{', '.join(wanting)}: needs a CUDA device")
     start, meta, wrong = time.monotonic(), versions(torch.device("cuda" if gpu else "cpu")), 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
     logs = args.out.parent

@@ -9,26 +9,30 @@ there is to measure), "prepare" (compile and capture one chunk), "measure" (its 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HOST_RECIPES = ("int4-g128", "nvfp4-weight", "nvfp4", "fp8", "int8", "mxfp4", "fp8-hybrid")
+HOST_RECIPES = {
+    "host": ("int4-g128", "nvfp4-weight", "nvfp4", "fp8", "int8", "mxfp4", "fp8-hybrid", "nvfp4-training"),
+    "graph": ("int4-g128", "nvfp4", "fp8", "mxfp4", "fp8-hybrid", "nvfp4-training"),
+}
+GENERATE = ("eager", "graph")
+EXPERTS = ("qwen3-30b-a3b", "gpt-oss-20b")
+SERVED = ("int4-g128", "nvfp4", "mxfp4", "fp8")
 Row = dict[str, Any]
 Chunk = tuple[str, ...]
 _GIVEN: dict[tuple[str, str], Any] = {}
-_OPEN = ExitStack()  # blocks that last as long as the process
 
 
 def chunks(suites: list[str]) -> list[Chunk]:
     """What is prepared and measured together.
 
-    ("layer", group, number of the shape), ("decode", number of the shape), ("encode", which), ("host", recipe).
+    ("layer", group, number of the shape), ("decode", number of the shape), ("encode", which), ("host" or "graph",
+    recipe), ("generate", how, recipe), ("experts", part, shape, recipe).
     """
     found: list[Chunk] = []
     if "layer" in suites:
@@ -43,8 +47,14 @@ def chunks(suites: list[str]) -> list[Chunk]:
         found += [("decode", str(i)) for i in range(len(decode.SHAPES))]
     if "encode" in suites:
         found += [("encode", "formats"), ("encode", "grids")]
-    if "host" in suites:
-        found += [("host", name) for name in HOST_RECIPES]
+    found += [(suite, name) for suite in ("host", "graph") if suite in suites for name in HOST_RECIPES[suite]]
+    if "generate" in suites:
+        hows = GENERATE if _device().type == "cuda" else GENERATE[:1]
+        found += [("generate", how, name) for how in hows for name in SERVED]
+    if "experts" in suites:
+        found += [
+            ("experts", part, shape, name) for part in ("train", "decode") for shape in EXPERTS for name in SERVED
+        ]
     return found
 
 
@@ -71,7 +81,13 @@ def measure_of(chunk: Chunk, quick: bool) -> Callable[[], list[Row]]:
         which = run.measure_encode if rest[0] == "formats" else run.measure_grids
         which(1)
         return lambda: which(20)
-    return _host(rest[0], quick)
+    run_of: dict[str, Callable[..., Callable[[], list[Row]]]] = {
+        "host": _host,
+        "graph": _graph,
+        "generate": _generate,
+        "experts": _experts,
+    }
+    return run_of[suite](*rest, quick)
 
 
 def _layer(group: str, shape: int) -> Callable[[], list[Row]]:
@@ -93,71 +109,88 @@ def _layer(group: str, shape: int) -> Callable[[], list[Row]]:
 
 
 def _host(recipe: str, quick: bool) -> Callable[[], list[Row]]:
-    """Microseconds of Python for one row of a packed layer and of a prepared one, and for its step with 16 rows."""
-    import torch
-    from torch import nn
+    """Host time of calls, and its ratio to nn.Linear's in this process: two processes differ by more than code does."""
+    import host
 
-    from aoquant import fixed_weights, quantize_
-    from aoquant.recipes import get_recipe
-
-    device, size = ("cuda" if torch.cuda.is_available() else "cpu"), 128 if quick else 1024
-    new = {"bias": False, "dtype": torch.bfloat16, "device": device}
-    packed, prepared, fixed = (nn.Sequential(nn.Linear(size, size, **new)) for _ in range(3))
-    quantize_(packed, get_recipe(recipe).make())
-    quantize_(prepared, get_recipe(recipe).prepare())
-    quantize_(fixed, get_recipe(recipe).prepare())
-    _OPEN.enter_context(fixed_weights(fixed))
-    one = torch.randn(1, size, dtype=torch.bfloat16, device=device)
-    x = torch.randn(16, size, dtype=torch.bfloat16, device=device, requires_grad=True)
-    g = torch.randn(16, size, dtype=torch.bfloat16, device=device)
-
-    def forward() -> None:
-        with torch.no_grad():
-            packed(one)
-
-    def evaluation() -> None:
-        with torch.no_grad():
-            prepared(one)
-
-    def rollout() -> None:
-        with torch.no_grad():
-            fixed(one)
-
-    def step() -> None:
-        x.grad = None
-        prepared.zero_grad()
-        prepared(x).backward(g)
-
-    named = {
-        "packed F.linear": forward,
-        "prepared, no grad": evaluation,
-        "prepared, fixed weights": rollout,
-        "prepared, step": step,
-    }
-
-    def timed(call: Callable[[], None]) -> float:
-        for _ in range(3):
-            call()
-        series = []
-        for _ in range(5):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                call()
-            series.append((time.perf_counter() - start) / 20 * 1e6)
-        return statistics.median(series)
-
-    shape = f"K{size} N{size}"
+    made = [(*host.calls([recipe], *shape), shape) for shape in (host.QUICK if quick else host.SHAPES)]
+    rows = [row for _, failed, _ in made for row in failed]
+    if rows:
+        raise RuntimeError(rows[0]["note"])
+    series = 2 if quick else host.SERIES
     return lambda: [
-        {"suite": "host", "shape": shape, "variant": f"{recipe}: {name}", "us_p50": timed(call)}
-        for name, call in named.items()
+        {"suite": "host", **_words(row), "variant": f"{recipe}: {row['call']}", "host_us": row["us"],
+         "to_linear": row["to_linear"]}
+        for runs, _, shape in made
+        for row in host.host_rows(runs, shape, series)
+        if row["variant"] == recipe
+    ]  # fmt: skip
+
+
+def _graph(recipe: str, quick: bool) -> Callable[[], list[Row]]:
+    """A step eager, compiled and in a CUDA graph."""
+    import host
+    from beside import Deadline
+
+    shape, rounds = (host.QUICK[-1], 2) if quick else (host.SHAPES[-1], host.SERIES)
+    runs, failed = host.steps([recipe], shape, "aot_eager" if quick else "inductor", Deadline(0))
+    if failed:
+        raise RuntimeError(failed[0]["note"])
+    return lambda: [
+        {"suite": "graph", **_words(row), "variant": recipe, "how": row["call"], "us_p50": row["us"]}
+        for row in host.graph_rows(runs, shape, rounds)
+        if row["variant"] == recipe
     ]
+
+
+def _words(row: Row) -> Row:
+    return {"shape": row["shape"], "rows": row["rows"]}
+
+
+def _generate(how: str, recipe: str, quick: bool) -> Callable[[], list[Row]]:
+    """Milliseconds of `generate`, or of one token of it where `how` is "graph", for a small Llama."""
+    from llamas import Size, llama
+    from model_serve import Serving, generate
+
+    size, new = (Size(128, 256, 4, 2, 2, 256), 4) if quick else (llama(2048, 4, 32768), 64)
+    serving = Serving(size, 1, 16, new, _device())
+    run = generate(serving, how, recipe)
+    words = {"suite": "generate", "shape": f"{size.hidden} wide, {size.layers} layers", "rows": 1, "how": how}
+    return _timed(run, words | {"variant": recipe}, quick)
+
+
+def _experts(part: str, shape: str, recipe: str, quick: bool) -> Callable[[], list[Row]]:
+    """Milliseconds of a layer's experts: a training step, or `moe.CALLS` calls of the packed ones."""
+    import moe
+
+    name = list(moe.TINY)[EXPERTS.index(shape)] if quick else shape
+    tokens = 16 if quick else {"train": 8192, "decode": 16}[part]
+    work = moe.Work((moe.TINY if quick else moe.SHAPES)[name], "block", tokens, _device())
+    run = (moe.train if part == "train" else moe.decode)(work, recipe)
+    words = {"suite": "experts", "shape": name, "rows": tokens, "variant": recipe, "how": part}
+    return _timed(run, words, quick)
+
+
+def _timed(run: Callable[[], Any], words: Row, quick: bool) -> Callable[[], list[Row]]:
+    """The median of some runs, each from an idle device to an idle device."""
+    from beside import percentiles, seconds
+
+    for _ in range(3):
+        run()
+    rounds = 2 if quick else 15
+    return lambda: [words | {"ms_p50": percentiles([seconds(run, 1, _device()) * 1e3 for _ in range(rounds)])[1]}]
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def work() -> int:
     """Answer commands from standard input until it ends; what the benchmarks print goes to stderr."""
     measure: Callable[[], list[Row]] | None = None
+    # last: modules that the checkout does not have
+    sys.path.append(str(Path(__file__).resolve().parent))
     for line in sys.stdin:
         command = json.loads(line)
         try:

@@ -24,7 +24,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from layers import SHAPES, TOKENS, host_ms, peak_mib, plain, reason, results, step
+from host import plain, prepared, step
+from layers import SHAPES, TOKENS, host_ms, peak_mib, reason, results
 from run import BF16, CUDA, Row, interleaved, percentiles, same
 from torch import nn
 from torch._dynamo.utils import counters
@@ -32,20 +33,12 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from aoquant import QATConfig, quantize_
 from aoquant.layers.qat import RANDOM
-from aoquant.recipes import get_recipe
 
 MIXES = ("fp8-hybrid", "mxfp8-nvfp4", "nvfp4-mxfp8", "nvfp4-training", "mxfp8-hp", "nvfp4-hp")
 PEERS = ("tensorwise", "rowwise")
 GRAPHS = "reduce-overhead"
 HOWS = ("eager", "compiled", GRAPHS)
 WARM = 3  # steps: a CUDA graph is recorded in the second
-
-
-def prepared(name: str, k: int, n: int) -> nn.Module:
-    """The layer under a recipe, with its backward."""
-    model = plain(k, n)
-    quantize_(model, get_recipe(name).prepare())
-    return model
 
 
 def gate(name: str) -> bool:

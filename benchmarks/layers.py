@@ -17,12 +17,12 @@ trains on Hopper.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from host import host_seconds, plain, step
 from run import BF16, CUDA, Row, interleaved, percentiles, same
 from torch import Tensor, nn
 from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig
@@ -58,12 +58,6 @@ GROUPS: dict[str, tuple[tuple[str, ...], Callable[[], Any] | None]] = {
 RECIPES = tuple(name for ours, _ in GROUPS.values() for name in ours)
 
 
-def plain(k: int, n: int) -> nn.Module:
-    """nn.Linear without bias in bf16."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(k, n, bias=False, dtype=BF16, device=CUDA))
-
-
 def prepared(recipe: str, k: int, n: int) -> nn.Module:
     """The layer under one of our recipes."""
     model = plain(k, n)
@@ -94,15 +88,6 @@ def gate(recipe: str) -> bool:
 
 def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:90]}"
-
-
-def step(model: nn.Module, x: Tensor, g: Tensor) -> Tensor:
-    """Forward and backward; gradients are made anew."""
-    x.grad = None
-    model.zero_grad()
-    y: Tensor = model(x)
-    y.backward(g)
-    return y.detach()
 
 
 def results(model: nn.Module, x: Tensor, g: Tensor) -> list[Any]:
@@ -152,17 +137,8 @@ def variants(
 
 
 def host_ms(run: Callable[[], Any]) -> float:
-    """Milliseconds of the host for a step, the median of five series that the GPU is late for."""
-    series = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        run()
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            run()
-        series.append((time.perf_counter() - start) / STEPS * 1e3)
-    torch.cuda.synchronize()
-    return percentiles(series)[1]
+    """Return the host's milliseconds for a step, the median of five series."""
+    return percentiles([host_seconds(run, STEPS, CUDA) * 1e3 for _ in range(5)])[1]
 
 
 def isolated_ms(run: Callable[[], Any], rounds: int) -> float:

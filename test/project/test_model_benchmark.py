@@ -139,9 +139,23 @@ def test_two_checkouts_are_compared(tmp_path: Path) -> None:
     run = ran("compare.py", *arguments, "--slack", "50")
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     found = rows(tmp_path / "compare.csv")
-    variants = ("prepared, step", "prepared, no grad", "prepared, fixed weights", "packed F.linear")
+    variants = ("step", "no grad", "fixed weights", "packed")
     assert {row["variant"] for row in found} == {f"int4-g128: {variant}" for variant in variants}
+    assert {row["number"] for row in found} == {"host_us", "to_linear"}
     assert all(float(row["old"]) > 0 and float(row["new"]) > 0 for row in found)
     run = ran("compare.py", *arguments, "--slack", "-0.99")
     assert run.returncode == 1
     assert all(row["flag"] == "SLOWER" for row in rows(tmp_path / "compare.csv"))
+
+
+@pytest.mark.slow
+def test_models_and_experts_of_two_checkouts_are_compared(tmp_path: Path) -> None:
+    out = tmp_path / "compare.csv"
+    arguments = [str(ROOT), "graph", "generate", "experts", "--only", "int4-g128", "--turns", "1", "--slack", "50"]
+    run = ran("compare.py", *arguments, "--out", str(out))
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    found = [(row["suite"], row["shape"], row["how"]) for row in rows(out)]
+    layer = [("graph", "K128 N128", how) for how in ("compiled", "eager")]
+    experts = [("experts", shape, part) for part in ("train", "decode") for shape in ("tiny", "tiny-gpt-oss")]
+    assert found == [*layer, ("generate", "128 wide, 2 layers", "eager"), *experts]
+    assert all(float(row["old"]) > 0 and float(row["new"]) > 0 for row in rows(out))
