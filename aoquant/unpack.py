@@ -1,17 +1,20 @@
 """A packed model as a prepared one: QAT that goes on from published codes.
 
 The float weights are the packed ones' values, and the layers hold the packed scales (static, or learned), so the first
-forward multiplies the very codes that were packed. Rounding a value to bfloat16 can put it nearer to another code when
-it is encoded again (int8 has more codes than bfloat16 has steps); such a weight is moved to the nearest float that has
-its code. Layers where none has are an error.
+forward multiplies the very codes that were packed, and convert stores them again. Rounding a value to bfloat16 can put
+it nearer to another code when it is encoded again (int8 has more codes than bfloat16 has steps), and a zero may lose
+the sign of its code; such a weight is moved to a float that has its code. Layers where none has are an error.
 
-Stacked experts hold static scales, each expert its own, unless scales made anew give the same values, as MXFP4's do:
-then they hold none, and are what `quantize_` prepares.
+Stacked experts hold static scales, each expert its own, unless scales made anew are the packed ones, as MXFP4's are:
+then they hold none, and are what `quantize_` prepares. So are embeddings and layers that share a weight; an embedding
+whose scales would be others stays packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,13 +24,15 @@ from torch import Tensor, nn
 from torchao.quantization import FqnToConfig
 
 from aoquant._arguments import check_model
+from aoquant._warning import AoquantWarning
 from aoquant.config import QATConfig
-from aoquant.formats import Encoded, Format, Operand, Scales
+from aoquant.formats import Encoded, Scales
 from aoquant.layers import held, replaced
 from aoquant.layers.experts import QATExperts, stacks_of
+from aoquant.layers.kinds import kind_of
 from aoquant.layers.packed import adopt
 from aoquant.layers.packed_experts import PackedExperts
-from aoquant.layers.qat import Prepared, QATLinear
+from aoquant.layers.qat import Prepared, QATLayer
 from aoquant.planning.plan import prepare_target
 from aoquant.quantize import config_of, packed_config, quantize_
 from aoquant.tensor import PackedTensor
@@ -53,16 +58,15 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
         arguments of `QATConfig`.
 
     Raises:
-        ValueError: no linear layer and no expert is packed; a format cannot hold its scales; or values do not give
-            their codes again. The model is unchanged then.
+        ValueError: no layer and no expert is packed; a format cannot hold its scales; or values do not give their codes
+            again. The model is unchanged then.
     """
     if scales not in ("static", "learned"):
         raise ValueError(
             f"unpack_: scales is static or learned, got {scales!r}: scales made anew would give other codes"
         )
     check_model(model)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and isinstance(m.weight, PackedTensor)}
-    stacks = _stacks(model)
+    layers, stacks = _chosen(model), _stacks(model)
     if not layers and not stacks:
         raise ValueError(
             "nothing to unpack: no linear layer holds a PackedTensor, and no experts are packed. It takes a converted model; prepared layers "
@@ -71,11 +75,19 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
     if stacks and scales == "learned":
         raise ValueError(f"{stacks[0].fqn}: stacked experts hold no learned scales: use scales='static'")
     packed: dict[str, Any] = {name: m.weight for name, m in layers.items()}
-    configs = {name: QATConfig(config_of(m), step="prepare", scales=scales, **options) for name, m in layers.items()}
+    counts = Counter(map(id, packed.values()))
+    configs = {}
+    for name, module in layers.items():
+        own = scales if counts[id(packed[name])] == 1 and not isinstance(module, nn.Embedding) else "dynamic"
+        if own != "dynamic":
+            _check_held(name, packed[name])
+        configs[name] = QATConfig(config_of(module), step="prepare", scales=own, **options)
     floats: dict[int, nn.Parameter] = {}
     for module in layers.values():
-        weight = module.weight
-        floats.setdefault(id(weight), nn.Parameter(weight.dequantize()))
+        weight, kind = module.weight, kind_of(module)
+        if id(weight) not in floats:
+            values = weight.dequantize()
+            floats[id(weight)] = nn.Parameter(values.t().contiguous() if kind and kind.transposed else values)
         module.weight = floats[id(weight)]
     try:
         if configs:
@@ -93,7 +105,7 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
     except BaseException:
         for name in layers:
             layer: Any = model.get_submodule(name)
-            if isinstance(layer, QATLinear):
+            if isinstance(layer, QATLayer):
                 layer.unprepare()
             layer.weight = packed[name]
             adopt(layer)
@@ -103,6 +115,54 @@ def unpack_(model: nn.Module, *, scales: str = "static", **options: Any) -> None
             setattr(stack.module, stack.name, stack.packed)
         raise
     replaced.record(model)
+
+
+def _chosen(model: nn.Module) -> dict[str, Any]:
+    """Every layer with a packed weight, by its name, but embeddings whose scales cannot be made from their rows again:
+    these stay packed, and a warning names them.
+
+    Raises:
+        ValueError: such an embedding shares its weight with a linear layer.
+    """
+    modules: Iterator[tuple[str, Any]] = model.named_modules()
+    found: dict[str, Any] = {n: m for n, m in modules if kind_of(m) and isinstance(m.weight, PackedTensor)}
+    weights: dict[str, Any] = {n: m.weight for n, m in found.items() if isinstance(m, nn.Embedding)}
+    left = {n: w for n, w in weights.items() if not _same_anew(w)}
+    for name, weight in left.items():
+        if sharers := [n for n, m in found.items() if m.weight is weight and n not in left]:
+            raise ValueError(
+                f"{name}: it shares its weight with {sharers[0]}, so both make its scales from its rows, and those of {weight.format} made "
+                "anew are others than the packed ones: train the model from its float weights"
+            )
+    if left:
+        some, many = next(iter(left.items())), f" and {len(left) - 1} more" if len(left) > 1 else ""
+        warnings.warn(
+            f"{some[0]}{many}: an embedding makes its scales from its rows, and those of {some[1].format} made anew are others than the packed "
+            "ones: it stays packed, and is not trained",
+            AoquantWarning,
+            stacklevel=4,
+        )
+    return {n: m for n, m in found.items() if n not in left}
+
+
+def _check_held(name: str, p: PackedTensor) -> None:
+    """Raise for a format under whose packed scales nothing can be encoded.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    if p.recipe.fitted:
+        raise ValueError(
+            f"{name}: its transform was fitted to float weights ({p.format}), and cannot be fitted to codes: train it from its float weights"
+        )
+    format, shape = p.recipe.fprop_weight.format, p.to("meta").encoded
+    try:
+        format.hold(torch.empty(p.shape, dtype=p.dtype, device="meta"), format.held(shape))
+    except ValueError:
+        raise ValueError(
+            f"{name}: no layer can hold the scales of {p.format}, which makes codes and scales together, so its codes cannot be trained on: "
+            "train it from its float weights"
+        ) from None
 
 
 def _stacks(model: nn.Module) -> list[_Stack]:
@@ -120,13 +180,15 @@ def _prepared(stack: _Stack, options: dict[str, Any]) -> bool:
     packed = [stack.packed.expert(e) for e in range(len(stack.packed))]
     anew = all(_same_anew(p) for p in packed)
     scales = None
+    if not anew:
+        _check_held(stack.fqn, packed[0])
     try:
         how = "dynamic" if anew else "static"
         config = QATConfig(packed_config(stack.packed), step="prepare", scales=how, **options)
         recipe = prepare_target(config).recipe
         if not anew:
-            each = [_scales_of(p, recipe.fprop_weight) for p in packed]
-            scales = Scales(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)))
+            each = [p.recipe.fprop_weight.format.held(p.encoded) for p in packed]
+            scales = Scales(*(None if parts[0] is None else _stacked(parts) for parts in zip(*each, strict=True)))
     except ValueError as error:
         raise ValueError(f"{stack.fqn}: {error}") from None
     setattr(stack.module, stack.name, nn.Parameter(stack.packed.dequantize().contiguous()))
@@ -139,44 +201,68 @@ def _prepared(stack: _Stack, options: dict[str, Any]) -> bool:
     return True
 
 
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """torch.stack, of float8 too."""
+    return torch.stack([t.view(torch.uint8) if t.element_size() == 1 else t for t in parts]).view(parts[0].dtype)
+
+
 def _same_anew(p: PackedTensor) -> bool:
-    """Whether a packed weight's values have the same values under scales that are made from them."""
-    format, values = p.weight_format, p.dequantize()
-    return torch.equal(format.decode(format.encode(values), torch.float32), format.decode(p.encoded, torch.float32))
+    """Whether scales that are made from a packed weight's values give its codes and scales again."""
+    operand = p.recipe.fprop_weight
+    return _same(operand.encode(_values(p)), p.encoded)
 
 
-def _restored(layer: nn.Module, p: PackedTensor) -> bool:
+def _restored(layer: Any, p: PackedTensor) -> bool:
     """Give a layer the packed scales, and weights that have the packed codes; whether they do."""
-    assert isinstance(layer, QATLinear)
-    measured = layer.held_scales("weight")
-    assert measured is not None
-    held.write(layer, "weight", _kept(p.encoded, measured))
-    return _moved(layer.weight.data, p, layer.encode_weight)
+    if layer.prepared.recipe.weight_scales != "dynamic":
+        scales = p.recipe.fprop_weight.format.held(p.encoded)
+        new = {part: t for part, t in scales._asdict().items() if not hasattr(layer, f"weight_{part}")}
+        held.register(
+            layer, "weight", Scales(**new), learned=False
+        )  # of blocks, where the format would search for them
+        held.write(layer, "weight", scales)
+    kind = kind_of(layer)
+    assert kind is not None
+    return _moved(kind.matrix(layer.weight.data), p, layer.encode_weight)
 
 
-def _scales_of(p: PackedTensor, operand: Operand) -> Scales:
-    """The scales of a packed weight, as a prepared one would hold them."""
-    return _kept(p.encoded, operand.measure(p.dequantize()))
-
-
-def _kept(e: Encoded, measured: Scales) -> Scales:
-    """The packed scales, where the format holds some. measured: of the weight."""
-    outer = None if e.outer is None else e.outer[:1]
-    return Scales(*(None if m is None else t for m, t in zip(measured.tensors, (e.scale, e.zero, outer), strict=True)))
+def _values(p: PackedTensor) -> Tensor:
+    """(N, K) in p's dtype: values that have p's codes, as far as they are distinct in that dtype."""
+    recipe = p.recipe
+    values = recipe.fprop_weight.format.inside(p.encoded)
+    if recipe.transform is not None:
+        assert recipe.fprop_input is not None
+        values = recipe.fprop_input.pull_back(values, p.act_pre_scale)
+    return values.to(p.dtype)
 
 
 def _moved(weight: Tensor, p: PackedTensor, encode: Callable[[], Encoded]) -> bool:
     """Move values of a weight (N, K), in place, until they have the packed codes; whether they do. encode: what the
     weight's codes are now.
     """
-    format: Format | Operand = p.weight_format
+    if _same(encode(), p.encoded):
+        return True
+    weight.copy_(_values(p))
+    format, steps = p.recipe.fprop_weight.format, 0 if p.recipe.transform else _STEPS  # which mixes values
     wanted = format.decode(p.encoded, torch.float32)
-    for _ in range(_STEPS):
-        got = format.decode(encode(), torch.float32)
-        if torch.equal(got, wanted):
+    for _ in range(steps):
+        if _same(encode(), p.encoded):
             return True
+        got = format.decode(encode(), torch.float32)
         weight.copy_(torch.where(got == wanted, weight, _towards(weight, wanted - got)))
-    return torch.equal(format.decode(encode(), torch.float32), wanted)
+    return _same(encode(), p.encoded)
+
+
+def _same(e: Encoded, wanted: Encoded) -> bool:
+    """Whether codes and scales have the same bytes."""
+    pairs = zip(e.by_row.tensors, wanted.by_row.tensors, strict=True)
+    return all(
+        a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for a, b in pairs
+    )
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
 
 
 def _towards(weight: Tensor, direction: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import layout
+
+TINY = 2.0**-121  # a weight of a block whose scale is 0
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -197,6 +200,23 @@ class Format:
         """
         return self.quantize(x_RK, s)
 
+    def held(self, e: Encoded) -> Scales:
+        """Scales under which `hold` makes the codes and scales of e again: what a layer holds that trains on from them.
+
+        Raises:
+            ValueError: the format's scales cannot be held.
+        """
+        measured = self.measure(torch.empty(len(e.codes), e.k, dtype=torch.float32, device="meta"))
+        stored = e.scale, e.zero, e.outer if e.outer is None or self.reach == "row" else e.outer[:1]
+        pairs = zip(measured.tensors, stored, strict=True)
+        return Scales(*(None if m is None or t is None else t.to(m.dtype) for m, t in pairs))
+
+    def inside(self, e: Encoded) -> Tensor:
+        """(R, K) float32 values that have e's codes under e's scales: decoded ones, but no zeros where a zero has a
+        signed code, which a sum or a shifted grid would lose.
+        """
+        return self.decode(e, torch.float32)
+
     def rowwise(self, s: Scales, rows: int) -> Scales:
         """Held scales of an activation with `rows` rows: a scale of the whole tensor is repeated for every row where
         codes have no NaN, because a NaN then shows in the scale of its row.
@@ -300,6 +320,22 @@ class Format:
         """(R, G, block) view or copy of x, contiguous as codes have to be; one block of K when the format has none."""
         block = self.block or x_RK.shape[1]
         return x_RK.contiguous().view(x_RK.shape[0], x_RK.shape[1] // block if block else 1, block)
+
+
+def off_zero(format: Format, e: Encoded) -> Tensor:
+    """`Format.inside` for float codes, packed e2m1 or float8: a zero is a quarter of the smallest step, on the side of
+    its sign. In a block so small that its scale is 0 other codes have nothing but their sign.
+    """
+    packed = e.codes.dtype == torch.uint8
+    codes = layout.unpack(e.codes, 4, e.k) if packed else e.codes.view(torch.uint8)
+    negative = codes > (7 if packed else 127)
+    zero = (codes & (7 if packed else 127)) == 0
+    same = [torch.full_like(e.codes.view(torch.uint8), c).view(e.codes.dtype) for c in (0x11 if packed else 0x01, 0x00)]
+    v, one, none = (format.decode(e._replace(codes=c), torch.float32) for c in (e.codes, *same))
+    step = one - none
+    step = torch.where(negative, -step, step)
+    flushed = torch.where(zero, 0.0, torch.where(negative, -TINY, TINY))
+    return torch.where(step == 0, flushed, torch.where(zero, v + step / 4, v))
 
 
 def _take(t: Tensor, ids: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Format, Scales
+from .base import Encoded, Format, Scales, off_zero
 from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, from_float8, rounding_limit, to_e2m1, to_float8
 from .fixed import check_fixed
 from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e8m0
@@ -89,6 +89,16 @@ class MX(Format):
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
         return (e.scale.view(torch.uint8) == 0) & (self._blocks(self._values(e)) != 0).any(-1)
+
+    def inside(self, e: Encoded) -> Tensor:
+        """A block whose largest value was rounded down to one that asks for a smaller scale is moved up, within its
+        codes.
+        """
+        v_RK = off_zero(self, e)
+        anew, stored = self.measure(v_RK).scale, e.scale
+        assert anew is not None and stored is not None
+        smaller = (anew.view(torch.uint8) != stored.view(torch.uint8)).repeat_interleave(self.tile_rows, 0)[: len(v_RK)]
+        return self._blocks(v_RK).mul(torch.where(smaller, 1 + 2.0**-6, 1.0).unsqueeze(-1)).flatten(1)
 
     def _inverse(self, byte: Tensor) -> Tensor:
         """The factor of x: exact powers of two, NaN for byte 255. torchao's two rules differ at byte 0 alone."""
@@ -186,6 +196,9 @@ class NVFP4(Format):
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
         return (e.scale.float() == E4M3_FLOOR) & (self._blocks(layout.unpack(e.codes, 4, e.k) & 7) < 6).all(-1)
+
+    def inside(self, e: Encoded) -> Tensor:
+        return off_zero(self, e)
 
     def _times(self, e: Encoded, scale: Tensor) -> Tensor:
         return self._blocks(e2m1_values(e)).mul_(scale.unsqueeze(-1)).flatten(1)

@@ -95,6 +95,10 @@ class Contest:
         self._scale = torch.where(better, signed, self._scale)
         self._error = torch.where(better, error, self._error)
 
+    def won(self, scale_B: Tensor) -> None:
+        """Scales that are held, negative where flipped: there is no contest."""
+        self._scale = scale_B
+
     def result(self, finite: Tensor) -> tuple[Tensor, Tensor]:
         """(signed e4m3 scales (B,), codes (E, B) uint8). finite: blocks without NaN or Inf; the others get scale NaN
         and codes 0.

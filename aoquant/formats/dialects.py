@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Format, Scales
+from .base import Encoded, Format, Scales, off_zero
 from .blockscaled import NVFP4_TOP, PTS_FLOOR, e2m1_values
 from .elements import E2M1_MAX, FLOAT32_MAX, rounding_limit, to_e2m1, to_float8
 from .fixed import OneScale, constants, fixed_name
@@ -61,6 +61,9 @@ class _E2M1(Format):
 
     def operand(self, e: Encoded, dtype: torch.dtype) -> Tensor:
         return self._times(e, self.scales(e)).to(dtype)
+
+    def inside(self, e: Encoded) -> Tensor:
+        return off_zero(self, e)
 
     def _times(self, e: Encoded, scale_RG: Tensor) -> Tensor:
         return self._blocks(e2m1_values(e)).mul_(scale_RG.unsqueeze(-1)).flatten(1)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import Encoded, Scales
+from .base import Encoded, Scales, off_zero
 from .elements import ELEMENTS, from_float8, rounding_limit, to_float8
 from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, divide
@@ -109,6 +109,9 @@ class Float8(OneScale):
 
     def alpha(self, e: Encoded) -> Tensor | None:
         return None if self.per == "block" else e.scale
+
+    def inside(self, e: Encoded) -> Tensor:
+        return off_zero(self, e)
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         assert e.scale is not None

@@ -19,7 +19,8 @@ refused.
 "fouroversix-row" takes amax of each row: a row's codes then do not depend on the rows beside it, which an activation's
 should not.
 
-`Scales.outer` is amax itself, not amax / 1536: the rounding of one cannot be undone to the last bit of the other.
+`Scales.outer` is amax itself, not amax / 1536, whose rounding loses it. `Scales.scale`, which only a layer that trains
+on from codes holds, are the scales that won.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .base import Encoded, Scales
+from .base import Encoded, Scales, off_zero
 from .blockscaled import e2m1_values
-from .contest import METRICS, Contest, Outer, e4m3
+from .contest import METRICS, TOP, Contest, Outer, e4m3
 from .elements import E2M1_MAX, from_float8, rounding_limit
 from .fixed import OneScale, constants, fixed_name
-from .scales import absmax, quotient
+from .scales import absmax, quotient, solved
 
 _NAME = re.compile(r"fouroversix(?:-(mae|absmax))?(-16x16)?(-row)?")
 _SMALLEST = 2.0**-9  # positive e4m3
@@ -114,13 +115,25 @@ class FourOverSix(OneScale):
         # torch.cat would take part in autocast
         return Scales(outer=reduce(torch.maximum, [absmax(x.reshape(1, 1, -1)) for x in finite]).float())
 
+    def held(self, e: Encoded) -> Scales:
+        """With the scales of the blocks: another candidate may give the same values by other codes."""
+        assert e.outer is not None
+        outer = e.outer if self.outer == "row" else e.outer[:1]
+        return Scales(e.scale, outer=solved(lambda amax: quotient(amax, TOP), outer * TOP, outer))
+
+    def inside(self, e: Encoded) -> Tensor:
+        return off_zero(self, e)
+
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.outer is not None
         rows, k = x_RK.shape
         x_EB, outer = self._fold(x_RK.float()), Outer(self._of_blocks(s.outer, k // self.block))
         finite = x_EB.isfinite().all(0)
         contest = self._contest(x_EB.mul(outer.power), outer, rows, k)
-        self._enter(contest)
+        if s.scale is None:
+            self._enter(contest)
+        else:
+            contest.won(from_float8(s.scale, torch.float32).reshape(-1))
         scale, codes = contest.result(finite)
         packed = layout.pack(self._unfold(codes, rows, k), 4)
         t = Outer(s.outer).t if self.outer == "row" else outer.t.view(1, 1)

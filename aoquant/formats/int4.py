@@ -39,7 +39,7 @@ from . import layout
 from .base import Encoded, Format, Scales
 from .elements import fma_round, from_float8, to_float8
 from .mslk import row_codes, row_scales
-from .scales import absmax, divide, visible
+from .scales import absmax, divide, solved, visible
 
 INT4_EPS = 1e-6  # on the range of a group, before the division
 
@@ -80,6 +80,20 @@ class Int4(Format):
     def hold(self, x_RK: Tensor, s: Scales) -> Encoded:
         assert s.scale is not None
         return self.quantize(x_RK, s._replace(scale=visible(self._blocks(x_RK), s.scale)))
+
+    def held(self, e: Encoded) -> Scales:
+        """A layer holds the value of the smallest code, and codes are stored with that of the ninth."""
+        if e.zero is None:
+            return super().held(e)
+        assert e.scale is not None
+        scale, zero = e.scale.float(), e.zero
+        return Scales(scale, solved(lambda low: (low + 8 * scale).to(zero.dtype), zero.float() - 8 * scale, zero))
+
+    def inside(self, e: Encoded) -> Tensor:
+        """Before the operand's rounding, which may join codes."""
+        assert e.scale is not None
+        values = self._blocks(self.integers(e)).mul_(e.scale.float().unsqueeze(-1))
+        return (values if e.zero is None else values.add_(e.zero.float().unsqueeze(-1))).flatten(1)
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         return self._packed(*self._codes(self._blocks(x_RK), s))
@@ -191,6 +205,10 @@ class Int4Float8Row(Int4Float8):
 
     def alpha(self, e: Encoded) -> Tensor | None:
         return e.outer
+
+    def inside(self, e: Encoded) -> Tensor:
+        assert e.outer is not None
+        return super().inside(e).mul_(e.outer)
 
     def _inner(self, scale: Tensor) -> torch.dtype:
         return torch.float32  # q * s is exact there: 4 and 4 bits

@@ -13,6 +13,7 @@ The e8m0 rules are OCP MX v1.0's (floor) and the usual alternatives; the byte is
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -66,6 +67,21 @@ def sum_by_pairs(x_RGB: Tensor) -> Tensor:
     while x_RGB.shape[-1] > 1:
         x_RGB = x_RGB[..., 0::2] + x_RGB[..., 1::2]
     return x_RGB.squeeze(-1)
+
+
+def solved(function: Callable[[Tensor], Tensor], guess: Tensor, wanted: Tensor) -> Tensor:
+    """The numbers nearest to `guess` that `function` maps to `wanted`, of up to four steps away; `guess` where none is.
+
+    Roundings cannot be undone by the inverse operation, but a number that was rounded to `wanted` is near its result.
+    """
+    found, known = guess, function(guess) == wanted
+    up = down = guess
+    for _ in range(4):
+        up, down = (t.nextafter(torch.full_like(t, end)) for t, end in ((up, torch.inf), (down, -torch.inf)))
+        for candidate in (up, down):
+            hit = ~known & (function(candidate) == wanted)
+            found, known = torch.where(hit, candidate, found), known | hit
+    return found
 
 
 def visible(x_RGB: Tensor, scale: Tensor) -> Tensor:

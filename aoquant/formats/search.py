@@ -23,6 +23,7 @@ from .base import Encoded, Scales
 from .blockscaled import NVFP4, block_scales
 from .contest import TOP
 from .elements import FLOAT8, from_e2m1, to_e2m1
+from .scales import visible
 
 DOWN, UP = 4, 8
 LOWEST, HIGHEST = 0x08, 0x7E  # e4m3 bytes of 2^-6 and 448
@@ -42,9 +43,17 @@ class NVFP4Search(NVFP4):
 
     top = TOP
 
+    def held(self, e: Encoded) -> Scales:
+        """With the scales of the blocks: another candidate may give the same values by other codes."""
+        return super().held(e)._replace(scale=e.scale)
+
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB = self._blocks(x_RK).float()
         inverse = x_RGB.new_ones(1, 1) if s.outer is None else 1.0 / s.outer
+        if s.scale is not None:
+            scale = visible(x_RGB, s.scale.float()).to(s.scale.dtype)
+            codes, _ = _coded(x_RGB, x_RGB, scale.view(torch.uint8), inverse)
+            return Encoded(layout.pack(codes.flatten(1), 4), scale, None, s.outer, x_RK.shape[1])
         usual = block_scales(x_RGB, s.outer).view(torch.uint8)
         y_RGB = x_RGB * inverse.unsqueeze(-1)
         best, codes, least = usual, *_coded(x_RGB, y_RGB, usual, inverse)

@@ -27,6 +27,7 @@ from .base import Encoded, Scales
 from .elements import ELEMENTS, to_float8
 from .fixed import constants, fixed_name
 from .float8 import Float8
+from .scales import solved
 
 _NAME = re.compile(r"te-fp8(?:-(e5m2))?-(?:tensor|(1|128)x128(-f32)?)")
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -72,6 +73,10 @@ class TEFloat8(Float8):
         if self.per == "block" and self.pow2:
             factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)
         return torch.where((amax == 0) | ~amax.isfinite(), 1.0, factor)
+
+    def held(self, e: Encoded) -> Scales:
+        assert e.scale is not None
+        return Scales(solved(torch.reciprocal, e.scale.reciprocal(), e.scale))
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB, factor = self._blocks(x_RK).float(), s.scale

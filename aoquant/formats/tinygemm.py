@@ -29,7 +29,7 @@ from torch import Tensor
 from .base import Encoded, Scales
 from .hqq import NOT_HELD, affine
 from .int4 import Int4
-from .scales import divide
+from .scales import divide, solved
 
 CPU_EPS = 1e-6
 
@@ -92,6 +92,14 @@ class TinyGemm(Int4):
         span = high - low
         scale = span / torch.full_like(span, 15.0) if self.device == "cpu" else divide(span, 15.0)
         return Scales(scale.clamp(min=self._eps(x_RK.dtype)), low)
+
+    def held(self, e: Encoded) -> Scales:
+        if self.hqq:
+            raise ValueError(NOT_HELD.format(self.name))
+        assert e.scale is not None and e.zero is not None
+        eight = 8 * e.scale
+        low = solved(lambda low: low + eight, e.zero - eight, e.zero)  # each step rounds to the weight's dtype
+        return Scales(e.scale.float(), low.float())
 
     def encode(self, x_RK: Tensor, held: Scales | None = None) -> Encoded:
         if not self.hqq:

@@ -97,7 +97,12 @@ def keep_dtype(layer: nn.Module, before: dict[str, Tensor]) -> None:
 
 
 def take_shape(layer: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
-    """Give per-tensor scales the number of dimensions that a state_dict has them in."""
+    """Give per-tensor scales the number of dimensions that a state_dict has them in, and scales of blocks to a layer
+    that holds the outer scale of its weight alone: `unpack_` leaves both.
+    """
+    blocks, outer = state_dict.get(f"{prefix}weight_scale"), layer._buffers.get("weight_outer")
+    if blocks is not None and outer is not None and not hasattr(layer, "weight_scale"):
+        layer.register_buffer("weight_scale", torch.empty_like(blocks, device=outer.device))
     for name in names(layer):
         mine, given = getattr(layer, name), state_dict.get(prefix + name)
         if given is not None and given.numel() == mine.numel() == 1:

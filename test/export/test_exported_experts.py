@@ -317,7 +317,7 @@ def test_gpt_oss_is_read_with_its_codes_and_trained_from_them(tmp_path: Path) ->
     verify(theirs, model, {"input_ids": IDS})  # SQNR inf in every row
     save_pretrained(model, tmp_path / "saved")
     assert torch.equal(logits(load_pretrained(tmp_path / "saved")), logits(model))
-    trains_from_its_codes(model, held=False)  # scales made anew give the same values
+    trains_from_its_codes(model, held=False)  # scales made anew are the same ones
 
 
 def test_those_who_would_train_packed_experts_are_led_to_unpack(tmp_path: Path) -> None:

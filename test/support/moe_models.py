@@ -63,7 +63,9 @@ def model_of(family: str) -> Any:
 
 
 def write_mxfp4(folder: Path) -> None:
-    """A folder as gpt-oss is published: random blocks, scales from 2^-9 to 2^-2, and a block of zeros."""
+    """A folder as gpt-oss is published: random blocks, scales from 2^-9 to 2^-2, and a block of zeros under
+    the smallest scale.
+    """
     model = model_of("gpt-oss")
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -73,7 +75,9 @@ def write_mxfp4(folder: Path) -> None:
         blocks = torch.randint(0, 256, (experts, rows, k // 32, 16), generator=g, dtype=torch.uint8)
         blocks[0, 0, 0] = 0
         tensors[f"{name}_blocks"] = blocks
-        tensors[f"{name}_scales"] = torch.randint(118, 126, blocks.shape[:3], generator=g, dtype=torch.uint8)
+        scales = torch.randint(118, 126, blocks.shape[:3], generator=g, dtype=torch.uint8)
+        scales[0, 0, 0] = 0
+        tensors[f"{name}_scales"] = scales
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
