@@ -29,7 +29,7 @@ TORCHAO = "torchao:"
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama's shape. layers: decoder layers. vocabulary: rows of the embedding and of the head, which are apart."""
+    """A Llama's shape. layers: decoder layers. vocabulary: rows of embedding and head, which are one where tied."""
 
     hidden: int
     intermediate: int
@@ -37,6 +37,11 @@ class Size:
     kv_heads: int
     layers: int
     vocabulary: int
+    tied: bool = False
+
+
+# the model of docs/experiments.md, 21.9 M parameters
+SMALL = Size(512, 1408, 8, 4, 6, 8192, tied=True)
 
 
 def llama(hidden: int, layers: int, vocabulary: int) -> Size:
@@ -57,7 +62,7 @@ def build(size: Size, device: torch.device) -> LlamaForCausalLM:
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
         max_position_embeddings=8192,
-        tie_word_embeddings=False,
+        tie_word_embeddings=size.tied,
         bos_token_id=0,
         eos_token_id=None,
         pad_token_id=0,

@@ -3,6 +3,7 @@
 That is: a training step, `model.generate`, the prefill of a long prompt, peak memory, and the conversion of a model.
 
     python benchmarks/model.py [train] [generate] [prefill] [convert] [--recipes ...] [--torchao ...] [--limit SECONDS]
+    python benchmarks/model.py train --small --tokens 16 1024 --how eager compiled graph
     torchrun --nproc-per-node 4 benchmarks/model.py train --layers 16 [--recipes fp8-hybrid --gather codes]
 
 Models are Llamas with random weights; tokens are random, or those of `train --text`. Every row is a ratio to the same
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from beside import Cell, Deadline, Row, Table, measured
-from llamas import TORCHAO, Size, check, llama
+from llamas import SMALL, TORCHAO, Size, check, llama
 from model_serve import HOWS, Serving, conversions, generate, prefill
 from model_train import OPTIMIZERS, Training, step_of, text_ids
 
@@ -56,6 +57,7 @@ def parse() -> argparse.Namespace:
         nargs="*",
         help=f"torchao's own, without the prefix {TORCHAO!r}; default: those that train or run on Hopper",
     )
+    add("--small", action="store_true", help="the model of docs/experiments.md, 21.9 M parameters, and no other size")
     add("--hidden", nargs="+", type=int, help="default: 4096 to train, 2048 and 4096 to serve")
     add("--layers", type=int, help="default: 4 to train, 16 under torchrun; 16 or 8 to serve, for hidden 2048 or 4096")
     add("--vocabulary", type=int, default=32768)
@@ -63,7 +65,7 @@ def parse() -> argparse.Namespace:
         "--how",
         nargs="+",
         choices=("eager", "compiled", *HOWS[1:]),
-        help="of training: eager, compiled; of generate: eager, static, reduce-overhead, graph",
+        help="of training: eager, compiled, and graph on one GPU; of generate: eager, static, reduce-overhead, graph",
     )
     add("--batch", nargs="+", type=int, default=[1], help="texts that are generated together")
     add("--prompt", type=int, default=32)
@@ -123,6 +125,8 @@ def hows(args: argparse.Namespace, known: Sequence[str]) -> list[str]:
 def sizes(args: argparse.Namespace, hidden: Sequence[int], layers: Callable[[int], int]) -> list[Size]:
     if args.quick:
         return [TINY]
+    if args.small:
+        return [SMALL]
     return [llama(h, args.layers or layers(h), args.vocabulary) for h in args.hidden or hidden]
 
 
@@ -144,14 +148,20 @@ def train(args: argparse.Namespace, device: torch.device, deadline: Deadline) ->
     batch, tokens = args.tokens
     text = text_ids(args.text) if args.text else None
     for size in sizes(args, (4096,), lambda hidden: 16 if args.world else 4):
-        for how in hows(args, ("eager", "compiled")):
+        graph = ("graph",) if device.type == "cuda" and not args.world else ()
+        for how in hows(args, ("eager", "compiled", *graph)):
             torch._dynamo.reset()
             backend = "aot_eager" if args.quick else "inductor"
             codes = bool(args.world) and args.gather == "codes"
             of = Training(
                 size, batch, tokens, args.optimizer, how, args.compile, backend, bool(args.world), codes, device, text
             )
-            way = ("eager" if how == "eager" else f"compiled {args.compile}") + (", codes gathered" if codes else "")
+            ways = {
+                "eager": "eager",
+                "compiled": f"compiled {args.compile}",
+                "graph": f"graph, compiled {args.compile}",
+            }
+            way = ways[how] + (", codes gathered" if codes else "")
             columns = named(
                 "fsdp2" if args.world else "train",
                 way,

@@ -1,9 +1,10 @@
 """A training step of a Llama on random tokens or on a text's: forward, loss, backward, optimiser.
 
-"compiled" compiles each decoder layer (as torchtitan does), or the whole model; the optimiser is PyTorch's fused AdamW
-with moments in bf16, or plain SGD. It runs on one GPU, or sharded by FSDP2 under torchrun: every rank has tokens of its
-own, each decoder layer is one unit of `fully_shard`, and the clock waits for all ranks. With `codes` the ranks gather
-aoquant's weights as codes, where that is less than bf16.
+"compiled" compiles each decoder layer (as torchtitan does), or the whole model. "graph" captures the compiled step with
+its optimiser in a CUDA graph. The optimiser is PyTorch's fused AdamW with moments in bf16, or plain SGD. It runs on one
+GPU, or sharded by FSDP2 under torchrun: every rank has tokens of its own, each decoder layer is one unit of
+`fully_shard`, and the clock waits for all ranks. With `codes` the ranks gather aoquant's weights as codes, where that
+is less than bf16.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from beside import Run
+from graphs import graphed
 from llamas import TORCHAO, Size, build, prepare
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,8 +35,8 @@ EVAL = Path(__file__).resolve().parents[1] / "eval"
 class Training:
     """What a step is.
 
-    how: "eager" or "compiled". compile: "blocks" or "whole". backend: torch.compile's. batch, tokens: of each rank.
-    text: token ids of a text, (any number,), of which each rank takes a part of its own; None: random tokens.
+    how: "eager", "compiled" or "graph". compile: "blocks" or "whole". backend: torch.compile's. batch, tokens: of each
+    rank. text: token ids of a text, (any number,), of which each rank takes a part of its own; None: random tokens.
     """
 
     size: Size
@@ -78,7 +80,7 @@ def ids_of(training: Training) -> Tensor:
 def optimizer_of(training: Training, model: LlamaForCausalLM) -> Optimizer:
     if training.optimizer == "sgd":
         return SGD(model.parameters(), lr=1e-5)
-    return AdamW(model.parameters(), lr=1e-5, fused=True)
+    return AdamW(model.parameters(), lr=1e-5, fused=True, capturable=training.how == "graph")
 
 
 def step_of(training: Training, variant: str) -> Run:
@@ -87,7 +89,7 @@ def step_of(training: Training, variant: str) -> Run:
     model.config.use_cache = False
     prepare(model, variant)
     layers = model.model.layers
-    if training.how == "compiled":
+    if training.how != "eager":
         for module in layers if training.compile == "blocks" else [model]:
             module.compile(backend=training.backend)
     if training.sharded:
@@ -107,4 +109,4 @@ def step_of(training: Training, variant: str) -> Run:
         if training.sharded:
             dist.barrier()
 
-    return step
+    return graphed(step, warm_up=3) if training.how == "graph" else step

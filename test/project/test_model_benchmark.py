@@ -104,6 +104,15 @@ def test_models_live_together_or_one_at_a_time(alone: bool, monkeypatch: pytest.
     assert most == (1 if alone else 2)
 
 
+def test_the_small_model_is_that_of_the_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    llamas = importlib.import_module("llamas")
+    said = (ROOT / "benchmarks" / "results" / "experiments.md").read_text(encoding="utf-8")
+    model = llamas.build(llamas.SMALL, torch.device("meta"))
+    model.tie_weights()
+    assert f"- dense parameters: {sum(p.numel() for p in model.parameters())}\n" in said
+
+
 def test_ranks_train_on_parts_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """One behind the other; a text that is too short for them, or has tokens that the model has not, is refused."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
