@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before the first import of torch and of the Hugging Face libraries, which read these once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -57,7 +58,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no CUDA device."""
+    """Skip `gpu` tests where there is no CUDA device, and expect what an old torch fails on a CPU to fail."""
+    if torch.__version__.startswith("2.11."):
+        listed = set((Path(__file__).parent / "support" / "torch_2_11.txt").read_text().splitlines())
+        for item in items:
+            if item.nodeid in listed:
+                item.add_marker(pytest.mark.xfail(reason="torch 2.11 on a CPU", strict=False))
     if torch.cuda.is_available():
         return
     for item in items:
