@@ -37,6 +37,7 @@ MODELS: dict[tuple[str, str], Callable[[Any], object]] = {
     ("coverage", "model"): aoquant.coverage,
     ("fixed_weights", "model"): entered,
     ("freeze_routers", "model"): aoquant.freeze_routers,
+    ("parameter_groups", "model"): lambda wrong: aoquant.parameter_groups(wrong, 0.1),
     ("quantize_", "model"): lambda wrong: quantize_(wrong, "int4-g32"),
     ("quantized_model_init", "model"): lambda wrong: aoquant.quantized_model_init(wrong, QATConfig("nvfp4")),
     ("refresh_", "packed"): lambda wrong: aoquant.refresh_(wrong, prepared()),

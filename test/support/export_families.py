@@ -126,8 +126,8 @@ FAMILIES = {
         15,
         {"input_ids": with_image(120), "pixel_values": PIXELS},
     ),
-    "bert": Family("BertForMaskedLM", ("BertConfig", ENCODER), 7),
-    "roberta": Family("RobertaForMaskedLM", ("RobertaConfig", ENCODER), 7),
+    "bert": Family("BertForMaskedLM", ("BertConfig", ENCODER), 6),
+    "roberta": Family("RobertaForMaskedLM", ("RobertaConfig", ENCODER), 6),
     "vit": Family("ViTForImageClassification", ("ViTConfig", VISION), 6, {"pixel_values": PIXELS}),
     "clip": Family(
         "CLIPModel",
