@@ -159,6 +159,7 @@ OPTIONAL = {
     "_old_forward": "of accelerate",
     "_prepare_weights": "of vLLM's loader (test/engines)",
     "_replace": "of a NamedTuple, documented",
+    "_asdict": "of a NamedTuple, documented",
 }
 
 
