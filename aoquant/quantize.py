@@ -42,14 +42,13 @@ from aoquant.layers.qat import Prepared, QATLayer, QATLinear
 from aoquant.ops import tiles
 from aoquant.parallel import fsdp
 from aoquant.parallel import packed as sharded
-from aoquant.planning import coverage, experts, fused
+from aoquant.planning import coverage, experts, fused, half
 from aoquant.planning.choose import Filter, is_asked
 from aoquant.planning.plan import LayerChange, Plan, plan
 from aoquant.planning.progress import track
 from aoquant.planning.restore import restoring
 from aoquant.planning.tied import identity
 from aoquant.recipes import named, trained
-from aoquant.report.rows import HEALTHY
 from aoquant.targets.kernels import why_not_run
 from aoquant.tensor import PackedTensor
 
@@ -377,6 +376,7 @@ def _packed(change: LayerChange, weight: Tensor, device: torch.device | str | No
     else:
         encoded = ops.codec.encode(operand, weight) if scales is None else operand.encode(weight, scales)
     _warn_of_floors(change.fqn, operand, encoded, weight)
+    half.warn(change.fqn, operand, half.share_lost(operand, encoded, weight, scales))
     try:
         return target.build(encoded, weight)
     except ValueError as error:  # a layout that only its own kernel package can pack
@@ -394,10 +394,10 @@ def _warn_of_floors(fqn: str, operand: Operand, e: Encoded, weight: Tensor) -> N
         return
     format = operand.format
     share = tiles.floored(format, e).item()
-    if share > HEALTHY and operand.transform is None and format.tile_rows == 1 and format.block:
+    if share > tiles.HEALTHY and operand.transform is None and format.tile_rows == 1 and format.block:
         floored = format.floored(e) & (weight.unflatten(1, (-1, format.block)) != 0).any(-1)
         share = floored.float().mean().item()
-    if share > HEALTHY:
+    if share > tiles.HEALTHY:
         warnings.warn(
             f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's blocks have the smallest scale that {operand.name} stores, and lose "
             f"precision or become zero: {_instead(operand)}leave it out",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aoquant.formats import Encoded, Format, Operand
 
+HEALTHY = 0.01  # share of blocks on the floor, of clipped values, or of rows that lose, that is not worth a warning
 TILE = 1 << 18  # values; smaller ones cost more in calls than they save
 GPU_TILE = 1 << 22  # for encoding on a GPU: 16 MB in float32
 BLOCK = 1 << 26  # bytes of a packed weight's values that are there at once, in a GEMM that decodes them

@@ -25,6 +25,7 @@ from aoquant.layers.read_stacks import reading_of, why_not_read
 from aoquant.parallel import experts as sharded
 from aoquant.parallel.fsdp import GATHER, layer_class, swap_class
 from aoquant.parallel.linear import all_finite
+from aoquant.planning import half
 from aoquant.targets import Target
 from aoquant.tensor import PackedTensor
 
@@ -156,7 +157,21 @@ def _packed_stack(
         made = [pack_expert(change, next(matrices), device)] * len(weight)
     else:
         made = [pack_expert(change, w_NK, device, first + e) for e, w_NK in enumerate(matrices)]
+    _warn_of_half(change, weight.detach(), made, first)
     return packed_experts(made, transposed=transposed)
+
+
+def _warn_of_half(change: StackChange, weight: Tensor, made: list[PackedTensor], first: int) -> None:
+    """Warn once for a float16 stack, by the expert that loses most."""
+    operand, module = change.target.recipe.fprop_weight, change.module
+    if change.dtype != torch.float16 or not made:
+        return
+    shares = []
+    for e, (w, packed) in enumerate(zip(weight, made, strict=True)):
+        w_NK = (w.t() if is_transposed(module) else w).to(packed.device, change.dtype).contiguous()
+        held = module.held_scales(change.parameter, first + e) if isinstance(module, QATExperts) else None
+        shares.append(half.share_lost(operand, packed.encoded, w_NK, held))
+    half.warn(change.fqn, operand, max(shares))
 
 
 @torch.no_grad()

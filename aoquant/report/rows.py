@@ -17,6 +17,7 @@ from torch import nn
 from aoquant.formats import Operand
 from aoquant.layers.kinds import is_packed, matrix_of
 from aoquant.layers.qat import QATLayer
+from aoquant.ops.tiles import HEALTHY
 from aoquant.planning.sizes import stored_bytes
 from aoquant.report.compare import Pair, why
 from aoquant.report.measure import (
@@ -27,8 +28,6 @@ from aoquant.report.measure import (
     weight_value,
 )
 from aoquant.tensor import PackedTensor
-
-HEALTHY = 0.01  # share of saturated values, and of blocks on the floor, that is not worth a warning
 
 
 @dataclass(frozen=True)
