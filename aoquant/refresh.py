@@ -119,7 +119,7 @@ def _packed(owner: str, parameter: str, weight: Any, recipe: LinearRecipe, packe
         )
     if isinstance(weight, DTensor):
         raise ValueError(f"refresh_: {name} is sharded over ranks: gather it first")
-    wanted = (recipe.fprop_weight.name, recipe.contract, *_kind(weight))
+    wanted = (recipe.fprop_weight.narrow.name, recipe.contract, *_kind(weight))
     got = (found.format, found.contract, *_kind(found))
     if wanted != got:
         raise ValueError(

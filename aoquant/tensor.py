@@ -197,7 +197,7 @@ class PackedTensor(TorchAOBaseTensor):
         cls, e: Encoded, recipe: LinearRecipe, dtype: torch.dtype, matrix: Tensor | None = None
     ) -> PackedTensor:
         """Pack what `recipe.fprop_weight.encode` returned for a weight of `dtype`. matrix: T of a fitted transform."""
-        names = (recipe.fprop_weight.name, recipe.input_name, recipe.contract)
+        names = (recipe.fprop_weight.narrow.name, recipe.input_name, recipe.contract)
         matrix = None if matrix is None else matrix.to(e.codes.device, torch.bfloat16)  # bf16 numbers already
         return cls(e.codes, *names, e.k, dtype, e.scale, e.zero, e.by_row.outer, matrix)
 

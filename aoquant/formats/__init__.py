@@ -140,6 +140,7 @@ COMPOSED = {
     "rht128+ms-eden": "backward='quartet2'",
     "int8-tensor-static:0.02": "any format of one scale with a constant in its place; without the number, as activation=, calibration finds it",
     "int4-g512": "other groups of integers; intx3-g64-asym, -noclip, -hqq (scales by HQQ), -sfloat32 (float32 scales)",
+    "fp8-e5m2-row-wide": "a float8 or integer format of a float16 weight, computed in float32: what configs of aoquant's prepare there",
     "stretched2-g32": "integers without a zero",
     "gridflip-search-c0.2-alternating-16x16": "GridFlip's effort, shift, alternating sign and tile",
     "fouroversix-mae-16x16": "four-over-six's metric and tile",

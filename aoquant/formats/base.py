@@ -200,6 +200,23 @@ class Format:
         """
         return self.quantize(x_RK, s)
 
+    @property
+    def widened(self) -> Format | None:
+        """The format of float16 weights: this one, computed in float32, and only scales are rounded to what is stored.
+        None where that is so anyway, or where there is none.
+        """
+        return None
+
+    @property
+    def narrow(self) -> Format:
+        """The format without `widened`, which says how codes are made and not what they stand for."""
+        return self
+
+    @property
+    def narrow_of_float32(self) -> bool:
+        """Whether a widened format encodes x as its narrow one, which kernels have, encodes x in float32."""
+        return False
+
     def held(self, e: Encoded) -> Scales:
         """Scales under which `hold` makes the codes and scales of e again: what a layer holds that trains on from them.
 

@@ -16,7 +16,7 @@ zeros stores scale 0 and zero codes; torchao divides 0 by 0 there and stores NaN
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from .fixed import OneScale, constants, fixed_name
 from .scales import absmax, divide
 
 _NAME = re.compile(
-    r"fp8(?:-(e5m2))?-(?:(row|tensor)|([1-9]\d*)x([1-9]\d*))(-native)?(?::lb([^:]+))?(?::ub([^:]+))?",
+    r"fp8(?:-(e5m2))?-(?:(row|tensor)|([1-9]\d*)x([1-9]\d*))(-native)?(-wide)?(?::lb([^:]+))?(?::ub([^:]+))?",
 )
 
 
@@ -36,7 +36,8 @@ class Float8(OneScale):
     """float8 e4m3 or e5m2; scale (R, 1), (1, 1) or (ceil(R / rows), K / cols), float32.
 
     native: divide as x's device does (see scales.py). rows, cols: of a block. low, high: bounds of the absmax. fixed:
-        (scale,), a constant instead of one made from x; per tensor only.
+        (scale,), a constant instead of one made from x; per tensor only. wide: x is taken as float32, for a float16 x
+        whose scales leave its range.
     """
 
     element: str = "e4m3"
@@ -46,25 +47,40 @@ class Float8(OneScale):
     cols: int = 0
     low: float | None = None
     high: float | None = None
+    wide: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Float8 | None:
         """The format called `name`; None when it is no float8 format's name."""
         if (match := _NAME.fullmatch(name)) is None:
             return None
-        element, per, rows, cols, native, *bounds = match.groups()
+        element, per, rows, cols, native, wide, *bounds = match.groups()
         try:
             low, high = (None if b is None else float(b) for b in bounds)
         except ValueError:
             return None
-        return cls(element or "e4m3", per or "block", bool(native), int(rows or 1), int(cols or 0), low, high)
+        sizes = int(rows or 1), int(cols or 0)
+        return cls(element or "e4m3", per or "block", bool(native), *sizes, low, high, bool(wide))
 
     @property
     def name(self) -> str:
         element = "" if self.element == "e4m3" else f"-{self.element}"
         per = f"{self.rows}x{self.cols}" if self.per == "block" else self.per
         bounds = "".join(f":{n}{b!r}" for n, b in (("lb", self.low), ("ub", self.high)) if b is not None)
-        return f"fp8{element}-{per}{'-native' if self.native else ''}{bounds}{fixed_name(self.fixed)}"
+        options = f"{'-native' if self.native else ''}{'-wide' if self.wide else ''}"
+        return f"fp8{element}-{per}{options}{bounds}{fixed_name(self.fixed)}"
+
+    @property
+    def widened(self) -> Float8 | None:
+        return replace(self, wide=True) if type(self) is Float8 and not self.fixed else None
+
+    @property
+    def narrow_of_float32(self) -> bool:
+        return self.wide
+
+    @property
+    def narrow(self) -> Float8:
+        return replace(self, wide=False) if self.wide else self
 
     @property
     def bits(self) -> int:
@@ -89,7 +105,7 @@ class Float8(OneScale):
     def measure(self, x_RK: Tensor) -> Scales:
         if self.fixed:
             return Scales(*constants(self.fixed, x_RK.device))
-        amax = self._absmax(self._blocks(x_RK))
+        amax = self._absmax(self._blocks(x_RK.float() if self.wide else x_RK))
         return Scales(divide(amax, ELEMENTS[self.element].largest, native=self.native).float())
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:

@@ -10,7 +10,7 @@ q = clamp(rn(x * (1 / s)) + zp, qmin, qmax);  value = (q - zp) * s
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from .scales import absmax, divide, visible
 
 # int8, and int7 in int8's bytes, have float32 scales; int4-g.. is MSLK's format
 _NAME = re.compile(
-    r"(?:intx([1-8])|int([78]))-(?:g([1-9]\d*)|(row|tensor))(?:-(asym|noclip))?(?:-s(float32|bfloat16|float16))?(-native)?"
+    r"(?:intx([1-8])|int([78]))-(?:g([1-9]\d*)|(row|tensor))(?:-(asym|noclip))?(?:-s(float32|bfloat16|float16))?(-native)?(-wide)?"
 )
+_LEAST = 2.0**-24  # positive float16
 _SUFFIX = {"symmetric": "", "asymmetric": "-asym", "noclip": "-noclip"}
 
 
@@ -37,6 +38,8 @@ class Affine(OneScale):
     fixed: (scale,) or (scale, zero point), constants instead of ones made from x; per tensor only.
     stored: with scales "input", the dtype that the finished scale is cast to before anything is quantised with it; ""
         is x's.
+    wide: x is taken as float32, for a float16 x whose scales leave its range; with scales "input" they are stored in
+        float16, down to its smallest number.
     """
 
     width: int = 8
@@ -46,17 +49,18 @@ class Affine(OneScale):
     scales: str = "input"  # | "float32"
     native: bool = False
     stored: str = ""  # | "float32" | "bfloat16" | "float16"
+    wide: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Affine | None:
         """The format called `name`; None when it is no affine format's name."""
         if (match := _NAME.fullmatch(name)) is None:
             return None
-        intx, int_, group, per, suffix, stored, native = match.groups()
+        intx, int_, group, per, suffix, stored, native, wide = match.groups()
         mapping = next(m for m, s in _SUFFIX.items() if s == (f"-{suffix}" if suffix else ""))
         scales = "input" if intx else "float32"
         bits = int(intx or int_)
-        return cls(bits, per or "group", int(group or 0), mapping, scales, bool(native), stored=stored or "")
+        return cls(bits, per or "group", int(group or 0), mapping, scales, bool(native), stored or "", bool(wide))
 
     @property
     def name(self) -> str:
@@ -64,7 +68,20 @@ class Affine(OneScale):
         per = f"g{self.group}" if self.per == "group" else self.per
         stored = f"-s{self.stored}" if self.stored else ""
         native = "-native" if self.native else ""
-        return f"{kind}{self.width}-{per}{_SUFFIX[self.mapping]}{stored}{native}{fixed_name(self.fixed)}"
+        wide = "-wide" if self.wide else ""
+        return f"{kind}{self.width}-{per}{_SUFFIX[self.mapping]}{stored}{native}{wide}{fixed_name(self.fixed)}"
+
+    @property
+    def widened(self) -> Affine | None:
+        return replace(self, wide=True) if type(self) is Affine and not self.fixed else None
+
+    @property
+    def narrow_of_float32(self) -> bool:
+        return self.wide and "float32" in (self.scales, self.stored)
+
+    @property
+    def narrow(self) -> Affine:
+        return replace(self, wide=False) if self.wide else self
 
     @property
     def bits(self) -> int:
@@ -110,7 +127,7 @@ class Affine(OneScale):
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB = self._scaled_blocks(x_RK, s.scale)
-        scale, zero = self._broadcast(s.scale, s.zero, x_RK.dtype)
+        scale, zero = self._broadcast(s.scale, s.zero, x_RGB.dtype)
         low, high = self.limits
         q = self._code(x_RGB, scale, zero).clamp_(low, high).nan_to_num_(0.0)
         codes = q.to(torch.int8).reshape(x_RK.shape)
@@ -141,13 +158,14 @@ class Affine(OneScale):
 
     def saturated(self, x_RK: Tensor, e: Encoded) -> Tensor:
         x_RGB = self._scaled_blocks(x_RK, e.scale)
-        code = self._code(x_RGB, *self._broadcast(e.scale, e.zero, x_RK.dtype))
+        code = self._code(x_RGB, *self._broadcast(e.scale, e.zero, x_RGB.dtype))
         low, high = self.limits
         return ((code < low) | (code > high)).reshape(x_RK.shape)
 
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
-        return e.scale <= self._eps(e.scale.dtype)
+        least = e.scale <= _LEAST if e.scale.dtype == torch.float16 else False
+        return (e.scale == self._eps(e.scale.dtype)) | least
 
     def scale_gradient(self, x_RK: Tensor, s: Scales, grad_RK: Tensor) -> Tensor:
         """(R, G) float32 gradient of each scale: the sum of grad * d value / d scale over the values that share it.
@@ -157,7 +175,7 @@ class Affine(OneScale):
         when its rounded code is.
         """
         x_RGB = self._scaled_blocks(x_RK)
-        scale, zero = self._broadcast(s.scale, s.zero, x_RK.dtype)
+        scale, zero = self._broadcast(s.scale, s.zero, x_RGB.dtype)
         code = self._code(x_RGB, scale, zero).nan_to_num(0.0)  # 0 / 0, where a scale is stored as 0
         clamped = code.clamp(*self.limits)
         centred = clamped.float() - zero.float()
@@ -170,6 +188,7 @@ class Affine(OneScale):
 
     def _scaled_blocks(self, x_RK: Tensor, scale: Tensor | None = None) -> Tensor:
         """(R, G, values that share a scale). scale: the tensor's may be given for every row (`rowwise`)."""
+        x_RK = x_RK.float() if self.wide else x_RK
         whole = self.per == "tensor" and (scale is None or scale.shape[0] == 1)
         return x_RK.reshape(1, 1, -1) if whole else self._blocks(x_RK)
 
@@ -206,15 +225,18 @@ class Affine(OneScale):
         zero.
         """
         assert scale is not None
-        narrow = getattr(torch, self.stored) if self.stored else dtype
+        narrow = getattr(torch, self.stored) if self.stored else torch.float16 if self.wide else dtype
         stored = torch.float32 if self.scales == "float32" else narrow
-        scale = scale.to(stored).clamp(min=self._eps(dtype)).unsqueeze(-1)
+        least = _LEAST if self.wide and stored == torch.float16 else self._eps(dtype)
+        scale = scale.to(stored).clamp(min=least).unsqueeze(-1)
         return scale, torch.zeros_like(scale) if zero is None else zero.unsqueeze(-1)
 
     def _code(self, x_RGB: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Codes before clamping, float32."""
         # a product of two bf16 is their float32 product, rounded: said so, the passes over it are float32's, which are
         # faster
+        if self.wide:
+            scale = scale.float()  # whose inverse may be no float16
         q = (x_RGB.float() * (1.0 / scale).float()).to(torch.promote_types(x_RGB.dtype, scale.dtype)).float().round_()
         return q.add_(zero) if self.mapping == "asymmetric" else q
 

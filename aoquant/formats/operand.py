@@ -73,6 +73,12 @@ class Operand:
             return self.format.name
         return f"{self.transform.name}{'-inverse' if self.inverse else ''}+{self.format.name}"
 
+    @cached_property
+    def narrow(self) -> Operand:
+        """The operand that decodes these codes, however they are made: a packed tensor stores its name."""
+        format = self.format.narrow
+        return self if format is self.format else replace(self, format=format)
+
     @property
     def bits(self) -> int:
         return self.format.bits

@@ -190,7 +190,7 @@ def _check(
 
 def _check_recipe(name: str, recipe: LinearRecipe, weight: Any) -> None:
     """Raise ValueError where an engine's weight is not what a prepared one of `recipe` becomes."""
-    wanted = (recipe.fprop_weight.name, recipe.input_name, recipe.contract)
+    wanted = (recipe.fprop_weight.narrow.name, recipe.input_name, recipe.contract)
     if not isinstance(weight, PackedTensor):
         raise ValueError(
             f"sync_vllm: {name} is prepared, and in vLLM its weight is {type(weight).__name__}: serve a folder that "

@@ -86,7 +86,7 @@ def why_turned(operand: Operand, k: int) -> str | None:
     if operand.transform is not None:
         return f"transforms rows: {operand.name}"
     if isinstance(format, Float8) and cls is Float8:
-        by_row = format.per == "row" and not format.fixed and format.low is format.high is None
+        by_row = format.per == "row" and not format.fixed and not format.wide and format.low is format.high is None
         return None if by_row else f"has no kernel for {format.name}"
     if cls not in (MX, Int4) and not (isinstance(format, NVFP4) and cls is NVFP4 and format.outer == "dynamic"):
         return f"has no kernel for {format.name}"

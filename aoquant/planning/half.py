@@ -41,7 +41,7 @@ def share_lost(operand: Operand, e: Encoded, weight: Tensor, held: Scales | None
         wide = weight[first : first + step].float()
         energy = wide.square().sum(1)
         half = operand.format.decode_rows(e, ids, torch.float32).sub_(wide).square_().sum(1)
-        made = operand.encode(wide, held)
+        made = operand.narrow.encode(wide, held)
         full = operand.format.decode(made, torch.float32).sub_(wide).square_().sum(1)
         lost += int((half > _LOST * full + _EXACT * energy).sum())
     return lost / rows
@@ -51,7 +51,7 @@ def warn(fqn: str, operand: Operand, share: float) -> None:
     """Warn where `share_lost` of a weight is more than a healthy one has."""
     if share > HEALTHY:
         warnings.warn(
-            f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's rows lose more than 1 dB, because {operand.name} rounds its scales to the "
+            f"{fqn or 'nn.Linear'}: {share:.1%} of the weight's rows lose more than 1 dB, because {operand.narrow.name} rounds its scales to the "
             "weight's float16: cast the layer to bfloat16 or float32 before it is quantised, or leave it out",
             AoquantWarning,
             stacklevel=3,

@@ -156,6 +156,7 @@ def _plan_stack(model: nn.Module, chosen: ChosenStack, dtype: torch.dtype) -> St
             named, instead = type(chosen.weight).__name__, _or_unpack(chosen.weight)
             raise ValueError(f"is quantised already ({named}); {instead}leave it out by name")
         target = experts.with_own_scales(prepare_target(config)) if isinstance(config, QATConfig) else resolve(config)
+        target = _widened(target, prepared, dtype)
         if prepared is not None:
             _check_same_forward(prepared.recipe, target)
     reason = experts.why_not(chosen, step, target) or sharing.adapter_problem(model, module, chosen.fqn, step)
@@ -235,8 +236,9 @@ def plan_layer(
     step = config.step if isinstance(config, QATConfig) else "quantize"
     if step == "convert" and not isinstance(module, QATLayer):
         return None
-    target = _convert_target(module, config, label) if step == "convert" else _new_target(module, config, label)
-    change = LayerChange(fqn, module, layer, step, config, target, dtype or weight.dtype)
+    seen = dtype or weight.dtype
+    target = _convert_target(module, config, label) if step == "convert" else _new_target(module, config, label, seen)
+    change = LayerChange(fqn, module, layer, step, config, target, seen)
     reason = _why_not_shape(change, has_gemm) or sharded.why_not(module, step, target.recipe, dtype)
     if reason is None and layer.transposed and step != "prepare" and isinstance(module.weight, DTensor):
         reason = f"a sharded {layer.plain.__name__} is not converted in place: {GATHER}, and convert that"
@@ -247,7 +249,7 @@ def plan_layer(
     return change
 
 
-def _new_target(module: Any, config: Any, label: str) -> Target:
+def _new_target(module: Any, config: Any, label: str, dtype: torch.dtype) -> Target:
     """What a layer deploys that is prepared, or quantised at once.
 
     Raises:
@@ -263,8 +265,9 @@ def _new_target(module: Any, config: Any, label: str) -> Target:
         raise ValueError(f"{label}: its weight is quantised already ({named}); {instead}leave it out with filter_fn")
     try:
         if not isinstance(config, QATConfig):
-            return resolve(config)
-        target = prepare_target(config)
+            return _widened(resolve(config), None, dtype)
+        prepared = module.prepared if isinstance(module, QATLayer) else None
+        target = _widened(prepare_target(config), prepared, dtype)
         if isinstance(module, QATLayer):
             _check_same_forward(module.prepared.recipe, target, replaces=isinstance(module, QATLinear))
     except ValueError as error:
@@ -399,14 +402,22 @@ def _convert_target(module: QATLayer, config: QATConfig, label: str) -> Target:
 def _deployed(prepared: Prepared, config: QATConfig) -> Target:
     """Convert a prepared weight. Raises ValueError: the config deploys something else."""
     if config.base_config is None:
-        return prepare_target(prepared.config)
-    target = resolve(config.base_config)
+        return _widened(prepare_target(prepared.config), prepared)
+    target = _widened(resolve(config.base_config), prepared)
     if target.recipe.deployed != prepared.recipe.deployed:
         raise ValueError(
             f"was prepared for ({prepared.recipe}), and this config deploys ({target.recipe}); "
             "convert with the base that prepare was given, or with QATConfig(step='convert')"
         )
     return target
+
+
+def _widened(target: Target, prepared: Prepared | None, dtype: torch.dtype | None = None) -> Target:
+    """`target` as a prepared layer computes it, or one of `dtype` that is not prepared yet: float16 is widened."""
+    wide = target.widened()
+    if prepared is None:
+        return wide if dtype == torch.float16 else target
+    return wide if prepared.recipe.fprop_weight.format == wide.recipe.fprop_weight.format else target
 
 
 def _tied_scales(changes: list[LayerChange]) -> list[str]:

@@ -64,7 +64,7 @@ def _row(pair: Pair, name: str, recipes: list[LinearRecipe]) -> Row:
     return Row(
         fqn=f"{pair.fqn}.{name}" if pair.fqn else name,
         shape=tuple(weight.shape),
-        format=" → ".join(dict.fromkeys(r.fprop_weight.name for r in recipes)),
+        format=" → ".join(dict.fromkeys(r.fprop_weight.narrow.name for r in recipes)),
         activation=" → ".join(dict.fromkeys(r.input_name for r in recipes)),
         batch_invariant=all(r.batch_invariant for r in recipes),
         bits_per_weight=8 * size / weight.numel(),

@@ -70,7 +70,7 @@ def row_of(pair: Pair) -> Row:
     packed = next((w for w in reversed(weights) if is_packed(w)), None)
     qat = next((m for m in sides if isinstance(m, QATLayer)), None)
     hp = next((w for w in weights if not is_packed(w)), None) if qat is None else qat.matrix().detach()
-    names = [r.fprop_weight.name for r in recipes] or [type(w).__name__ for w in weights if is_packed(w)]
+    names = [r.fprop_weight.narrow.name for r in recipes] or [type(w).__name__ for w in weights if is_packed(w)]
 
     problems = [f"not run: {pair.problem}"] if pair.problem else [pair.uneven] if pair.uneven else []
     weight_db = saturated = floored = quantisation_db = None

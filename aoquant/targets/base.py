@@ -37,6 +37,17 @@ class Target:
         formats: list[Operand] = [f for f in (self.recipe.fprop_weight, self.recipe.fprop_input) if f is not None]
         return next((reason for f in formats if (reason := f.why_not(k, dtype))), None) or self.limit(n, k, dtype)
 
+    def widened(self) -> Target:
+        """The target of float16 weights: scales that a packed tensor stores in float32 are computed so too. A tensor of
+        torchao's has torchao's numbers.
+        """
+        weight = self.recipe.fprop_weight
+        wide = weight.format.widened
+        if self.tensor != "PackedTensor" or weight.transform is not None or wide is None:
+            return self
+        recipe = dataclasses.replace(self.recipe, fprop_weight=dataclasses.replace(weight, format=wide))
+        return packed_target(recipe)
+
     def why_not_embedding(self, embedding: nn.Embedding, *, has_gemm: bool) -> str | None:
         """Why an embedding cannot have this target, and what to do; None when it can. The kernel's limits are about its
         GEMM.

@@ -59,8 +59,7 @@ def encode(operand: Operand | Format, x_RK: Tensor) -> Encoded:
     """`operand.encode(x_RK)`, on the fastest backend."""
     if not isinstance(operand, Operand):
         operand = Operand(operand)
-    if operand.transform is not None:
-        operand, x_RK = _rounded_first(operand, x_RK)
+    operand, x_RK = _first(operand, x_RK)
     rows, k = x_RK.shape
     return routed(CodecRequest, "encode", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK)
 
@@ -70,7 +69,8 @@ def hold(format: Format, x_RK: Tensor, s: Scales) -> Encoded:
 
     s: of `format.measure`, of any matrix. Kernels rely on the least that it makes: under less, zeros have other codes.
     """
-    operand, (rows, k) = Operand(format), x_RK.shape
+    operand, x_RK = _first(Operand(format), x_RK)
+    rows, k = x_RK.shape
     return routed(CodecRequest, "hold", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, s)
 
 
@@ -80,8 +80,7 @@ def decode(
     """`format.decode(e, dtype)`, or `format.operand`, then cast to `out`. Codes know no transform, so an operand stands
     for its format.
     """
-    if isinstance(format, Operand):
-        format = format.format
+    format = format.format.narrow if isinstance(format, Operand) else format.narrow
     found = routed(CodecRequest, "decode", format, e.codes.device, dtype, e.codes.shape[0], e.k)
     return found.run(format, e, dtype, operand, out or dtype)
 
@@ -108,17 +107,18 @@ def encode_with_values(
         assert random is not None
         turns = routed(CodecRequest, "rotate", made, x_RK.device, x_RK.dtype, *x_RK.shape)
         x_RK, random, made = turns.run(made, x_RK, random), None, Operand(made.format)
-    if made.transform is not None:
-        made, x_RK = _rounded_first(made, x_RK)
+    made, x_RK = _first(made, x_RK)
     rows, k = x_RK.shape
     found = routed(CodecRequest, "quantize", made, x_RK.device, x_RK.dtype, rows, k, keep)
     return found.run(made, x_RK, dtype, operand, keep, measured, random)
 
 
-def _rounded_first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
-    """A transform whose result has x's dtype is applied before any backend: what is left to encode is a plain
-    matrix.
+def _first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
+    """What is done before any backend, which then has a plain matrix: x is widened, or a transform applied whose result
+    has x's dtype.
     """
+    if operand.transform is None:
+        return (operand.narrow, x_RK.float()) if operand.format.narrow_of_float32 else (operand, x_RK)
     apart = _apart(operand)
     return (operand, x_RK) if apart is None else (apart.after, transform(apart.transform, x_RK, None))
 
@@ -157,7 +157,10 @@ def saturated(operand: Operand | Format, x_RK: Tensor, matrix: Tensor | None = N
     """(R, ceil(K / 8)) uint8: bits of the values that are clipped when x_RK is encoded; matrix: of a fitted
     transform.
     """
-    operand, (rows, k) = as_operand(operand), x_RK.shape
+    operand, x_RK = as_operand(operand), x_RK
+    if operand.transform is None:
+        operand, x_RK = _first(operand, x_RK)
+    rows, k = x_RK.shape
     return routed(CodecRequest, "saturate", operand, x_RK.device, x_RK.dtype, rows, k).run(operand, x_RK, matrix)
 
 

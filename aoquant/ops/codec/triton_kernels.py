@@ -129,12 +129,12 @@ def _why_not_random(r: CodecRequest) -> str | None:
 
 
 def _has_affine(f: Affine) -> bool:
-    return f.mapping in ("symmetric", "asymmetric") and not f.fixed and not f.stored and f.width > 1
+    return f.mapping in ("symmetric", "asymmetric") and not f.fixed and not f.stored and not f.wide and f.width > 1
 
 
 def _has_float8(f: Float8) -> bool:
     square = f.per != "block" or (f.cols == 128 and f.rows in (1, 128))
-    return square and not f.fixed and f.low is None and f.high is None
+    return square and not f.fixed and not f.wide and f.low is None and f.high is None
 
 
 def _has_dialect(f: NVFP4Dialect) -> bool:

@@ -26,7 +26,13 @@ def has(operand: Operand) -> bool:
         return False
     if type(f) is NVFP4:
         return f.outer == "dynamic"
-    return type(f) is Float8 and (f.element, f.per) == ("e4m3", "tensor") and not f.fixed and f.low is f.high is None
+    return (
+        type(f) is Float8
+        and (f.element, f.per) == ("e4m3", "tensor")
+        and not f.fixed
+        and not f.wide
+        and f.low is f.high is None
+    )
 
 
 def why_not(r: CodecRequest) -> str | None:
