@@ -207,7 +207,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _same_anew(p: PackedTensor) -> bool:
-    """Whether scales that are made from a packed weight's values give its codes and scales again."""
+    """Return whether scales made from a packed weight's values give its codes and scales again."""
     operand = p.recipe.fprop_weight
     return _same(operand.encode(_values(p)), p.encoded)
 
@@ -217,9 +217,8 @@ def _restored(layer: Any, p: PackedTensor) -> bool:
     if layer.prepared.recipe.weight_scales != "dynamic":
         scales = p.recipe.fprop_weight.format.held(p.encoded)
         new = {part: t for part, t in scales._asdict().items() if not hasattr(layer, f"weight_{part}")}
-        held.register(
-            layer, "weight", Scales(**new), learned=False
-        )  # of blocks, where the format would search for them
+        # block scales, which a format that searches for them does not hold otherwise
+        held.register(layer, "weight", Scales(**new), learned=False)
         held.write(layer, "weight", scales)
     kind = kind_of(layer)
     assert kind is not None
@@ -254,7 +253,7 @@ def _moved(weight: Tensor, p: PackedTensor, encode: Callable[[], Encoded]) -> bo
 
 
 def _same(e: Encoded, wanted: Encoded) -> bool:
-    """Whether codes and scales have the same bytes."""
+    """Return whether codes and scales have the same bytes."""
     pairs = zip(e.by_row.tensors, wanted.by_row.tensors, strict=True)
     return all(
         a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)) for a, b in pairs

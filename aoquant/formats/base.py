@@ -127,7 +127,7 @@ class Format:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row's codes and scales are the same alone, in any batch, and at any place in it.
+        """Return whether a row's codes and scales are the same alone, in any batch, and at any place in it.
 
         An activation's format should be: only then is a token's result its own. NaN and Inf stay in their row too.
         """
@@ -214,7 +214,7 @@ class Format:
 
     @property
     def narrow_of_float32(self) -> bool:
-        """Whether a widened format encodes x as its narrow one, which kernels have, encodes x in float32."""
+        """Return whether this format encodes x as its narrow one, which has kernels, encodes x in float32."""
         return False
 
     def held(self, e: Encoded) -> Scales:

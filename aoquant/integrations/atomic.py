@@ -165,7 +165,7 @@ def check_free(out: Path) -> None:
 
 
 def is_main(model: object, is_main_process: bool) -> bool:
-    """Whether transformers' `save_pretrained` writes files on this rank."""
+    """Return whether transformers' `save_pretrained` writes files on this rank."""
     asked = getattr(model, "should_save_on_this_rank", None)
     return bool(asked(is_main_process)) if asked is not None else is_main_process
 
@@ -206,7 +206,7 @@ def _names(staged: Path) -> list[str]:
 
 
 def _is_pending(place: Path) -> bool:
-    """Whether config.json names staged weights: a save was committed and is not finished."""
+    """Return whether config.json names staged weights: a save was committed and is not finished."""
     try:
         pointer = json.loads((place / CONFIG).read_text(encoding="utf-8")).get(POINTER)
     except (OSError, ValueError, AttributeError):
@@ -215,7 +215,7 @@ def _is_pending(place: Path) -> bool:
 
 
 def _is_taken_back(place: Path) -> bool:
-    """Whether a folder holds nothing but what an interrupted write of a new folder put there."""
+    """Return whether a folder holds nothing but what an interrupted write of a new folder put there."""
     return _is_pending(place) and (place / PARTIAL / _OWN / _FRESH).exists()
 
 
@@ -274,7 +274,7 @@ def _give(source: Path, target: Path, moving: Path) -> None:
 
 
 def _mount_points() -> set[str]:
-    """Where something is mounted, files included; empty where the system does not say."""
+    """Return the mount points, files included; none where the system does not list them."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

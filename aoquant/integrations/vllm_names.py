@@ -52,7 +52,7 @@ def patch_loader(loader: Any) -> None:
 
 
 def is_ours(files: Sequence[str]) -> bool:
-    """Whether the safetensors files are those of aoquant's own checkpoint, and not of an export or another library."""
+    """Return whether the files are those of aoquant's own checkpoint, and not of an export or another library."""
     return all({checksums.KEY, "tensor_names"} <= header(Path(file)).metadata.keys() for file in files)
 
 

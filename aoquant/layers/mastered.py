@@ -58,7 +58,7 @@ class MasterCodes:
 
     @property
     def current(self) -> bool:
-        """Whether the master is what the codes were made of."""
+        """Return whether the codes were made of the master as it is now."""
         return self._seen.is_still(self.master)
 
     def refresh(self) -> None:

@@ -147,7 +147,7 @@ class _Rule:
 
 
 def is_asked(config: Any, filter_fn: Filter | None, fqn: str, module: nn.Module | None) -> bool:
-    """Whether a filter or the names of a config leave anything of a module to quantise; by default they do."""
+    """Return whether a filter or the names of a config leave anything of a module to quantise."""
     by_name = _pushed_into_names(config)
     if isinstance(by_name, FqnToConfig):
         below = [fqn] if module is None else [_join(fqn, name) if name else fqn for name, _ in module.named_modules()]

@@ -97,7 +97,7 @@ def test_two_writers_of_one_folder_are_refused(
 def test_a_resumed_export_notices_another_source(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same names, sizes and times."""
+    """Give other weights the names, sizes and times of the first."""
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(folders["compressed-tensors-checkpoint"], source)
     path = source / checkpoint.SINGLE

@@ -1,4 +1,4 @@
-"""What exports of many families hold: every tensor of the float checkpoint, under its name there, with its values or,
+"""Test what exports of many families hold: each tensor of the float checkpoint, by its name there, with its values or,
 of a quantised layer, its codes; and what stock transformers computes with it.
 """
 
@@ -158,7 +158,7 @@ def test_layers_that_are_no_nn_linear_are_refused(tmp_path: Path) -> None:
 
 
 def _adapter(model: Any) -> None:
-    """What an adapter leaves in a layer."""
+    """Leave a tensor in a layer, as an adapter does."""
     model.model.layers[0].self_attn.q_proj.register_parameter("lora_A", nn.Parameter(torch.zeros(2, 64)))
 
 

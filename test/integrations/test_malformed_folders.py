@@ -60,7 +60,7 @@ def roads(folder: Path, out: Path) -> list[Callable[[], Any]]:
 
 
 def tried(folder: Path, out: Path) -> list[str]:
-    """What the roads say of a folder that they refuse; other errors than a ValueError fail the test."""
+    """Return what the roads say of a folder that they refuse; other errors than a ValueError fail the test."""
     said = []
     for road in roads(folder, out):
         shutil.rmtree(out, ignore_errors=True)

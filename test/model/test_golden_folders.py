@@ -1,4 +1,4 @@
-"""What earlier commits wrote loads bit-equal, for ever: folders, exports, states, runs stopped half-way, pickles.
+"""Load what earlier commits wrote, bit-equal, for ever: folders, exports, states, runs stopped half-way, pickles.
 
 Every archive of test/golden was made by `test/golden/make.py` at the commit that its name gives, with what was expected
 then. No archive is ever made again: a later commit adds its own. Names of modules come from the archives alone, so that
@@ -31,7 +31,7 @@ ARCHIVES = sorted(GOLDEN.glob("folders-*.tar.xz"))
 
 
 class Golden:
-    """One archive, unpacked."""
+    """Return the folder of one unpacked archive."""
 
     def __init__(self, archive: Path, root: Path) -> None:
         self.root = root
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::aoquant.AoquantWarning")
 
 @pytest.fixture(autouse=True)
 def same_arithmetic(one_thread: None) -> None:
-    """One thread, as the archives were made: models are too small for more."""
+    """Run on one thread, as the archives were made: models are too small for more."""
 
 
 def assert_same(got: dict[str, Any], expected: dict[str, Any], what: str) -> None:

@@ -97,7 +97,7 @@ FAMILIES: dict[str, tuple[PretrainedConfig, tuple[Any, ...], tuple[str, ...]]] =
 
 
 def linears(model: nn.Module) -> dict[str, bool]:
-    """Whether each linear layer is prepared, by name."""
+    """Return whether each linear layer is prepared, by name."""
     return {fqn: hasattr(m, "prepared") for fqn, m in model.named_modules() if is_linear(m)}
 
 

@@ -197,7 +197,7 @@ def test_conv1d(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gridflip-search", "nvfp4-search", "fouroversix", "int4-g64"])
 def test_training_on_saves_and_loads(name: str) -> None:
-    """What training changed is in the state_dict, into a model that was prepared from floats too."""
+    """Load what training changed from the state_dict, into a model that was prepared from floats too."""
     model = model_of(name, torch.float32)
     quantize_(model, config(name))
     unpack_(model)

@@ -198,7 +198,7 @@ def test_a_gather_of_codes_names_what_it_leaves_out(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "fp8"])
 def test_converted_weights_are_not_sharded(mesh: DeviceMesh, name: str) -> None:
-    """What `fully_shard` and `parallelize_module` say of codes; leaving them out works."""
+    """Test that `fully_shard` and `parallelize_module` refuse codes, and that leaving them out works."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     quantize_(model, get_recipe(name).make(), lambda m, fqn: fqn == "0")
     with pytest.raises(ValueError, match="is not sharded"):

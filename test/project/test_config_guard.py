@@ -1,4 +1,4 @@
-"""What a checkpoint names is data: torchao's loaders build configs, enums and tensors for aoquant, and call nothing."""
+"""Test that a checkpoint is data: torchao's loaders build configs, enums and tensors for aoquant, and call nothing."""
 
 from __future__ import annotations
 

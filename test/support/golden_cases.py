@@ -296,7 +296,7 @@ THINGS: dict[str, Callable[[], Any]] = {
 
 
 def pickled() -> Iterator[tuple[str, Any]]:
-    """What users pickle: whole modules, tensors, configs, results; all classes of aoquant's that such pickles name.
+    """Return what users pickle: modules, tensors, configs, results; all classes of aoquant's that such pickles name.
 
     No `Masters`: unpickled in another process, theirs followed no optimizer. Their state_dict is what is saved.
     """
@@ -371,7 +371,7 @@ def state(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def outputs(model: nn.Module, *args: Any) -> dict[str, Tensor]:
-    """What every linear layer of the model gives in a forward, and what the model gives."""
+    """Return what every linear layer of the model gives in a forward, and what the model gives."""
     seen: dict[str, Tensor] = {}
     hooks = [
         module.register_forward_hook(lambda m, i, y, name=name: seen.update({name: y}))
@@ -386,7 +386,7 @@ def outputs(model: nn.Module, *args: Any) -> dict[str, Tensor]:
 
 
 def stack_output(experts: Any) -> Tensor:
-    """What a stack of experts gives: text t goes to expert t % 2."""
+    """Return what a stack of experts gives: text t goes to expert t % 2."""
     x = data(4)[:8].repeat(1, 2)
     for flag in ("_is_expert_parallel", "has_post_expert_norm"):
         # transformers 5.24 sets these where it builds its module, and cannot run one that an earlier version pickled

@@ -23,7 +23,7 @@ def without_storage(t: Tensor) -> Tensor:
 
 
 def wrong_tensors(t: Tensor) -> dict[str, Tensor | None]:
-    """What is wrong -> the tensor."""
+    """Return wrong tensors, by what is wrong."""
     other = torch.device("cpu" if t.is_cuda else "meta")
     return {
         "absent": None,

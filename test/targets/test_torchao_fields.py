@@ -118,7 +118,7 @@ def others(field: dataclasses.Field[Any], now: Any) -> list[Any]:
 
 
 def effect(target: Target) -> Any:
-    """What a target does to a bf16 layer: its recipe, the shapes that it takes, and every byte of its tensor."""
+    """Return what a target does to a bf16 layer: its recipe, the shapes that it takes, and every byte of its tensor."""
     torch.manual_seed(0)
     w = torch.randn(128, 256, dtype=torch.bfloat16)
     limits = [target.why_not(n, k, d) for n, k, d in ((128, 256, w.dtype), (5, 96, w.dtype), (128, 256, torch.float16))]

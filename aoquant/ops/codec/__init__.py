@@ -114,9 +114,7 @@ def encode_with_values(
 
 
 def _first(operand: Operand, x_RK: Tensor) -> tuple[Operand, Tensor]:
-    """What is done before any backend, which then has a plain matrix: x is widened, or a transform applied whose result
-    has x's dtype.
-    """
+    """Widen x, or apply a transform whose result has x's dtype, before any backend, which then has a plain matrix."""
     if operand.transform is None:
         return (operand.narrow, x_RK.float()) if operand.format.narrow_of_float32 else (operand, x_RK)
     apart = _apart(operand)
@@ -157,7 +155,7 @@ def saturated(operand: Operand | Format, x_RK: Tensor, matrix: Tensor | None = N
     """(R, ceil(K / 8)) uint8: bits of the values that are clipped when x_RK is encoded; matrix: of a fitted
     transform.
     """
-    operand, x_RK = as_operand(operand), x_RK
+    operand = as_operand(operand)
     if operand.transform is None:
         operand, x_RK = _first(operand, x_RK)
     rows, k = x_RK.shape
