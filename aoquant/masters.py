@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torchao.quantization import FqnToConfig
@@ -30,7 +30,7 @@ from aoquant._arguments import check_model
 from aoquant.config import QATConfig
 from aoquant.hybrid import HybridConfig
 from aoquant.layers.kinds import kind_of
-from aoquant.layers.mastered import MasterCodes, codes_of, hold_codes, release_codes
+from aoquant.layers.mastered import MasterCodes, MasteredLinear, codes_of, hold_codes, release_codes
 from aoquant.layers.qat import PreparedModule, QATLinear
 from aoquant.parallel.gather import reads_values
 from aoquant.parallel.gathered import GatheredWeight
@@ -38,10 +38,11 @@ from aoquant.quantize import quantize_
 
 
 class Masters(nn.Module):
-    """The parameters and buffers of a model under the model's names: float32 masters, and what was not packed.
+    """The parameters and buffers of a model under the model's names: float32 masters, and what was not packed. They are
+    those that the model has at any time, also after `model.to("cuda")` gave it other ones.
 
     Give its `parameters()` to the optimizer, and its `state_dict()` to a checkpoint; loading one packs the weights
-    again. They are the model's own parameters, so the model's serve as well. `refresh()` makes the codes after a change
+    again. The model's own serve as well. `refresh()` makes the codes after a change
     that PyTorch does not count, such as `p.data.mul_(2)`; `restore()` gives the model its weights back, before convert.
     """
 
@@ -54,11 +55,8 @@ class Masters(nn.Module):
             if id(weight) not in done:
                 done[id(weight)] = _packed(layer)
             hold_codes(layer, done[id(weight)])
-        for name, p in model.named_parameters(remove_duplicate=False):
-            _put(self, name, p)
-        for name, b in model.named_buffers(remove_duplicate=False):
-            path, _, last = name.rpartition(".")
-            _put(self, name, b, last not in model.get_submodule(path)._non_persistent_buffers_set)
+        _mirror(self, model, {})
+        self.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         _watch_optimizers()
 
@@ -174,27 +172,29 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(packs)
 
 
-def _put(root: nn.Module, name: str, value: Tensor, persistent: bool = True) -> None:
-    """Register a parameter or buffer under a name with dots. persistent: of a buffer."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    if isinstance(value, nn.Parameter):
-        root.register_parameter(last, value)
-    else:
-        root.register_buffer(last, value, persistent)
+def _mirror(view: nn.Module, module: nn.Module, made: dict[nn.Module, nn.Module]) -> None:
+    """Let `view` have the parameters and buffers of `module` and of all in it. made: views by module."""
+    made[module] = view
+    # the dictionaries themselves: a cast or a move puts other buffers into them
+    for shared in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        vars(view)[shared] = vars(module)[shared]
+    for name, child in module._modules.items():
+        if child is not None:
+            if child not in made:
+                _mirror(nn.Module(), child, made)
+            view._modules[name] = made[child]
 
 
-def _loaded(masters: nn.Module, keys: Any) -> None:
+def _refuse_assign(masters: Masters, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+    """Before a state_dict is loaded."""
+    packed = [layer for layer in masters._layers if isinstance(layer, MasteredLinear)]
+    if packed and metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            f"{packed[0].prepared.fqn or 'linear'}: load_state_dict(assign=True) would put another tensor in place of its master, which its codes "
+            "follow: load without assign"
+        )
+
+
+def _loaded(masters: Masters, keys: Any) -> None:
     """After a state_dict was loaded."""
-    assert isinstance(masters, Masters)
-    mine = set(masters.parameters())
-    for layer in masters._layers:
-        if layer._parameters["weight"] not in mine:
-            raise ValueError(
-                f"{layer.prepared.fqn or 'linear'}: load_state_dict(assign=True) put another tensor in place of its master, and the model has "
-                "the one before: load without assign"
-            )
     masters.refresh()

@@ -286,6 +286,58 @@ def test_a_move_and_a_cast_leave_masters_in_float32() -> None:
     assert other[0].weight.dtype == torch.bfloat16 and other(x).dtype == torch.bfloat16
 
 
+class Kinds(nn.Module):
+    """Each kind of tensor that a module has: trained, tied, shared by name, saved, not saved; a child without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear, self.tied, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.tied.weight, self.again, self.nothing = self.linear.weight, self.linear, None
+        self.at_root = nn.Parameter(torch.ones(WIDTH))
+        self.register_module("none", None)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("unsaved", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.again(self.tied(self.linear(x.to(self.at_root.dtype))))) * self.unsaved
+        self.mean = self.mean + y.detach().mean(0).to(self.mean.dtype)
+        return y * self.at_root
+
+
+CHANGES: dict[str, Any] = {
+    "none": lambda model: model,
+    "bfloat16": lambda model: model.bfloat16(),
+    "there and back": lambda model: model.double().float(),
+    "overwriting": lambda model: model.norm.load_state_dict(nn.BatchNorm1d(WIDTH).state_dict(), assign=True),
+    "another buffer": lambda model: model.register_buffer("later", torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["nvfp4-training", "fp8-hybrid"])
+def test_masters_are_those_that_the_model_has_now(name: str, change: str) -> None:
+    """Whatever took the place of its buffers and parameters: a forward, a cast, a move, a load."""
+    model = Kinds()
+    masters = quantized_model_init(model, CONFIGS[name]())
+    CHANGES[change](model)
+    for _ in range(2):
+        model(torch.randn(16, WIDTH)).float().square().mean().backward()
+
+    def check() -> None:
+        want, found = model.state_dict(), masters.state_dict()
+        assert list(found) == list(want)
+        assert all(torch.equal(found[key], want[key]) and found[key].dtype == want[key].dtype for key in want)
+        assert [*masters.named_parameters()] == [*model.named_parameters()]
+        assert [id(b) for b in masters.buffers()] == [id(b) for b in model.buffers()]
+
+    check()
+    moved = {key: t + 1 for key, t in model.state_dict().items()}
+    masters.load_state_dict(moved)
+    check()
+    assert all(torch.equal(t, moved[key]) for key, t in model.state_dict().items())
+
+
 def test_a_master_that_is_replaced_is_refused_by_name() -> None:
     state = network().state_dict()
     model = network()
@@ -294,8 +346,11 @@ def test_a_master_that_is_replaced_is_refused_by_name() -> None:
         model.load_state_dict(state, assign=True)
     with pytest.raises(ValueError, match=r"^0: its weight is packed.*masters.restore\(\)"):
         model[0].weight = nn.Parameter(torch.ones(96, WIDTH))
-    with pytest.raises(ValueError, match=r"^0: load_state_dict\(assign=True\) put another tensor.*load without assign"):
+    with pytest.raises(
+        ValueError, match=r"^0: load_state_dict\(assign=True\) would put another tensor.*without assign"
+    ):
         masters.load_state_dict(state, assign=True)
+    assert torch.equal(masters.state_dict()["0.weight"], state["0.weight"])
     for copied in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
         with pytest.raises(ValueError, match=r"^0: its weight is packed.*masters.restore\(\)"):
             copied(model)
