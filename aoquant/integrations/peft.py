@@ -35,6 +35,7 @@ from aoquant.integrations.peft_parameters import QATParamWrapper
 from aoquant.layers import held
 from aoquant.layers.kinds import is_packed, kind_of
 from aoquant.layers.qat import PreparedModule, QATLayer, QATLinear
+from aoquant.parallel.gathered import GatheredWeight
 from aoquant.quantize import config_of
 
 __all__ = ["PackedLoraLinear", "QATLoraLinear", "QATParamWrapper", "dispatch", "install"]
@@ -139,6 +140,11 @@ def _only_lora(tuner: BaseTuner) -> Iterator[None]:
             raise ValueError(
                 f"{base.prepared.fqn}: {config.peft_type.value} has no exact meaning on a prepared layer, its merge would change what was "
                 "trained: use LoraConfig, or leave the layer out of target_modules"
+            )
+        if isinstance(base, QATLayer) and isinstance(base.weight, GatheredWeight):
+            raise ValueError(
+                f"{base.prepared.fqn}: an adapter is added to the weight, and quantized_model_init packed this one: call masters.restore() first, "
+                "or leave the layer out of target_modules"
             )
         try:
             replace(config, adapter_name, target, *args, **kwargs)

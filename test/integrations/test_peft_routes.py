@@ -20,7 +20,7 @@ from support.models import NARROW, llama, logits
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from aoquant import Int4WeightConfig, QATConfig, quantize_
+from aoquant import Int4WeightConfig, QATConfig, quantize_, quantized_model_init
 
 TUNERS = {t.value: t for t, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items() if issubclass(tuner, BaseTuner)}
 NAMED = r"(model\.[\w.]+|lm_head)"  # of a layer or its parameter
@@ -130,6 +130,25 @@ def test_an_option_is_exact_on_a_prepared_model(options: dict[str, Any]) -> None
     assert torch.equal(logits(merged), y)
     quantize_(merged, QATConfig(step="convert"))
     assert torch.equal(logits(merged), y)
+
+
+@pytest.mark.parametrize("options", EXACT.values(), ids=EXACT)
+def test_an_option_meets_float32_masters_exactly_or_is_refused(options: dict[str, Any]) -> None:
+    """An adapter adds to the weight, and a layer of `quantized_model_init` has codes alone."""
+    torch.manual_seed(0)
+    made = llama(**NARROW)
+    quantized_model_init(made, QATConfig("fp8-hybrid"))
+    before, adapts = logits(made), options.get("target_modules", ["q_proj"])
+    if adapts == ["lm_head"] or options.get("target_parameters") == ["embed_tokens.weight"]:
+        adapted = get_peft_model(made, lora(**options))
+        assert torch.equal(logits(adapted), before)
+        ids = torch.arange(8).view(1, 8)
+        adapted(ids, labels=ids).loss.backward()
+        assert any(p.grad is not None for name, p in adapted.named_parameters() if "lora_B" in name)
+        return
+    packed = r": an adapter is added to the weight, and quantized_model_init packed this one"
+    with pytest.raises(ValueError, match=rf"^{NAMED}{packed}"):
+        get_peft_model(made, lora(**options))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["prepared", "packed"])
