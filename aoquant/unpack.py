@@ -240,6 +240,7 @@ def _moved(weight: Tensor, p: PackedTensor, encode: Callable[[], Encoded]) -> bo
     weight's codes are now.
     """
     if _same(encode(), p.encoded):
+        _keep_signs(weight, p, encode)
         return True
     weight.copy_(_values(p))
     format, steps = p.recipe.fprop_weight.format, 0 if p.recipe.transform else _STEPS  # which mixes values
@@ -250,6 +251,29 @@ def _moved(weight: Tensor, p: PackedTensor, encode: Callable[[], Encoded]) -> bo
         got = format.decode(encode(), torch.float32)
         weight.copy_(torch.where(got == wanted, weight, _towards(weight, wanted - got)))
     return _same(encode(), p.encoded)
+
+
+def _keep_signs(weight: Tensor, p: PackedTensor, encode: Callable[[], Encoded]) -> None:
+    """Move a weight's negative zeros below zero, in place, by a millionth of a step: an optimizer step of 0 makes them
+    positive, and their codes too. Zeros whose codes have no sign become positive; those that no small number of the
+    weight's dtype can replace stay.
+    """
+    exact = weight.clone()
+    weight.add_(0.0)
+    if _same(encode(), p.encoded):
+        return
+    if p.recipe.transform is not None:
+        weight.copy_(_values(p))
+    else:
+        limits = torch.finfo(weight.dtype)
+        small = _values(p).abs().float().mul(2.0**-20).clamp(min=limits.smallest_normal * limits.eps)
+        negative = (exact == 0) & exact.signbit()
+        weight.copy_(torch.where(negative, -small.to(weight.dtype), exact))
+        format = p.recipe.fprop_weight.format
+        got, wanted = (format.decode(e, torch.float32) for e in (encode(), p.encoded))
+        weight.copy_(torch.where(negative & ((got != wanted) | (got.signbit() != wanted.signbit())), exact, weight))
+    if not _same(encode(), p.encoded):
+        weight.copy_(exact)
 
 
 def _same(e: Encoded, wanted: Encoded) -> bool:
