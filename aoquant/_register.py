@@ -58,6 +58,7 @@ def register() -> None:
     _when_imported(_HF_QUANTIZERS, _extend_quantizer)
     _when_imported(_TRAINER, _spare_scales)
     _when_imported(_HF_MODELS, _stage_saves)
+    _when_imported(_HF_MODELS, _refuse_resizing)
 
 
 def version(package: str) -> str:
@@ -125,6 +126,12 @@ def _stage_saves(module: ModuleType) -> None:
     from aoquant.integrations import whole_saves
 
     whole_saves.install(module)
+
+
+def _refuse_resizing(module: ModuleType) -> None:
+    from aoquant.integrations import resizing
+
+    resizing.install(module)
 
 
 def _when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:

@@ -174,7 +174,7 @@ def _what_stays_float(model: nn.Module, planned: Plan, strict: bool) -> str | No
 def _what_is_missing(model: nn.Module, config: Any, filter_fn: Filter | None) -> str | None:
     """A sentence about what was prepared and is not there any more, but for what the filter or names leave out."""
     found = [
-        f"{fqn} ({'removed' if module is None else f'now a float {type(module).__name__}'})"
+        f"{fqn} ({_what_it_is_now(module)})"
         for fqn, module in replaced.missing(model)
         if is_asked(config, filter_fn, fqn, module)
     ]
@@ -184,6 +184,14 @@ def _what_is_missing(model: nn.Module, config: Any, filter_fn: Filter | None) ->
         f"{len(found)} module(s) that were prepared have been replaced or removed since, and are not converted: {', '.join(found)}. "
         "Prepare what took their place before convert, or leave it out (filter_fn, or None for its name in FqnToConfig)"
     )
+
+
+def _what_it_is_now(module: nn.Module | None) -> str:
+    """Describe what stands where prepared modules were."""
+    if module is None:
+        return "removed"
+    is_empty = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module)
+    return f"now {'an empty' if is_empty else 'a float'} {type(module).__name__}"
 
 
 def _remember(planned: Plan) -> None:

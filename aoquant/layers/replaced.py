@@ -32,11 +32,12 @@ def forget(model: nn.Module) -> None:
 
 
 def missing(model: nn.Module) -> Iterator[tuple[str, nn.Module | None]]:
-    """Names of what held prepared modules, with the module of that name now; it holds none, and no packed weight."""
+    """Yield names of what held prepared modules, and the module of that name now, which holds no quantised weight."""
     for fqn, module in model.named_modules():
         for name in sorted(vars(module).get(_RECORD, ())):
             child = module._modules.get(name)
-            if child is None or not any(_is_quantised(m) for m in child.modules()):
+            # A child with a record was not replaced: what it lacks is named below it.
+            if child is None or not (_RECORD in vars(child) or any(_is_quantised(m) for m in child.modules())):
                 yield f"{fqn}.{name}" if fqn else name, child
 
 

@@ -63,6 +63,13 @@ CHANGES: dict[str, tuple[Callable[[Any], None], list[str]]] = {
     ),
     "removed": (lambda m: delattr(m, "lm_head"), ["lm_head (removed)"]),
     "a shorter stack": (lambda m: m.model.layers.__delitem__(1), ["model.layers.1 (removed)"]),
+    "an empty stack": (put("model.layers", lambda m: nn.ModuleList()), ["model.layers (now an empty ModuleList)"]),
+    "a stack without layers": (lambda m: m.model.layers.__delitem__(slice(None)), ["model.layers.0 (removed)", "model.layers.1 (removed)"]),
+    "a block without linear layers": (put("model.layers.0.mlp", lambda m: nn.Sequential()), ["model.layers.0.mlp (now an empty Sequential)"]),
+    "all layers of a block": (
+        lambda m: [put(f"model.layers.0.mlp.{n}_proj", linear)(m) for n in ("up", "down", "gate")],
+        [f"model.layers.0.mlp.{n}_proj (now a float Linear)" for n in ("up", "down", "gate")],
+    ),
 }  # fmt: skip
 
 
@@ -81,6 +88,17 @@ def test_convert_names_what_is_not_there_any_more(change: str) -> None:
         quantize_(model, CONVERT)
     text = next(str(w.message) for w in said if SAID in str(w.message))
     assert text.startswith(f"{len(names)} module(s)") and all(name in text for name in names)
+
+
+@pytest.mark.parametrize("change", ["an empty stack", "a stack without layers"])
+def test_the_list_is_named_where_the_model_above_it_holds_nothing_prepared(change: str) -> None:
+    model = llama(False, attention_bias=False, **NARROW)
+    quantize_(model, QATConfig("int4-g32"), lambda m, name: isinstance(m, nn.Linear))
+    alter, names = CHANGES[change]
+    alter(model)
+    with pytest.raises(ValueError, match=f"^strict: {len(names)} module.s. that were prepared {SAID}") as error:
+        quantize_(model, CONVERT, strict=True)
+    assert all(name in str(error.value) for name in names) and "model (now" not in str(error.value)
 
 
 @pytest.mark.parametrize(
