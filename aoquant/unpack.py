@@ -179,7 +179,7 @@ def _prepared(stack: _Stack, options: dict[str, Any]) -> bool:
     """Prepare experts so that they have the packed values; whether they do."""
     packed = [stack.packed.expert(e) for e in range(len(stack.packed))]
     anew = all(_same_anew(p) for p in packed)
-    scales = None
+    choices: list[Scales | None] = [None]
     if not anew:
         _check_held(stack.fqn, packed[0])
     try:
@@ -187,18 +187,25 @@ def _prepared(stack: _Stack, options: dict[str, Any]) -> bool:
         config = QATConfig(packed_config(stack.packed), step="prepare", scales=how, **options)
         recipe = prepare_target(config).recipe
         if not anew:
-            each = [p.recipe.fprop_weight.format.held(p.encoded) for p in packed]
-            scales = Scales(*(None if parts[0] is None else _stacked(parts) for parts in zip(*each, strict=True)))
+            choices = [_of_experts(each) for each in zip(*map(_held, packed), strict=True)]
     except ValueError as error:
         raise ValueError(f"{stack.fqn}: {error}") from None
-    setattr(stack.module, stack.name, nn.Parameter(stack.packed.dequantize().contiguous()))
-    experts = QATExperts.prepare_stack(stack.module, stack.name, Prepared(recipe, config, stack.fqn), scales)
-    weight = getattr(experts, stack.name)
-    for e, one in enumerate(weight.data):
-        w_NK = one.t() if experts.is_transposed else one
-        if not _moved(w_NK, packed[e], partial(experts.encode_expert, stack.name, e, weight.dtype)):
-            return False
-    return True
+    for scales in choices:
+        if isinstance(stack.module, QATExperts) and stack.name in stack.module.stacks:
+            stack.module.unprepare_stack(stack.name)
+        setattr(stack.module, stack.name, nn.Parameter(stack.packed.dequantize().contiguous()))
+        experts = QATExperts.prepare_stack(stack.module, stack.name, Prepared(recipe, config, stack.fqn), scales)
+        weight = getattr(experts, stack.name)
+        matrices = [one.t() if experts.is_transposed else one for one in weight.data]
+        encodes = [partial(experts.encode_expert, stack.name, e, weight.dtype) for e in range(len(packed))]
+        if all(_moved(w_NK, p, encode) for w_NK, p, encode in zip(matrices, packed, encodes, strict=True)):
+            return True
+    return False
+
+
+def _of_experts(each: Sequence[Scales]) -> Scales:
+    """Stack the scales of every expert."""
+    return Scales(*(None if parts[0] is None else _stacked(parts) for parts in zip(*each, strict=True)))
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
@@ -214,15 +221,29 @@ def _same_anew(p: PackedTensor) -> bool:
 
 def _restored(layer: Any, p: PackedTensor) -> bool:
     """Give a layer the packed scales, and weights that have the packed codes; whether they do."""
-    if layer.prepared.recipe.weight_scales != "dynamic":
-        scales = p.recipe.fprop_weight.format.held(p.encoded)
-        new = {part: t for part, t in scales._asdict().items() if not hasattr(layer, f"weight_{part}")}
-        # block scales, which a format that searches for them does not hold otherwise
-        held.register(layer, "weight", Scales(**new), learned=False)
-        held.write(layer, "weight", scales)
     kind = kind_of(layer)
     assert kind is not None
-    return _moved(kind.matrix(layer.weight.data), p, layer.encode_weight)
+    weight = kind.matrix(layer.weight.data)
+    if layer.prepared.recipe.weight_scales == "dynamic":
+        return _moved(weight, p, layer.encode_weight)
+    values = weight.clone()
+    for scales in _held(p):
+        new = {part: t for part, t in scales._asdict().items() if not hasattr(layer, f"weight_{part}")}
+        held.register(layer, "weight", Scales(**new), learned=False)
+        held.write(layer, "weight", scales)
+        weight.copy_(values)
+        if _moved(weight, p, layer.encode_weight):
+            return True
+    return False
+
+
+def _held(p: PackedTensor) -> list[Scales]:
+    """Return scales to hold, the first choice first: the format's, then these with the packed scales of blocks.
+
+    Codes of GPTQ need the second ones: their values may ask for another block scale when it is made anew.
+    """
+    scales = p.recipe.fprop_weight.format.held(p.encoded)
+    return [scales] if scales.scale is not None else [scales, scales._replace(scale=p.encoded.scale)]
 
 
 def _values(p: PackedTensor) -> Tensor:

@@ -32,7 +32,7 @@ from . import layout
 from .base import Encoded, Format, Scales, off_zero
 from .elements import E2M1_MAX, ELEMENTS, FLOAT8, from_e2m1, from_float8, rounding_limit, to_e2m1, to_float8
 from .fixed import check_fixed
-from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e8m0
+from .scales import absmax, divide, e8m0_bytes, e8m0_values, visible_e4m3, visible_e8m0
 
 E4M3_FLOOR = 2.0**-6  # smallest normal: torchao never stores a smaller block scale
 PTS_FLOOR = 2.0**-121
@@ -172,7 +172,7 @@ class NVFP4(Format):
 
     def quantize(self, x_RK: Tensor, s: Scales) -> Encoded:
         x_RGB = self._blocks(x_RK).float()
-        scale = block_scales(x_RGB, s.outer)
+        scale = block_scales(x_RGB, s.outer) if s.scale is None else visible_e4m3(x_RGB, s.scale)
         inverse = (1.0 if s.outer is None else 1.0 / s.outer) / scale.float()
         codes = to_e2m1((x_RGB * inverse.unsqueeze(-1)).flatten(1))
         return Encoded(layout.pack(codes, 4), scale, None, s.outer, x_RK.shape[1])

@@ -209,17 +209,17 @@ class NVFP4Dialect(_E2M1, OneScale):
         amax = self._tiles(absmax(x_RGB))
         amax = torch.where(amax.isinf(), torch.nan, amax)  # a saturating cast would hide Inf
         if self.dialect == "xx":
-            scale = to_float8(amax / (s.outer * E2M1_MAX), "e4m3")
+            scale = self._block_scales(amax / (s.outer * E2M1_MAX), s)
             y_RGB = x_RGB / self._spread(scale.float() * s.outer, rows).unsqueeze(-1)
         else:
             if self.dialect == "qutlass":
                 encode = s.outer.reciprocal()
-                scale = to_float8(encode * (amax * reciprocal(E2M1_MAX)), "e4m3")
+                scale = self._block_scales(encode * (amax * reciprocal(E2M1_MAX)), s)
                 inverse = (scale.float() * encode.reciprocal()).reciprocal()
             else:
                 encode = (torch.full_like(s.outer, NVFP4_TOP) / s.outer).clamp(max=FLOAT32_MAX)
                 encode = torch.where(s.outer == 0, 1.0, encode)
-                scale = to_float8(amax * (encode * reciprocal(E2M1_MAX)), "e4m3")
+                scale = self._block_scales(amax * (encode * reciprocal(E2M1_MAX)), s)
                 inverse = (scale.float() * encode.reciprocal()).reciprocal().clamp(max=FLOAT32_MAX)
             y_RGB = x_RGB * self._spread(inverse, rows).unsqueeze(-1)
         return Encoded(layout.pack(to_e2m1(y_RGB.flatten(1)), 4), scale, None, s.outer, x_RK.shape[1])
@@ -242,6 +242,12 @@ class NVFP4Dialect(_E2M1, OneScale):
     def floored(self, e: Encoded) -> Tensor:
         assert e.scale is not None
         return (e.scale.float() == 0) & (self._tiles(self._any_code(e).float()) != 0)
+
+    def _block_scales(self, asked: Tensor, s: Scales) -> Tensor:
+        """(T, G) e4m3: what the tiles ask for, or the held scales; NaN for tiles that hold NaN or Inf."""
+        if s.scale is None:
+            return to_float8(asked, "e4m3")
+        return torch.where(asked.isnan(), torch.nan, s.scale.float()).to(s.scale.dtype)
 
     def _steps(self, e: Encoded) -> Tensor:
         """(R, G) float32: the value of code 1."""

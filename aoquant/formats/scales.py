@@ -89,6 +89,11 @@ def visible(x_RGB: Tensor, scale: Tensor) -> Tensor:
     return torch.where(x_RGB.isnan().any(-1), torch.nan, scale)
 
 
+def visible_e4m3(x_RGB: Tensor, scale: Tensor) -> Tensor:
+    """e4m3 `scale` (R, G), NaN for the groups of x that hold a NaN: e2m1 codes have none."""
+    return visible(x_RGB, scale.float()).to(scale.dtype)
+
+
 def visible_e8m0(x_RGB: Tensor, scale: Tensor) -> Tensor:
     """e8m0 `scale` (R, G), NaN for the groups of x that hold a NaN: e2m1 codes have none."""
     return torch.where(x_RGB.isnan().any(-1), 255, scale.view(torch.uint8)).view(torch.float8_e8m0fnu)

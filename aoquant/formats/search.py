@@ -23,7 +23,7 @@ from .base import Encoded, Scales
 from .blockscaled import NVFP4, block_scales
 from .contest import TOP
 from .elements import FLOAT8, from_e2m1, to_e2m1
-from .scales import visible
+from .scales import visible_e4m3
 
 DOWN, UP = 4, 8
 LOWEST, HIGHEST = 0x08, 0x7E  # e4m3 bytes of 2^-6 and 448
@@ -51,7 +51,7 @@ class NVFP4Search(NVFP4):
         x_RGB = self._blocks(x_RK).float()
         inverse = x_RGB.new_ones(1, 1) if s.outer is None else 1.0 / s.outer
         if s.scale is not None:
-            scale = visible(x_RGB, s.scale.float()).to(s.scale.dtype)
+            scale = visible_e4m3(x_RGB, s.scale)
             codes, _ = _coded(x_RGB, x_RGB, scale.view(torch.uint8), inverse)
             return Encoded(layout.pack(codes.flatten(1), 4), scale, None, s.outer, x_RK.shape[1])
         usual = block_scales(x_RGB, s.outer).view(torch.uint8)

@@ -96,13 +96,14 @@ def keep_dtype(layer: nn.Module, before: dict[str, Tensor]) -> None:
                 now.grad = now.grad.to(value.dtype)
 
 
-def take_shape(layer: nn.Module, prefix: str, state_dict: dict[str, Any]) -> None:
+def take_shape(layer: nn.Module, prefix: str, state_dict: dict[str, Any], static_weight: bool) -> None:
     """Give per-tensor scales the number of dimensions that a state_dict has them in, and scales of blocks to a layer
-    that holds the outer scale of its weight alone: `unpack_` leaves both.
+    whose weight has static scales, but none of blocks: `unpack_` leaves both.
     """
-    blocks, outer = state_dict.get(f"{prefix}weight_scale"), layer._buffers.get("weight_outer")
-    if blocks is not None and outer is not None and not hasattr(layer, "weight_scale"):
-        layer.register_buffer("weight_scale", torch.empty_like(blocks, device=outer.device))
+    blocks = state_dict.get(f"{prefix}weight_scale")
+    if blocks is not None and static_weight and not hasattr(layer, "weight_scale"):
+        weight: Any = layer.weight
+        layer.register_buffer("weight_scale", torch.empty_like(blocks, device=weight.device))
     for name in names(layer):
         mine, given = getattr(layer, name), state_dict.get(prefix + name)
         if given is not None and given.numel() == mine.numel() == 1:

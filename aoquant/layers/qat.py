@@ -275,7 +275,7 @@ class QATLinear(QATLayer, nn.Linear):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        held.take_shape(self, prefix, state_dict)
+        held.take_shape(self, prefix, state_dict, self.prepared.recipe.weight_scales == "static")
         if RANDOM in self._buffers:  # a checkpoint from before this training knows no state: it begins at step 0
             state_dict.setdefault(prefix + RANDOM, fresh_state(self.prepared.config.seed, self.prepared.fqn))
         if (steps := self.prepared.recipe.history) and prefix + "weight" in state_dict:

@@ -169,6 +169,51 @@ def test_scales_that_no_encoder_makes_are_kept() -> None:
     assert all(same_bits(p, before[n]) for n, p in packed_of(model).items())
 
 
+FP4 = ("nvfp4", "nvfp4-row", "nvfp4-none", "nvfp4-pow2", "nvfp4-search", "te-nvfp4", "te-nvfp4-16x16", "xx-nvfp4",
+       "qutlass-nvfp4", "fouroversix", "hadamard16+nvfp4", "mxfp4", "qutlass-mxfp4")  # fmt: skip
+
+
+def lower_the_largest(packed: Tensor) -> None:
+    """Leave every third row of e2m1 codes without its largest ones, as GPTQ and rounding by hand may."""
+    codes, before = packed.view(torch.uint8)[..., ::3, :], packed.clone()
+    for shift in (0, 4):
+        codes -= ((codes >> shift & 7) == 7) * torch.tensor(2 << shift, dtype=torch.uint8)
+    assert not torch.equal(packed, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", FP4)
+def test_codes_that_ask_for_another_block_scale(name: str, dtype: torch.dtype) -> None:
+    """And the state_dict holds what was packed, for a model that was prepared from floats too."""
+    model = nn.Sequential(nn.Linear(512, 48, dtype=dtype))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(48, 512, generator=torch.Generator().manual_seed(3)) + 3.0)
+    fresh = copy.deepcopy(model)
+    quantize_(model, config(name))
+    lower_the_largest(model[0].weight.encoded.codes)
+    before = copy.deepcopy(model[0].weight)
+    unpack_(model)
+    step_by_nothing(model)
+    quantize_(fresh, QATConfig(config(name), scales="static"))
+    fresh.load_state_dict(model.state_dict())
+    for prepared in (model, fresh):
+        quantize_(prepared, QATConfig(step="convert"))
+        assert same_bits(prepared[0].weight, before)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-row", "nvfp4-none"])
+def test_codes_of_experts_that_ask_for_another_block_scale(name: str) -> None:
+    model = made("qwen3-moe", "eager")
+    quantize_(model, config(name))
+    for packed in packed_of(model).values():
+        lower_the_largest(packed.qdata)
+    before = {n: copy.deepcopy(p) for n, p in packed_of(model).items()}
+    unpack_(model)
+    step_by_nothing(model)
+    quantize_(model, QATConfig(step="convert"))
+    assert all(same_bits(p, before[n]) for n, p in packed_of(model).items())
+
+
 class Tied(nn.Module):
     def __init__(self, tied: bool, dtype: torch.dtype) -> None:
         super().__init__()
