@@ -55,6 +55,7 @@ class Folder(Staged):
         if split.is_sharded:
             configs[checkpoint.INDEX] = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         metadata = {"format": "pt", checksums.CONFIGS: checksums.of_configs(configs)}
+        metadata[checksums.FOLDER] = checksums.of_folder({})  # a placeholder of the same length
         resumed = self._resume()
         if not resumed:
             self.begin(size)
@@ -83,6 +84,7 @@ class Folder(Staged):
                         pending, unflushed = [], 0
                 advance(amount, group)
             self._note(pending, places)
+        metadata[checksums.FOLDER] = checksums.of_folder(self.sums)
         for file, held in split.filename_to_tensors.items():
             sums = checksums.encoded({n: self.sums[n] for n in held}, metadata)
             replace_metadata(self.path / file, {**metadata, checksums.KEY: sums})

@@ -3,7 +3,8 @@
 The header of a safetensors file says how long its data is, so a truncated file does not open. Bits that changed on a
 disk, in memory or in a copy leave the length as it was, and such a file loads as other weights. Every file that aoquant
 writes therefore has one more entry in its metadata, `aoquant_crc32`: a JSON object with a CRC-32 for each tensor, of
-its dtype, its shape and its bytes, and one for the rest of the metadata.
+its dtype, its shape and its bytes, and one for the rest of the metadata. Shards of two checkpoints do not mix: every
+shard of a saved model holds the checksums of all of its tensors, and every shard of an export one of that table.
 
 CRC-32 (zlib's) finds every change within 32 neighbouring bits and misses another one in four billion. It guards against
 damage, not against an attacker, who would change the checksum too. CRC-32 was chosen because it is in the standard
@@ -32,6 +33,7 @@ from aoquant.integrations.safetensors_file import MALFORMED, StoredTensor, dtype
 
 KEY = "aoquant_crc32"
 CONFIGS = "aoquant_configs_crc32"
+FOLDER = "aoquant_folder_crc32"
 ENTRIES = (KEY, CONFIGS)  # of a header, beside the descriptions of tensors
 _METADATA = "__metadata__"  # the entry of the rest of the metadata
 _CONFIG = "config.json"
@@ -78,6 +80,11 @@ def encoded(checksums: Mapping[str, int], metadata: Mapping[str, str]) -> str:
     return json.dumps({name: f"{every[name]:08x}" for name in sorted(every)}, separators=(",", ":"))
 
 
+def of_folder(checksums: Mapping[str, int]) -> str:
+    """Return the entry that binds files whose tables hold their own tensors alone. checksums: of all files' tensors."""
+    return f"{zlib.crc32(json.dumps(sorted(checksums.items())).encode()):08x}"
+
+
 def of_configs(contents: Mapping[str, Any]) -> str:
     """The entry for the JSON files beside the tensors, by file. Of config.json it covers quantization_config alone:
     users edit the rest.
@@ -88,14 +95,16 @@ def of_configs(contents: Mapping[str, Any]) -> str:
 def verify(paths: Iterable[Path]) -> int:
     """Compare every tensor of safetensors files with its checksum; returns how many were compared.
 
-    Files that another library wrote have no checksums, and nothing is compared then.
+    paths: every file of a checkpoint. Those that another library wrote have no checksums, and nothing is compared then.
 
     Raises:
-        ValueError: a tensor, or a header, is not what was written; names the file and the tensor.
+        ValueError: a tensor, or a header, is not what was written, or a file is of another checkpoint than the rest;
+            names the file and the tensor.
     """
     work: list[tuple[StoredTensor, str]] = []
-    for path in paths:
-        wanted = check_names(path)
+    tables = {path: check_names(path) for path in paths}
+    _check_bound(tables)
+    for path, wanted in tables.items():
         work += [(stored, wanted[name]) for name, stored in header(path).tensors.items()] if wanted else []
     work.sort(key=lambda pair: (pair[0].path, pair[0].start))
 
@@ -126,6 +135,21 @@ def check_names(path: Path) -> dict[str, str]:
             f"{path}: its header is damaged, {other[0]} was not written by that name: copy or save the checkpoint again"
         )
     return wanted
+
+
+def _check_bound(tables: Mapping[Path, Mapping[str, str]]) -> None:
+    """Raise ValueError for files of different checkpoints: what two tables both hold has one checksum."""
+    known: dict[str, str] = {}
+    first = next(iter(tables), None)
+    for path, wanted in tables.items():
+        assert first is not None
+        if bool(wanted) != bool(tables[first]) or any(
+            known.setdefault(n, found) != found for n, found in wanted.items()
+        ):
+            raise ValueError(
+                f"{path}: was not written with {first.name} beside it, their checksums differ: the folder mixes two "
+                "checkpoints; copy or save one of them again"
+            )
 
 
 def verify_configs(paths: Iterable[Path]) -> None:
