@@ -25,7 +25,7 @@ from aoquant.integrations import checkpoint, checksums
 from aoquant.integrations.atomic import POINTER
 from aoquant.integrations.safetensors_file import StoredTensor, header
 from aoquant.integrations.skeleton import class_of
-from aoquant.integrations.stored_names import model_names
+from aoquant.integrations.stored_names import model_names, warn_of_dtypes
 from aoquant.layers.kinds import is_layer, matrix_of
 from aoquant.layers.packed_experts import PackedExperts
 from aoquant.layers.qat import PreparedModule
@@ -88,6 +88,7 @@ def of_model(model: nn.Module) -> Source:
         raise ValueError(
             f"the model is sharded over ranks, and export writes whole tensors: {fsdp.GATHER}, and export that"
         )
+    warn_of_dtypes(model)
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     config.pop("quantization_config", None)
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}

@@ -8,6 +8,8 @@ given row numbers in place of values, and what comes back says which rows of whi
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from aoquant._warning import AoquantWarning
 from aoquant.layers.experts import is_transposed
 
 
@@ -118,6 +121,30 @@ def keep_wide(model: Any, dtype: torch.dtype) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if wide := wide_dtype(model, name, dtype):
             tensor.data = tensor.data.to(wide)
+
+
+def warn_of_dtypes(model: Any) -> None:
+    """Warn of tensors that the model from the files has in another dtype than `model`: a model that was cast as a whole
+    rounded what transformers keeps wide, or computes anew, such as rotary frequencies.
+    """
+    try:
+        with torch.device("meta"):
+            made = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    except TypeError:  # a class that wants more than a config
+        return
+    keep_wide(made, model.dtype)
+    loaded = {name: t.dtype for name, t in (*made.named_parameters(), *made.named_buffers())}
+    there = (*model.named_parameters(), *model.named_buffers())
+    changed = [n for n, t in there if type(t.data) is torch.Tensor and loaded.get(n, t.dtype) != t.dtype]
+    if changed:
+        here, then = model.get_parameter_or_buffer(changed[0]).dtype, loaded[changed[0]]
+        warnings.warn(
+            f"{len(changed)} tensor(s), such as {changed[0]}, are {here} in this model and {then} in the one that is loaded from its files, "
+            f"which then computes other numbers: give a model its dtype as it is made or loaded (dtype={model.dtype}), in place of a cast "
+            "that also rounds what transformers keeps wider",
+            AoquantWarning,
+            stacklevel=3,
+        )
 
 
 def wide_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype | None:

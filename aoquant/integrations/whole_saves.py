@@ -46,6 +46,10 @@ def save(model: Any, directory: str | os.PathLike[str], write: Any) -> None:
     Raises:
         ValueError: `directory` is a file, or cannot be written; a checkpoint in it is as it was.
     """
+    if _is_converted(model):
+        from aoquant.integrations.stored_names import warn_of_dtypes
+
+        warn_of_dtypes(model)
     if Path(directory).is_file():
         raise ValueError(f"{directory}: is a file, and a checkpoint is a folder: choose another one")
     with Staged(Path(directory)) as staged:
@@ -58,9 +62,11 @@ def save(model: Any, directory: str | os.PathLike[str], write: Any) -> None:
         staged.publish()
 
 
-def _is_ours(model: Any) -> bool:
+def _is_converted(model: Any) -> bool:
     from aoquant.integrations.hf_quantizer import Quantizer
 
-    return isinstance(getattr(model, "hf_quantizer", None), Quantizer) or any(
-        isinstance(m, PreparedModule) for m in model.modules()
-    )
+    return isinstance(getattr(model, "hf_quantizer", None), Quantizer)
+
+
+def _is_ours(model: Any) -> bool:
+    return _is_converted(model) or any(isinstance(m, PreparedModule) for m in model.modules())
