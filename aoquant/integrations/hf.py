@@ -184,10 +184,12 @@ def load_pretrained(
         if w.shape != expected[name]
     ]
     if problems:
-        raise ValueError(
+        misfit = ValueError(
             f"{directory}: does not fit {type(model).__name__}: {'; '.join(problems[:10])}. Load it with the model "
             "class that saved it"
         )
+        _check_class(Path(directory), model_class, misfit)
+        raise misfit
     return model
 
 

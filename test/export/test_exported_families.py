@@ -146,6 +146,19 @@ def test_the_class_of_an_export_is_named(tmp_path: Path) -> None:
         load_pretrained(out)
 
 
+@pytest.mark.parametrize("family", ["bert", "clip", "wav2vec2", "whisper"])
+def test_the_class_of_a_checkpoint_is_named(family: str, tmp_path: Path) -> None:
+    """Whether transformers has a causal LM for the config or not."""
+    model = float_model(family, tmp_path / "float")
+    kind = type(model).__name__
+    if family == "bert":
+        kind, model = "BertForSequenceClassification", transformers.BertForSequenceClassification(model.config)
+    quantize(family, model, "intx4-g32")
+    save_pretrained(model, tmp_path / "saved")
+    with pytest.raises(ValueError, match=rf"holds a {kind}, so give model_class=transformers\.{kind}$"):
+        load_pretrained(tmp_path / "saved")
+
+
 def test_layers_that_are_no_nn_linear_are_refused(tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=64)
     model = transformers.GPT2LMHeadModel(config)
