@@ -176,8 +176,8 @@ def _mirror(view: nn.Module, module: nn.Module, made: dict[nn.Module, nn.Module]
     """Let `view` have the parameters and buffers of `module` and of all in it. made: views by module."""
     made[module] = view
     # the dictionaries themselves: a cast or a move puts other buffers into them
-    for shared in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-        vars(view)[shared] = vars(module)[shared]
+    view._parameters, view._buffers = module._parameters, module._buffers
+    view._non_persistent_buffers_set = module._non_persistent_buffers_set
     for name, child in module._modules.items():
         if child is not None:
             if child not in made:
