@@ -120,7 +120,7 @@ def test_a_quantised_backward_under_fully_shard_is_the_whole_models(mesh: Device
 
 
 class Block(nn.Sequential):
-    """Of a class of its own, as a model's blocks are: torch 2.14 compiles FSDP's hooks along with nn.Sequential itself."""
+    """Be a class of its own, as a model's blocks are: in torch's classes torch 2.14 compiles FSDP's hooks too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
