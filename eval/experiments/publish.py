@@ -44,10 +44,6 @@ HOW_TO_READ = (
 HOW_TO_COMPARE = (
     "The last column is ours less torchao's, with its 95 % interval over paired seeds: below zero, ours is better. "
 )
-HOW_IT_COSTS = (
-    "Speed of training and `generate`, and training's memory, over bf16's; MB converted, bf16 has {megabytes} "
-    "([all](docs/experiments.md#what-it-costs)). "
-)
 TORCHAO = "torchao's QAT"
 DIFFERENCE = "log perplexity less the other's"
 SCORES = ("recipe", "bits", "PTQ", "QAT", "recovered, %", TORCHAO, "recovered, %")
@@ -95,14 +91,13 @@ def publish(out: Path, name: str = MAIN, model: Path | None = None, root: Path =
     if made.mark:
         pages.between(page, made.mark, f"{all_rows(rows)}\n\n{note_of_all(rows, source, made)}")
     if name == MAIN:
-        cost = costs.published(results)
-        pages.between(page, "costs", costs.page(cost))
+        pages.between(page, "costs", costs.page(costs.published(results)))
         pages.between(page, "losses", losses.published(results))
         pages.between(page, "torchao by cross entropy", torchao_by_cross_entropy.published(results))
         pages.between(page, "tricks", tricks_page.published(results))
         write_choices(out, root)
-        pages.between(root / "README.md", "experiments", readme(rows, cost))
-        pages.between(root / "README.md", "note on experiments", note(rows, source, cost))
+        pages.between(root / "README.md", "experiments", readme(rows))
+        pages.between(root / "README.md", "note on experiments", note(rows, source))
         subprocess.run([sys.executable, str(root / "docs" / "figures" / "draw.py")], check=True)
 
 
@@ -149,14 +144,13 @@ def headlines(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     return [r for r in trained(rows) if r["headline"] == "True"]
 
 
-def readme(rows: Sequence[Mapping[str, str]], cost: Mapping[str, costs.Cost]) -> str:
-    """Headline rows, the torchao row that each is compared with, and what the row cost, where that was measured."""
+def readme(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return the table of headline rows, each with the perplexity of the torchao row that it is compared with."""
     lines = [
-        (f"`{row['recipe']}`", *scores(row), *recovery(row), *recovery(beside(rows, row)), *cost.get(row["row"], costs.Cost()))
+        (f"`{row['recipe']}`", *scores(row), recovery(row)[0], recovery(beside(rows, row))[0])
         for row in headlines(rows)
-    ]  # fmt: skip
-    shown = len(SCORES) + len(costs.HEADS) * bool(cost)
-    return table((*SCORES, *costs.HEADS)[:shown], [line[:shown] for line in lines])
+    ]
+    return table(("recipe", "bits", "PTQ", "QAT", TORCHAO), lines)
 
 
 def all_rows(rows: Sequence[Mapping[str, str]]) -> str:
@@ -200,17 +194,16 @@ def recovery(row: Mapping[str, str]) -> tuple[str, str]:
     return cell("QAT", ".2f"), cell("recovered %", ".1f")
 
 
-def note(rows: Sequence[Mapping[str, str]], source: str, cost: Mapping[str, costs.Cost]) -> str:
-    """What stands below the README's table, wrapped as its other text is. cost: what the table's columns have."""
+def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
+    """Return the paragraph below the README's table, wrapped as its other text is, and the figure."""
     shown = headlines(rows)
     theirs = [other for row in shown if (other := beside(rows, row))]
     seeds = f"{numbers_of_seeds(shown)} seeds" + f", {numbers_of_seeds(theirs)} of torchao's" * bool(theirs)
-    megabytes = cost[costs.FLOAT].megabytes if costs.FLOAT in cost else ""
     words = (
-        f"{source.replace('mean over seeds', f'mean over {seeds}')} {HOW_TO_READ} {floats(rows)}"
-        f"torchao: the same budget, by its own `QATConfig`. {as_prepared(rows, shown)}{wider(rows, shown)}"
-        f"{HOW_IT_COSTS.format(megabytes=megabytes) * bool(cost)}Prepared equals converted in every run of aoquant's. "
-        "[All rows](docs/experiments.md), [how to choose](docs/choosing.md)."
+        f"{source.replace('mean over seeds', f'mean over {seeds}')} Scores are of converted models, unless marked; "
+        f"±: deviation over seeds. {floats(rows)}torchao: the same budget, by its own `QATConfig`. "
+        f"{as_prepared(rows, shown)}{wider(rows, shown)}Prepared equals converted in every run of aoquant's. "
+        "[All rows](docs/experiments.md), with [speed, memory and size](docs/experiments.md#what-it-costs)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"
     return wrapped(words).replace(UNBROKEN, " ") + f"\n\n{picture}"

@@ -131,16 +131,13 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     table.write(out, kept, found, facts)
     publish.publish(out, root=root)
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert (
-        "| `int4-g128` | 4.25 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 57.50 ± 0.71 † | 58.5 ± 3.7 † "
-        "| 0.95 | 1.01 | 17.0 | 1.20 |" in readme
-    )
+    assert "| `int4-g128` | 4.25 | 70.00 | 53.50 ± 0.71 | 57.50 ± 0.71 † |" in readme
     assert "mean over 2 seeds, 2 of torchao's." in (said := readme.replace("\n", " ")) and "Float: 50.00." in said
     assert "† PTQ and QAT are scores of torchao's prepared model" in said
     assert '("Requires a kernel")' in said and "converted by its own" not in said
     assert "20.0 M parameters" in readme and "a GPU, 2026-01-02" in readme and "experiments.md" in readme
     assert "nvfp4-average" not in readme and readme.count("docs/figures/bits.svg") == 1
-    assert len(readme.splitlines()) <= 130 and max(map(len, readme.splitlines())) < 400
+    assert len(readme.splitlines()) <= 100 and max(map(len, readme.splitlines())) < 400
     numbers = choosing.measured(root / "aoquant" / "tools" / "measured.csv")
     # no trick's, no torchao's
     assert {name: m.qat for name, m in numbers.items()} == {"nvfp4": 55.5, "int4-g128": 53.5}

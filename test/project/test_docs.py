@@ -34,7 +34,7 @@ BLOCK = re.compile(
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 NOT_RUN = 4
-WIDTH, ROW, README = 120, 400, 130
+WIDTH, ROW, README, GLOSSARY = 120, 400, 100, 35
 DRAW = runpy.run_path(str(DOCS / "figures" / "draw.py"))
 FIGURES = DRAW["FIGURES"]
 ELLIPSIS = "…"
@@ -100,9 +100,8 @@ def test_the_reference_has_every_public_name() -> None:
     assert set(aoquant.__all__) - named == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
-def test_the_chosen_recipes_exist(page: str) -> None:
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+def test_the_chosen_recipes_exist() -> None:
+    lines = (DOCS / "choosing.md").read_text(encoding="utf-8").splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("| you serve on |"))
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2 :])
     chosen = {name for row in rows for name in re.findall(r"`(.+?)`", row.split(" | ")[2])}
@@ -135,6 +134,13 @@ def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("\n") <= README
     assert "make demo" in text and "make test" in text
+
+
+def test_the_glossary_is_short_and_has_each_term_once() -> None:
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    cells = [row for row in re.findall(r"^\| (.+?) \|", text, re.MULTILINE) if row != "term"]
+    terms = [term for cell in cells for term in cell.split(", ")]
+    assert len(cells) <= GLOSSARY and len(set(terms)) == len(terms)
 
 
 @pytest.mark.parametrize("name", FIGURES)
