@@ -73,6 +73,8 @@ NOT_PACKED_ON_CPU = ("torchao-int4-preshuffled", "torchao-int4-tile-packed", "to
 NOT_STORED = ("torchao-int4-cpu",)
 # torchao's own arithmetic gives other bits where vectors have another width: there codes alone are compared
 OF_THE_CPU = ("torchao-int8", "torchao's tensors")
+# torch 2.11 multiplies fp8 with a scale for each row on a GPU alone
+RAISE_IN_TORCH_2_11 = ("torchao-fp8",)
 
 
 @torch.no_grad()
