@@ -11,6 +11,7 @@ compute; layers with activations get the engine's quantiser (int8-row-vllm, ...)
 from __future__ import annotations
 
 import re
+import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from compressed_tensors.utils import is_match
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from aoquant._warning import AoquantWarning
 from aoquant.export.filling import Filling
 from aoquant.export.joined import joined_rows
 from aoquant.formats import Encoded, Format, Operand, get_format, layout
@@ -40,6 +42,9 @@ _PARTS = (
     "weight_g_idx",
 )
 _INPUTS = ("input_scale", "input_global_scale", "input_zero_point")
+_CACHES = tuple(f".{of}_{part}" for of in ("k", "v", "q") for part in ("scale", "zero_point"))
+# fields of config.json that make the stored weights mean something else, unless they are empty
+_CHANGES = ("sparsity_config", "transform_config", "moe_sparsity_config")
 
 
 def load(
@@ -56,6 +61,7 @@ def load(
     filling = Filling(folder, model_class, dtype, device_map, "compressed-tensors")
     schemes = QuantizationConfig.model_validate(filling.quantization)
     _check_patterns(folder, schemes)
+    _check_rest(filling, schemes)
     for name, module in filling.model.named_modules():
         if isinstance(module, nn.Linear) and (scale := filling.names.get(f"{name}.weight_scale")):
             own = scale.removesuffix(".weight_scale")
@@ -76,6 +82,41 @@ def _check_patterns(folder: Path, schemes: QuantizationConfig) -> None:
             raise ValueError(
                 f"{folder / 'config.json'}: {pattern!r:.80} is no regular expression ({error}): do not use this checkpoint"
             ) from None
+
+
+def _check_rest(filling: Filling, schemes: QuantizationConfig) -> None:
+    """Raise ValueError for what config.json says of the layers beside their schemes and aoquant does not compute. Warn
+    of a quantised cache, which changes no layer, and drop its scales.
+    """
+    where, told = filling.folder / "config.json", filling.quantization
+    for field in _CHANGES:
+        if _does_something(told.get(field)):
+            raise ValueError(
+                f"{where}: aoquant does not compute its {field} ({told[field]!r:.80}), and would read other weights: "
+                "load it with transformers or vLLM"
+            )
+    for name, scheme in schemes.config_groups.items():
+        if isinstance(scheme, QuantizationScheme) and scheme.weights is None and scheme.input_activations is not None:
+            raise ValueError(
+                f"{where}: config group {name} quantises the inputs of {scheme.targets} and no weights, which aoquant does "
+                "not compute: load it with transformers or vLLM"
+            )
+    if told.get("kv_cache_scheme"):
+        warnings.warn(
+            f"{where}: its kv_cache_scheme is not computed: the layers are those of the folder, and the cache of keys and "
+            "values stays float",
+            AoquantWarning,
+            stacklevel=2,
+        )
+        for name in [name for name in filling.stored if name.endswith(_CACHES)]:
+            del filling.stored[name]
+
+
+def _does_something(field: Any) -> bool:
+    """Return whether a field of `_CHANGES` says more than its empty forms: null, {}, empty values, the format dense."""
+    if not isinstance(field, dict):
+        return bool(field)
+    return field.get("format") != "dense" and any(field.values())
 
 
 def _experts(filling: Filling, schemes: QuantizationConfig, name: str, pieces: list[Piece]) -> list[PackedTensor]:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
     preset_name_to_scheme,
 )
+from safetensors.torch import load_file, save_file
 from support.export_cases import converted, llama, packed
 from support.models import IDS
 from torch import nn
 
-from aoquant import PackedWeightConfig, QATConfig, export, load_pretrained, quantize_, unpack_
+from aoquant import AoquantWarning, PackedWeightConfig, QATConfig, export, load_pretrained, quantize_, unpack_
 from aoquant.layers.qat import QATLayer, QATLinear
 from aoquant.tensor import same_bits
 
@@ -156,3 +159,76 @@ def test_what_no_format_equals_is_refused(tmp_path: Path) -> None:
         load_pretrained(out, verify_checksums=False)
     with pytest.raises(ValueError, match="onto one device, got device_map='auto'"):
         load_pretrained(out, device_map="auto")
+
+
+_HADAMARD = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}
+_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+_DENSE = {"format": "dense", "global_sparsity": 0.1, "sparsity_structure": "unstructured", "targets": [], "ignore": []}
+_EMPTY = [None, {}, [], {"config_groups": {}}, _DENSE]
+
+
+@pytest.fixture(scope="module")
+def unmarked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder without checksums, as other libraries write them."""
+    folder = export(converted("intx4-g128"), tmp_path_factory.mktemp("foreign") / "out")
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", {"format": "pt"})
+    for path in folder.glob("aoquant*"):
+        path.unlink()
+    return folder
+
+
+@pytest.fixture
+def told(unmarked: Path) -> Any:
+    """Write fields into the folder's quantization_config, for one test."""
+    path = unmarked / "config.json"
+    before = path.read_text()
+
+    def tell(**fields: Any) -> Path:
+        config = json.loads(before)
+        config["quantization_config"] |= fields
+        path.write_text(json.dumps(config))
+        return unmarked
+
+    yield tell
+    path.write_text(before)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sparsity_config", {**_DENSE, "format": "sparse-24-bitmask", "sparsity_structure": "2:4"}),
+        ("sparsity_config", {"format": "sparse-bitmask"}),
+        ("sparsity_config", "sparse-bitmask"),
+        ("transform_config", {"config_groups": {"R1": _HADAMARD}}),
+        ("moe_sparsity_config", {"method": "prune", "num_experts": [None, 2]}),
+    ],
+)
+def test_a_field_that_changes_the_weights_is_refused(field: str, value: Any, told: Any) -> None:
+    with pytest.raises(ValueError, match=rf"config.json: aoquant does not compute its {field}"):
+        load_pretrained(told(**{field: value}))
+
+
+def test_a_group_without_weights_is_refused(told: Any) -> None:
+    groups = json.loads((told() / "config.json").read_text())["quantization_config"]["config_groups"]
+    attention = {"targets": ["LlamaAttention"], "input_activations": _INT8}
+    with pytest.raises(ValueError, match=r"config group attention quantises the inputs of .*LlamaAttention"):
+        load_pretrained(told(config_groups={**groups, "attention": attention}))
+
+
+def test_empty_fields_pass_silently(told: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AoquantWarning)
+        for empty in _EMPTY:
+            given = {"sparsity_config": empty, "transform_config": empty}
+            assert len(packed(load_pretrained(told(**given, kv_cache_scheme=None)))) == 14
+
+
+def test_a_quantised_cache_is_warned_of_and_its_scales_are_dropped(told: Any) -> None:
+    folder = told(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True})
+    file = folder / "model.safetensors"
+    before = load_file(file)
+    scales = {f"model.layers.0.self_attn.{of}_scale": torch.ones(1) for of in "kv"}
+    save_file(before | scales, file, {"format": "pt"})
+    with pytest.warns(AoquantWarning, match="config.json: its kv_cache_scheme is not computed"):
+        assert len(packed(load_pretrained(folder))) == 14
+    save_file(before, file, {"format": "pt"})
