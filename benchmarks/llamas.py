@@ -40,7 +40,7 @@ class Size:
     tied: bool = False
 
 
-# the model of docs/experiments.md, 21.9 M parameters
+# the model of docs/evidence/experiments.md, 21.9 M parameters
 SMALL = Size(512, 1408, 8, 4, 6, 8192, tied=True)
 
 

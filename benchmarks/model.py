@@ -57,7 +57,11 @@ def parse() -> argparse.Namespace:
         nargs="*",
         help=f"torchao's own, without the prefix {TORCHAO!r}; default: those that train or run on Hopper",
     )
-    add("--small", action="store_true", help="the model of docs/experiments.md, 21.9 M parameters, and no other size")
+    add(
+        "--small",
+        action="store_true",
+        help="the model of docs/evidence/experiments.md, 21.9 M parameters, and no other size",
+    )
     add("--hidden", nargs="+", type=int, help="default: 4096 to train, 2048 and 4096 to serve")
     add("--layers", type=int, help="default: 4 to train, 16 under torchrun; 16 or 8 to serve, for hidden 2048 or 4096")
     add("--vocabulary", type=int, default=32768)

@@ -1,4 +1,4 @@
-"""docs/results.md's table of experts, from results/moe.csv.
+"""docs/evidence/results.md's table of experts, from results/moe.csv.
 
     python benchmarks/moe_page.py      # writes the table between the page's two marks
 
@@ -47,7 +47,7 @@ def page(rows: Rows) -> str:
     )
     words = (
         f"Blocks of three models' shapes, over bf16 with `torch._grouped_mm`. {devices}, {dates}, `python benchmarks/moe.py` "
-        "([rows](../benchmarks/results/moe.csv), [all tables and what holds them back](moe.md#all-experts-at-once)):"
+        "([rows](../../benchmarks/results/moe.csv), [all tables and what holds them back](../moe.md#all-experts-at-once)):"
     )
     return f"{wrapped(words)}\n\n{table(heads, lines)}"
 
@@ -56,7 +56,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "eval"))
     import pages
 
-    pages.between(ROOT / "docs" / "results.md", "moe", page(read(RESULTS / "moe.csv")))
+    pages.between(ROOT / "docs" / "evidence" / "results.md", "moe", page(read(RESULTS / "moe.csv")))
     return 0
 
 

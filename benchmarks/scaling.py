@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N benchmarks/scaling.py        # collectives, appended to results/communication.csv
     torchrun --nproc-per-node N benchmarks/model.py train    # steps of N = 1, 2, ... GPUs, in results/model_fsdp2.csv
-    python benchmarks/scaling.py --page                      # docs/results.md, between its two marks, from both files
+    python benchmarks/scaling.py --page                      # docs/evidence/results.md, between marks, from both files
 
 A step on P GPUs is projected as T(P) = max(T(1) + e C(P), C(P)). T(1) is the measured step of one GPU. C(P) is the time
 of all messages of a step: two gathers of every layer's weights in forward and backward, and the scattered sum of its
@@ -204,7 +204,7 @@ def read(file: Path) -> Rows:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="write docs/results.md's section")
+    parser.add_argument("--page", action="store_true", help="write docs/evidence/results.md's section")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=16, help="of the steps that --page reads")
     parser.add_argument("--repeats", type=int, default=20)
@@ -216,7 +216,7 @@ def main() -> int:
         sys.path.insert(0, str(ROOT / "eval"))
         import pages
 
-        pages.between(ROOT / "docs" / "results.md", "scaling", content)
+        pages.between(ROOT / "docs" / "evidence" / "results.md", "scaling", content)
     else:
         measure(o.hidden, o.repeats, o.out)
     return 0

@@ -6,7 +6,7 @@
 // two groups of four warps take turns in filling the ring, AHEAD of the steps in use: the copy engine brings W's codes,
 // and x and the scales pass through registers. With the same cuts of K sums are added in decode_tiles.cuh's order, so
 // the bits are the same. From 33 rows on, this kernel was slower than decode_tiles.cuh on an H200
-// (docs/decode-speed.md).
+// (docs/evidence/decode-speed.md).
 #pragma once
 
 #include "decode_tiles.cuh"

@@ -1,4 +1,4 @@
-"""The training files of docs/experiments.md's model from the mix of pages that they are parts of.
+"""The training files of docs/evidence/experiments.md's model from the mix of pages that they are parts of.
 
     python eval/mix.py --mix train_mix.txt.xz --small train_mix_small.txt.xz --wikitext DIR --out DIR
 

@@ -1,4 +1,4 @@
-"""How much of PTQ's loss does QAT win back on real text? The table of docs/results.md.
+"""How much of PTQ's loss does QAT win back on real text? The table of docs/evidence/results.md.
 
     python eval/recover.py --wikitext DIR --train-text wikitext2_train.txt.xz --out DIR \\
         --recipes nvfp4 mxfp4 int4-g32 --seeds 0 1 2

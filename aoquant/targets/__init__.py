@@ -24,7 +24,8 @@ __all__ = ["REASONS", "Target", "fake_target", "resolve", "supported"]
 fake_target = fake.target
 
 # Releases of torchao whose numbers test/golden holds and test/targets compares. Others moved: 0.17's intx and int8
-# scales, and what is to be 0.19 rounds MX's scales of tiny and of infinite blocks otherwise (docs/compatibility.md).
+# scales, and what is to be 0.19 rounds MX's scales of tiny and of infinite blocks otherwise
+# (docs/evidence/compatibility.md).
 PROVED = ("0.18",)
 
 # by class name, so that torchao's prototype configs need not be imported here

@@ -1,5 +1,5 @@
 """How far other devices and programs were from the converted model, of the committed runs: a table of
-docs/experiments.md, "What is checked of every row", which publish.py writes.
+docs/evidence/experiments.md, "What is checked of every row", which publish.py writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def checked(results: Path) -> str:
         path = results / f"{file}_runs.jsonl"
         if path.exists():
             found = by_run([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
-            lines.append((f"[{name}](../benchmarks/results/{path.name})", *_cells(found)))
+            lines.append((f"[{name}](../../benchmarks/results/{path.name})", *_cells(found)))
     return table(HEADS, lines)
 
 

@@ -53,5 +53,5 @@ def published(results: Path) -> dict[str, Cost]:
 
 
 def page(costs: Mapping[str, Cost]) -> str:
-    """The table of docs/experiments.md."""
+    """The table of docs/evidence/experiments.md."""
     return table(("row", *HEADS), [(f"`{row}`", *cost) for row, cost in costs.items() if row != FLOAT])

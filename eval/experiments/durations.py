@@ -1,4 +1,4 @@
-"""Seconds that the committed runs took: the table of docs/experiments.md, "What it costs", which publish.py writes."""
+"""Seconds that the committed runs took: a table of docs/evidence/experiments.md, which publish.py writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def durations(results: Path) -> str:
         path = results / f"{file}_runs.jsonl"
         if path.exists():
             runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            lines.append((f"[{name}](../benchmarks/results/{path.name})", *_cells(runs)))
+            lines.append((f"[{name}](../../benchmarks/results/{path.name})", *_cells(runs)))
     return table(HEADS, lines)
 
 

@@ -1,4 +1,4 @@
-"""Cross entropy beside distillation: a table of docs/experiments.md, from the committed runs.
+"""Cross entropy beside distillation: a table of docs/evidence/experiments.md, from the committed runs.
 
 Both losses begin at the same weights and read the same text in the same order. A row is compared over the seeds that
 both have. Validation pages choose between the two; where zero is within the difference's 95 % interval, they do not.

@@ -5,11 +5,11 @@
     aoquant/tools/measured.csv                                    `aoquant recipes --for`, and docs/choosing.md's table
     docs/figures/bits.svg                                         perplexity against bits a weight
     README.md, between two pairs of marks                         headline rows beside torchao's; a note, and the figure
-    docs/experiments.md, between pairs of marks                   all rows; both losses; torchao's by cross entropy;
+    docs/evidence/experiments.md, between pairs of marks          all rows; both losses; torchao's by cross entropy;
                                                                   tricks; costs; seconds; checks
 
 `--publish earlier` and `--publish moe` write the first two of another model, under its name; the second table of
-docs/experiments.md is of experts. Numbers of two models are not compared.
+docs/evidence/experiments.md is of experts. Numbers of two models are not compared.
 
 Nothing is typed by hand, so that a page has the numbers of the runs; a later table replaces an earlier one.
 """
@@ -52,7 +52,7 @@ SCORES = ("recipe", "bits", "PTQ", "QAT", "recovered, %", TORCHAO, "recovered, %
 @dataclass(frozen=True)
 class Destination:
     """Where one model's table goes. results, log: names in benchmarks/results; mark: of its place in
-    docs/experiments.md, "" for none; option: of the model.
+    docs/evidence/experiments.md, "" for none; option: of the model.
     """
 
     results: str
@@ -80,7 +80,7 @@ def publish(out: Path, name: str = MAIN, model: Path | None = None, root: Path =
     made, rows = DESTINATIONS[name], read(out / "results.csv")
     if not (headlines(rows) if name == MAIN else trained(rows)):
         raise ValueError(f"{out / 'results.csv'} has no{' headline' * (name == MAIN)} row that was trained")
-    results, page = root / "benchmarks" / "results", root / "docs" / "experiments.md"
+    results, page = root / "benchmarks" / "results", root / "docs" / "evidence" / "experiments.md"
     if model is not None:
         copy_log(model, made, results)
     for source, target in (("results.csv", ".csv"), ("results.md", ".md"), ("runs.jsonl", "_runs.jsonl")):
@@ -203,20 +203,20 @@ def note(rows: Sequence[Mapping[str, str]], source: str) -> str:
         f"{source.replace('mean over seeds', f'mean over {seeds}')} Scores are of converted models, unless marked; "
         f"±: deviation over seeds. {floats(rows)}torchao: the same budget, by its own `QATConfig`. "
         f"{as_prepared(rows, shown)}{wider(rows, shown)}Prepared equals converted in every run of aoquant's. "
-        "[All rows](docs/experiments.md), with [speed, memory and size](docs/experiments.md#what-it-costs)."
+        "[All rows](docs/evidence/experiments.md), with [speed, memory and size](docs/evidence/experiments.md#what-it-costs)."
     )
     picture = "![Word perplexity against bits a weight: PTQ, QAT, and torchao's QAT](docs/figures/bits.svg)"
     return wrapped(words).replace(UNBROKEN, " ") + f"\n\n{picture}"
 
 
 def note_of_all(rows: Sequence[Mapping[str, str]], source: str, made: Destination) -> str:
-    """What stands below a table of docs/experiments.md."""
+    """What stands below a table of docs/evidence/experiments.md."""
     compared = any(beside(rows, row) for row in trained(rows))
     words = (
         f"{source} {HOW_TO_READ} {floats(rows)}{as_prepared(rows, trained(rows))}{wider(rows, trained(rows))}{HOW_TO_COMPARE if compared else ''}"
-        f"[All rows and checks](../benchmarks/results/{made.results}.md); "
-        f"the model's [settings](../benchmarks/results/{made.log}.json) and "
-        f"[loss](../benchmarks/results/{made.log}_loss.csv)."
+        f"[All rows and checks](../../benchmarks/results/{made.results}.md); "
+        f"the model's [settings](../../benchmarks/results/{made.log}.json) and "
+        f"[loss](../../benchmarks/results/{made.log}_loss.csv)."
     )
     return wrapped(words).replace(UNBROKEN, " ")
 

@@ -1,4 +1,4 @@
-"""torchao's own QAT by cross entropy beside ours: a table of docs/experiments.md, from the committed runs.
+"""torchao's own QAT by cross entropy beside ours: a table of docs/evidence/experiments.md, from the committed runs.
 
 torchao's models are scored twice, as prepared and as converted, since the two may differ; ours are equal. Where its
 converted layer did not run, that column is empty.

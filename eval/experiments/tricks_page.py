@@ -1,4 +1,4 @@
-"""What the tricks of `tricks.py` were worth, on both dense models: a table of docs/experiments.md.
+"""What the tricks of `tricks.py` were worth, on both dense models: a table of docs/evidence/experiments.md.
 
 A trick is kept if it wins over the plain row on validation pages, over its three seeds; test pages choose nothing.
 """

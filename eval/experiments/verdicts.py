@@ -19,7 +19,7 @@ from torchao.quantization import FqnToConfig
 from aoquant.config import WeightConfig
 from aoquant.recipes import get_recipe
 
-# docs/experiments.md has the largest that were measured
+# docs/evidence/experiments.md has the largest that were measured
 FIRST_PAGE = 0.04
 EXPORTED = 0.02
 WEIGHTS_ALONE = 0.002

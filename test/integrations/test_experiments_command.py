@@ -104,7 +104,7 @@ def recorded(inputs: Path, out: Path, *more: str) -> None:
 
 
 def of_out(inputs: Path, out: Path, *more: str) -> list[str]:
-    """The command line of docs/experiments.md for a table: no text, no budget."""
+    """The command line of docs/evidence/experiments.md for a table: no text, no budget."""
     given = arguments(inputs, out)
     return [*given[: given.index("--text")], "--device", "cpu", *more]
 

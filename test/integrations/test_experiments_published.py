@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def test_the_page_has_the_seconds_of_the_committed_runs(modules: ModuleType, tmp_path: Path) -> None:
     durations = importlib.import_module("experiments.durations").durations
-    assert f"\n{durations(RESULTS)}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    assert f"\n{durations(RESULTS)}\n" in (ROOT / "docs" / "evidence" / "experiments.md").read_text(encoding="utf-8")
 
     def line(row: str, loss: str, seconds: float) -> str:
         run = {"row": row, "stage": "qat", "loss": loss, "rate": 1.0, "seed": 0}
@@ -29,13 +29,13 @@ def test_the_page_has_the_seconds_of_the_committed_runs(modules: ModuleType, tmp
     (tmp_path / "experiments_runs.jsonl").write_text("\n".join(line(*what) for what in taken))
     cells = "4.0 to 6.0 | 10.0 to 10.0 | 1.0 to 5.0"
     assert durations(tmp_path).splitlines()[2:] == [
-        f"| [main](../benchmarks/results/experiments_runs.jsonl) | {cells} |"
+        f"| [main](../../benchmarks/results/experiments_runs.jsonl) | {cells} |"
     ]
 
 
 def test_the_page_has_the_distances_of_the_committed_checks(modules: ModuleType, tmp_path: Path) -> None:
     checked = importlib.import_module("experiments.checked").checked
-    assert f"\n{checked(RESULTS)}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    assert f"\n{checked(RESULTS)}\n" in (ROOT / "docs" / "evidence" / "experiments.md").read_text(encoding="utf-8")
 
     def line(row: str, stage: str, **result: float) -> str:
         run = {"row": row, "stage": stage, "loss": "kl", "rate": 1.0, "seed": 0}
@@ -49,12 +49,16 @@ def test_the_page_has_the_distances_of_the_committed_checks(modules: ModuleType,
     ]
     (tmp_path / "experiments_runs.jsonl").write_text("\n".join(made))
     cells = "2, at most 0.0020 | 1, at most 0.0300 | | 1, at most 0.0101"
-    assert checked(tmp_path).splitlines()[2:] == [f"| [main](../benchmarks/results/experiments_runs.jsonl) | {cells} |"]
+    assert checked(tmp_path).splitlines()[2:] == [
+        f"| [main](../../benchmarks/results/experiments_runs.jsonl) | {cells} |"
+    ]
 
 
 def test_the_page_compares_the_losses_of_the_committed_runs(modules: ModuleType) -> None:
     losses, table, rows = (importlib.import_module(f"experiments.{n}") for n in ("losses", "table", "rows"))
-    assert f"\n{losses.published(RESULTS)}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    assert f"\n{losses.published(RESULTS)}\n" in (ROOT / "docs" / "evidence" / "experiments.md").read_text(
+        encoding="utf-8"
+    )
 
     def line(name: str, loss: str, runs: dict[int, tuple[float, float]]) -> object:
         found = {s: {"word_perplexity": p, "validation_loss": v} for s, (p, v) in runs.items()}
@@ -81,7 +85,7 @@ def test_the_page_compares_the_losses_of_the_committed_runs(modules: ModuleType)
 @pytest.mark.parametrize("name", ["torchao_by_cross_entropy", "tricks_page"])
 def test_the_page_has_the_tables_of_the_committed_runs(modules: ModuleType, name: str) -> None:
     made = importlib.import_module(f"experiments.{name}").published(RESULTS)
-    assert f"\n{made}\n" in (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    assert f"\n{made}\n" in (ROOT / "docs" / "evidence" / "experiments.md").read_text(encoding="utf-8")
 
 
 def test_torchaos_rows_by_cross_entropy_have_both_of_their_scores(modules: ModuleType) -> None:
@@ -160,7 +164,7 @@ def test_the_committed_runs_make_the_committed_table(modules: ModuleType, tmp_pa
 
 def test_the_documented_commands_run_the_rows_of_the_committed_tables(modules: ModuleType) -> None:
     command, known = (importlib.import_module(f"experiments.{name}") for name in ("command", "known"))
-    page = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").partition("## Repeat it")[2]
+    page = (ROOT / "docs" / "evidence" / "experiments.md").read_text(encoding="utf-8").partition("## Repeat it")[2]
     lines = page.partition("```sh")[2].partition("```")[0].replace("\\\n", " ").splitlines()
     commands = [line.split()[2:] for line in lines if line.startswith("python eval/experiments ")]
     tables = {"OUT": "experiments", "OUT2": "experiments_earlier", "OUT3": "experiments_moe"}

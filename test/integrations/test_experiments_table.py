@@ -98,7 +98,7 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     names = (
         "README.md",
         "docs/choosing.md",
-        "docs/experiments.md",
+        "docs/evidence/experiments.md",
         "docs/figures/draw.py",
         "aoquant/tools/measured.csv",
     )
@@ -146,7 +146,7 @@ def test_the_pages_are_written_from_a_table(modules: ModuleType, tmp_path: Path)
     figure = (root / "docs" / "figures" / "bits.svg").read_text(encoding="utf-8")
     assert 'class="hollow"' in figure and "scored as prepared" in figure
     assert ">int4-g128<" in figure and ">53.5<" in figure and ">4.25<" in figure
-    page = (root / "docs" / "experiments.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "evidence" / "experiments.md").read_text(encoding="utf-8")
     assert "| `int4-g128` | 4.25 | 70.00 | 53.50 ± 0.71 | 79.9 ± 3.9 | 2 | 57.50 ± 0.71 † | 58.5 ± 3.7 † | 2 |" in page
     assert "| `int4-g128` | 0.95 | 1.01 | 17.0 | 1.20 |" in page and page.count("## Stopping and going on") == 1
     assert "`bf16` |" not in page.partition("<!-- costs -->")[2].partition("<!-- end of costs -->")[0]
@@ -159,11 +159,15 @@ def test_an_earlier_model_changes_no_page_but_for_its_runs(modules: ModuleType, 
         importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
     )
     out, root, every = tmp_path / "out", tmp_path / "root", rows.load_all()
-    model, results, page = tmp_path / "run" / "model", root / "benchmarks" / "results", root / "docs" / "experiments.md"
+    model, results, page = (
+        tmp_path / "run" / "model",
+        root / "benchmarks" / "results",
+        root / "docs" / "evidence" / "experiments.md",
+    )
     for folder in (out, model, results):
         folder.mkdir(parents=True)
     kept = ("README.md", "docs/choosing.md", "aoquant/tools/measured.csv")
-    copied(root, "docs/experiments.md", *kept)
+    copied(root, "docs/evidence/experiments.md", *kept)
     found = {records.Run("bf16", "float"): {"word_perplexity": 50.0}}
     shown = {name: every[name] for name in ("bf16", "mxfp4")}
     found[records.Run("mxfp4", "ptq")] = {"word_perplexity": 70.0}
@@ -183,7 +187,7 @@ def test_an_earlier_model_changes_no_page_but_for_its_runs(modules: ModuleType, 
     assert {path.name for path in results.iterdir()} == runs | logs
     assert "losses" not in (results / "pretrain_llama_earlier.json").read_text()
     assert all((root / name).read_bytes() == (ROOT / name).read_bytes() for name in kept)
-    said, before = (path.read_text(encoding="utf-8") for path in (page, ROOT / "docs" / "experiments.md"))
+    said, before = (path.read_text(encoding="utf-8") for path in (page, ROOT / "docs" / "evidence" / "experiments.md"))
     for mark in ("all rows", "costs", "losses", "experts"):
         ends = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
         assert len({text.partition(ends[0])[2].partition(ends[1])[0] for text in (said, before)}) == 1, mark
@@ -195,10 +199,10 @@ def test_a_model_of_experts_alone_has_a_table(modules: ModuleType, tmp_path: Pat
         importlib.import_module(f"experiments.{n}") for n in ("records", "table", "rows", "publish")
     )
     out, root, model, every = tmp_path / "out", tmp_path / "root", tmp_path / "run" / "model", rows.load_all()
-    results, page = root / "benchmarks" / "results", root / "docs" / "experiments.md"
+    results, page = root / "benchmarks" / "results", root / "docs" / "evidence" / "experiments.md"
     for folder in (out, model, results):
         folder.mkdir(parents=True)
-    copied(root, "docs/experiments.md", "docs/choosing.md", "aoquant/tools/measured.csv")
+    copied(root, "docs/evidence/experiments.md", "docs/choosing.md", "aoquant/tools/measured.csv")
     (out / "runs.jsonl").write_text("")
     (model.parent / "train_log.json").write_text('{"date": "2026", "losses": [1.0]}')
     (model.parent / "loss.csv").write_text("step\n")

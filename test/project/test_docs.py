@@ -183,13 +183,13 @@ def test_the_pages_name_every_torchao_config() -> None:
 
 
 def test_the_table_of_backends_has_every_one() -> None:
-    page = (ROOT / "docs" / "exactness.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "evidence" / "exactness.md").read_text(encoding="utf-8")
     table = "".join(line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in backend_names() if f"`{name.removesuffix('_for_cpu')}`" not in table] == []
 
 
 def test_the_versions_are_those_that_ci_installs() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs" / "evidence" / "compatibility.md").read_text(encoding="utf-8").splitlines()
     heads = next(i for i, line in enumerate(page) if line.startswith("| Python |"))
     named = dict(zip(page[heads].split(" | ")[1:-1], page[heads + 2].split(" | ")[1:-1], strict=True))
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)

@@ -1,4 +1,4 @@
-"""benchmarks/moe_page.py: docs/results.md's table of experts is what the measured rows say."""
+"""benchmarks/moe_page.py: docs/evidence/results.md's table of experts is what the measured rows say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def moe_page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_table_in_the_docs_is_of_the_file(moe_page: ModuleType) -> None:
     written = moe_page.page(moe_page.read(moe_page.RESULTS / "moe.csv"))
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "evidence" / "results.md").read_text(encoding="utf-8")
     assert f"<!-- moe -->\n\n{written}\n\n<!-- end of moe -->" in text
 
 

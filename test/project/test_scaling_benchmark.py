@@ -85,7 +85,7 @@ def test_the_page_follows_its_rows(scaling: ModuleType) -> None:
 
 def test_the_page_in_the_docs_is_of_the_files(scaling: ModuleType) -> None:
     steps, links = (scaling.read(scaling.RESULTS / f"{n}.csv") for n in ("model_fsdp2", "communication"))
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "evidence" / "results.md").read_text(encoding="utf-8")
     assert f"<!-- scaling -->\n\n{scaling.page(steps, links, 4096, 16)}\n\n<!-- end of scaling -->" in text
 
 
