@@ -14,6 +14,7 @@ changes no code and no scale:
 - layers placed on the CPU are quantised there where torch, a CUDA build, sees no GPU: transformers 5.24 would move them
   to "cuda" first;
 - parameters and buffers of the model itself, whose names torchao cannot take apart, do not keep it from loading;
+- a packed weight of another class than its module takes is refused;
 - config.json says that the checkpoint needs `import aoquant`.
 
 A quantisation method of our own, through transformers' `register_quantizer("aoquant")`, would be worse: without `import
@@ -29,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 from torchao.quantization import FqnToConfig
@@ -39,6 +41,7 @@ from transformers.utils.quantization_config import TorchAoConfig
 from aoquant.config import WeightConfig
 from aoquant.integrations import checksums
 from aoquant.integrations.stored_names import wide_dtype
+from aoquant.layers.experts import is_transposed, stacked_names
 from aoquant.layers.packed import adopt, name_parents
 
 REQUIRES = "pip install aoquant; then `import aoquant` before from_pretrained, or aoquant.load_pretrained(folder)"
@@ -104,6 +107,11 @@ class Quantizer(TorchAoHfQuantizer):
         kept = remove_tied_weights_from_state_dict({n: t for n, t in flat.items() if n not in ignored}, model)
         return revert_weight_conversion(model, kept) if self.original_names else kept
 
+    def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super()._process_model_before_weight_loading(model, *args, **kwargs)
+        # before anything is built: transformers only logs what building raises
+        check_classes(model, _in_metadata(getattr(self, "metadata", {})))
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model = super()._process_model_after_weight_loading(model, **kwargs)
         if self.pre_quantized:
@@ -114,6 +122,44 @@ class Quantizer(TorchAoHfQuantizer):
         if needs_aoquant(self.quantization_config):
             self.quantization_config.__class__ = NotedConfig
         return model
+
+
+def check_classes(model: nn.Module, found: dict[str, tuple[str, bool]]) -> None:
+    """Raise ValueError for packed experts in a layer, for a layer's packed weight in experts, and for experts that are
+    turned round.
+
+    A file's metadata says which class a weight gets, and without checksums anyone may have changed it. The shapes may
+    agree all the same.
+
+    found: the class of each packed weight, and whether it is (E, K, N); names that the model lacks are left out.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, packed in found.items():
+        owner, _, own = name.rpartition(".")
+        module = modules.get(owner)
+        if module is None or own not in module._parameters:
+            continue
+        stacked = own in stacked_names(module)
+        wanted = ("PackedExperts", is_transposed(module)) if stacked else ("PackedTensor", False)
+        if packed != wanted:
+            raise ValueError(
+                f"{name} is stored as {_described(*packed)}, and {type(module).__name__} takes {_described(*wanted)}: the "
+                "description in the file's metadata is wrong, copy or save the checkpoint again"
+            )
+
+
+def _described(cls: str, transposed: bool) -> str:
+    """Name a class of packed weights and the way round that it is stored."""
+    return f"{cls}{' (E, K, N)' if transposed else ''}"
+
+
+def _in_metadata(metadata: dict[str, str]) -> dict[str, tuple[str, bool]]:
+    """The classes that files' metadata names, for `check_classes`."""
+    if not is_metadata_torchao(metadata):
+        return {}
+    described = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
+    packed = {name: d for name, d in described.items() if d["_type"] in ("PackedTensor", "PackedExperts")}
+    return {name: (d["_type"], d["_data"].get("transposed", False)) for name, d in packed.items()}
 
 
 class Rebuild(TorchAoDeserialize):

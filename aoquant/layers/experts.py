@@ -47,11 +47,15 @@ def stacks_of(module: nn.Module) -> tuple[str, ...]:
     """Names of the stacked parameters of a module with the experts protocol, or of a class in `READINGS`; none for any
     other module.
     """
+    return tuple(n for n in stacked_names(module) if (p := module._parameters.get(n)) is not None and p.dim() == 3)
+
+
+def stacked_names(module: nn.Module) -> tuple[str, ...]:
+    """Names that stacked parameters of the module's class have, whatever this module holds under them."""
     reading = reading_of(type(module))
     if reading is None and not all(hasattr(module, name) for name in PROTOCOL):
         return ()
-    names = STACKS if reading is None else reading.parameters
-    return tuple(n for n in names if (p := module._parameters.get(n)) is not None and p.dim() == 3)
+    return STACKS if reading is None else reading.parameters
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.moe_models import model_of
 from torch import Tensor, nn
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
 from torchao.quantization import FqnToConfig
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import aoquant
 from aoquant import PackedTensor
@@ -225,3 +227,65 @@ def test_a_wrong_width_or_group_in_a_compressed_tensors_config_is_refused(recipe
         with pytest.raises(ValueError, match=str(tmp_path)):
             aoquant.load_pretrained(tmp_path, verify_checksums=False)
     assert tried >= 7
+
+
+@pytest.fixture(scope="module")
+def kinds(
+    folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Any]]:
+    """A folder for each kind of module that holds packed weights, and the model's class."""
+    base = tmp_path_factory.mktemp("kinds")
+
+    def made(kind: str) -> tuple[Path, Any]:
+        if kind in ("linear", "embedding"):
+            return folders("mxfp4" if kind == "linear" else "embedding"), LlamaForCausalLM
+        if kind == "conv1d":
+            model: Any = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=64, n_positions=16))
+        else:
+            model = model_of(kind)
+        if not (base / kind).exists():
+            aoquant.quantize_(model, "mxfp4-experts" if kind != "conv1d" else "mxfp4")
+            aoquant.save_pretrained(model, base / kind)
+        return base / kind, type(model)
+
+    return made
+
+
+def retyped(folder: Path, to: Path, turn: bool) -> str:
+    """A copy of a checkpoint whose first packed weight has another class, or lies the other way round; its name."""
+    shutil.copytree(folder, to)
+    path = to / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    metadata.pop("aoquant_crc32")
+    packed = [n for n in json.loads(metadata["tensor_names"]) if json.loads(metadata[n])["_type"] != "Tensor"]
+    described = json.loads(metadata[packed[0]])
+    if turn:
+        described["_data"]["transposed"] = not described["_data"]["transposed"]
+    elif described["_type"] == "PackedTensor":
+        described["_type"] = "PackedExperts"
+        described["_data"]["transposed"] = False
+    else:
+        described["_type"] = "PackedTensor"
+        del described["_data"]["transposed"]
+    metadata[packed[0]] = json.dumps(described)
+    save_file(load_file(path), path, metadata)
+    return packed[0]
+
+
+EXPERTS = ["mixtral", "gpt-oss", "qwen3-moe"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "turn"),
+    [*((k, False) for k in ("linear", "embedding", "conv1d", *EXPERTS)), *((k, True) for k in EXPERTS)],
+)
+def test_a_weight_described_as_another_class_is_refused_at_load(
+    kinds: Callable[[str], tuple[Path, Any]], kind: str, turn: bool, tmp_path: Path
+) -> None:
+    folder, model_class = kinds(kind)
+    model_class.from_pretrained(folder)
+    name = retyped(folder, tmp_path / "copy", turn)
+    for load in (model_class.from_pretrained, lambda f: aoquant.load_pretrained(f, model_class)):
+        with pytest.raises(ValueError, match=re.escape(name)):
+            load(tmp_path / "copy")
