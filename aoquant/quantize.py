@@ -306,7 +306,12 @@ def apply(
         if isinstance(module, QATLinear):
             module.replace(prepared)
             return module
-        return change.layer.prepared.prepare(module, prepared)
+        layer = change.layer.prepared.prepare(module, prepared)
+        recipe = prepared.recipe
+        calibrated = not (recipe.fitted or recipe.history)  # others hold nothing yet that a weight could be encoded by
+        if layer.weight.dtype == torch.float16 and calibrated and not isinstance(layer.weight, DTensor):
+            _warn_of_half(change.fqn, layer)
+        return layer
     packed = {} if packed is None else packed
     weight: Tensor = change.module.weight
     key = identity(weight)
@@ -344,6 +349,15 @@ def packed_config(weight: PackedTensor) -> Packed4WeightConfig | PackedWeightCon
     """The PTQ config that makes a packed weight, or packed experts."""
     kind = Packed4WeightConfig if weight.weight_format.bits <= 4 else PackedWeightConfig
     return kind(weight.format, weight.activation or None, weight.contract)
+
+
+@torch.no_grad()
+def _warn_of_half(fqn: str, layer: QATLayer) -> None:
+    """Warn of a prepared float16 weight that loses because of its dtype: its forward loses what convert will."""
+    weight = layer.matrix().detach()
+    if not weight.is_meta:
+        operand = layer.prepared.recipe.fprop_weight
+        half.warn(fqn, operand, half.share_lost(operand, layer.encode_weight(), weight, layer.held_scales("weight")))
 
 
 @torch.no_grad()

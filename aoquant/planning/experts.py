@@ -118,6 +118,11 @@ def apply(change: StackChange, device: torch.device | str | None = None) -> None
     module = change.module
     if change.step == "prepare":
         QATExperts.prepare_stack(module, change.parameter, Prepared(change.target.recipe, change.config, change.fqn))
+        weight = change.weight.detach()
+        if weight.dtype == torch.float16 and not isinstance(weight, DTensor) and not weight.is_meta:
+            matrices = weight.mT if is_transposed(module) else weight
+            made = [pack_expert(change, w_NK, None, e) for e, w_NK in enumerate(matrices)]
+            _warn_of_half(change, weight, made, 0)
         return
     weight = change.weight
     packed = nn.Parameter(pack(change, weight, device), requires_grad=False)

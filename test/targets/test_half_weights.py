@@ -12,7 +12,16 @@ import torch
 from support.expert_cases import made
 from torch import Tensor, nn
 
-from aoquant import AoquantWarning, PackedWeightConfig, get_format, get_recipe, list_formats, list_recipes, quantize_
+from aoquant import (
+    AoquantWarning,
+    PackedWeightConfig,
+    QATConfig,
+    get_format,
+    get_recipe,
+    list_formats,
+    list_recipes,
+    quantize_,
+)
 from aoquant.formats import as_operand
 from aoquant.planning import half
 from aoquant.targets import resolve
@@ -109,3 +118,34 @@ def test_a_part_of_the_rows_and_rows_of_zeros_count_as_they_are() -> None:
     w[16:32] = 0
     w[32:48] = w[32:48, :1]  # constant rows are exact but for the last bits of a scale
     assert half.share_lost(operand, operand.encode(w), w) == 16 / 64
+
+
+def _said_by(model: nn.Module, config: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", AoquantWarning)
+        quantize_(model, config)
+    return sorted(str(s.message) for s in seen if "weight's float16" in str(s.message))
+
+
+@pytest.mark.parametrize("name", ["torchao-int8", "torchao-int8-int4", "stretched2-g32/", "int8", "mxfp4", "int4-g32"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_prepare_warns_as_convert_does(name: str, dtype: torch.dtype) -> None:
+    found = []
+    for size in SIZES:
+        model = nn.Sequential(nn.Linear(256, 64, bias=False)).to(dtype)
+        model[0].weight.data.copy_(_weight(size))
+        said = _said_by(model, QATConfig(name, step="prepare"))
+        assert said == _said_by(model, QATConfig(step="convert"))
+        found += said
+    assert bool(found) == (dtype == torch.float16 and name in ("torchao-int8", "torchao-int8-int4", "stretched2-g32/"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_prepare_warns_of_stacked_experts_as_convert_does(family: str) -> None:
+    experts = made(family, "eager", torch.float16)
+    with torch.no_grad():
+        for p in experts.parameters():
+            p.mul_(2e-4)
+    said = _said_by(experts, QATConfig("stretched2-g32/", step="prepare"))
+    assert [s.split(":")[0] for s in said] == ["experts.down_proj", "experts.gate_up_proj"]
+    assert said == _said_by(experts, QATConfig(step="convert"))
