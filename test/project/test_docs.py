@@ -34,7 +34,7 @@ BLOCK = re.compile(
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 NOT_RUN = 4
-WIDTH, ROW, README, GLOSSARY = 120, 400, 100, 35
+WIDTH, ROW, README, GLOSSARY, GUIDE = 120, 400, 100, 35, 20
 DRAW = runpy.run_path(str(DOCS / "figures" / "draw.py"))
 FIGURES = DRAW["FIGURES"]
 ELLIPSIS = "…"
@@ -134,6 +134,12 @@ def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("\n") <= README
     assert "make demo" in text and "make test" in text
+
+
+def test_a_user_reads_few_pages() -> None:
+    """Results, reproductions and the API reference have folders of their own."""
+    guide = {page.stem for page in DOCS.glob("*.md")} - {"README", "glossary"}
+    assert len(guide) <= GUIDE, sorted(guide)
 
 
 def test_the_glossary_is_short_and_has_each_term_once() -> None:
